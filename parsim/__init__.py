@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from parsim.workflow.importing.import_file import import_file
     from parsim.workflow.public.answer import Answer
     from parsim.workflow.public.calibration import Calibration
-    from parsim.workflow.public.cost_table import CostTable
     from parsim.workflow.public.functions import (
         calibrate,
         cost,
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     )
     from parsim.workflow.public.measured import Measured
     from parsim.workflow.public.prediction import Prediction
+    from parsim.workflow.sweeps.sweep import sweep
 
 __version__ = "0.1.0"
 
@@ -46,7 +46,6 @@ __all__ = [
     "Answer",
     "Calibration",
     "Cluster",
-    "CostTable",
     "Measured",
     "Model",
     "ParsimError",
@@ -61,6 +60,7 @@ __all__ = [
     "plan",
     "run",
     "simulate",
+    "sweep",
     "trace",
     "validate",
 ]
@@ -70,13 +70,13 @@ _HOMES = {
     "Answer": "parsim.workflow.public.answer",
     "Calibration": "parsim.workflow.public.calibration",
     "Cluster": "parsim.hardware.cluster",
-    "CostTable": "parsim.workflow.public.cost_table",
     "Measured": "parsim.workflow.public.measured",
     "Model": "parsim.model.model",
     "ParsimError": "parsim.errors",
     "Plan": "parsim.plans.plan",
     "Prediction": "parsim.workflow.public.prediction",
     "import_file": "parsim.workflow.importing.import_file",
+    "sweep": "parsim.workflow.sweeps.sweep",
     **dict.fromkeys(
         ("calibrate", "cost", "load_cluster", "open_run", "plan", "run", "simulate", "trace", "validate"),
         _FUNCTIONS,
@@ -85,7 +85,17 @@ _HOMES = {
 """Where each public name is defined."""
 
 
+_MOVED_NAMES = {"CostTable": "parsim.workflow.public.cost_table"}
+"""Names that were public here: each still works, and says where it is now."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MOVED_NAMES:
+        import importlib
+        import warnings
+
+        warnings.warn(f"parsim.{name} is now {_MOVED_NAMES[name]}.{name}", FutureWarning, stacklevel=2)
+        return getattr(importlib.import_module(_MOVED_NAMES[name]), name)
     if name not in _HOMES:
         raise AttributeError(f"module 'parsim' has no attribute {name!r}")
     import importlib

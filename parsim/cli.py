@@ -20,12 +20,14 @@ from parsim.commands.cost import cost
 from parsim.commands.coverage import coverage
 from parsim.commands.demo import demo
 from parsim.commands.doctor import doctor
+from parsim.commands.export import export
 from parsim.commands.import_file import import_command
 from parsim.commands.plan import plan
 from parsim.commands.profile import profile
 from parsim.commands.report import report
 from parsim.commands.run import run
 from parsim.commands.simulate import simulate
+from parsim.commands.sweep import compare, explore, sweep
 from parsim.commands.validate import validate
 from parsim.errors import ParsimError
 from parsim.units import printable
@@ -41,10 +43,14 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "cost": cost,
     "plan": plan,
     "simulate": simulate,
+    "sweep": sweep,
+    "explore": explore,
+    "compare": compare,
     "run": run,
     "validate": validate,
     "coverage": coverage,
     "report": report,
+    "export": export,
     "demo": demo,
 }
 

@@ -15,6 +15,7 @@ ParsimError                 exit status 1: one clear message, no traceback
 ├── ScheduleError           nothing to choose from
 ├── AlgorithmError          a mixing matrix, merge, period or delay that contradicts itself or its data
 ├── DataError               a dataset that is not there or is not what it says
+│   └── NoSplitError        a dataset without the split that is asked for
 ├── ImportedFileError       a file of another tool that holds nothing parsim can use
 ├── DoesNotFitError         `run` of a plan whose memory exceeds a device
 ├── ExecutionError          a real run that failed (a rank died, a process would not start)
@@ -87,6 +88,10 @@ class AlgorithmError(ParsimError):
 
 class DataError(ParsimError):
     """A dataset is not there or is not what it says."""
+
+
+class NoSplitError(DataError):
+    """A dataset has no such split (test, validation)."""
 
 
 class ImportedFileError(ParsimError):

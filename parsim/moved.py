@@ -61,7 +61,11 @@ _MOVES = (
         "parsim.schedule.live",
         "updating adaptive=controller adaptive_driver=driver adaptive_planning=planning adaptive_scenario=scenario",
     ),
-    ("parsim.algorithms", "parsim.algorithms", "programs=decoupled_program"),
+    (
+        "parsim.algorithms",
+        "parsim.engines.relaxed",
+        "gossip_program decoupled_program merge_program programs=decoupled_program",
+    ),
     (
         "parsim.execute",
         "parsim.execute.processes",

@@ -60,5 +60,5 @@ def format_count(count: float) -> str:
 
 
 def format_percent(fraction: float) -> str:
-    """0.1234 -> 12.3%."""
-    return f"{100 * fraction:.1f}%"
+    """0.1234 -> 12.3%. What rounds to nothing has no sign."""
+    return f"{round(100 * fraction, 1) + 0.0:.1f}%"

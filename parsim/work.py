@@ -46,12 +46,17 @@ COLLECTIVES = tuple(COLLECTIVE_KINDS)
 PACKABLE = COLLECTIVE_KINDS.where(packable=True)
 
 
+BY_OPERATOR_PART = "selective"
+"""`Compute.part` of a second forward that runs some operators alone."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
     """One component, forward or backward, over `samples` local samples; of a tensor-sharded one, one of `ways` shards.
 
     `rule` names the component's Sharding ("" for the whole component, with ways 1). `part`: only its attention, its experts or
-    the rest, as one of so many equal `parts`, with communication between them; "" for all of it.
+    the rest, as one of so many equal `parts`, with communication between them; "selective": only the operators that run again;
+    "" for all of it.
     """
 
     component: str
@@ -72,6 +77,26 @@ class OptimizerStep:
 
     elements: int
     tensors: int
+
+
+NORM, SCALE = "norm", "scale"
+"""Parts of clipping: a rank's share of the squared norm, and the multiplication of the gradients that it updates with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipGradients:
+    """One part of clipping the gradients by their global norm. The sum over ranks between the two is a Collective.
+
+    `elements` counts scalars, `tensors` the arrays they come in.
+    """
+
+    part: str
+    elements: int
+    tensors: int
+
+    def __post_init__(self) -> None:
+        if self.part not in (NORM, SCALE):
+            raise GraphError(f"clipping has the parts {NORM} and {SCALE}, got {self.part!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +161,7 @@ class Mix:
             raise GraphError(f"a mix needs elements >= 0 and copies >= 1, got {self.elements} and {self.copies}")
 
 
-Work = Compute | OptimizerStep | Collective | SendRecv | LoadBatch | Mix
+Work = Compute | OptimizerStep | ClipGradients | Collective | SendRecv | LoadBatch | Mix
 
 
 def is_communication(work: Work) -> bool:
@@ -156,12 +181,14 @@ def ranks_of_work(work: Work) -> tuple[int, ...]:
 
 def kind_of(work: Work) -> str:
     """The task kind used in comparisons and reports: forward, backward (or backward_input and
-    backward_weight), recompute, optimizer, all_reduce, send_recv, load, mix."""
+    backward_weight), recompute, optimizer, clip, all_reduce, send_recv, load, mix."""
     match work:
         case Compute():
             return work.phase.value
         case OptimizerStep():
             return Phase.OPTIMIZER.value
+        case ClipGradients():
+            return "clip"
         case Collective():
             return work.operation
         case SendRecv():

@@ -76,7 +76,7 @@ def made(case: tuple[Any, Any, Any], processes: blocks.Processes | None = None) 
     return blocks.from_array(array, grid=grid, owners=dealt, processes=processes or blocks.in_one_process(RANKS))
 
 
-def same(got: blocks.BlockTensor, wanted: Any) -> None:
+def assert_same(got: blocks.BlockTensor, wanted: Any) -> None:
     """Values, shape and dtype as NumPy's."""
     array, expected = got.collect().numpy(), np.asarray(wanted)
     assert array.shape == expected.shape == got.shape

@@ -22,7 +22,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.placement import BATCH, REPLICATE, Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
-from parsim.plans.recompute import NONE, Recompute
+from parsim.plans.recompute import BY_OPERATOR, NONE, SELECTIVE, Recompute
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.tensor import uniform_placements
 
@@ -98,7 +98,7 @@ class Case:
         if mesh.tp > 1:
             return "shards and placements" + (", ZeRO" if plan.zero_stage else "")
         named = f"ZeRO {plan.zero_stage}" if plan.zero_stage else "replicas" if mesh.dp > 1 else "one rank"
-        return named + (", recomputed" if plan.recomputed else "")
+        return named + (", recomputed" if plan.recompute != NONE else "")
 
 
 def processes(count: int = 4) -> Cluster:
@@ -152,6 +152,7 @@ def named(model: Model) -> Iterator[Case]:
         if len(names_of(model)) >= 2 * chunks:
             yield Case(f"pp {order}", staged(model, Mesh(pp=2), microbatches=4, order=order, chunks=chunks), "adam")
     yield Case("pp 1f1b, recomputed", staged(model, Mesh(pp=2), microbatches=8, recompute="full"), "adam")
+    yield from by_operator(model)
     yield Case("replicated", staged(model, Mesh(tp=2), placements=dict.fromkeys(names_of(model), REPLICATE)), "sgd")
     if any(component.shardings for component in model.components):
         priced = PlanningProblem(
@@ -163,11 +164,29 @@ def named(model: Model) -> Iterator[Case]:
         every_other = {name: placement if number % 2 else BATCH for number, (name, placement) in enumerate(cut.items())}
         yield Case("batch and shards in turn", staged(model, Mesh(tp=2), placements=every_other), "adam")
         yield Case("tp, recomputed", staged(model, Mesh(tp=2), placements=cut, recompute="full"), "sgd_momentum")
+        if any(component.selective is not None for component in model.components):
+            yield Case("tp, by operator", staged(model, Mesh(tp=2), placements=cut, recompute=SELECTIVE), "sgd_momentum")
         mixed = staged(model, Mesh(tp=2), placements=every_other, recompute=every_other_name)
         yield Case("batch and shards in turn, half recomputed", mixed, "adam")
         yield Case("the same, zero 1", staged(model, Mesh(tp=2), placements=every_other, zero_stage=1), "adam")
         divided = staged(model, Mesh(tp=2), placements=every_other, zero_stage=3, bucket_bytes=SMALL_BUCKET_BYTES)
         yield Case("batch and shards in turn, zero 3", divided, "adam")
+
+
+def by_operator(model: Model) -> Iterator[Case]:
+    """Plans with components recomputed by operator, where the model has some that keep less so."""
+    if not any(component.selective is not None for component in model.components):
+        return
+    yield Case("single, by operator", staged(model, Mesh(), recompute=SELECTIVE), "sgd_momentum")
+    divided = staged(model, Mesh(dp=2), microbatches=4, recompute=SELECTIVE, zero_stage=3, bucket_bytes=SMALL_BUCKET_BYTES)
+    yield Case("dp, 4 microbatches, by operator, zero 3", divided, "adam")
+    turns = (f"{BY_OPERATOR * (number % 2)}{name}" for number, name in enumerate(names_of(model)))
+    yield Case("dp, whole and by operator in turn", staged(model, Mesh(dp=2), recompute=tuple(turns)), "sgd_momentum")
+    yield Case("pp 1f1b, by operator", staged(model, Mesh(pp=2), microbatches=8, recompute=SELECTIVE), "adam")
+    gpipe = staged(model, Mesh(pp=2), microbatches=4, order="gpipe", recompute=SELECTIVE)
+    yield Case("pp gpipe, by operator", gpipe, "sgd_momentum")
+    halves = staged(model, Mesh(pp=2), microbatches=4, order="zero-bubble", recompute=SELECTIVE)
+    yield Case("pp zero-bubble, by operator", halves, "adam")
 
 
 def names_of(model: Model) -> list[str]:

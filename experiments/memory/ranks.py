@@ -58,7 +58,7 @@ def _rank(rank: int, size: int, store: Path, model: Model, runs: Sequence[RunSpe
         graph = lower(run.plan, model)
         groups.make(graph, run.precision)
         if rank < run.plan.world_size:
-            entry = RankRun(run, layout, graph, place, groups.mine)
+            entry = RankRun(run, layout, graph, place, groups.mine, steps=1)
             entry.step(keep=False)
             entry.measure_memory()
             entry.close()

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from answer import Answer, answer
-from question import Asked, CannotExpressError, question_of
+from blanks import CannotExpressError
+from question import Asked, question_of
 from quoted import in_unit, larger_is_faster
 from rows import Row, read_rows
 

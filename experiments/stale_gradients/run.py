@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from parsim.algorithms.decoupled_program import TickModules, tick_durations_s, tick_program
 from parsim.algorithms.graphs import mixing_graph
 from parsim.algorithms.staleness import ModuleTimes, balanced_speedup, decoupling, stage_seconds
+from parsim.engines.relaxed.decoupled_program import TickModules, tick_durations_s, tick_program
 from parsim.engines.repeated import simulate_program
 from parsim.files import write_csv
 from parsim.virtual.agent import TickRule, cut_sequential

@@ -11,7 +11,7 @@ from __future__ import annotations
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.plans.plan import Plan
-from parsim.plans.recompute import recomputed_names
+from parsim.plans.recompute import names_by_operator, recomputed_names
 
 COUNTED = ("matmul", "convolution", "attention")
 BACKWARD = {"": 2.0, "input": 1.0, "weight": 1.0, "none": 0.0}
@@ -43,7 +43,15 @@ def recomputed_flop(model: Model, plan: Plan) -> float:
         model: of the plan. plan: its `recompute` and `segments` name them.
     """
     again = set(recomputed_names(plan.recompute, plan.components)) | {name for part in plan.segments for name in part}
-    return sum(_forward(model.component(name)) for name in again)
+    some = names_by_operator(plan.recompute, plan.components) - again
+    return sum(_forward(model.component(name)) for name in again) + sum(_repeated(model.component(name)) for name in some)
+
+
+def _repeated(component: Component) -> float:
+    """Of the operators that run again, where it is recomputed by operator."""
+    selective = component.selective
+    found = () if selective is None else ((component.operators[number], count) for number, count in selective.operators)
+    return sum(operator.forward_flop * count for operator, count in found if operator.kind in COUNTED)
 
 
 def _forward(component: Component) -> float:

@@ -340,6 +340,7 @@ def _write_report(
 
 
 def _summary(what_if: Sequence[tuple[RunConfig, Search]], real: Sequence[tuple[Answer, list[RealRun]]]) -> list[str]:
+    from parsim.plans.words import plan_in_words
     from parsim.units import format_percent, format_seconds
 
     lines = []
@@ -347,7 +348,7 @@ def _summary(what_if: Sequence[tuple[RunConfig, Search]], real: Sequence[tuple[A
         if found.chosen is not None:
             result = found.candidates[0].result
             step = format_seconds(result.step_s.median)
-            lines.append(f"{config.model.name} on 8 V100s: {result.plan.summary()} is fastest, {step} a step (predicted).")
+            lines.append(f"{config.model.name} on 8 V100s: use {plan_in_words(result.plan)}, {step} per step (predicted).")
     for asked, runs in real:
         errors = [abs(run.comparison.step.relative_error or 0.0) for run in runs]
         worst = format_percent(max(errors))

@@ -52,11 +52,17 @@ def run(
     _print_decisions(document["decisions"])
     losses = [loss for loss in document["losses"] if loss is not None]
     moved = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}" if losses else "no step was left to train"
+    print(f"{moved}, {_scored(document)}")
+    print(f"folder: {done.folder} (report.html, trace.json for Perfetto, checkpoints/)")
+
+
+def _scored(document: dict[str, Any]) -> str:
+    if "test_loss" not in document:
+        return "no test samples"
     accuracy = document.get("test_accuracy")
     scored = "no accuracy: its targets are no classes" if accuracy is None else f"test accuracy {100 * accuracy:.1f}%"
     tested = "not finite" if document["test_loss"] is None else f"{document['test_loss']:.4f}"
-    print(f"{moved}, test loss {tested}, {scored}")
-    print(f"folder: {done.folder} (report.html, trace.json for Perfetto, checkpoints/)")
+    return f"test loss {tested}, {scored}"
 
 
 def _print_decisions(decisions: Sequence[dict[str, Any]]) -> None:

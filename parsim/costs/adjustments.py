@@ -3,8 +3,8 @@
 `parsim.costs.costs.Costs` prices a piece of work as the profile knows it (measured, fitted or published). Then every adjustment
 of `ADJUSTMENTS` that applies adds one term, in the order of the list:
 
-    CPU: price = (base * core sharing + host overhead) * speed factor * update * correction + post-wait
-    GPU: price = (max(base * core sharing * GPU speed factor, queueing) + host overhead) * update * correction + post-wait
+    CPU: (base * core sharing + host overhead) * speed factor * update * correction / scale + post-wait
+    GPU: (max(base * core sharing * GPU speed factor, queueing) + host overhead) * update * correction / scale + post-wait
 
 The order matters. On a slower CPU the host overhead and everything before it is slower. On a GPU the speed factor is the
 device's: it changes what the device computes, and nothing of the host's or the links'. The post-wait seconds are scaled
@@ -21,12 +21,13 @@ from typing import NamedTuple
 from parsim.costs.estimate import QUEUEING, Estimate, Term
 from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.costs.feedback.updates import updates_of
+from parsim.costs.hardware_scale import AS_IT_IS, HardwareScale
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.speed_factor import speed_since
 from parsim.units import format_seconds
-from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, SendRecv, Work
+from parsim.work import ClipGradients, Collective, Compute, LoadBatch, Mix, OptimizerStep, SendRecv, Work
 
-COMPUTATION: tuple[type, ...] = (Compute, OptimizerStep, Mix)
+COMPUTATION: tuple[type, ...] = (Compute, OptimizerStep, ClipGradients, Mix)
 EVERYTHING: tuple[type, ...] = (*COMPUTATION, Collective, SendRecv, LoadBatch)
 
 
@@ -50,7 +51,7 @@ class PriceContext:
         speed: how many times as long everything takes now as while calibrating (`parsim.hardware.speed_factor`); 1 on a GPU.
         gpu_speed: likewise what a GPU computes; 1 on a CPU.
         updates, updated_by: factors that the profile's last validation left in it, and that run's name.
-        corrections: factors that the running job has shown.
+        corrections: factors that the running job has shown. scale: of a question of what would be.
         post_wait_s: seconds that computation takes longer right after its rank waited for communication, at today's speed.
         after_wait: this work comes right after such a wait.
     """
@@ -65,6 +66,7 @@ class PriceContext:
     corrections: RunCorrections
     post_wait_s: float
     after_wait: bool = False
+    scale: HardwareScale = AS_IT_IS
 
 
 def price_context(
@@ -73,11 +75,12 @@ def price_context(
     ranks: int | None = None,
     ranks_active: int | None = None,
     corrections: RunCorrections = NO_RUN_CORRECTIONS,
+    scale: HardwareScale = AS_IT_IS,
 ) -> PriceContext:
     """Collect the numbers of the cluster's profile and of a running job that adjust every price.
 
     Args:
-        cluster: the machine. corrections: learnt from the running job.
+        cluster: the machine. corrections: learnt from the running job. scale: of a question of what would be.
         ranks: of the plan (None: all of the cluster). ranks_active: how many compute at once (None: a rank on every core).
     """
     profile = cluster.profile
@@ -92,6 +95,7 @@ def price_context(
         updates=updates_of(cluster),
         updated_by=profile.updates[-1].run if profile.updates else "",
         corrections=corrections,
+        scale=scale,
         post_wait_s=0.0 if host is None else speed * host.post_wait_s,
     )
 
@@ -206,6 +210,14 @@ def _correction(subject: Subject, context: PriceContext) -> Term | None:
     return None if factor == 1.0 else Term("correction", "times", factor, "observed", "as observed")
 
 
+def _scale(subject: Subject, context: PriceContext) -> Term | None:
+    computes = isinstance(subject.work, COMPUTATION)
+    factor = context.scale.computation if computes else context.scale.communication
+    if factor == 1.0 or isinstance(subject.work, LoadBatch):
+        return None
+    return Term("scale", "over", factor, "assumed", "computation as it would be" if computes else "links as they would be")
+
+
 def _post_wait(subject: Subject, context: PriceContext) -> Term | None:
     if not context.after_wait or context.post_wait_s == 0:
         return None
@@ -261,6 +273,13 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         term=_correction,
         sentence="The running job shows that a rank or a class of communication takes longer than the profile says.",
         source="learnt by the adaptive controller; never saved",
+    ),
+    Adjustment(
+        name="scale",
+        applies_to=(*COMPUTATION, Collective, SendRecv),
+        term=_scale,
+        sentence="A sweep asks what would be if computation or links were so many times as fast.",
+        source="`scale.compute` and `scale.links` of `parsim sweep`",
     ),
     Adjustment(
         name="post-wait",

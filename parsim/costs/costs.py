@@ -12,13 +12,25 @@ from parsim.costs.communication.overlap import overlap_of
 from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.estimate import Estimate, OverlapFactors, Term, Terms
 from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections
+from parsim.costs.hardware_scale import AS_IT_IS, HardwareScale
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.device import Device
 from parsim.hardware.device_kinds import DEVICE_KINDS, device_name
 from parsim.model.component import Component
 from parsim.model.model import Model
-from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
+from parsim.work import (
+    BY_OPERATOR_PART,
+    ClipGradients,
+    Collective,
+    Compute,
+    LoadBatch,
+    Mix,
+    OptimizerStep,
+    Phase,
+    SendRecv,
+    Work,
+)
 
 LOAD_SIGMA = 0.25
 """Assumed relative spread of a batch's copy and of mixing: they are priced by bandwidth, not measured."""
@@ -34,6 +46,7 @@ class Costs:
         ranks_active: how many ranks compute at once; measurements under that load are preferred (None: the heaviest load).
         ranks: of the plan (None: all of the cluster); where they outnumber the cores, their computation is crowded.
         corrections: what a run has shown the profile to be wrong by, on top of what the profile's own updates say.
+        scale: how many times as fast computation and links would be.
     """
 
     model: Model
@@ -44,6 +57,7 @@ class Costs:
     ranks_active: int | None = None
     ranks: int | None = None
     corrections: RunCorrections = NO_RUN_CORRECTIONS
+    scale: HardwareScale = AS_IT_IS
 
     def estimate(
         self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...] = (), *, after_wait: bool = False
@@ -108,7 +122,13 @@ class Costs:
 
     @cached_property
     def _context(self) -> PriceContext:
-        return price_context(self.cluster, ranks=self.ranks, ranks_active=self.ranks_active, corrections=self.corrections)
+        return price_context(
+            self.cluster,
+            ranks=self.ranks,
+            ranks_active=self.ranks_active,
+            corrections=self.corrections,
+            scale=self.scale,
+        )
 
     @cached_property
     def _context_after_wait(self) -> PriceContext:
@@ -121,6 +141,8 @@ class Costs:
                 return self._compute(work, self._device(rank))
             case OptimizerStep():
                 return self._computation.optimizer(work, self.optimizer, self._device(rank), master_weights=self.master_weights)
+            case ClipGradients():
+                return self._computation.clip(work, self.optimizer, self._device(rank), master_weights=self.master_weights)
             case Mix():
                 return estimate_mix(work, self._device(rank))
             case Collective():
@@ -162,6 +184,7 @@ class Costs:
             device.type.name,
             work.part,
             work.parts,
+            component.selective.operators if work.part == BY_OPERATOR_PART and component.selective is not None else (),
         )
         if key not in self._computed:
             if work.part:
@@ -174,7 +197,7 @@ class Costs:
         return self._computed[key]
 
     @cached_property
-    def _computed(self) -> dict[tuple[int, Phase, int, str, int, str, str, int], Estimate]:
+    def _computed(self) -> dict[tuple[object, ...], Estimate]:
         return {}
 
     @cached_property

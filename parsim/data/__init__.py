@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from parsim.data.cifar import load_cifar
-from parsim.data.dataset import IGNORED, VALUES, BatchOrder, Dataset, NamedDataset, Samples, Target, part
+from parsim.data.dataset import IGNORED, VALUES, BatchOrder, Dataset, NamedDataset, Target, part
 from parsim.data.digits import load_digits
 from parsim.data.generated import load_synthetic
 from parsim.data.generated_values import TargetValues, load_values
-from parsim.errors import DataError
+from parsim.data.own.factory import loader_of
+from parsim.data.splits import Order, Samples, hold_out, order_of, train_and_validation
+from parsim.errors import DataError, NoSplitError
 from parsim.model.inputs import ModelInput
 from parsim.registry import Registry
 
@@ -23,14 +26,25 @@ __all__ = [
     "DataSource",
     "Dataset",
     "NamedDataset",
+    "Order",
     "Samples",
     "Target",
     "TargetValues",
+    "hold_out",
     "load_dataset",
+    "order_of",
     "part",
+    "train_and_validation",
 ]
 
-SPLITS = ("train", "test")
+SPLITS = ("train", "validation", "test")
+"""The shipped datasets have no "validation"; a training holds a part of "train" out."""
+
+
+def _from_factory(found: Any) -> Any:
+    """A factory of the user's own as a DataSource; anything else as it is."""
+    loader = None if isinstance(found, DataSource) else loader_of(found)
+    return found if loader is None else DataSource(load=loader, is_own=True)
 
 
 def _synthetic(ask: DataRequest) -> Samples:
@@ -63,9 +77,11 @@ class DataSource:
     Attributes:
         load: makes the Dataset; the same samples for equal requests, on every rank. Raises DataError where the model does not
             suit the data.
+        is_own: a factory that may have a split "validation".
     """
 
     load: Callable[[DataRequest], Samples]
+    is_own: bool = False
 
 
 DATASETS: Registry[DataSource] = Registry(
@@ -78,6 +94,7 @@ DATASETS: Registry[DataSource] = Registry(
         "synthetic": DataSource(load=lambda ask: _synthetic(ask)),
     },
     error=DataError,
+    adapt=_from_factory,
 )
 
 
@@ -98,7 +115,8 @@ def load_dataset(
     Args:
         input_shape: of one sample: (c, h, w), a flat (n,), or (seq,) for tokens.
         root: where CIFAR's folders lie; left out, the folder named by PARSIM_DATA_DIR.
-        split: "train" or "test". seed, samples: of `synthetic` alone.
+        split: "train", "test", or "validation" of one's own. seed: of `synthetic`, and of random transformations. samples: of
+            `synthetic` alone.
         inputs, targets: what the model takes and predicts, where `target.task` is "values".
 
     Raises:
@@ -108,6 +126,8 @@ def load_dataset(
     source = DATASETS[name]
     if split not in SPLITS:
         raise DataError(f"unknown split {split!r}; known: {', '.join(SPLITS)}")
+    if split == "validation" and not source.is_own:
+        raise NoSplitError(f"dataset {name} has no split 'validation'; a part of 'train' is held out instead")
     request = DataRequest(
         input_shape=input_shape,
         target=target,

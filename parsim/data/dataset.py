@@ -87,8 +87,8 @@ class Dataset:
         images = chosen.astype(np.float32) * np.float32(self.scale) + np.float32(self.offset)
         return resize(images, self.input_shape), targets
 
-    def values(self, indices: NDArray[np.int64]) -> dict[str, NDArray[np.generic]]:
-        """A batch as the executor takes it: "input:0" and "target"."""
+    def values(self, indices: NDArray[np.int64], epoch: int = 0) -> dict[str, NDArray[np.generic]]:
+        """A batch as the executor takes it: "input:0" and "target", the same in every epoch."""
         inputs, targets = self.batch(indices)
         return {"input:0": inputs, "target": targets}
 
@@ -132,7 +132,7 @@ class NamedDataset:
     def __len__(self) -> int:
         return self.samples
 
-    def values(self, indices: NDArray[np.int64]) -> dict[str, NDArray[np.generic]]:
+    def values(self, indices: NDArray[np.int64], epoch: int = 0) -> dict[str, NDArray[np.generic]]:
         """A batch as the executor takes it: "input:0", "input:1", ... in the order of the inputs, and "target"."""
         rows = indices % len(next(iter(self.inputs.values())))
         arrays = [*(array[rows] for array in self.inputs.values()), *self.constants.values()]
@@ -140,9 +140,6 @@ class NamedDataset:
         if self.targets is not None:
             found["target"] = np.ascontiguousarray(self.targets[rows])
         return found
-
-
-Samples = Dataset | NamedDataset
 
 
 def image_shape(input_shape: tuple[int, ...], stored_channels: int) -> tuple[int, int, int] | None:
@@ -226,6 +223,10 @@ class BatchOrder:
     @property
     def steps_per_epoch(self) -> int:
         return self.n // self.global_batch
+
+    def epoch_of(self, step: int) -> int:
+        """The pass over the data that a step belongs to, from 0."""
+        return step // self.steps_per_epoch
 
     def indices(self, step: int) -> NDArray[np.int64]:
         """The sample numbers of global step `step` >= 0: int64 [global_batch]."""

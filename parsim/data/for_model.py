@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from parsim.data.dataset import VALUES, Samples, Target, image_shape
+from parsim.data.dataset import VALUES, Target, image_shape
 from parsim.data.generated_values import TargetValues
+from parsim.data.splits import Samples
 from parsim.model.interface import Interface, interface_of
 from parsim.model.losses import BINARY, CLASSES
 from parsim.model.spec import ModelSpec

@@ -119,4 +119,5 @@ def problem_of(spec: AdaptiveSpec, run: RunSpec) -> PlanningProblem:
         master_weights=run.master_weights,
         zero_stage=run.plan.zero_stage,
         recompute=run.plan.recompute,
+        clip_gradients=run.plan.clip_gradients,
     )

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from parsim.graph.task import COMPUTE, Task
-from parsim.work import Collective, OptimizerStep
+from parsim.work import ClipGradients, Collective, OptimizerStep
 
 BucketOfMicrobatch = tuple[int, int]
 
@@ -84,7 +84,7 @@ def rooms_of(tasks: Sequence[tuple[Task, str, tuple[int, ...]]]) -> Rooms:
         ended = [index for index in before if index in sent]
         for index in list(waiting):
             known = any(groups[index] == groups[other] and index <= other for other in ended)
-            if known or isinstance(task.work, OptimizerStep):
+            if known or isinstance(task.work, OptimizerStep | ClipGradients):
                 around(task.index).forgotten.append(waiting.pop(index))
     for index, task_index in last.items():
         around(task_index).ending_parameters.append(gathered[index])

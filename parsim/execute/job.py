@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parsim.errors import ExecutionError
+from parsim.execute.training.recipe import PLAIN, TrainingRecipe
 from parsim.files import read_json, reading, version_problem, write_text_atomically
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan
@@ -30,6 +31,8 @@ class RunSpec:
         precision: as in RUN.toml (`parsim.model.number_formats`). master_weights: with bf16, the optimizer's copies in fp32.
         loss_scale, loss_scale_growth_steps: with amp_fp16, the first scale and after how many good steps it grows.
         predicted_memory: per rank the lines of tensors, bytes, for whoever explains what was short; empty: not known.
+        workers: processes per rank that read samples ahead. pin_memory: as torch's DataLoader, for ranks that load ahead.
+        recipe: schedule, weight decay and what else goes with the update.
         dataset, data_root: as `parsim.data.load_dataset` takes them. seed: of weights and sample order.
     """
 
@@ -48,6 +51,9 @@ class RunSpec:
     loss_scale: float = 65536.0
     loss_scale_growth_steps: int = 2000
     predicted_memory: tuple[dict[str, int], ...] = ()
+    recipe: TrainingRecipe = PLAIN
+    workers: int = 0
+    pin_memory: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,12 +114,24 @@ class Job:
         if self.mode == "train" and len(self.runs) != 1:
             raise ExecutionError(f"mode train takes one run, got {len(self.runs)}; use mode measure to compare plans")
         first = self.runs[0].plan
+        if self.switches or self.adaptive is not None:
+            for plan in (first, *(switch.plan for switch in self.switches)):
+                if plan.synchronisation.is_relaxed:
+                    raise ExecutionError(
+                        f"a plan with synchronisation {plan.synchronisation} cannot be changed for another on the way: its "
+                        "replicas have weights of their own; train without --adaptive"
+                    )
         for switch in self.switches:
             if (switch.plan.world_size, switch.plan.global_batch) != (first.world_size, first.global_batch):
                 raise ExecutionError(
                     f"a switch keeps ranks and batch: {first.world_size} ranks and global_batch {first.global_batch} cannot "
                     f"become {switch.plan.world_size} and {switch.plan.global_batch}"
                 )
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of every run, those before any is timed included."""
+        return self.steps if self.mode == "train" else self.warmup_steps + self.rounds * (self.settle_steps + self.steps) + 1
 
     @property
     def world_size(self) -> int:
@@ -141,6 +159,7 @@ class Job:
                         "model": ModelSpec.from_dict(run["model"]),
                         "plan": Plan.from_json(run["plan"]),
                         "predicted_memory": tuple(run.get("predicted_memory", ())),
+                        "recipe": TrainingRecipe.from_dict(run.get("recipe", {})),
                     }
                 )
                 for run in document["runs"]

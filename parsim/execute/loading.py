@@ -14,21 +14,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from parsim.data import BatchOrder, Samples, part
+from parsim.data import Order, Samples, part
+from parsim.execute.load_workers import WorkerBatches
 from parsim.graph.plan_index import PlanIndex
 
 Pin = Callable[[Tensor], Tensor]
 
 
 def host_values(
-    data: Samples, indices: NDArray[np.int64], wanted: Sequence[str] | None, dtype: torch.dtype
+    data: Samples, indices: NDArray[np.int64], wanted: Sequence[str] | None, dtype: torch.dtype, epoch: int = 0
 ) -> dict[str, Tensor]:
     """The values a stage reads of one microbatch: "input:0", ... and "target", as far as wanted, in the host's memory.
 
     Args:
-        wanted: their names; None: all. dtype: of numbers that have no type of their own.
+        wanted: their names; None: all. dtype: of numbers that have no type of their own. epoch: the pass over the data.
     """
-    arrays = data.values(indices)
+    arrays = data.values(indices, epoch)
     return {name: _typed(arrays[name], data.types.get(name), dtype) for name in (arrays if wanted is None else wanted)}
 
 
@@ -53,23 +54,26 @@ class Loader:
         dtype: of inputs that are numbers.
         pin: copies a tensor to memory from which the device copies by itself, for one that loads ahead; None for one that
             reads in its turn.
+        workers: processes that read ahead.
     """
 
     def __init__(
         self,
         data: Samples,
-        order: BatchOrder,
+        order: Order,
         layout: PlanIndex,
         rank: int,
         *,
         dtype: torch.dtype,
         device: torch.device,
         pin: Pin | None = None,
+        workers: int = 0,
     ) -> None:
         self._data, self._order, self._layout, self._rank = data, order, layout, rank
         self._dtype, self._device, self._pin = dtype, device, pin
         self._wanted = tuple(layout.batch_layouts(rank))
         self._thread = None if pin is None else ThreadPoolExecutor(1, "parsim gather", self._begin_thread)
+        self._workers = WorkerBatches(self._read, layout.plan.microbatches, workers) if workers else None
         self._following: tuple[int, Callable[[int], Mapping[str, Tensor]]] | None = None
 
     def batch(self, step: int) -> Callable[[int], Mapping[str, Tensor]]:
@@ -85,6 +89,8 @@ class Loader:
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._workers is not None:
+            self._workers.close()
 
     def _begin_thread(self) -> None:
         """Pinning must not open another GPU: a thread begins on the first."""
@@ -92,25 +98,30 @@ class Loader:
             torch.cuda.set_device(self._device)
 
     def _source(self, step: int) -> Callable[[int], Mapping[str, Tensor]]:
-        indices = self._order.indices(step)
         if self._thread is None:
             return lambda microbatch: {
-                name: tensor.to(self._device) for name, tensor in self._gathered(indices, microbatch).items()
+                name: tensor.to(self._device) for name, tensor in self._gathered(step, microbatch).items()
             }
         microbatches = self._layout.plan.microbatches
         gathered: list[Future[dict[str, Tensor]]] = [
-            self._thread.submit(self._gathered, indices, microbatch) for microbatch in range(microbatches)
+            self._thread.submit(self._gathered, step, microbatch) for microbatch in range(microbatches)
         ]
         return lambda microbatch: {
             name: tensor.to(self._device, non_blocking=True) for name, tensor in gathered[microbatch].result().items()
         }
 
-    def _gathered(self, indices: NDArray[np.int64], microbatch: int) -> dict[str, Tensor]:
+    def _gathered(self, step: int, microbatch: int) -> dict[str, Tensor]:
+        read = self._read if self._workers is None else self._workers.read
+        values = read(step, microbatch)
+        return values if self._pin is None else {name: self._pin(tensor) for name, tensor in values.items()}
+
+    def _read(self, step: int, microbatch: int) -> dict[str, Tensor]:
+        """This rank's part of a microbatch, in the host's memory."""
+        indices = self._order.indices(step)
         plan = self._layout.plan
         replica = plan.replica_of_rank(self._rank)
         own = part(indices, replica=replica, dp=plan.mesh.dp, microbatch=microbatch, microbatches=plan.microbatches)
         ways = self._layout.batch_ways(self._rank)
         size = len(own) * ways // plan.mesh.tp
         first = plan.shard_of_rank(self._rank) // ways * size
-        values = host_values(self._data, own[first : first + size], self._wanted, self._dtype)
-        return values if self._pin is None else {name: self._pin(tensor) for name, tensor in values.items()}
+        return host_values(self._data, own[first : first + size], self._wanted, self._dtype, self._order.epoch_of(step))

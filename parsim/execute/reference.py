@@ -15,13 +15,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
-from parsim.data import BatchOrder, Samples, part
+from parsim.data import Order, Samples, order_of, part
 from parsim.execute.loading import host_values
 from parsim.execute.numerics import Numerics
 from parsim.execute.stage import recorded_programs, seeded_module
 from parsim.execute.state.master_weights import MASTER, MasterWeights
 from parsim.execute.state.optimizer import make_optimizer
+from parsim.execute.training.learning_rate import scheduler
+from parsim.execute.training.recipe import PLAIN, Schedule, TrainingRecipe
+from parsim.execute.training.weight_decay import exempt_names
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Component
 from parsim.model.interface import interface_of
@@ -63,6 +67,7 @@ def train_reference(
     steps: int,
     model: Model | None = None,
     numerics: Numerics | None = None,
+    recipe: TrainingRecipe = PLAIN,
 ) -> ReferenceResult:
     """`steps` steps in this process, on the same samples in the same order as any plan with this global batch.
 
@@ -71,19 +76,22 @@ def train_reference(
         optimizer, learning_rate: of the update. dtype: of the weights. seed: of weights and order.
         model: the Model the plan was made for; needed if placements and normalisation meet.
         numerics: autocast, a scaled loss or master weights; None: everything in `dtype`.
+        recipe: done here by torch's own schedulers and groups of parameters.
     """
     numerics = numerics if numerics is not None else Numerics(weights=dtype)
     module = seeded_module(spec, seed, dtype, torch.device("cpu"))
     named = dict(module.named_parameters())
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    updater = _Updater(trained, optimizer, learning_rate, numerics)
-    order = BatchOrder(n=len(data), global_batch=plan.global_batch, seed=seed)
+    order = order_of(data, plan.global_batch, seed)
+    exempt = exempt_names(module, recipe.no_weight_decay)
+    updater = _Updater(trained, optimizer, learning_rate, numerics, recipe, exempt)
+    updater.follow(recipe.schedule, learning_rate, steps=steps, order=order)
     if plan.is_mixed and model is not None and any(True for _ in module.buffers()):
         replay = _Replay(spec, plan, model, module, dtype, updater)
         losses = []
         for step in range(steps):
             updater.zero_grad()
-            losses.append(replay.step(data, order.indices(step)))
+            losses.append(replay.step(data, order.indices(step), order.epoch_of(step)))
             updater.step()
         return ReferenceResult(
             parameters=_clone(named),
@@ -104,7 +112,7 @@ def train_reference(
             _load(dict(module.named_buffers()), buffers)
             for microbatch in range(plan.microbatches):
                 own = part(indices, replica=replica, dp=plan.mesh.dp, microbatch=microbatch, microbatches=plan.microbatches)
-                values = host_values(data, own, None, dtype)
+                values = host_values(data, own, None, dtype, order.epoch_of(step))
                 target = values.pop(TARGET, None)
                 args, kwargs = interface.arguments(dict(zip(names, values.values(), strict=True)))
                 with numerics.computing(CPU):
@@ -129,16 +137,37 @@ class _Updater:
     Gradients that are kept in half precision are added up per replica first, as replicas do: there the order shows.
     """
 
-    def __init__(self, named: Mapping[str, Tensor], optimizer: str, learning_rate: float, numerics: Numerics) -> None:
+    def __init__(
+        self,
+        named: Mapping[str, Tensor],
+        optimizer: str,
+        learning_rate: float,
+        numerics: Numerics,
+        recipe: TrainingRecipe,
+        exempt: frozenset[str],
+    ) -> None:
         self.numerics = numerics
         self._named = named
         self._masters = MasterWeights(list(named.values())) if numerics.master_weights else None
-        self._optimizer = make_optimizer(optimizer, self._stepped().values(), learning_rate)
+        stepped = self._stepped()
+        without = [stepped[name] for name in stepped if name in exempt]
+        self._optimizer = make_optimizer(optimizer, stepped.values(), learning_rate, recipe=recipe, exempt=without)
+        self._clip_norm = recipe.clip_norm
+        self._rate: LRScheduler | None = None
+        self._steps, self._every = 0, 1
         first = numerics.loss_scale
         self._scaler = (
             None if first is None else torch.amp.GradScaler("cpu", init_scale=first.scale, growth_interval=first.growth_steps)
         )
         self._replicas: dict[str, Tensor] = {}
+
+    def follow(self, schedule: Schedule | None, learning_rate: float, *, steps: int, order: Order) -> None:
+        """Let the learning rate follow a schedule, moved on after every step or pass over the data."""
+        if schedule is None:
+            return
+        self._every = 1 if schedule.per == "step" else order.steps_per_epoch
+        length = max(1, (steps - 1) // self._every + 1 - schedule.warmup)
+        self._rate = scheduler(self._optimizer, schedule, learning_rate, length)
 
     @property
     def scale(self) -> float:
@@ -174,6 +203,10 @@ class _Updater:
     def step(self) -> None:
         for name, gradient in self._replicas.items():
             self._named[name].grad = gradient
+        if self._clip_norm is not None:
+            if self._scaler is not None:
+                self._scaler.unscale_(self._optimizer)
+            torch.nn.utils.clip_grad_norm_(self._named.values(), self._clip_norm)
         if self._masters is not None:
             self._masters.step(self._optimizer)
         elif self._scaler is not None:
@@ -181,6 +214,9 @@ class _Updater:
             self._scaler.update()
         else:
             self._optimizer.step()
+        self._steps += 1
+        if self._rate is not None and self._steps % self._every == 0:
+            self._rate.step()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Of the optimizer, by parameter name; with its copy in fp32, if there is one."""
@@ -219,13 +255,13 @@ class _Replay:
         self._initial = _clone(dict(module.named_buffers()))
         self._kept: dict[tuple[int, int, str], Tensor] = {}
 
-    def step(self, data: Samples, indices: NDArray[np.int64]) -> float:
+    def step(self, data: Samples, indices: NDArray[np.int64], epoch: int) -> float:
         """Forward and backward of one global batch; returns its mean loss."""
         plan, total = self._plan, 0.0
         for replica in range(plan.mesh.dp):
             for microbatch in range(plan.microbatches):
                 own = part(indices, replica=replica, dp=plan.mesh.dp, microbatch=microbatch, microbatches=plan.microbatches)
-                values = host_values(data, own, None, self._dtype)
+                values = host_values(data, own, None, self._dtype, epoch)
                 with self._updater.numerics.computing(CPU):
                     loss = self._forward(replica, values)
                 total += self._updater.backward(loss, plan.global_batch)

@@ -17,18 +17,22 @@ from parsim.execute.bucket_rooms import BucketOfMicrobatch, rooms_of
 from parsim.execute.convert import all_gather_flat, reduce_scatter_flat, run_hop
 from parsim.execute.records.memory_lines import StepWatch
 from parsim.execute.records.task_time import TaskTime
+from parsim.execute.relaxed.mixing import MixingRounds
+from parsim.execute.relaxed.scripts import StepScript, StepScripts
 from parsim.execute.stage import StageReplica
 from parsim.execute.state.store import Instance, Store, ValueKey, batch_piece
 from parsim.execute.streams import Streams
+from parsim.graph.passes.clipping import sums_norm
+from parsim.graph.passes.gradients import DP_STREAM
 from parsim.graph.plan_index import Reading
 from parsim.graph.task import COMPUTE, HOST, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.autograd.cut import Saved, backward_component, forward_component
 from parsim.model.autograd.halves import BackwardHalf, backward_inputs, backward_weights
-from parsim.model.autograd.recompute import RecomputeInputs, forward_keeping_inputs, recompute
+from parsim.model.autograd.recompute import RecomputeInputs, forward_keeping_calls, forward_keeping_inputs, recompute
 from parsim.model.component import LOSS
 from parsim.plans.redistribution import ValueLayout
-from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv
+from parsim.work import NORM, ClipGradients, Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv
 
 BatchSource = Callable[[int], Mapping[str, Tensor]]
 """Microbatch number -> the batch values (model inputs, "target") this rank reads: its `Layout.batch_ways` share."""
@@ -39,6 +43,7 @@ class RankProgram:
 
     Args:
         groups: process group by (stream, ranks in ascending order).
+        mixing: where replicas mix their weights in rounds, this rank's part of them; `graph` is then that of the first round.
 
     Attributes:
         watch: receives the events of a step, for tools that count memory.
@@ -50,27 +55,23 @@ class RankProgram:
         stage: StageReplica,
         streams: Streams,
         groups: Mapping[tuple[str, tuple[int, ...]], dist.ProcessGroup],
+        mixing: MixingRounds | None = None,
     ) -> None:
         self._stage = stage
         self._streams = streams
         self._groups = groups
         self.watch = StepWatch()
-        rank = stage.rank
-        local = [task for task in graph.tasks if rank in task.ranks]
-        indices = {task.index for task in local}
-        self._tasks: list[tuple[Task, str, tuple[int, ...]]] = []
-        for task in local:
-            stream = next(resource.stream for resource in task.resources if resource.rank == rank)
-            self._tasks.append((task, stream, tuple(index for index in task.dependencies if index in indices)))
-        self._updates = any(isinstance(task.work, OptimizerStep) for task in local)
-        self._room = rooms_of(self._tasks)
-        self._store = Store(stage.layout, rank, local, streams)
+        self._steps = StepScripts(graph, stage.layout, stage.rank, mixing)
+        self._script = self._steps.of_step(None)
+        self._room = rooms_of(self._script.tasks)
+        self._store = Store(stage.layout, stage.rank, [task for task, _, _ in self._script.tasks], streams)
         self._reading: dict[tuple[str, str], Reading] = {
             (name, value): reading
             for value, readings in stage.layout.readings.items()
             for reading in readings
             for name in reading.components
         }
+        self._norm: Tensor | None = None
         self._ahead: tuple[BatchSource, list[Mapping[str, Tensor]]] | None = None
         self._reset()
 
@@ -83,15 +84,23 @@ class RankProgram:
         self._loss: list[Tensor] = []
         self._sent: dict[BucketOfMicrobatch, tuple[Tensor, Tensor]] = {}
 
-    def step(self, batch: BatchSource, following: BatchSource | None = None) -> tuple[float, list[TaskTime]]:
+    def script(self, number: int) -> StepScript:
+        """What this rank does in training step `number`."""
+        return self._steps.of_step(number)
+
+    def step(
+        self, batch: BatchSource, following: BatchSource | None = None, *, script: StepScript | None = None
+    ) -> tuple[float, list[TaskTime]]:
         """Run one training step.
 
         Args:
+            script: of this step, where steps differ (`script`).
             following: the `batch` of the next call, where it is known: it is loaded beside this step, where the device can.
 
         Returns:
             The sum over this rank's samples of the loss (0 where another rank counts it), and the tasks' times.
         """
+        self._script = script or self._script
         with self._stage.randomness.step():
             return self._step(batch, following)
 
@@ -100,18 +109,18 @@ class RankProgram:
         streams = self._streams
         for bucket in self._room.first_parameters:
             self._begin_parameters(bucket)
-        for task, stream, before in self._tasks:
+        for task, stream, before in self._script.tasks:
             if stream not in (COMPUTE, HOST):
                 streams.submit(task.index, stream, before, self._operation(task, batch))
         load = None
-        for task, stream, before in self._tasks:
+        for task, stream, before in self._script.tasks:
             if isinstance(task.work, LoadBatch) and streams.loads_ahead:
                 load = task.index, stream
                 self._begin_batch(task.index, stream, before, batch)
             elif stream in (COMPUTE, HOST):
                 operation = self._ended(task, self._operation(task, batch))
                 streams.compute(task.index, stream, before, self._watched(task, operation))
-        if not self._updates:
+        if not self._script.updates:
             self._stage.overflowed()
         if load is not None and following is not None:
             streams.load_ahead(*load, lambda: self._load_ahead(following))
@@ -127,6 +136,8 @@ class RankProgram:
         return run
 
     def _operation(self, task: Task, batch: BatchSource) -> Callable[[], None]:
+        if (mixing := self._script.mixing.get(task.index)) is not None:
+            return mixing
         match task.work:
             case Compute(phase=Phase.FORWARD):
                 return lambda: self._forward(task)
@@ -140,6 +151,10 @@ class RankProgram:
                 return lambda: self._load(batch)
             case OptimizerStep():
                 return self._stage.optimizer_step
+            case ClipGradients(part=part):
+                return self._begin_norm if part == NORM else self._scale_gradients
+            case Collective() if sums_norm(task):
+                return lambda: self._sum_norm(task)
             case Collective() | SendRecv() if task.origin.hop is not None:
                 return lambda: self._hop(task)
             case Collective():
@@ -210,8 +225,9 @@ class RankProgram:
         given = [inputs[value] for value in runnable.input_names]
         self._stage.randomness.begin(name, microbatch)
         if layout.recomputes(name):
+            run = forward_keeping_calls if layout.recomputes_by_operator(name) else forward_keeping_inputs
             with self._stage.computing():
-                outputs, self._kept[name, microbatch] = forward_keeping_inputs(runnable, given, self._stage.device)
+                outputs, self._kept[name, microbatch] = run(runnable, given, self._stage.device)
         else:
             with self._stage.computing():
                 outputs, record = forward_component(runnable, given)
@@ -289,7 +305,7 @@ class RankProgram:
         assert isinstance(task.work, Collective)
         number, microbatch = task.origin.bucket, task.origin.microbatch
         assert number is not None, "a collective without a hop belongs to a gradient bucket"
-        group = self._groups["dp", tuple(sorted(task.work.group))]
+        group = self._groups[DP_STREAM, tuple(sorted(task.work.group))]
         match task.work.operation:
             case "all_reduce":
                 flat = self._stage.flat_gradient(number)
@@ -317,6 +333,21 @@ class RankProgram:
                 flat = self._stage.flat_parameters(number)
                 self._streams.used(flat)
                 all_gather_flat(flat, self._stage.parameter_chunk(number).clone(), group)
+
+    def _begin_norm(self) -> None:
+        """This rank's share of the squared norm of all gradients."""
+        self._norm = self._stage.squared_norm()
+
+    def _sum_norm(self, task: Task) -> None:
+        assert isinstance(task.work, Collective)
+        assert self._norm is not None
+        self._streams.used(self._norm)
+        dist.all_reduce(self._norm, group=self._groups[DP_STREAM, tuple(sorted(task.work.group))])
+
+    def _scale_gradients(self) -> None:
+        assert self._norm is not None
+        self._streams.used(self._norm)
+        self._stage.clip_gradients(self._norm)
 
     def _hop(self, task: Task) -> None:
         """One step of a conversion on the tp axis."""

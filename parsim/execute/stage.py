@@ -18,7 +18,11 @@ from parsim.execute.state.loss_scale import overflow_flag
 from parsim.execute.state.master_weights import MASTER, MasterWeights
 from parsim.execute.state.optimizer import flat_gradients, make_optimizer
 from parsim.execute.state.zero import DividedBucket
+from parsim.execute.training.clipping import scale_to_norm, squared_norm
+from parsim.execute.training.recipe import PLAIN, TrainingRecipe
+from parsim.execute.training.weight_decay import exempt_names
 from parsim.graph.parameter_buckets import Bucket
+from parsim.graph.passes.clipping import CountedPart, counted_by
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.build import build_module
 from parsim.model.component import LOSS, ParameterShard
@@ -41,8 +45,10 @@ class StageReplica:
     Attributes:
         runnables: by component name.
         buckets: flat gradients by bucket number, of all buckets this rank takes part in (from ZeRO 2 on its part of them).
+        gradient_norm: of all gradients of the last step, before they were clipped; None: they are not.
         loss_scale: of the step at hand, with fp16; None: the loss is not scaled.
         agree: with a scaled loss, how the ranks of the plan find out whether the gradients of any have overflowed.
+        also_resident: lines of memory that others keep between steps for this rank, and their tensors.
         loss_counts: whether this rank's losses are to be added up: false where another rank has the same ones, or it has none.
     """
 
@@ -58,7 +64,9 @@ class StageReplica:
         seed: int,
         device: torch.device,
         numerics: Numerics | None = None,
+        recipe: TrainingRecipe = PLAIN,
     ) -> None:
+        self.recipe = recipe
         self.numerics = numerics if numerics is not None else Numerics(weights=dtype)
         self.layout = layout
         self.rank = rank
@@ -88,8 +96,11 @@ class StageReplica:
                     whole.data = piece(whole.data, parameter.part, parameter.shard, parameter.ways)
         self._cut_buffers()
         self._drop_other_parameters()
+        self._exempt = exempt_names(self.module, recipe.no_weight_decay)
         self._divided = {
-            bucket.number: DividedBucket(bucket, self.parameters, bucket.group.index(rank), stage=layout.zero_stage_of(bucket))
+            bucket.number: DividedBucket(
+                bucket, self.parameters, bucket.group.index(rank), stage=layout.zero_stage_of(bucket), exempt=self._exempt
+            )
             for bucket in layout.rank_buckets(rank)
             if layout.is_divided(bucket)
         }
@@ -100,11 +111,14 @@ class StageReplica:
             else flat_gradients([self.parameters[p.name] for p in bucket.parameters])
             for bucket in layout.rank_buckets(rank)
         }
-        self._masters = MasterWeights(self._updated()) if self.numerics.master_weights else None
+        self._masters = MasterWeights([tensor for tensor, _ in self._updated()]) if self.numerics.master_weights else None
         self._optimizer = self.another_optimizer(optimizer, learning_rate)
         self.loss_counts = LOSS in own and (layout.placement[LOSS].kind != "replicate" or shard == 0)
+        self.gradient_norm: Tensor | None = None
+        self._counts = counted_by(layout, rank) if layout.plan.clip_gradients else []
         self.loss_scale = self.numerics.loss_scale
         self.agree: Callable[[Tensor], None] = _alone
+        self.also_resident: dict[str, Callable[[], list[Tensor]]] = {}
         loss_types = (
             {value: programs[LOSS].tensors[slot].dtype for value, slot, _ in programs[LOSS].outputs} if LOSS in own else {}
         )
@@ -113,10 +127,15 @@ class StageReplica:
 
     @property
     def loss_gradient(self) -> Tensor:
-        """d(mean loss over the global batch, scaled) / d(sum of losses) = scale / global_batch."""
+        """d(mean loss over the global batch, scaled) / d(sum of losses) = scale / global_batch.
+
+        Replicas that mix their weights in rounds train each on the mean over its own samples.
+        """
+        plan = self.layout.plan
+        samples = plan.global_batch // (plan.mesh.dp if plan.synchronisation.mixes else 1)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         if self._loss_gradient is None or self._loss_gradient[0] != scale:
-            value = torch.tensor(scale / self.layout.plan.global_batch, dtype=self._loss_type, device=self.device)
+            value = torch.tensor(scale / samples, dtype=self._loss_type, device=self.device)
             self._loss_gradient = scale, value
         return self._loss_gradient[1]
 
@@ -134,8 +153,14 @@ class StageReplica:
 
     def another_optimizer(self, name: str, learning_rate: float) -> torch.optim.Optimizer | None:
         """Another optimizer of this stage's parameters, with separate state; None for a stage without parameters."""
-        updated = self._updated() if self._masters is None else self._masters.copies
-        return make_optimizer(name, updated, learning_rate) if updated else None
+        updated = self._updated()
+        if not updated:
+            return None
+        exempt = [tensor for tensor, without in updated if without]
+        if self._masters is None:
+            return make_optimizer(name, [tensor for tensor, _ in updated], learning_rate, recipe=self.recipe, exempt=exempt)
+        copies = [self._masters.of(tensor) for tensor in exempt]
+        return make_optimizer(name, self._masters.copies, learning_rate, recipe=self.recipe, exempt=copies)
 
     def local_shape(self, value: str, layout: ValueLayout) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of one microbatch of a value, in that layout, on a rank that holds any of it."""
@@ -190,14 +215,34 @@ class StageReplica:
         """Let go of the parameters of a bucket but for this rank's part."""
         self._divided[bucket].end_parameters()
 
-    def _updated(self) -> list[Tensor]:
-        """What the optimizer of this rank steps: its trainable parameters, or its parts of divided buckets."""
-        own: list[Tensor] = [
-            parameter
+    def _updated(self) -> list[tuple[Tensor, bool]]:
+        """What the optimizer of this rank steps: its trainable parameters, or its parts of divided buckets; and whether each
+        has no weight decay."""
+        own: list[tuple[Tensor, bool]] = [
+            (parameter, name in self._exempt)
             for name, parameter in self.parameters.items()
             if name not in self._divided_in and self._held[name].trainable
         ]
-        return own + [entry.chunk for entry in self._divided.values()]
+        return own + [(run.tensor, run.exempt) for entry in self._divided.values() for run in entry.runs]
+
+    def squared_norm(self) -> Tensor:
+        """The sum of the squares of the gradients that this rank counts (`counted_by`), as one float64."""
+        return squared_norm([self._counted(part) for part in self._counts], self.device)
+
+    def _counted(self, part: CountedPart) -> Tensor:
+        number = part.bucket.number
+        if number not in self._divided:
+            return self.buckets[number][part.start : part.stop]
+        first = part.bucket.group.index(self.rank) * part.bucket.chunk_elements
+        return self.gradient_chunk(number)[part.start - first : part.stop - first]
+
+    def clip_gradients(self, squared: Tensor) -> None:
+        """Scale the gradients that this rank updates with, where the norm of all is above the recipe's `clip_norm`."""
+        assert self.recipe.clip_norm is not None, "the plan clips gradients, and the recipe gives no norm"
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        self.gradient_norm = squared.sqrt() / scale
+        own = [self.gradient_chunk(number) if number in self._divided else flat for number, flat in self.buckets.items()]
+        scale_to_norm(own, self.gradient_norm, self.recipe.clip_norm)
 
     def optimizer_step(self) -> None:
         """Update, then zero the buckets for the next step."""
@@ -291,8 +336,9 @@ class StageReplica:
             restore_tensors({name: self.parameters[name]}, {name: weight})
         if number is None:
             self._loaded[name] = state
-        else:
-            self._divided[number].add_state(self._loaded.setdefault(_chunk_name(number), {}), name, state)
+        elif name in self._divided[number].parts:
+            divided = self._divided[number]
+            divided.add_state(self._loaded.setdefault(_chunk_name(number, divided.run_of(name)), {}), name, state)
 
     def load_buffers(self, whole: Mapping[str, Tensor]) -> None:
         """Take this rank's parts of whole buffers."""
@@ -309,7 +355,7 @@ class StageReplica:
             return
         named: dict[str, Tensor] = {name: tensor for name, tensor in self.parameters.items() if self._held[name].trainable}
         for number, divided in self._divided.items():
-            named[_chunk_name(number)] = divided.chunk
+            named.update({_chunk_name(number, place): run.tensor for place, run in enumerate(divided.runs)})
         for name in self._divided_in:
             del named[name]
         if self._masters is not None:
@@ -319,6 +365,10 @@ class StageReplica:
                     if MASTER in state:  # else nothing but padding
                         named[name].copy_(state.pop(MASTER))
         restore_optimizer(self._optimizer, named, {name: state for name, state in states.items() if state})
+
+    def optimizer_state_of(self, name: str) -> dict[str, Any]:
+        """The optimizer's state of a parameter that is not divided; empty before its first step and for a frozen one."""
+        return self._state_of(self.parameters[name]) if self._optimizer is not None and self._held[name].trainable else {}
 
     def _state_of(self, stepped: Tensor) -> dict[str, Any]:
         """The optimizer's state of a parameter or a part of a bucket, with its copy in fp32 where there is one."""
@@ -350,9 +400,10 @@ class StageReplica:
                         yield held.name, fragment_of(held), state
             return
         divided = self._divided[bucket.number]
-        state = self._state_of(divided.chunk)
-        if state:
-            for name, (fragment, _) in divided.parts.items():
+        states = [self._state_of(run.tensor) for run in divided.runs]
+        for name, (fragment, _) in divided.parts.items():
+            state = states[divided.run_of(name)]
+            if state:
                 yield name, fragment, divided.state_of(name, state)
 
     def _buffer_fragments(self) -> dict[str, Fragment]:
@@ -377,6 +428,7 @@ class StageReplica:
             "gradients": list(self.buckets.values()),
             "optimizer_state": [entry for entry in state if isinstance(entry, Tensor)],
             "buffers": list(self.buffers().values()),
+            **{line: tensors() for line, tensors in self.also_resident.items()},
         }
 
     def _cut_buffers(self) -> None:
@@ -404,9 +456,9 @@ def _alone(flag: Tensor) -> None:
     """A rank alone has nobody to agree with."""
 
 
-def _chunk_name(bucket: int) -> str:
-    """A name no parameter has: the optimizer knows a divided bucket's part as one parameter."""
-    return f"bucket {bucket}"
+def _chunk_name(bucket: int, run: int) -> str:
+    """A name no parameter has: the optimizer knows a run of a divided bucket's part as one parameter."""
+    return f"bucket {bucket} run {run}"
 
 
 def seeded_module(spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -59,10 +59,10 @@ def main(job_path: Path) -> None:
         layout = PlanIndex(run.plan, Model.load(Path(run.model_path)))
         plans.append((run, layout, lower(run.plan, layout.model)))
     groups = ProcessGroups(timeout_s)
-    for run, _, graph in plans:
-        groups.make(graph, run.precision)
+    for run, layout, graph in plans:
+        groups.make(graph, run.precision, layout)
     runs = [
-        RankRun(run, layout, graph, place, groups.mine) if place.rank < run.plan.world_size else None
+        RankRun(run, layout, graph, place, groups.mine, steps=job.total_steps) if place.rank < run.plan.world_size else None
         for run, layout, graph in plans
     ]
     if job.mode == "train":

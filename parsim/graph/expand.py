@@ -28,6 +28,7 @@ from parsim.graph.fold import Folding, unfolded
 from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.lower import PASSES_AT_THE_END, lower
 from parsim.graph.passes.compute import add_action, add_loads, phases_of
+from parsim.graph.passes.rounds import add_round
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
@@ -59,17 +60,26 @@ class _Block:
     starts: Ints
 
 
-def lower_columns(plan: Plan, model: Model, layout: PlanIndex | None = None, folding: Folding | None = None) -> Columns:
+def lower_columns(
+    plan: Plan,
+    model: Model,
+    layout: PlanIndex | None = None,
+    folding: Folding | None = None,
+    *,
+    mixing_round: int = 0,
+    local: bool = False,
+) -> Columns:
     """The program of one step as columns. Raises PlanError if the plan does not fit the model.
 
     Args:
         layout: of this plan and model, if there is one already.
-        folding: which ranks stand for which (None: each for itself).
+        folding: which ranks stand for which (None: each for itself). mixing_round, local: as `lower` takes them.
     """
     layout = layout or PlanIndex(plan, model)
     folding = folding or unfolded(plan.mesh)
-    if not folding.has_whole_teams:
-        return columns_of(lower(plan, model, layout))
+    rule = plan.synchronisation
+    if not folding.has_whole_teams or rule.kind == "stale" or rule.participation < 1:
+        return columns_of(lower(plan, model, layout, mixing_round=mixing_round, local=local))
     kept = frozenset(folding.ranks) if folding.is_folded else None
     blocks: dict[_Part, _Block] = {}
     for place in range(plan.mesh.pp):
@@ -86,8 +96,10 @@ def lower_columns(plan: Plan, model: Model, layout: PlanIndex | None = None, fol
     end = Draft(world_size=plan.world_size, ranks=kept)
     for add in PASSES_AT_THE_END:
         add(end, layout)
+    if not local:
+        add_round(end, layout, mixing_round)
     return _Expansion(plan, folding, drafts, where, end, count).columns(
-        None if folding.is_folded else lambda: lower(plan, model)
+        None if folding.is_folded else lambda: lower(plan, model, mixing_round=mixing_round, local=local)
     )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from parsim.graph.graph_builder import Draft
+from parsim.graph.passes.clipping import add_clipping
 from parsim.graph.passes.compute import add_computation
 from parsim.graph.passes.gradients import (
     add_gathering_ahead,
@@ -10,17 +13,28 @@ from parsim.graph.passes.gradients import (
     add_optimizer,
     add_parameter_gathering,
 )
+from parsim.graph.passes.rounds import add_round, without_idle
+from parsim.graph.passes.stale import without_arrivals
 from parsim.graph.passes.unsharded import add_unsharded_buckets
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.model import Model
 from parsim.plans.plan import Plan
 
-PASSES_AT_THE_END = (add_unsharded_buckets, add_gathering_ahead, add_gradient_reduction, add_optimizer, add_parameter_gathering)
+PASSES_AT_THE_END = (
+    add_unsharded_buckets,
+    add_gathering_ahead,
+    add_gradient_reduction,
+    add_clipping,
+    add_optimizer,
+    add_parameter_gathering,
+)
 PASSES = (add_computation, *PASSES_AT_THE_END)
 
 
-def lower(plan: Plan, model: Model, layout: PlanIndex | None = None) -> TaskGraph:
+def lower(
+    plan: Plan, model: Model, layout: PlanIndex | None = None, *, mixing_round: int = 0, local: bool = False
+) -> TaskGraph:
     """The task graph of one step.
 
     Each pass adds tasks in issue order. First come loading and computation per rank, with the communication of values behind
@@ -29,6 +43,8 @@ def lower(plan: Plan, model: Model, layout: PlanIndex | None = None) -> TaskGrap
     Args:
         plan: which components run on which ranks. model: that the plan is for, as a rank has it (`parsim.model.axes`).
         layout: of this plan and model, if there is one already.
+        mixing_round: where replicas mix their weights in rounds, the number of the round that follows the step.
+        local: a step before that round instead. It has the same tasks under the same numbers, up to those of the round.
 
     Raises:
         PlanError: the plan does not fit the model.
@@ -37,4 +53,21 @@ def lower(plan: Plan, model: Model, layout: PlanIndex | None = None) -> TaskGrap
     draft = Draft(world_size=plan.world_size)
     for add in PASSES:
         add(draft, layout)
-    return draft.finish()
+    steps = len(draft)
+    if not local:
+        add_round(draft, layout, mixing_round)
+    graph = draft.finish()
+    if plan.synchronisation.kind == "stale":
+        return without_arrivals(graph, layout)
+    return without_idle(graph, layout, mixing_round, steps)
+
+
+def step_graphs(layout: PlanIndex) -> Iterator[TaskGraph]:
+    """The graphs of all rounds of a cycle; of a plan whose steps are alike, that of its step.
+
+    Args:
+        layout: of the plan.
+    """
+    rule = layout.plan.synchronisation
+    for number in rule.cycle(layout.plan.mesh.dp) if rule.mixes else (0,):
+        yield lower(layout.plan, layout.model, layout, mixing_round=number)

@@ -181,12 +181,28 @@ class PlanIndex:
         )
 
     def recomputes(self, component: str) -> bool:
-        """Whether its forward runs again before its backward."""
-        return component in self._recomputed
+        """Whether its forward runs again before its backward, or a part of it."""
+        return component in self._recomputed or component in self._by_operator
+
+    def recomputes_by_operator(self, component: str) -> bool:
+        """Whether only some of its operators run again."""
+        return component in self._by_operator
 
     @cached_property
     def _recomputed(self) -> frozenset[str]:
         return self.plan.recomputed & self.differentiable
+
+    @cached_property
+    def _by_operator(self) -> frozenset[str]:
+        """Those that keep less so, as they are placed."""
+        return frozenset(
+            name for name in self.plan.recomputed_by_operator & self.differentiable if self._keeps_less_by_operator(name)
+        )
+
+    def _keeps_less_by_operator(self, name: str) -> bool:
+        component, placement = self.model.component(name), self.placement[name]
+        cut = placement.rule and placement.ways > 1
+        return component.selective is not None and (not cut or component.sharding(placement.rule).selective is not None)
 
     def segment_of(self, component: str) -> tuple[str, ...]:
         """The components that are recomputed together with this one, those with a backward; none if it is not in a segment."""

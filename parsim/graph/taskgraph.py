@@ -15,7 +15,7 @@ from typing import Any
 from parsim.errors import GraphError, PlanError
 from parsim.graph.task import Origin, Resource, Task, parse_resource
 from parsim.plans.redistribution import parse_hop, parse_layout
-from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
+from parsim.work import ClipGradients, Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +95,11 @@ def _(work: OptimizerStep) -> str:
 
 
 @work_text.register
+def _(work: ClipGradients) -> str:
+    return f"clip {work.part} {work.elements} elements in {work.tensors}"
+
+
+@work_text.register
 def _(work: Collective) -> str:
     packed = " packed" if work.packed else ""
     return f"{work.operation} {work.size_bytes} B over {','.join(map(str, work.group))}{packed}"
@@ -127,6 +132,8 @@ def parse_work(text: str) -> Work:
     """
     if match := re.fullmatch(r"optimizer (\d+) elements in (\d+)", text):
         return OptimizerStep(elements=int(match[1]), tensors=int(match[2]))
+    if match := re.fullmatch(r"clip (norm|scale) (\d+) elements in (\d+)", text):
+        return ClipGradients(part=match[1], elements=int(match[2]), tensors=int(match[3]))
     phase = r"(forward|recompute|backward(?:_input|_weight)?)"
     if match := re.fullmatch(phase + r" (\S+)(?: (\S+)/(\d+))? x(\d+)(?: (\w+):(\d+))?", text):
         phase, component, rule, ways, samples, part, parts = match.groups()

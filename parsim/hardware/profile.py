@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.resources
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -479,7 +480,7 @@ def load_profile(name_or_path: str) -> Profile:
         if not path.is_file():
             raise ProfileError(f"no profile file {path}; write one with `parsim calibrate --out {path}`")
         try:
-            return parse_profile(read_text(path), str(path))
+            return _parsed(read_text(path), str(path))
         except (OSError, ValueError) as error:
             raise ProfileError(
                 f"cannot read profile {path}: {error}; give a JSON file written by `parsim calibrate`"
@@ -490,7 +491,13 @@ def load_profile(name_or_path: str) -> Profile:
             "8xh100-sxm)"
         )
     text = importlib.resources.files("hardware_profiles").joinpath(f"{name_or_path}.json").read_text("utf-8")
-    return parse_profile(text, name_or_path)
+    return _parsed(text, name_or_path)
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str, where: str) -> Profile:
+    """A profile is immutable: one text is checked once in a process."""
+    return parse_profile(text, where)
 
 
 def parse_profile(text: str, where: str) -> Profile:

@@ -125,11 +125,53 @@ class ShardPeak(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Selective:
+    """What a component keeps, and what runs again, if it is recomputed by operator. Bytes are (per sample, fixed).
+
+    Attributes:
+        values: its inputs and outputs whose storage stays.
+        kept: of the outputs of operators that stay, those in `values` apart.
+        again: what the second forward adds to all that is kept and leaves for the backward; below 0 if it frees more.
+        first_peaks, second_peaks: the fullest moments of the first forward, as `Component.forward_peaks`, and of the second,
+            beyond all that is kept.
+        operators: (number, how often) of those that run again.
+    """
+
+    values: tuple[str, ...]
+    kept: tuple[int, int]
+    again: tuple[int, int]
+    first_peaks: tuple[tuple[int, int], ...]
+    second_peaks: tuple[tuple[int, int], ...]
+    operators: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSelective:
+    """The bytes of Selective in one shard."""
+
+    kept: ShardPeak
+    again: ShardPeak
+    first_peaks: tuple[ShardPeak, ...]
+    second_peaks: tuple[ShardPeak, ...]
+
+    def at(self, ways: int, whole: Selective) -> Selective:
+        """One of so many shards of a component."""
+        return replace(
+            whole,
+            kept=self.kept.at(ways),
+            again=self.again.at(ways),
+            first_peaks=tuple(peak.at(ways) for peak in self.first_peaks),
+            second_peaks=tuple(peak.at(ways) for peak in self.second_peaks),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HalfSharding:
     """The fullest moments of a shard under autocast to half precision, with the attributes of Sharding."""
 
     forward_peaks: tuple[ShardPeak, ...] = ()
     backward_peaks: tuple[ShardPeak, ...] = ()
+    selective: ShardSelective | None = None
 
 
 FULL = "full"
@@ -154,6 +196,7 @@ class Sharding:
         saved_activation_bytes, saved_fixed_bytes: the part of the component's that is divided.
         forward_peaks, backward_peaks: those of a shard, as `Component` has them of the whole; empty: not counted.
         half: the same under autocast; None: not recorded.
+        selective: of a shard that is recomputed by operator; None: it cannot be, or nothing is gained.
     """
 
     rule: str
@@ -168,6 +211,7 @@ class Sharding:
     forward_peaks: tuple[ShardPeak, ...] = ()
     backward_peaks: tuple[ShardPeak, ...] = ()
     half: HalfSharding | None = None
+    selective: ShardSelective | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +226,7 @@ class HalfComponent:
     cast_bytes: int
     forward_peaks: tuple[tuple[int, int], ...] = ()
     backward_peaks: tuple[tuple[int, int], ...] = ()
+    selective: Selective | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +312,7 @@ class Component:
         shardings: the ways it can be tensor-sharded; none: it cannot.
         half: what it keeps under autocast; None: not recorded.
         inside: of a piece of the sequence, or with divided experts (`parsim.model.axes`); None: neither.
+        selective: as it is recomputed by operator; None: it cannot be, or that keeps no less.
     """
 
     name: str
@@ -284,6 +330,7 @@ class Component:
     inside: InnerExchange | None = None
     paged_bytes: tuple[int, ...] = ()
     pair_bytes: tuple[int, int, int] = (0, 0, 0)
+    selective: Selective | None = None
 
     def at_samples(self, samples: int) -> Component:
         """The component with what is not linear in its samples as fixed bytes: pairs of samples, and the rest of last pages.
@@ -300,6 +347,7 @@ class Component:
             saved_fixed_bytes=self.saved_fixed_bytes + rest + saved,
             forward_peaks=tuple((rate, fixed + rest + forward) for rate, fixed in self.forward_peaks),
             backward_peaks=tuple((rate, fixed + backward) for rate, fixed in self.backward_peaks),
+            selective=None if self.selective is None else _more_kept(self.selective, rest),
             paged_bytes=(),
             pair_bytes=(0, 0, 0),
         )
@@ -350,6 +398,15 @@ class Component:
     def fingerprint(self) -> str:
         """Equal for components that do the same work per sample, whatever their names: a measured cost is kept under it."""
         return _fingerprint(self.operators, self.parameters, self.saved_activation_bytes, len(self.inputs), len(self.outputs))
+
+
+def _more_kept(selective: Selective, rest: int) -> Selective:
+    """Of a kernel whose outputs are kept: what its arrays leave of their last pages is kept too."""
+    return replace(
+        selective,
+        kept=(selective.kept[0], selective.kept[1] + rest),
+        first_peaks=tuple((rate, fixed + rest) for rate, fixed in selective.first_peaks),
+    )
 
 
 class _Fingerprinted(NamedTuple):

@@ -105,7 +105,10 @@ def _load_as(spec: ModelSpec, granularity: str, weights: str, content: str) -> M
         shardings = tuple(
             replace(entry, operators=whole.sharding(entry.rule).operators, half=None) for entry in component.shardings
         )
-        return replace(component, operators=whole.operators, shardings=shardings, half=None)
+        selective = component.selective
+        if selective is not None:
+            selective = None if whole.selective is None else replace(selective, operators=whole.selective.operators)
+        return replace(component, operators=whole.operators, shardings=shardings, half=None, selective=selective)
 
     return replace(
         traced,

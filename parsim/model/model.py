@@ -29,8 +29,10 @@ from parsim.model.component import (
     OperatorShard,
     Parameter,
     ParameterShard,
+    Selective,
     Sharding,
     ShardPeak,
+    ShardSelective,
     Value,
 )
 from parsim.typed import check_types
@@ -154,9 +156,11 @@ class Model:
             _drop_defaults(component["parameters"], "trainable", True)
             _drop_defaults(component["parameters"], "expert_ways", 1)
             _drop_defaults((component,), "inside", None)
+            _drop_defaults((component, *_given(component["half"])), "selective", None)
             _drop_defaults(component["operators"], "gradients", "")
             for sharding in component["shardings"]:
                 _drop_defaults((*sharding["parameters"], *sharding["buffers"]), "runs", ())
+                _drop_defaults((sharding, *_given(sharding["half"])), "selective", None)
         return json.dumps(document, indent=1)
 
     def save(self, path: Path) -> None:
@@ -194,6 +198,10 @@ def _drop_defaults(entries: Iterable[dict[str, Any]], key: str, default: object)
             del entry[key]
 
 
+def _given(entry: dict[str, Any] | None) -> tuple[dict[str, Any], ...]:
+    return () if entry is None else (entry,)
+
+
 def _component(entry: dict[str, Any]) -> Component:
     operators = tuple(
         Operator(**{**operator, "shape": tuple((str(name), size) for name, size in operator["shape"])})
@@ -210,7 +218,10 @@ def _component(entry: dict[str, Any]) -> Component:
             "shardings": tuple(_sharding(sharding) for sharding in entry["shardings"]),
             "paged_bytes": tuple(map(int, entry.get("paged_bytes", ()))),
             "pair_bytes": tuple(map(int, entry.get("pair_bytes", (0, 0, 0)))),
-            "half": None if entry["half"] is None else HalfComponent(**{**entry["half"], **_peaks(entry["half"])}),
+            "half": None
+            if entry["half"] is None
+            else HalfComponent(**{**entry["half"], **_peaks(entry["half"]), "selective": _selective(entry["half"])}),
+            "selective": _selective(entry),
             "inside": None if entry.get("inside") is None else _inside(entry["inside"]),
         }
     )
@@ -218,6 +229,40 @@ def _component(entry: dict[str, Any]) -> Component:
 
 def _inside(entry: dict[str, Any]) -> InnerExchange:
     return InnerExchange(**{**entry, "experts": tuple(entry["experts"])})
+
+
+def _selective(entry: dict[str, Any]) -> Selective | None:
+    found = entry.get("selective")
+    if found is None:
+        return None
+
+    def pair(one: Any) -> tuple[int, int]:
+        return int(one[0]), int(one[1])
+
+    return Selective(
+        values=tuple(found["values"]),
+        kept=pair(found["kept"]),
+        again=pair(found["again"]),
+        first_peaks=tuple(map(pair, found["first_peaks"])),
+        second_peaks=tuple(map(pair, found["second_peaks"])),
+        operators=tuple(map(pair, found["operators"])),
+    )
+
+
+def _shard_selective(entry: dict[str, Any]) -> ShardSelective | None:
+    found = entry.get("selective")
+    if found is None:
+        return None
+
+    def peak(one: Any) -> ShardPeak:
+        return ShardPeak(*map(int, one))
+
+    return ShardSelective(
+        kept=peak(found["kept"]),
+        again=peak(found["again"]),
+        first_peaks=tuple(map(peak, found["first_peaks"])),
+        second_peaks=tuple(map(peak, found["second_peaks"])),
+    )
 
 
 def _peaks(entry: dict[str, Any]) -> dict[str, tuple[tuple[int, int], ...]]:
@@ -249,7 +294,10 @@ def _sharding(entry: dict[str, Any]) -> Sharding:
             "buffers": tuple(_part(part) for part in entry["buffers"]),
             "operators": tuple(OperatorShard(**part) for part in entry["operators"]),
             **_shard_peaks(entry),
-            "half": None if entry["half"] is None else HalfSharding(**_shard_peaks(entry["half"])),
+            "half": None
+            if entry["half"] is None
+            else HalfSharding(**_shard_peaks(entry["half"]), selective=_shard_selective(entry["half"])),
+            "selective": _shard_selective(entry),
         }
     )
 

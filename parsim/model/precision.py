@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 from parsim.errors import CostError
-from parsim.model.component import Component, HalfComponent, HalfSharding, HalfValue, Sharding, ShardPeak, Value
+from parsim.model.component import Component, HalfComponent, HalfSharding, HalfValue, Sharding, ShardPeak, ShardSelective, Value
 from parsim.model.model import Model
 from parsim.model.number_formats import number_format
 
@@ -42,6 +42,7 @@ def component_in(component: Component, precision: str) -> Component:
         backward_peaks=half.backward_peaks,
         shardings=tuple(_sharding(entry, component, half, size) for entry in component.shardings),
         half=half,
+        selective=component.selective and (half.selective or component.selective),
     )
 
 
@@ -136,6 +137,7 @@ def _sharding(sharding: Sharding, whole: Component, half: HalfComponent, element
         forward_peaks=seen.forward_peaks,
         backward_peaks=seen.backward_peaks,
         half=seen,
+        selective=sharding.selective and (seen.selective or sharding.selective),
     )
 
 
@@ -149,7 +151,19 @@ def _assumed_sharding(sharding: Sharding, element_bytes: int) -> HalfSharding:
             for peak in peaks
         )
 
-    return HalfSharding(forward_peaks=halved(sharding.forward_peaks), backward_peaks=halved(sharding.backward_peaks))
+    own = sharding.selective
+    return HalfSharding(
+        forward_peaks=halved(sharding.forward_peaks),
+        backward_peaks=halved(sharding.backward_peaks),
+        selective=None
+        if own is None
+        else ShardSelective(
+            kept=halved((own.kept,))[0],
+            again=halved((own.again,))[0],
+            first_peaks=halved(own.first_peaks),
+            second_peaks=halved(own.second_peaks),
+        ),
+    )
 
 
 def _assumed_component(component: Component, element_bytes: int) -> HalfComponent:
@@ -162,6 +176,15 @@ def _assumed_component(component: Component, element_bytes: int) -> HalfComponen
         cast_bytes=element_bytes * sum(parameter.elements for parameter in component.parameters),
         forward_peaks=halved(component.forward_peaks),
         backward_peaks=halved(component.backward_peaks),
+        selective=None
+        if component.selective is None
+        else replace(
+            component.selective,
+            kept=halved((component.selective.kept,))[0],
+            again=halved((component.selective.again,))[0],
+            first_peaks=halved(component.selective.first_peaks),
+            second_peaks=halved(component.selective.second_peaks),
+        ),
     )
 
 

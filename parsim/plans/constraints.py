@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parsim.plans.mesh import Mesh
+from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +14,7 @@ class PlanConstraints:
     pp, dp, tp: axes of the mesh. cp, ep: likewise, and 1 where they are left out.
     microbatches: per replica. bucket_bytes: of gradient buckets.
     pipeline_order: a key of `PIPELINE_ORDERS`. chunks: stages per rank.
+    synchronisation: of every plan; it is never free.
     """
 
     pp: int | None = None
@@ -24,6 +26,7 @@ class PlanConstraints:
     bucket_bytes: int | None = None
     pipeline_order: str | None = None
     chunks: int | None = None
+    synchronisation: Synchronisation = ALL_REDUCE
 
     def allow(self, mesh: Mesh) -> bool:
         """Whether a mesh has the axes that are given."""

@@ -28,7 +28,8 @@ from parsim.model.shard.narrow import check_ways
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, rank_of_stage, stages_by_rank
 from parsim.plans.placement import BATCH, Placement, parse_placement
-from parsim.plans.recompute import NONE, Recompute, check_segments, normalised, recomputed_names
+from parsim.plans.recompute import NONE, Recompute, check_segments, names_by_operator, normalised, recomputed_names
+from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
 from parsim.registry import is_reference
 from parsim.typed import check_types
 from parsim.units import format_bytes
@@ -40,6 +41,8 @@ STRATEGIES = ("single", "dp", "mp", "hp", "adaptive", "custom")
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 SIMULATED_ONLY = ("segments", "gather_ahead", "blocking_transfers", "scatter_gather")
 """Keys of a plan that the executor does not know; empty or False where unused."""
+EXECUTED_KINDS = ("all_reduce", "average", "gossip")
+"""Kinds of synchronisation that the executor knows."""
 CONTEXT_EXCHANGES = ("ring", "all_gather")
 ZERO_STAGES = (0, 1, 2, 3)
 ZERO_STAGES_TEXT = "it is 0, 1 (optimizer state divided), 2 (gradients too) or 3 (parameters too)"
@@ -97,7 +100,7 @@ class Plan:
             the gradients too, summed after the backward of every microbatch. 3: the parameters too, gathered where they
             are used.
         recompute: the components that keep nothing but their inputs and run their forward again before their backward: "none",
-            "full" (all of them) or their names.
+            "full" (all of them), "selective" (all by operator), or their names, "selective:NAME" for one by operator.
         segments: runs of consecutive components of a stage that keep only what enters the run. Before the backward of its last,
             the whole run is computed again, and its conversions on the tp axis are sent again.
         gather_ahead: with zero_stage 1, parameters are gathered at the beginning of a step, bucket by bucket before their first
@@ -111,6 +114,8 @@ class Plan:
             begins, and a reduce_scatter of their gradients.
         backward_prefetch: with zero_stage 3, parameters are gathered while the backward before runs. False: behind it and its
             reduce_scatter, as FSDP's BACKWARD_POST does.
+        clip_gradients: before every update the norm of all gradients is known to all ranks, and they are scaled by it.
+        synchronisation: how and when replicas come together (`parsim.plans.synchronisation`).
     """
 
     strategy: str
@@ -128,6 +133,8 @@ class Plan:
     scatter_gather: bool = False
     backward_prefetch: bool = True
     context_exchange: str = "ring"
+    clip_gradients: bool = False
+    synchronisation: Synchronisation = ALL_REDUCE
 
     def __repr__(self) -> str:
         """`Plan(dp pp=1 dp=8 tp=1 mb=1x128)`."""
@@ -179,12 +186,30 @@ class Plan:
             )
         if self.context_exchange != "ring" and self.mesh.cp == 1:
             raise PlanError(f"context_exchange = {self.context_exchange!r} belongs to mesh.cp > 1, and cp is 1; drop it")
+        self.synchronisation.check(self.mesh, zero_stage=self.zero_stage)
+        if self.clip_gradients and self.synchronisation.is_relaxed:
+            raise PlanError(
+                f"gradients are clipped by the norm of all replicas' gradients, and synchronisation "
+                f'"{self.synchronisation.kind}" shares none; drop training.clip_norm'
+            )
+        if self.synchronisation.kind == "stale":
+            self._check_stale()
         parts = self.mesh.dp * self.microbatches
         if self.global_batch < 1 or self.global_batch % parts:
             raise PlanError(
                 f"global_batch ({self.global_batch}) must be divisible by dp ({self.mesh.dp}) * microbatches "
                 f"({self.microbatches}) = {parts}; the nearest that is: {max(1, round(self.global_batch / parts)) * parts}"
             )
+
+    def _check_stale(self) -> None:
+        """In every step each stage works on one batch, and keeps those of which the backward is still to come."""
+        if self.microbatches != 1 or self.chunks != 1:
+            raise PlanError(
+                f'synchronisation "stale" runs every stage on one batch per step, and the plan has {self.microbatches} '
+                f"microbatches and {self.chunks} chunks; set both to 1"
+            )
+        if self.recompute != NONE or self.segments:
+            raise PlanError('synchronisation "stale" keeps activations until they are used; set recompute = "none"')
 
     def without_zero(self) -> Plan:
         """The custom plan that computes the same with whole states in buckets of the default size."""
@@ -204,9 +229,14 @@ class Plan:
 
     @property
     def recomputed(self) -> frozenset[str]:
-        """The components whose forward runs again before their backward, if they have one."""
+        """The components whose whole forward runs again before their backward, if they have one."""
         again = recomputed_names(self.recompute, self.components)
         return again.union(*self.segments) if self.segments else again
+
+    @property
+    def recomputed_by_operator(self) -> frozenset[str]:
+        """Those of whose forward some operators run again, where that keeps less."""
+        return names_by_operator(self.recompute, self.components) - self.recomputed
 
     @property
     def executable(self) -> bool:
@@ -217,7 +247,9 @@ class Plan:
     def not_executable(self) -> str:
         """The key that only the simulator knows; "" where there is none."""
         axes = [f"mesh.{axis}" for axis in ("cp", "ep") if getattr(self.mesh, axis) > 1]
-        return next(iter([*axes, *(key for key in SIMULATED_ONLY if getattr(self, key))]), "")
+        kind = self.synchronisation.kind
+        relaxed = [f'synchronisation.kind = "{kind}"'] if kind not in EXECUTED_KINDS else []
+        return next(iter([*axes, *relaxed, *(key for key in SIMULATED_ONLY if getattr(self, key))]), "")
 
     @property
     def world_size(self) -> int:
@@ -272,13 +304,15 @@ class Plan:
         zero += " ahead" if self.gather_ahead else ""
         zero += "" if self.backward_prefetch else " post"
         zero += "" if self.context_exchange == "ring" else f" {self.context_exchange}"
+        zero += " clip" if self.clip_gradients else ""
         many = self.mesh.copies * self.mesh.tp > 1 and self.bucket_bytes != DEFAULT_BUCKET_BYTES
         buckets = f" buckets={format_bytes(self.bucket_bytes).replace(' ', '')}" if many else ""
         split = f"mb={self.microbatches}x{self.microbatch_samples}"
-        return f"{self.strategy} {self.mesh} {split}{order}{zero}{buckets}{again}{self._placed()}"
+        relaxed = f" {self.synchronisation}" if self.synchronisation.is_relaxed else ""
+        return f"{self.strategy} {self.mesh} {split}{order}{zero}{relaxed}{buckets}{again}{self._placed()}"
 
     def _recomputes(self) -> str:
-        """`full`, or `3 of 12`."""
+        """`full`, `selective`, or `3 of 12` (components, in either way)."""
         return self.recompute if isinstance(self.recompute, str) else f"{len(self.recompute)} of {len(self.components)}"
 
     def _placed(self) -> str:
@@ -312,6 +346,11 @@ class Plan:
             del document["backward_prefetch"]
         if self.context_exchange == "ring":
             del document["context_exchange"]
+        if not self.clip_gradients:
+            del document["clip_gradients"]
+        document["synchronisation"] = self.synchronisation.to_dict()
+        if not self.synchronisation.is_relaxed:
+            del document["synchronisation"]
         if not self.executable:
             document["executable"] = False
         return {"schema_version": SCHEMA_VERSION, **document}
@@ -335,6 +374,7 @@ class Plan:
             document.pop("executable", None)
             document["mesh"] = Mesh(**document["mesh"])
             check_types(document["mesh"], "mesh")
+            document["synchronisation"] = Synchronisation.from_dict(document.get("synchronisation", {}))
             document["segments"] = tuple(tuple(names) for names in document.get("segments", ()))
             document["stages"] = tuple(
                 Stage(

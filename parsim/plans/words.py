@@ -28,9 +28,35 @@ def plan_in_words(plan: Plan) -> str:
         words += f" with ZeRO {plan.zero_stage}"
     if plan.microbatches > 1:
         words += f", {plan.microbatches} microbatches of {plan.microbatch_samples}"
-    if plan.recompute != NONE or plan.segments:
+    if plan.recomputed:
         words += ", recomputing activations"
+    elif plan.recompute != NONE:
+        words += ", recomputing some activations"
+    if plan.synchronisation.is_relaxed:
+        words += f", {synchronisation_in_words(plan)}"
     return words
+
+
+def synchronisation_in_words(plan: Plan) -> str:
+    """`averaging weights every 8 steps with an outer nesterov optimizer`; "" for synchronous training.
+
+    Args:
+        plan: of any synchronisation.
+    """
+    rule = plan.synchronisation
+    every = "after every step" if rule.period_steps == 1 else f"every {rule.period_steps} steps"
+    match rule.kind:
+        case "average":
+            words = f"averaging weights {every}"
+            if rule.participation < 1:
+                words += f" over {rule.participation:.0%} of the replicas"
+            return words + (f" with an outer {rule.outer_optimizer} optimizer" if rule.outer is not None else "")
+        case "gossip":
+            return f"mixing weights with neighbours ({rule.graph or 'given weights'}) {every}"
+        case "stale":
+            late = [rule.delay_of(stage, plan.mesh.pp) for stage in range(plan.mesh.pp)]
+            return f"with gradients up to {max(late)} steps late and no stage waiting for another"
+    return ""
 
 
 def _is_mixed(plan: Plan) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +32,7 @@ from parsim.graph.columns import Columns
 from parsim.graph.fold import Folding, folding_of, unfolded
 from parsim.graph.taskgraph import TaskGraph
 from parsim.plans.plan import Plan
+from parsim.predict.mixing_period import MixingPeriod, is_one_step, mixing_period, priced_units
 from parsim.predict.nearly_alike import lowered, nearly_alike
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import Interval, IntervalCorrection, PlanResult
@@ -61,6 +63,8 @@ class Evaluation:
     Attributes:
         estimates: per unit of the program (`Columns.units`). overlap: the factors of the program as a whole.
         steady_step_s: the tasks of a step without noise of single ranks.
+        period: where steps differ, because replicas mix in rounds: those from round to round. Program and timeline are then
+            of a step with a round, and result and breakdown of the mean step.
     """
 
     folding: Folding
@@ -72,6 +76,7 @@ class Evaluation:
     memory: tuple[RankMemory, ...]
     breakdown: tuple[RankBreakdown, ...]
     steady_step_s: float
+    period: MixingPeriod | None = None
 
     @property
     def graph(self) -> TaskGraph:
@@ -112,7 +117,8 @@ def evaluate(
     engines = {"static": static.simulate, "dynamic": dynamic.simulate}
     timeline = engines[engine](compiled, medians, overlap=run.overlap)
     interval = Interval(median=step_s, p05=step_s, p95=step_s)
-    parts = breakdown(compiled, timeline, ranks=folding.ranks)
+    period = run.period
+    parts = breakdown(compiled, timeline, ranks=folding.ranks) if period is None else period.breakdown()
     fractions = step_fractions(parts, folding.weights)
     memory = problem.memory(plan)
     kinds = tuple({id(entry.lines): entry for entry in memory}.values())
@@ -133,10 +139,11 @@ def evaluate(
             *_warnings(estimates, seconds, kinds),
             *unlisted_warnings(problem, columns.units, estimates, seconds),
             *problem.model.assumptions,
+            *relaxed_warnings(plan),
         ),
         reason=reason,
         cluster=problem.cluster.name,
-        lower_bound_s=busiest_resource_s(compiled, medians),
+        lower_bound_s=busiest_resource_s(compiled, medians) if period is None else period.lower_bound_s,
     )
     evaluation = Evaluation(
         folding=folding,
@@ -148,6 +155,7 @@ def evaluate(
         memory=memory,
         breakdown=_of_every_rank(parts, folding),
         steady_step_s=run.steady_s,
+        period=period,
     )
     return with_interval(problem, evaluation, samples=samples, reason=reason)
 
@@ -157,7 +165,7 @@ class SimulatedStep:
     """The program of one plan, priced, and the seconds of its step: what `evaluate` begins with.
 
     Attributes: estimates: per unit of the program. steady_s: the tasks of a step without noise of single ranks. step_s: with
-        that noise, and with the host's work between steps.
+        that noise, and with the host's work between steps. period: where steps differ, those from round to round.
     """
 
     folding: Folding
@@ -166,6 +174,7 @@ class SimulatedStep:
     overlap: OverlapFactors
     steady_s: float
     step_s: float
+    period: MixingPeriod | None = None
 
 
 def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = None) -> SimulatedStep:
@@ -185,19 +194,31 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
     layout, costs = problem.layout(plan), problem.costs(plan.world_size)
     sigma = 0.0 if problem.cluster.profile.noise is None else problem.cluster.profile.noise.rank_sigma
     usual = plan.world_size > MANY_RANKS or plan.mesh.team > 1
-    folds = (fold or (fold is None and usual)) and not costs.shared_cores
+    folds = (fold or (fold is None and usual)) and not costs.shared_cores and not plan.synchronisation.is_relaxed
     folding = folding_of(layout, costs, partial(_communication_s, problem, plan)) if folds else unfolded(plan.mesh)
     bounded = (folding.is_folded and plan.world_size > MANY_RANKS) or not folding.is_exact
     nearly = nearly_alike(problem, layout, folding, REPEATED_STEPS) if bounded and not sigma else None
     if nearly is None:
         folding = folding if folding.is_exact else unfolded(plan.mesh)
         columns = lowered(problem, layout, folding)
-        estimates = tuple(problem.price(columns.units, plan.mesh))
+        estimates = tuple(priced_units(problem, plan, columns.units))
     else:
         folding, columns, estimates = nearly
     medians = medians_s(estimates)[columns.unit]
     overlap = costs.overlap([unit.work for unit in columns.units], _seconds(estimates, columns, folding))
     compiled = compile_graph(columns)
+    if not is_one_step(plan):
+        period = mixing_period(problem, layout)
+        steady_s, step_s = _period_s(period, sigma if plan.world_size > 1 else 0.0)
+        return SimulatedStep(
+            folding=folding,
+            compiled=compiled,
+            estimates=estimates,
+            overlap=overlap,
+            steady_s=steady_s,
+            step_s=step_s + costs.between_steps_s,
+            period=period,
+        )
     steady_s = float(mean_step_s(compiled, medians[None, :], overlap, steps=REPEATED_STEPS)[0])
     step_s = steady_s
     if sigma and plan.world_size > 1:
@@ -211,6 +232,17 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
         steady_s=steady_s,
         step_s=step_s + costs.between_steps_s,
     )
+
+
+def _period_s(period: MixingPeriod, sigma: float) -> tuple[float, float]:
+    """The mean step from round to round, without and with noise of single ranks.
+
+    The noise of local steps in a row averages out before ranks wait for one another.
+    """
+    rows = period.medians_s
+    steady_s = float(period.steps_s(rows)[0])
+    own = sigma / math.sqrt(period.steps)
+    return steady_s, period.unsteady_s(lambda compiled, row: unsteady_step_s(compiled, row, period.overlap, own), rows)
 
 
 def with_interval(problem: PlanningProblem, evaluation: Evaluation, *, samples: int, reason: str) -> Evaluation:
@@ -254,6 +286,8 @@ def sampled_steps_s(evaluation: Evaluation, samples: int) -> NDArray[np.float64]
     Returns:
         float64 [samples] seconds. Leaves out drift of the machine within one run.
     """
+    if evaluation.period is not None:
+        return evaluation.period.drawn_s(samples, SEED)
     compiled, estimates, overlap = evaluation.compiled, evaluation.estimates, evaluation.overlap
     unit = compiled.columns.unit
     if not any(estimate.repeat_sigma for estimate in estimates):
@@ -385,3 +419,17 @@ def _warnings(estimates: Sequence[Estimate], seconds: NDArray[np.float64], memor
         example = next(estimate.detail for estimate in estimates if estimate.extrapolated)
         warnings.append(f"{100 * share:.0f}% of the task time lies outside the measured range, e.g. {example}")
     return tuple(warnings)
+
+
+def relaxed_warnings(plan: Plan) -> tuple[str, ...]:
+    """What a step time does not say of a relaxed plan; nothing for synchronous training.
+
+    Args:
+        plan: of any synchronisation.
+    """
+    if not plan.synchronisation.is_relaxed:
+        return ()
+    return (
+        f"{plan.synchronisation.kind} is not synchronous training: a step learns something else, and may learn less; parsim "
+        "predicts its seconds",
+    )

@@ -23,7 +23,7 @@ from parsim.costs.estimate import Estimate, TermOperation, TermOrigin, running_t
 from parsim.predict.evaluate import Evaluation
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.units import format_bytes, format_percent, format_seconds
-from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, SendRecv, Work
+from parsim.work import ClipGradients, Collective, Compute, LoadBatch, Mix, OptimizerStep, SendRecv, Work
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -256,6 +256,8 @@ def _kind_of(work: Work) -> TaskKind:
             return TaskKind(COMPUTE, "compute", f"{work.component}{shard}", work.phase.value)
         case OptimizerStep():
             return TaskKind(COMPUTE, "optimizer")
+        case ClipGradients():
+            return TaskKind(COMPUTE, "clip", work.part)
         case Mix():
             return TaskKind(COMPUTE, "mix")
         case LoadBatch():

@@ -54,6 +54,12 @@ class Played:
     scenario: Scenario
 
     def __post_init__(self) -> None:
+        rule = self.evaluation.result.plan.synchronisation
+        if rule.is_relaxed:
+            raise ScenarioError(
+                f"scenarios are played for synchronous plans, and the plan has synchronisation {rule}; leave out the scenario, "
+                "or plan.synchronisation"
+            )
         check_places(self.scenario, self.evaluation.compiled.columns.world_size, self.problem.cluster)
 
     @cached_property

@@ -1,7 +1,8 @@
 """The activations that a rank keeps for the backward under a plan; precision and recomputation change them.
 
 A recomputed component keeps its inputs as it reads them, and copies of its buffers. Its saved activations live only from
-its second forward to the end of its backward. So its inputs have one keeper more, and its saved values one fewer.
+its second forward to the end of its backward. So its inputs have one keeper more, and its saved values one fewer. By operator
+it keeps outputs of operators besides, and of its inputs and outputs those that `Selective.values` names.
 
 Leaves out: values that share one storage (each counts by itself where a recomputed component reads it).
 """
@@ -14,7 +15,7 @@ from functools import cached_property
 
 from parsim.costs.memory.rank_memory import Again
 from parsim.graph.plan_index import PlanIndex
-from parsim.model.component import Component, Value
+from parsim.model.component import Component, Selective, Value
 from parsim.model.precision import component_in, value_in
 from parsim.model.shard.narrow import narrow
 from parsim.plans.redistribution import conversion
@@ -44,14 +45,27 @@ class KeptActivations:
         readers = {
             name
             for name in self.layout.consumers[value.name]
-            if self.layout.recomputes(name) and not self.layout.is_remade(value.name, name)
+            if self._keeps_again(value.name, name) and not self.layout.is_remade(value.name, name)
         }
+        if value.producer is not None and self._by_operator(value.producer) and self._keeps_again(value.name, value.producer):
+            readers.add(value.producer)
         savers = value.savers or ()
         if not readers and not any(self.layout.recomputes(name) for name in savers):
             return value
         keepers = readers | {name for name in savers if not self.layout.recomputes(name)}
         order = self.layout.model.component_index
         return replace(value, savers=tuple(sorted(keepers, key=lambda name: order[name])), saved=bool(keepers))
+
+    def _by_operator(self, name: str) -> bool:
+        return self.layout.recomputes_by_operator(name)
+
+    def _keeps_again(self, value: str, name: str) -> bool:
+        """Whether a recomputed component keeps an input, or by operator also an output."""
+        if not self._by_operator(name):
+            return self.layout.recomputes(name)
+        selective = self.layout.model.component(name).selective
+        assert selective is not None
+        return value in selective.values
 
     def component(self, name: str) -> Component:
         """The part of the component on a rank that runs it, with its saved activations under this plan."""
@@ -65,7 +79,7 @@ class KeptActivations:
 
     @cached_property
     def _recomputes(self) -> bool:
-        return bool(self.layout.plan.recomputed)
+        return bool(self.layout.plan.recomputed or self.layout.plan.recomputed_by_operator)
 
     def _component(self, name: str) -> Component:
         own = self._alone(name)
@@ -74,6 +88,8 @@ class KeptActivations:
         rate, fixed = own.saved_activation_bytes, own.saved_fixed_bytes
         if self.layout.recomputes(name):
             rate, fixed = 0, own.buffer_bytes
+        if self._by_operator(name) and own.selective is not None:
+            rate, fixed = own.selective.kept[0], own.selective.kept[1] + own.buffer_bytes
         for value in self._values_at(name):
             before, now = (_counts(name, values[value]) for values in (self._before, self.values))
             counted = now - (before and not self.layout.recomputes(name))
@@ -99,6 +115,8 @@ class KeptActivations:
     def _again(self, name: str) -> Again:
         own, samples = self._alone(name), self.layout.local_samples(name)
         saved, released = own.saved_activation_bytes * samples + own.saved_fixed_bytes, 0
+        if self._by_operator(name) and own.selective is not None:
+            return self._again_by_operator(name, own.selective, samples)
         for value in dict.fromkeys(own.inputs):
             rate, fixed = self._size_at(name, value)
             before, now = self._before[value], self.values[value]
@@ -109,6 +127,25 @@ class KeptActivations:
             if name not in (before.savers or ()) and _counts(name, now) and now.producer is not None:
                 released += rate * samples + fixed
         return Again(saved_bytes=max(0, saved), released_bytes=released)
+
+    def _again_by_operator(self, name: str, selective: Selective, samples: int) -> Again:
+        """Inputs that the backward does not need are let go here too. The counted bytes contain all else."""
+        released = 0
+        for value in selective.values:
+            rate, fixed = self._size_at(name, value)
+            before, now = self._before[value], self.values[value]
+            if name not in (before.savers or ()) and _counts(name, now) and now.producer not in (None, name):
+                released += rate * samples + fixed
+
+        def fullest(peaks: tuple[tuple[int, int], ...]) -> int:
+            return max((rate * samples + fixed for rate, fixed in peaks), default=0)
+
+        return Again(
+            saved_bytes=selective.again[0] * samples + selective.again[1],
+            released_bytes=released,
+            first_bytes=fullest(selective.first_peaks),
+            fullest_bytes=fullest(selective.second_peaks),
+        )
 
     def _alone(self, name: str) -> Component:
         """What a rank has of the component, as if nothing were recomputed."""

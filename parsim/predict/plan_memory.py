@@ -27,6 +27,7 @@ from parsim.plans.held import held_moments
 from parsim.plans.pipeline import PIPELINE_ORDERS, in_flight
 from parsim.plans.redistribution import LOCAL_HOPS, Hop, ValueLayout, conversion
 from parsim.predict.kept_activations import KeptActivations
+from parsim.predict.round_memory import batches_held, with_relaxed_lines
 from parsim.predict.unsharded_memory import unsharded_bytes
 
 
@@ -69,7 +70,9 @@ def plan_memory(
                 microbatch_samples={name: layout.local_samples(name) for name in names}
                 if plan.is_mixed
                 else plan.microbatch_samples // plan.mesh.tp,
-                in_flight=in_flight(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches, plan.chunks),
+                in_flight=batches_held(layout, stage)
+                if plan.synchronisation.kind == "stale"
+                else in_flight(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches, plan.chunks),
                 pipeline=_chunks(layout, rank, names),
                 loaded_microbatches=plan.microbatches,
                 boundary=rank_boundary(layout, kept.values, rank, gradients) if plan.is_mixed else None,
@@ -93,7 +96,7 @@ def plan_memory(
                 master_weights=master_weights,
                 traffic=traffic,
             )
-        memories.append(replace(known[place], rank=rank))
+        memories.append(with_relaxed_lines(replace(known[place], rank=rank), layout, rank))
     return tuple(memories)
 
 

@@ -11,6 +11,7 @@ from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
 from parsim.costs.feedback.history import NO_HISTORY, History
 from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections
+from parsim.costs.hardware_scale import AS_IT_IS, HardwareScale
 from parsim.costs.memory.rank_memory import RankMemory, optimizer_bytes
 from parsim.costs.pricing import Priced, price
 from parsim.graph.plan_index import PlanIndex
@@ -35,11 +36,12 @@ class PlanningProblem:
     """Attributes:
     model: its values are as wide as the precision sends them. global_batch: samples per step.
     precision, optimizer, master_weights: as in RUN.toml. corrections: learnt from a run.
+    scale: of hardware that would be faster.
     zero_stage: that plans are to have; "auto": any. recompute: likewise; "auto": where a plan would not fit, as little as
         makes it fit. constraints: what else plans must keep.
     history: of the profile's validations, by which intervals are corrected.
     capacity_factor: of experts, visits that one has room for over their mean; 0: as many as come.
-    is_divided: the model is already that of a rank (`on`).
+    is_divided: the model is already that of a rank (`on`). clip_gradients: that plans are to clip by the global norm.
     pins: (component, the placement it must have). forbids: (component, a placement or kind of placement it must not have).
     """
 
@@ -50,6 +52,7 @@ class PlanningProblem:
     optimizer: str = "sgd_momentum"
     master_weights: bool = True
     corrections: RunCorrections = NO_RUN_CORRECTIONS
+    scale: HardwareScale = AS_IT_IS
     history: History = NO_HISTORY
     zero_stage: int | Literal["auto"] = AUTO
     recompute: Recompute = AUTO
@@ -58,6 +61,7 @@ class PlanningProblem:
     capacity_factor: float = 0.0
     forbids: tuple[tuple[str, str], ...] = ()
     is_divided: bool = False
+    clip_gradients: bool = False
 
     def __post_init__(self) -> None:
         check_recorded(self.model, self.precision)
@@ -201,6 +205,7 @@ class PlanningProblem:
                 ranks_active=len(set(self.cluster.core_of_rank(ranks))),
                 ranks=ranks,
                 corrections=self.corrections,
+                scale=self.scale,
             )
             others = (entry for other, entry in self._costs.items() if other[1:] == key[1:])
             alike = (entry for entry in others if own.priced_alike(entry[1]))

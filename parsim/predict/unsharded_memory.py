@@ -8,8 +8,11 @@ the computation beside which they are gathered to the last one that needs them.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from parsim.graph.passes.unsharded import gradient_windows, parameter_windows, uses_of
 from parsim.graph.plan_index import PlanIndex
+from parsim.plans.pipeline import few_rounds
 from parsim.work import Phase
 
 
@@ -25,18 +28,29 @@ def unsharded_bytes(layout: PlanIndex, rank: int) -> dict[str, float]:
     """
     if layout.plan.zero_stage < 2:
         return {}
-    uses = uses_of(layout, layout.plan.stage_of_rank(rank))
+    plan = layout.plan
+    uses = uses_of(
+        layout, plan.stage_of_rank(rank), few_rounds(plan.pipeline_order, plan.mesh.pp, plan.microbatches)
+    )  # buckets come and go by what runs right before and after, and every round is like the one before
     found: dict[str, float] = {}
     windows = [
         window for window in (*gradient_windows(layout, uses), *parameter_windows(layout, uses)) if rank in window.bucket.group
     ]
-    whole = [0] * len(uses)
+    sizes = {bucket.number: bucket.padded_bytes for bucket in layout.rank_buckets(rank)}
+    changes = [0] * (len(uses) + 1)  # of the bytes that are whole, from one use to the next
     for window in windows:
-        size, part = window.bucket.padded_bytes, window.bucket.padded_bytes // len(window.bucket.group)
+        size = sizes[window.bucket.number]
         begins, ends = (window.ahead, window.last) if window.parameters else (window.first, window.freed)
-        for number in range(begins, ends + 1):
-            whole[number] += size + (part if not window.parameters and number > window.last else 0)
-    for number, use in enumerate(uses):
+        if begins > ends:
+            continue
+        changes[begins] += size
+        changes[ends + 1] -= size
+        if not window.parameters and (sent := max(begins, window.last + 1)) <= ends:
+            part = size // len(window.bucket.group)
+            changes[sent] += part
+            changes[ends + 1] -= part
+    whole = accumulate(changes)
+    for use, size in zip(uses, whole, strict=False):
         if use.phase is not Phase.FORWARD and layout.runs_on(rank, use.component):
-            found[use.component] = max(found.get(use.component, 0.0), float(whole[number]))
+            found[use.component] = max(found.get(use.component, 0.0), float(size))
     return found

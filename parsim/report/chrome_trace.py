@@ -19,10 +19,11 @@ from typing import Any
 
 from parsim.errors import GraphError
 from parsim.files import write_text_atomically
+from parsim.graph.passes.clipping import sums_norm
 from parsim.graph.task import COMPUTE, HOST, Task, parse_resource
 from parsim.graph.taskgraph import TaskGraph, work_text
 from parsim.timeline import Span, Timeline
-from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, SendRecv, kind_of
+from parsim.work import ClipGradients, Collective, Compute, LoadBatch, Mix, OptimizerStep, SendRecv, kind_of
 
 
 def task_label(task: Task) -> str:
@@ -37,12 +38,15 @@ def task_label(task: Task) -> str:
             return f"{work.phase.short} {work.component}{part}{microbatch}"
         case OptimizerStep():
             return "optimizer"
+        case ClipGradients() as work:
+            return f"clip {work.part}"
         case SendRecv() as work:
             value = f" {origin.value}" if origin.value else ""
             return f"send_recv{value}{microbatch} {work.source}>{work.destination}"
         case Collective() as work:
             bucket = "" if origin.bucket is None else f" bucket {origin.bucket}"
             inside = "" if origin.component is None else f" {origin.component}{microbatch}"
+            inside += " gradient norm" if sums_norm(task) else ""
             return f"{work.operation}{bucket}{inside}"
         case LoadBatch():
             return f"load{microbatch}"

@@ -32,6 +32,7 @@ KIND_COLOURS = {
     "backward": BLUE,
     "recompute": "#332288",
     "optimizer": PURPLE,
+    "clip": PURPLE,
     "all_reduce": VERMILION,
     "send_recv": ORANGE,
     "all_gather": YELLOW,

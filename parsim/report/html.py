@@ -33,6 +33,7 @@ class ReportRun:
         predicted_breakdown, measured_breakdown: RankBreakdown as dictionaries. memory: RankMemory as dictionaries.
         memory_levels: MemoryLevel as dictionaries: what was measured, each beside what was predicted of the same kind.
         comparison: Comparison.to_dict().
+        step_s: predicted, the mean of steps in a row. None: not known.
         absent: why a part is missing, by part: timeline, measured, breakdown, memory, comparison.
     """
 
@@ -46,6 +47,7 @@ class ReportRun:
     memory: Sequence[Mapping[str, Any]] = ()
     memory_levels: Sequence[Mapping[str, Any]] = ()
     comparison: Mapping[str, Any] | None = None
+    step_s: float | None = None
     absent: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -175,6 +177,7 @@ def _run(run: ReportRun, drawn: list[go.Figure], *, opened: bool) -> str:
             "A row per rank and stream, time from the start of the step; bars are labelled with their microbatch or "
             "component. Point at one for more, drag to zoom in, double-click to zoom out."
         )
+        caption += _one_step_alone(run)
         parts.append(_figure(drawn, figures.timeline_figure(run.graph, timelines), caption))
     else:
         parts.append(_absent(run.absent.get("timeline", "No timeline was kept of this plan.")))
@@ -189,6 +192,9 @@ def _run(run: ReportRun, drawn: list[go.Figure], *, opened: bool) -> str:
         parts.append(_figure(drawn, figures.breakdown_figure(breakdowns), caption))
     else:
         parts.append(_absent(run.absent.get("breakdown", "No breakdown was made of this plan.")))
+    if run.memory_levels:
+        parts.append("<h4>Memory, predicted and measured</h4>")
+        parts.append(_figure(drawn, memory_figures.memory_levels_figure(run.memory_levels), _levels_caption(run.memory_levels)))
     parts.append("</div><div><h4>Peak memory by rank</h4>")
     if len(run.memory):
         whole = [row["measured_bytes"] for row in run.memory_levels if row["level"] == "driver"]
@@ -197,9 +203,6 @@ def _run(run: ReportRun, drawn: list[go.Figure], *, opened: bool) -> str:
         parts.append(_figure(drawn, memory_figures.memory_figure(run.memory, device_bytes=whole), caption))
     else:
         parts.append(_absent(run.absent.get("memory", "Memory was not predicted for this plan.")))
-    if run.memory_levels:
-        parts.append("<h4>Memory, predicted and measured</h4>")
-        parts.append(_figure(drawn, memory_figures.memory_levels_figure(run.memory_levels), _levels_caption(run.memory_levels)))
     parts.append("</div></div>")
     if run.comparison is None and (run.measured is not None or "comparison" in run.absent):
         parts.append(_absent(run.absent.get("comparison", "The prediction was not compared with the measurement.")))
@@ -231,9 +234,21 @@ def _run_title(run: ReportRun) -> str:
         error = tables.format_error(run.comparison["relative_error"])
         seconds = (format_seconds(run.comparison["predicted"]), format_seconds(run.comparison["measured"]))
         return f"{name} <span>predicted {seconds[0]}, measured {seconds[1]}, error {error}</span>"
+    if run.step_s is not None:
+        return f"{name} <span>predicted {format_seconds(run.step_s)} a step</span>"
     if run.predicted is not None:
         return f"{name} <span>predicted {format_seconds(run.predicted.makespan_s)}</span>"
     return name
+
+
+def _one_step_alone(run: ReportRun) -> str:
+    """Why the drawn step is longer than the predicted one; empty where both print alike."""
+    if run.step_s is None or run.predicted is None:
+        return ""
+    alone, in_a_row = format_seconds(run.predicted.makespan_s), format_seconds(run.step_s)
+    if alone == in_a_row:
+        return ""
+    return f" The predicted step is drawn by itself ({alone}). In a row, steps overlap at their ends and take {in_a_row} each."
 
 
 def _absent(reason: str) -> str:

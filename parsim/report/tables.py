@@ -376,7 +376,10 @@ def format_rate(per_second: float) -> str:
 
 def format_error(error: float | None) -> str:
     """A relative error with its sign: +4.2%; n/a where it is not defined."""
-    return "n/a" if error is None else f"{'+' if error >= 0 else '-'}{format_percent(abs(error))}"
+    if error is None:
+        return "n/a"
+    text = format_percent(abs(error))
+    return text if text == format_percent(0.0) else f"{'+' if error >= 0 else '-'}{text}"
 
 
 def _origin_text(origin: Mapping[str, Any]) -> str:

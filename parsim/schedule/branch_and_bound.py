@@ -156,7 +156,7 @@ def judged_best_first(
                     push(part, node.bound_s)
                 continue
             assert node.plan is not None
-            over = excess_bytes(node.plan)
+            over = node.over_bytes or excess_bytes(node.plan)
             if over:
                 others = list(node.instead()) if node.instead is not None else []
                 tally.too_large += all(other.late for other in others)
@@ -188,7 +188,7 @@ def judged_best_first(
 
 def _first_plan(node: Node) -> Plan | None:
     """The first plan of a part that is possible."""
-    if node.opened is None:
+    if node.plan is not None or node.opened is None:
         return node.plan
     with contextlib.suppress(PlanError, ScheduleError, CostError):
         for part in node.opened():

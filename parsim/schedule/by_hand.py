@@ -10,12 +10,14 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from parsim.errors import ConfigError, ModelError, PlanError, near_matches
+from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.model.shard.narrow import check_ways
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import BATCH, KINDS, Placement, parse_placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan, holding
-from parsim.plans.recompute import NONE, Recompute
+from parsim.plans.recompute import BY_OPERATOR, NONE, SELECTIVE, Recompute
+from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.stages import balanced_plan
 
@@ -111,14 +113,38 @@ def parse_placements(texts: Mapping[str, str]) -> dict[str, Placement]:
 
 
 def recompute_by_pattern(recompute: Recompute, model: Model) -> Recompute:
-    """The same with every pattern of names as the components that it means. Raises ConfigError if it means none.
+    """The same with every pattern of names as the components that it means.
 
     Args:
-        recompute: "auto", "none", "full" or names. model: whose components are meant.
+        recompute: "auto", "none", "selective", "full", or names, which may begin with "selective:". model: whose components are
+            meant.
+
+    Raises:
+        ConfigError: a pattern means none, or no component that it means keeps less by operator.
     """
     if isinstance(recompute, str):
+        if recompute == SELECTIVE:
+            _check_by_operator(model, model.components, recompute)
         return recompute
-    return tuple(dict.fromkeys(name for pattern in recompute for name in components_of(pattern, model, "plan.recompute")))
+    found: dict[str, None] = {}
+    for entry in recompute:
+        pattern = entry.removeprefix(BY_OPERATOR)
+        names = components_of(pattern, model, "plan.recompute")
+        if entry != pattern:
+            _check_by_operator(model, [model.component(name) for name in names], entry)
+        found.update((entry.removesuffix(pattern) + name, None) for name in names)
+    return tuple(found)
+
+
+def _check_by_operator(model: Model, components: Sequence[Component], asked: str) -> None:
+    """Raise ConfigError where none of the components keeps less by operator."""
+    if any(component.selective is not None for component in components):
+        return
+    raise ConfigError(
+        f"plan.recompute = {asked!r} would change nothing: it keeps the outputs of products, convolutions and fused attention "
+        f"and computes the rest again, and no such component of {model.name} keeps less so than it does anyway. (A Model saved "
+        'by an earlier version does not tell; trace it again.) Set recompute = "auto", "full" or a list of components'
+    )
 
 
 def _check_rule(model: Model, name: str, placement: Placement, where: str) -> None:
@@ -179,11 +205,12 @@ def custom_plan(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     recompute: Recompute = NONE,
     context_exchange: str = "ring",
+    synchronisation: Synchronisation = ALL_REDUCE,
 ) -> Plan:
     """The plan on `mesh` with these placements; its stages are cut so that the slowest is as fast as can be.
 
     Args:
-        placements: by component; None: all batch-sharded. context_exchange: as in Plan.
+        placements: by component; None: all batch-sharded. context_exchange, synchronisation: as in Plan.
 
     Raises:
         PlanError: the placements, the batch and the mesh do not go together. ScheduleError: more stages than components.
@@ -206,6 +233,6 @@ def custom_plan(
         bucket_bytes=bucket_bytes,
         placements=placements,
     )
-    plan = replace(plan, recompute=recompute, context_exchange=context_exchange)
+    plan = replace(plan, recompute=recompute, context_exchange=context_exchange, synchronisation=synchronisation)
     check_plan(plan, problem.model)
     return plan

@@ -1,7 +1,7 @@
 """The cheapest recomputation that makes a plan fit: memory bought with forwards run twice.
 
-Of every place on the pp axis components are taken in the order of what a second of recomputing each frees, the best first, and
-as few as make its ranks fit.
+Of every place on the pp axis steps are taken in the order of what a second of recomputing each frees, the best first, and as
+few as make its ranks fit. A step recomputes a component by operator, or whole, or goes from the one to the other.
 
 Leaves out: other sets of components than the first of that order, some of which may be cheaper. Of a model of few components
 all sets are tried (`every_set_that_fits`).
@@ -9,19 +9,23 @@ all sets are tried (`every_set_that_fits`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import product
+from math import prod
 
 from parsim.plans.plan import Plan
-from parsim.plans.recompute import FULL, NONE
+from parsim.plans.recompute import BY_OPERATOR, FULL, NONE, SELECTIVE, Recompute
 from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.computation import prices_of
-from parsim.work import Phase
+from parsim.work import BY_OPERATOR_PART, Phase
 
 FEW_COMPONENTS = 6
 """Of a model with at most so many backwards every set is tried."""
+
+MOST_SETS = 2**FEW_COMPONENTS
+"""Beyond so many, components are recomputed whole alone in the sets that are tried."""
 
 
 def recomputed_to_fit(problem: PlanningProblem, plan: Plan) -> Plan | None:
@@ -37,7 +41,7 @@ def recomputed_to_fit(problem: PlanningProblem, plan: Plan) -> Plan | None:
     if any(place_excess_bytes(problem, everything)):
         return None
     by_place = _most_worthwhile_first(problem, plan)
-    too_few, enough = [-1] * len(by_place), [len(names) for names in by_place]
+    too_few, enough = [-1] * len(by_place), [len(steps) for steps in by_place]
     while any(most - few > 1 for few, most in zip(too_few, enough, strict=True)):
         tried = [(few + most) // 2 if most - few > 1 else most for few, most in zip(too_few, enough, strict=True)]
         for place, over in enumerate(place_excess_bytes(problem, _recomputing(plan, by_place, tried))):
@@ -50,30 +54,59 @@ def recomputed_to_fit(problem: PlanningProblem, plan: Plan) -> Plan | None:
 
 
 def every_set_that_fits(problem: PlanningProblem, plan: Plan) -> list[Plan]:
-    """The plan with every set of recomputed components that fits, none of which holds another; none for larger models.
+    """The plan with every set of recomputed components that fits, none of which recomputes what another does and more.
 
     Args:
         problem: model, cluster and batch. plan: of this model, without recomputation.
+
+    Returns:
+        None for larger models. By operator, too, where these sets are few.
     """
-    backwards = [name for name in plan.components if name in problem.layout(plan).differentiable]
-    if len(backwards) > FEW_COMPONENTS:
+    if not are_few(problem, plan):
         return []
-    fitting: list[frozenset[str]] = []
+    backwards = _backwards(problem, plan)
+    some = problem.layout(replace(plan, recompute=SELECTIVE))
+    ways = [(0, 1, 2) if some.recomputes_by_operator(name) else (0, 2) for name in backwards]
+    if prod(map(len, ways)) > MOST_SETS:
+        ways = [(0, 2)] * len(backwards)
+    fitting: list[tuple[int, ...]] = []
     found = []
-    for size in range(len(backwards) + 1):
-        for some in combinations(backwards, size):
-            if any(less <= set(some) for less in fitting):
-                continue
-            tried = replace(plan, recompute=some or NONE)
-            if not any(place_excess_bytes(problem, tried)):
-                fitting.append(frozenset(some))
-                found.append(tried)
+    for levels in sorted(product(*ways), key=sum):
+        if any(all(less <= more for less, more in zip(other, levels, strict=True)) for other in fitting):
+            continue
+        tried = replace(plan, recompute=_entries(zip(backwards, levels, strict=True)))
+        if not any(place_excess_bytes(problem, tried)):
+            fitting.append(levels)
+            found.append(tried)
     return found
 
 
-def _recomputing(plan: Plan, by_place: Sequence[Sequence[str]], counts: Sequence[int]) -> Plan:
-    chosen = tuple(name for names, count in zip(by_place, counts, strict=True) for name in names[:count])
-    return replace(plan, recompute=chosen)
+def are_few(problem: PlanningProblem, plan: Plan) -> bool:
+    """Whether every set of recomputed components is tried.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model.
+    """
+    return len(_backwards(problem, plan)) <= FEW_COMPONENTS
+
+
+def _backwards(problem: PlanningProblem, plan: Plan) -> list[str]:
+    return [name for name in plan.components if name in problem.layout(plan).differentiable]
+
+
+def _entries(levels: Iterable[tuple[str, int]]) -> Recompute:
+    """Of a plan: 1 is by operator, 2 whole."""
+    return tuple(name if level == 2 else BY_OPERATOR + name for name, level in levels if level) or NONE
+
+
+_Step = tuple[str, int]
+"""A component, and how it is recomputed from then on: 1 by operator, 2 whole."""
+
+
+def _recomputing(plan: Plan, by_place: Sequence[Sequence[_Step]], counts: Sequence[int]) -> Plan:
+    """With the first steps of every place; a later step of a component replaces an earlier one."""
+    levels = dict(step for steps, count in zip(by_place, counts, strict=True) for step in steps[:count])
+    return replace(plan, recompute=_entries(levels.items()))
 
 
 def place_excess_bytes(problem: PlanningProblem, plan: Plan) -> list[float]:
@@ -90,17 +123,26 @@ def place_excess_bytes(problem: PlanningProblem, plan: Plan) -> list[float]:
     return worst
 
 
-def _most_worthwhile_first(problem: PlanningProblem, plan: Plan) -> list[list[str]]:
-    """Per place the components that have a backward, by bytes that recomputing them frees per second of their forward."""
-    kept = KeptActivations(problem.layout(replace(plan, recompute=FULL)), problem.precision)
+def _most_worthwhile_first(problem: PlanningProblem, plan: Plan) -> list[list[_Step]]:
+    """Per place the steps of components that have a backward, by bytes that each frees per second that it adds."""
+    whole = KeptActivations(problem.layout(replace(plan, recompute=FULL)), problem.precision)
+    some = KeptActivations(problem.layout(replace(plan, recompute=SELECTIVE)), problem.precision)
     prices = prices_of(problem, plan)
-    worth: dict[str, float] = {}
+    worth: list[tuple[float, int, _Step]] = []
     for component in problem.model.components:
-        placement = kept.layout.placement[component.name]
-        if kept.layout.recomputes(component.name):
-            seconds = prices.compute_s(component, placement, Phase.FORWARD)
-            worth[component.name] = kept.again(component.name).saved_bytes / max(seconds, 1e-12)
-    found: list[list[str]] = [[] for _ in range(plan.mesh.pp)]
-    for name in sorted(worth, key=lambda name: -worth[name]):
-        found[kept.layout.stage_of[name]].append(name)
+        name, placement = component.name, whole.layout.placement[component.name]
+        if not whole.layout.recomputes(name):
+            continue
+        freed, seconds = whole.again(name).saved_bytes, prices.compute_s(component, placement, Phase.FORWARD)
+        steps = [(name, 2, freed, seconds)]
+        if some.layout.recomputes_by_operator(name):
+            part = prices.compute_s(component, placement, Phase.RECOMPUTE, part=BY_OPERATOR_PART)
+            less = some.again(name).saved_bytes
+            if part < seconds and less * seconds > freed * part:  # dearer per second than all of it: no step of its own
+                steps = [(name, 1, less, part), (name, 2, freed - less, seconds - part)]
+        stage = whole.layout.stage_of[name]
+        worth += [(size / max(more, 1e-12), stage, (name, level)) for name, level, size, more in steps]
+    found: list[list[_Step]] = [[] for _ in range(plan.mesh.pp)]
+    for _, stage, step in sorted(worth, key=lambda entry: (-entry[0], entry[2][1])):
+        found[stage].append(step)
     return found

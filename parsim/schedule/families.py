@@ -7,7 +7,7 @@ knows it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parsim.errors import ScheduleError
 from parsim.plans.mesh import Mesh
@@ -16,6 +16,7 @@ from parsim.predict.planning_problem import PlanningProblem
 from parsim.registry import Registry
 from parsim.schedule.members import Members
 from parsim.schedule.parts.node import Node
+from parsim.schedule.parts.usual import is_large
 from parsim.schedule.space import meshes
 
 FEW_COMPONENTS = 6
@@ -73,7 +74,12 @@ def nodes_of(members: Members, some: list[Mesh]) -> list[Node]:
     for number, size in enumerate(sizes):
         found = _on_meshes(members, by_size[size], reasons)
         if found:
-            return found + members.of_fewer_devices([by_size[fewer] for fewer in sizes[number + 1 :]], _on_meshes)
+            fewer = members.of_fewer_devices([by_size[fewer] for fewer in sizes[number + 1 :]], _on_meshes)
+            if not is_large(members.problem):
+                return found + fewer
+            if all(node.late for node in found):
+                found = [replace(node, late=False) for node in found]
+            return found + [replace(node, late=True) for node in fewer]
     raise ScheduleError("; ".join(reasons) or f"{members.strategy} has no mesh of {members.problem.cluster.size} devices")
 
 

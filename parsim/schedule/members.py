@@ -24,13 +24,15 @@ from parsim.plans.plan import ZERO_STAGES, Plan
 from parsim.plans.recompute import AUTO, NONE
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.devices import DeviceSeconds
+from parsim.schedule.bounds.plan_floor import floor_excess_bytes, plan_floor
 from parsim.schedule.bounds.step import ROUNDING, computation_bound_s, least_noise, order_bound_s, step_bound_s
-from parsim.schedule.choose_recompute import every_set_that_fits, recomputed_to_fit
+from parsim.schedule.choose_recompute import are_few, every_set_that_fits, recomputed_to_fit
 from parsim.schedule.cuts import Bounds
 from parsim.schedule.partition import least_round_s
 from parsim.schedule.parts.least import least_missing_bytes, least_seconds
 from parsim.schedule.parts.node import Node, PosedPlacement
 from parsim.schedule.parts.refinements import every_choice, other_cuts
+from parsim.schedule.parts.usual import is_large, is_usual
 from parsim.schedule.space import (
     bucket_sizes,
     divisors,
@@ -80,17 +82,19 @@ class Members:
                 found += every_choice(self.problem, self.strategy, mesh, count, least, self._ways(mesh), self._of_cut)
             if self.mixed and mesh.dp != (self.problem.constraints.dp or 1):
                 continue  # the tp axis makes replicas too
-            by_chunks: dict[bool, list[tuple[str, int]]] = {}
+            by_chunks: dict[tuple[bool, bool], list[tuple[str, int]]] = {}
             for order in orders(self.problem, mesh):
-                by_chunks.setdefault(self._outruns(order), []).append(order)
+                usual = not is_large(self.problem) or is_usual(self.problem, mesh, order, mixed=self.mixed)
+                by_chunks.setdefault((self._outruns(order), usual), []).append(order)
             least, noise = least_seconds(self.problem, mesh, count, mixed=self.mixed), least_noise(self.problem, mesh.size)
-            for several, some in by_chunks.items():
+            for (several, usual), some in by_chunks.items():
                 bound = max(count * least.sum_s / mesh.pp, count * least.longest_s) * noise
                 if is_chain(self.problem) and not PIPELINE_ORDERS[some[0][0]].halves:
                     bound = max(bound, least.sum_s * noise)  # one microbatch alone
                 if not several:
                     bound = max(bound, least.sum_s / (1 - (1 - 1 / count) ** mesh.pp) * noise)
-                found.append(self._root(mesh, count, some, bound))
+                root = self._root(mesh, count, some, bound)
+                found.append(root if usual else replace(root, late=True))
         return found
 
     def of_fewer_devices(
@@ -136,7 +140,7 @@ class Members:
     def _root(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]], bound_s: float) -> Node:
         """With a bound that is made sharper when it is opened first."""
         size = self._ways(mesh) * len(some)
-        missing = partial(least_missing_bytes, self.problem, mesh, count, mixed=self.mixed)
+        missing = partial(least_missing_bytes, self.problem, mesh, count, tuple(some), mixed=self.mixed)
         if mesh.pp == 1 or self._outruns(some[0]):
             return Node(bound_s, size, self._opening(mesh, count, some, bound_s), missing_bytes=missing)
 
@@ -253,6 +257,9 @@ class Members:
 
     def _of_cut(self, cutting: Cutting, bounds: Bounds | None = None) -> list[Node]:
         plan, size = self._fastest(cutting, bounds), self._ways(cutting.mesh)
+        missing = self._missing_of_cut(plan, cutting if bounds is None else None)
+        if missing:
+            return [Node(0.0, size, plan=plan, missing_bytes=lambda: missing)]
         bound_s = computation_bound_s(self.problem, plan)
         whole = None if bounds is not None else cutting
 
@@ -266,6 +273,17 @@ class Members:
             return [first, Node(least_s, 0, resized, late=True)]
 
         return in_order() if plan.mesh.pp == 1 else [Node(bound_s, size, in_order)]
+
+    def _missing_of_cut(self, plan: Plan, cutting: Cutting | None) -> float:
+        """By how much no plan with these stages fits, nor with those that are cut instead; 0 where one might."""
+        found = float("inf")
+        for stage in (self.problem.zero_stage,) if isinstance(self.problem.zero_stage, int) else ZERO_STAGES:
+            own = replace(plan, zero_stage=stage)
+            over = floor_excess_bytes(self.problem, own, recomputing=plan.recompute != NONE)
+            if not over or any(self._may_fit(own, cutting)):
+                return 0.0
+            found = min(found, over)
+        return found
 
     def _counted(self, plan: Plan, cutting: Cutting | None, bound_s: float) -> Node:
         """One plan; one that is impossible or has no price says so when it is opened, and its neighbours stay."""
@@ -294,26 +312,44 @@ class Members:
             PlanError: it does not match the model. ScheduleError: it does not keep pins and forbids.
         """
         self._check_asked(plan)
-        return Node(step_bound_s(self.problem, plan), 1, None, plan, lambda: self._instead(plan, cutting))
+        over = floor_excess_bytes(self.problem, plan, recomputing=False) if plan.recompute == NONE else 0.0
+        if over and not any(self._may_fit(plan, cutting)):
+            return Node(0.0, 1, plan=plan, missing_bytes=lambda: over)
+        return Node(step_bound_s(self.problem, plan), 1, None, plan, lambda: self._instead(plan, cutting), over_bytes=over)
+
+    def _may_fit(self, plan: Plan, cutting: Cutting | None) -> tuple[bool, bool]:
+        """Whether the plan may fit with recomputation, and with its stages cut otherwise."""
+        problem = self.problem
+        recomputed = problem.recompute == AUTO and not floor_excess_bytes(problem, plan, recomputing=True)
+        other = cutting is not None and plan.mesh.pp > 1 and plan.recompute == NONE
+        floor = plan_floor(problem, plan) if other else None
+        if floor is not None:
+            other = not floor.excess_of_any_cut(plan.zero_stage, recomputing=False)
+        return recomputed, other
 
     def _instead(self, plan: Plan, cutting: Cutting | None) -> Iterator[Node]:
         problem = self.problem
-        found = []
-        if problem.recompute == AUTO:
-            found.append(recomputed_to_fit(problem, plan))
-        if cutting is not None and plan.mesh.pp > 1:
-            fitting = replace(cutting, zero_stage=plan.zero_stage, bucket_bytes=plan.bucket_bytes).fitting()
-            if fitting is not None and fitting != plan and plan.recompute == NONE:
-                found.append(fitting)
-        for other in found:
-            if other is not None:
-                yield Node(step_bound_s(problem, other), 1, None, other)
-        if problem.recompute == AUTO:
+        recomputed, other = self._may_fit(plan, cutting)
+        bound_s = step_bound_s(problem, plan)
 
-            def every_set() -> list[Node]:
-                return [Node(step_bound_s(problem, each), 1, None, each) for each in every_set_that_fits(problem, plan)]
+        def of(found: Plan | None) -> list[Node]:
+            if found is None or found == plan:
+                return []
+            return [Node(step_bound_s(problem, found), 1, None, found)]
 
-            yield Node(step_bound_s(problem, plan), 0, every_set, late=True)
+        if other and cutting is not None:
+            fitting = replace(cutting, zero_stage=plan.zero_stage, bucket_bytes=plan.bucket_bytes)
+            yield Node(bound_s, 1, lambda: of(fitting.fitting()))
+        if recomputed:
+            floor = plan_floor(problem, plan)
+            least_s = bound_s if floor is None else max(bound_s, floor.recomputing_bound_s(plan.zero_stage))
+            yield Node(least_s, 1, lambda: of(recomputed_to_fit(problem, plan)))
+            if are_few(problem, plan):
+
+                def every_set() -> list[Node]:
+                    return [Node(step_bound_s(problem, each), 1, None, each) for each in every_set_that_fits(problem, plan)]
+
+                yield Node(least_s, 0, every_set, late=True)
 
 
 def _refuse(error: ParsimError) -> list[Node]:

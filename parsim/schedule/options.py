@@ -49,8 +49,9 @@ def placements_of(component: Component, mesh: Mesh, samples: int, *, places: Seq
     return tuple(found)
 
 
-ComputeKey = tuple[str, bool, Phase, int, str, int, str]
-"""Fingerprint, whether it reads more than the batch, phase, samples, rule and ways of a shard, kind of device."""
+ComputeKey = tuple[str, bool, Phase, int, str, int, str, tuple[tuple[int, int], ...]]
+"""Fingerprint, whether it reads more than the batch, phase, samples, rule and ways of a shard, kind of device, and the
+operators where only some run again."""
 
 
 @dataclass
@@ -71,10 +72,11 @@ class _Narrowed:
 
 @dataclass
 class _Kinds:
-    """Of one problem: the first rank of each kind of device, and these by numbers of ranks."""
+    """Of one problem: the first rank of each kind of device, and these by numbers of ranks; components that have a backward."""
 
     first: dict[str, int] = field(default_factory=dict)
     by_ranks: dict[int, dict[str, int]] = field(default_factory=dict)
+    differentiable: frozenset[str] | None = None
 
 
 def device_kinds(problem: PlanningProblem, ranks: int) -> dict[str, int]:
@@ -127,32 +129,39 @@ class Prices:
         """One rank for each device type."""
         return device_kinds(self.problem, self.mesh.size)
 
-    def compute_s(self, component: Component, placement: Placement, phase: Phase, *, fastest: bool = False) -> float:
-        """One microbatch on the slowest device that has the component, or on the fastest."""
+    def compute_s(
+        self, component: Component, placement: Placement, phase: Phase, *, fastest: bool = False, part: str = ""
+    ) -> float:
+        """One microbatch on the slowest device that has the component, or on the fastest. `part`: as in Compute."""
         ranks = (
             [self.mesh.rank(stage=0, replica=replica, shard=placement.shard) for replica in range(self.mesh.copies)]
             if placement.kind == "place"
             else list(self._device_types.values())
         )
-        seconds = [self.compute_on_s(component, placement, phase, rank) for rank in ranks]
+        seconds = [self.compute_on_s(component, placement, phase, rank, part) for rank in ranks]
         return min(seconds) if fastest else max(seconds)
 
-    def compute_on_s(self, component: Component, placement: Placement, phase: Phase, rank: int) -> float:
+    def compute_on_s(self, component: Component, placement: Placement, phase: Phase, rank: int, part: str = "") -> float:
         """One microbatch on a rank of the cluster. Components that do the same work share a price, unless one of them alone
         reads nothing but the batch."""
         return self._local_s(
-            component, placement, phase, rank, self.samples * placement.batch_ways(self.mesh.tp) // self.mesh.tp
+            component, placement, phase, rank, self.samples * placement.batch_ways(self.mesh.tp) // self.mesh.tp, part
         )
 
     def local_s(self, component: Component, placement: Placement, phase: Phase, rank: int) -> float:
         """As `compute_on_s`, where every rank that takes part computes all `samples`."""
         return self._local_s(component, placement, phase, rank, self.samples)
 
-    def _local_s(self, component: Component, placement: Placement, phase: Phase, rank: int, samples: int) -> float:
+    def _local_s(
+        self, component: Component, placement: Placement, phase: Phase, rank: int, samples: int, part: str = ""
+    ) -> float:
         kind = self._costs.device_kind(rank)
-        key = (*self._same_work[component.name], phase, samples, placement.rule, placement.ways, kind)
+        again = component.selective.operators if part and component.selective is not None else ()
+        key = (*self._same_work[component.name], phase, samples, placement.rule, placement.ways, kind, again)
         if key not in self._computed:
-            work = Compute(component=component.name, phase=phase, samples=samples, rule=placement.rule, ways=placement.ways)
+            work = Compute(
+                component=component.name, phase=phase, samples=samples, rule=placement.rule, ways=placement.ways, part=part
+            )
             self._computed[key] = self._costs.estimate(work, rank).median_s
         return self._computed[key]
 
@@ -186,7 +195,10 @@ class Prices:
     @cached_property
     def differentiable(self) -> frozenset[str]:
         """Components that have a backward."""
-        return differentiable_components(self.problem.model)
+        known = self.problem.remembered(_Kinds)
+        if known.differentiable is None:
+            known.differentiable = differentiable_components(self.problem.model)
+        return known.differentiable
 
     def conversion_s(self, value: Value, source: ValueLayout, target: ValueLayout) -> float:
         """One microbatch of a value from one layout to another, in the first replica."""

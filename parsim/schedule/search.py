@@ -21,10 +21,8 @@ from parsim.schedule.branch_and_bound import Incumbents, JudgedPlan, Tally, judg
 from parsim.schedule.families import FAMILIES, Strategy, mixed_meshes, nodes_of
 from parsim.schedule.members import Members
 from parsim.schedule.parts.node import Node, PosedPlacement
+from parsim.schedule.parts.usual import most_late
 from parsim.units import format_bytes, format_seconds
-
-MOST_LATE = 2000
-"""Parts that refine what was found (other cuts, other bucket sizes), of which so many are opened."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +105,7 @@ def search(
             judge=steps.of,
             incumbents=incumbents,
             late=late,
-            most=float("inf") if late is not None else MOST_LATE,
+            most=float("inf") if late is not None else most_late(problem),
         )
         judged.extend(found)
         tally.add(counted)
@@ -282,6 +280,13 @@ def _with_interval(problem: PlanningProblem, entry: Evaluation, first: Evaluatio
     return with_interval(problem, entry, samples=samples, reason=_reason(entry, first, problem.recompute))
 
 
+def _recomputed_text(plan: Plan) -> str:
+    """`3 of 12 components`, `5 of 12 components, 2 of them by operator`."""
+    whole, some = len(plan.recomputed), len(plan.recomputed_by_operator)
+    by_operator = f", {some if whole else 'all'} of them by operator" if some else ""
+    return f"{whole + some} of {len(plan.components)} components{by_operator}"
+
+
 def _reason(entry: Evaluation, first: Evaluation, recompute: Recompute) -> str:
     if not entry.result.fits:
         worst = max(entry.memory, key=lambda memory: memory.excess_bytes)
@@ -290,7 +295,7 @@ def _reason(entry: Evaluation, first: Evaluation, recompute: Recompute) -> str:
         over = format_bytes(worst.excess_bytes)
         return f"does not fit{tried}: rank {worst.rank} by {over}, mostly {line} ({format_bytes(size)})"
     plan = entry.result.plan
-    again = f"; recomputes {len(plan.recomputed)} of {len(plan.components)} components" if plan.recompute != NONE else ""
+    again = f"; recomputes {_recomputed_text(plan)}" if plan.recompute != NONE else ""
     if entry is first:
         return f"fastest plan that fits{again}"
     if same_program(entry.result.plan, first.result.plan):

@@ -106,6 +106,7 @@ class Cutting:
             pipeline_order=self.order,
             bucket_bytes=self.bucket_bytes,
             zero_stage=self.zero_stage,
+            clip_gradients=self.problem.clip_gradients,
         )
 
     def fastest(self) -> Plan:

@@ -322,4 +322,5 @@ def _plan(
         microbatches=microbatches,
         bucket_bytes=DEFAULT_BUCKET_BYTES,
         zero_stage=zero_stage,
+        clip_gradients=problem.clip_gradients,
     )

@@ -57,7 +57,15 @@ def ask(question: Question, *, top: int | None = None) -> Answer:
     """
     question = replace(question, config=on_this_machine(question.config, question.model))
     problem = problem_of(question.config, model=question.model, cluster=question.cluster)
-    question = question.on_devices(problem.cluster.size)
+    return answer_of(question.on_devices(problem.cluster.size), problem, top=top)
+
+
+def answer_of(question: Question, problem: PlanningProblem, *, top: int | None = None) -> Answer:
+    """The same with the model and the cluster at hand.
+
+    Args:
+        question: of the config that counts. problem: loaded from it. top: as `ask`.
+    """
     plan = fixed_plan(problem, question.config)
     if plan is not None:
         evaluation = evaluate(problem, plan, reason="the plan that was asked for")
@@ -174,6 +182,9 @@ def run_spec(asked: Prediction, name: str, model_path: Path) -> RunSpec:
         seed=training.seed,
         precision=training.precision,
         master_weights=training.keeps_master_weights,
+        recipe=training.recipe,
+        workers=training.workers,
+        pin_memory=training.pin_memory,
         predicted_memory=tuple(memory.tensor_lines for memory in asked.evaluation.memory),
     )
 
@@ -336,6 +347,7 @@ def ask_again(folder: RunFolder) -> Prediction:
         precision=config.training.precision,
         master_weights=config.training.keeps_master_weights,
         optimizer=config.training.optimizer,
+        clip_gradients=plan.clip_gradients,
     )
     fold = False if folder.job.is_file() else None
     return Prediction(config=config, problem=problem, evaluation=evaluate(problem, plan, fold=fold))

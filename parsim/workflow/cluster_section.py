@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from parsim.errors import ConfigError
 from parsim.hardware.record import Count
 
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Name = Annotated[str, Field(strict=True, min_length=1)]
+
 
 class ConfigSection(BaseModel):
     """Base of all tables: unknown keys are errors, values are immutable."""
@@ -23,23 +26,23 @@ MOST_NODES = 2**16
 class ClusterSection(ConfigSection):
     """[cluster]: the devices that train."""
 
-    profile: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    profile: Name | None = None
     """A shipped hardware profile by name, or the path of one; or `gpu`, which needs none."""
-    gpu: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    gpu: Name | None = None
     """A shipped GPU by name ("h100-sxm"), or the path of one: a machine made of parts."""
     gpus_per_node: Count | None = None
     """With `gpu`: of each node; left out: as many as the usual machine has."""
-    link: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    link: Name | None = None
     """With `gpu`: what joins the GPUs of a node, by name or path; left out: what the usual machine has."""
     cards_per_node: Count | None = None
     """Network cards of each node; left out: as the network says, usually one for each slot of the machine."""
-    history: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    history: Name | None = None
     """Path of the profile's validations; left out: beside a profile that is a file, none for a shipped one."""
     devices: Count | tuple[Annotated[int, Field(strict=True, ge=0)], ...] | None = None
     """The first N devices of every node, or a list of device numbers, which count through the nodes; left out: all."""
     nodes: Annotated[int, Field(strict=True, ge=1, le=MOST_NODES)] = 1
     """So many machines of the profile, joined by `network`."""
-    network: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    network: Name | None = None
     """A shipped network by name, or the path of one; needed for nodes > 1, and without meaning for one node."""
     usd_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Price of one device; left out: the dated price of the part that it is."""

@@ -27,15 +27,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from parsim.data import DATASETS
 from parsim.errors import ConfigError, ModelError, ParsimError, PlanError, near_matches
 from parsim.files import NO_CONTROL, control_character_in, parse_toml, read_text
 from parsim.hardware.record import Count
 from parsim.model.inputs import ModelInput, inputs_from, ordered
 from parsim.model.losses import LOSSES
-from parsim.model.number_formats import FORMATS, check_planned
 from parsim.model.objective.objective import TARGET
-from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.spec import REFUSE, ModelSpec
 from parsim.model.transformer.shape import nearest_divisors
 from parsim.plans.constraints import PlanConstraints
@@ -43,25 +40,23 @@ from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
 from parsim.plans.placement import KINDS, parse_placement
 from parsim.plans.plan import STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
-from parsim.plans.recompute import AUTO, FULL, NONE
+from parsim.plans.recompute import AUTO
+from parsim.plans.recompute import WORDS as RECOMPUTE_WORDS
+from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
 from parsim.registry import RowOf, is_reference
-from parsim.workflow.cluster_section import ClusterSection, ConfigSection, check_machine
+from parsim.workflow.cluster_section import ClusterSection, ConfigSection, Name, Number, check_machine
 from parsim.workflow.config_messages import EXAMPLES, explained, key_parts
 from parsim.workflow.references import check_trusted, put_on_path
+from parsim.workflow.relaxed.section import SynchronisationTable, as_table, checked
 from parsim.workflow.toml_text import is_path, make_paths_absolute, merge, parse_overrides, table_text
+from parsim.workflow.training.section import TrainingSection
 
-MOST_SAMPLES = 10**9
-"""In a batch."""
 MOST_PARTS = 10**6
 """Microbatches of a batch, or chunks of a pipeline."""
 PartCount = Annotated[int, Field(strict=True, ge=1, le=MOST_PARTS)]
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 TomlScalar = StrictBool | StrictInt | Number | StrictStr
 
-Dtype = Literal["float32", "float64"]
-
 Granularity = Literal["block", "sublayer", "layer"]
-Name = Annotated[str, Field(strict=True, min_length=1)]
 
 # Keys that constrain a search, and with strategy = "custom" fix the plan by hand.
 CONSTRAINT_KEYS = ("mesh", "microbatches", "pipeline_order", "chunks", "bucket_bytes")
@@ -114,45 +109,6 @@ class ModelSection(ConfigSection):
         return value
 
 
-class TrainingSection(ConfigSection):
-    """[training]: how it is trained, whatever the plan."""
-
-    global_batch: Annotated[int, Field(strict=True, ge=1, le=MOST_SAMPLES)]
-    """Samples per step over all replicas."""
-    precision: Annotated[Name, RowOf(FORMATS, check_planned)] = "fp32"
-    """A row of `parsim.model.number_formats` (docs/design.md, "Precision"; fp8 is priced only), or "package.module:ROW"."""
-    master_weights: StrictBool | None = None
-    """With precision = "bf16": whether the optimizer updates copies of the weights in fp32; left out: it does."""
-    optimizer: Annotated[Name, RowOf(OPTIMIZERS)] = "sgd_momentum"
-    """A row of `parsim.model.optimizers`, or "package.module:ROW"."""
-    learning_rate: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
-    """Left out: what the optimizer's row says."""
-    dataset: Annotated[Name, RowOf(DATASETS)] = "digits"
-    """A row of `parsim.data.DATASETS`, or "package.module:ROW"."""
-    data_root: Annotated[str, Field(strict=True, min_length=1)] | None = None
-    """Folder with the files of cifar10 or cifar100."""
-    epochs: Count = 1
-    steps: Count | None = None
-    """Steps to train; left out: as many as `epochs` takes."""
-    tokens: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Tokens to train on, for days and price of a language model; no key of a real run."""
-    seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
-    dtype: Dtype = "float32"
-    """Of the weights of a real run."""
-    allow_coupled_loss: StrictBool = False
-    """Train by a loss that is no sum over samples even where the plan divides the batch, which makes it another loss."""
-
-    @property
-    def keeps_master_weights(self) -> bool:
-        return self.master_weights is not False
-
-    @property
-    def resolved_learning_rate(self) -> float:
-        if self.learning_rate is not None:
-            return self.learning_rate
-        return OPTIMIZERS[self.optimizer].learning_rate
-
-
 class MeshTable(ConfigSection):
     """plan.mesh: pp stages of dp replicas of tp shards; an axis that is left out is free, or 1 with strategy = "custom".
 
@@ -191,11 +147,22 @@ class PlanSection(ConfigSection):
     "auto": whichever is fastest among those that fit, 0 in a plan by hand."""
     recompute: Name | tuple[Name, ...] = AUTO
     """Components whose forward runs again before their backward: "auto" (as few as make a searched plan fit, none in a plan by
-    hand), "none", "full" or a list of their names, which may be patterns ("layers.*.attention")."""
+    hand), "none", "full", "selective" (all by operator: outputs of products, convolutions and fused attention are kept, the
+    rest is computed again), or a list of their names, which may be patterns ("layers.*.attention", "selective:layers.*")."""
     context_exchange: Literal["ring", "all_gather"] | None = None
     """Of a plan by hand with mesh.cp above 1: how keys and values of the other pieces of the sequence arrive."""
     capacity_factor: Annotated[float, Field(strict=True, ge=1.0, le=100.0)] | None = None
     """Visits that an expert has room for (and computes, padded) over their mean; left out: as many as come."""
+    synchronisation: SynchronisationTable | None = None
+    """How and when replicas come together: a table, or its text ("average/8", "gossip/1 ring"); see docs/relaxed.md."""
+
+    _as_table = field_validator("synchronisation", mode="before")(as_table)
+    _checked_table = field_validator("synchronisation")(checked)
+
+    @property
+    def relaxed(self) -> Synchronisation:
+        """The synchronisation that is asked for; that of synchronous training where none is."""
+        return ALL_REDUCE if self.synchronisation is None else self.synchronisation.value()
 
     @property
     def plan_path(self) -> Path | None:
@@ -354,19 +321,15 @@ def _check_plan_section(config: RunConfig) -> None:
         raise ConfigError(f'plan.zero_stage = {plan.zero_stage}: {ZERO_STAGES_TEXT}; or "auto"')
     if plan.zero_stage not in (AUTO, 0) and plan.plan_path is not None:
         raise ConfigError(f"plan.zero_stage = {plan.zero_stage}: the plan is read from {plan.plan_path}; drop zero_stage")
-    if plan.recompute == "selective":
+    if isinstance(plan.recompute, str) and plan.recompute not in (AUTO, *RECOMPUTE_WORDS):
+        near = near_matches(plan.recompute, (AUTO, *RECOMPUTE_WORDS))
         raise ConfigError(
-            'plan.recompute = "selective" means the core of attention (scores, softmax and their product with the values) in '
-            "the literature, and parsim recomputes whole components, of which that core is only a part. With fused attention "
-            '(scaled_dot_product_attention) the core saves no scores, so nothing is left to gain. What exists: "auto", '
-            '"none", "full", or a list of components; with model.granularity = "sublayer" whole attention halves are '
-            'components, e.g. recompute = ["*attention*"]'
+            f"plan.recompute = {plan.recompute!r} is unknown{near} (it is {', '.join((AUTO, *RECOMPUTE_WORDS))}, or a list of "
+            'component names, "selective:NAME" for one by operator)'
         )
-    if isinstance(plan.recompute, str) and plan.recompute not in (AUTO, NONE, FULL):
-        near = near_matches(plan.recompute, (AUTO, NONE, FULL))
-        raise ConfigError(f"plan.recompute = {plan.recompute!r} is unknown{near} (or a list of component names)")
     if plan.recompute != AUTO and plan.plan_path is not None:
         raise ConfigError(f"plan.recompute = {plan.recompute!r}: the plan is read from {plan.plan_path}; drop recompute")
+    _check_synchronisation(plan)
     check_machine(cluster)
     if cluster.nodes > 1 and cluster.network is None:
         raise ConfigError(
@@ -402,6 +365,32 @@ def _check_plan_section(config: RunConfig) -> None:
             f'set strategy = "adaptive" or drop {", ".join(steering)}'
         )
     _check_placements(plan)
+
+
+def _check_synchronisation(plan: PlanSection) -> None:
+    """What relaxed synchronisation and the rest of [plan] say of one another."""
+    if plan.synchronisation is None:
+        return
+    if plan.plan_path is not None:
+        raise ConfigError(f"plan.synchronisation: the plan is read from {plan.plan_path}; drop synchronisation")
+    rule = plan.relaxed
+    if not rule.is_relaxed:
+        return
+    usual = ("mp", "hp", "adaptive", "custom") if rule.kind == "stale" else ("dp", "hp", "adaptive", "custom")
+    if plan.strategy not in usual:
+        raise ConfigError(
+            f"plan.synchronisation.kind = {rule.kind!r} has no plan of strategy {plan.strategy!r}; use {', '.join(usual)}"
+        )
+    mesh, zero = plan.mesh, 0 if plan.zero_stage == AUTO else int(plan.zero_stage)
+    if mesh is not None and mesh.dp is not None and (rule.kind != "stale" or mesh.pp is not None):
+        try:
+            rule.check(mesh_of(mesh), zero_stage=zero)
+        except PlanError as error:
+            raise ConfigError(f"plan.synchronisation: {error}") from error
+    elif zero:
+        raise ConfigError(
+            f"plan.zero_stage = {zero} divides states over replicas that synchronisation {rule} keeps apart; drop it"
+        )
 
 
 def _check_family(name: str) -> None:
@@ -498,4 +487,5 @@ def constraints_of(plan: PlanSection) -> PlanConstraints:
         bucket_bytes=plan.bucket_bytes,
         pipeline_order=plan.pipeline_order,
         chunks=plan.chunks,
+        synchronisation=plan.relaxed,
     )

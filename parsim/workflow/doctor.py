@@ -215,7 +215,7 @@ def commands_of(found: Found) -> tuple[Check, ...]:
     torch, gloo, memory = _torch_check(found), _gloo_check(found), _memory_check(found)
     return (
         Check(
-            name="plan, simulate, cost, report, coverage, profile, import",
+            name="plan, simulate, sweep, compare, explore, cost, report, coverage, profile, import",
             ok=True,
             found="models with a preset, or saved as JSON",
         ),

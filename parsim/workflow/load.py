@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,7 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
         precision=config.training.precision,
         master_weights=config.training.keeps_master_weights,
         optimizer=config.training.optimizer,
+        clip_gradients=config.training.clip_norm is not None,
         history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),
         zero_stage=config.plan.zero_stage,
         recompute=recompute_by_pattern(config.plan.recompute, model),
@@ -117,6 +119,7 @@ def fixed_plan(problem: PlanningProblem, config: RunConfig) -> Plan | None:
     if table.plan_path is not None:
         plan = Plan.load(table.plan_path)
         check_plan(plan, problem.model)
+        plan = replace(plan, clip_gradients=problem.clip_gradients)
         if plan.global_batch != problem.global_batch:
             raise PlanError(
                 f"{table.plan_path} is for global_batch {plan.global_batch}, the run file asks for {problem.global_batch}; "
@@ -142,11 +145,15 @@ def fixed_plan(problem: PlanningProblem, config: RunConfig) -> Plan | None:
         bucket_bytes=table.bucket_bytes or DEFAULT_BUCKET_BYTES,
         recompute=NONE if problem.recompute == AUTO else problem.recompute,
         context_exchange=table.context_exchange or "ring",
+        synchronisation=table.relaxed,
     )
 
 
 def search_plans(problem: PlanningProblem, config: RunConfig, *, top: int | None = None) -> Search:
     """Search the family that [plan] names. Raises ScheduleError, CostError."""
+    from parsim.schedule.relaxed.relaxed_search import relaxed_search
     from parsim.schedule.search import search
 
+    if problem.constraints.synchronisation.is_relaxed:
+        return relaxed_search(problem, (config.plan.strategy,), top=top)
     return search(problem, (config.plan.strategy,), top=top)

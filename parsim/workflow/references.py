@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,23 @@ from parsim.registry import is_reference
 def references(document: Mapping[str, Any]) -> dict[str, str]:
     """Every "package.module:ROW" of a run file, by its key."""
     return {
-        f"{table}.{key}": value
+        f"{table}.{path}": value
         for table, section in document.items()
         if isinstance(section, dict)
-        for key, value in section.items()
-        if isinstance(value, str) and is_reference(value)
+        for path, value in _texts(section, deep=table == "training")
+        if is_reference(value)
     }
+
+
+def _texts(section: Mapping[str, Any], *, deep: bool) -> Iterator[tuple[str, str]]:
+    """Every text of a table by its key; `deep`: those of tables and lists in it too."""
+    for key, value in section.items():
+        if isinstance(value, str):
+            yield key, value
+        elif deep and isinstance(value, dict):
+            yield from ((f"{key}.{path}", text) for path, text in _texts(value, deep=True))
+        elif deep and isinstance(value, list | tuple):
+            yield from ((f"{key}[{place}]", text) for place, text in enumerate(value) if isinstance(text, str))
 
 
 def put_on_path(document: Mapping[str, Any], folder: Path) -> None:

@@ -36,6 +36,7 @@ from parsim.workflow.folders.write_report import write_run_files
 from parsim.workflow.progress import progress
 from parsim.workflow.public.measured import Measured
 from parsim.workflow.public.prediction import Prediction
+from parsim.workflow.training.check import check_training, steps_per_epoch, total_steps
 
 if TYPE_CHECKING:
     from parsim.execute.records.measurement import Measurement
@@ -239,7 +240,7 @@ def _ready(asked: Prediction, nproc: int | None) -> tuple[Prediction, list[str]]
             f"{asked.problem.cluster.name} has several nodes: only the processes of one can be started from here; run on one"
         )
     check_runnable(asked, nproc)
-    steps_per_epoch(asked.config)  # data that do not suit the model or the batch are an error here, before any process starts
+    check_training(asked.config, asked.problem.model)
     changed_since = warn_of_profile(asked)
     return with_every_rank(asked), changed_since
 
@@ -291,21 +292,3 @@ def adaptive_spec(config: RunConfig, window_steps: int) -> AdaptiveSpec:
         window_steps=window_steps,
         epoch_steps=steps_per_epoch(config),
     )
-
-
-def total_steps(config: RunConfig) -> int:
-    """training.steps, or as many as training.epochs takes."""
-    if config.training.steps is not None:
-        return config.training.steps
-    return config.training.epochs * steps_per_epoch(config)
-
-
-def steps_per_epoch(config: RunConfig) -> int:
-    """Steps of one pass over the data."""
-    from parsim.data import BatchOrder
-    from parsim.data.for_model import dataset_for
-
-    training = config.training
-    data = dataset_for(config.model_spec, training.dataset, root=training.data_root, seed=training.seed)
-    order = BatchOrder(n=len(data), global_batch=training.global_batch, seed=training.seed)
-    return order.steps_per_epoch

@@ -18,6 +18,7 @@ from parsim.execute.records.measurement import RankRecord, total_losses
 from parsim.execute.reference import ReferenceResult, largest_difference, train_reference
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
 from parsim.execute.training.rank_run import run_dataset
+from parsim.execute.training.recipe import PLAIN, TrainingRecipe
 from parsim.model.component import ParameterShard
 from parsim.model.load import load_model
 from parsim.model.model import Model
@@ -45,6 +46,8 @@ class Case:
     master_weights: bool = True
     loss_scale: float = 65536.0
     loss_scale_growth_steps: int = 2000
+    recipe: TrainingRecipe = PLAIN
+    workers: int = 0
 
     @property
     def model(self) -> Model:
@@ -117,6 +120,8 @@ def run_cases(cases: Sequence[Case], folder: Path, *, steps: int, start: Callabl
                 master_weights=case.master_weights,
                 loss_scale=case.loss_scale,
                 loss_scale_growth_steps=case.loss_scale_growth_steps,
+                recipe=case.recipe,
+                workers=case.workers,
             )
         )
     job = Job(output=str(folder), mode="measure", runs=tuple(runs), steps=steps - 1, rounds=1, warmup_steps=0, keep_state=True)
@@ -155,6 +160,7 @@ def compare_case(case: Case, run: RunSpec, folder: Path, *, steps: int) -> Diffe
         steps=steps,
         model=case.model,
         numerics=numerics,
+        recipe=case.recipe,
     )
     found = latest_checkpoint(folder / run.name / "checkpoints")
     assert found is not None

@@ -47,7 +47,7 @@ def here() -> blocks.Processes:
     return blocks.on_process_group()
 
 
-def equal_on_all(answers: list[np.ndarray[Any, Any]], wanted: Any) -> None:
+def assert_equal_on_all(answers: list[np.ndarray[Any, Any]], wanted: Any) -> None:
     for answer in answers:
         expected = np.asarray(wanted)
         assert (answer.shape, answer.dtype) == (expected.shape, expected.dtype)
@@ -62,7 +62,7 @@ def indexed(case: Any, key: Any) -> Any:
 @given(cut_arrays(), st.data())
 def test_indexing(pool: RankPool, case: Any, data: st.DataObject) -> None:
     key = data.draw(keys(case[0].shape))
-    equal_on_all(pool.call(indexed, case, key), case[0][key])
+    assert_equal_on_all(pool.call(indexed, case, key), case[0][key])
 
 
 def combined(pair: Any, operation: Any) -> Any:
@@ -73,7 +73,7 @@ def combined(pair: Any, operation: Any) -> Any:
 @FEW
 @given(broadcast_pairs(), st.sampled_from([operator.add, operator.mul, operator.lt]))
 def test_arithmetic(pool: RankPool, pair: Any, operation: Any) -> None:
-    equal_on_all(pool.call(combined, pair, operation), operation(pair[0][0], pair[1][0]))
+    assert_equal_on_all(pool.call(combined, pair, operation), operation(pair[0][0], pair[1][0]))
 
 
 def reduced(case: Any, kind: str, dims: Any, keepdim: bool) -> Any:
@@ -85,7 +85,7 @@ def reduced(case: Any, kind: str, dims: Any, keepdim: bool) -> Any:
 def test_reductions(pool: RankPool, case: Any, data: st.DataObject, keepdim: bool, kind: str) -> None:
     dims = data.draw(st.one_of(st.none(), st.sets(st.integers(0, case[0].ndim - 1)).map(tuple)))
     wanted = getattr(np, kind)(case[0], axis=dims, keepdims=keepdim)
-    equal_on_all(pool.call(reduced, case, kind, dims, keepdim), wanted)
+    assert_equal_on_all(pool.call(reduced, case, kind, dims, keepdim), wanted)
 
 
 def rechunked(case: Any, grid: blocks.BlockGrid, dealt: list[int]) -> Any:
@@ -112,7 +112,7 @@ def shuffled(case: Any, seed: int, kind: str) -> Any:
 @FEW
 @given(cut_arrays(), st.sampled_from(sorted(ORDERS)), st.integers(0, 9))
 def test_a_shuffle_is_the_same_as_in_one_process(pool: RankPool, case: Any, kind: str, seed: int) -> None:
-    equal_on_all(pool.call(shuffled, case, seed, kind), made(case).shuffle(seed, kind=kind).collect().numpy())
+    assert_equal_on_all(pool.call(shuffled, case, seed, kind), made(case).shuffle(seed, kind=kind).collect().numpy())
 
 
 def inexact(grid: Any) -> Any:

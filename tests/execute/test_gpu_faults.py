@@ -94,7 +94,7 @@ def rank_run() -> Iterator[RankRun]:
         predicted_memory=({"parameters": 1, "gradients": 10**9, "optimizer_state": 10**9, "buffers": 0, "activations": 10**9},),
     )
     place = ProcessPlace(rank=0, world_size=1, local_rank=0, local_world_size=1, attempt=0)
-    made = RankRun(run, PlanIndex(of.plan, of.model), lower(of.plan, of.model), place, {})
+    made = RankRun(run, PlanIndex(of.plan, of.model), lower(of.plan, of.model), place, {}, steps=1)
     yield made
     made.close()
 

@@ -17,7 +17,7 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.workflow.ask import check_loss
 from parsim.workflow.config import parse_config
-from parsim.workflow.train import steps_per_epoch
+from parsim.workflow.training.check import steps_per_epoch
 from tests.execute.described_modules import Contrastive, OwnLoss, TwoHeads
 from tests.execute.equality import even_plan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
 from parsim.model.autograd.cut import Saved, backward_component, forward_component
-from parsim.model.autograd.recompute import forward_keeping_inputs, recompute
+from parsim.model.autograd.recompute import RecomputeInputs, forward_keeping_calls, forward_keeping_inputs, recompute
 from parsim.model.build import build_module
 from parsim.model.interface import example_batch, loss_of
 from parsim.model.runnable import Runnable
@@ -21,6 +22,7 @@ from tests.execute.equality import run_cases
 from tests.execute.test_equality import BERT, GPT, MLP, RESNET, VGG, VIT, assert_equal_to_one_process, case
 
 CPU = torch.device("cpu")
+FirstForward = Callable[[Runnable, Sequence[Tensor], torch.device], tuple[tuple[Tensor, ...], RecomputeInputs]]
 DROPPING = {
     "mlp": ModelSpec(name="mlp", args=(("dropout", 0.3), ("width", 24))),
     "vit": ModelSpec(name="vit_small", args=(("dropout", 0.2), ("heads", 2), ("hidden", 16), ("layers", 2))),
@@ -56,8 +58,9 @@ def gradients_of(runnable: Runnable, saved: Saved, outputs: tuple[Tensor, ...]) 
     return [*inputs, *(None if p.grad is None else p.grad.clone() for p in runnable.parameters())]
 
 
+@pytest.mark.parametrize("first", [forward_keeping_inputs, forward_keeping_calls], ids=["whole", "by operator"])
 @pytest.mark.parametrize("spec", [*DROPPING.values(), GPT, RESNET], ids=lambda spec: spec.name)
-def test_a_recomputed_forward_is_the_first_one_again(spec: ModelSpec) -> None:
+def test_a_recomputed_forward_is_the_first_one_again(spec: ModelSpec, first: FirstForward) -> None:
     """Outputs, gradients, the generator's state and the running statistics: all as with one ordinary forward, bitwise."""
     for runnable in recorded(spec):
         torch.manual_seed(1)
@@ -71,7 +74,7 @@ def test_a_recomputed_forward_is_the_first_one_again(spec: ModelSpec) -> None:
 
         torch.manual_seed(2)
         live = runnable.buffers()
-        again, kept = forward_keeping_inputs(runnable, given, CPU)
+        again, kept = first(runnable, given, CPU)
         assert torch.equal(torch.get_rng_state(), state)
         drawn = torch.randn(3)  # what runs between the two forwards draws numbers of its own
         between = torch.get_rng_state()
@@ -99,6 +102,9 @@ QUICK = [
     case(RESNET, Mesh(dp=2), batch=4, microbatches=2, recompute="full"),
     case(GPT, Mesh(pp=2), microbatches=4, recompute=("h.0", "h.1"), optimizer="adam", learning_rate=1e-3),
     case(VIT, Mesh(pp=2), microbatches=4, order="zero-bubble", recompute="full"),
+    case(RESNET, Mesh(dp=2), batch=4, microbatches=2, recompute="selective"),
+    case(GPT, Mesh(pp=2), microbatches=4, recompute=("h.0", "selective:h.1"), optimizer="adam", learning_rate=1e-3),
+    case(VIT, Mesh(pp=2), microbatches=4, order="zero-bubble", recompute="selective"),
 ]
 
 EVERY_MODEL = [
@@ -110,6 +116,8 @@ EVERY_MODEL = [
         case(spec, Mesh(pp=2), microbatches=4, order="1f1b", recompute="full", zero_stage=1),
         case(spec, Mesh(pp=2), microbatches=4, order="interleaved", chunks=2, recompute="full"),
         case(spec, Mesh(pp=2), microbatches=4, order="zero-bubble", recompute="full"),
+        case(spec, Mesh(dp=2), microbatches=2, recompute="selective", optimizer="adamw", learning_rate=1e-3, zero_stage=3),
+        case(spec, Mesh(pp=2), microbatches=4, order="1f1b", recompute="selective"),
     )
 ]
 
@@ -141,7 +149,7 @@ def test_dropout_draws_the_same_masks_with_recomputation_and_without(
     """The same ranks train on the same masks: their weights end equal, to the last bit."""
     steps = 10
     ends: list[dict[str, Tensor]] = []
-    for way in ("none", "full"):
+    for way in ("none", "full", "selective"):
         (tmp_path / way).mkdir()
         cases = [case(DROPPING[name], mesh, microbatches=2, recompute=way) for name, mesh in meshes]
         runs = run_cases(cases, tmp_path / way, steps=steps)
@@ -154,6 +162,6 @@ def test_dropout_draws_the_same_masks_with_recomputation_and_without(
                 for name, value in load_state(entry).weights.items()
             }
         )
-    assert ends[0].keys() == ends[1].keys()
+    assert ends[0].keys() == ends[1].keys() == ends[2].keys()
     assert len({key.split()[0] for key in ends[0]}) == len(meshes)
-    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+    assert all(torch.equal(value, other[name]) for other in ends[1:] for name, value in ends[0].items())

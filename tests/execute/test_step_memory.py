@@ -9,24 +9,25 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 from parsim.model.component import PAGE_BYTES  # noqa: E402
 from parsim.model.memory.kernel_workspaces import lstm_workspace_arrays  # noqa: E402
 from tests.matrix.catalogue import _SEQUENCE, _VISION  # noqa: E402
-from tests.matrix.checks import Subject, memory  # noqa: E402
+from tests.matrix.checks import Subject  # noqa: E402
+from tests.matrix.checks import memory as assert_memory  # noqa: E402
 
 ROWS = {**_VISION, **_SEQUENCE}
 
 
 @pytest.mark.parametrize("name", ["dense blocks", "weight norm"])
 def test_a_backward_lets_go_of_the_input_that_it_alone_keeps(name: str) -> None:
-    memory(Subject(ROWS[name]))
+    assert_memory(Subject(ROWS[name]))
 
 
 @pytest.mark.parametrize("name", ["inception", "triplet"])
 def test_values_wait_for_readers_and_gradients_for_makers(name: str) -> None:
-    memory(Subject(ROWS[name]))
+    assert_memory(Subject(ROWS[name]))
 
 
 @pytest.mark.parametrize("name", ["graph, dense", "frozen backbone"])
 def test_an_input_that_no_backward_needs_is_let_go_and_a_frozen_part_has_no_backward(name: str) -> None:
-    memory(Subject(ROWS[name]))
+    assert_memory(Subject(ROWS[name]))
 
 
 @pytest.mark.parametrize("name", ["LSTM", "bidirectional LSTM"])
@@ -34,7 +35,7 @@ def test_arrays_of_an_lstm_begin_on_pages(name: str) -> None:
     """Up to 8% of a step of 100 KB: counted for the samples that a rank has."""
     subject = Subject(ROWS[name])
     assert any(component.paged_bytes for component in subject.model.components)
-    memory(subject)
+    assert_memory(subject)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,10 @@ def _short(text: str) -> str:
     return text if len(text) <= WIDEST else text.partition(":")[0] + " (see below)"
 
 
+def _columns(keys: list[str]) -> str:
+    return "all" if len(keys) == len(COLUMNS) else ", ".join(keys)
+
+
 def table_text() -> str:
     """The table and the reasons of every cell that is refused or fails."""
     results: dict[str, dict[str, str]] = json.loads(RESULTS.read_text())
@@ -29,15 +33,15 @@ def table_text() -> str:
         f"| model | {' | '.join(COLUMNS)} |",
         f"|---|{'---|' * len(COLUMNS)}",
     ]
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, dict[str, list[str]]] = {}
     for name, row in results.items():
         lines.append(f"| {name} | " + " | ".join(_short(row[key]).replace("|", "\\|") for key in COLUMNS) + " |")
         for key in COLUMNS:
             if row[key].startswith(("refused", "FAILS")):
-                reasons.setdefault(row[key], []).append(f"{name} ({key})")
+                reasons.setdefault(row[key], {}).setdefault(name, []).append(key)
     lines += ["", "Refused and failing:", ""]
     for reason, where in reasons.items():
-        lines.append(f"- {', '.join(where)}: {' '.join(reason.split())}")
+        lines.append(f"- {', '.join(f'{name} ({_columns(keys)})' for name, keys in where.items())}: {' '.join(reason.split())}")
     return "\n".join(lines)
 
 

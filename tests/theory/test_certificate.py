@@ -50,7 +50,7 @@ def tightened(placing: PlacementProblem, share: float) -> PlacementProblem:
     return replace(placing, limit_bytes=share * memory_of(placing, free.choice))
 
 
-def check(found: Certificate, placing: PlacementProblem) -> None:
+def assert_certified(found: Certificate, placing: PlacementProblem) -> None:
     assert found.verdict == "agree"
     assert found.exact.solution.status == found.milp.solution.status == "optimal"
     assert found.relative_difference is not None
@@ -64,7 +64,7 @@ def check(found: Certificate, placing: PlacementProblem) -> None:
 @pytest.mark.parametrize("name", ["mlp", "resnet_small"])
 def test_both_optima_agree_on_real_models(name: str) -> None:
     placing = posed(name)
-    check(certify(placing, 1), placing)
+    assert_certified(certify(placing, 1), placing)
 
 
 @pytest.mark.parametrize("share", [0.95, 0.75, 0.5])
@@ -72,13 +72,13 @@ def test_both_optima_agree_under_tight_memory(share: float) -> None:
     placing = posed("mlp")
     tight = tightened(placing, share)
     found = certify(tight, 1)
-    check(found, tight)
+    assert_certified(found, tight)
     assert found.exact.solution.seconds > certify(placing, 1).exact.solution.seconds, "the limit binds"
 
 
 def test_both_optima_agree_on_a_tight_convolutional_model() -> None:
     tight = tightened(posed("resnet_small", devices=2), 0.9)
-    check(certify(tight, 1), tight)
+    assert_certified(certify(tight, 1), tight)
 
 
 def test_both_prove_that_nothing_fits() -> None:

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.algorithms.arrivals import merge_events
-from parsim.algorithms.decoupled_program import TickModules, tick_durations_s, tick_program
-from parsim.algorithms.gossip_program import ROUNDS, GossipModel, gossip_durations_s, gossip_program
 from parsim.algorithms.graphs import mixing_graph
-from parsim.algorithms.merge_program import merge_program
 from parsim.algorithms.periods import every_steps, post_local
 from parsim.algorithms.staleness import DECOUPLINGS, ModuleTimes
 from parsim.engines import static
 from parsim.engines.dynamic import run_program
 from parsim.engines.program import Part, durations_by_step_s, unrolled
+from parsim.engines.relaxed.decoupled_program import TickModules, tick_durations_s, tick_program
+from parsim.engines.relaxed.gossip_program import ROUNDS, GossipModel, gossip_durations_s, gossip_program
+from parsim.engines.relaxed.merge_program import merge_program
 from parsim.engines.repeated import simulate_program
 from parsim.engines.scenario.asynchronous import MERGE
 from parsim.errors import AlgorithmError

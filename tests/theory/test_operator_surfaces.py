@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from calibration.fit.composition import MIN_COMPONENTS, MeasuredComponent, fit_compositions, without_model
-from calibration.fit.surfaces import consistent_operators, fit_surfaces
+from calibration.fit.surfaces import LESS_TIME, consistent_operators, fit_surfaces, most_consistent
 from calibration.measure.operator_shapes import CPU_REACH, operator_launches
 from parsim.costs.compute.composition import KINDS, Parts, component_parts, composed_s
 from parsim.costs.compute.launches import Launch, component_launches
@@ -163,11 +163,13 @@ def test_launches_that_something_held_up_are_left_out_and_said() -> None:
 
 
 @given(st.dictionaries(st.integers(0, 13), st.floats(-3, 3), max_size=2))
+@example({4: -1.75, 2: -2.0})
 def test_none_of_what_is_left_contradicts_another(hit: dict[int, float]) -> None:
     points = [point(launch, 1e-5 * 2**k * 10 ** hit.get(k, 0.0)) for k, launch in enumerate(SQUARES)]
     kept, warnings = consistent_operators(points)
     assert len(kept) + len(warnings) == len(points)
     assert len(warnings) <= len(hit)
+    assert consistent_operators(kept) == (kept, [])
     assert all(later.seconds >= 0.2 * earlier.seconds for earlier, later in combinations(kept, 2))
     back, none = consistent_operators(kept)
     assert (back, none) == (kept, [])
@@ -315,3 +317,18 @@ def test_a_model_left_out_leaves_nothing_of_its_work() -> None:
     assert {entry.model for entry in without_model([*entries, shared], "m0")} == {"m1"}
     assert shared not in without_model([*entries, shared], "m0")
     assert fit_compositions(entries[: MIN_COMPONENTS - 1], "toy", "fp32", "s") == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.floats(0, 2)), min_size=1, max_size=8))
+def test_no_larger_set_of_launches_is_free_of_contradictions(drawn: list[tuple[int, int, float]]) -> None:
+    """Against all subsets."""
+    work = np.array([[rows, columns] for rows, columns, _ in drawn])
+    seconds = 10 ** np.array([exponent for _, _, exponent in drawn])
+    against = (work[:, None] >= work[None]).all(axis=2) & (seconds[:, None] < LESS_TIME * seconds[None])
+
+    def consistent(chosen: np.ndarray) -> bool:
+        return not against[np.ix_(chosen, chosen)].any()
+
+    kept = most_consistent(against, seconds)
+    assert consistent(kept)
+    assert kept.sum() == max(sum(c) for c in product((False, True), repeat=len(drawn)) if consistent(np.array(c)))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from parsim.algorithms.gossip_program import gossip_model, gossip_program
 from parsim.algorithms.graphs import mixing_graph
 from parsim.costs.communication.exchange import exchange_seconds
 from parsim.costs.costs import Costs
+from parsim.engines.relaxed.gossip_program import gossip_model, gossip_program
 from parsim.engines.repeated import ProgramTimes, simulate_program
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile

@@ -108,8 +108,7 @@ def test_what_is_left_out_for_its_memory_does_not_fit(
     small = tuple(replace(each, type=replace(each.type, memory_bytes=int(memory_gib * 2**30))) for each in whole.devices)
     problem = PlanningProblem(model=model, cluster=replace(whole, devices=small), global_batch=64, zero_stage=zero_stage)
     options = [uniform_options(problem, component, mesh.tp, divides=True) for component in model.components]
-    samples = 64 // (mesh.dp * microbatches)
-    if missing_bytes(problem, mesh, samples, options):
+    if missing_bytes(problem, mesh, microbatches, options):
         for recompute in ("none", "full"):
             plan = replace(some_plan(problem, mesh, microbatches, ("1f1b", 1)), recompute=recompute, zero_stage=zero_stage)
             assert not all(entry.fits for entry in problem.memory(plan))

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.algorithms.decoupled_program import TickModules, tick_durations_s, tick_program
 from parsim.algorithms.staleness import ModuleTimes, decoupling, epoch_s, tick_s
 from parsim.engines import dynamic, static
 from parsim.engines.program import unrolled
+from parsim.engines.relaxed.decoupled_program import TickModules, tick_durations_s, tick_program
 from parsim.engines.repeated import simulate_program
 from parsim.errors import AlgorithmError
 from parsim.graph.taskgraph import from_text, to_text

@@ -22,7 +22,7 @@ from parsim.data.blocks.random_values import normal_at, splitmix64, uniform_at  
 from parsim.data.blocks.rechunking import overlaps  # noqa: E402
 from parsim.data.blocks.shuffling import ORDERS  # noqa: E402
 from parsim.errors import DataError  # noqa: E402
-from tests.block_cases import RANKS, broadcast_pairs, cut_arrays, grids, keys, made, owners, same  # noqa: E402
+from tests.block_cases import RANKS, assert_same, broadcast_pairs, cut_arrays, grids, keys, made, owners  # noqa: E402
 
 QUICK = settings(max_examples=60)
 
@@ -31,7 +31,7 @@ QUICK = settings(max_examples=60)
 @given(cut_arrays(), st.data())
 def test_indexing(case: Any, data: st.DataObject) -> None:
     key = data.draw(keys(case[0].shape))
-    same(made(case)[key], case[0][key])
+    assert_same(made(case)[key], case[0][key])
 
 
 @QUICK
@@ -41,9 +41,9 @@ def test_arithmetic_broadcasts(pair: Any, operation: Any) -> None:
     if operation is operator.mod:
         right = (np.abs(right[0]) + 1, *right[1:])
     wanted = operation(left[0], right[0])
-    same(operation(made(left), made(right)), wanted)
-    same(operation(made(left), right[0]), wanted)
-    same(operation(left[0], made(right)), wanted)
+    assert_same(operation(made(left), made(right)), wanted)
+    assert_same(operation(made(left), right[0]), wanted)
+    assert_same(operation(left[0], made(right)), wanted)
 
 
 @QUICK
@@ -56,7 +56,7 @@ def test_reductions(case: Any, data: st.DataObject, keepdim: bool, kind: str) ->
     if kind in ("prod", "mean"):
         assert np.allclose(got.collect().numpy(), wanted, rtol=1e-14, atol=0)
     else:
-        same(got, wanted)
+        assert_same(got, wanted)
 
 
 @QUICK
@@ -65,7 +65,7 @@ def test_rechunk_keeps_the_array(case: Any, data: st.DataObject) -> None:
     grid = data.draw(grids(case[0].shape))
     got = made(case).rechunk(grid, owners=data.draw(owners(grid)))
     assert got.grid == grid
-    same(got, case[0])
+    assert_same(got, case[0])
     assert all(np.array_equal(got.block(*place).numpy(), case[0][grid.extent(place)]) for place in grid.places())
 
 
@@ -80,7 +80,7 @@ def test_shuffle_keeps_the_pairs(case: Any, kind: str, seed: int, data: st.DataO
     got_x, got_y = blocks.shuffle(x, y, seed=seed, kind=kind)
     order = got_y.collect().numpy()
     assert sorted(order) == list(range(rows))
-    same(got_x, case[0][order])
+    assert_same(got_x, case[0][order])
     assert (got_x.grid, got_x.owners, got_y.grid) == (x.grid, x.owners, y.grid)
 
 
@@ -155,17 +155,17 @@ def test_apply_may_change_shape_and_type() -> None:
     got = x.apply(lambda block: block.sum(1, keepdim=True).to(torch.int64))
     assert (got.shape, got.dtype) == ((6, 2), torch.int64)
     weighted = blocks.apply(torch.maximum, x, x.max(0))
-    same(weighted, np.maximum(np.arange(24.0).reshape(6, 4), [20, 21, 22, 23]))
+    assert_same(weighted, np.maximum(np.arange(24.0).reshape(6, 4), [20, 21, 22, 23]))
 
 
 def test_concatenate_and_nan() -> None:
     x = np.arange(12.0).reshape(4, 3)
     cut = blocks.from_array(x, grid=(2, 1))
-    same(blocks.concatenate([cut, cut[1:]], 0), np.concatenate([x, x[1:]], 0))
-    same(blocks.concatenate([cut, blocks.from_array(x[:, :2], grid=(4, 2))], 1), np.concatenate([x, x[:, :2]], 1))
+    assert_same(blocks.concatenate([cut, cut[1:]], 0), np.concatenate([x, x[1:]], 0))
+    assert_same(blocks.concatenate([cut, blocks.from_array(x[:, :2], grid=(4, 2))], 1), np.concatenate([x, x[:, :2]], 1))
     x[2, 1] = np.nan
-    same(blocks.from_array(x, grid=(2, 3)).max(1), x.max(1))
-    same(blocks.from_array(x, grid=(2, 3))[4:], x[4:])
+    assert_same(blocks.from_array(x, grid=(2, 3)).max(1), x.max(1))
+    assert_same(blocks.from_array(x, grid=(2, 3))[4:], x[4:])
 
 
 X = blocks.full((6, 4), 1.0, grid=(3, 2))

@@ -125,7 +125,7 @@ def test_a_config_cannot_be_changed() -> None:
 
 
 MISTAKES = [
-    (["training.optimzer=adam"], r"unknown key training.optimzer \(= 'adam'\); did you mean optimizer\?"),
+    (["training.optimzer=adam"], r"unknown key training.optimzer \(= 'adam'\); did you mean optimizer"),
     (["trainning.seed=1"], r"unknown key trainning .*did you mean training\?"),
     (["plan.mesh.px=3"], r"unknown key plan.mesh.px .*did you mean"),
     (["training.optimizer=adma"], r"training.optimizer = 'adma' is unknown; did you mean adam"),
@@ -178,7 +178,7 @@ MISTAKES = [
         r"mesh tp \(3\) = 3 must divide the devices \(8\); .* do: 2 or 4; or ask for devices = 9",
     ),
     (["plan.zero_stage=all"], r"plan.zero_stage = 'all': must be 0, 1, 2, 3 or \"auto\""),
-    (["plan.recompute=selective"], r"selective. means the core of attention.*What exists: .*granularity = .sublayer."),
+    (["plan.recompute=selectiv"], r"plan.recompute = 'selectiv' is unknown.*selective.*\"selective:NAME\" for one by operator"),
     (
         ["plan.strategy=custom", "plan.mesh.pp=3", "plan.mesh.dp=2"],
         r"pp \(3\) \* dp \(2\) \* tp \(1\) = 6 must equal the devices \(8\); change the axes or ask for devices = 6",

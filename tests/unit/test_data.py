@@ -415,8 +415,8 @@ class TestSynthetic:
 def test_unknown_names_come_with_near_matches() -> None:
     with pytest.raises(ParsimError, match="did you mean cifar10"):
         load_dataset("cifar1O", input_shape=(3, 32, 32), target=TEN)
-    with pytest.raises(DataError, match="known: train, test"):
-        load_dataset("digits", input_shape=(1, 8, 8), target=TEN, split="validation")
+    with pytest.raises(DataError, match="known: train, validation, test"):
+        load_dataset("digits", input_shape=(1, 8, 8), target=TEN, split="valid")
     with pytest.raises(DataError, match="known: classify"):
         Target(task="regress")
 

@@ -66,6 +66,17 @@ def test_every_second_layer_is_recomputed_by_torchtitan() -> None:
     assert again == [f"h.{layer}" for layer in range(1, 32, 2)]
 
 
+def test_operators_that_torchtitan_saves_are_kept_by_operator() -> None:
+    document = {
+        "model": {"name": "llama3", "flavor": "8B"},
+        "training": {"local_batch_size": 1, "seq_len": 128},
+        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
+    }
+    recipe = read_toml(document)
+    assert recipe.settings(2)["plan.recompute"] == "selective"
+    assert "every second product" in recipe.left_out["activation_checkpoint.selective_ac_option"]
+
+
 @pytest.mark.parametrize(
     ("text", "key", "value"),
     [

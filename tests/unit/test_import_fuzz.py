@@ -157,7 +157,7 @@ def refusal(read: Callable[[], object]) -> str | None:
     return None
 
 
-def attempt(kind: str, data: bytes) -> None:
+def assert_read_or_refused(kind: str, data: bytes) -> None:
     """Read it, or refuse it in one message that a terminal may print."""
     reader, _ = READERS[kind]
     source = SourceFile(Path("file"), data)
@@ -173,7 +173,7 @@ def test_damaged_files_are_read_or_refused(kind: str) -> None:
     @settings(max_examples=SHARE, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(damaged(READERS[kind][1]))
     def check(data: bytes) -> None:
-        attempt(kind, data)
+        assert_read_or_refused(kind, data)
 
     check()
 
@@ -184,7 +184,7 @@ def test_many_damaged_files_are_read_or_refused(kind: str) -> None:
     @settings(max_examples=MANY, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(damaged(READERS[kind][1]))
     def check(data: bytes) -> None:
-        attempt(kind, data)
+        assert_read_or_refused(kind, data)
 
     check()
 
@@ -203,7 +203,7 @@ def test_files_made_to_be_slow_are_not(kind: str) -> None:
         '{"train_batch_size": ' + "9" * 5_000 + "}",
         "\x1b[" * 100_000,
     ):
-        attempt(kind, text.encode())
+        assert_read_or_refused(kind, text.encode())
 
 
 def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:

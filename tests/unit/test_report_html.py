@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from report_samples import (
     durations_s,
     measured_run,
     memory_of,
+    predicted_run,
     report_data,
     results,
     run_in_order,
@@ -30,6 +31,7 @@ from parsim.execute.cuda.memory_counters import MemoryUse
 from parsim.report import figures, memory_figures
 from parsim.report.html import ReportData, ReportRun, ReportSection, report_html, write_report
 from parsim.report.memory_levels import memory_levels
+from parsim.units import format_seconds
 
 VOID = {"meta", "link", "br", "img", "input"}
 
@@ -135,6 +137,18 @@ def test_what_is_missing_is_explained() -> None:
     assert figures_of(report_html(ReportData(title="nothing at all"))) == []
 
 
+def test_a_step_drawn_by_itself_is_told_from_the_predicted_step() -> None:
+    run = replace(predicted_run("dp", RESNET, pp=1, dp=2, microbatches=1), step_s=1.0)
+    section = ReportSection(model="m", title="m on c", runs=(run,))
+    text = report_html(ReportData(title="t", sections=(section,)))
+    assert run.predicted is not None
+    alone = format_seconds(run.predicted.makespan_s)
+    assert "predicted 1 s a step" in text
+    assert f"drawn by itself ({alone}). In a row, steps overlap at their ends and take 1 s each." in text
+    as_long = replace(section, runs=(replace(run, step_s=run.predicted.makespan_s),))
+    assert "by itself" not in report_html(ReportData(title="t", sections=(as_long,)))
+
+
 def test_it_is_written_atomically(tmp_path: Path) -> None:
     write_report(ReportData(title="t"), tmp_path / "report.html")
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
@@ -210,7 +224,7 @@ def test_every_counter_of_a_gpu_has_its_own_bars() -> None:
     figure = memory_figures.memory_levels_figure(rows)
     assert list(figure.data[0].y) == ["r0 live tensors", "r0 allocated blocks", "r0 reserved", "r0 whole device"]
     assert list(figure.data[0].x) == pytest.approx([4, 4, 4.25, 4.75])
-    assert list(figure.data[0].text)[:3] == ["+0.0%", "+0.0%", "+0.0%"]
+    assert list(figure.data[0].text)[:3] == ["0.0%", "0.0%", "0.0%"]
     page = report_html(ReportData(title="t", sections=[ReportSection(model="m", title="m", runs=[_run_of(rank, rows)])]))
     assert "diamonds: measured on the device" in page
     assert "What the allocator reserved" in page

@@ -186,7 +186,7 @@ def test_intervals_share_their_unit(interval: dict[str, float], texts: tuple[str
 
 
 def test_small_texts() -> None:
-    assert [tables.format_error(error) for error in (0.042, -0.1, 0.0, None)] == ["+4.2%", "-10.0%", "+0.0%", "n/a"]
+    assert [tables.format_error(error) for error in (0.042, -0.1, -0.0004, None)] == ["+4.2%", "-10.0%", "0.0%", "n/a"]
     assert [tables.format_rate(rate) for rate in (0.123, 45.6, 1234.0)] == ["0.123", "45.6", "1.23 k"]
     assert tables.plan_text("by hand") == "by hand"
     assert tables.plan_text("") == tables.NOTHING

@@ -38,7 +38,7 @@ from parsim.model.component import Component, Operator
 from parsim.model.number_formats import number_format
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.shard.narrow import narrow
-from parsim.work import Compute, OptimizerStep, Phase
+from parsim.work import BY_OPERATOR_PART, NORM, SCALE, ClipGradients, Compute, OptimizerStep, Phase
 
 SHARD_SIGMA_PER_DOUBLING = 0.25
 """Of a shard's time taken from that of one twice as large. By the roofline, against 232 measured halves of components of six
@@ -48,11 +48,17 @@ where the whole takes more than 1 ms, 23% and 12%."""
 HALF_SIGMA = 0.2
 """Assumed relative spread of half a backward taken from the whole one by operators: halves have not been measured alone."""
 
+REPEATED_SIGMA = 0.2
+"""Assumed relative spread of the share of a forward that the operators have which run again: not measured alone."""
+
 IMBALANCE_SIGMA = 0.1
 """Assumed relative spread of the busiest rank's visits to its experts, beyond those of tokens that choose at random."""
 
 FULL_BYTES = 4
 MASTER_ACCESSES = 3
+CLIP_ACCESSES = {NORM: 1, SCALE: 2}
+CLIP_SIGMA = 0.3
+"""Assumed: nothing measures clipping by itself."""
 """Of 4 bytes per element: two casts between fp32 and half precision, 6 bytes each."""
 
 
@@ -115,7 +121,7 @@ class ComputeCosts:
             whole = replace(work, phase=Phase.BACKWARD)
             known = self.estimate(whole, component, device, input_gradient=input_gradient)
             return _half(known, part, model) if known.source == "measured" else model.estimate(part)
-        for ways in (ways for ways in range(work.ways, 0, -1) if work.ways % ways == 0):
+        for ways in (ways for ways in range(work.ways if self._points else 0, 0, -1) if work.ways % ways == 0):
             base = replace(part, component=narrow(component, work.rule, ways))
             key = MeasuredWork(base.component.fingerprint, work.phase.value, device.type.name, self.precision)
             if key in self._points:
@@ -131,13 +137,13 @@ class ComputeCosts:
 
         Returns:
             The share of the whole that the part's operators have by the operator model. Experts carry the assumed spread of
-            their imbalance.
+            their imbalance, operators that run again an assumed spread of their share.
 
         Raises:
             CostError: nothing known prices the operators.
         """
         model, shard = self.operator_model(device.type), narrow(component, work.rule, work.ways)
-        parts = operators_by_part(shard)
+        parts = _again_and_kept(shard) if work.part == BY_OPERATOR_PART else operators_by_part(shard)
         seconds = {
             name: model.seconds(
                 ComputeRequest(component=replace(shard, operators=operators), phase=work.phase, samples=work.samples)
@@ -149,10 +155,12 @@ class ComputeCosts:
         total = sum(seconds.values())
         share = (seconds[work.part] / total if total else float(work.part == "rest")) / work.parts
         spread = ("experts:imbalance", IMBALANCE_SIGMA if seconds[work.part] else 0.0)
+        if work.part == BY_OPERATOR_PART:
+            spread = ("recomputed_operators", REPEATED_SIGMA if share < 1 else 0.0)
         return Estimate.of(
             (*whole.terms, Term("part", "times", share, "fitted", f"{work.part}, one of {work.parts}")),
             source=whole.source,
-            parameters=(*whole.parameters, *((spread,) if work.part == "experts" else ())),
+            parameters=(*whole.parameters, *((spread,) if work.part in ("experts", BY_OPERATOR_PART) else ())),
             repeat_sigma=whole.repeat_sigma,
             detail=f"{share:.0%} of {whole.detail}",
             extrapolated=whole.extrapolated,
@@ -207,6 +215,31 @@ class ComputeCosts:
             extrapolated=outside,
         )
 
+    def clip(self, work: ClipGradients, optimizer: str, device: Device, *, master_weights: bool = True) -> Estimate:
+        """Seconds of one part of clipping: one access per element for the norm, two for the scaling.
+
+        It is the share of an optimizer step over the same arrays that its accesses have. Nothing measures clipping by itself.
+
+        Raises:
+            ConfigError, CostError: as `optimizer`.
+        """
+        step = OptimizerStep(elements=work.elements, tensors=work.tensors)
+        whole = self.optimizer(step, optimizer, device, master_weights=master_weights)
+        if not work.elements:
+            return whole
+        accesses = CLIP_ACCESSES[work.part]
+        every = OPTIMIZERS[optimizer].accesses_per_element
+        detail = f"{accesses} of {every} accesses of a step of {optimizer}"
+        return Estimate.of(
+            (*whole.terms, Term("share", "times", accesses / every, "fitted", detail)),
+            source="fitted" if whole.source == "measured" else whole.source,
+            parameters=(*whole.parameters, ("operator:clip", CLIP_SIGMA)),
+            repeat_sigma=whole.repeat_sigma,
+            detail=f"{detail}: {whole.detail}",
+            extrapolated=whole.extrapolated,
+            issue_s=whole.issue_s * accesses / every,
+        )
+
     def operator_model(self, device: DeviceType) -> OperatorModel:
         """The model that prices components never measured on this type of device: surfaces if the profile has them."""
         if device.name not in self._models:
@@ -243,6 +276,22 @@ def operators_by_part(component: Component) -> dict[str, tuple[Operator, ...]]:
         name = "experts" if number in experts else "attention" if operator.kind == "attention" else "rest"
         parts[name].append(operator)
     return {name: tuple(operators) for name, operators in parts.items()}
+
+
+def _again_and_kept(component: Component) -> dict[str, tuple[Operator, ...]]:
+    """Its operators that run again, and the others.
+
+    Raises:
+        CostError: it is not recomputed by operator.
+    """
+    if component.selective is None:
+        raise CostError(f"{component.name} is not recomputed by operator; name it in recompute without selective:")
+    again = dict(component.selective.operators)
+    counted = [(operator, again.get(number, 0)) for number, operator in enumerate(component.operators)]
+    return {
+        BY_OPERATOR_PART: tuple(replace(operator, count=min(some, operator.count)) for operator, some in counted if some),
+        "kept": tuple(replace(operator, count=operator.count - some) for operator, some in counted if some < operator.count),
+    }
 
 
 def _half(whole: Estimate, part: ComputeRequest, model: OperatorModel) -> Estimate:

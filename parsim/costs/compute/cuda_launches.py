@@ -98,7 +98,7 @@ def cuda_operators(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
         if fused:
             spare[key] -= fused
         if operator.count > fused:
-            kept.append(replace(operator, count=operator.count - fused))
+            kept.append(replace(operator, count=operator.count - fused) if fused else operator)
     return tuple(kept)
 
 

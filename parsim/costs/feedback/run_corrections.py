@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from parsim.errors import CostError
-from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
+from parsim.work import ClipGradients, Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
 
 
 class ComputeClass(NamedTuple):
@@ -58,7 +58,7 @@ def class_of(work: Work, rank: int) -> WorkClass | None:
     match work:
         case Compute():
             return ComputeClass(rank, work.component, work.phase)
-        case OptimizerStep() | Mix():
+        case OptimizerStep() | ClipGradients() | Mix():
             return ComputeClass(rank, "", Phase.OPTIMIZER)
         case Collective():
             return CommunicationClass(work.operation, tuple(sorted(work.group)))

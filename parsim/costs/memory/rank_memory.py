@@ -175,10 +175,14 @@ class Again:
 
     Attributes:
         saved_bytes: saved for the backward. released_bytes: of its inputs, released at that moment.
+        first_bytes, fullest_bytes: where only some operators run again, the fullest moment of the first forward, and that of
+            the second beyond all that is kept. None: that of the whole forward.
     """
 
     saved_bytes: int
     released_bytes: int = 0
+    first_bytes: int = 0
+    fullest_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,12 +430,16 @@ def _moments(
         forward = 0.0
         if name not in again:
             forward = boundary.waiting.values.get(name, 0.0) + _fullest_bytes(component.forward_peaks, number)
+        elif again[name].first_bytes:
+            forward = boundary.waiting.values.get(name, 0.0) + again[name].first_bytes
         gradients = boundary.gradient_bytes[name]
         runs_backward = gradients or not component.forward_peaks
         alive = max(_alive_bytes(component, number), gradients) if runs_backward else 0.0
         if name in again:
             second = again[name]
-            first = _fullest_bytes(component.forward_peaks, number)
+            first = second.fullest_bytes
+            if first is None:
+                first = _fullest_bytes(component.forward_peaks, number)
             wanted = boundary.wanted_bytes.get(name, gradients)
             alive = max(second.saved_bytes - second.released_bytes + alive, first + wanted)
         found.append(

@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
     from parsim.execute.state.fragments import Fragment
 
-_SECTIONS = ("weights", "buffers", "optimizer", "progress", "rng")
-_UNNAMED = ("progress", "rng")
+_SHARED = ("weights", "buffers", "optimizer", "progress")
+_SECTIONS = (*_SHARED, "rng", "own")
+_UNNAMED = ("progress", "rng", "own")
 """Sections whose names are no parameters or buffers."""
 
 
@@ -45,12 +46,14 @@ _UNNAMED = ("progress", "rng")
 class RankState:
     """Tensors by global name: what one rank contributes to a checkpoint, and what it takes from one.
 
-    Replicas hold the same weights and optimizer state: it is enough that one of them contributes these. Buffers (running
+    Replicas hold the same weights and optimizer state: it is enough that one of them contributes these. Where they mix in
+    rounds they do not; then these are the mean weights and the first replica's state, and `own` has the rest. Buffers (running
     statistics) differ between replicas, and random states between ranks: every rank contributes its own.
 
     Attributes:
         optimizer: parameter name to its state, e.g. {"momentum_buffer": Tensor}. rng: "cpu", "cuda".
         progress: what training has learnt beside the weights and is the same on every rank: "loss_scale" with fp16.
+        own: what only the rank that wrote it can go on with: of replicas that mix in rounds, their own weights and state.
         fragments: by section ("weights", "buffers", "optimizer") and name, which part of the whole it is, where not all.
     """
 
@@ -60,6 +63,7 @@ class RankState:
     rng: Mapping[str, Tensor] = field(default_factory=dict)
     fragments: Mapping[str, Mapping[str, Fragment]] = field(default_factory=dict)
     progress: Mapping[str, Tensor] = field(default_factory=dict)
+    own: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +95,8 @@ def save_checkpoint(folder: Path, step: int, state: RankState, *, seed: int, ran
 
     place = folder / f"step-{step:08d}"
     tensors_path, entry_path = _paths(place, rank)
-    content = {section: _plain(getattr(state, section)) for section in _SECTIONS}
+    sections = [section for section in _SECTIONS if section != "own" or state.own]
+    content = {section: _plain(getattr(state, section)) for section in sections}
     try:
         place.mkdir(parents=True, exist_ok=True)
         entry_path.unlink(missing_ok=True)
@@ -105,7 +110,7 @@ def save_checkpoint(folder: Path, step: int, state: RankState, *, seed: int, ran
             writer=_writer(),
             size_bytes=tensors_path.stat().st_size,
             sha256=_digest(tensors_path),
-            names={section: list(content[section]) for section in _SECTIONS},
+            names={section: list(names) for section, names in content.items()},
             fragments={
                 section: {name: list(part) for name, part in parts.items()} for section, parts in state.fragments.items()
             },
@@ -204,7 +209,7 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
     found: dict[str, dict[str, dict[Fragment, Any]]] = {section: {} for section in _SECTIONS}
     for entry in sorted(entries, key=lambda entry: (entry.rank != rank, entry.rank)):
         missing: list[tuple[str, str, Fragment]] = []
-        for section in _SECTIONS if entry.rank == rank else _SECTIONS[:-1]:
+        for section in _SECTIONS if entry.rank == rank else _SHARED:
             for name in entry.names.get(section, ()):  # checkpoints of before have no progress
                 given = entry.fragments.get(section, {}).get(name)
                 part = WHOLE if given is None else Fragment(*given[:6], *map(tuple, given[6:]))
@@ -237,6 +242,7 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
             optimizer={name: join_state(name, parts) for name, parts in found["optimizer"].items()},
             rng={name: parts[WHOLE] for name, parts in found["rng"].items()},
             progress={name: parts[WHOLE] for name, parts in found["progress"].items()},
+            own={name: parts[WHOLE] for name, parts in found["own"].items()},
         )
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ExecutionError(

@@ -24,7 +24,7 @@ MOST_RANKS = 2**20
 _LARGEST = 2**62
 _DIGEST = "digest"
 _HEX = re.compile(r"[0-9a-f]{64}")
-_SECTIONS = ("weights", "buffers", "optimizer", "progress", "rng")
+_SECTIONS = ("weights", "buffers", "optimizer", "progress", "rng", "own")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

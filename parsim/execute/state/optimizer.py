@@ -2,36 +2,60 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from parsim.errors import ConfigError
+from parsim.errors import ConfigError, near_matches
+from parsim.execute.training.recipe import PLAIN, TrainingRecipe
 from parsim.model.optimizers import OPTIMIZERS
 
+FIXED = ("lr", "foreach", "fused", "capturable", "differentiable", "amsgrad")
+"""Arguments of torch's optimizers that parsim sets: the rate has its own key, the others change the state or the kernels."""
 
-def make_optimizer(name: str, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
+
+def make_optimizer(
+    name: str, parameters: Iterable[Tensor], lr: float, *, recipe: TrainingRecipe = PLAIN, exempt: Iterable[Tensor] = ()
+) -> torch.optim.Optimizer:
     """The optimizer of a row of `parsim.model.optimizers.OPTIMIZERS` (or "package.module:ROW") over these parameters.
 
     A tensor that occurs twice (tied weights) is updated once.
 
+    Args:
+        recipe: its arguments and weight decay. exempt: those of the parameters without weight decay, in a group of their own.
+
     Raises:
-        ConfigError: an unknown name, or a row whose state is not what the optimizer keeps.
+        ConfigError: an unknown name, arguments that the optimizer does not take, or a row whose state is not what it keeps.
     """
-    check_states(name)
-    return OPTIMIZERS[name].make(distinct(parameters), lr)
+    check_states(name, recipe)
+    without = {id(tensor) for tensor in exempt}
+    every = distinct(parameters)
+    decayed, rest = [tensor for tensor in every if id(tensor) not in without], [t for t in every if id(t) in without]
+    optimizer = OPTIMIZERS[name].make(decayed or rest, lr)
+    if decayed and rest:
+        optimizer.add_param_group({"params": rest})
+    for group in optimizer.param_groups:
+        group.update(recipe.group_settings)
+    if rest:
+        optimizer.param_groups[-1]["weight_decay"] = 0.0
+    return optimizer
 
 
 @lru_cache(maxsize=64)
-def check_states(name: str) -> None:
-    """Raise ConfigError unless one step of the optimizer leaves the state that its row lists: memory, ZeRO and checkpoints
-    count on it."""
+def check_states(name: str, recipe: TrainingRecipe = PLAIN) -> None:
+    """Raise ConfigError unless the optimizer takes the recipe's arguments, and one step of it leaves the state that its row
+    lists: memory, ZeRO and checkpoints count on it."""
     row = OPTIMIZERS[name]
     parameter = torch.nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     optimizer = row.make([parameter], row.learning_rate)
+    _check_settings(name, optimizer, recipe.group_settings)
+    for group in optimizer.param_groups:
+        group.update(recipe.group_settings)
     optimizer.step()
     kept = {key: value for key, value in optimizer.state[parameter].items() if torch.is_tensor(value) and key != "step"}
     wrong = [key for key, value in kept.items() if value.shape != parameter.shape]
@@ -50,6 +74,27 @@ def check_states(name: str) -> None:
             f"optimizer {name!r} keeps {max(sizes)} bytes per element and state array, its row says {row.state_element_bytes}; "
             "correct Optimizer.state_element_bytes"
         )
+
+
+def _check_settings(name: str, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> None:
+    """Raise ConfigError for arguments that the optimizer does not take, or refuses."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    free = [key for key in optimizer.defaults if key not in FIXED and key in accepted]
+    for key in settings:
+        if key == "weight_decay" and key not in free:
+            raise ConfigError(f"optimizer {name!r} has no weight decay; drop training.weight_decay, or take another optimizer")
+        if key not in free:
+            near = near_matches(key, free)
+            listing = "" if near.startswith("; known") else f" ({name} takes: {', '.join(free)})"
+            raise ConfigError(f"training.optimizer_args.{key}: optimizer {name!r} has no such argument to set{near}{listing}")
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    arguments = {**{key: optimizer.defaults[key] for key in free}, **settings}
+    make: Any = type(optimizer)
+    try:
+        make([torch.nn.Parameter(torch.ones(1))], lr=optimizer.defaults["lr"], **arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"training.optimizer_args: torch refuses the arguments of {name}: {error}") from error
 
 
 def distinct(parameters: Iterable[Tensor]) -> list[Tensor]:

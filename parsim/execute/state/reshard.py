@@ -46,6 +46,27 @@ def reshard(old: StageReplica, new: StageReplica) -> None:
     new.loss_scale = old.loss_scale
 
 
+def whole_weights(stage: StageReplica) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """All weights and buffers of the model, whole, on every rank; of running statistics those of the lowest rank.
+
+    Every rank calls it at once, between two steps. Where each has all weights anyway, only buffers are sent.
+    """
+    state = stage.state()
+    catalogue = _catalogue(state)
+    plan = stage.layout.plan
+    weights: dict[str, Tensor] = {}
+    if plan.mesh.dp == plan.world_size and plan.zero_stage < 3:
+        weights = {name: parameter.data for name, parameter in stage.parameters.items()}
+    else:
+        for name, holders in catalogue["weights"].items():
+            weights[name] = join(name, _collect(holders, state.weights.get(name), stage.device))
+    buffers = {
+        name: join(name, _collect(holders, state.buffers.get(name), stage.device))
+        for name, holders in catalogue["buffers"].items()
+    }
+    return weights, buffers
+
+
 class _Kind(NamedTuple):
     """Stands in the catalogue for a tensor that its holder will send."""
 

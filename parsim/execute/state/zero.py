@@ -16,7 +16,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,18 @@ from torch import Tensor, nn
 from parsim.execute.state.checkpoint import check_shape
 from parsim.execute.state.fragments import Fragment, fragment_of, is_per_element
 from parsim.graph.parameter_buckets import Bucket, HeldParameter
+
+
+class ChunkRun(NamedTuple):
+    """Neighbours in a rank's part of a bucket that are updated alike: with weight decay, or `exempt` from it.
+
+    `tensor` is a parameter of the optimizer: the elements `start` to `stop` of the chunk.
+    """
+
+    tensor: nn.Parameter
+    exempt: bool
+    start: int
+    stop: int
 
 
 class DividedBucket:
@@ -34,9 +46,12 @@ class DividedBucket:
         stage: of ZeRO, for this bucket.
         gradients: what stays of the gradients between microbatches: the flat padded array, from stage 2 on this rank's part.
         parts: the parameters the chunk reaches into, by name: what of each, and where in the chunk that lies.
+        runs: what the optimizer steps: the chunk, or pieces of it where some of its parameters are `exempt` from weight decay.
     """
 
-    def __init__(self, bucket: Bucket, held: Mapping[str, Tensor], place: int, *, stage: int) -> None:
+    def __init__(
+        self, bucket: Bucket, held: Mapping[str, Tensor], place: int, *, stage: int, exempt: frozenset[str] = frozenset()
+    ) -> None:
         first = held[bucket.parameters[0].name]
         size = bucket.chunk_elements
         self._bucket = bucket
@@ -64,6 +79,7 @@ class DividedBucket:
             self.gradients = torch.zeros_like(self.parameters)
             self._show(self.gradients)
             self.chunk.grad = self.gradients[start:stop]
+        self.runs = self._cut(exempt)
         self._whole: Tensor | None = None
         self._elements = len(self.parameters)
         if stage >= 3:
@@ -74,6 +90,30 @@ class DividedBucket:
         for entry in self._bucket.parameters:
             yield entry, offset
             offset += entry.elements
+
+    def _cut(self, exempt: frozenset[str]) -> tuple[ChunkRun, ...]:
+        """The chunk in as few pieces as weight decay needs; padding belongs to the last."""
+        kinds = [(place.start, name in exempt) for name, (_, place) in self.parts.items()]
+        begins = [entry for number, entry in enumerate(kinds) if not number or entry[1] != kinds[number - 1][1]]
+        if len(begins) < 2:
+            return (ChunkRun(self.chunk, bool(begins) and begins[0][1], 0, self.chunk.numel()),)
+        ends = [start for start, _ in begins[1:]] + [self.chunk.numel()]
+        runs = []
+        for (start, without), stop in zip(begins, ends, strict=True):
+            tensor = nn.Parameter(self.chunk.data[start:stop])
+            assert self.chunk.grad is not None
+            tensor.grad = self.chunk.grad[start:stop]
+            runs.append(ChunkRun(tensor, without, start, stop))
+        return tuple(runs)
+
+    def run_of(self, name: str) -> int:
+        """The number of the run in which this rank's part of a parameter lies."""
+        first = self.parts[name][1].start
+        return next(number for number, run in enumerate(self.runs) if run.start <= first < run.stop)
+
+    def _in_run(self, name: str) -> tuple[ChunkRun, slice]:
+        run, place = self.runs[self.run_of(name)], self.parts[name][1]
+        return run, slice(place.start - run.start, place.stop - run.start)
 
     def _show(self, gradients: Tensor) -> None:
         """Make views of a flat array the gradients of the parameters."""
@@ -129,18 +169,17 @@ class DividedBucket:
             self.chunk.data[place] = weight.reshape(-1)[fragment.start : fragment.stop].to(self.chunk.data)
 
     def state_of(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What the state of the chunk says of one parameter: views into its arrays, and its step counter."""
-        place = self.parts[name][1]
+        """What the state of a parameter's run says of it: views into its arrays, and its step counter."""
+        place = self._in_run(name)[1]
         return {key: value[place] if is_per_element(value, key) else value for key, value in state.items()}
 
-    def add_state(self, chunk_state: MutableMapping[str, Any], name: str, state: Mapping[str, Any]) -> None:
-        """Put this rank's part of the state of one whole parameter (of its piece, if it is cut) into that of the chunk."""
-        if name not in self.parts:
-            return
-        fragment, place = self.parts[name]
+    def add_state(self, run_state: MutableMapping[str, Any], name: str, state: Mapping[str, Any]) -> None:
+        """Put this rank's part of the state of one whole parameter (of its piece, if it is cut) into that of its run."""
+        fragment = self.parts[name][0]
+        run, place = self._in_run(name)
         for key, value in state.items():
             if is_per_element(value, key):
-                flat = chunk_state.setdefault(key, torch.zeros_like(self.chunk.data, dtype=value.dtype))
+                flat = run_state.setdefault(key, torch.zeros_like(run.tensor.data, dtype=value.dtype))
                 flat[place] = value.reshape(-1)[fragment.start : fragment.stop].to(flat)
             else:
-                chunk_state.setdefault(key, value)
+                run_state.setdefault(key, value)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
-from parsim.errors import ExecutionError
+from parsim.data.own.samples import StreamSamples
+from parsim.errors import ExecutionError, NoSplitError
 from parsim.execute.adaptive_run import Steering
 from parsim.execute.job import Job
 from parsim.execute.processes.exchange import done_by_rank_0, gather_values, meet, value_of_rank_0
@@ -17,6 +18,7 @@ from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.execute.score import score
 from parsim.execute.state import checkpoint
 from parsim.execute.training.rank_run import ProcessGroups, RankRun, run_dataset
+from parsim.execute.training.validation import Validation
 from parsim.files import write_json_atomically
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import LOSS
@@ -32,7 +34,8 @@ def train(job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) 
         _resume(entry, folder, place)
     said = time.monotonic()
     steering = Steering(job.adaptive, entry.run, job.steps, place) if job.adaptive is not None else None
-    best = float("-inf")
+    validation = _validation(job, entry)
+    stopped: int | None = None
     done_by_rank_0(place, lambda: None)  # rank 0 has read the profile meanwhile
     warm, warmup_steps = 0, min(job.warmup_steps, job.steps - entry.step_number - 1)  # at least one step is timed
     while entry.step_number < job.steps:
@@ -48,17 +51,20 @@ def train(job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) 
                 entry = entry.switched(switch.plan, place, groups)
         if steering is not None and job.adaptive is not None and steering.due(done):
             entry = _steer(job, steering, entry, place, groups)
-            if done % job.adaptive.epoch_steps == 0:
-                best = _keep_if_better(job, entry, place, best)
-        if done == job.steps or (job.checkpoint_every and done % job.checkpoint_every == 0):
+        if validation is not None and validation.due(done) and validation.look(entry, place):
+            stopped = done
+        if done in (job.steps, stopped) or (job.checkpoint_every and done % job.checkpoint_every == 0):
             entry.save(folder)
         speaker, share = _speaker(entry.layout)
         if place.rank == speaker and (time.monotonic() - said > SAY_EVERY_S or done == job.steps):
             said = time.monotonic()
             own = entry.losses[-1] or 0.0
             write_progress({"step": f"{done}/{job.steps}", "loss on its last samples": f"{own / share:.4f}"})
+        if stopped is not None:
+            break
     meet()
-    done_by_rank_0(place, lambda: _score_last(job, entry, folder, steering))
+    looks = {} if validation is None else validation.to_dict(stopped)
+    done_by_rank_0(place, lambda: _score_last(job, entry, folder, steering, looks))
     entry.checkpoints = None  # from here on steps are made for their times and their memory alone
     if not entry.rounds:
         entry.timed(1)
@@ -101,11 +107,22 @@ def _problem_of_resuming(entry: RankRun, folder: Path, step: int) -> str:
     return ""
 
 
-def _score_last(job: Job, entry: RankRun, folder: Path, steering: Steering | None) -> None:
+def _validation(job: Job, entry: RankRun) -> Validation | None:
+    """How the training validates, if it does."""
+    rule = entry.run.recipe.evaluation
+    if rule is None:
+        return None
+    every = rule.every or entry.order.steps_per_epoch
+    found = Validation(rule=rule, folder=Path(job.output) / "best" / "checkpoints", every=every, steps=job.steps)
+    found.begin(entry)
+    return found
+
+
+def _score_last(job: Job, entry: RankRun, folder: Path, steering: Steering | None, looks: dict[str, Any]) -> None:
     """Score the weights of the last checkpoint, and write down what the controller decided."""
-    result = _scored(entry, folder)
+    result = {**_scored(entry, folder), **looks}
     write_json_atomically(Path(job.output) / "score.json", result)
-    write_progress(result)
+    write_progress({name: value for name, value in result.items() if name not in looks})
     if steering is not None:
         decisions = [decision.to_dict() for decision in steering.decisions]
         write_json_atomically(Path(job.output) / "decisions.json", decisions, indent=1)
@@ -116,7 +133,13 @@ def _scored(entry: RankRun, folder: Path) -> dict[str, float]:
     last = checkpoint.latest_checkpoint(folder)
     if last is None:
         raise ExecutionError(f"the checkpoint that was just written to {folder} cannot be read")
-    return score(entry.run, checkpoint.load_state(last), run_dataset(entry.run, "test"), entry.stage.device)
+    try:
+        samples = run_dataset(entry.run, "test")
+    except NoSplitError:  # of one's own: training samples are all there is
+        return {}
+    if isinstance(samples, StreamSamples):
+        samples = samples.whole()
+    return score(entry.run, checkpoint.load_state(last), samples, entry.stage.device)
 
 
 def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
@@ -132,24 +155,6 @@ def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, gr
     if place.rank == 0:
         write_progress({"step": entry.step_number, "new plan": plan.summary(), "because": steering.decisions[-1].reason})
     return entry.switched(plan, place, groups)
-
-
-def _keep_if_better(job: Job, entry: RankRun, place: ProcessPlace, best: float) -> float:
-    """At the end of an epoch: a checkpoint under `best/` if the model scores better than ever before."""
-    folder = Path(job.output) / "best"
-    entry.save(folder / "new")
-    meet()
-
-    def keep() -> float:
-        result = _scored(entry, folder / "new")
-        reached = result.get("test_accuracy", -result["test_loss"])
-        if reached > best:
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-            (folder / "new").rename(folder / "checkpoints")
-        shutil.rmtree(folder / "new", ignore_errors=True)
-        return reached if reached > best else best
-
-    return float(value_of_rank_0(done_by_rank_0(place, keep)))
 
 
 def _speaker(layout: PlanIndex) -> tuple[int, float]:

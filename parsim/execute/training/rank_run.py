@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parsim.data import BatchOrder, Samples
+from parsim.data import Samples, order_of, train_and_validation
 from parsim.data.for_model import dataset_for
 from parsim.errors import ExecutionError
 from parsim.execute.cuda.faults import checkpoint_text, is_lost_device, lost_device, out_of_memory
@@ -27,18 +27,24 @@ from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.execute.records.measurement import RankRecord
 from parsim.execute.records.memory_lines import StepWatch, watching
 from parsim.execute.records.task_time import TaskTime
+from parsim.execute.relaxed.mixing import MixingRounds, is_message, mean_groups
 from parsim.execute.runtime import RankProgram, required_groups
-from parsim.execute.stage import StageReplica
+from parsim.execute.stage import LOSS_SCALE, StageReplica
 from parsim.execute.state import checkpoint
 from parsim.execute.state.finite import check_loss, check_state
 from parsim.execute.state.reshard import reshard
 from parsim.execute.streams import make_streams
-from parsim.graph.lower import lower
+from parsim.execute.training.learning_rate import LearningRate
+from parsim.graph.lower import lower, step_graphs
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.number_formats import number_format
 from parsim.plans.plan import Plan
 
+RATE = "learning_rate"
+"""Name of a schedule's state in a checkpoint."""
+OTHERS = (RATE, LOSS_SCALE)
+"""Names of progress in a checkpoint that are read where they belong; the rest are notes of the training."""
 RECORDED_STEPS = 64
 """Task times are kept of at most this many steps per run."""
 
@@ -57,9 +63,19 @@ class ProcessGroups:
         self.mine: dict[Stream, dist.ProcessGroup] = {}
         self._made: set[Stream] = set()
 
-    def make(self, graph: TaskGraph, precision: str) -> None:
-        """Make the groups that the graph needs in that precision and that do not exist yet."""
+    def make(self, graph: TaskGraph, precision: str, layout: PlanIndex | None = None) -> None:
+        """Make the groups that the graph needs in that precision and that do not exist yet.
+
+        Args:
+            layout: of the plan, whose steps may need more than the one of `graph`.
+        """
         needed = required_groups(graph)
+        if layout is not None and layout.plan.synchronisation.mixes:
+            for other in step_graphs(layout):
+                needed += required_groups(other)
+            needed = list(dict.fromkeys([*needed, *mean_groups(layout)]))
+        if dist.get_backend() == "gloo":
+            needed = [stream for stream in needed if not is_message(stream)]
         if number_format(precision).scales_loss:
             needed.append(agreement(graph.world_size))
         new = [stream for stream in needed if stream not in self._made]
@@ -80,7 +96,14 @@ class RankRun:
     """One run of the job on this rank: its program, its data, and where it stands."""
 
     def __init__(
-        self, run: RunSpec, layout: PlanIndex, graph: TaskGraph, place: ProcessPlace, groups: Mapping[Stream, dist.ProcessGroup]
+        self,
+        run: RunSpec,
+        layout: PlanIndex,
+        graph: TaskGraph,
+        place: ProcessPlace,
+        groups: Mapping[Stream, dist.ProcessGroup],
+        *,
+        steps: int,
     ) -> None:
         device = torch.device(place.device)
         numerics = numerics_of(run, device)
@@ -97,21 +120,33 @@ class RankRun:
             seed=run.seed,
             device=device,
             numerics=numerics,
+            recipe=run.recipe,
         )
+        self.steps = steps
+        self.notes: dict[str, Tensor] = {}
         if numerics.loss_scale is not None:
             group = groups[agreement(run.plan.world_size)]
             self.stage.agree = lambda flag: dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
         self.streams = make_streams(device)
-        self.program = RankProgram(graph, self.stage, self.streams, groups)
+        self.mixing: MixingRounds | None = None
+        if run.plan.synchronisation.mixes:
+            self.mixing = MixingRounds(self.stage, groups, lambda buffer: self.program.watch.received(buffer))
+            self.stage.also_resident["outer_state"] = self.mixing.resident_tensors
+        self.program = RankProgram(graph, self.stage, self.streams, groups, self.mixing)
         self.data = run_dataset(run, "train")
+        self.order = order = order_of(self.data, run.plan.global_batch, run.seed)
+        self.rate: LearningRate | None = None
+        if run.recipe.schedule is not None:
+            self.rate = LearningRate(run.optimizer, run.learning_rate, run.recipe, steps=steps, order=order)
         self.loader = Loader(
             self.data,
-            BatchOrder(n=len(self.data), global_batch=run.plan.global_batch, seed=run.seed),
+            order,
             layout,
             place.rank,
             dtype=numerics.weights,
             device=device,
-            pin=Tensor.pin_memory if self.streams.loads_ahead else None,
+            pin=(Tensor.pin_memory if run.pin_memory else torch.clone) if self.streams.loads_ahead else None,
+            workers=run.workers,
         )
         self.step_number = 0
         self.losses: list[float | None] = []
@@ -131,12 +166,14 @@ class RankRun:
         """
         layout = PlanIndex(plan, self.layout.model)
         graph = lower(plan, layout.model)
-        groups.make(graph, self.run.precision)
+        groups.make(graph, self.run.precision, layout)
         random = checkpoint.rng_state(str(self.stage.device))
-        after = RankRun(replace(self.run, plan=plan), layout, graph, place, groups.mine)
+        after = RankRun(replace(self.run, plan=plan), layout, graph, place, groups.mine, steps=self.steps)
+        if self.rate is not None and after.rate is not None:
+            after.rate.load(self.rate.state())
         reshard(self.stage, after.stage)
         checkpoint.restore_rng(random, str(self.stage.device))
-        after.checkpoints = self.checkpoints
+        after.checkpoints, after.notes = self.checkpoints, self.notes
         after.step_number, after.losses, after.rounds, after.cpu_s = self.step_number, self.losses, self.rounds, self.cpu_s
         self.close()
         return after
@@ -149,22 +186,25 @@ class RankRun:
     def step(self, *, keep: bool) -> None:
         """One training step on the next global batch; `keep` its task times and its loss."""
         pulse().begin(Doing.WORKING, "training", self.step_number + 1)
+        if self.rate is not None and self.stage.optimizer is not None:
+            self.rate.apply(min(self.step_number, self.steps - 1), self.stage.optimizer)
         batch = self.loader.batch(self.step_number)
         following = self.loader.following(self.step_number + 1) if self.streams.loads_ahead else None
         try:
-            loss, times = self.program.step(batch, following)
+            script = self.program.script(self.step_number)
+            loss, times = self.program.step(batch, following, script=script)
         except RuntimeError as error:
             raise self._explained(error) from error
         self.step_number += 1
-        own = loss / self.run.plan.global_batch if self.stage.loss_counts else None
+        own = loss / (self.run.plan.global_batch * script.share) if self.stage.loss_counts else None
         if own is not None and self.checkpoints is not None and not math.isfinite(own):
             check_loss(own, **self._where())
         if keep:
             self.losses.append(own)
-            if len(self.recorded) < RECORDED_STEPS:
+            if script.is_first and len(self.recorded) < RECORDED_STEPS:
                 self.recorded.append(times)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, keep: int = 2) -> None:
         """Write this rank's part of a checkpoint. Raises DivergedError instead if what it would hold is not finite."""
         pulse().begin(Doing.PREPARING, "writing a checkpoint")
         state = self.state()
@@ -172,7 +212,7 @@ class RankRun:
             check_state(state, self._trained(), **self._where())
         plan = self.layout.plan
         checkpoint.save_checkpoint(
-            folder, self.step_number, state, seed=self.run.seed, rank=self.stage.rank, world_size=plan.world_size
+            folder, self.step_number, state, seed=self.run.seed, rank=self.stage.rank, world_size=plan.world_size, keep=keep
         )
 
     def _trained(self) -> list[str]:
@@ -240,7 +280,16 @@ class RankRun:
 
     def state(self) -> checkpoint.RankState:
         """What this rank contributes to a checkpoint."""
-        return replace(self.stage.state(), rng=checkpoint.rng_state(str(self.stage.device)))
+        own = self.stage.state()
+        rate = None if self.rate is None else self.rate.state()
+        progress = {**own.progress, **self.notes, **({} if rate is None else {RATE: rate})}
+        state = replace(own, progress=progress, rng=checkpoint.rng_state(str(self.stage.device)))
+        if self.mixing is None:
+            return state
+        mean = self.mixing.mean_weights()
+        return replace(
+            state, weights={name: mean.get(name, value) for name, value in state.weights.items()}, own=self.mixing.own_state()
+        )
 
     def resume(self, found: checkpoint.Checkpoint) -> None:
         """Go on from a checkpoint of any plan of the same model."""
@@ -248,8 +297,13 @@ class RankRun:
         names = [*self.stage.parameters, *self.stage.buffers()]
         saved = checkpoint.load_state(found, names, rank=self.stage.rank if same else None)
         self.stage.load(saved)
+        if self.mixing is not None:
+            self.mixing.load_own(saved.own)
         checkpoint.restore_rng(saved.rng, str(self.stage.device))
         self.step_number = found.step
+        self.notes = {name: value for name, value in saved.progress.items() if name not in OTHERS}
+        if self.rate is not None:
+            self.rate.load(saved.progress.get(RATE))
 
     def record(self) -> RankRecord:
         return RankRecord(
@@ -274,6 +328,14 @@ def run_dataset(run: RunSpec, split: str) -> Samples:
     """The run's data in the shape its model takes.
 
     Args:
-        run: one run of the job. split: "train" or "test".
+        run: one run of the job. split: "train", "validation" (with an evaluation) or "test".
     """
-    return dataset_for(run.model, run.dataset, root=run.data_root, split=split, seed=run.seed)
+
+    def load(name: str) -> Samples:
+        return dataset_for(run.model, run.dataset, root=run.data_root, split=name, seed=run.seed)
+
+    looks = run.recipe.evaluation
+    if looks is None or split == "test":
+        return load(split)
+    train, validation = train_and_validation(load, looks.validation, run.seed)
+    return validation if split == "validation" else train

@@ -1,10 +1,10 @@
 """Loading, forward and backward of every component and microbatch, in the stage's pipeline order, and the communication of
 values and gradients right behind the task that makes them.
 
-A recomputed component runs its forward again right before its backward, or before the first half of a backward in halves.
-It uses the inputs it kept as it had read them, so nothing is sent again. It waits for no gradient, so it may run while
-the gradient is still being sent. A segment runs again as a whole before the backward of its last component. Its conversions
-on the tp axis are sent again, and that backward waits for all of them.
+A recomputed component runs its forward, or some operators of it, again right before its backward, or before the first half of a
+backward in halves. It uses the inputs it kept as it had read them, so nothing is sent again. It waits for no gradient, so it
+may run while the gradient is still being sent. A segment runs again as a whole before the backward of its last component. Its
+conversions on the tp axis are sent again, and that backward waits for all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import HOST, Origin, Resource
 from parsim.plans.pipeline import PIPELINE_ORDERS, pipeline_actions
 from parsim.plans.plan import Plan
-from parsim.work import Compute, LoadBatch, Phase
+from parsim.work import BY_OPERATOR_PART, Compute, LoadBatch, Phase
 
 
 def add_computation(draft: Draft, layout: PlanIndex) -> None:
@@ -109,7 +109,14 @@ def _add_load(draft: Draft, layout: PlanIndex, rank: int) -> None:
 
 def _compute(layout: PlanIndex, name: str, phase: Phase) -> Compute:
     placement = layout.placement[name]
-    return Compute(component=name, phase=phase, samples=layout.local_samples(name), rule=placement.rule, ways=placement.ways)
+    return Compute(
+        component=name,
+        phase=phase,
+        samples=layout.local_samples(name),
+        rule=placement.rule,
+        ways=placement.ways,
+        part=BY_OPERATOR_PART if phase is Phase.RECOMPUTE and layout.recomputes_by_operator(name) else "",
+    )
 
 
 def _add_forward(draft: Draft, layout: PlanIndex, replica: int, name: str, microbatch: int) -> None:

@@ -30,21 +30,37 @@ def _last_microbatch(layout: PlanIndex, chunk: int) -> int:
     return last.microbatch
 
 
-def reduction_key(layout: PlanIndex, bucket: Bucket, microbatch: int | None = None) -> TaskKey:
-    """The collective that sums the bucket's gradients: of this microbatch where each has its own (None: of the last one)."""
+def reduction_key(layout: PlanIndex, bucket: Bucket, microbatch: int | None = None, replica: int | None = None) -> TaskKey:
+    """The collective that sums the bucket's gradients: of this microbatch where each has its own (None: of the last one).
+
+    Args:
+        replica: where replicas are mixed in rounds, whose gradients are summed apart from the others'.
+    """
     if layout.zero_stage_of(bucket) < 2:
-        return ("reduce", bucket.number)
+        return ("reduce", bucket.number, *(() if replica is None else ("of", replica)))
     if microbatch is None:
         microbatch = _last_microbatch(layout, layout.chunk_of[layout.completes(bucket, bucket.stages[0])[0]])
     return ("reduce", bucket.number, microbatch)
 
 
+def summed_groups(layout: PlanIndex, bucket: Bucket) -> dict[int | None, tuple[int, ...]]:
+    """The ranks over which a bucket's gradients are summed: all that hold it, or by replica where replicas mix in rounds."""
+    if not layout.plan.synchronisation.mixes:
+        return {None: bucket.group}
+    groups: dict[int | None, tuple[int, ...]] = {}
+    for rank in bucket.group:
+        replica = layout.plan.replica_of_rank(rank)
+        groups[replica] = (*groups.get(replica, ()), rank)
+    return groups
+
+
 def add_gradient_reduction(draft: Draft, layout: PlanIndex) -> None:
     """One all_reduce (ZeRO 1: reduce_scatter) per bucket over all ranks that hold its parameters; none where one rank does."""
-    for bucket in layout.buckets:
-        if len(bucket.group) == 1 or layout.zero_stage_of(bucket) >= 2:
+    groups = [(bucket, *entry) for bucket in layout.buckets for entry in summed_groups(layout, bucket).items()]
+    for bucket, replica, group in groups:
+        if len(group) == 1 or layout.zero_stage_of(bucket) >= 2:
             continue
-        kept = draft.kept(bucket.group)
+        kept = draft.kept(group)
         if not kept:
             continue
         after: list[TaskKey] = []
@@ -52,18 +68,18 @@ def add_gradient_reduction(draft: Draft, layout: PlanIndex) -> None:
             ranks = [rank for rank in kept if layout.plan.stage_of_rank(rank) == stage]
             for component in layout.completes(bucket, stage):
                 after.extend(last_backward_key(layout, rank, component) for rank in ranks)
-        work = bucket_work(layout, bucket)
+        work = bucket_work(layout, bucket, group)
         resources = [Resource(rank, DP_STREAM) for rank in kept]
-        origin = Origin(stage=bucket.stages[0], bucket=bucket.number)
-        draft.add(reduction_key(layout, bucket), work, resources, after, origin)
+        origin = Origin(stage=bucket.stages[0], bucket=bucket.number, replica=replica)
+        draft.add(reduction_key(layout, bucket, replica=replica), work, resources, after, origin)
 
 
-def bucket_work(layout: PlanIndex, bucket: Bucket) -> Collective:
-    """How the bucket's gradients are summed."""
+def bucket_work(layout: PlanIndex, bucket: Bucket, group: tuple[int, ...] | None = None) -> Collective:
+    """How the bucket's gradients are summed, over all that hold it or over a group of them."""
     divided = layout.is_divided(bucket)
     return Collective(
         operation="reduce_scatter" if divided else "all_reduce",
-        group=bucket.group,
+        group=group or bucket.group,
         size_bytes=bucket.padded_bytes if divided else bucket.size_bytes,
     )
 
@@ -73,24 +89,46 @@ def gathering_work(bucket: Bucket) -> Collective:
     return Collective(operation="all_gather", group=bucket.group, size_bytes=bucket.padded_bytes)
 
 
+def scale_key(rank: int) -> TaskKey:
+    """The task that scales the gradients of a rank by their global norm."""
+    return ("clip", rank)
+
+
+def updated_by(layout: PlanIndex, rank: int) -> tuple[int, int]:
+    """Scalars that a rank updates, and the arrays they come in."""
+    elements = tensors = 0
+    for bucket in layout.rank_buckets(rank):
+        divided = layout.is_divided(bucket)
+        elements += bucket.chunk_elements if divided else bucket.elements
+        tensors += 1 if divided else len(bucket.parameters)
+    return elements, tensors
+
+
+def gradients_complete(layout: PlanIndex, rank: int) -> list[TaskKey]:
+    """What must have ended before a rank has all gradients that it updates with."""
+    own = layout.plan.replica_of_rank(rank) if layout.plan.synchronisation.mixes else None
+    after = [
+        reduction_key(layout, bucket, replica=own)
+        for bucket in layout.rank_buckets(rank)
+        if len(summed_groups(layout, bucket)[own]) > 1
+    ]
+    first: dict[int, str] = {}
+    for name in layout.rank_components(rank):
+        if name in layout.differentiable:
+            first.setdefault(layout.chunk_of[name], name)
+    return [*after, *(last_backward_key(layout, rank, name) for name in first.values())]
+
+
 def add_optimizer(draft: Draft, layout: PlanIndex) -> None:
     """One OptimizerStep per rank after its buckets and its own backwards, over what it updates."""
     for rank in draft.kept_ranks():
-        buckets = layout.rank_buckets(rank)
-        if not buckets:
+        if not layout.rank_buckets(rank):
             continue
         stage, replica = layout.plan.stage_of_rank(rank), layout.plan.replica_of_rank(rank)
-        elements = tensors = 0
-        for bucket in buckets:
-            divided = layout.is_divided(bucket)
-            elements += bucket.chunk_elements if divided else bucket.elements
-            tensors += 1 if divided else len(bucket.parameters)
-        after: list[TaskKey] = [reduction_key(layout, bucket) for bucket in buckets if len(bucket.group) > 1]
-        first: dict[int, str] = {}
-        for name in layout.rank_components(rank):
-            if name in layout.differentiable:
-                first.setdefault(layout.chunk_of[name], name)
-        after.extend(last_backward_key(layout, rank, name) for name in first.values())
+        elements, tensors = updated_by(layout, rank)
+        after = gradients_complete(layout, rank)
+        if layout.plan.clip_gradients:
+            after = [*after, scale_key(rank)]
         work = OptimizerStep(elements=elements, tensors=tensors)
         draft.add((Phase.OPTIMIZER, rank), work, [Resource(rank, COMPUTE)], after, Origin(stage=stage, replica=replica))
 

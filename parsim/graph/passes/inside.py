@@ -28,7 +28,7 @@ from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import COMPUTE, Origin, Resource
 from parsim.model.component import InnerExchange
-from parsim.work import Collective, Compute, Phase
+from parsim.work import BY_OPERATOR_PART, Collective, Compute, Phase
 
 CONTEXT_STREAM = "cp"
 EXPERT_STREAM = "ep"
@@ -100,7 +100,8 @@ def first_key(layout: PlanIndex, phase: Phase, rank: int, name: str, microbatch:
     Args:
         layout: the plan over the model of a rank. phase, rank, name, microbatch: which computation.
     """
-    if layout.inside(name) is None or phase is Phase.BACKWARD_WEIGHT:
+    again = phase is Phase.RECOMPUTE and layout.recomputes_by_operator(name)  # in one piece: attention does not run again
+    if layout.inside(name) is None or phase is Phase.BACKWARD_WEIGHT or again:
         return (phase, rank, name, microbatch)
     return (phase, rank, name, microbatch, 0)
 
@@ -117,7 +118,7 @@ def add_parts(
     name, phase = work.component, work.phase
     whole: TaskKey = (phase, rank, name, microbatch)
     inside = layout.inside(name)
-    if inside is None or phase is Phase.BACKWARD_WEIGHT:
+    if inside is None or phase is Phase.BACKWARD_WEIGHT or work.part == BY_OPERATOR_PART:
         draft.add(whole, work, [Resource(rank, COMPUTE)], after, origin)
         return
     steps = inner_steps(inside, phase, layout.plan.context_exchange)

@@ -65,12 +65,12 @@ class Window(NamedTuple):
         return (2 * self.ahead if self.parameters else 2 * self.last + 1, self.first, self.bucket.number)
 
 
-def uses_of(layout: PlanIndex, place: int) -> tuple[Use, ...]:
-    """All computations at a place on the pp axis, in order."""
+def uses_of(layout: PlanIndex, place: int, microbatches: int | None = None) -> tuple[Use, ...]:
+    """All computations at a place on the pp axis, in order; of so many microbatches, where a number is given."""
     plan = layout.plan
     return tuple(
         Use(phase, name, action.microbatch)
-        for action in pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
+        for action in pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, microbatches or plan.microbatches, plan.chunks)
         for phase, name in computations(layout, action.stage, action.phase)
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parsim.errors import TraceError
 from parsim.model.runnable import Runnable
+
+
+class Forward(Protocol):
+    """What of a `Runnable` its forward needs."""
+
+    @property
+    def input_differentiable(self) -> tuple[bool, ...]: ...
+
+    def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]: ...
 
 
 class _Entry(torch.autograd.Function):
@@ -65,7 +74,7 @@ def enter(value: Tensor) -> tuple[Tensor, InputEdge]:
     return cut, (get_gradient_edge(cut), box)
 
 
-def forward_component(runnable: Runnable, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Saved]:
+def forward_component(runnable: Forward, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Saved]:
     """Run `runnable` on detached copies (sharing memory) of `inputs`, in the order of `runnable.input_names`.
 
     An input gets a gradient if the recording says one flows through it, or if it requires one itself.

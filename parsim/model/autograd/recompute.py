@@ -3,6 +3,9 @@
 The second run has the same inputs, generator states (so dropout draws the same mask) and buffers as the first. Its
 changes to buffers are discarded, so running statistics are updated once.
 
+By operator (`forward_keeping_calls`), the outputs of some operators are kept too and not computed again. Inputs that nothing
+reads again are not kept (`parsim.model.autograd.kept_calls`).
+
 Leaves out: whatever else a forward may read that changes between the two runs (a global, a file).
 """
 
@@ -14,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parsim.model.autograd.cut import Saved, forward_component
+from parsim.model.autograd.cut import Forward, Saved, forward_component
+from parsim.model.autograd.kept_calls import FirstForward, KeptCalls, Like, SecondForward, generator_state, set_generator_state
 from parsim.model.runnable import Runnable
 
 
@@ -23,13 +27,16 @@ class RecomputeInputs:
     """What a second run of a forward needs.
 
     Attributes:
-        inputs: as given. buffers: copies from before the first run, in the order of `Runnable.buffer_names`.
+        inputs: as given, or what those were like that nothing reads again. buffers: copies from before the first run, in the
+            order of `Runnable.buffer_names`.
         generators: the state of the CPU's generator, and on a GPU also that of the GPU's.
+        calls: which calls run again; None: all.
     """
 
-    inputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor | Like, ...]
     buffers: tuple[Tensor, ...]
     generators: tuple[Tensor, ...]
+    calls: KeptCalls | None = None
 
 
 def forward_keeping_inputs(
@@ -42,8 +49,59 @@ def forward_keeping_inputs(
         generators=_generator_states(device),
     )
     with torch.no_grad():
-        outputs, _ = forward_component(runnable, kept.inputs)
+        outputs, _ = forward_component(runnable, inputs)
     return outputs, kept
+
+
+def forward_keeping_calls(
+    runnable: Runnable, inputs: Sequence[Tensor], device: torch.device
+) -> tuple[tuple[Tensor, ...], RecomputeInputs]:
+    """The same, keeping the outputs of operators that are dear to compute and that something needs again.
+
+    Raises TraceError if the component writes in place into an input that is read again.
+    """
+    buffers = runnable.buffers()
+    copies, states = tuple(buffer.clone() for buffer in buffers), _generator_states(device)
+    given = (*runnable.parameters(), *(constant for constant, _ in runnable.program.constants))
+    outputs, calls = first_forward(runnable, inputs, FirstForward((*inputs, *given, *buffers)), buffers)
+    kept = tuple(value.detach() if read else Like.of(value) for value, read in zip(inputs, calls.inputs, strict=True))
+    return outputs, RecomputeInputs(inputs=kept, buffers=copies, generators=states, calls=calls)
+
+
+def first_forward(
+    forward: Forward, inputs: Sequence[Tensor], watch: FirstForward, buffers: Sequence[Tensor] = ()
+) -> tuple[tuple[Tensor, ...], KeptCalls]:
+    """A forward that keeps what is dear to compute, and saves nothing else.
+
+    Gradients are on, as in the second forward, because some functions of torch call other operators without them.
+
+    Args:
+        forward: of a component. inputs: of it. watch: new, with all that the forward is given.
+        buffers: of which there are copies from before.
+
+    Raises: TraceError as `FirstForward.ended` does.
+    """
+    with torch.autograd.graph.saved_tensors_hooks(watch.saved, _read_too_early), watch:
+        outputs, _ = forward_component(forward, inputs)
+    return outputs, watch.ended(inputs, outputs, buffers)
+
+
+def second_forward(forward: Forward, inputs: Sequence[Tensor | Like], calls: KeptCalls) -> Saved:
+    """What is not kept once more, saving for the backward.
+
+    Args:
+        forward, calls: of `first_forward`. inputs: as it had them, or what those were like that nothing reads again.
+
+    Raises:
+        TraceError: the forward makes other calls than the first time.
+    """
+    given = [value.room() if isinstance(value, Like) else value for value in inputs]
+    with SecondForward(calls):
+        return forward_component(forward, given)[1]
+
+
+def _read_too_early(nothing: object) -> Tensor:
+    raise AssertionError(f"a first forward saves {nothing}, and no backward runs before the second one")
 
 
 def recompute(runnable: Runnable, kept: RecomputeInputs, device: torch.device) -> Saved:
@@ -51,10 +109,12 @@ def recompute(runnable: Runnable, kept: RecomputeInputs, device: torch.device) -
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), runnable.reading_buffers(kept.buffers):
         torch.set_rng_state(kept.generators[0])
         for state in kept.generators[1:]:
-            torch.cuda.set_rng_state(state, device)
-        return forward_component(runnable, kept.inputs)[1]
+            set_generator_state(state, device)
+        if kept.calls is not None:
+            return second_forward(runnable, kept.inputs, kept.calls)
+        return forward_component(runnable, [value for value in kept.inputs if isinstance(value, Tensor)])[1]
 
 
 def _generator_states(device: torch.device) -> tuple[Tensor, ...]:
-    own = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
+    own = (generator_state(device),) if device.type == "cuda" else ()
     return (torch.get_rng_state(), *own)

@@ -33,8 +33,10 @@ from parsim.model.component import (
     Operator,
     OperatorShard,
     Parameter,
+    Selective,
     Sharding,
     ShardPeak,
+    ShardSelective,
     Value,
 )
 from parsim.model.model import Model
@@ -189,6 +191,16 @@ def _piece(component: Component, cp: int, context_bytes: int, ring: bool) -> Com
             saved_activation_bytes=entry.saved_activation_bytes // cp,
             forward_peaks=peaks(entry.forward_peaks, held),
             backward_peaks=peaks(entry.backward_peaks, 2 * held),
+            selective=selective(entry.selective),
+        )
+
+    def selective(entry: Selective | None) -> Selective | None:
+        return entry and replace(
+            entry,
+            kept=peaks((entry.kept,), 0)[0],
+            again=peaks((entry.again,), 0)[0],
+            first_peaks=peaks(entry.first_peaks, held),
+            second_peaks=peaks(entry.second_peaks, 0),
         )
 
     return replace(
@@ -199,6 +211,7 @@ def _piece(component: Component, cp: int, context_bytes: int, ring: bool) -> Com
         backward_peaks=peaks(component.backward_peaks, 2 * held),
         shardings=tuple(_piece_sharding(entry, component, operators, cp, held) for entry in component.shardings),
         half=None if component.half is None else half(component.half),
+        selective=selective(component.selective),
     )
 
 
@@ -219,7 +232,17 @@ def _piece_sharding(sharding: Sharding, whole: Component, operators: tuple[Opera
 
     def half(entry: HalfSharding) -> HalfSharding:
         return HalfSharding(
-            forward_peaks=peaks(entry.forward_peaks, held), backward_peaks=peaks(entry.backward_peaks, 2 * held)
+            forward_peaks=peaks(entry.forward_peaks, held),
+            backward_peaks=peaks(entry.backward_peaks, 2 * held),
+            selective=selective(entry.selective),
+        )
+
+    def selective(entry: ShardSelective | None) -> ShardSelective | None:
+        return entry and ShardSelective(
+            kept=peaks((entry.kept,), 0)[0],
+            again=peaks((entry.again,), 0)[0],
+            first_peaks=peaks(entry.first_peaks, held),
+            second_peaks=peaks(entry.second_peaks, 0),
         )
 
     return replace(
@@ -229,6 +252,7 @@ def _piece_sharding(sharding: Sharding, whole: Component, operators: tuple[Opera
         forward_peaks=peaks(sharding.forward_peaks, held),
         backward_peaks=peaks(sharding.backward_peaks, 2 * held),
         half=None if sharding.half is None else half(sharding.half),
+        selective=selective(sharding.selective),
     )
 
 

@@ -46,12 +46,16 @@ def component_peaks(small: Recorded, large: Recorded) -> tuple[Peaks, Peaks]:
     Empty where the two recordings differ in more than the batch; of the backward, too, where there is none.
     """
     both = zip(moments(small), moments(large), strict=True)
-    forward, backward = (_lines(less, more, small.samples, large.samples) for less, more in both)
+    forward, backward = (lines(less, more, small.samples, large.samples) for less, more in both)
     return forward, backward
 
 
-def _lines(less: Sequence[int], more: Sequence[int], small: int, large: int) -> Peaks:
-    """The envelope of moments' bytes at two batches."""
+def lines(less: Sequence[int], more: Sequence[int], small: int, large: int) -> Peaks:
+    """The envelope of moments' bytes at two batches; empty where they are not the same moments.
+
+    Args:
+        less, more: bytes at the batches `small` and `large`.
+    """
     if len(less) != len(more):
         return ()
     rates = [(top - low) // (large - small) for low, top in zip(less, more, strict=True)]
@@ -97,13 +101,13 @@ def moments(recorded: Recorded) -> tuple[list[int], list[int]]:
         entries: list[InputEdge | None] = []
         given: list[Tensor] = []
         for _, slot, differentiable in program.inputs:
-            given.append(_like(program.tensors[slot]))
+            given.append(like(program.tensors[slot]))
             cut, entry = enter(given[-1]) if differentiable else (given[-1], None)
             environment[slot] = cut
             entries.append(entry)
             del cut
         for key, slot in program.state:
-            value = _like(program.tensors[slot])
+            value = like(program.tensors[slot])
             if key.kind == "parameter" and program.tensors[slot].differentiable:
                 value.requires_grad_().register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
             environment[slot] = value
@@ -141,7 +145,7 @@ def moments(recorded: Recorded) -> tuple[list[int], list[int]]:
             return forward, [moment - saved for moment in live.moments]
 
 
-def _like(kind: TensorKind) -> Tensor:
+def like(kind: TensorKind) -> Tensor:
     """A new tensor of that shape and memory order."""
     order: Sequence[int] = sorted(range(len(kind.shape)), key=lambda dim: -kind.stride[dim])
     tensor = torch.empty([kind.shape[dim] for dim in order], dtype=kind.dtype)

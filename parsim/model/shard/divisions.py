@@ -50,6 +50,19 @@ class OperatorDivision(NamedTuple):
     activation_bytes: int
 
 
+class Division(NamedTuple):
+    """A component by its operators.
+
+    Attributes:
+        operators: per sample. shardings: of the component.
+        numbers: per call of `WholeComponent.operators` the number of its operator; -1: it is part of a sum over a loop.
+    """
+
+    operators: tuple[Operator, ...]
+    shardings: tuple[Sharding, ...]
+    numbers: tuple[int, ...]
+
+
 class _Divided(NamedTuple):
     variant: Variant
     cuts: dict[Hashable, OperatorDivision]
@@ -59,23 +72,27 @@ class _Divided(NamedTuple):
 
 def divide(
     small: WholeComponent, large: WholeComponent, step: int, split: Split, saved: tuple[int, int], cuttable: Sequence[bool]
-) -> tuple[tuple[Operator, ...], tuple[Sharding, ...]]:
+) -> Division:
     """Operators per sample and shardings of a component measured at two batches that differ by `step` samples.
 
     Args:
         split: (bytes at the small batch, at the large one, what) -> (per sample, fixed). saved: what the whole saves, so.
         cuttable: per input whether dim 0 is the batch in both.
     """
-    grown = _numbered(grow(small.operators, large.operators, step))
+    raws = grow(small.operators, large.operators, step)
+    grown = _numbered(raws)
     found = [
         divided
         for variant in variants(small.program, cuttable)
         if (divided := _divided(small, large, step, split, saved, variant, grown)) is not None
     ]
     counts: dict[tuple[Operator, tuple[OperatorDivision | None, ...]], int] = {}
-    for key, operator in grown:
+    number_of: dict[int, int] = {}
+    places: dict[Hashable, int] = {}
+    for (key, operator), (raw, _) in zip(grown, raws, strict=True):
         mark = tuple(divided.cuts.get(key) for divided in found)
         counts[operator, mark] = counts.get((operator, mark), 0) + 1
+        number_of[id(raw)] = places.setdefault((operator, mark), len(places))
     operators = tuple(replace(operator, count=count * operator.count) for (operator, _), count in counts.items())
     shardings = tuple(
         _sharding(
@@ -89,7 +106,7 @@ def divide(
         )
         for place, divided in enumerate(found)
     )
-    return operators, shardings
+    return Division(operators, shardings, tuple(number_of.get(id(raw), -1) for raw in small.operators))
 
 
 def _sharding(program: CallProgram, divided: _Divided, operators: tuple[OperatorShard, ...]) -> Sharding:

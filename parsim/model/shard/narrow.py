@@ -49,6 +49,9 @@ def narrow(component: Component, rule: str, ways: int) -> Component:
         forward_peaks=tuple(peak.at(ways) for peak in sharding.forward_peaks),
         backward_peaks=tuple(peak.at(ways) for peak in sharding.backward_peaks),
         half=half,
+        selective=None
+        if component.selective is None or sharding.selective is None
+        else sharding.selective.at(ways, component.selective),
         inside=None
         if component.inside is None
         else replace(

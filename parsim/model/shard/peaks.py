@@ -27,9 +27,9 @@ def shard_peaks(small: Recorded, large: Recorded, sharding: Sharding) -> tuple[S
     widths = divisors(sharding.limit)
     forward: set[ShardPeak] = set()
     backward: set[ShardPeak] = set()
-    for shard in (0,) if _shards_are_alike(small.program, sharding, widths[0]) else (0, 1):
+    for shard in (0,) if shards_are_alike(small.program, sharding, widths[0]) else (0, 1):
         counted = {
-            (ways, run.samples): moments(replace(run, program=_local(run.program, sharding, shard, ways)))
+            (ways, run.samples): moments(replace(run, program=local_program(run.program, sharding, shard, ways)))
             for ways in widths[:2]
             for run in (small, large)
         }
@@ -37,13 +37,16 @@ def shard_peaks(small: Recorded, large: Recorded, sharding: Sharding) -> tuple[S
             lists = {at: both[phase] for at, both in counted.items()}
             if any(len(lists[ways, small.samples]) != len(lists[ways, large.samples]) for ways in widths[:2]):
                 return (), ()
-            lines = [_lines(lists, ways, (small.samples, large.samples)) for ways in widths[:2]]
-            found.update(_affine(lines, widths[:2]))
-    return _fullest(forward, widths), _fullest(backward, widths)
+            found.update(affine(lists, widths[:2], (small.samples, large.samples)))
+    return fullest(forward, widths), fullest(backward, widths)
 
 
-def _shards_are_alike(program: CallProgram, sharding: Sharding, ways: int) -> bool:
-    """Whether the first shard makes the calls of the others, on other pieces: nobody stands in with zeros."""
+def shards_are_alike(program: CallProgram, sharding: Sharding, ways: int) -> bool:
+    """Whether the first shard makes the calls of the others, on other pieces: nobody stands in with zeros.
+
+    Args:
+        program: of the whole component. sharding: the rule. ways: how many shards.
+    """
     first, second = (shard_program(program, sharding, shard, ways) for shard in (0, 1))
     return len(first.ops) == len(second.ops) and all(
         type(one.function) is type(other.function) for one, other in zip(first.ops, second.ops, strict=True)
@@ -55,8 +58,12 @@ def divisors(limit: int) -> list[int]:
     return [ways for ways in range(2, limit + 1) if limit % ways == 0]
 
 
-def _local(program: CallProgram, sharding: Sharding, shard: int, ways: int) -> CallProgram:
-    """The calls of one shard, with the tensors that it is given in their local shapes."""
+def local_program(program: CallProgram, sharding: Sharding, shard: int, ways: int) -> CallProgram:
+    """The calls of one shard, with the tensors that it is given in their local shapes.
+
+    Args:
+        program: of the whole component. sharding: the rule. shard, ways: which of how many.
+    """
     parts = {part.name: Content(SHARD, part.dim, part.blocks, part.runs) for part in (*sharding.parameters, *sharding.buffers)}
     given = [(slot, content_of(text)) for (_, slot, _), text in zip(program.inputs, sharding.inputs, strict=True)]
     held = [(slot, parts[key.name]) for key, slot in program.state if key.name in parts]
@@ -85,6 +92,15 @@ def _lines(lists: dict[tuple[int, int], list[int]], ways: int, batches: tuple[in
     ]
 
 
+def affine(lists: dict[tuple[int, int], list[int]], widths: list[int], batches: tuple[int, int]) -> Iterator[ShardPeak]:
+    """Moments of a shard for every number of ways and samples.
+
+    Args:
+        lists: bytes of the moments at (ways, samples). widths: the ways. batches: the samples.
+    """
+    return _affine([_lines(lists, ways, batches) for ways in widths], widths)
+
+
 def _affine(lines: list[Lines], widths: list[int]) -> Iterator[ShardPeak]:
     """Per moment the bytes that are whole and those that are divided, from those at two numbers of ways.
 
@@ -104,8 +120,12 @@ def _affine(lines: list[Lines], widths: list[int]) -> Iterator[ShardPeak]:
         yield ShardPeak(rate - divided_rate // first, fixed - divided_fixed // first, divided_rate, divided_fixed)
 
 
-def _fullest(peaks: Iterable[ShardPeak], widths: list[int]) -> ShardPeaks:
-    """Those that are the fullest for some batch and some ways."""
+def fullest(peaks: Iterable[ShardPeak], widths: list[int]) -> ShardPeaks:
+    """Those that are the fullest for some batch and some ways.
+
+    Args:
+        peaks: of a shard. widths: the ways that occur.
+    """
     ordered, found = sorted(peaks), set[ShardPeak]()
     for ways in widths:
         lines: dict[tuple[int, int], ShardPeak] = {}

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from parsim.model.component import Component, HalfComponent, HalfSharding, HalfValue, Sharding, Value
+from parsim.model.component import Component, HalfComponent, HalfSharding, HalfValue, Selective, Sharding, Value
 from parsim.model.model import Model
 from parsim.model.tracing.cut import value_names
 from parsim.model.tracing.measure import Counted, TracedForward, nbytes, split
@@ -47,15 +47,29 @@ def _component(component: Component, small: TracedForward, large: TracedForward,
         cast_bytes=small.saved_bytes(place, casts=True),
         forward_peaks=forward,
         backward_peaks=backward,
+        selective=_selective(component, small, place, peaks),
     )
     return replace(
         component, half=half, shardings=tuple(_sharding(entry, component, place, peaks) for entry in component.shardings)
     )
 
 
+def _selective(component: Component, small: TracedForward, place: int, peaks: Counted) -> Selective | None:
+    """As under autocast, if it keeps less without; the casts of weights that it makes again are `cast_bytes` already."""
+    if component.selective is None:
+        return None
+    found = peaks.selective(component, place, None, {})
+    if found is None:
+        return None
+    rate, fixed = found.again
+    casts = small.saved_bytes(place, casts=True)
+    return replace(found, again=(rate, fixed - casts), operators=component.selective.operators)
+
+
 def _sharding(sharding: Sharding, component: Component, place: int, peaks: Counted) -> Sharding:
     forward, backward = peaks.of_shards(component, place, sharding)
-    return replace(sharding, half=HalfSharding(forward_peaks=forward, backward_peaks=backward))
+    selective = sharding.selective and peaks.shard_selective(component, place, sharding)
+    return replace(sharding, half=HalfSharding(forward_peaks=forward, backward_peaks=backward, selective=selective))
 
 
 def _values(values: tuple[Value, ...], small: TracedForward, large: TracedForward) -> tuple[Value, ...]:

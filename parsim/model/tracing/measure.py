@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parsim.errors import TraceError
-from parsim.model.component import LOSS, MAXIMUM, PARTIAL, Component, Operator, Parameter, Sharding, Value
+from parsim.model.component import LOSS, MAXIMUM, PARTIAL, Component, Parameter, Selective, Sharding, ShardSelective, Value
 from parsim.model.memory.pairs import compares_samples, square_peaks, square_size
 from parsim.model.memory.peaks import Peaks, Recorded, autocast_as, component_peaks
+from parsim.model.memory.selective import gains, selective_of, shard_selective
 from parsim.model.model import SUBLAYER, Model
 from parsim.model.objective.settle import OpenLoss
 from parsim.model.runnable import CallProgram, StateKey
-from parsim.model.shard.divisions import WholeComponent, divide
+from parsim.model.shard.divisions import Division, WholeComponent, divide
 from parsim.model.shard.peaks import ShardPeaks, shard_peaks
 from parsim.model.tracing.cut import cut, final_values, programs, value_names
 from parsim.model.tracing.operators import RawOperator, grow
@@ -267,14 +268,15 @@ class Counted:
 
     def __init__(self, small: TracedForward, large: TracedForward) -> None:
         self._small, self._large = small, large
-        self._divisions: dict[Hashable, tuple[tuple[StateKey, ...], tuple[Operator, ...], tuple[Sharding, ...]]] = {}
+        self._divisions: dict[Hashable, tuple[tuple[StateKey, ...], Division]] = {}
+        self._selective: dict[str, Selective | None] = {}
+        self._names: dict[str, tuple[str, ...]] = {}
+        self._shards_selective: dict[tuple[str, str], ShardSelective | None] = {}
         self._components: dict[str, tuple[Peaks, Peaks]] = {}
         self._shards: dict[tuple[str, str], tuple[ShardPeaks, ShardPeaks]] = {}
 
-    def division(
-        self, place: int, saved: tuple[int, int], cuttable: tuple[bool, ...]
-    ) -> tuple[tuple[Operator, ...], tuple[Sharding, ...]]:
-        """Operators per sample and shardings of the component at that place.
+    def division(self, place: int, saved: tuple[int, int], cuttable: tuple[bool, ...]) -> Division:
+        """The component at that place by its operators.
 
         Args:
             place: of the component. saved: bytes that it saves, per sample and fixed. cuttable: per input whether dim 0 is the
@@ -290,10 +292,10 @@ class Counted:
         state = tuple(entry for entry, _ in small.program.state)
         if key not in self._divisions:
             split_here = partial(_split_at, batches, bool(self._small.recording.decisions))
-            self._divisions[key] = state, *divide(small, large, batches[1] - batches[0], split_here, saved, cuttable)
-        known, operators, shardings = self._divisions[key]
+            self._divisions[key] = state, divide(small, large, batches[1] - batches[0], split_here, saved, cuttable)
+        known, found = self._divisions[key]
         renamed = {old.name: new.name for old, new in zip(known, state, strict=True)}
-        return operators, tuple(_with_names(sharding, renamed) for sharding in shardings)
+        return found._replace(shardings=tuple(_with_names(sharding, renamed) for sharding in found.shardings))
 
     def of_component(self, component: Component, place: int) -> tuple[Peaks, Peaks]:
         """Forward and backward of the component at that place."""
@@ -308,6 +310,35 @@ class Counted:
         if key not in self._shards:
             self._shards[key] = shard_peaks(self._small.recorded(place), self._large.recorded(place), sharding)
         return self._shards[key]
+
+    def selective(
+        self, component: Component, place: int, numbers: Sequence[int] | None, values: Mapping[str, Value]
+    ) -> Selective | None:
+        """How the component at that place is recomputed by operator; None where that keeps no less.
+
+        Args:
+            component: as counted so far. place: of it. numbers: of its calls, as in Division; None: it gains, and its
+                operators are known. values: of the model.
+        """
+        key = component.fingerprint
+        if key not in self._selective:
+            functions = [raw.function for raw in self._small.operators_in[place]]
+            found = selective_of(self._small.recorded(place), self._large.recorded(place), functions, numbers)
+            self._selective[key] = found if numbers is None or gains(found, component, values) else None
+            self._names[key] = (*component.inputs, *component.outputs)
+        first = self._selective[key]
+        if first is None:
+            return None
+        names = dict(zip(self._names[key], (*component.inputs, *component.outputs), strict=True))
+        return replace(first, values=tuple(names[name] for name in first.values))
+
+    def shard_selective(self, component: Component, place: int, sharding: Sharding) -> ShardSelective | None:
+        """The same of its shards under one rule."""
+        key = component.fingerprint, sharding.rule
+        if key not in self._shards_selective:
+            small, large = self._small.recorded(place), self._large.recorded(place)
+            self._shards_selective[key] = shard_selective(small, large, sharding)
+        return self._shards_selective[key]
 
 
 def _with_names(sharding: Sharding, renamed: Mapping[str, str]) -> Sharding:
@@ -396,12 +427,13 @@ def _component(
     if largest is None:
         rate, fixed = split(small.saved_bytes(place), large.saved_bytes(place), batches, what, rounded=rounded)
         cuttable = tuple(values[names[number]].batch_first for number in one.inputs)
-        operators, shardings = peaks.division(place, (rate, fixed), cuttable)
+        division = peaks.division(place, (rate, fixed), cuttable)
     else:
         runs = (small, large, largest)
         fixed, rate, saved = square_size([run.saved_bytes(place) for run in runs], [run.batch for run in runs], what)
         grown = grow(small.operators_in[place], large.operators_in[place], batches[1] - batches[0])
-        operators, shardings = tuple(operator for _, operator in grown), ()
+        division = Division(tuple(operator for _, operator in grown), (), ())
+    shardings = division.shardings
     outputs = [values[names[number]] for number in one.outputs]
     shardings = tuple(sharding for sharding in shardings if _can_leave(sharding, outputs))
     if one.name == LOSS or any(op.function is call_module for op in calls):
@@ -423,7 +455,7 @@ def _component(
         buffer_bytes=sum(nbytes(recording.tensors[number]) for number in buffers),
         saved_activation_bytes=rate,
         saved_fixed_bytes=fixed,
-        operators=operators,
+        operators=division.operators,
         shardings=shardings,
         paged_bytes=tuple(
             split(less, more, batches, f"an array that {one.name} saves")[0]
@@ -432,17 +464,24 @@ def _component(
     )
     if largest is None:
         forward, backward = peaks.of_component(component, place)
+        selective = peaks.selective(component, place, division.numbers, values)
     else:
         forward, backward, most = square_peaks([run.recorded(place) for run in (small, large, largest)], one.name)
-        pairs = saved, *most
+        pairs, selective = (saved, *most), None
     counted = (peaks.of_shards(component, place, sharding) for sharding in shardings)
     return replace(
         component,
         forward_peaks=forward,
         backward_peaks=backward,
         pair_bytes=pairs,
+        selective=selective,
         shardings=tuple(
-            replace(sharding, forward_peaks=first, backward_peaks=second)
+            replace(
+                sharding,
+                forward_peaks=first,
+                backward_peaks=second,
+                selective=None if selective is None else peaks.shard_selective(component, place, sharding),
+            )
             for sharding, (first, second) in zip(shardings, counted, strict=True)
         ),
     )

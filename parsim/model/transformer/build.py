@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from parsim.model.component import Component, HalfComponent, HalfSharding, HalfValue, Sharding, Value
+from parsim.model.component import Component, HalfComponent, HalfSharding, HalfValue, Selective, Sharding, Value
 from parsim.model.model import Model
 from parsim.model.transformer.operators import FULL_BYTES
 from parsim.model.transformer.shape import Shape
@@ -110,7 +110,8 @@ def _with_half(full: Component, half: Component) -> Component:
             )
             for peak in own.backward_peaks
         )
-        return replace(entry, half=HalfSharding(forward_peaks=own.forward_peaks, backward_peaks=peaks))
+        half_shards = HalfSharding(forward_peaks=own.forward_peaks, backward_peaks=peaks, selective=own.selective)
+        return replace(entry, half=half_shards)
 
     peaks = tuple((rate, fixed * FULL // HALF) for rate, fixed in half.backward_peaks)  # gradients of parameters stay in fp32
     return replace(
@@ -122,6 +123,7 @@ def _with_half(full: Component, half: Component) -> Component:
             cast_bytes=HALF * sum(parameter.elements for parameter in half.parameters),
             forward_peaks=half.forward_peaks,
             backward_peaks=peaks,
+            selective=half.selective,
         ),
     )
 
@@ -227,6 +229,7 @@ def _attention_parts(
     scores_of(inside, shape, software, part, d)
     after.linear("proj", n, h, queries, split="row", bias=shape.bias)
     inside.keep(part.element_bytes * n * (queries + 2 * keys), divided=True)
+    inside.reads(part.element_bytes * n * (queries + 2 * keys), divided=True)
     after.keep(part.element_bytes * n * queries, divided=True)
     first = component_of("h", before, ("n",), ("q",), {RULE: (("full",), ("shard:2",))}, limit=limit)
     second = component_of("h", inside, ("q",), ("c",), {RULE: (("shard:2",), ("shard:2",))}, limit=limit)
@@ -271,11 +274,17 @@ def _norm_component(shape: Shape, software: Software, part: SamplePart, *, joins
 def _renamed(component: Component, name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Component:
     """The same layer at another place, with parameters of its own."""
     swap = {parameter.name: f"{name}.{parameter.name}" for parameter in component.parameters}
+    places = dict(zip(component.inputs, inputs, strict=True))
+
+    def moved(entry: Selective | None) -> Selective | None:
+        return None if entry is None else replace(entry, values=tuple(places[value] for value in entry.values))
+
     return replace(
         component,
         name=name,
         inputs=inputs,
         outputs=outputs,
+        selective=moved(component.selective),
         parameters=tuple(replace(parameter, name=swap[parameter.name]) for parameter in component.parameters),
         shardings=tuple(
             replace(entry, parameters=tuple(replace(part, name=swap[part.name]) for part in entry.parameters))

@@ -21,6 +21,8 @@ class Layer:
     Attributes:
         weight_bytes: of one parameter as stored. casts: inputs of products are cast to 8 bits.
         saved, saved_divided: bytes kept for the backward, and the part of them that a shard has its share of.
+        given, given_divided: of it what lies in the storage of the component's input.
+        again, again_divided: of it what runs again where the component is recomputed by operator; by the operators `repeated`.
         peak, peak_fixed: bytes of gradients at the fullest moment of the backward, per sample and whatever the samples;
             with `_divided` the part of them that is shared likewise.
     """
@@ -34,6 +36,11 @@ class Layer:
     cut_parameters: list[ParameterShard] = field(default_factory=list)
     saved: int = 0
     saved_divided: int = 0
+    given: int = 0
+    given_divided: int = 0
+    again: int = 0
+    again_divided: int = 0
+    repeated: list[int] = field(default_factory=list)
     peak: int = 0
     peak_divided: int = 0
     peak_fixed: int = 0
@@ -56,6 +63,17 @@ class Layer:
         """Bytes per sample that the backward needs."""
         self.saved += size
         self.saved_divided += size if divided else 0
+
+    def reads(self, size: int, *, divided: bool) -> None:
+        """Bytes per sample of what is kept that are the component's input."""
+        self.given += size
+        self.given_divided += size if divided else 0
+
+    def repeat(self, begin: int, size: int = 0, *, divided: bool) -> None:
+        """By operator, all operators from number `begin` on run again, and so many bytes of what is kept are made by them."""
+        self.repeated += range(begin, len(self.operators))
+        self.again += size
+        self.again_divided += size if divided else 0
 
     def linear(
         self, name: str, rows: int, outputs: int, inputs: int, *, split: str, bias: bool = False, problems: int = 1

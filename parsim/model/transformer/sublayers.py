@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from parsim.model.component import Component, Operator, Parameter, Sharding, ShardPeak, Value
+from parsim.model.component import Component, Operator, Parameter, Selective, Sharding, ShardPeak, ShardSelective, Value
 from parsim.model.transformer.operators import FULL_BYTES, Layer
 from parsim.model.transformer.shape import Shape
 from parsim.model.transformer.software import Software
@@ -45,8 +45,7 @@ def attention(layer: Layer, shape: Shape, software: Software, part: SamplePart, 
     n, h, d = part.tokens, shape.hidden, shape.dim
     queries, keys = shape.heads * d, shape.keys * d
     if norm:
-        layer.norm("norm1", n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
-        layer.keep((part.element_bytes + part.operand_bytes(software)) * n * h, divided=False)
+        _entering_norm(layer, "norm1", shape, software, part)
     if shape.key_rank:
         _latent_products(layer, shape, part)
         width = shape.heads * (d + shape.rope_dim)
@@ -55,6 +54,7 @@ def attention(layer: Layer, shape: Shape, software: Software, part: SamplePart, 
         layer.linear("qkv", n, queries + 2 * keys, h, split="column", bias=shape.bias or shape.qkv_bias)
         layer.keep(part.element_bytes * n * (2 * queries + 2 * keys), divided=True)
         width = queries
+    begin = len(layer.operators)
     if shape.qk_norm:
         layer.norm("q_norm", n * shape.heads, d, divided=True, kind="rms", arrays=software.norm_arrays)
         layer.norm("k_norm", n * shape.keys, d, divided=True, kind="rms", arrays=software.norm_arrays)
@@ -63,11 +63,24 @@ def attention(layer: Layer, shape: Shape, software: Software, part: SamplePart, 
         layer.weight("sinks", shape.heads, 0)
     if shape.rotary:
         layer.moved(n * (queries + keys), software.rope_arrays, divided=True)
+    if software.flash:
+        layer.repeat(begin, part.element_bytes * n * (queries + keys) if shape.qk_norm else 0, divided=True)
     scores_of(layer, shape, software, part, width // shape.heads)
     layer.linear("proj", n, h, queries, split="row", bias=shape.bias)
     layer.peak, layer.peak_divided = part.element_bytes * n * h, part.element_bytes * n * (queries + 2 * keys)
     if residual:
         residual_of(layer, software, n * h, divided=False)
+
+
+def _entering_norm(layer: Layer, name: str, shape: Shape, software: Software, part: SamplePart) -> None:
+    """The norm of the stream before a sublayer; it keeps the stream and what it makes."""
+    n, h, begin = part.tokens, shape.hidden, len(layer.operators)
+    layer.norm(name, n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
+    layer.keep((part.element_bytes + part.operand_bytes(software)) * n * h, divided=False)
+    if name != "norm2" or not layer.given:  # a layer's second norm reads what its own attention has made
+        layer.reads(part.element_bytes * n * h, divided=False)
+    if software.flash:
+        layer.repeat(begin, part.operand_bytes(software) * n * h, divided=False)
 
 
 def _latent_products(layer: Layer, shape: Shape, part: SamplePart) -> None:
@@ -99,6 +112,7 @@ def scores_of(layer: Layer, shape: Shape, software: Software, part: SamplePart, 
         layer.add(operator, "heads", operator.activation_bytes)
         layer.keep(FULL_BYTES * shape.heads * n, divided=True)
         return
+    begin = len(layer.operators)
     first = _batched(heads, n, keys, dim)
     layer.add(first, "problems", first.activation_bytes)
     layer.moved(scores, 2, divided=True)
@@ -107,7 +121,9 @@ def scores_of(layer: Layer, shape: Shape, software: Software, part: SamplePart, 
     second = _batched(heads, n, dim, keys)
     layer.add(second, "problems", second.activation_bytes)
     layer.moved(heads * n * dim, 2, divided=True)
-    layer.keep(((2 * part.element_bytes + 1) if software.dropout else part.element_bytes) * scores, divided=True)
+    size = ((2 * part.element_bytes + 1) if software.dropout else part.element_bytes) * scores
+    layer.keep(size, divided=True)
+    layer.repeat(begin, size, divided=True)
     layer.peak_divided = part.element_bytes * 2 * scores
 
 
@@ -132,8 +148,7 @@ def mlp(layer: Layer, shape: Shape, software: Software, part: SamplePart, *, exp
     """From the stream to the product after the MLP; likewise."""
     n, h = part.tokens, shape.hidden
     if norm:
-        layer.norm("norm2", n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
-        layer.keep((part.element_bytes + part.operand_bytes(software)) * n * h, divided=False)
+        _entering_norm(layer, "norm2", shape, software, part)
     if experts:
         layer.linear("router", n, shape.experts, h, split="", bias=shape.expert_bias)
         visits = n * shape.active
@@ -155,10 +170,17 @@ def _feed(
     bias = shape.expert_bias if name == "experts" else shape.bias
     layer.linear(f"{name}.up", rows, arms * inner, shape.hidden, split="column", bias=bias, problems=problems)
     arrays = software.activation_arrays + (1 if shape.gated else 0)
+    begin = len(layer.operators)
     layer.moved(problems * rows * inner, arrays, divided=True)
+    activation = range(begin, len(layer.operators))
     layer.linear(f"{name}.down", rows, shape.hidden, inner, split="row", bias=bias, problems=problems)
     saved = software.activation_saved - 1 + (1 if shape.gated else 0)
-    layer.keep(round(problems * rows * inner * (part.element_bytes * saved + part.operand_bytes(software))), divided=True)
+    size = round(problems * rows * inner * (part.element_bytes * saved + part.operand_bytes(software)))
+    layer.keep(size, divided=True)
+    if software.flash:
+        layer.repeated += activation
+        again = max(0, size - problems * rows * inner * part.element_bytes * arms)  # what the product made stays
+        layer.again, layer.again_divided = layer.again + again, layer.again_divided + again
     layer.peak = max(layer.peak, part.element_bytes * problems * rows * shape.hidden)
     layer.peak_divided = max(layer.peak_divided, part.element_bytes * problems * rows * inner * (arms + 1))
 
@@ -198,8 +220,12 @@ def head(shape: Shape, software: Software, part: SamplePart, reads: str, *, norm
     layer.cut_parameters.clear()
     layer.weight("weight", v * h, 0)
     if norm:
+        begin = len(layer.operators)
         layer.norm("norm", n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
         layer.keep(part.element_bytes * n * h, divided=False)
+        layer.reads(part.element_bytes * n * h, divided=False)
+        if software.flash:
+            layer.repeat(begin, part.element_bytes * n * h, divided=False)
     layer.keep(part.element_bytes * n * h, divided=False)
     layer.moved(n * v, software.loss_arrays, divided=True)
     wider = part.element_bytes - 2  # the sizes of Software are those of half precision
@@ -226,6 +252,7 @@ def component_of(
 ) -> Component:
     peak = (layer.peak + layer.peak_divided, layer.peak_fixed + layer.peak_fixed_divided)
     forward = (layer.saved + layer.peak + layer.peak_divided, 0)
+    selective, shard_selective = _by_operator(layer, inputs)
     shardings = tuple(
         Sharding(
             rule=rule,
@@ -239,6 +266,7 @@ def component_of(
                 _shard_peak(layer.saved - layer.saved_divided + layer.peak, 0, layer.saved_divided + layer.peak_divided, 0),
             ),
             backward_peaks=(_shard_peak(layer.peak, layer.peak_fixed, layer.peak_divided, layer.peak_fixed_divided),),
+            selective=shard_selective,
         )
         for rule, (needs, makes) in rules.items()
     )
@@ -252,7 +280,35 @@ def component_of(
         backward_peaks=(peak,),
         operators=tuple(layer.operators),
         shardings=shardings,
+        selective=selective,
     )
+
+
+def _by_operator(layer: Layer, inputs: tuple[str, ...]) -> tuple[Selective | None, ShardSelective | None]:
+    """With unfused attention its core runs again, as in Megatron-LM; else norms, activation functions and rotations do.
+
+    Leaves out: gradients beside what the second forward makes, and what it makes and lets go of.
+    """
+    if not layer.again:
+        return None, None
+    kept = _shard_peak(
+        layer.saved - layer.saved_divided - (layer.given - layer.given_divided) - (layer.again - layer.again_divided),
+        0,
+        layer.saved_divided - layer.given_divided - layer.again_divided,
+        0,
+    )
+    again = _shard_peak(layer.again - layer.again_divided, 0, layer.again_divided, 0)
+    first = _shard_peak(kept.bytes_per_sample + layer.peak, 0, kept.divided_bytes_per_sample + layer.peak_divided, 0)
+    shard = ShardSelective(kept=kept, again=again, first_peaks=(first,), second_peaks=(again,))
+    whole = Selective(
+        values=inputs[:1] if layer.given else (),
+        kept=kept.at(1),
+        again=again.at(1),
+        first_peaks=(first.at(1),),
+        second_peaks=(again.at(1),),
+        operators=tuple((number, 1) for number in sorted(layer.repeated)),
+    )
+    return whole, shard
 
 
 def _shard_peak(rate: int, fixed: int, divided: int, divided_fixed: int) -> ShardPeak:

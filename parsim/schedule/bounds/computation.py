@@ -14,13 +14,13 @@ from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Value
-from parsim.plans.pipeline import pipeline_actions
+from parsim.plans.pipeline import few_rounds, pipeline_actions
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan
 from parsim.plans.redistribution import LOCAL_HOPS, ValueLayout, conversion
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.order import is_small, lags, last_block_s
 from parsim.schedule.options import Prices
-from parsim.work import Phase, SendRecv, Work
+from parsim.work import BY_OPERATOR_PART, Phase, SendRecv, Work
 
 SOME_BYTES, SOME_REPLICAS = 2**20, 8
 """The transfers by which the links of replicas are compared, and how many replicas are."""
@@ -153,7 +153,10 @@ class _Computation:
 
     def _compute_s(self, name: str, phase: Phase, rank: int) -> float:
         component = self.problem.model.component(name)
-        return self.prices.compute_on_s(component, self.layout.placement[name], phase, rank)
+        return self.prices.compute_on_s(component, self.layout.placement[name], phase, rank, self._part(name, phase))
+
+    def _part(self, name: str, phase: Phase) -> str:
+        return BY_OPERATOR_PART if phase is Phase.RECOMPUTE and self.layout.recomputes_by_operator(name) else ""
 
     def _least_s(self, name: str, phase: Phase) -> float:
         """On the fastest kind of device of its stage."""
@@ -161,7 +164,7 @@ class _Computation:
         ranks = self._unlike_ranks(self.layout.stage_of[name])
         if self._placed_alone:
             ranks = [rank for rank in ranks if self.layout.runs_on(rank, name)]
-        return min(self.prices.compute_on_s(component, placement, phase, rank) for rank in ranks)
+        return min(self.prices.compute_on_s(component, placement, phase, rank, self._part(name, phase)) for rank in ranks)
 
     def _backward_s(self, name: str, rank: int) -> float:
         halves = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT) if self.layout.is_halved(name) else (Phase.BACKWARD,)
@@ -403,7 +406,8 @@ class _Computation:
         plan = self.plan
         later = 0.0
         behind: dict[int, float] = {}
-        actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
+        count = few_rounds(plan.pipeline_order, plan.mesh.pp, plan.microbatches)
+        actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, count, plan.chunks)
         for action in reversed(actions):
             forward, backward = seconds[action.stage]
             if action.phase is not Phase.FORWARD:

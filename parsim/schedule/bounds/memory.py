@@ -1,29 +1,117 @@
-"""A lower bound of the memory of a rank, over all cuts into stages, orders, buckets and recomputed components.
+"""A lower bound of the memory of a rank, whatever is recomputed: what the search leaves out without working out its memory.
 
-    weights       parameters, gradients and optimizer state, divided by as much as tp and ZeRO can; the fullest place on the pp
-                  axis holds at least the mean over the places
-    activations   what one microbatch of one component saves: it lies on a rank during the backward of the component
+    weights       parameters, gradients and optimizer state, divided by as much as tp and ZeRO can
+    activations   of one microbatch, as often as the order holds it: what components save. Where it is free what is recomputed:
+                  the values that some reader needs for its backward. Recomputed or not, such a reader keeps them
+    largest       what one component saves of one microbatch: it lies on a rank during the backward of the component
 
-Leaves out everything else, so a plan above the bound may still not fit.
+Bytes are the mean over the tp ranks of a place, and the fullest rank holds at least that. Leaves out everything else, so a plan
+above the bound may still not fit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import mul
+from typing import NamedTuple
 
+import numpy as np
+
+from parsim.arrays import Floats
 from parsim.graph.parameter_buckets import alike, hold
 from parsim.model.component import Component
-from parsim.model.precision import component_in
+from parsim.model.precision import component_in, value_in
 from parsim.model.shard.narrow import narrow
 from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import PIPELINE_ORDERS, moments
 from parsim.plans.placement import Placement
 from parsim.plans.plan import ZERO_STAGES
+from parsim.plans.recompute import NONE
 from parsim.predict.planning_problem import PlanningProblem
 
+Options = Sequence[tuple[Placement, ...]]
+ROUNDED = 1 - 1e-9
 
-def missing_bytes(problem: PlanningProblem, mesh: Mesh, samples: int, options: Sequence[tuple[Placement, ...]]) -> float:
-    """By how much no plan can fit; 0 where some might.
+
+class HeldRuns(NamedTuple):
+    """A place on the pp axis: its runs of components (first, one past the last), and at some moments how many microbatches it
+    holds of each."""
+
+    runs: tuple[tuple[int, int], ...]
+    moments: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFloor:
+    """What the components hold at least on a mesh, float64 [n] bytes of the mean tp rank.
+
+    Attributes:
+        weights: by ZeRO stage. kept: of one microbatch, whatever is recomputed. saved: of one microbatch, nothing recomputed.
+        largest_bytes: what one component saves of one microbatch. rooms: by place on the pp axis, of its largest device.
+    """
+
+    weights: _Weights
+    kept: Floats
+    saved: Floats
+    largest_bytes: float
+    rooms: Floats
+
+    def missing_bytes(
+        self, stage: int, pipeline: Sequence[tuple[str, int]], microbatches: int, *, recomputing: bool = True
+    ) -> float:
+        """By how much no plan can fit, whatever the cut into stages; 0 where some might.
+
+        Args:
+            stage: of ZeRO. pipeline: orders with their stages per rank. microbatches: per replica.
+            recomputing: whether plans may recompute what they like.
+        """
+        own = self.kept if recomputing else self.saved
+        weights, room = self.weights.of(stage), float(self.rooms.max())
+        places = len(self.rooms)
+        found = max(0.0, float(weights.sum()) * ROUNDED / places - room, self.largest_bytes * ROUNDED - room)
+        if found:
+            return found
+        least = float("inf")
+        for order, chunks in pipeline:
+            least = min(least, self._missing_of(self.weights.of(stage), own, order, chunks, microbatches))
+            if not least:
+                break
+        return least
+
+    def _missing_of(self, weights: Floats, own: Floats, order: str, chunks: int, microbatches: int) -> float:
+        places = len(self.rooms)
+        if chunks > 1 or PIPELINE_ORDERS[order].halves:  # several runs of components per place: one microbatch of all
+            total = float(weights.sum() + own.sum())
+            return max(0.0, (total * ROUNDED - float(self.rooms.sum())) / places)
+        up_to = np.concatenate([np.zeros((2, 1)), np.cumsum([weights, own], axis=1)], axis=1)
+        taken, count = 0, len(own)
+        for place in range(places):  # as many as may fit: what is left is least
+            alive = moments(order, place, places, microbatches)[-1][0]
+            held = (up_to[0] - up_to[0][taken] + alive * (up_to[1] - up_to[1][taken])) * ROUNDED
+            taken = int(np.searchsorted(held, self.rooms[place], side="right")) - 1
+            if taken >= count:
+                return 0.0
+        return float(up_to[0][count] - up_to[0][taken] + up_to[1][count] - up_to[1][taken]) / places
+
+    def of_places(self, stage: int, places: Sequence[HeldRuns], *, recomputing: bool) -> Floats:
+        """float64 [places]: by how much each holds more than it has room for, at least; negative where there is room.
+
+        Args:
+            stage: of ZeRO. places: what they run. recomputing: whether a plan may recompute what it likes.
+        """
+        weights, own = self.weights.of(stage), self.kept if recomputing else self.saved
+        held = []
+        for place in places:
+            kept = [float(own[first:last].sum()) for first, last in place.runs]
+            most = max(sum(map(mul, alive, kept)) for alive in place.moments)
+            held.append(most + sum(float(weights[first:last].sum()) for first, last in place.runs))
+        found: Floats = np.array(held) * ROUNDED - self.rooms
+        return found
+
+
+def memory_floor(problem: PlanningProblem, mesh: Mesh, samples: int, options: Options) -> MemoryFloor:
+    """What the components of a model hold at least.
 
     Args:
         problem: model, cluster and batch. mesh: of the plans. samples: of one replica's microbatch.
@@ -31,61 +119,181 @@ def missing_bytes(problem: PlanningProblem, mesh: Mesh, samples: int, options: S
     """
     known = problem.remembered(_Least)
     held = tuple(options), mesh
-    if held not in known.weights:
-        known.weights[held] = _least_weights(problem, mesh, options)
-    weights = known.weights[held]
-    largest = 0.0
-    for component, choices in zip(problem.model.components, options, strict=True):
-        key = component.fingerprint, choices, mesh.tp, samples
-        if key not in known.saved:
-            every = (_saved_bytes(problem, mesh, samples, component, choice) for choice in choices)
-            known.saved[key] = min(every, default=0.0)
-        largest = max(largest, known.saved[key])
-    room = max(device.type.memory_bytes - device.type.context_bytes for device in problem.cluster.devices[: mesh.size])
-    return max(0.0, max(weights / mesh.pp, largest) * (1 - 1e-9) - room)
+    key = (*held, samples)
+    if key not in known.floors:
+        if held not in known.weights:
+            known.weights[held] = _Weights(problem, mesh, options)
+        devices = problem.cluster.devices
+        rooms = [
+            max(devices[rank].type.memory_bytes - devices[rank].type.context_bytes for rank in mesh.stage_ranks(place))
+            for place in range(mesh.pp)
+        ]
+        every = _least_saved(problem, mesh, samples, options)
+        saved = np.array([mean for mean, _ in every])
+        known.floors[key] = MemoryFloor(
+            weights=known.weights[held],
+            kept=saved if problem.recompute == NONE else _always_kept(problem, mesh, samples),
+            saved=saved,
+            largest_bytes=max((alone for _, alone in every), default=0.0),
+            rooms=np.array(rooms, dtype=np.float64),
+        )
+    return known.floors[key]
+
+
+def missing_bytes(
+    problem: PlanningProblem,
+    mesh: Mesh,
+    count: int,
+    options: Options,
+    pipeline: Sequence[tuple[str, int]] = (("1f1b", 1),),
+) -> float:
+    """By how much no plan can fit; 0 where some might.
+
+    Args:
+        problem: model, cluster and batch. mesh: of the plans. count: microbatches per replica.
+        options: per component the placements that it may have. pipeline: orders of the plans, with their stages per rank.
+    """
+    floor = memory_floor(problem, mesh, problem.global_batch // (mesh.dp * count), options)
+    stages = (problem.zero_stage,) if isinstance(problem.zero_stage, int) else ZERO_STAGES[-1:]  # the most divided
+    return floor.missing_bytes(stages[0], pipeline, count)
 
 
 @dataclass
 class _Least:
-    """Of one problem: the weights of all components on a mesh, and what one component saves of so many samples."""
+    """Of one problem: weights on a mesh, what one component saves of so many samples, and what is made of both."""
 
-    weights: dict[tuple[tuple[tuple[Placement, ...], ...], Mesh], float] = field(default_factory=dict)
-    saved: dict[tuple[str, tuple[Placement, ...], int, int], float] = field(default_factory=dict)
-
-
-def _least_weights(problem: PlanningProblem, mesh: Mesh, options: Sequence[tuple[Placement, ...]]) -> float:
-    stage = problem.zero_stage if isinstance(problem.zero_stage, int) else ZERO_STAGES[-1]
-    seen: set[str] = set()
-    total = 0.0
-    known: dict[object, float] = {}
-    for component, choices in zip(problem.model.components, options, strict=True):
-        own = replace(component, parameters=tuple(each for each in component.parameters if each.name not in seen))
-        seen.update(each.name for each in own.parameters)
-        key = (component.fingerprint, tuple(each.elements for each in own.parameters), choices)
-        if key not in known:
-            known[key] = min((_weight_bytes(problem, mesh, stage, own, choice) for choice in choices), default=0.0)
-        total += known[key]
-    return total
+    untied: tuple[Component, ...] | None = None
+    parts: dict[tuple[str, Placement, int], _Parts] = field(default_factory=dict)
+    weights: dict[tuple[tuple[tuple[Placement, ...], ...], Mesh], _Weights] = field(default_factory=dict)
+    saved: dict[tuple[str, tuple[Placement, ...], int, int], tuple[float, float]] = field(default_factory=dict)
+    floors: dict[tuple[tuple[tuple[Placement, ...], ...], Mesh, int], MemoryFloor] = field(default_factory=dict)
+    rates: Floats | None = None
 
 
-def _weight_bytes(problem: PlanningProblem, mesh: Mesh, stage: int, component: Component, placement: Placement) -> float:
-    """Of the mean tp rank."""
-    total = 0.0
+@dataclass(frozen=True)
+class _Weights:
+    """By ZeRO stage and component, a tied parameter with the first that has it; a stage is worked out when it is asked for."""
+
+    problem: PlanningProblem
+    mesh: Mesh
+    options: Options
+    stages: dict[int, Floats] = field(default_factory=dict)
+
+    def of(self, stage: int) -> Floats:
+        if stage not in self.stages:
+            self.stages[stage] = self._of(stage)
+        return self.stages[stage]
+
+    def _of(self, stage: int) -> Floats:
+        known: dict[object, float] = {}
+        found = []
+        parts, copies = self.problem.remembered(_Least).parts, self.mesh.copies
+        for component, choices in zip(_untied(self.problem), self.options, strict=True):
+            key = (component.fingerprint, choices)
+            if key not in known:
+                least = float("inf")
+                for choice in choices:
+                    held = component.fingerprint, choice, self.mesh.tp
+                    if held not in parts:
+                        parts[held] = _weight_parts(self.problem, self.mesh.tp, component, choice)
+                    least = min(least, parts[held].bytes_at(stage, copies))
+                known[key] = least if choices else 0.0
+            found.append(known[key])
+        return np.array(found)
+
+
+class _Parts(NamedTuple):
+    """Of the mean tp rank: bytes that every rank holds; and per number of tp ranks that hold the same the optimizer state, the
+    gradients and the parameters, which ZeRO divides over these and their replicas."""
+
+    whole: float
+    divided: tuple[tuple[int, tuple[float, float, float]], ...]
+
+    def bytes_at(self, stage: int, copies: int) -> float:
+        return self.whole + sum(
+            size / (copies * ranks) if number <= stage else size
+            for ranks, sizes in self.divided
+            for number, size in enumerate(sizes, start=1)
+        )
+
+
+def _untied(problem: PlanningProblem) -> tuple[Component, ...]:
+    """The components, each without the parameters that an earlier one has."""
+    known = problem.remembered(_Least)
+    if known.untied is None:
+        seen: set[str] = set()
+        found = []
+        for component in problem.model.components:
+            own = tuple(each for each in component.parameters if each.name not in seen)
+            seen.update(each.name for each in own)
+            found.append(component if own == component.parameters else replace(component, parameters=own))
+        known.untied = tuple(found)
+    return known.untied
+
+
+def _weight_parts(problem: PlanningProblem, tp: int, component: Component, placement: Placement) -> _Parts:
+    whole, divided = 0.0, dict[int, list[float]]()
+    state_bytes = problem.optimizer_state_bytes_per_element
     for parameter in component.parameters:
         held = hold(component, placement, parameter, 0)
-        groups = alike(component, placement, parameter.name, mesh.tp)
-        holders = sum(len(group) for group in groups) / mesh.tp
-        group = mesh.copies * len(groups[0])
+        groups = alike(component, placement, parameter.name, tp)
+        holders = sum(len(group) for group in groups) / tp
         if not parameter.trainable:
-            total += holders * held.size_bytes
+            whole += holders * held.size_bytes
             continue
-        state = problem.optimizer_state_bytes_per_element * held.elements
-        parts = enumerate((state, held.size_bytes, held.size_bytes), start=1)  # optimizer state, gradients, parameters
-        total += holders * sum(size / group if number <= stage else size for number, size in parts)
-    return total
+        sizes = divided.setdefault(len(groups[0]), [0.0, 0.0, 0.0])
+        for number, size in enumerate((state_bytes * held.elements, held.size_bytes, held.size_bytes)):
+            sizes[number] += holders * size
+    return _Parts(whole, tuple((ranks, (state, gradients, own)) for ranks, (state, gradients, own) in divided.items()))
+
+
+def _least_saved(problem: PlanningProblem, mesh: Mesh, samples: int, options: Options) -> list[tuple[float, float]]:
+    """By component what it saves of one microbatch: on the mean tp rank, and on one that has the component."""
+    known = problem.remembered(_Least).saved
+    found = []
+    for component, choices in zip(problem.model.components, options, strict=True):
+        key = component.fingerprint, choices, mesh.tp, samples
+        if key not in known:
+            every = [_saved_bytes(problem, mesh, samples, component, choice) for choice in choices]
+            means = [size / mesh.tp if choice.kind == "place" else size for size, choice in zip(every, choices, strict=True)]
+            known[key] = min(means, default=0.0), min(every, default=0.0)
+        found.append(known[key])
+    return found
 
 
 def _saved_bytes(problem: PlanningProblem, mesh: Mesh, samples: int, component: Component, placement: Placement) -> float:
     own = narrow(component_in(component, problem.precision), placement.rule, placement.ways)
     local = samples * placement.batch_ways(mesh.tp) // mesh.tp
     return float(own.saved_activation_bytes * local)
+
+
+def _always_kept(problem: PlanningProblem, mesh: Mesh, samples: int) -> Floats:
+    """By component, of one microbatch: the values that it reads and needs for its backward, each with the first such reader.
+
+    A shard has at least its part of each. Values that share storage are counted once without recomputation: together they are
+    not counted as more than what the first to save them saves.
+    """
+    known = problem.remembered(_Least)
+    if known.rates is None:
+        known.rates = _kept_rates(problem)
+    rounded = np.maximum(0.0, known.rates / mesh.tp - 1.0)  # a shard's bytes per sample are whole numbers
+    kept: Floats = rounded * samples
+    return kept
+
+
+def _kept_rates(problem: PlanningProblem) -> Floats:
+    """Bytes per sample of the values that are kept whatever is recomputed, by component."""
+    model, precision = problem.model, problem.precision
+    order, by_first = model.component_index, dict[str, list[tuple[int, int]]]()
+    for value in (value_in(value, precision) for value in model.values):
+        savers = sorted(value.savers or (), key=order.__getitem__)
+        reader = next((name for name in savers if value.name in model.component(name).inputs), None)
+        if reader is not None and value.producer is not None:
+            by_first.setdefault(savers[0], []).append((order[reader], value.bytes_per_sample))
+    rates = np.zeros(len(model.components))
+    for first, some in by_first.items():
+        together = sum(size for _, size in some)
+        most = component_in(model.component(first), precision).saved_activation_bytes
+        for reader_number, size in some:
+            rates[reader_number] += size * min(1.0, most / together) if together else 0.0
+    return rates

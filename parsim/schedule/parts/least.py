@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ class _Known:
     """Of one problem, by prices, kinds of devices, tp, samples and whether placements are mixed."""
 
     by_shape: dict[tuple[int, tuple[str, ...], int, int, bool], LeastSeconds] = field(default_factory=dict)
-    missing: dict[tuple[Mesh, int, bool], float] = field(default_factory=dict)
+    missing: dict[tuple[Mesh, int, bool, tuple[tuple[str, int], ...]], float] = field(default_factory=dict)
 
 
 def least_seconds(problem: PlanningProblem, mesh: Mesh, count: int, *, mixed: bool) -> LeastSeconds:
@@ -61,17 +62,18 @@ def least_seconds(problem: PlanningProblem, mesh: Mesh, count: int, *, mixed: bo
     return known[key]
 
 
-def least_missing_bytes(problem: PlanningProblem, mesh: Mesh, count: int, *, mixed: bool) -> float:
+def least_missing_bytes(
+    problem: PlanningProblem, mesh: Mesh, count: int, pipeline: Sequence[tuple[str, int]], *, mixed: bool
+) -> float:
     """By how much no plan can fit; 0 where some might.
 
     Args:
-        problem, mesh, count, mixed: as `least_seconds` takes them.
+        problem, mesh, count, mixed: as `least_seconds` takes them. pipeline: orders, with their stages per rank.
     """
     known = problem.remembered(_Known).missing
-    samples = problem.global_batch // (mesh.dp * count)
-    key = (mesh, samples, mixed)
+    key = (mesh, count, mixed, tuple(pipeline))
     if key not in known:
-        known[key] = missing_bytes(problem, mesh, samples, least_seconds(problem, mesh, count, mixed=mixed).options)
+        known[key] = missing_bytes(problem, mesh, count, least_seconds(problem, mesh, count, mixed=mixed).options, pipeline)
     return known[key]
 
 

@@ -19,6 +19,7 @@ class Node:
         opened: the parts it consists of; None for a single plan. Raises PlanError or ScheduleError if it has none.
         plan: the single plan. instead: what may be judged in its place if it does not fit.
         missing_bytes: by how much none of its plans can fit; 0 where some might. None: not known.
+        over_bytes: by how much the single plan is known not to fit; 0 where it might.
         late: to be opened once the best plan of all other parts is known, and only if it may be faster than that one.
     """
 
@@ -28,6 +29,7 @@ class Node:
     plan: Plan | None = None
     instead: Callable[[], Iterator[Node]] | None = None
     missing_bytes: Callable[[], float] | None = None
+    over_bytes: float = 0.0
     late: bool = False
 
 

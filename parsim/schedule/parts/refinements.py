@@ -18,7 +18,7 @@ from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.step import ROUNDING, least_noise
 from parsim.schedule.cuts import Bounds, are_listed, count_cuts, every_cut
 from parsim.schedule.options import Prices
-from parsim.schedule.parts.least import LeastSeconds
+from parsim.schedule.parts.least import LeastSeconds, least_missing_bytes
 from parsim.schedule.parts.node import Node
 from parsim.schedule.placement.every_choice import choices_by_bound, count_choices
 from parsim.schedule.space import orders
@@ -81,7 +81,8 @@ def every_choice(
         )
         for cut in every_cut(components, stages):
             opened = partial(_choices, cutting, cut, least.options, size, of_cut)
-            found.append(Node(bound_s, total * size, opened, late=True))
+            missing = partial(least_missing_bytes, problem, mesh, count, ((order, chunks),), mixed=True)
+            found.append(Node(bound_s, total * size, opened, missing_bytes=missing, late=True))
     return found
 
 

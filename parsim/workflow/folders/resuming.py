@@ -14,14 +14,23 @@ from typing import Any
 from parsim.errors import ConfigError
 from parsim.execute.processes.supervise.scratch import lock_handle
 from parsim.execute.state.checkpoint import Checkpoint, discard_unfinished, has_checkpoints, latest_checkpoint
-from parsim.files import PARTIAL, parse_toml, read_text
+from parsim.files import PARTIAL, parse_json, parse_toml, read_regular, read_text
 from parsim.workflow.config import RunConfig
 from parsim.workflow.folders.run_folder import RunFolder
 from parsim.workflow.references import references
 
 SAME = ("global_batch", "seed", "dataset", "data_root", "dtype", "optimizer", "allow_coupled_loss")
 """Keys of [training] with which another training begins."""
-TOLD = ("learning_rate", "precision", "master_weights")
+TOLD = (
+    "learning_rate",
+    "precision",
+    "master_weights",
+    "optimizer_args",
+    "weight_decay",
+    "no_weight_decay",
+    "schedule",
+    "clip_norm",
+)
 """Keys of [training] that may change on the way, which is said."""
 
 
@@ -88,19 +97,37 @@ def resumption(folder: RunFolder, config: RunConfig, steps: int) -> Resumption:
             f"the training in {folder.path} has made {found.step} steps already, and {steps} are asked for; set training.steps "
             f"above {found.step} to go on, or give another --out"
         )
-    is_finished = found.step == steps and folder.result.is_file()
+    is_finished = folder.result.is_file() and (found.step == steps or _stopped_at(folder) == found.step)
     if is_finished:
         told.append(f"the training in {folder.path} has made its {steps} steps; set training.steps higher to go on with it")
     return Resumption(step=found.step, is_finished=is_finished, warnings=tuple(told))
 
 
+def _stopped_at(folder: RunFolder) -> int | None:
+    """The step at which the finished training of a folder stopped early."""
+    try:
+        found = parse_json(read_regular(folder.result), allow_nan=True).get("stopped_early_at")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, int) else None
+
+
 def _check_same(folder: RunFolder, before: RunConfig, config: RunConfig) -> None:
     changed = [(f"training.{key}", getattr(before.training, key), getattr(config.training, key)) for key in SAME]
+    changed.append(("training.evaluation.validation", _held_out(before), _held_out(config)))
     changed.append(("model", before.model_spec, config.model_spec))
     other = [(key, then, now) for key, then, now in changed if then != now]
     if other:
         said = "; ".join(f"{key} was {_text(then)}, now {_text(now)}" for key, then, now in other)
         raise ConfigError(f"{folder.path} holds another training ({said}); ask for the same to go on, or give another --out")
+
+
+def _held_out(config: RunConfig) -> str:
+    """What decides on which samples a training trains."""
+    looks = config.training.evaluation
+    if looks is None:
+        return "not asked for"
+    return "left out" if looks.validation is None else f"{looks.validation:g}"
 
 
 def _text(value: Any) -> str:
@@ -120,7 +147,7 @@ def remove_partial_files(folder: RunFolder) -> None:
         with contextlib.suppress(OSError):
             path.unlink()
     discard_unfinished(folder.checkpoints)
-    shutil.rmtree(folder.path / "best" / "new", ignore_errors=True)
+    discard_unfinished(folder.best)
 
 
 def what_is_left(folder: RunFolder, steps: int) -> str:

@@ -74,6 +74,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def best(self) -> Path:
+        """The checkpoint with the best validation score."""
+        return self.path / "best" / "checkpoints"
+
     def records(self, run: str) -> Path:
         """What the ranks wrote down of one run of the job."""
         return self.path / run

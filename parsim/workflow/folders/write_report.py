@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from parsim.analyze.breakdown import breakdown
 from parsim.execute.processes.environment import describe_environment, machine_line
+from parsim.plans.words import plan_in_words
 from parsim.report.chrome_trace import save_chrome_trace
 from parsim.report.compare import Comparison
 from parsim.report.coverage import coverage_figures, coverage_tables
@@ -47,7 +48,9 @@ def write_run_files(
     data = ReportData(
         title=f"{problem.model.name}: {' and '.join(timelines)}",
         facts=report_facts(),
-        summary=(f"Plan {evaluation.result.plan.summary()}.",),
+        summary=(
+            f"{problem.model.name} on {problem.cluster.name}: {plan_in_words(evaluation.result.plan)}, {asked.headline()}.",
+        ),
         sections=(section,),
         extra_tables=(calibration_table(problem.cluster.profile), *coverage_tables(history)),
         extra_figures=coverage_figures(history),
@@ -73,6 +76,7 @@ def report_run(evaluation: Evaluation, seen: Measurement | None, comparison: Com
         memory=[asdict(memory) for memory in evaluation.memory],
         memory_levels=() if seen is None else [row.to_dict() for row in memory_levels(evaluation.memory, seen.memory_uses)],
         comparison=None if comparison is None else comparison.to_dict(),
+        step_s=evaluation.result.step_s.median,
     )
 
 

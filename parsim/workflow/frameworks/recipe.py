@@ -23,7 +23,7 @@ class Recipe:
         framework: whose file it is. model: a name of the table; args: its arguments. training: keys of [training].
         tp, pp, cp, ep: of the mesh. dp: replicas; 0: as many as the devices make. micro_batch: samples of a replica at once.
         local_batch: samples of a replica per step where the file gives no global batch; 0: one microbatch.
-        zero: stage. recompute: "none", "full", "alternate" (each `every`th layer) or "selective" (the inside of attention).
+        zero: stage. recompute: "none", "full", "alternate" (each `every`th layer) or "selective" (by operator).
         chunks: stages per rank.
         processes: that the file starts; 0: it does not say.
         taken: keys that entered, with their values. left_out: keys that change time or memory and that parsim does not model,
@@ -89,7 +89,7 @@ class Recipe:
             row = named(self.model)
             layers = self.args.get("layers") or (row.shape.layers if row is not None and row.shape is not None else 0)
             return [f"h.{layer}" if whole else f"h.{layer}.*" for layer in range(self.every - 1, layers, self.every)]
-        patterns: dict[str, str | list[str]] = {"none": "none", "full": [LAYERS], "selective": [CORE]}
+        patterns: dict[str, str | list[str]] = {"none": "none", "full": [LAYERS], "selective": "selective"}
         return patterns[self.recompute]
 
     def _microbatches(self, dp: int) -> int:

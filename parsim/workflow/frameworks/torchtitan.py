@@ -167,7 +167,8 @@ def _recompute(flat: Mapping[str, Any], recipe: Recipe) -> None:
         if option.isdigit():
             recipe.recompute, recipe.every = "alternate", max(1, int(option))
         else:
-            why = "operators that are dear to compute are kept, and nothing is computed again"
+            recipe.recompute = "selective"
+            why = "torchtitan also computes every second product again, and parsim keeps the outputs of all products"
             recipe.left_out["activation_checkpoint.selective_ac_option"] = why
     elif mode not in ("none", "memory_budget"):
         raise ConfigError(f"{NAME}: activation_checkpoint.mode = {mode!r} must be none, selective or full")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from parsim.errors import ConfigError
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
-from parsim.workflow.config import MOST_SAMPLES, Granularity
+from parsim.workflow.config import Granularity
 from parsim.workflow.progress import progress
 from parsim.workflow.public.answer import Answer
 from parsim.workflow.public.calibration import Calibration
@@ -21,6 +21,7 @@ from parsim.workflow.public.cost_table import CostTable
 from parsim.workflow.public.measured import Measured
 from parsim.workflow.public.prediction import Prediction
 from parsim.workflow.question import Question, is_run_file, question_from_file, question_of
+from parsim.workflow.training.section import MOST_SAMPLES
 
 if TYPE_CHECKING:
     from torch import nn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from parsim.report.compare import Comparison
 from parsim.units import format_percent, format_seconds
@@ -64,6 +64,27 @@ class Measured:
     @property
     def warnings(self) -> tuple[str, ...]:
         return tuple(self.document.get("warnings", ()))
+
+    def export_weights(
+        self,
+        *,
+        format: Literal["state_dict", "safetensors"] = "state_dict",
+        out: str | Path | None = None,
+        checkpoint: Literal["best", "last"] | None = None,
+    ) -> Path:
+        """Write the trained weights as a plain file that loads into the original module; returns its path.
+
+        Args:
+            format: of the file. out: None: weights.pt or weights.safetensors in the folder.
+            checkpoint: the best by validation score, or the last; None: the best if there is one.
+
+        Raises:
+            ConfigError: there is no such checkpoint, or the module's code is not trusted (PARSIM_ALLOW_CODE=1).
+        """
+        from parsim.workflow.training.export import export_weights
+
+        done = export_weights(self.folder, format=format, out=None if out is None else Path(out), checkpoint=checkpoint)
+        return Path(done["file"])
 
     def compare(self) -> None:
         """Print predicted against measured, for the step and for every kind of task; `table()` has it as data."""

@@ -8,8 +8,8 @@ The order depends on seconds, so the dynamic engine decides and records it:
 
 from __future__ import annotations
 
-from parsim.algorithms.gossip_program import GossipModel
 from parsim.engines.program import Part, Program
+from parsim.engines.relaxed.gossip_program import GossipModel
 from parsim.engines.scenario.asynchronous import MERGE
 from parsim.errors import AlgorithmError
 from parsim.graph.task import COMPUTE, Origin, Resource, Task

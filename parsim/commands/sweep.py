@@ -1,0 +1,142 @@
+"""`parsim sweep`: one question at many points, as a folder of rows that goes on where it stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from parsim.commands.output import (
+    AllowCode,
+    Asked,
+    BatchOption,
+    GpusOption,
+    JsonFlag,
+    NetworkOption,
+    Overrides,
+    SeqOption,
+    TokensOption,
+    on_gpus,
+    print_json,
+    print_tables,
+)
+from parsim.workflow.progress import progress
+
+OverOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--over",
+        metavar="KEY=VALUES",
+        help="What is swept: cluster.nodes=1,2,4, training.global_batch=256:4096:x2, or scale.links=0.5:2:log for samples.",
+    ),
+]
+
+
+def sweep(
+    asked: Asked,
+    over: OverOption = None,
+    on: Annotated[
+        list[str] | None,
+        typer.Option("--on", metavar="CLUSTER|tcp://…", help="With a MODEL: its cluster. tcp://HOST:PORT: a Dask scheduler."),
+    ] = None,
+    gpus: GpusOption = None,
+    network: NetworkOption = None,
+    batch: BatchOption = None,
+    seq: SeqOption = None,
+    tokens: TokensOption = None,
+    overrides: Overrides = None,
+    allow_code: AllowCode = False,
+    sample: Annotated[
+        int | None, typer.Option("--sample", metavar="N", help="N points of a Sobol sequence instead of the grid.")
+    ] = None,
+    sensitivity: Annotated[
+        int | None,
+        typer.Option("--sensitivity", metavar="N", help="N * (fields + 2) points and the Sobol indices of each field."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of a sample.")] = 0,
+    goal: Annotated[
+        str | None, typer.Option("--goal", metavar="GOAL", help='Picks a point: "min cost where epoch < 2h".')
+    ] = None,
+    samples_per_epoch: Annotated[
+        int | None, typer.Option("--samples-per-epoch", metavar="N", help="For time and price of an epoch.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", "-j", metavar="N", help="Processes; left out: as many cores as it is worth.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Folder of the sweep; left out: runs/NAME-sweep.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Answer a question at many points. Points that are known already are not asked again."""
+    from parsim.workflow.sweeps.sweep import sweep as sweep_over
+
+    scheduler, cluster = split_on(on or [])
+    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens)
+    folder = out or Path("runs") / f"{Path(asked).stem or 'model'}-sweep"
+    found = sweep_over(
+        asked,
+        over or [],
+        cluster=where,
+        global_batch=batch,
+        overrides=changes,
+        sample=sample,
+        sensitivity=sensitivity,
+        seed=seed,
+        goal=goal,
+        samples_per_epoch=samples_per_epoch,
+        jobs=jobs,
+        on=scheduler,
+        out=folder,
+    )
+    if as_json:
+        print_json(found.to_dict())
+        return
+    print_tables([found.report()])
+    print("\n".join(found.lines()))
+    print(f"Rows: {folder / 'points.csv'}; a page to explore them: parsim explore {folder}")
+
+
+def split_on(given: list[str]) -> tuple[str | None, str | None]:
+    """The Dask scheduler and the cluster that --on names: an address has ://, a cluster has none.
+
+    Args:
+        given: each --on.
+    """
+    addresses = [text for text in given if "://" in text]
+    clusters = [text for text in given if "://" not in text]
+    if len(addresses) > 1 or len(clusters) > 1:
+        raise typer.BadParameter("give --on once for the cluster of a MODEL, and once for a Dask scheduler (tcp://HOST:PORT)")
+    return next(iter(addresses), None), next(iter(clusters), None)
+
+
+def compare(
+    first: Annotated[str, typer.Argument(metavar="A", help="A run folder, a --json file, or a point SWEEP_DIR:NUMBER.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Say what differs between two answers, and why."""
+    from parsim.workflow.sweeps.difference import compare_answers
+
+    found = compare_answers(first, second)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        print("\n".join(found.lines()))
+
+
+def explore(
+    sweep_folder: Annotated[Path, typer.Argument(metavar="SWEEP_DIR", help="The --out of `parsim sweep`.")],
+    out: Annotated[Path | None, typer.Option("--out", metavar="PAGE.html", help="Left out: explorer.html in it.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write the explorer of a sweep: one page with sliders, a map of winning plans, fronts and curves."""
+    from parsim.workflow.sweeps.result import open_sweep
+
+    with progress(f"Drawing {sweep_folder}"):
+        page = open_sweep(sweep_folder).explore(out)
+    if as_json:
+        print_json({"explorer": str(page)})
+    else:
+        print(f"Explorer: {page}")

@@ -1,0 +1,1 @@
+"""Real training whose replicas or stages are synchronised by a relaxed rule."""

@@ -1,0 +1,251 @@
+"""A rank's part of mixing rounds: its weights go out, the weighted sum comes back, and an outer optimizer may move it on.
+
+The rounds' tasks are those of `parsim.graph.passes.rounds`. A bucket's weights are packed into the flat array of its
+gradients, which nobody needs between the optimizer's step and the next backward; so sending needs no room of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parsim.errors import ExecutionError
+from parsim.execute.processes.group import Stream
+from parsim.execute.stage import StageReplica
+from parsim.graph.parameter_buckets import Bucket
+from parsim.graph.passes.rounds import MESSAGE_STREAM, mixing_peers
+from parsim.graph.plan_index import PlanIndex
+from parsim.graph.task import Task
+from parsim.graph.taskgraph import TaskGraph
+from parsim.work import Collective, Mix, SendRecv
+
+GroupsByStream = Mapping[Stream, dist.ProcessGroup]
+
+MEAN = "mean"
+"""Stream of the group in which replicas take the mean of their weights for a checkpoint, and under gloo send messages."""
+
+
+def mean_groups(layout: PlanIndex) -> list[Stream]:
+    """The groups that a checkpoint of replicas with different weights needs; none for other plans.
+
+    Args:
+        layout: of the plan.
+    """
+    if not layout.plan.synchronisation.mixes:
+        return []
+    return list(
+        dict.fromkeys((MEAN, tuple(sorted(peers))) for bucket in layout.buckets for peers in mixing_peers(layout, bucket))
+    )
+
+
+def is_message(stream: Stream) -> bool:
+    """Whether a stream carries the messages of one link of gossip.
+
+    Under gloo all links share one group, where tags tell messages apart. A group per link would have a thread per link: on a
+    machine of two cores, four ranks with twelve links each way sometimes stood still for minutes.
+
+    Args:
+        stream: name and ranks.
+    """
+    return stream[0].startswith(f"{MESSAGE_STREAM}>")
+
+
+class MixingRounds:
+    """What a rank keeps from round to round, and how it does the tasks of one.
+
+    Args:
+        stage: the rank's parameters and buckets. groups: by stream. received: is told of every buffer for what arrives.
+
+    Attributes:
+        previous, velocity: by bucket, what the outer optimizer keeps; empty without one.
+    """
+
+    def __init__(self, stage: StageReplica, groups: GroupsByStream, received: Callable[[Tensor], None]) -> None:
+        plan = stage.layout.plan
+        self._stage, self._groups, self._received = stage, groups, received
+        self._rule, self._replicas = plan.synchronisation, plan.mesh.dp
+        self._replica = plan.replica_of_rank(stage.rank)
+        self._arrived: dict[tuple[int, int], Tensor] = {}
+        self.previous: dict[int, Tensor] = {}
+        self.velocity: dict[int, Tensor] = {}
+        if self._rule.outer is not None:
+            self._begin_outer()
+
+    def _begin_outer(self) -> None:
+        assert self._rule.outer is not None
+        self.previous = {bucket.number: self._packed(bucket) for bucket in self._buckets()}
+        self.velocity = (
+            {number: torch.zeros_like(flat) for number, flat in self.previous.items()} if self._rule.outer.momentum else {}
+        )
+
+    def _buckets(self) -> tuple[Bucket, ...]:
+        return self._stage.layout.rank_buckets(self._stage.rank)
+
+    def _packed(self, bucket: Bucket) -> Tensor:
+        """A copy of a bucket's parameters, one after another."""
+        with torch.no_grad():
+            return torch.cat([self._stage.parameters[held.name].detach().flatten() for held in bucket.parameters])
+
+    def resident_tensors(self) -> list[Tensor]:
+        """What is alive between steps."""
+        return [*self.previous.values(), *self.velocity.values()]
+
+    def operations(self, graph: TaskGraph, number: int) -> dict[int, Callable[[], None]]:
+        """By task of this rank that belongs to round `number`, what to do.
+
+        Args:
+            graph: of the step that the round follows. number: of the round.
+        """
+        found: dict[int, Callable[[], None]] = {}
+        packed: set[int] = set()
+        for task in graph.tasks:
+            if self._stage.rank not in task.ranks or task.origin.bucket is None:
+                continue
+            match task.work:
+                case Mix():
+                    bucket = task.origin.bucket
+                    found[task.index] = self._mixing(bucket, number) if bucket in packed else self._packing(bucket, number)
+                    packed.add(bucket)
+                case SendRecv():
+                    found[task.index] = self._message(task)
+                case Collective() if task.origin.bucket in packed:
+                    found[task.index] = self._average(task)
+        return found
+
+    def _packing(self, bucket: int, number: int) -> Callable[[], None]:
+        share = 1.0 if self._rule.kind == "gossip" else float(self._rule.shares(number, self._replicas)[self._replica])
+
+        def run() -> None:
+            with torch.no_grad():
+                for parameter in self._parameters(bucket):
+                    assert parameter.grad is not None
+                    torch.mul(parameter, share, out=parameter.grad)
+
+        return run
+
+    def _parameters(self, bucket: int) -> Iterator[Tensor]:
+        for held in self._stage.layout.buckets[bucket].parameters:
+            yield self._stage.parameters[held.name]
+
+    def _average(self, task: Task) -> Callable[[], None]:
+        assert isinstance(task.work, Collective)
+        assert task.origin.bucket is not None
+        flat = self._stage.flat_gradient(task.origin.bucket)
+        group = self._groups["dp", tuple(sorted(task.work.group))]
+        return lambda: _discard(dist.all_reduce(flat, group=group))
+
+    def _message(self, task: Task) -> Callable[[], None]:
+        work, bucket = task.work, task.origin.bucket
+        assert isinstance(work, SendRecv)
+        assert bucket is not None
+        flat = self._stage.flat_gradient(bucket)
+        ends = (min(work.source, work.destination), max(work.source, work.destination))
+        group, tag = self._groups.get((task.resources[0].stream, ends)), 0
+        if group is None:
+            peers = next(
+                peers for peers in mixing_peers(self._stage.layout, self._stage.layout.buckets[bucket]) if ends[0] in peers
+            )
+            group, tag = self._groups[MEAN, tuple(sorted(peers))], bucket
+        if self._stage.rank == work.source:
+            return lambda: dist.send(flat, work.destination, group=group, tag=tag)
+
+        def receive() -> None:
+            buffer = torch.empty_like(flat)
+            self._received(buffer)
+            dist.recv(buffer, work.source, group=group, tag=tag)
+            self._arrived[bucket, self._stage.layout.plan.replica_of_rank(work.source)] = buffer
+
+        return receive
+
+    def _mixing(self, bucket: int, number: int) -> Callable[[], None]:
+        flat = self._stage.flat_gradient(bucket)
+        row = self._rule.matrix(number, self._replicas)[self._replica]
+
+        def run() -> None:
+            with torch.no_grad():
+                if self._rule.kind == "gossip":
+                    flat.mul_(float(row[self._replica]))
+                    for other in [other for held, other in sorted(self._arrived) if held == bucket]:
+                        flat.add_(self._arrived.pop((bucket, other)), alpha=float(row[other]))
+                elif self._rule.outer is not None:
+                    self._outer_step(bucket, flat)
+                for parameter in self._parameters(bucket):
+                    assert parameter.grad is not None
+                    parameter.copy_(parameter.grad)
+                flat.zero_()
+
+        return run
+
+    def _outer_step(self, bucket: int, mean: Tensor) -> None:
+        outer = self._rule.outer
+        assert outer is not None
+        moved, velocity = outer.step(self.previous[bucket], mean, self.velocity.get(bucket))
+        if bucket in self.velocity:
+            self.velocity[bucket].copy_(velocity)
+        self.previous[bucket].copy_(moved)
+        mean.copy_(moved)
+
+    def mean_weights(self) -> dict[str, Tensor]:
+        """The mean of the replicas' weights, by name: the model that training stands for. Every rank calls it."""
+        found: dict[str, Tensor] = {}
+        for bucket in self._buckets():
+            peers = next(group for group in mixing_peers(self._stage.layout, bucket) if self._stage.rank in group)
+            flat = self._packed(bucket).mul_(1.0 / self._replicas)
+            dist.all_reduce(flat, group=self._groups[MEAN, tuple(sorted(peers))])
+            offset = 0
+            for held in bucket.parameters:
+                shape = self._stage.parameters[held.name].shape
+                found[held.name] = flat[offset : offset + held.elements].view(shape)
+                offset += held.elements
+        return found
+
+    @property
+    def marker(self) -> str:
+        """What a checkpoint's own part must have been written by."""
+        return f"{self._stage.layout.plan.mesh} {self._rule}"
+
+    def own_state(self) -> dict[str, Any]:
+        """What only this rank can go on with: its weights, its optimizer's state, and what the outer optimizer keeps."""
+        state: dict[str, Any] = {PLAN: self.marker}
+        for name, parameter in self._stage.parameters.items():
+            state[f"weights/{name}"] = parameter.detach()
+            for key, value in self._stage.optimizer_state_of(name).items():
+                state[f"optimizer/{name}/{key}"] = value
+        for kind, arrays in (("previous", self.previous), ("velocity", self.velocity)):
+            state |= {f"outer/{kind}/{number}": flat for number, flat in arrays.items()}
+        return state
+
+    def load_own(self, state: Mapping[str, Any]) -> None:
+        """Go on where this very rank stopped; from another plan's checkpoint with what that holds, and a new outer optimizer.
+
+        Raises ExecutionError where a part of the own state is missing.
+        """
+        if state.get(PLAN) != self.marker:
+            if self._rule.outer is not None:
+                self._begin_outer()
+            return
+        try:
+            for name in self._stage.parameters:
+                prefix = f"optimizer/{name}/"
+                kept = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
+                self._stage.load_parameter(name, state[f"weights/{name}"], kept)
+            self._stage.finish_loading()
+            for kind, arrays in (("previous", self.previous), ("velocity", self.velocity)):
+                for number, flat in arrays.items():
+                    flat.copy_(state[f"outer/{kind}/{number}"])
+        except KeyError as error:
+            raise ExecutionError(
+                f"the checkpoint lacks {error} of rank {self._stage.rank}; resume from an older one"
+            ) from error
+
+
+PLAN = "plan"
+"""Key of `MixingRounds.marker` in a rank's own state."""
+
+
+def _discard(work: object) -> None:
+    """A collective that has ended when it returns."""

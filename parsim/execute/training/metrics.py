@@ -1,0 +1,129 @@
+"""Metrics of validation by name: sums over batches, added up over all ranks, and the number that follows from them.
+
+Nothing here imports torch at the top, so a run file is checked without it. A new metric is one row; a plain function
+(output, target) of the user's own becomes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from parsim.errors import ExecutionError
+from parsim.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IGNORED = -100
+"""Targets of this value count in no metric, as in no loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        sums: (output, target, dim of the classes) -> (numerators, denominators) of a batch, of equal shape.
+        value: of their sums over all batches: a list of each. Entries without a denominator are left out by `mean_ratio`.
+        larger_is_better: None: nobody knows, and whoever follows it says so.
+    """
+
+    sums: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    value: Callable[[list[float], list[float]], float]
+    larger_is_better: bool | None = None
+
+
+def mean_ratio(numerators: list[float], denominators: list[float]) -> float:
+    """The mean of the ratios over entries that have a denominator."""
+    ratios = [above / below for above, below in zip(numerators, denominators, strict=True) if below]
+    return sum(ratios) / len(ratios) if ratios else float("nan")
+
+
+def _exponential(numerators: list[float], denominators: list[float]) -> float:
+    import math
+
+    return math.exp(min(mean_ratio(numerators, denominators), 700.0))
+
+
+def _accuracy(output: Tensor, target: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    wanted = target != IGNORED
+    return ((output.argmax(dim) == target) & wanted).sum(), wanted.sum()
+
+
+def _cross_entropy(output: Tensor, target: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    from torch.nn.functional import cross_entropy
+
+    total = cross_entropy(output.movedim(dim, 1).float(), target, ignore_index=IGNORED, reduction="sum")
+    return total, (target != IGNORED).sum()
+
+
+def _iou(output: Tensor, target: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Per class the places that are found and right, and those that are found or right."""
+    import torch
+
+    classes, found = output.shape[dim], output.argmax(dim)
+    wanted = target != IGNORED
+    found, right = found[wanted], target[wanted]
+    both = torch.bincount(right[found == right], minlength=classes)
+    return both, torch.bincount(found, minlength=classes) + torch.bincount(right, minlength=classes) - both
+
+
+def _absolute(output: Tensor, target: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    return (output - target).abs().sum(), output.new_tensor(output.numel())
+
+
+def _squared(output: Tensor, target: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    return (output - target).square().sum(), output.new_tensor(output.numel())
+
+
+def _own(function: Callable[[Any, Any], Any], output: Tensor, target: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    import torch
+
+    found = function(output, target)
+    if isinstance(found, tuple) and len(found) == 2:
+        above, below = (torch.as_tensor(part) for part in found)
+        if above.shape == below.shape:
+            return above, below
+    elif isinstance(found, int | float | torch.Tensor):
+        number = torch.as_tensor(found)
+        if number.dim() == 0:
+            return number * len(output), torch.tensor(len(output))
+        if number.shape == (len(output),):
+            return number.sum(), torch.tensor(len(output))
+    name = getattr(function, "__name__", "metric")
+    raise ExecutionError(
+        f"metric {name} returned {_described(found)}; return the mean over the batch, one number per sample, or a pair "
+        "(numerators, denominators) of equal shape, which are added up over all batches"
+    )
+
+
+def _described(found: Any) -> str:
+    shape = getattr(found, "shape", None)
+    return type(found).__name__ if shape is None else f"{type(found).__name__} of shape {list(shape)}"
+
+
+def _from_function(found: Any) -> Any:
+    """A plain function (output, target) as a Metric; anything else as it is."""
+    if callable(found) and not isinstance(found, type | Metric):
+        return Metric(sums=partial(_own, found), value=mean_ratio)
+    return found
+
+
+METRICS: Registry[Metric] = Registry(
+    "metric",
+    Metric,
+    {
+        "accuracy": Metric(sums=_accuracy, value=mean_ratio, larger_is_better=True),
+        "perplexity": Metric(sums=_cross_entropy, value=_exponential, larger_is_better=False),
+        "mean_iou": Metric(sums=_iou, value=mean_ratio, larger_is_better=True),
+        "mean_absolute_error": Metric(sums=_absolute, value=mean_ratio, larger_is_better=False),
+        "mean_squared_error": Metric(sums=_squared, value=mean_ratio, larger_is_better=False),
+    },
+    adapt=_from_function,
+)
+
+LOSS_NAME = "loss"
+"""What monitor may name beside the metrics."""

@@ -1,0 +1,135 @@
+"""A mixing round behind the step: replicas exchange their weights, bucket by bucket, and each takes a weighted sum.
+
+average  pack, one all_reduce of the weighted weights per bucket, mix (with the outer optimizer where there is one)
+gossip   pack, one message per link of W_t and bucket, mix over what arrived once the own weights have been sent
+
+Packing copies a bucket's parameters into its flat array, which the gradients no longer need. A message waits for both ends,
+so what arrives needs room only while a round goes on. Every rank of a replica mixes with the ranks of the same place in the
+other replicas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from parsim.graph.graph_builder import Draft, TaskKey
+from parsim.graph.parameter_buckets import Bucket
+from parsim.graph.passes.gradients import DP_STREAM, summed_groups
+from parsim.graph.plan_index import PlanIndex
+from parsim.graph.task import COMPUTE, Origin, Resource, Task
+from parsim.graph.taskgraph import TaskGraph
+from parsim.work import Collective, Mix, Phase, SendRecv
+
+MESSAGE_STREAM = "dp"
+"""Messages of gossip go over one stream per link: dp>3 to rank 3, dp<1 from rank 1."""
+
+
+def mixing_peers(layout: PlanIndex, bucket: Bucket) -> tuple[tuple[int, ...], ...]:
+    """The groups of ranks that mix a bucket: one rank of every replica each, in the order of the replicas.
+
+    Args:
+        layout: of a plan that mixes in rounds. bucket: of its parameters.
+    """
+    return tuple(zip(*summed_groups(layout, bucket).values(), strict=True))
+
+
+def outer_arrays(layout: PlanIndex) -> int:
+    """Arrays as large as the parameters that an outer optimizer keeps: the weights of the last round, and its momentum.
+
+    Args:
+        layout: of any plan.
+    """
+    outer = layout.plan.synchronisation.outer
+    return 0 if outer is None else 2 if outer.momentum else 1
+
+
+def neighbours_of(layout: PlanIndex, number: int) -> list[tuple[int, ...]]:
+    """Per replica the others whose weights it takes in round `number`; none for average.
+
+    Args:
+        layout: of a plan that mixes in rounds. number: of the round.
+    """
+    rule, replicas = layout.plan.synchronisation, layout.plan.mesh.dp
+    if rule.kind != "gossip":
+        return [()] * replicas
+    links = (rule.matrix(number, replicas) != 0) & ~np.eye(replicas, dtype=bool)
+    return [tuple(np.flatnonzero(row).tolist()) for row in links]
+
+
+def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
+    """The tasks of round `number` behind the optimizer's step.
+
+    Args:
+        draft: of the step, or of its end. layout: of the plan; nothing is added where it does not mix. number: of the round.
+    """
+    rule = layout.plan.synchronisation
+    if not rule.mixes:
+        return
+    neighbours = neighbours_of(layout, number)
+    for bucket in layout.buckets:
+        for rank in bucket.group:
+            work = Mix(elements=bucket.elements, copies=1)
+            updated: TaskKey = (Phase.OPTIMIZER, rank)
+            draft.add(("pack", bucket.number, rank), work, [Resource(rank, COMPUTE)], [updated], _origin(bucket))
+    for bucket in layout.buckets:
+        for peers in mixing_peers(layout, bucket):
+            if rule.kind == "average":
+                _add_average(draft, bucket, peers)
+            else:
+                _add_messages(draft, bucket, peers, neighbours)
+    for bucket in layout.buckets:
+        for peers in mixing_peers(layout, bucket):
+            for replica, rank in enumerate(peers):
+                arrays = 1 + len(neighbours[replica]) + outer_arrays(layout)
+                after: list[TaskKey] = [("average", bucket.number, peers[0])]
+                if rule.kind == "gossip":
+                    after = [("message", bucket.number, peers[other], rank) for other in neighbours[replica]]
+                    takers = [other for other, taken in enumerate(neighbours) if replica in taken]
+                    after += [("message", bucket.number, rank, peers[other]) for other in takers]
+                    after = after or [("pack", bucket.number, rank)]
+                work = Mix(elements=bucket.elements, copies=arrays)
+                draft.add(("mix", bucket.number, rank), work, [Resource(rank, COMPUTE)], after, _origin(bucket))
+
+
+def _origin(bucket: Bucket, replica: int | None = None) -> Origin:
+    return Origin(stage=bucket.stages[0], bucket=bucket.number, replica=replica)
+
+
+def _add_average(draft: Draft, bucket: Bucket, peers: tuple[int, ...]) -> None:
+    after: list[TaskKey] = [("pack", bucket.number, rank) for rank in peers]
+    work = Collective(operation="all_reduce", group=peers, size_bytes=bucket.size_bytes)
+    streams = [Resource(rank, DP_STREAM) for rank in peers]
+    draft.add(("average", bucket.number, peers[0]), work, streams, after, _origin(bucket))
+
+
+def _add_messages(draft: Draft, bucket: Bucket, peers: tuple[int, ...], neighbours: list[tuple[int, ...]]) -> None:
+    for replica, taken in enumerate(neighbours):
+        for other in taken:
+            to, source = peers[replica], peers[other]
+            work = SendRecv(source=source, destination=to, size_bytes=bucket.size_bytes)
+            ends = [Resource(source, f"{MESSAGE_STREAM}>{to}"), Resource(to, f"{MESSAGE_STREAM}<{source}")]
+            after: list[TaskKey] = [("pack", bucket.number, rank) for rank in (source, to)]
+            draft.add(("message", bucket.number, source, to), work, ends, after, _origin(bucket, replica))
+
+
+def without_idle(graph: TaskGraph, layout: PlanIndex, number: int, steps: int) -> TaskGraph:
+    """The graph without the first `steps` tasks of replicas that were not drawn for a round: they wait, and come to it.
+
+    Args:
+        graph: of a step. layout: of the plan. number: of the round. steps: tasks before those of the round.
+    """
+    plan = layout.plan
+    drawn = plan.synchronisation.takes_part(number, plan.mesh.dp)
+    if all(drawn):
+        return graph
+    kept: dict[int, int] = {}
+    tasks: list[Task] = []
+    for task in graph.tasks:
+        if task.index < steps and not drawn[plan.replica_of_rank(task.resources[0].rank)]:
+            continue
+        before = tuple(kept[other] for other in task.dependencies if other in kept)
+        kept[task.index] = len(tasks)
+        tasks.append(replace(task, index=len(tasks), dependencies=before))
+    return TaskGraph(tasks=tuple(tasks), world_size=graph.world_size)

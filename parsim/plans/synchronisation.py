@@ -1,0 +1,339 @@
+"""How and when the replicas of a plan come together: after every step, or by a relaxed rule.
+
+all_reduce  gradients are summed in every step: synchronous training
+average     replicas train alone for `period_steps` steps, then take the mean of their weights; an outer optimizer may use
+            the change of the mean as its gradient (local SGD, federated averaging, DiLoCo)
+gossip      after `period_steps` steps every replica takes a weighted sum over its neighbours on a graph
+stale       stages work on different batches at once, and apply gradients that are `delays` steps late
+
+A text form names all that differs from the default: `average/8 outer=nesterov:0.7:0.9`, `gossip/1 ring`, `stale delays=2,0`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from parsim.algorithms.averaging import OuterOptimizer, averaging_matrix, participation_weights
+from parsim.algorithms.graphs import check_doubly_stochastic, unreached
+from parsim.errors import AlgorithmError, PlanError, near_matches
+from parsim.plans.mesh import Mesh
+from parsim.plans.mixing_schedule import MixingSchedule, parse_mixing
+
+KINDS = ("all_reduce", "average", "gossip", "stale")
+OUTER_OPTIMIZERS = {"none": 0.0, "sgd": 1.0, "momentum": 0.7, "nesterov": 0.7}
+"""Name of an outer optimizer, and its learning rate where none is given."""
+OUTER_MOMENTUM = 0.9
+MOST_PERIOD = 10**6
+DRAWN_ROUNDS = 4
+"""Rounds with drawn replicas that are simulated."""
+
+_BELONGS = {
+    "period_steps": ("average", "gossip"),
+    "graph": ("gossip",),
+    "weights": ("average", "gossip"),
+    "outer_optimizer": ("average",),
+    "outer_learning_rate": ("average",),
+    "outer_momentum": ("average",),
+    "participation": ("average",),
+    "seed": ("average",),
+    "delays": ("stale",),
+}
+"""Which kinds a key means something for."""
+
+MixingWeights = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Synchronisation:
+    """Attributes:
+    kind: one of KINDS. period_steps: local steps before each round.
+    graph: of gossip, as text (`parsim.plans.mixing_schedule`): "ring", "lattice(neighbours=4)", "ada(rounds=50, epochs=4)".
+    weights: of average, one row with the weight of every replica; of gossip, a row per replica in place of a graph. Left
+        out: equal weights, and those of the graph.
+    outer_optimizer: a key of OUTER_OPTIMIZERS, for average. outer_learning_rate: 0 stands for the optimizer's own.
+    outer_momentum: of momentum and nesterov.
+    participation: the fraction of replicas that is drawn for every round of average; the others wait. seed: of the draws.
+    delays: of stale, per stage, how many steps late its gradients are; left out: 2 (K - 1), ..., 2, 0 for K stages.
+    """
+
+    kind: str = "all_reduce"
+    period_steps: int = 1
+    graph: str = ""
+    weights: MixingWeights = ()
+    outer_optimizer: str = "none"
+    outer_learning_rate: float = 0.0
+    outer_momentum: float = OUTER_MOMENTUM
+    participation: float = 1.0
+    seed: int = 0
+    delays: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise PlanError(f"unknown synchronisation {self.kind!r}{near_matches(self.kind, KINDS)}; known: {', '.join(KINDS)}")
+        for key in self._given():
+            if self.kind not in _BELONGS[key]:
+                raise PlanError(
+                    f"synchronisation.{key} belongs to kind {' or '.join(_BELONGS[key])}, and the kind is {self.kind}; drop it"
+                )
+        if not 1 <= self.period_steps <= MOST_PERIOD:
+            raise PlanError(
+                f"synchronisation.period_steps = {self.period_steps}: a round follows after 1 to {MOST_PERIOD} local steps; "
+                "1 is after every step"
+            )
+        if not 0 < self.participation <= 1:
+            raise PlanError(
+                f"synchronisation.participation = {self.participation:g}: the fraction of replicas that take part in a round "
+                "lies above 0 and is at most 1"
+            )
+        self._check_outer()
+        if self.kind == "gossip":
+            if bool(self.graph) == bool(self.weights):
+                what = "both a graph and weights" if self.graph else "neither a graph nor weights"
+                raise PlanError(f'gossip has {what}; give one of them, for example graph = "ring"')
+            if self.graph:
+                object.__setattr__(self, "graph", str(parse_mixing(self.graph)))
+        if any(delay < 0 for delay in self.delays):
+            raise PlanError(f"synchronisation.delays = {list(self.delays)}: no gradient is early; use numbers from 0 on")
+
+    def _given(self) -> list[str]:
+        """Keys that differ from their defaults, in order; `kind` apart."""
+        return [entry.name for entry in fields(self)[1:] if getattr(self, entry.name) != entry.default]
+
+    def _check_outer(self) -> None:
+        name = self.outer_optimizer
+        if name not in OUTER_OPTIMIZERS:
+            raise PlanError(
+                f"unknown synchronisation.outer_optimizer {name!r}{near_matches(name, OUTER_OPTIMIZERS)}; "
+                f"known: {', '.join(OUTER_OPTIMIZERS)}"
+            )
+        if name == "none" and self.outer_learning_rate:
+            raise PlanError('synchronisation.outer_learning_rate needs an outer_optimizer: "sgd", "momentum" or "nesterov"')
+        if name in ("none", "sgd") and self.outer_momentum != OUTER_MOMENTUM:
+            raise PlanError(f'synchronisation.outer_momentum belongs to "momentum" and "nesterov", not to {name!r}; drop it')
+        if self.outer_learning_rate < 0 or not 0 <= self.outer_momentum < 1:
+            raise PlanError(
+                f"an outer optimizer has a learning rate above 0 and a momentum in [0, 1), got "
+                f"{self.outer_learning_rate:g} and {self.outer_momentum:g}"
+            )
+
+    @property
+    def is_relaxed(self) -> bool:
+        """Whether replicas, or stages, hold weights that synchronous training would not have."""
+        return self.kind != "all_reduce"
+
+    @property
+    def mixes(self) -> bool:
+        """Whether weights are exchanged in rounds."""
+        return self.kind in ("average", "gossip")
+
+    @property
+    def outer(self) -> OuterOptimizer | None:
+        """What is done with the change of the mean; None: it is taken as it is."""
+        name = self.outer_optimizer
+        if name == "none":
+            return None
+        momentum = self.outer_momentum if name in ("momentum", "nesterov") else 0.0
+        rate = self.outer_learning_rate or OUTER_OPTIMIZERS[name]
+        return OuterOptimizer(lr=rate, momentum=momentum, nesterov=name == "nesterov")
+
+    @property
+    def mixing(self) -> MixingSchedule:
+        """Who takes what of whom, round by round, for gossip on a graph."""
+        return parse_mixing(self.graph)
+
+    def delay_of(self, stage: int, stages: int) -> int:
+        """How many steps after its forward a stage applies the gradient of a batch: 2 (K - 1 - stage)."""
+        return self.delays[stage] if self.delays else 2 * (stages - 1 - stage)
+
+    def due(self, step: int) -> bool:
+        """Whether a round follows step `step` >= 0."""
+        return self.mixes and (step + 1) % self.period_steps == 0
+
+    def check(self, mesh: Mesh, *, zero_stage: int) -> None:
+        """Check that replicas of a mesh can be synchronised so.
+
+        Args:
+            mesh: of the plan. zero_stage: of the plan.
+
+        Raises:
+            PlanError: too few replicas, states that are divided over replicas, a graph that is not connected, weights that do
+                not sum to one, delays that stages cannot have.
+        """
+        if not self.is_relaxed:
+            return
+        if zero_stage:
+            raise PlanError(
+                f"zero_stage = {zero_stage} divides states over the replicas, and with synchronisation {self.kind!r} replicas "
+                "have states of their own; set zero_stage = 0"
+            )
+        if mesh.cp * mesh.ep > 1:
+            raise PlanError(f"synchronisation {self.kind!r} is not built for mesh.cp and mesh.ep above 1; use dp, pp and tp")
+        if self.kind == "stale":
+            self._check_delays(mesh)
+            return
+        if mesh.dp < 2:
+            raise PlanError(f"synchronisation {self.kind!r} needs at least 2 replicas, and dp = {mesh.dp}; use all_reduce")
+        try:
+            self._check_weights(mesh.dp)
+        except AlgorithmError as error:
+            raise PlanError(f"synchronisation {self}: {error}") from error
+
+    def _check_delays(self, mesh: Mesh) -> None:
+        if mesh.pp < 2:
+            raise PlanError('synchronisation "stale" needs at least 2 stages: with mesh.pp = 1 nothing is late; use all_reduce')
+        if mesh.tp > 1:
+            raise PlanError('synchronisation "stale" is not built for mesh.tp above 1; use dp and pp')
+        known = tuple(2 * (mesh.pp - 1 - stage) for stage in range(mesh.pp))
+        if self.delays and self.delays != known:
+            raise PlanError(
+                f"synchronisation.delays = {list(self.delays)}: {mesh.pp} stages that hand on one batch per step have the "
+                f"delays {list(known)}; leave them out"
+            )
+
+    def _check_weights(self, replicas: int) -> None:
+        if self.kind == "average":
+            if self.weights:
+                if len(self.weights) != 1:
+                    raise AlgorithmError(f"average has one row of weights, got {len(self.weights)}")
+                averaging_matrix(replicas, _array(self.weights)[0])
+            return
+        if self.graph:
+            self.mixing.check(replicas)
+            return
+        if {len(row) for row in self.weights} != {replicas} or len(self.weights) != replicas:
+            raise AlgorithmError(
+                f"{replicas} replicas need {replicas} rows of {replicas} weights, got {len(self.weights)} rows"
+            )
+        matrix = _array(self.weights)
+        check_doubly_stochastic(matrix)
+        if apart := unreached([matrix]):
+            raise AlgorithmError(
+                f"the weights connect nothing with replica 0 for {len(apart)} replicas ({', '.join(map(str, apart[:8]))}); add "
+                "weights between them"
+            )
+
+    def matrix(self, number: int, replicas: int) -> Any:
+        """W of round `number`: float64 [replicas, replicas], row i what replica i takes of each (before an outer optimizer)."""
+        if self.kind == "gossip":
+            return self.mixing.matrix(number, replicas) if self.graph else _array(self.weights)
+        return averaging_matrix(replicas, self.shares(number, replicas))
+
+    def cycle(self, replicas: int) -> tuple[int, ...]:
+        """Numbers of the rounds that stand for all: one where all are alike, a few where replicas are drawn.
+
+        Args:
+            replicas: that mix.
+        """
+        if self.graph:
+            return self.mixing.cycle(replicas)
+        return tuple(range(DRAWN_ROUNDS)) if self.participation < 1 else (0,)
+
+    def shares(self, number: int, replicas: int) -> Any:
+        """Of average: the weight of every replica in a round, 0 for those that do not take part. float64 [replicas]."""
+        base = _array(self.weights)[0] if self.weights else None
+        return participation_weights(replicas, self.participation, number, seed=self.seed, weights=base)
+
+    def takes_part(self, number: int, replicas: int) -> tuple[bool, ...]:
+        """Which replicas make the local steps before round `number`."""
+        if self.kind != "average" or self.participation == 1.0:
+            return (True,) * replicas
+        return tuple(bool(share > 0) for share in self.shares(number, replicas))
+
+    def __str__(self) -> str:
+        period = f"/{self.period_steps}" if self.mixes else ""
+        words = [f"{self.kind}{period}"]
+        if self.graph:
+            words.append(self.graph)
+        if self.weights:
+            words.append("weights=" + ";".join(",".join(f"{weight!r}" for weight in row) for row in self.weights))
+        if self.outer is not None:
+            rate = f":{self.outer.lr!r}" + (f":{self.outer.momentum!r}" if self.outer.momentum else "")
+            words.append(f"outer={self.outer_optimizer}{rate}")
+        if self.participation != 1.0:
+            words.append(f"participation={self.participation!r}")
+        if self.seed:
+            words.append(f"seed={self.seed}")
+        if self.delays:
+            words.append(f"delays={','.join(map(str, self.delays))}")
+        return " ".join(words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The kind, and what differs from the default."""
+        document = {"kind": self.kind, **{key: getattr(self, key) for key in self._given()}}
+        if self.weights:
+            document["weights"] = [list(row) for row in self.weights]
+        if self.delays:
+            document["delays"] = list(self.delays)
+        return document
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Synchronisation:
+        """Inverse of `to_dict`. Raises PlanError for what contradicts itself, TypeError for an unknown key."""
+        table = dict(document)
+        if "weights" in table:
+            table["weights"] = tuple(tuple(row) for row in table["weights"])
+        if "delays" in table:
+            table["delays"] = tuple(table["delays"])
+        return cls(**table)
+
+
+ALL_REDUCE = Synchronisation()
+
+
+def _array(weights: MixingWeights) -> Any:
+    import numpy as np
+
+    return np.array(weights, dtype=np.float64)
+
+
+def parse_synchronisation(text: str) -> Synchronisation:
+    """Inverse of `str(synchronisation)`.
+
+    Args:
+        text: such as `average/8 outer=nesterov:0.7:0.9`.
+
+    Raises:
+        PlanError: it is none.
+    """
+    head, *words = _words(text)
+    kind, _, period = head.partition("/")
+    found: dict[str, Any] = {"kind": kind}
+    try:
+        if period:
+            found["period_steps"] = int(period)
+        for word in words:
+            name, given, value = word.partition("=")
+            match name:
+                case "weights":
+                    found["weights"] = tuple(tuple(map(float, row.split(","))) for row in value.split(";"))
+                case "outer":
+                    outer, *numbers = value.split(":")
+                    found["outer_optimizer"] = outer
+                    found |= dict(zip(("outer_learning_rate", "outer_momentum"), map(float, numbers), strict=False))
+                case "participation":
+                    found["participation"] = float(value)
+                case "seed":
+                    found["seed"] = int(value)
+                case "delays":
+                    found["delays"] = tuple(map(int, value.split(",")))
+                case _ if not given or "(" in word:
+                    found["graph"] = word
+                case _:
+                    raise PlanError(f"{text!r} is no synchronisation: {word!r} is unknown")
+    except ValueError as error:
+        raise PlanError(f"{text!r} is no synchronisation: {error}; write e.g. `average/8` or `gossip/1 ring`") from error
+    return Synchronisation(**found)
+
+
+def _words(text: str) -> list[str]:
+    """Split at spaces outside brackets."""
+    words, depth = [""], 0
+    for letter in text.strip():
+        depth += (letter == "(") - (letter == ")")
+        if letter == " " and not depth:
+            words.append("")
+        else:
+            words[-1] += letter
+    return [word for word in words if word] or [""]

@@ -1,0 +1,235 @@
+"""The steps of a plan that mixes weights in rounds, as a Program, and their mean.
+
+    Program = for every round of a cycle: (period - 1) local steps, then a step with the round behind it; W_t by round
+
+A cycle is one period of the graph, one round of every graph that Ada comes to, or `DRAWN_ROUNDS` rounds where replicas are
+drawn. Local steps in a row repeat exactly, so at most `UNROLLED_STEPS` of a period are simulated in one graph, and each
+further one takes as long as a local step in a row of its own.
+
+Leaves out: that the slowest of unequal replicas need not be the same one in a long row of local steps and in a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from parsim.analyze.bounds import busiest_resource_s
+from parsim.analyze.breakdown import RankBreakdown, breakdown
+from parsim.arrays import Floats, Ints
+from parsim.costs.communication.exchange import exchange_seconds
+from parsim.costs.estimate import Estimate, OverlapFactors, Term
+from parsim.costs.uncertainty.draws import medians_s, sample_durations_s
+from parsim.engines import static
+from parsim.engines.compile import CompiledGraph, compile_graph
+from parsim.engines.program import Part, Program, unrolled
+from parsim.engines.steps import carried_by_steps, mean_step_s
+from parsim.graph.columns import Columns, Unit, columns_of
+from parsim.graph.lower import lower
+from parsim.graph.plan_index import PlanIndex
+from parsim.graph.taskgraph import TaskGraph
+from parsim.plans.plan import Plan
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.work import SendRecv
+
+UNROLLED_STEPS = 3
+PERIODS = 3
+"""Cycles in a row, over which the mean is taken."""
+
+
+def is_one_step(plan: Plan) -> bool:
+    """Whether every step is like the next: synchronous and stale plans, and one equal round behind every step."""
+    rule = plan.synchronisation
+    return not rule.mixes or (
+        rule.period_steps == 1 and len(plan.synchronisation.cycle(plan.mesh.dp)) == 1 and rule.participation == 1.0
+    )
+
+
+def step_program(layout: PlanIndex, overlap: OverlapFactors, *, local_steps: int | None = None, repeat: int = 1) -> Program:
+    """The steps of one cycle of a plan that mixes.
+
+    Args:
+        layout: of the plan. overlap: tells whether loading runs ahead.
+        local_steps: before each round (None: as the plan says, less the step that the round follows). repeat: cycles.
+
+    Returns:
+        A Program whose `parameters(t)` is W of round t, in which a rank begins a step as `parsim.engines.steps` says.
+    """
+    plan, rule = layout.plan, layout.plan.synchronisation
+    cycle = rule.cycle(plan.mesh.dp)
+    alone = rule.period_steps - 1 if local_steps is None else local_steps
+    parts: list[Part] = []
+    for number in cycle:
+        if alone:
+            parts.append(_part(lower(plan, layout.model, layout, mixing_round=number, local=True), overlap, repeat=alone))
+        parts.append(_part(lower(plan, layout.model, layout, mixing_round=number), overlap, rounds=1))
+    replicas = plan.mesh.dp
+    return Program(parts=tuple(parts), repeat=repeat, parameters=lambda t: rule.matrix(cycle[t % len(cycle)], replicas))
+
+
+def _part(graph: TaskGraph, overlap: OverlapFactors, *, repeat: int = 1, rounds: int = 0) -> Part:
+    makes, reads = carried_by_steps(columns_of(graph), overlap)
+    return Part(graph=graph, repeat=repeat, makes=makes, reads=reads, rounds=rounds)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MixingPeriod:
+    """A cycle of rounds, simulated as one graph.
+
+    Attributes:
+        cycle: the rounds, each behind at most `UNROLLED_STEPS` steps. local: one local step; None where none is left out.
+        estimates: of the units of both. unit: int64 [tasks of the cycle], local_unit: those of the local step, in `estimates`.
+        rounds: in the cycle. steps: from one round to the next. simulated: of these, in the graph.
+    """
+
+    cycle: CompiledGraph
+    local: CompiledGraph | None
+    estimates: tuple[Estimate, ...]
+    unit: Ints
+    local_unit: Ints
+    overlap: OverlapFactors
+    rounds: int
+    steps: int
+    simulated: int
+
+    def mean_s(self, cycle_s: Floats, local_s: Floats) -> Floats:
+        """The mean step, from seconds of a cycle and of a local step."""
+        found: Floats = (cycle_s / self.rounds + (self.steps - self.simulated) * local_s) / self.steps
+        return found
+
+    def steps_s(self, rows_s: Floats) -> Floats:
+        """float64 [rows]: the mean step for every row of durations, float64 [rows, estimates]."""
+        cycle = mean_step_s(self.cycle, rows_s[:, self.unit], self.overlap, steps=PERIODS)
+        return self.mean_s(cycle, self._local(rows_s))
+
+    def _local(self, rows_s: Floats) -> Floats:
+        """Seconds of one more local step in a row of them."""
+        if self.local is None:
+            return np.zeros(len(rows_s))
+        durations = rows_s[:, self.local_unit]
+        more, fewer = (
+            steps * mean_step_s(self.local, durations, self.overlap, steps=steps) for steps in (PERIODS + 1, PERIODS)
+        )
+        found: Floats = more - fewer
+        return found
+
+    def unsteady_s(self, cycle_s: Callable[[CompiledGraph, Floats], float], rows_s: Floats) -> float:
+        """The mean step where the seconds of a cycle include noise of single ranks.
+
+        Args:
+            cycle_s: seconds of a compiled cycle, from rows of durations. rows_s: float64 [rows, estimates].
+        """
+        local_s = self._local(rows_s).mean()
+        return float(self.mean_s(np.array(cycle_s(self.cycle, rows_s[:, self.unit])), local_s))
+
+    @property
+    def medians_s(self) -> Floats:
+        """float64 [1, estimates]."""
+        return medians_s(self.estimates)[None, :]
+
+    def drawn_s(self, samples: int, seed: int) -> Floats:
+        """float64 [samples]: the mean step under draws of the cost parameters.
+
+        Args:
+            samples: draws. seed: of the draws. Noise of single tasks is drawn once per unit of work.
+        """
+        return self.steps_s(sample_durations_s(self.estimates, samples, seed))
+
+    @property
+    def lower_bound_s(self) -> float:
+        """Work of the busiest resource over the mean step."""
+        medians = self.medians_s[0]
+        cycle = busiest_resource_s(self.cycle, medians[self.unit])
+        local = 0.0 if self.local is None else busiest_resource_s(self.local, medians[self.local_unit])
+        return float(self.mean_s(np.array(cycle), np.array(local)))
+
+    def breakdown(self) -> tuple[RankBreakdown, ...]:
+        """Where the mean step of each rank goes."""
+        medians = self.medians_s[0]
+        timeline = static.simulate(self.cycle, medians[self.unit], overlap=self.overlap)
+        parts = breakdown(self.cycle, timeline)
+        if self.local is None:
+            return tuple(self._mean_breakdown(part, None) for part in parts)
+        alone = breakdown(self.local, static.simulate(self.local, medians[self.local_unit], overlap=self.overlap))
+        return tuple(self._mean_breakdown(part, own) for part, own in zip(parts, alone, strict=True))
+
+    def _mean_breakdown(self, cycle: RankBreakdown, local: RankBreakdown | None) -> RankBreakdown:
+        names = [entry.name for entry in fields(RankBreakdown) if entry.name != "rank"]
+        mean = {
+            name: float(self.mean_s(np.array(getattr(cycle, name)), np.array(0.0 if local is None else getattr(local, name))))
+            for name in names
+        }
+        return RankBreakdown(rank=cycle.rank, **mean)
+
+
+def mixing_period(problem: PlanningProblem, layout: PlanIndex, overlap: OverlapFactors | None = None) -> MixingPeriod:
+    """The cycle of a plan that mixes, priced.
+
+    Args:
+        problem: of the plan. layout: of the plan. overlap: factors to use in place of the program's own.
+
+    Raises:
+        CostError: a task without a price.
+    """
+    plan, rule = layout.plan, layout.plan.synchronisation
+    costs = problem.costs(plan.world_size)
+    simulated = min(rule.period_steps, UNROLLED_STEPS)
+    ahead = costs.overlap([], [])
+    program = step_program(layout, ahead, local_steps=simulated - 1)
+    cycle = _resuming(columns_of(unrolled(program)), problem, plan)
+    local = None
+    if simulated < rule.period_steps:
+        local = _resuming(columns_of(lower(plan, layout.model, layout, local=True)), problem, plan)
+    units = (*cycle.units, *(() if local is None else local.units))
+    estimates = tuple(priced_units(problem, plan, units))
+    seconds = medians_s(estimates)[cycle.unit]
+    factors = overlap or costs.overlap([cycle.units[number].work for number in cycle.unit.tolist()], seconds)
+    return MixingPeriod(
+        cycle=compile_graph(cycle),
+        local=None if local is None else compile_graph(local),
+        estimates=estimates,
+        unit=cycle.unit,
+        local_unit=np.empty(0, dtype=np.int64) if local is None else local.unit + len(cycle.units),
+        overlap=factors,
+        rounds=len(plan.synchronisation.cycle(plan.mesh.dp)),
+        steps=rule.period_steps,
+        simulated=simulated,
+    )
+
+
+def _resuming(columns: Columns, problem: PlanningProblem, plan: Plan) -> Columns:
+    return columns.resuming() if problem.costs(plan.world_size).post_wait_s else columns
+
+
+def priced_units(problem: PlanningProblem, plan: Plan, units: Sequence[Unit]) -> list[Estimate]:
+    """Prices of the units of a plan that mixes: the messages of a round share links, where the profile knows them.
+
+    Args:
+        problem: of the plan. plan: with synchronisation average or gossip. units: of its columns.
+
+    Returns:
+        One Estimate per unit. Leaves out, on machines without a link model, what messages of one round cost one another.
+    """
+    estimates = problem.price(units, plan.mesh)
+    rule, cluster = plan.synchronisation, problem.cluster
+    if rule.kind != "gossip" or cluster.profile.communication.link_model is None:
+        return estimates
+    messages = {
+        number: unit.work
+        for number, unit in enumerate(units)
+        if isinstance(unit.work, SendRecv)
+        and plan.replica_of_rank(unit.work.source) != plan.replica_of_rank(unit.work.destination)
+    }
+    together: dict[int, list[int]] = {}
+    for number, work in messages.items():
+        together.setdefault(work.size_bytes, []).append(number)
+    for size_bytes, numbers in together.items():
+        pairs = {(messages[number].source, messages[number].destination): number for number in numbers}
+        for number, seconds in zip(pairs.values(), exchange_seconds(list(pairs), size_bytes, cluster), strict=True):
+            more = float(seconds) - estimates[number].median_s
+            if more > 0:
+                detail = f"{len(pairs)} messages of a round at once"
+                estimates[number] = estimates[number].then(Term("other messages", "plus", more, "assumed", detail))
+    return estimates

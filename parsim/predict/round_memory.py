@@ -1,0 +1,48 @@
+"""What relaxed synchronisation keeps on a rank beside a synchronous step: lines of memory of their own.
+
+outer_state        of average with an outer optimizer: the weights of the last round, and its momentum
+neighbour_buffers  of gossip: what arrives from the neighbours of a round, as far as it exceeds what the step has let go by then
+stashed_weights    of stale: a copy of a stage's weights for every batch that waits there for its gradient
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parsim.costs.memory.rank_memory import RankMemory
+from parsim.graph.passes.rounds import neighbours_of, outer_arrays
+from parsim.graph.plan_index import PlanIndex
+
+LET_GO = ("activations", "casts", "boundary_values", "unsharded", "workspace")
+"""Lines of the step whose memory is free when a round begins."""
+
+
+def batches_held(layout: PlanIndex, stage: int) -> int:
+    """Batches that a stale stage has run forward and not backward, at the fullest moment.
+
+    Args:
+        layout: of a plan with synchronisation stale. stage: its place on the pp axis.
+    """
+    return 1 + layout.plan.synchronisation.delay_of(stage, layout.plan.mesh.pp)
+
+
+def with_relaxed_lines(memory: RankMemory, layout: PlanIndex, rank: int) -> RankMemory:
+    """The memory of a rank with the lines of its plan's synchronisation; unchanged for synchronous training.
+
+    Args:
+        memory: of the step. layout: of the plan. rank: global number.
+    """
+    plan, rule = layout.plan, layout.plan.synchronisation
+    if not rule.is_relaxed:
+        return memory
+    trained = sum(bucket.size_bytes for bucket in layout.rank_buckets(rank))
+    if rule.kind == "stale":
+        line = ("stashed_weights", rule.delay_of(plan.stage_of_rank(rank), plan.mesh.pp) * trained)
+        return replace(memory, lines=(*memory.lines, line))
+    lines = [("outer_state", outer_arrays(layout) * trained)] if rule.outer is not None else []
+    if rule.kind == "gossip":
+        replica = plan.replica_of_rank(rank)
+        arriving = max(len(neighbours_of(layout, number)[replica]) for number in rule.cycle(plan.mesh.dp)) * trained
+        free = sum(memory.line(name) for name in LET_GO)
+        lines.append(("neighbour_buffers", max(0, arriving - free)))
+    return replace(memory, lines=(*memory.lines, *lines))

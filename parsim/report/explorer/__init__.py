@@ -1,0 +1,1 @@
+"""The explorer: one page of a sweep that needs no network."""

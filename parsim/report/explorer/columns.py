@@ -1,0 +1,158 @@
+"""What the explorer's page reads: the points of a sweep column by column, rounded to what a figure can show."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+DIGITS = 5
+"""Significant, of every number of the page."""
+MOST_STEPS = 40
+"""Different values of a field that a slider shows; a field with more is drawn as it is and not filtered."""
+
+METRICS: tuple[tuple[str, str, str, str, str, str], ...] = (
+    ("throughput_samples_per_s", "throughput_p05_samples_per_s", "throughput_p95_samples_per_s", "Throughput", "rate", "max"),
+    ("step_s", "step_p05_s", "step_p95_s", "Time per step", "time", "min"),
+    ("epoch_s", "epoch_p05_s", "epoch_p95_s", "Time per epoch", "time", "min"),
+    ("run_s", "run_p05_s", "run_p95_s", "Time of the run", "time", "min"),
+    ("usd_per_million_samples", "", "", "Price per million samples", "usd", "min"),
+    ("usd_per_epoch", "", "", "Price per epoch", "usd", "min"),
+    ("run_usd", "", "", "Price of the run", "usd", "min"),
+    ("kwh_per_million_samples", "", "", "Energy per million samples", "energy", "min"),
+    ("kwh_per_epoch", "", "", "Energy per epoch", "energy", "min"),
+    ("run_kwh", "", "", "Energy of the run", "energy", "min"),
+    ("peak_memory_bytes", "peak_memory_p05_bytes", "peak_memory_p95_bytes", "Peak memory", "bytes", "min"),
+    ("mfu", "-", "-", "Model FLOP utilisation", "share", "max"),
+    ("communication_fraction", "-", "-", "Exposed communication", "share", "min"),
+)
+"""Column, its p05 and p95 ("": with these suffixes, "-": none), name, how it is written, and which end is better."""
+
+CATEGORY_NAMES = {
+    "compute_s": "computation",
+    "exposed_communication_s": "exposed communication",
+    "bubble_s": "pipeline bubble",
+    "load_s": "loading",
+    "host_s": "host",
+    "idle_s": "idle",
+}
+TEXTS = ("status", "reason", "strategy", "division", "plan", "plan_in_words")
+LEFT_OUT = ("memory_limit_bytes",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplorerData:
+    """What the page shows.
+
+    Attributes:
+        title, summary: texts. axes: swept fields, in order. rows: per point, the columns of a sweep's table.
+        picked: number of the row that the goal picks. command: asks one point again, without its settings. notes: for people.
+    """
+
+    title: str
+    summary: Sequence[str]
+    axes: Sequence[str]
+    rows: Sequence[Mapping[str, Any]]
+    picked: int | None = None
+    command: str = ""
+    notes: Sequence[str] = ()
+
+
+def document_of(data: ExplorerData, every: int = 1) -> dict[str, Any]:
+    """Plain JSON.
+
+    Args:
+        data: of the sweep. every: show each so many-th point, and the picked one.
+    """
+    kept = [number for number in range(len(data.rows)) if number % every == 0 or number == data.picked]
+    rows = [data.rows[number] for number in kept]
+    note = [f"The page shows {len(rows):,} of {len(data.rows):,} points; points.csv has all."] if every > 1 else []
+    lines = dict.fromkeys(
+        name for row in rows for name in row if name.startswith("memory_") and name.endswith("_bytes") and name not in LEFT_OUT
+    )
+    categories = [name for name in CATEGORY_NAMES if any(row.get(name) for row in rows)]
+    return {
+        "title": data.title,
+        "summary": list(data.summary),
+        "notes": [*data.notes, *note],
+        "command": data.command,
+        "count": len(rows),
+        "numbers": [row.get("point", number) for number, row in zip(kept, rows, strict=True)],
+        "picked": kept.index(data.picked) if data.picked in kept else None,
+        "axes": [_axis(key, [row.get(key) for row in rows]) for key in data.axes],
+        "metrics": [entry for metric in METRICS if (entry := _metric(rows, *metric)) is not None],
+        "texts": {name: _coded([str(row.get(name) or "") for row in rows]) for name in TEXTS},
+        "categories": [
+            {"name": CATEGORY_NAMES[name], "values": [_rounded(row.get(name)) for row in rows]} for name in categories
+        ],
+        "memory": [
+            {
+                "name": name.removeprefix("memory_").removesuffix("_bytes").replace("_", " "),
+                "values": [_rounded(row.get(name)) for row in rows],
+            }
+            for name in lines
+        ],
+        "limit": [_rounded(row.get("memory_limit_bytes")) for row in rows],
+    }
+
+
+def _axis(key: str, values: Sequence[Any]) -> dict[str, Any]:
+    """One swept field: its different values in order, and per point which of them it has."""
+    numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    texts = [json.dumps(value, sort_keys=True) for value in values]
+    different = dict(zip(texts, values, strict=True))
+    order = sorted(different, key=lambda text: different[text]) if numeric else list(different)
+    place = {text: number for number, text in enumerate(order)}
+    return {
+        "key": key,
+        "numeric": numeric,
+        "continuous": numeric and len(order) > MOST_STEPS,
+        "values": [_rounded(different[text]) if numeric else _label(different[text]) for text in order],
+        "settings": [_setting(different[text]) for text in order],
+        "at": [place[text] for text in texts],
+    }
+
+
+def _label(value: Any) -> str:
+    """A table as `pp=2, dp=4`."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={entry}" for key, entry in value.items())
+    return str(value)
+
+
+def _setting(value: Any) -> str:
+    """As `--set` takes it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {json.dumps(entry)}" for key, entry in value.items()) + "}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _metric(
+    rows: Sequence[Mapping[str, Any]], column: str, low: str, high: str, name: str, kind: str, better: str
+) -> dict[str, Any] | None:
+    if not any(row.get(column) is not None for row in rows):
+        return None
+    found: dict[str, Any] = {"key": column, "name": name, "kind": kind, "better": better}
+    found["median"] = [_rounded(row.get(column)) for row in rows]
+    if low != "-":
+        found["low"] = [_rounded(row.get(low or f"{column}_p05")) for row in rows]
+        found["high"] = [_rounded(row.get(high or f"{column}_p95")) for row in rows]
+    return found
+
+
+def _coded(values: Sequence[str]) -> dict[str, Any]:
+    """Texts that repeat, once, and per point which of them it has."""
+    words = list(dict.fromkeys(values))
+    place = {word: number for number, word in enumerate(words)}
+    return {"words": words, "codes": [place[value] for value in values]}
+
+
+def _rounded(value: Any) -> float | int | None:
+    if value is None or isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    if isinstance(value, int) and abs(value) < 10**7:
+        return value
+    short = float(f"{value:.{DIGITS - 1}e}")
+    return int(short) if short.is_integer() and abs(short) < 2**53 else short

@@ -1,0 +1,131 @@
+"""Choose among plans whose replicas or stages are synchronised by a relaxed rule.
+
+The rule is given, never searched for, because it changes what is learnt. Free are the replicas (the most that the batch
+divides into), with stale the stages, and the microbatches. The bounds of `parsim.schedule.search` count gradients that are
+summed in every step, so they would not hold. These plans are few enough to simulate them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from parsim.errors import PlanError, ScheduleError
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan
+from parsim.plans.recompute import AUTO, NONE
+from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, with_interval
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.branch_and_bound import Tally
+from parsim.schedule.by_hand import custom_plan
+from parsim.schedule.search import Search
+from parsim.schedule.space import meshes, microbatch_counts
+from parsim.units import format_seconds
+
+MOST_PLANS = 200
+"""Plans of one rule that are simulated; the rest of the microbatches is counted as not tried."""
+
+
+def relaxed_search(
+    problem: PlanningProblem, strategies: Sequence[str], *, samples: int = SAMPLES, top: int | None = None
+) -> Search:
+    """Simulate every plan of the rule that the problem's constraints ask for, and choose the fastest that fits.
+
+    Args:
+        problem: with `constraints.synchronisation` relaxed. strategies: dp, hp, mp (stale) or adaptive, which is all of them.
+        samples: draws for the intervals. top: keep so many plans instead of the best of each family.
+
+    Returns:
+        A Search, whose candidates all keep the rule.
+
+    Raises:
+        ScheduleError: the rule has no plan on these devices, with the reasons. CostError: nothing can be priced.
+    """
+    reasons: dict[str, None] = {}
+    found: list[Evaluation] = []
+    untried = 0
+    for plan in _plans(problem, strategies, reasons):
+        if len(found) == MOST_PLANS:
+            untried += 1
+            continue
+        try:
+            found.append(evaluate(problem, plan, samples=0))
+        except PlanError as error:
+            reasons[str(error)] = None
+    if not found:
+        rule = problem.constraints.synchronisation
+        raise ScheduleError(f"no plan has synchronisation {rule}: {'; '.join(reasons) or 'the mesh leaves no replicas'}")
+    found.sort(key=lambda entry: (not entry.result.fits, entry.result.step_s.median))
+    shown = found[:top] if top is not None else _best_of_each(found)
+    best = shown[0]
+    candidates = tuple(with_interval(problem, entry, samples=samples, reason=_reason(entry, best)) for entry in shown)
+    return Search(
+        candidates=candidates,
+        chosen=candidates[0] if best.result.fits else None,
+        status="best_of_candidates" if best.result.fits else "infeasible",
+        lower_bound_s=min(entry.result.lower_bound_s for entry in found),
+        judged=len(found),
+        skipped=(),
+        tally=Tally(simulated=len(found), untried=untried),
+    )
+
+
+def _best_of_each(ranked: Sequence[Evaluation]) -> list[Evaluation]:
+    best: dict[str, Evaluation] = {}
+    for entry in ranked:
+        best.setdefault(entry.result.plan.strategy, entry)
+    return list(best.values())
+
+
+def _reason(entry: Evaluation, best: Evaluation) -> str:
+    if not entry.result.fits:
+        return "does not fit"
+    if entry is best:
+        return "the fastest that fits"
+    step, least = entry.result.step_s.median, best.result.step_s.median
+    return f"{step / least - 1:.0%} slower than {format_seconds(least)}"
+
+
+def relaxed_meshes(problem: PlanningProblem, strategies: Sequence[str]) -> list[Mesh]:
+    """Meshes of the rule, of most devices: one stage per replica, or with stale every number of stages above one.
+
+    Args:
+        problem: with constraints; an axis that they give is kept. strategies: as `relaxed_search` takes them.
+    """
+    asked, stale = problem.constraints, problem.constraints.synchronisation.kind == "stale"
+    found: list[Mesh] = []
+    for mesh in meshes(problem):
+        if mesh.tp != (asked.tp or 1) or problem.global_batch % mesh.dp:
+            continue
+        suits = mesh.pp > 1 if stale else mesh.dp > 1 and mesh.pp == (asked.pp or 1)
+        if suits and ("adaptive" in strategies or _family(mesh) in strategies):
+            if found and mesh.size < found[0].size:
+                break
+            found.append(mesh)
+    return found
+
+
+def _family(mesh: Mesh) -> str:
+    return "dp" if mesh.pp * mesh.tp == 1 else "mp" if mesh.dp == 1 else "hp"
+
+
+def _plans(problem: PlanningProblem, strategies: Sequence[str], reasons: dict[str, None]) -> Iterator[Plan]:
+    """The plans of the rule; why others are none goes into `reasons`."""
+    asked = problem.constraints
+    stale = asked.synchronisation.kind == "stale"
+    for mesh in relaxed_meshes(problem, strategies):
+        try:
+            for count in [asked.microbatches or 1] if stale else microbatch_counts(problem, mesh):
+                plan = custom_plan(
+                    problem,
+                    mesh,
+                    microbatches=count,
+                    pipeline_order=asked.pipeline_order or "1f1b",
+                    chunks=asked.chunks or 1,
+                    bucket_bytes=asked.bucket_bytes or DEFAULT_BUCKET_BYTES,
+                    recompute=NONE if problem.recompute == AUTO else problem.recompute,
+                    synchronisation=asked.synchronisation,
+                )
+                yield replace(plan, strategy=_family(mesh))
+        except (PlanError, ScheduleError) as error:
+            reasons[str(error)] = None

@@ -1,0 +1,89 @@
+"""Virtual replicas under a plan: the same rule, samples and order of steps as the real run, and the plan's own seconds.
+
+What the replicas learn is measured here; how long a step takes is what `parsim simulate` says of the plan, from the same
+rounds. So a curve over simulated seconds has one clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parsim.data import BatchOrder, part
+from parsim.errors import AlgorithmError
+from parsim.plans.plan import Plan
+from parsim.virtual.local import LocalTraining, Workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedOutcome:
+    """What the replicas of a plan learnt.
+
+    Attributes:
+        workers: weights of every replica [P, D]. weights: their mean [D], which a checkpoint of the real run holds.
+        seconds: simulated, of all steps. rounds: in which weights were mixed. scores: (step, score of the mean weights).
+    """
+
+    workers: Tensor
+    weights: Tensor
+    seconds: float
+    rounds: int
+    scores: tuple[tuple[int, float], ...] = ()
+
+
+def train_planned(
+    plan: Plan,
+    training: LocalTraining,
+    order: BatchOrder,
+    steps: int,
+    *,
+    step_s: float = 0.0,
+    score_every: int = 0,
+    on_step: Callable[[int, Tensor], None] | None = None,
+) -> PlannedOutcome:
+    """Train one virtual replica per replica of the plan, as the executor would.
+
+    Args:
+        plan: with synchronisation average or gossip. training: of the model; its weights are the start.
+        order: of the samples; replicas take equal parts of every global batch. steps: to train.
+        step_s: seconds of the plan's mean step, as simulated. score_every: steps between two scores; 0: none.
+        on_step: sees (steps done, weights [P, D]).
+
+    Raises:
+        AlgorithmError: the plan does not mix, or its batches are not those of the order.
+    """
+    rule, replicas = plan.synchronisation, plan.mesh.dp
+    if not rule.mixes:
+        raise AlgorithmError(f"virtual replicas mix in rounds, and the plan has synchronisation {rule}; use average or gossip")
+    if order.global_batch != plan.global_batch:
+        raise AlgorithmError(f"the plan has batches of {plan.global_batch} samples, and the order of {order.global_batch}")
+    workers = Workers.fresh(training.start.repeat(replicas, 1))
+    previous, velocity, rounds = training.start.clone(), None, 0
+    scores: list[tuple[int, float]] = []
+    for step in range(steps):
+        samples = np.stack([part(order.indices(step), replica=replica, dp=replicas) for replica in range(replicas)])
+        samples[~np.array(rule.takes_part(rounds, replicas))] = -1
+        workers = training.step(workers, samples)
+        if rule.due(step):
+            matrix = torch.tensor(rule.matrix(rounds, replicas), dtype=workers.weights.dtype)
+            mixed = matrix @ workers.weights
+            if rule.outer is not None:
+                previous, velocity = rule.outer.step(previous, mixed[0], velocity)
+                mixed = previous.repeat(replicas, 1)
+            workers = Workers(weights=mixed, moments=workers.moments, steps=workers.steps)
+            rounds += 1
+        if on_step is not None:
+            on_step(step + 1, workers.weights)
+        if score_every and (step + 1) % score_every == 0:
+            scores.append((step + 1, training.score(workers.weights.mean(0))))
+    return PlannedOutcome(
+        workers=workers.weights,
+        weights=workers.weights.mean(0),
+        seconds=steps * step_s,
+        rounds=rounds,
+        scores=tuple(scores),
+    )

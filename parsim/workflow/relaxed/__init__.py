@@ -1,0 +1,1 @@
+"""What commands and notebooks share about relaxed synchronisation."""

@@ -1,0 +1,239 @@
+"""`min cost where epoch < 2h and fits = yes`: which point of a sweep to take.
+
+    goal      := ("min" | "max") column ["where" condition {"and" condition}]
+    condition := column ("<" | "<=" | ">" | ">=" | "=" | "!=") value
+    value     := number [unit] | word | "text"
+
+Columns are those of the table, or the short names of `SHORT`. Units must be of the column's dimension. Points that failed are
+never taken; those that do not fit only if the goal names `status` or `fit_probability`.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parsim.errors import ConfigError, near_matches
+from parsim.workflow.sweeps.rows import COLUMNS, DOES_NOT_FIT, FAILED
+
+SHORT: Mapping[str, tuple[str, ...]] = {
+    "step": ("step_s",),
+    "time": ("run_s", "epoch_s", "step_s"),
+    "epoch": ("epoch_s",),
+    "run": ("run_s",),
+    "throughput": ("throughput_samples_per_s",),
+    "cost": ("run_usd", "usd_per_epoch", "usd_per_million_samples"),
+    "price": ("run_usd", "usd_per_epoch", "usd_per_million_samples"),
+    "energy": ("run_kwh", "kwh_per_epoch", "kwh_per_million_samples"),
+    "memory": ("peak_memory_bytes",),
+    "nodes": ("cluster.nodes",),
+    "batch": ("global_batch",),
+}
+"""A short name -> the columns that it may mean; the first that the sweep has."""
+
+UNITS: Mapping[str, Mapping[str, float]] = {
+    "time": {
+        "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "days": 86400.0
+    },
+    "bytes": {
+        "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40
+    },
+    "price": {"usd": 1.0, "USD": 1.0, "$": 1.0},
+    "energy": {"J": 1 / 3.6e6, "Wh": 1e-3, "kWh": 1.0, "MWh": 1e3},
+    "share": {"%": 0.01},
+    "count": {"k": 1e3, "M": 1e6, "G": 1e9},
+}  # fmt: skip
+"""Per dimension: a unit -> what it is in the unit of the column."""
+
+MISSING = {
+    "epoch_s": "the samples of an epoch are not known; give --samples-per-epoch N (samples_per_epoch=)",
+    "usd_per_million_samples": "the price of the devices is not known; set cluster.usd_per_hour",
+    "run_s": "how long the run is, is not known; set training.tokens of a language model",
+    "kwh_per_million_samples": "the power of the devices is not known to parsim",
+}
+"""Why a column may have no value, and what gives it one."""
+SAME_REASON = {
+    "usd_per_epoch": "epoch_s",
+    "kwh_per_epoch": "epoch_s",
+    "run_usd": "run_s",
+    "run_kwh": "run_s",
+}
+
+_COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "=": operator.eq,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+_TOKEN = re.compile(r"\s*(?:(?P<text>\"[^\"]*\"|'[^']*')|(?P<sign><=|>=|!=|==|=|<|>)|(?P<word>[^\s<>=!\"']+))")
+_NUMBER = re.compile(r"([-+]?\d[\d_]*\.?\d*(?:[eE][-+]?\d+)?)\s*([A-Za-z%$]*)")
+EXAMPLE = '"min cost where epoch < 2h and memory < 30GiB"'
+LONGEST = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """`column sign value`; value in the column's own unit."""
+
+    column: str
+    sign: str
+    value: Any
+
+    def holds(self, row: Mapping[str, Any]) -> bool:
+        """Whether a point meets it; a point without a value does not. Args: row: of the table."""
+        found = row.get(self.column)
+        if found is None or found != found:
+            return False
+        if isinstance(self.value, str):
+            return _COMPARE[self.sign](str(found), self.value)
+        return isinstance(found, int | float) and _COMPARE[self.sign](found, self.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """Attributes: text: as it was given. least: min or max. column: what is least or most. conditions: that all hold."""
+
+    text: str
+    least: bool
+    column: str
+    conditions: tuple[Condition, ...] = ()
+
+    def best(self, rows: Sequence[Mapping[str, Any]]) -> int | None:
+        """The number of the row to take, the first of equals; None where no point meets the conditions.
+
+        Args:
+            rows: the table of a sweep.
+        """
+        named = {self.column, *(condition.column for condition in self.conditions)}
+        refused = {FAILED} if named & {"status", "fit_probability"} else {FAILED, DOES_NOT_FIT}
+        taken = [
+            (row[self.column], number)
+            for number, row in enumerate(rows)
+            if row["status"] not in refused
+            and isinstance(row.get(self.column), int | float)
+            and row[self.column] == row[self.column]
+            and all(condition.holds(row) for condition in self.conditions)
+        ]
+        if not taken:
+            return None
+        return min(taken)[1] if self.least else max(taken, key=lambda entry: (entry[0], -entry[1]))[1]
+
+
+def parse_goal(text: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Goal:
+    """A goal over the columns of a table.
+
+    Args:
+        text: of the grammar above. rows: of the table: a column that none has a value of cannot be asked for. columns: known.
+
+    Raises:
+        ConfigError: what is not of the grammar, an unknown column, a unit of another dimension; with an example.
+    """
+    tokens = _tokens(text)
+    if len(tokens) < 2 or tokens[0] not in ("min", "max", "minimize", "maximize"):
+        raise ConfigError(f"--goal {text!r} must begin with min or max and a column, for example {EXAMPLE}")
+    column = _column(tokens[1], rows, columns)
+    rest = tokens[2:]
+    if rest and rest[0] != "where":
+        raise ConfigError(f"--goal {text!r}: after the column comes `where`, not {rest[0]!r}; for example {EXAMPLE}")
+    conditions: list[Condition] = []
+    rest = rest[1:]
+    if tokens[2:] and not rest:
+        raise ConfigError(f"--goal {text!r}: nothing stands after `where`; for example {EXAMPLE}")
+    while rest:
+        until = rest.index("and") if "and" in rest else len(rest)
+        conditions.append(_condition(text, rest[:until], rows, columns))
+        if until == len(rest) - 1:
+            raise ConfigError(f"--goal {text!r}: nothing stands after the last `and`")
+        rest = rest[until + 1 :]
+    return Goal(text=text, least=tokens[0].startswith("min"), column=column, conditions=tuple(conditions))
+
+
+def _tokens(text: str) -> list[str]:
+    if len(text) > LONGEST:
+        raise ConfigError(f"--goal has {len(text):,} characters; write at most {LONGEST}")
+    found, place = [], 0
+    while text[place:].strip():
+        match = _TOKEN.match(text, place)
+        if match is None:
+            raise ConfigError(f"--goal {text!r}: cannot read {text[place:].strip()[:20]!r}; for example {EXAMPLE}")
+        found.append(match["text"] or match["sign"] or match["word"])
+        place = match.end()
+    return found
+
+
+def _condition(text: str, tokens: Sequence[str], rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Condition:
+    if len(tokens) < 3 or tokens[1] not in _COMPARE:
+        said = " ".join(tokens)
+        raise ConfigError(
+            f"--goal {text!r}: {said!r} is no condition; write COLUMN < VALUE, with one of {', '.join(_COMPARE)}; for "
+            f"example {EXAMPLE}"
+        )
+    column = _column(tokens[0], rows, columns)
+    written = " ".join(tokens[2:])
+    known = [row[column] for row in rows if row.get(column) is not None]
+    is_text = all(isinstance(value, str | bool | list | dict) for value in known)
+    if is_text and (known or _NUMBER.fullmatch(written) is None):
+        if tokens[1] not in ("=", "==", "!="):
+            raise ConfigError(f"--goal {text!r}: {column} is a text, which {tokens[1]} does not compare; use = or !=")
+        return Condition(column=column, sign=tokens[1], value=written.strip("\"'"))
+    return Condition(column=column, sign=tokens[1], value=_value(text, column, written))
+
+
+def _value(text: str, column: str, written: str) -> float:
+    match = _NUMBER.fullmatch(written)
+    if match is None:
+        raise ConfigError(f"--goal {text!r}: {written!r} is no number with a unit; {column} takes {_units_text(column)}")
+    number, unit = float(match[1].replace("_", "")), match[2]
+    if not unit:
+        return number
+    units = {**UNITS["count"], **UNITS.get(dimension(column), {})}
+    if unit not in units:
+        raise ConfigError(f"--goal {text!r}: {unit!r} is no unit of {column}, which takes {_units_text(column)}")
+    return number * units[unit]
+
+
+def dimension(column: str) -> str:
+    """Of a column's unit, by its name: time, bytes, price, energy, share or count.
+
+    Args:
+        column: of the table.
+    """
+    if column.endswith("_bytes"):
+        return "bytes"
+    if "per_s" not in column and column.endswith("_s"):
+        return "time"
+    if "usd" in column:
+        return "price"
+    if "kwh" in column:
+        return "energy"
+    if column.endswith(("_fraction", "_probability")) or column == "mfu":
+        return "share"
+    return "count"
+
+
+def _units_text(column: str) -> str:
+    return f"a number, or one with {', '.join(UNITS[dimension(column)])}"
+
+
+def _column(word: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """The column that a word means. Raises ConfigError for none, and for one without values."""
+    choices = SHORT.get(word, (word,))
+    known = {*columns, *COLUMNS}
+    if word not in known and word not in SHORT:
+        raise ConfigError(f"--goal: there is no column {word!r}{near_matches(word, [*known, *SHORT])}")
+    choices = (word,) if word in known else choices
+    for choice in choices:
+        if any(row.get(choice) is not None for row in rows):
+            return choice
+    if not any(row["status"] != FAILED for row in rows):
+        return choices[-1]
+    reasons = {MISSING.get(SAME_REASON.get(choice, choice), "") for choice in choices[-1:]} - {""}
+    raise ConfigError(
+        f"--goal: no point has a value of {word} ({', '.join(choices)}){': ' if reasons else ''}{'; '.join(reasons)}"
+    )

@@ -1,0 +1,89 @@
+"""Whether a training can run, looked at before any process starts: its data, schedule and weight decay."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from parsim.errors import ConfigError
+from parsim.workflow.config import RunConfig
+
+if TYPE_CHECKING:
+    from parsim.data import Order, Samples
+    from parsim.model.model import Model
+
+
+def check_training(config: RunConfig, model: Model) -> None:
+    """Look at what only the module, the data and torch can tell.
+
+    Raises:
+        DataError: data that do not suit the model or the batch. ConfigError: torch refuses the schedule or an argument of the
+            optimizer, or a pattern of no_weight_decay matches nothing.
+    """
+    from parsim.execute.state.optimizer import check_states
+    from parsim.execute.training.learning_rate import check_schedule
+    from parsim.execute.training.weight_decay import check_exempt
+
+    training, recipe = config.training, config.training.recipe
+    order = _order(config)
+    check_states(training.optimizer, recipe)
+    check_exempt((parameter.name for parameter in model.parameters), recipe.no_weight_decay)
+    if recipe.evaluation is not None:
+        _check_metrics(config, recipe.evaluation.metrics)
+        if not recipe.evaluation.every:
+            order.steps_per_epoch  # noqa: B018 - an iterable dataset without a length has no epochs
+    steps = total_steps(config)
+    check_schedule(training.optimizer, training.resolved_learning_rate, recipe, steps=steps, order=order)
+
+
+def _check_metrics(config: RunConfig, metrics: tuple[str, ...]) -> None:
+    """Raise ConfigError for metrics that what the model predicts has not."""
+    from parsim.model.interface import interface_of
+    from parsim.model.losses import CLASSES
+
+    interface = interface_of(config.model_spec)
+    if metrics and interface.target is None:
+        raise ConfigError(
+            f"training.evaluation.metrics = {list(metrics)}: {config.model.name} takes its targets itself, so a metric cannot "
+            "compare with them; drop metrics, and follow the loss"
+        )
+    of_classes = [name for name in metrics if name in ("accuracy", "perplexity", "mean_iou")]
+    if of_classes and interface.objective.row.targets != CLASSES:
+        raise ConfigError(
+            f"training.evaluation.metrics: {of_classes[0]} compares classes, and {config.model.name} is trained by "
+            f"{interface.objective.loss}; take mean_absolute_error, or a function of your own"
+        )
+
+
+def total_steps(config: RunConfig) -> int:
+    """training.steps, or as many as training.epochs takes."""
+    if config.training.steps is not None:
+        return config.training.steps
+    return config.training.epochs * steps_per_epoch(config)
+
+
+def steps_per_epoch(config: RunConfig) -> int:
+    """Steps of one pass over the data."""
+    return _order(config).steps_per_epoch
+
+
+def _order(config: RunConfig) -> Order:
+    """In which training reads its samples, the first of which is looked at."""
+    import numpy as np
+
+    from parsim.data import order_of, train_and_validation
+    from parsim.data.for_model import dataset_for
+
+    training = config.training
+
+    def load(split: str) -> Samples:
+        return dataset_for(config.model_spec, training.dataset, root=training.data_root, split=split, seed=training.seed)
+
+    looks = training.recipe.evaluation
+    if looks is None:
+        data = load("train")
+    else:
+        data, held_out = train_and_validation(load, looks.validation, training.seed)
+        held_out.values(np.zeros(1, dtype=np.int64))
+    order = order_of(data, training.global_batch, training.seed)
+    data.values(order.indices(0)[:1])
+    return order

@@ -1,0 +1,114 @@
+"""Plain weights of a run folder: a file that loads into the original module, without parsim."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from parsim.errors import ConfigError, MissingDependencyError, near_matches
+from parsim.files import write_atomically
+from parsim.workflow.config import load_config
+from parsim.workflow.folders.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from parsim.execute.state.checkpoint import Checkpoint
+
+BEST, LAST = "best", "last"
+Chosen = Literal["best", "last"]
+SUFFIXES = {"state_dict": ".pt", "safetensors": ".safetensors"}
+"""Formats of weights, and the suffix of each."""
+
+
+def export_weights(
+    path: Path, *, format: str = "state_dict", out: Path | None = None, checkpoint: Chosen | None = None
+) -> dict[str, Any]:
+    """Write the weights and buffers of a training as the state_dict of its module.
+
+    Args:
+        path: of the run folder. format: "state_dict" (`torch.save`, read it with weights_only=True) or "safetensors".
+        out: the file; None: weights.pt or weights.safetensors in the run folder.
+        checkpoint: "best" by its validation score, or "last"; None: the best if there is one, else the last.
+
+    Returns:
+        What was written: file, format, checkpoint, step, parameters.
+
+    Raises:
+        ConfigError: an unknown format, no run folder, or no checkpoint. MissingDependencyError: safetensors is not installed.
+    """
+    if format not in SUFFIXES:
+        raise ConfigError(f"format {format!r} is unknown{near_matches(format, SUFFIXES)}")
+    folder = RunFolder(path)
+    folder.read_config()
+    config = load_config(folder.config)  # the module is built: its code must be trusted
+    writer = _writer(format)
+    kind, found = _found(folder, checkpoint)
+    tensors = _state_dict(config.model_spec, found)
+    file = path / f"weights{SUFFIXES[format]}" if out is None else out
+    write_atomically(file, lambda handle: writer(tensors, handle), force=True)
+    elements = sum(value.numel() for value in tensors.values())
+    return {
+        "file": str(file),
+        "format": format,
+        "checkpoint": kind,
+        "step": found.step,
+        "tensors": len(tensors),
+        "elements": elements,
+    }
+
+
+def _found(folder: RunFolder, checkpoint: Chosen | None) -> tuple[str, Checkpoint]:
+    from parsim.execute.state.checkpoint import latest_checkpoint
+
+    places = {BEST: folder.best, LAST: folder.checkpoints}
+    if checkpoint is not None and checkpoint not in places:
+        raise ConfigError(f"checkpoint {checkpoint!r} is unknown{near_matches(checkpoint, places)}")
+    told = []
+    for kind in (BEST, LAST) if checkpoint is None else (checkpoint,):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = latest_checkpoint(places[kind])
+        if found is not None:
+            return kind, found
+        told += [str(entry.message) for entry in caught]
+    why = f" ({told[0]})" if told else ""
+    best = "; a best one needs [training.evaluation]" if checkpoint == BEST else ""
+    raise ConfigError(f"{folder.path} holds no {checkpoint or 'whole'} checkpoint{why}{best}; train with `parsim run` first")
+
+
+def _state_dict(spec: Any, found: Checkpoint) -> dict[str, Tensor]:
+    """Of the module with the checkpoint's weights, under every name that the module gives them."""
+    import torch
+
+    from parsim.execute.state.checkpoint import load_state, restore_tensors
+    from parsim.model.build import build_module
+
+    state = load_state(found)
+    module = build_module(spec)
+    types = {value.dtype for value in state.weights.values() if value.is_floating_point()}
+    if len(types) == 1 and types != {torch.float32}:
+        module = module.to(types.pop())
+    restore_tensors(dict(module.named_parameters()), state.weights)
+    restore_tensors({name: value for name, value in module.named_buffers() if name in state.buffers}, state.buffers)
+    return {
+        name: value.detach().cpu().contiguous().clone()
+        for name, value in module.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _writer(format: str) -> Callable[[Mapping[str, Tensor], Any], Any]:
+    import torch
+
+    if format == "state_dict":
+        return lambda tensors, handle: torch.save(dict(tensors), handle)
+    try:
+        from safetensors.torch import save
+    except ImportError as error:
+        raise MissingDependencyError(
+            "--format safetensors needs the package safetensors: pip install 'parsim[safetensors]'; or take --format state_dict"
+        ) from error
+    return lambda tensors, handle: handle.write(save(dict(tensors), {"format": "pt"}))

@@ -1,0 +1,212 @@
+"""[training] of a run file: data, optimizer and schedule, whatever the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic_core import PydanticCustomError
+
+from parsim.data import DATASETS
+from parsim.errors import ConfigError, near_matches
+from parsim.execute.training.metrics import LOSS_NAME, METRICS
+from parsim.execute.training.recipe import EvaluationRule, Schedule, TrainingRecipe, pairs
+from parsim.execute.training.schedules import PLATEAU, SCHEDULES, check_arguments
+from parsim.hardware.record import Count
+from parsim.model.number_formats import FORMATS, check_planned
+from parsim.model.optimizers import OPTIMIZERS
+from parsim.registry import RowOf
+from parsim.workflow.cluster_section import ConfigSection, Name, Number
+
+MOST_SAMPLES = 10**9
+"""In a batch."""
+Whole = Annotated[int, Field(strict=True, ge=0)]
+ArgumentValue = StrictBool | StrictInt | Number | StrictStr | tuple[StrictInt | Number, ...]
+Dtype = Literal["float32", "float64"]
+
+TORCH_NAMES = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
+"""Optimizers by torch's names; SGD with a momentum is "sgd_momentum"."""
+
+
+class ScheduleSection(ConfigSection):
+    """[training.schedule]: the learning rate over the training; further keys are the arguments of torch's schedule."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Annotated[Name, RowOf(SCHEDULES)] = "ConstantLR"
+    """A class of torch.optim.lr_scheduler, or "package.module:ROW"."""
+    per: Literal["step", "epoch"] = "step"
+    """When the rate moves on, and what warmup and the arguments of the schedule count."""
+    warmup: Whole = 0
+    """Steps (or epochs) at the beginning in which the rate rises linearly; the schedule follows."""
+    warmup_start_factor: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    """Of the first rate; left out: 1 / (warmup + 1)."""
+
+    @model_validator(mode="after")
+    def _takes(self) -> ScheduleSection:
+        try:
+            check_arguments(self.name, self.arguments)
+        except ConfigError as error:
+            raise PydanticCustomError("described", "{rule}", {"rule": str(error)}) from error
+        return self
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        found = dict(self.model_extra or {})
+        if self.name == "ConstantLR" and not found:
+            return {"factor": 1.0}
+        return found
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(
+            name=self.name,
+            arguments=pairs(self.arguments),
+            per=self.per,
+            warmup=self.warmup,
+            warmup_start_factor=self.warmup_start_factor,
+        )
+
+
+class EvaluationSection(ConfigSection):
+    """[training.evaluation]: validation on the way, on all ranks."""
+
+    every: Whole = 0
+    """Steps between two validations; 0 or left out: once per epoch. The last step always has one."""
+    validation: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Below 1: the share of the training samples that is held out; else how many. Left out: the dataset's own split
+    "validation", or 0.1 where it has none."""
+    metrics: tuple[Annotated[Name, RowOf(METRICS)], ...] = ()
+    """Rows of `parsim.execute.training.metrics`, or "package.module:function" (output, target)."""
+    monitor: Name = LOSS_NAME
+    """ "loss" or one of the metrics: what the best checkpoint, early stop and ReduceLROnPlateau follow."""
+    mode: Literal["min", "max"] | None = None
+    """Whether less or more of `monitor` is better; left out: as its metric says."""
+    patience: Whole = 0
+    """The training stops after so many validations without a gain; 0: never."""
+    min_delta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """A gain of at most this much is none."""
+
+    @model_validator(mode="after")
+    def _follows(self) -> EvaluationSection:
+        if self.monitor not in (LOSS_NAME, *self.metrics):
+            near = near_matches(self.monitor, (LOSS_NAME, *self.metrics))
+            raise _rule(f"monitor = {self.monitor!r} is neither loss nor one of metrics{near}")
+        if self.validation is not None and self.validation >= 1 and not self.validation.is_integer():
+            raise _rule(f"validation = {self.validation:g}: give a share below 1, or a whole number of samples")
+        if self.larger_is_better is None:
+            raise _rule(f'monitor = {self.monitor!r} is a function of your own: set mode = "min" or mode = "max" beside it')
+        return self
+
+    @property
+    def larger_is_better(self) -> bool | None:
+        if self.mode is not None:
+            return self.mode == "max"
+        return False if self.monitor == LOSS_NAME else METRICS[self.monitor].larger_is_better
+
+    @property
+    def evaluation(self) -> EvaluationRule:
+        return EvaluationRule(
+            every=self.every,
+            validation=self.validation,
+            metrics=self.metrics,
+            monitor=self.monitor,
+            larger_is_better=bool(self.larger_is_better),
+            min_delta=self.min_delta,
+            patience=self.patience,
+        )
+
+
+class TrainingSection(ConfigSection):
+    """[training]: how it is trained, whatever the plan."""
+
+    global_batch: Annotated[int, Field(strict=True, ge=1, le=MOST_SAMPLES)]
+    """Samples per step over all replicas."""
+    precision: Annotated[Name, RowOf(FORMATS, check_planned)] = "fp32"
+    """A row of `parsim.model.number_formats` (docs/design.md, "Precision"; fp8 is priced only), or "package.module:ROW"."""
+    master_weights: StrictBool | None = None
+    """With precision = "bf16": whether the optimizer updates copies of the weights in fp32; left out: it does."""
+    optimizer: Annotated[Name, RowOf(OPTIMIZERS)] = "sgd_momentum"
+    """A row of `parsim.model.optimizers`, or "package.module:ROW"."""
+    optimizer_args: dict[Name, ArgumentValue] = {}
+    """Of torch's optimizer in place of its defaults: betas = [0.9, 0.95], eps = 1e-6, nesterov = true."""
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Left out: the optimizer's own default (0.01 for adamw, else 0)."""
+    no_weight_decay: tuple[Name, ...] = ()
+    """Parameters without weight decay: "norm", "bias", or patterns of their names ("*.position*")."""
+    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """The largest norm of all gradients together, over all ranks, as torch.nn.utils.clip_grad_norm_ takes it; left out: any."""
+    evaluation: EvaluationSection | None = None
+    """On the way; left out: only the test samples are scored, at the end."""
+    schedule: ScheduleSection | None = None
+    """Of the learning rate; left out: it stays."""
+    learning_rate: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
+    """Left out: what the optimizer's row says."""
+    dataset: Annotated[Name, RowOf(DATASETS)] = "digits"
+    """A row of `parsim.data.DATASETS`, or "package.module:factory" of a dataset of one's own (docs/training.md)."""
+    data_root: Annotated[str, Field(strict=True, min_length=1)] | None = None
+    """Folder with the files of cifar10 or cifar100."""
+    workers: Annotated[int, Field(strict=True, ge=0, le=256)] = 0
+    """Processes of each rank that read samples ahead; 0: the rank reads them in their turn (on a GPU, a thread of it does)."""
+    pin_memory: StrictBool = True
+    """On a GPU: batches are gathered in pinned memory."""
+    epochs: Count = 1
+    steps: Count | None = None
+    """Steps to train; left out: as many as `epochs` takes."""
+    tokens: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Tokens to train on, for days and price of a language model; no key of a real run."""
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
+    dtype: Dtype = "float32"
+    """Of the weights of a real run."""
+    allow_coupled_loss: StrictBool = False
+    """Train by a loss that is no sum over samples even where the plan divides the batch, which makes it another loss."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_torchs_names(cls, document: Any) -> Any:
+        if not isinstance(document, Mapping) or document.get("optimizer") not in TORCH_NAMES:
+            return document
+        name = TORCH_NAMES[document["optimizer"]]
+        arguments = document.get("optimizer_args")
+        has_momentum = isinstance(arguments, Mapping) and bool(arguments.get("momentum"))
+        return {**document, "optimizer": "sgd_momentum" if name == "sgd" and has_momentum else name}
+
+    @model_validator(mode="after")
+    def _agree(self) -> TrainingSection:
+        if self.no_weight_decay and self.weight_decay is None:
+            raise _rule(
+                f"no_weight_decay = {list(self.no_weight_decay)} excludes from a weight decay that is not given; set "
+                "weight_decay too, for example weight_decay = 0.1"
+            )
+        if "weight_decay" in self.optimizer_args:
+            raise _rule("optimizer_args.weight_decay: weight decay has a key of its own; set training.weight_decay")
+        if self.schedule is not None and self.schedule.name == PLATEAU and self.evaluation is None:
+            raise _rule(f"schedule {PLATEAU} follows the validation; add [training.evaluation] with every = 100")
+        return self
+
+    @property
+    def recipe(self) -> TrainingRecipe:
+        """What the executor does beside the optimizer's own rule."""
+        return TrainingRecipe(
+            optimizer_args=pairs(self.optimizer_args),
+            weight_decay=self.weight_decay,
+            no_weight_decay=self.no_weight_decay,
+            clip_norm=self.clip_norm,
+            evaluation=None if self.evaluation is None else self.evaluation.evaluation,
+            schedule=None if self.schedule is None else self.schedule.schedule,
+        )
+
+    @property
+    def keeps_master_weights(self) -> bool:
+        return self.master_weights is not False
+
+    @property
+    def resolved_learning_rate(self) -> float:
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return OPTIMIZERS[self.optimizer].learning_rate
+
+
+def _rule(text: str) -> PydanticCustomError:
+    return PydanticCustomError("described", "{rule}", {"rule": text})

@@ -1,0 +1,184 @@
+"""Replicas that mix in rounds, on real processes: equal to the virtual replicas, and resumed where they stopped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from parsim.data import BatchOrder
+from parsim.execute.job import Job, RunSpec
+from parsim.execute.stage import seeded_module
+from parsim.execute.state.checkpoint import latest_checkpoint, load_state
+from parsim.execute.training.rank_run import run_dataset
+from parsim.model.spec import ModelSpec
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan
+from parsim.plans.synchronisation import parse_synchronisation
+from parsim.virtual.local import LocalOptimizer, LocalTraining
+from parsim.virtual.planned import train_planned
+from parsim.virtual.problems import LearningProblem
+from tests.execute.equality import Case, even_plan, run_cases
+from tests.execute.forked import run_job
+
+STEPS = 20
+TOLERANCE = 1e-12
+MLP = ModelSpec(name="mlp", args=(("width", 16),))
+
+TWO = [
+    ("average/1", "sgd"),
+    ("average/5 outer=nesterov:0.7:0.9", "sgd_momentum"),
+    ("average/4 weights=0.75,0.25 outer=sgd:0.5", "sgd_momentum"),
+    ("average/3 participation=0.5", "sgd_momentum"),
+    ("gossip/2 ring", "adam"),
+    ("gossip/1 weights=0.9,0.1;0.1,0.9", "sgd_momentum"),
+]
+FOUR = [
+    ("average/8 outer=momentum:0.7:0.5 participation=0.5 seed=3", "sgd_momentum"),
+    ("gossip/1 ring", "sgd_momentum"),
+    ("gossip/1 one_peer_exponential", "sgd"),
+    ("gossip/2 exponential", "sgd_momentum"),
+    ("gossip/1 complete", "sgd_momentum"),
+    ("gossip/1 star", "sgd_momentum"),
+    ("gossip/1 ada(start=3, rate=1.0, rounds=4, epochs=3)", "sgd_momentum"),
+]
+
+
+def relaxed_case(text: str, optimizer: str, replicas: int) -> Case:
+    plan = even_plan(MLP, Mesh(dp=replicas), strategy="dp", batch=8 * replicas)
+    rate = 0.005 if optimizer == "adam" else 0.02
+    return Case(
+        spec=MLP, plan=replace(plan, synchronisation=parse_synchronisation(text)), optimizer=optimizer, learning_rate=rate
+    )
+
+
+def virtual_training(run: RunSpec) -> tuple[LocalTraining, BatchOrder]:
+    """Virtual replicas of the run's model, on its data in its order."""
+    data = run_dataset(run, "train")
+    arrays = data.values(np.arange(len(data)))
+    inputs, targets = torch.from_numpy(arrays["input:0"]).double(), torch.from_numpy(arrays["target"]).long()
+    problem = LearningProblem(
+        name="digits", inputs=inputs, targets=targets, test_inputs=inputs, test_targets=targets, outputs=10
+    )
+    module = seeded_module(run.model, run.seed, torch.float64, torch.device("cpu"))
+    training = LocalTraining(module, problem, LocalOptimizer(kind=run.optimizer, learning_rate=run.learning_rate))
+    return training, BatchOrder(n=len(data), global_batch=run.plan.global_batch, seed=run.seed)
+
+
+def largest_differences(run: RunSpec, folder: Path, *, steps: int = STEPS) -> tuple[float, float]:
+    """Of the mean weights, and of every replica's own, from the virtual replicas."""
+    training, order = virtual_training(run)
+    expected = train_planned(run.plan, training, order, steps)
+    found = latest_checkpoint(folder / "checkpoints")
+    assert found is not None
+    assert found.step == steps
+    names = [name for name, _ in training.tensors]
+
+    def row(weights: object) -> torch.Tensor:
+        return torch.cat([weights[name].flatten() for name in names])  # type: ignore[index]
+
+    mean = row(load_state(found).weights)
+    own = []
+    for rank in range(run.plan.world_size):
+        state = load_state(found, rank=rank).own
+        own.append(row({name: state[f"weights/{name}"] for name in names}))
+    spread = (torch.stack(own) - expected.workers).abs().max().item()
+    return (mean - expected.weights).abs().max().item(), spread
+
+
+def check_cases(cases: list[Case], folder: Path) -> None:
+    for case, run in zip(cases, run_cases(cases, folder, steps=STEPS), strict=True):
+        mean, own = largest_differences(run, folder / run.name)
+        assert max(mean, own) <= TOLERANCE, f"{case}: {mean:.3g}, {own:.3g}"
+
+
+def test_two_processes_equal_virtual_replicas(tmp_path: Path) -> None:
+    check_cases([relaxed_case(*entry, 2) for entry in TWO], tmp_path)
+
+
+def test_four_processes_on_a_ring_equal_virtual_replicas(tmp_path: Path) -> None:
+    check_cases([relaxed_case("gossip/2 ring", "sgd_momentum", 4)], tmp_path)
+
+
+@pytest.mark.slow
+def test_four_processes_equal_virtual_replicas(tmp_path: Path) -> None:
+    check_cases([relaxed_case(*entry, 4) for entry in FOUR], tmp_path)
+
+
+def test_averaging_after_every_step_of_sgd_is_synchronous_training(tmp_path: Path) -> None:
+    """Momentum kept by every replica too: its step is linear in the gradient."""
+    relaxed = relaxed_case("average/1", "sgd_momentum", 2)
+    usual = replace(relaxed, plan=replace(relaxed.plan, synchronisation=parse_synchronisation("all_reduce")))
+    runs = run_cases([relaxed, usual], tmp_path, steps=STEPS)
+    # both begin with the seed of their place in the job: compare with virtual replicas of each
+    mean, _ = largest_differences(runs[0], tmp_path / runs[0].name)
+    assert mean <= TOLERANCE
+    training, order = virtual_training(replace(runs[1], plan=relaxed.plan))
+    expected = train_planned(relaxed.plan, training, order, STEPS).weights
+    found = latest_checkpoint(tmp_path / runs[1].name / "checkpoints")
+    assert found is not None
+    weights = load_state(found).weights
+    synchronous = torch.cat([weights[name].flatten() for name, _ in training.tensors])
+    assert (synchronous - expected).abs().max().item() <= TOLERANCE
+
+
+def test_replicas_of_two_stages_average_stage_by_stage(tmp_path: Path) -> None:
+    plan = even_plan(MLP, Mesh(dp=2, pp=2), strategy="hp", batch=16)
+    rule = parse_synchronisation("average/4 outer=nesterov:0.7:0.9")
+    case = Case(spec=MLP, plan=replace(plan, synchronisation=rule), optimizer="sgd_momentum", learning_rate=0.02)
+    (run,) = run_cases([case], tmp_path, steps=STEPS)
+    training, order = virtual_training(run)
+    expected = train_planned(run.plan, training, order, STEPS)
+    found = latest_checkpoint(tmp_path / run.name / "checkpoints")
+    assert found is not None
+    weights = load_state(found).weights
+    mean = torch.cat([weights[name].flatten() for name, _ in training.tensors])
+    assert (mean - expected.weights).abs().max().item() <= TOLERANCE
+
+
+def trained(plan: Plan, folder: Path, *, steps: int, resume: bool = False) -> RunSpec:
+    case = relaxed_case("average/5", "sgd_momentum", 2)
+    path = folder / "model.json"
+    folder.mkdir(exist_ok=True)
+    case.model.save(path)
+    run = RunSpec(
+        name="run",
+        model=case.spec,
+        model_path=str(path),
+        plan=plan,
+        optimizer=case.optimizer,
+        learning_rate=case.learning_rate,
+        dataset=case.dataset,
+        dtype="float64",
+        seed=4,
+    )
+    job = Job(output=str(folder), mode="train", runs=(run,), steps=steps, warmup_steps=0, checkpoint_every=7, resume=resume)
+    job.save(folder / "job.json")
+    run_job(folder / "job.json")
+    return run
+
+
+@pytest.mark.parametrize("text", ["average/5 outer=nesterov:0.7:0.9", "gossip/3 ring"])
+def test_a_resumed_training_equals_one_that_was_not_stopped(text: str, tmp_path: Path) -> None:
+    """It stops after 13 steps, between two rounds, when replicas hold different weights."""
+    plan = replace(relaxed_case(text, "sgd_momentum", 2).plan)
+    trained(plan, tmp_path / "stopped", steps=13)
+    run = trained(plan, tmp_path / "stopped", steps=STEPS, resume=True)
+    mean, own = largest_differences(run, tmp_path / "stopped")
+    assert max(mean, own) <= TOLERANCE
+
+
+def test_another_plan_goes_on_with_the_mean(tmp_path: Path) -> None:
+    plan = relaxed_case("average/5", "sgd_momentum", 2).plan
+    trained(plan, tmp_path / "run", steps=8)
+    found = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert found is not None
+    before = load_state(found).weights
+    usual = replace(plan, synchronisation=parse_synchronisation("all_reduce"))
+    trained(usual, tmp_path / "run", steps=8, resume=True)
+    after = latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert after is not None
+    assert all(torch.equal(before[name], value) for name, value in load_state(after).weights.items())

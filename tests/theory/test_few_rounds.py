@@ -1,0 +1,79 @@
+"""What is worked out from four rounds of microbatches equals what all rounds give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parsim.errors import PlanError
+from parsim.graph.plan_index import PlanIndex
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.profile import load_profile
+from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import few_rounds, pipeline_actions
+from parsim.predict import unsharded_memory
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.stages import balanced_plan
+from parsim.work import Phase
+from tests.models import chain_model
+
+ORDERS = (("1f1b", 1), ("interleaved", 2), ("interleaved", 3))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    order=st.sampled_from(ORDERS),
+    pp=st.integers(1, 4),
+    rounds=st.integers(1, 9),
+    zero_stage=st.sampled_from((2, 3)),
+    data=st.data(),
+)
+def test_buckets_are_whole_as_long_with_four_rounds(
+    order: tuple[str, int], pp: int, rounds: int, zero_stage: int, data: st.DataObject
+) -> None:
+    order = ("1f1b", 1) if pp == 1 else order
+    elements = data.draw(st.sampled_from((1_000, 3_000_000)))
+    problem = PlanningProblem(
+        model=chain_model((1e9,) * 13, elements=elements),
+        cluster=cluster_from_profile(load_profile("dgx1-v100-32gb"), 2 * pp),
+        global_batch=2 * pp * rounds,
+        zero_stage=zero_stage,
+    )
+    plan = balanced_plan(
+        problem, "custom", Mesh(pp=pp, dp=2), microbatches=pp * rounds, pipeline_order=order[0], chunks=order[1]
+    )
+    size = data.draw(st.sampled_from((1_000_000, 25_000_000, 10**9)))
+    layout = PlanIndex(replace(plan, zero_stage=zero_stage, bucket_bytes=size), problem.model)
+    short = [unsharded_memory.unsharded_bytes(layout, rank) for rank in range(plan.world_size)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unsharded_memory, "few_rounds", lambda order, ranks, microbatches: microbatches)
+        assert short == [unsharded_memory.unsharded_bytes(layout, rank) for rank in range(plan.world_size)]
+
+
+@pytest.mark.parametrize(("order", "chunks"), ORDERS)
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+@pytest.mark.parametrize("rounds", [5, 6, 9, 12])
+def test_the_end_of_a_step_is_that_of_four_rounds(order: str, chunks: int, ranks: int, rounds: int) -> None:
+    microbatches = ranks * rounds
+    for rank in range(ranks):
+        try:
+            whole = pipeline_actions(order, rank, ranks, microbatches, chunks)
+        except PlanError:
+            continue
+        few = few_rounds(order, ranks, microbatches)
+        assert _end(whole, chunks) == _end(pipeline_actions(order, rank, ranks, few, chunks), chunks)
+
+
+def _end(actions, chunks):  # type: ignore[no-untyped-def]
+    """From behind, until a backward of every stage of the rank has been met."""
+    found, met = [], set()
+    for action in reversed(actions):
+        found.append((action.stage, action.phase))
+        if action.phase is not Phase.FORWARD:
+            met.add(action.stage)
+        if len(met) == chunks:
+            break
+    return found

@@ -1,0 +1,195 @@
+"""Relaxed plans as task graphs: what a round adds to a step, its Program, its mean step, and its memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from parsim.engines import static
+from parsim.engines.compile import compile_graph
+from parsim.engines.dynamic import run_program
+from parsim.engines.program import unrolled
+from parsim.errors import PlanError, ScenarioError
+from parsim.graph.columns import columns_of
+from parsim.graph.expand import lower_columns
+from parsim.graph.lower import lower
+from parsim.graph.taskgraph import TaskGraph
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.profile import load_profile
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan
+from parsim.plans.synchronisation import Synchronisation, parse_synchronisation
+from parsim.predict.evaluate import evaluate, simulated_step
+from parsim.predict.mixing_period import mixing_period, step_program
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.by_hand import custom_plan
+from parsim.work import Collective, Mix, SendRecv
+
+RULES = (
+    "average/1",
+    "average/8 outer=nesterov:0.7:0.9",
+    "gossip/1 ring",
+    "gossip/3 one_peer_exponential",
+    "average/2 participation=0.5",
+)
+
+
+@pytest.fixture(scope="module")
+def problem() -> PlanningProblem:
+    model = load_model(ModelSpec(name="mlp"), granularity="block")
+    return PlanningProblem(
+        model=model,
+        cluster=cluster_from_profile(load_profile("dgx1-v100-32gb"), 8),
+        global_batch=64,
+        precision="fp32",
+        optimizer="sgd_momentum",
+    )
+
+
+def plan_of(problem: PlanningProblem, text: str, **axes: int) -> Plan:
+    return custom_plan(problem, Mesh(**(axes or {"dp": 4})), synchronisation=parse_synchronisation(text))
+
+
+def kinds(graph: TaskGraph) -> Counter[str]:
+    return Counter(type(task.work).__name__ for task in graph.tasks)
+
+
+@pytest.mark.parametrize("text", RULES)
+def test_a_local_step_is_the_beginning_of_one_with_a_round(problem: PlanningProblem, text: str) -> None:
+    plan = plan_of(problem, text)
+    local, whole = lower(plan, problem.model, local=True), lower(plan, problem.model)
+    assert whole.tasks[: len(local.tasks)] == local.tasks
+    drawn = plan.synchronisation.takes_part(0, 4)
+    assert {task.ranks for task in local.tasks} == {(rank,) for rank in range(4) if drawn[rank]}
+    assert not any(isinstance(task.work, Collective | SendRecv | Mix) for task in local.tasks)
+    columns = lower_columns(plan, problem.model)
+    assert columns.graph.tasks == whole.tasks
+    assert lower_columns(plan, problem.model, local=True).size == len(local.tasks)
+
+
+def test_rounds_have_the_tasks_of_their_rule(problem: PlanningProblem) -> None:
+    buckets = len(problem.layout(plan_of(problem, "average/1")).buckets)
+    average = kinds(lower(plan_of(problem, "average/1"), problem.model))
+    assert (average["Collective"], average["SendRecv"], average["Mix"]) == (buckets, 0, 2 * 4 * buckets)
+    ring = kinds(lower(plan_of(problem, "gossip/1 ring"), problem.model))
+    assert (ring["Collective"], ring["SendRecv"]) == (0, 8 * buckets)
+    one_peer = [
+        lower(plan_of(problem, "gossip/1 one_peer_exponential"), problem.model, mixing_round=number) for number in (0, 1)
+    ]
+    offsets = [
+        {(task.work.destination - task.work.source) % 4 for task in graph.tasks if isinstance(task.work, SendRecv)}
+        for graph in one_peer
+    ]
+    assert offsets == [{1}, {2}]
+
+
+def test_replicas_of_several_ranks_sum_their_own_gradients(problem: PlanningProblem) -> None:
+    """dp = 2 of tp = 2 batch-sharded: gradients are summed in each replica, weights averaged between replicas."""
+    graph = lower(plan_of(problem, "average/1", dp=2, tp=2), problem.model)
+    groups = Counter(task.work.group for task in graph.tasks if isinstance(task.work, Collective))
+    assert set(groups) == {(0, 1), (2, 3), (0, 2), (1, 3)}
+    pipeline = lower(plan_of(problem, "average/1", dp=2, pp=2), problem.model)
+    assert {task.work.group for task in pipeline.tasks if isinstance(task.work, Collective)} == {(0, 1), (2, 3)}
+
+
+@pytest.mark.parametrize("text", RULES)
+def test_the_mean_step_is_that_of_the_program_in_both_engines(problem: PlanningProblem, text: str) -> None:
+    """The Program run by the dynamic engine without unrolling ends when the cycle written out as one graph ends."""
+    plan = plan_of(problem, text)
+    layout = problem.layout(plan)
+    period = mixing_period(problem, layout)
+    program = step_program(layout, period.overlap)
+    graph = unrolled(program)
+    price = {
+        (unit.work, unit.rank): estimate.median_s
+        for unit, estimate in zip(period.cycle.columns.units, period.estimates, strict=False)
+    }
+
+    def seconds(some: TaskGraph) -> np.ndarray:
+        return np.array([price[task.work, task.resources[0].rank] for task in some.tasks])
+
+    plain = static.makespans_s(compile_graph(columns_of(graph)), seconds(graph)[None, :])[0]
+    ran = run_program(program, lambda part, step: seconds(part.graph))
+    assert ran.makespan_s == pytest.approx(plain, rel=1e-12)
+    steps = program.repeats
+    assert steps == plan.synchronisation.period_steps * len(plan.synchronisation.cycle(4))
+    assert program.rounds == len(plan.synchronisation.cycle(4))
+    found = simulated_step(problem, plan).steady_s
+    assert found == pytest.approx(plain / steps, rel=0.02)  # the mean of several cycles in a row
+
+
+def test_longer_periods_approach_independent_training(problem: PlanningProblem) -> None:
+    steps = [simulated_step(problem, plan_of(problem, f"average/{period}")).steady_s for period in (1, 2, 4, 8, 64, 4096)]
+    assert steps == sorted(steps, reverse=True)
+    alone = replace(plan_of(problem, "average/1"), synchronisation=Synchronisation(kind="average", period_steps=4096))
+    local = lower(alone, problem.model, local=True)
+    estimates = problem.price([(task.work, task.resources[0].rank) for task in local.tasks], alone.mesh)
+    lone = static.makespans_s(compile_graph(columns_of(local)), np.array([[entry.median_s for entry in estimates]]))[0]
+    assert steps[-1] == pytest.approx(lone, rel=0.02)  # loading runs ahead of all steps but the first
+
+
+def test_an_extrapolated_period_equals_one_written_out(problem: PlanningProblem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On equal replicas local steps in a row repeat exactly."""
+    plan = plan_of(problem, "gossip/6 ring")
+    short = simulated_step(problem, plan).steady_s
+    monkeypatch.setattr("parsim.predict.mixing_period.UNROLLED_STEPS", 6)
+    assert simulated_step(problem, plan).steady_s == pytest.approx(short, rel=1e-9)
+
+
+def test_breakdown_and_interval_are_those_of_the_mean_step(problem: PlanningProblem) -> None:
+    found = evaluate(problem, plan_of(problem, "average/8"), samples=50)
+    assert found.period is not None
+    parts = [entry.step_s for entry in found.breakdown]
+    assert parts == pytest.approx([found.steady_step_s] * 4, rel=0.02)
+    assert found.result.step_s.p05 <= found.result.step_s.median <= found.result.step_s.p95
+    every = evaluate(problem, plan_of(problem, "average/1"), samples=0)
+    assert found.result.communication_fraction < every.result.communication_fraction / 4
+    assert any("learns something else" in text for text in found.result.warnings)
+
+
+def test_memory_lines_of_relaxed_plans(problem: PlanningProblem) -> None:
+    weights = sum(parameter.size_bytes for parameter in problem.model.parameters)
+
+    def lines(text: str, **axes: int) -> list[dict[str, int]]:
+        return [dict(entry.lines) for entry in problem.memory(plan_of(problem, text, **axes))]
+
+    assert "outer_state" not in lines("average/8")[0]
+    assert lines("average/8 outer=sgd:1.0")[0]["outer_state"] == weights
+    assert lines("average/8 outer=nesterov:0.7:0.9")[0]["outer_state"] == 2 * weights
+    star = lines("gossip/1 star")
+    assert star[0]["neighbour_buffers"] > star[1]["neighbour_buffers"]
+    stale = lines("stale", pp=2, dp=2)
+    assert [entry["stashed_weights"] > 0 for entry in stale] == [True, True, False, False]
+    usual = [
+        dict(entry.lines)
+        for entry in problem.memory(replace(plan_of(problem, "stale", pp=2, dp=2), synchronisation=Synchronisation()))
+    ]
+    assert stale[0]["activations"] == pytest.approx(3 * usual[0]["activations"], rel=1e-6)
+    assert stale[2]["activations"] == usual[2]["activations"]
+
+
+def test_stale_stages_wait_for_nobody_within_a_step(problem: PlanningProblem) -> None:
+    plan = plan_of(problem, "stale", pp=2, dp=2)
+    graph = lower(plan, problem.model)
+    usual = lower(replace(plan, synchronisation=Synchronisation()), problem.model)
+    assert [task.work for task in graph.tasks] == [task.work for task in usual.tasks]
+    assert (
+        simulated_step(problem, plan).steady_s
+        < simulated_step(problem, replace(plan, synchronisation=Synchronisation())).steady_s
+    )
+    assert plan.to_dict()["executable"] is False
+
+
+def test_what_is_not_built_is_refused(problem: PlanningProblem) -> None:
+    from parsim.engines.scenario.scenario import Scenario
+    from parsim.predict.forecast import Played
+
+    with pytest.raises(ScenarioError, match="synchronous plans"):
+        Played(problem=problem, evaluation=evaluate(problem, plan_of(problem, "average/2"), samples=0), scenario=Scenario())
+    with pytest.raises(PlanError, match="microbatches"):
+        custom_plan(problem, Mesh(pp=2, dp=2), microbatches=2, synchronisation=Synchronisation(kind="stale"))

@@ -1,0 +1,144 @@
+"""README and docs: what they show runs, what they name exists."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser
+
+from parsim.cli import build
+from parsim.engines.scenario.scenario import parse_scenario
+from parsim.workflow.config import parse_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "examples" / "README.md"]
+PAGES += [*sorted(ROOT.glob("hardware_profiles/*.md")), *sorted(ROOT.glob("experiments/**/README.md"))]
+HAND_WRITTEN = [page for page in PAGES if page.parent.name != "experiments"]
+GOLDEN = ROOT / "tests" / "golden" / "answer.txt"
+REST = {"model.name": "mlp", "cluster.profile": "dgx1-v100-32gb", "training.global_batch": "64"}
+"""What a part of a run file may leave to the rest of it."""
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+# --- commands ----------------------------------------------------------------------------------------------------------
+
+
+def commands(text: str) -> Iterator[str]:
+    """`parsim ...`, in blocks (indented or fenced) and in running text."""
+    fenced = re.compile(r"```.*?```", re.DOTALL)
+    blocks = "\n".join([*fenced.findall(text), *re.findall(r"^    .*$", text, re.MULTILINE)])
+    yield from re.findall(r"^(?:    |\$ )?((?:\.venv/bin/)?parsim [a-z].*)$", blocks, re.MULTILINE)
+    yield from (found.replace("\n", " ") for found in re.findall(r"`(parsim [a-z][^`]*)`", fenced.sub("", text)))
+
+
+def words_of(command: str) -> list[str]:
+    """Without the comment behind it, and without `...` for what is left open."""
+    told = re.split(r"\s{2,}|\s#\s", command)[0]
+    return [word for word in shlex.split(told)[1:] if word != "..."]
+
+
+ALL_COMMANDS = sorted({(name_of(page), command) for page in PAGES for command in commands(page.read_text(encoding="utf-8"))})
+
+
+def test_the_pages_show_commands() -> None:
+    assert len(ALL_COMMANDS) > 60
+
+
+@pytest.mark.parametrize(("page", "command"), ALL_COMMANDS)
+def test_commands_have_options_that_exist(page: str, command: str) -> None:
+    """Parsed by the command line's own parser and not run. A text may leave out what a command requires."""
+    command_line: Any = typer.main.get_command(build())
+    words = words_of(command)
+    while hasattr(command_line, "commands") and words and not words[0].startswith("-"):
+        name = words.pop(0)
+        assert name in command_line.commands, f"{page}: {command}: no command {name}"
+        command_line = command_line.commands[name]
+    try:
+        command_line.make_context("parsim", [*words])
+        problem = ""
+    except USAGE_ERROR as error:
+        # `parsim plan --certify` in running text names an option, not a whole question
+        in_part = "Missing" in type(error).__name__ or (len(words) == 1 and "requires an argument" in str(error))
+        problem = "" if in_part else str(error)
+    assert not problem, f"{page}: {command}: {problem}"
+
+
+# --- links -------------------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as code hosts make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        leads = (page.parent / path).resolve() if path else page
+        assert leads.exists(), f"{name_of(page)} links to {target}"
+        assert not anchor or leads.suffix != ".md" or anchor in anchors(leads), f"{name_of(page)} links to {target}"
+
+
+# --- run files and scenarios -------------------------------------------------------------------------------------------
+
+TOML = [
+    pytest.param(page, block, id=f"{name_of(page)}-{number}")
+    for page in HAND_WRITTEN
+    for number, block in enumerate(re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
+]
+
+
+@pytest.mark.parametrize(("page", "block"), TOML)
+def test_files_have_keys_that_exist(page: Path, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a run file are checked with a model, a cluster and a batch of their own beside them."""
+    given: dict[str, Any] = tomllib.loads(block)
+    monkeypatch.delitem(sys.modules, "nets", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    beside = re.findall(r"```python\n(# nets.py\n.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "nets.py").write_text("".join(beside), encoding="utf-8")
+    if not {"model", "cluster", "training", "plan"} & set(given):
+        parse_scenario(block)
+        return
+    missing = {key: value for key, value in REST.items() if key.partition(".")[2] not in given.get(key.partition(".")[0], {})}
+    if "cluster" in given:
+        missing.pop("cluster.profile", None)
+    parse_config(block, [f"{key}={value}" for key, value in missing.items()], folder=tmp_path, calls_model=False)
+
+
+# --- Python ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_question_of_the_readme_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    """The block runs, and the text below it is the beginning of what it prints, with the first lines wrapped."""
+    document = Sybil(parsers=[PythonCodeBlockParser()], pattern="README.md").parse(ROOT / "README.md")
+    first, *others = document.examples()
+    first.evaluate()
+    printed = capsys.readouterr().out
+    assert printed.startswith(GOLDEN.read_text(encoding="utf-8"))
+    shown = re.findall(r"```text\n(.*?)\.\.\.\n```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[0]
+    assert " ".join(printed.split()).startswith(" ".join(shown.split()))
+    assert len(others) == 1, "the other one trains: tests/execute/test_api_run.py"
+
+
+def test_json_of_the_pages_is_json() -> None:
+    blocks = [block for page in HAND_WRITTEN for block in re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL)]
+    for block in blocks:
+        json.loads(block)

@@ -1,0 +1,206 @@
+"""explorer.html: one file, nothing fetched, every name a text; and, slowly, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import parsim as ps
+from parsim.errors import ConfigError
+from parsim.report.explorer import page
+from parsim.report.explorer.columns import METRICS, ExplorerData, document_of
+from parsim.report.explorer.page import explorer_html
+from parsim.workflow.sweeps.result import Sweep, open_sweep
+
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+
+
+def row(number: int, nodes: int, strategy: str, **changes: Any) -> dict[str, Any]:
+    step_s = (1.0 + 0.2 * (strategy == "dp")) / nodes
+    known = {
+        "point": number,
+        "cluster.nodes": nodes,
+        "plan.strategy": strategy,
+        "status": "ok",
+        "reason": "",
+        "strategy": strategy,
+        "division": f"dp{8 * nodes}" if strategy == "dp" else f"pp2 dp{4 * nodes}",
+        "plan": f"{strategy} plan",
+        "plan_in_words": f"{8 * nodes}-way {strategy}",
+        "step_s": step_s,
+        "step_p05_s": 0.9 * step_s,
+        "step_p95_s": 1.2 * step_s,
+        "throughput_samples_per_s": 256 / step_s,
+        "throughput_p05_samples_per_s": 256 / step_s / 1.2,
+        "throughput_p95_samples_per_s": 256 / step_s / 0.9,
+        "usd_per_million_samples": 10 * nodes * step_s,
+        "usd_per_million_samples_p05": 9 * nodes * step_s,
+        "usd_per_million_samples_p95": 12 * nodes * step_s,
+        "peak_memory_bytes": 2**30 * (1 + (strategy == "dp")),
+        "peak_memory_p05_bytes": 2**30,
+        "peak_memory_p95_bytes": 2**31,
+        "memory_limit_bytes": 2**34,
+        "compute_s": 0.8 * step_s,
+        "exposed_communication_s": 0.2 * step_s,
+        "memory_activations_bytes": 2**29,
+        "memory_parameters_bytes": 2**29,
+    }
+    return {**known, **changes}
+
+
+def rows(strategies: tuple[str, ...] = ("dp", "mp")) -> list[dict[str, Any]]:
+    found = [row(0, nodes, strategy) for nodes in (1, 2, 4, 8) for strategy in strategies]
+    return [{**entry, "point": number} for number, entry in enumerate(found)]
+
+
+def data_of(given: list[dict[str, Any]], **changes: Any) -> ExplorerData:
+    kept = {"title": "a sweep", "summary": ["8 points."], "axes": ["cluster.nodes", "plan.strategy"], "rows": given}
+    return ExplorerData(**{**kept, **changes})
+
+
+def document_in(text: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="sweep">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    return dict(json.loads(found[1]))
+
+
+def test_the_page_is_whole_small_and_fetches_nothing() -> None:
+    text = explorer_html(data_of(rows()))
+    assert len(text.encode()) < page.LARGEST_BYTES
+    assert "default-src 'none'" in text
+    assert text.count("plotly.js v") == 1
+    own = text[: text.index("plotly.js v")] + text[text.rindex("const Figures") :]
+    assert not re.search(r"(src|href)=\"(?!#|data:)", own)
+    assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|innerHTML|eval\(", own)
+
+
+def test_the_document_holds_every_point_as_it_is() -> None:
+    given = rows()
+    document = document_of(data_of(given, picked=3))
+    assert document["count"] == 8
+    assert document["picked"] == 3
+    nodes, strategy = document["axes"]
+    assert (nodes["values"], strategy["values"]) == ([1, 2, 4, 8], ["dp", "mp"])
+    assert [nodes["values"][place] for place in nodes["at"]] == [entry["cluster.nodes"] for entry in given]
+    by_key = {metric["key"]: metric for metric in document["metrics"]}
+    assert by_key["step_s"]["median"] == pytest.approx([entry["step_s"] for entry in given], rel=1e-4)
+    assert by_key["usd_per_million_samples"]["high"] == pytest.approx([entry["usd_per_million_samples_p95"] for entry in given])
+    assert set(by_key) == {metric[0] for metric in METRICS if metric[0] in given[0]}
+    assert [entry["name"] for entry in document["categories"]] == ["computation", "exposed communication"]
+    assert [entry["name"] for entry in document["memory"]] == ["activations", "parameters"]
+    plans = document["texts"]["plan"]
+    assert [plans["words"][code] for code in plans["codes"]] == [entry["plan"] for entry in given]
+
+
+def test_hostile_names_are_data() -> None:
+    given = [{**entry, "plan": HOSTILE, "plan.strategy": HOSTILE, "division": HOSTILE, "reason": HOSTILE} for entry in rows()]
+    text = explorer_html(data_of(given, title=HOSTILE, summary=[HOSTILE], notes=[HOSTILE], command=HOSTILE))
+    assert "<img src=x" not in text
+    document = document_in(text)
+    assert document["title"] == HOSTILE
+    assert document["axes"][1]["values"] == [HOSTILE]
+
+
+def test_too_many_points_are_thinned_out_and_the_page_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [{**entry, "point": number} for number, entry in enumerate(rows() * 100)]
+    whole = len(explorer_html(data_of(given)).encode())
+    monkeypatch.setattr(page, "LARGEST_BYTES", whole - 20_000)
+    text = explorer_html(data_of(given, picked=777))
+    document = document_in(text)
+    assert len(text.encode()) <= whole - 20_000
+    assert document["count"] < 800
+    assert document["numbers"][document["picked"]] == 777
+    assert "of 800 points; points.csv has all" in document["notes"][0]
+
+
+def test_a_sweep_becomes_a_page(tmp_path: Path) -> None:
+    settings = {"plan.strategy": "custom", "plan.mesh": {"dp": 2}, "cluster.devices": 2}
+    out = tmp_path / "sweep"
+    over = {"training.global_batch": [64, 65, 128]}
+    found = ps.sweep(
+        "mlp", over, cluster="dgx1-v100-32gb", global_batch=64, settings=settings, jobs=1, out=out, goal="max throughput"
+    )
+    assert found.explore() == out / "explorer.html"
+    document = document_in((out / "explorer.html").read_text(encoding="utf-8"))
+    assert document["picked"] == 2
+    assert document["texts"]["status"]["words"] == ["ok", "failed"]
+    assert document["command"].startswith("parsim plan mlp --on dgx1-v100-32gb --batch 64 --set ")
+    again = open_sweep(out).explore(tmp_path / "other.html")
+    assert again.read_bytes() == (out / "explorer.html").read_bytes()
+    with pytest.raises(ConfigError, match="is a folder"):
+        found.explore(tmp_path)
+    with pytest.raises(ConfigError, match="lies in no folder"):
+        Sweep(title="t", axes=(), settings=(), answers=()).explore()
+
+
+CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt install chromium")
+@pytest.mark.parametrize("width", [390, 1280, 2560])
+def test_in_a_browser(tmp_path: Path, width: int) -> None:
+    """Every view is drawn; sliders, keys and the address change it; nothing is fetched, nothing scrolls sideways."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+    given = [*rows(), row(8, 8, "mp", status="failed", reason=HOSTILE), row(9, 1, HOSTILE, plan_in_words=HOSTILE)]
+    path = tmp_path / "explorer.html"
+    path.write_text(explorer_html(data_of(given, picked=2)), encoding="utf-8")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+    problems: list[str] = []
+    requests: list[str] = []
+    with playwright.sync_playwright() as browsers:
+        browser = browsers.chromium.launch(executable_path=CHROMIUM, args=flags)
+        tab = browser.new_page(viewport={"width": width, "height": 900})
+        tab.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
+        tab.on("pageerror", lambda error: problems.append(str(error)))
+        tab.on("dialog", lambda dialog: problems.append(f"dialog {dialog.message}"))
+        tab.on("request", lambda request: requests.append(request.url))
+        tab.goto(path.as_uri())
+        tab.wait_for_selector("body[data-ready]", state="attached")
+        assert tab.locator("#point-title").inner_text() == "Point 2"
+        drawn = tab.evaluate("[...document.querySelectorAll('.plot')].map((plot) => plot.querySelectorAll('.main-svg').length)")
+        assert all(drawn)
+        assert len(drawn) == 5
+        marks = "document.getElementById('curve').data.reduce((sum, trace) => sum + (trace.error_y ? trace.x.length : 0), 0)"
+        assert tab.evaluate(marks) == 9
+        slider = tab.locator("[id='control-cluster.nodes']")
+        slider.focus()
+        tab.keyboard.press("ArrowRight")
+        tab.keyboard.press("ArrowRight")
+        assert slider.get_attribute("aria-valuetext") == "2"
+        front = "document.getElementById('front').data[0].x.length"
+        assert tab.evaluate(front) == 2
+        tab.keyboard.press("b")
+        assert tab.locator("#point-title").inner_text() == "Point 3"
+        tab.locator("#point-card").press("ArrowLeft")
+        assert tab.locator("#point-title").inner_text() == "Point 2"
+        tab.locator("[id='control-Show']").select_option("usd_per_million_samples")
+        tab.locator("#theme").click()
+        address = tab.evaluate("location.hash")
+        assert "metric=usd_per_million_samples" in address
+        assert "theme=dark" in address
+        tab.locator("summary").click()
+        assert tab.locator("#table tbody tr").count() == 2
+        other = browser.new_page(viewport={"width": width, "height": 900})
+        other.goto(f"{path.as_uri()}{address}")
+        other.wait_for_selector("body[data-ready]", state="attached")
+        assert other.evaluate(front) == 2
+        assert other.evaluate("document.documentElement.dataset.theme") == "dark"
+        assert other.locator("#control-Show").input_value() == "usd_per_million_samples"
+        other.goto(f"{path.as_uri()}#point=9")
+        other.reload()
+        other.wait_for_selector("body[data-ready]", state="attached")
+        assert HOSTILE in other.locator("#point-words").inner_text()
+        assert other.locator("img").count() == 0
+        widths = tab.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+        assert widths[0] <= widths[1], "the page scrolls sideways"
+        tab.emulate_media(media="print")
+        assert not tab.locator("#theme").is_visible()
+        browser.close()
+    assert problems == []
+    assert requests == [path.as_uri()]

@@ -1,0 +1,187 @@
+"""Synchronisation as a value: its text and JSON forms, what it refuses, and the keys of a run file."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parsim.algorithms.graphs import mixing_graph
+from parsim.errors import ConfigError, PlanError
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
+from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation, parse_synchronisation
+from parsim.workflow.config import parse_config
+
+RUN = """
+[model]
+name = "mlp"
+[cluster]
+profile = "dgx1-v100-32gb"
+devices = 4
+[training]
+global_batch = 64
+[plan]
+strategy = "dp"
+"""
+
+
+@st.composite
+def synchronisations(draw: st.DrawFn) -> Synchronisation:
+    kind = draw(st.sampled_from(("all_reduce", "average", "gossip", "stale")))
+    if kind == "average":
+        outer = draw(st.sampled_from(("none", "sgd", "momentum", "nesterov")))
+        rates = st.floats(0.01, 2.0)
+        return Synchronisation(
+            kind=kind,
+            period_steps=draw(st.integers(1, 1000)),
+            outer_optimizer=outer,
+            outer_learning_rate=0.0 if outer == "none" else draw(rates),
+            participation=draw(st.floats(0.01, 1.0)),
+            seed=draw(st.integers(0, 9)),
+        )
+    if kind == "gossip":
+        graphs = ("ring", "exponential", "lattice(neighbours=4)", "ada(rounds=5, epochs=3)", "ada(rounds=2,epochs=2,rate=0.5)")
+        return Synchronisation(kind=kind, period_steps=draw(st.integers(1, 9)), graph=draw(st.sampled_from(graphs)))
+    return Synchronisation(kind=kind, delays=draw(st.sampled_from(((), (2, 0)))) if kind == "stale" else ())
+
+
+def plan_of(rule: Synchronisation, *, dp: int = 4, pp: int = 1, batch: int = 64) -> Plan:
+    stages = tuple(Stage(components=(f"c{place}",), ranks=tuple(range(place * dp, (place + 1) * dp))) for place in range(pp))
+    return Plan(strategy="custom", mesh=Mesh(dp=dp, pp=pp), stages=stages, global_batch=batch, synchronisation=rule)
+
+
+@given(rule=synchronisations())
+@settings(max_examples=60, deadline=None)
+def test_text_and_json_round_trip(rule: Synchronisation) -> None:
+    back = parse_synchronisation(str(rule))
+    assert back.outer == rule.outer
+    assert str(back) == str(rule)
+    assert Synchronisation.from_dict(json.loads(json.dumps(rule.to_dict()))) == rule
+    if rule.mixes or not rule.is_relaxed:
+        plan = plan_of(rule)
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_synchronous_plan_is_written_as_before() -> None:
+    assert "synchronisation" not in plan_of(ALL_REDUCE).to_dict()
+    relaxed = plan_of(Synchronisation(kind="average", period_steps=8))
+    assert relaxed.to_dict()["synchronisation"] == {"kind": "average", "period_steps": 8}
+    assert "average/8" in relaxed.summary()
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"kind": "averge"}, "average"),
+        ({"kind": "average", "period_steps": 0}, "1 is after every step"),
+        ({"kind": "average", "participation": 0.0}, "above 0"),
+        ({"kind": "average", "participation": 1.5}, "at most 1"),
+        ({"kind": "all_reduce", "period_steps": 4}, "belongs to kind average or gossip"),
+        ({"kind": "gossip"}, "neither a graph nor weights"),
+        ({"kind": "gossip", "graph": "rng"}, "ring"),
+        ({"kind": "gossip", "graph": "lattice(width=3)"}, "neighbours"),
+        ({"kind": "gossip", "graph": "ada(rounds=0, epochs=2)"}, "rounds >= 1"),
+        ({"kind": "gossip", "graph": "ada(kind=closed_loop, rounds=1, epochs=2)"}, "beforehand"),
+        ({"kind": "average", "outer_learning_rate": 0.5}, "needs an outer_optimizer"),
+        ({"kind": "average", "outer_optimizer": "adamm"}, "known"),
+        ({"kind": "stale", "delays": (1, -1)}, "no gradient is early"),
+    ],
+)
+def test_contradictions_are_refused(keys: dict[str, object], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        Synchronisation.from_dict(keys)
+
+
+@pytest.mark.parametrize(
+    ("rule", "mesh", "words"),
+    [
+        (Synchronisation(kind="average", weights=((0.5, 0.4),)), {"dp": 2}, "sum to 1"),
+        (Synchronisation(kind="gossip", weights=((0.5, 0.5), (0.6, 0.5))), {"dp": 2}, "sum"),
+        (Synchronisation(kind="gossip", weights=((1.0, 0.0), (0.0, 1.0))), {"dp": 2}, "connect nothing"),
+        (Synchronisation(kind="gossip", weights=((1.0,),)), {"dp": 2}, "2 rows"),
+        (Synchronisation(kind="gossip", graph="alone"), {"dp": 4}, "not connected"),
+        (Synchronisation(kind="gossip", graph="ring"), {"dp": 1}, "at least 2 replicas"),
+        (Synchronisation(kind="stale"), {"dp": 2}, "at least 2 stages"),
+        (Synchronisation(kind="stale", delays=(3, 0)), {"dp": 2, "pp": 2}, r"\[2, 0\]"),
+    ],
+)
+def test_a_mesh_that_cannot_be_synchronised_so_is_refused(rule: Synchronisation, mesh: dict[str, int], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        plan_of(rule, **mesh)
+
+
+def test_zero_divides_what_replicas_keep_apart() -> None:
+    with pytest.raises(PlanError, match="states of their own"):
+        Plan(
+            strategy="custom",
+            mesh=Mesh(dp=2),
+            stages=(Stage(components=("c",), ranks=(0, 1)),),
+            global_batch=4,
+            zero_stage=1,
+            synchronisation=Synchronisation(kind="average"),
+        )
+
+
+def test_matrices_are_those_of_the_algorithms() -> None:
+    ada = Synchronisation(kind="gossip", graph="ada(start=7, rate=2, rounds=3, epochs=3)")
+    assert [ada.mixing.graph(number, 8).settings for number in (0, 2, 3, 6, 99)] == [
+        (("neighbours", 7),),
+        (("neighbours", 7),),
+        (("neighbours", 4),),
+        (("neighbours", 2),),
+        (("neighbours", 2),),
+    ]
+    assert ada.mixing.cycle(8) == (0, 3, 6)
+    one_peer = Synchronisation(kind="gossip", graph="one_peer_exponential")
+    assert one_peer.mixing.cycle(8) == (0, 1, 2)
+    np.testing.assert_array_equal(one_peer.matrix(4, 8), mixing_graph("one_peer_exponential", 8)(4))
+    half = Synchronisation(kind="average", participation=0.5)
+    assert [sum(half.takes_part(number, 4)) for number in range(5)] == [2] * 5
+    assert half.matrix(0, 4).sum() == pytest.approx(4)
+
+
+def test_run_file_keys_make_the_value() -> None:
+    table = parse_config(
+        RUN
+        + """
+[plan.synchronisation]
+kind = "average"
+period_steps = 8
+outer_optimizer = "nesterov"
+outer_learning_rate = 0.5
+participation = 0.5
+"""
+    )
+    expected = Synchronisation(
+        kind="average", period_steps=8, outer_optimizer="nesterov", outer_learning_rate=0.5, participation=0.5
+    )
+    assert table.plan.relaxed == expected
+    assert parse_config(table.to_toml()).plan.relaxed == expected
+    lattice = 'synchronisation = { kind = "gossip", graph = { name = "lattice", neighbours = 2 } }'
+    assert parse_config(RUN + lattice).plan.relaxed.graph == "lattice(neighbours=2)"
+    assert parse_config(RUN, ["plan.synchronisation=gossip/2 ring"]).plan.relaxed == Synchronisation(
+        kind="gossip", period_steps=2, graph="ring"
+    )
+    assert parse_config(RUN).plan.relaxed == ALL_REDUCE
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ('{ kind = "average", period_steps = 0 }', "plan.synchronisation.period_steps = 0: must be >= 1"),
+        ('{ kind = "average", perod = 1 }', "period_steps"),
+        ('{ kind = "average", participation = 2.0 }', "plan.synchronisation: .*at most 1"),
+        ('{ kind = "gossip", graph = "alone" }\nmesh = { dp = 4 }', "not connected"),
+        ('{ kind = "average", weights = [0.5, 0.4] }\nmesh = { dp = 2 }', "sum to 1"),
+        ('{ kind = "average" }\nzero_stage = 2', "zero_stage"),
+        ('{ kind = "stale" }', "strategy 'dp'"),
+        ('"averag/8"', "average"),
+    ],
+)
+def test_run_file_errors_name_the_key(table: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_config(f"{RUN}synchronisation = {table}\n")

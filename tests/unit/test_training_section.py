@@ -1,0 +1,73 @@
+"""[training] of a run file: what it takes, and what each wrong key says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from parsim.errors import ConfigError
+from parsim.workflow.config import RunConfig, parse_config
+
+FILE = """\
+[model]
+name = "mlp"
+[cluster]
+profile = "dgx1-v100-32gb"
+[training]
+global_batch = 16
+"""
+
+
+def config_of(more: str) -> RunConfig:
+    return parse_config(FILE + more)
+
+
+def test_torchs_names_mean_the_rows_of_the_table() -> None:
+    assert config_of('optimizer = "AdamW"').training.optimizer == "adamw"
+    assert config_of('optimizer = "SGD"').training.optimizer == "sgd"
+    with_momentum = config_of('optimizer = "SGD"\noptimizer_args = { momentum = 0.8, nesterov = true }')
+    assert with_momentum.training.optimizer == "sgd_momentum"
+    assert dict(with_momentum.training.recipe.group_settings) == {"momentum": 0.8, "nesterov": True}
+
+
+def test_a_schedule_is_written_and_read_again() -> None:
+    text = """weight_decay = 0.1
+no_weight_decay = ["norm", "*.pos_embedding"]
+[training.schedule]
+name = "MultiStepLR"
+milestones = [30, 60]
+gamma = 0.2
+per = "epoch"
+warmup = 5
+"""
+    config = config_of(text)
+    schedule = config.training.recipe.schedule
+    assert schedule is not None
+    assert (schedule.name, schedule.warmup, schedule.per) == ("MultiStepLR", 5, "epoch")
+    assert dict(schedule.arguments) == {"gamma": 0.2, "milestones": (30, 60)}
+    assert parse_config(config.to_toml()) == config
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ('[training.schedule]\nname = "CosineAnealingLR"', "did you mean CosineAnnealingLR"),
+        ('[training.schedule]\nname = "StepLR"\nstep = 3', "StepLR has no argument 'step'; did you mean step_size"),
+        ('[training.schedule]\nname = "StepLR"', "StepLR needs step_size; it takes: step_size, gamma"),
+        ("[training.schedule]\nwarmup = -1", "training.schedule.warmup = -1: must be >= 0"),
+        ('no_weight_decay = ["bias"]', "set weight_decay too"),
+        ("optimizer_args = { weight_decay = 0.1 }", "set training.weight_decay"),
+        ('optimizer = "AdamX"', "training.optimizer = 'AdamX' is unknown"),
+    ],
+)
+def test_a_wrong_key_is_one_message(more: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(more)
+    assert said in str(caught.value)
+
+
+def test_code_inside_nested_tables_counts_as_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PARSIM_ALLOW_CODE", raising=False)
+    with pytest.raises(ConfigError, match=r"training.schedule.name = 'elsewhere:ROW' runs code"):
+        parse_config(FILE + '[training.schedule]\nname = "elsewhere:ROW"', folder=tmp_path)
