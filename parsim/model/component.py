@@ -306,6 +306,9 @@ class Component:
             counted.
         paged_bytes: per sample, of arrays among the saved ones that a kernel begins on a page of `PAGE_BYTES` each. The other
             numbers count them without that.
+        pair_bytes: of what compares every sample with every other (a contrastive loss), times the square of the samples. Three
+            numbers: among the saved bytes, and the most in any moment of the forward and of the backward. No other number
+            has it.
         shardings: the ways it can be tensor-sharded; none: it cannot.
         half: what it keeps under autocast; None: not recorded.
         inside: of a piece of the sequence, or with divided experts (`parsim.model.axes`); None: neither.
@@ -326,23 +329,27 @@ class Component:
     half: HalfComponent | None = None
     inside: InnerExchange | None = None
     paged_bytes: tuple[int, ...] = ()
+    pair_bytes: tuple[int, int, int] = (0, 0, 0)
     selective: Selective | None = None
 
-    def on_pages(self, samples: int) -> Component:
-        """The component with what lies between the end of each of its paged arrays and the next page, as fixed bytes.
+    def at_samples(self, samples: int) -> Component:
+        """The component with what is not linear in its samples as fixed bytes: pairs of samples, and the rest of last pages.
 
         Args:
             samples: that it runs on at once; the fixed bytes hold for this number alone.
         """
-        if not self.paged_bytes:
+        if not self.paged_bytes and not any(self.pair_bytes):
             return self
         rest = sum(-size * samples % PAGE_BYTES for size in self.paged_bytes)
+        saved, forward, backward = (size * samples**2 for size in self.pair_bytes)
         return replace(
             self,
-            saved_fixed_bytes=self.saved_fixed_bytes + rest,
-            forward_peaks=tuple((rate, fixed + rest) for rate, fixed in self.forward_peaks),
+            saved_fixed_bytes=self.saved_fixed_bytes + rest + saved,
+            forward_peaks=tuple((rate, fixed + rest + forward) for rate, fixed in self.forward_peaks),
+            backward_peaks=tuple((rate, fixed + backward) for rate, fixed in self.backward_peaks),
             selective=None if self.selective is None else _more_kept(self.selective, rest),
             paged_bytes=(),
+            pair_bytes=(0, 0, 0),
         )
 
     def __hash__(self) -> int:

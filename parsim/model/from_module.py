@@ -10,7 +10,7 @@ from parsim.errors import ModelError
 from parsim.model.inputs import ModelInput, module_inputs, ordered
 from parsim.model.interface import Interface, checked_form, drawn_batch, settle_module, zero_batch
 from parsim.model.losses import LOSSES
-from parsim.model.model import Model
+from parsim.model.model import COUPLED, Model
 from parsim.model.objective.objective import Objective, naming_coupled_losses, parse_objective
 from parsim.model.objective.settle import Settled
 from parsim.model.tracing.trace import follows_example, require_torch, split_inputs
@@ -94,7 +94,7 @@ def _form_of_examples(
     from parsim.model.tracing.recording import flatten_inputs
 
     objective = settled.objective
-    if objective.loss in LOSSES and not objective.row.plain:
+    if model.loss_form == COUPLED or (objective.loss in LOSSES and not objective.row.plain):
         return model.loss_form
     leaves, structure = flatten_inputs(args, kwargs)
     tensors = {str(place): leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}

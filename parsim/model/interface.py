@@ -12,7 +12,7 @@ from parsim.model.build import build_module, content_of, shared_fake
 from parsim.model.hugging_face.config import default_inputs, default_loss
 from parsim.model.inputs import InputLeaf, ModelInput, arguments, module_inputs
 from parsim.model.losses import BINARY, LOSSES
-from parsim.model.model import Model
+from parsim.model.model import COUPLED, Model
 from parsim.model.named.names import is_transformer
 from parsim.model.objective.objective import Objective, parse_objective
 from parsim.model.objective.settle import OpenLoss, OutputKind, Settled, settle
@@ -294,7 +294,7 @@ def checked_form(model: Model, module: Callable[[], nn.Module], kind: Interface)
     from parsim.model.objective.coupling import MOST_ELEMENTS, SAMPLES, UNCHECKED, loss_form
 
     objective = kind.objective
-    if objective.loss in LOSSES and not objective.row.plain:
+    if model.loss_form == COUPLED or (objective.loss in LOSSES and not objective.row.plain):
         return model.loss_form
     if model.parameter_count > MOST_ELEMENTS:
         return f"{model.loss_form} {UNCHECKED}".strip()

@@ -152,6 +152,7 @@ class Model:
                 del document[key]
         for component in document["components"]:
             _drop_defaults([component], "paged_bytes", ())
+            _drop_defaults([component], "pair_bytes", (0, 0, 0))
             _drop_defaults(component["parameters"], "trainable", True)
             _drop_defaults(component["parameters"], "expert_ways", 1)
             _drop_defaults((component,), "inside", None)
@@ -216,6 +217,7 @@ def _component(entry: dict[str, Any]) -> Component:
             "operators": operators,
             "shardings": tuple(_sharding(sharding) for sharding in entry["shardings"]),
             "paged_bytes": tuple(map(int, entry.get("paged_bytes", ()))),
+            "pair_bytes": tuple(map(int, entry.get("pair_bytes", (0, 0, 0)))),
             "half": None
             if entry["half"] is None
             else HalfComponent(**{**entry["half"], **_peaks(entry["half"]), "selective": _selective(entry["half"])}),

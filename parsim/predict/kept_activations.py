@@ -151,7 +151,7 @@ class KeptActivations:
         """What a rank has of the component, as if nothing were recomputed."""
         placement = self.layout.placement[name]
         own = narrow(component_in(self.layout.model.component(name), self.precision), placement.rule, placement.ways)
-        return own.on_pages(self.layout.local_samples(name))
+        return own.at_samples(self.layout.local_samples(name))
 
     def _values_at(self, name: str) -> tuple[str, ...]:
         component = self.layout.model.component(name)

@@ -122,8 +122,90 @@ def test_seq_is_an_argument(tmp_path: Path) -> None:
         interface_of(written(tmp_path, SMALL["llama"], seq=0))
 
 
-def test_a_loss_over_pairs_is_refused(tmp_path: Path) -> None:
-    config = {**SMALL["clip"], "architectures": ["CLIPModel"]}
+def _contrastive(folder: Path) -> ModelSpec:
+    return written(folder, {**SMALL["clip"], "architectures": ["CLIPModel"]})
+
+
+def test_a_contrastive_loss_is_that_of_transformers(tmp_path: Path) -> None:
+    spec = _contrastive(tmp_path)
+    module = build_module(spec).double()
+    own = transformers.CLIPModel(module.config).double()
+    own.load_state_dict(module.state_dict())
+    inputs, target = example_batch(spec, 4, dtype=torch.float64)
+    assert target is None
+    expected = own(**inputs, return_loss=True).loss
+    loss = module(**inputs)["loss"]
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
+    expected.backward()
+    loss.backward()
+    for name, parameter in own.named_parameters():
+        torch.testing.assert_close(module.get_parameter(name).grad, parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_contrastive_loss_is_planned_as_coupled(tmp_path: Path) -> None:
+    """And run refuses to divide its batch."""
+    import parsim as ps
+    from parsim.errors import PlanError
+    from parsim.model.model import COUPLED
+    from parsim.workflow.ask import check_loss
+    from parsim.workflow.question import loss_note
+
+    answer = ps.plan(
+        _contrastive(tmp_path).name,
+        cluster="dgx1-v100-16gb",
+        global_batch=64,
+        settings={"plan.strategy": "dp", "cluster.devices": 2},
+    )
+    model = answer.problem.model
+    assert model.loss == "own"
+    assert model.loss_form == COUPLED
+    assert "no sum over samples" in loss_note(model)
+    assert any("contrastive" in text for text in model.assumptions)
+    assert Model.from_json(model.to_json()) == model
+    plan = answer.evaluation.result.plan
+    with pytest.raises(PlanError, match="is no sum over samples"):
+        check_loss(model, plan, allowed=False)
+    loss = model.components[-1]
+    assert loss.pair_bytes[0] > 0
+    at = [loss.at_samples(samples) for samples in (8, 16)]
+    saved = [
+        found.saved_activation_bytes * samples + found.saved_fixed_bytes for found, samples in zip(at, (8, 16), strict=True)
+    ]
+    assert saved[1] - 2 * saved[0] == loss.pair_bytes[0] * (256 - 128) - loss.saved_fixed_bytes
+
+
+def test_what_a_contrastive_loss_saves_equals_a_real_forward(tmp_path: Path) -> None:
+    spec = _contrastive(tmp_path)
+    model, module = load_model(spec), build_module(spec)
+    for samples in (5, 9):
+        kept = _saved_bytes(module, example_batch(spec, samples)[0])
+        whole = [entry.at_samples(samples) for entry in model.components]
+        assert kept == sum(entry.saved_activation_bytes * samples + entry.saved_fixed_bytes for entry in whole)
+
+
+def _saved_bytes(module: Any, inputs: Any) -> int:
+    """Of the storages that autograd keeps, without parameters and buffers."""
+    state = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
+    kept: dict[int, Any] = {}
+
+    def pack(tensor: Any) -> Any:
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = module(**inputs)["loss"] * 1
+    assert loss.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in state)
+
+
+def test_another_loss_over_pairs_is_refused(tmp_path: Path) -> None:
+    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = {
+        "model_type": "siglip",
+        "architectures": ["SiglipModel"],
+        "text_config": {**tower, "vocab_size": 50, "max_position_embeddings": 16, "projection_size": 32},
+        "vision_config": {**tower, "image_size": 16, "patch_size": 4},
+    }
     with pytest.raises(ModelError, match="no sum over samples"):
         interface_of(written(tmp_path, config))
 

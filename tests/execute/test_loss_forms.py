@@ -38,14 +38,19 @@ class Noisy(nn.Module):
 
 
 class Pairs(nn.Module):
-    """All pairs of a batch: sizes grow with its square."""
+    """All pairs of a batch: sizes grow with its square. `late`: a parameter is used after pairs have met."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, late: bool) -> None:
         super().__init__()
         self.one, self.other = nn.Linear(6, 4), nn.Linear(6, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.late = late
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        scores = self.one(x) @ self.other(y).T
+        left = self.one(x) if self.late else self.one(x) * self.scale
+        scores = left @ self.other(y).T
+        if self.late:
+            scores = scores * self.scale
         return functional.cross_entropy(scores, torch.arange(len(scores)))
 
 
@@ -67,9 +72,19 @@ def test_forms_of_a_module_with_labels(per_sample: bool, form: str) -> None:
     assert Model.from_json(model.to_json()) == model
 
 
-def test_all_pairs_are_named() -> None:
+def test_all_pairs_are_planned_as_coupled() -> None:
+    """With sizes that hold for every batch, whatever the batch of the example."""
+    model = model_from_module(Pairs(late=False), (torch.randn(4, 6), torch.randn(4, 6)))
+    assert model.loss_form == COUPLED
+    loss = model.components[-1]
+    assert loss.pair_bytes[0] == 4 * 1, "the logarithms of probabilities of every pair"
+    assert loss.at_samples(7).saved_fixed_bytes == loss.saved_fixed_bytes + 4 * 49
+    assert loss.at_samples(7).pair_bytes == (0, 0, 0)
+
+
+def test_pairs_that_meet_before_a_parameter_is_used_are_refused() -> None:
     with pytest.raises(TraceError, match="compares the samples of a batch with each other"):
-        model_from_module(Pairs(), (torch.randn(4, 6), torch.randn(4, 6)))
+        model_from_module(Pairs(late=True), (torch.randn(4, 6), torch.randn(4, 6)))
 
 
 def test_the_answer_says_what_was_assumed() -> None:

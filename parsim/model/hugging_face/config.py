@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from parsim.errors import MissingDependencyError, ModelError, near_matches
 from parsim.files import parse_json, read_text, reading
+from parsim.model.hugging_face.contrast import CONTRASTIVE, trains_by_contrast, with_its_loss
 from parsim.model.hugging_face.experts import NAME, implementation
 from parsim.model.hugging_face.kinds import KINDS, SCANS, HeadKind, kind_of, sequence_length
 from parsim.model.inputs import ModelInput
+from parsim.model.losses import OWN
 from parsim.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -156,6 +158,8 @@ def module_from_config(spec: ModelSpec) -> nn.Module:
             f"{path}: {architecture} is no architecture of model_type {document['model_type']!r}, but of "
             f"{kind.config_class.model_type!r}; correct one of them"
         )
+    if trains_by_contrast(architecture) and spec.loss in (None, OWN):
+        kind = with_its_loss(kind)
     parts: tuple[Any, ...] = (config, getattr(config, "text_config", None))
     for part in parts:
         if hasattr(part, "use_cache"):
@@ -217,18 +221,18 @@ def default_inputs(spec: ModelSpec, module: nn.Module) -> tuple[ModelInput, ...]
     return (ModelInput(found[0].name, shape),) if not found[0].is_integer else found
 
 
-def default_loss(spec: ModelSpec, module: nn.Module) -> str | None:
+def default_loss(spec: ModelSpec, module: nn.Module) -> str:
     """The loss that the architecture trains by where [model] loss does not say.
 
     Raises:
-        ModelError: its own loss is no sum over samples.
+        ModelError: its own loss compares samples in a way that is not known.
     """
-    kind = _kind(spec, module)
-    if kind.loss is None:
+    kind, name = _kind(spec, module), type(module).__name__
+    if kind.loss == OWN and not trains_by_contrast(name):
         raise ModelError(
-            f"{type(module).__name__} trains by comparing all samples of a batch with one another. That is no sum over "
-            f"samples, so a step would depend on microbatches and replicas; plan its image tower instead "
-            f"(CLIPForImageClassification), or one tower with inputs and a loss of your own (CLIPTextModelWithProjection)"
+            f"{name} trains by comparing all samples of a batch with one another. That is no sum over samples, and of such "
+            f"models parsim knows the loss of {', '.join(CONTRASTIVE)} alone; plan one tower with inputs and a loss of your "
+            'own, or give a module that returns its loss (loss = "own")'
         )
     labels = getattr(module.config, "num_labels", None)
     if kind.name == "text classification" and labels == 1:

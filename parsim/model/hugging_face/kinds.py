@@ -36,7 +36,7 @@ class HeadKind:
     name: str
     lists: tuple[str, ...]
     inputs: Callable[[Any, int], tuple[ModelInput, ...]]
-    loss: str | None
+    loss: str
     targets: str
 
 
@@ -54,6 +54,10 @@ def _image(config: Any, seq: int) -> tuple[ModelInput, ...]:
 def _two_texts(config: Any, seq: int) -> tuple[ModelInput, ...]:
     decoder = ModelInput("decoder_input_ids", (seq,), dtype="int64", high=int(_text(config).vocab_size))
     return (*_tokens(config, seq), decoder)
+
+
+def _text_and_image(config: Any, seq: int) -> tuple[ModelInput, ...]:
+    return (*_tokens(config, seq), *_image(config, seq))
 
 
 def _speech_and_text(config: Any, seq: int) -> tuple[ModelInput, ...]:
@@ -110,8 +114,8 @@ KINDS = (
     HeadKind(
         name="image and text by contrast",
         lists=("ZERO_SHOT_IMAGE_CLASSIFICATION",),
-        inputs=_tokens,
-        loss=None,
+        inputs=_text_and_image,
+        loss="own",
         targets="",
     ),
 )

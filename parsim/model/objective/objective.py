@@ -87,6 +87,6 @@ def naming_coupled_losses() -> Iterator[None]:
             raise
         raise TraceError(
             f"{error}. A loss that compares the samples of a batch with each other (a contrastive one) is no sum over samples: "
-            "data parallelism and microbatches would change it. Plan the networks without it: return their embeddings, and "
-            'choose loss = "mse"'
+            "data parallelism and microbatches would change it. It can be planned where pairs meet after the last use of a "
+            "parameter: scale the embeddings and not their products"
         ) from error

@@ -38,7 +38,7 @@ def with_half_precision(model: Model, small: TracedForward, large: TracedForward
 def _component(component: Component, small: TracedForward, large: TracedForward, place: int, peaks: Counted) -> Component:
     name = small.intervals[place].name
     batches = (small.batch, large.batch)
-    rounded = bool(small.recording.decisions)
+    rounded = bool(small.recording.decisions) or any(component.pair_bytes)
     rate, fixed = split(small.saved_bytes(place), large.saved_bytes(place), batches, f"what {name} saves", rounded=rounded)
     forward, backward = peaks.of_component(component, place)
     half = HalfComponent(

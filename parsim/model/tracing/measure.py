@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parsim.errors import TraceError
 from parsim.model.component import LOSS, MAXIMUM, PARTIAL, Component, Parameter, Selective, Sharding, ShardSelective, Value
+from parsim.model.memory.pairs import compares_samples, square_peaks, square_size
 from parsim.model.memory.peaks import Peaks, Recorded, autocast_as, component_peaks
 from parsim.model.memory.selective import gains, selective_of, shard_selective
 from parsim.model.model import SUBLAYER, Model
@@ -28,7 +29,7 @@ from parsim.model.runnable import CallProgram, StateKey
 from parsim.model.shard.divisions import Division, WholeComponent, divide
 from parsim.model.shard.peaks import ShardPeaks, shard_peaks
 from parsim.model.tracing.cut import cut, final_values, programs, value_names
-from parsim.model.tracing.operators import RawOperator
+from parsim.model.tracing.operators import RawOperator, grow
 from parsim.model.tracing.recorder import Recorder, Recording, storage_key
 from parsim.model.tracing.recording import run_recorded
 from parsim.model.tracing.repeats.canonical import program_key
@@ -72,6 +73,11 @@ class TracedForward:
     def saved_bytes(self, place: int, *, casts: bool = False) -> int:
         """Of activations, or of the casts of parameters, in one component."""
         return sum(size for key, size in self.saved_in[place] if (key in self.casts) == casts)
+
+    @property
+    def loss_place(self) -> int | None:
+        """Of the component that takes the loss."""
+        return len(self.intervals) - 1 if self.intervals and self.intervals[-1].name == LOSS else None
 
     def paged_arrays(self, place: int) -> list[int]:
         """Bytes of what its kernels keep on pages of their own."""
@@ -186,8 +192,29 @@ def _call_of(save: tuple[int, int, int]) -> int:
     return save[0]
 
 
-def combine(small: TracedForward, large: TracedForward, *, name: str, granularity: str, source: str) -> Model:
+def has_pairs(small: TracedForward, large: TracedForward) -> bool:
+    """Whether the loss compares every sample with every other."""
+    if small.loss_place is None or large.loss_place is None:
+        return False
+    less, more = (
+        [size for _, size in run.saved_in[place]] for run, place in ((small, small.loss_place), (large, large.loss_place))
+    )
+    return compares_samples(less, more, (small.batch, large.batch))
+
+
+def combine(
+    small: TracedForward,
+    large: TracedForward,
+    *,
+    name: str,
+    granularity: str,
+    source: str,
+    largest: TracedForward | None = None,
+) -> Model:
     """Numbers per sample, and what does not grow, from two measurements at different batches.
+
+    Args:
+        largest: at a third batch, where the loss compares samples.
 
     Raises TraceError if a size is not linear in the batch.
     """
@@ -199,8 +226,10 @@ def combine(small: TracedForward, large: TracedForward, *, name: str, granularit
     counted_buffers: set[int] = set()
     peaks = Counted(small, large)
     names = value_names(small.recording, small.intervals)
+    compared = small.loss_place if largest is not None else None
     components = tuple(
-        _component(small, large, place, values, names, counted_buffers, peaks) for place in range(len(small.intervals))
+        _component(small, large, place, values, names, counted_buffers, peaks, largest if place == compared else None)
+        for place in range(len(small.intervals))
     )
     used = {value for component in components for value in component.inputs}
     return Model(
@@ -211,7 +240,19 @@ def combine(small: TracedForward, large: TracedForward, *, name: str, granularit
         inputs=tuple(input_name for input_name, _ in small.recording.inputs if input_name in used),
         outputs=tuple(names[number] for number in final_values(small.recording) if number in names),
         source=source,
-        assumptions=assumptions(small.recording),
+        assumptions=(*assumptions(small.recording), *([] if largest is None else [_left_out(small, large, largest)])),
+    )
+
+
+def _left_out(small: TracedForward, large: TracedForward, largest: TracedForward) -> str:
+    """What a loss over pairs of samples costs beyond the numbers per sample."""
+    place = small.loss_place
+    assert place is not None
+    flop = [sum(raw.flop * raw.count for raw in run.operators_in[place]) for run in (small, large, largest)]
+    pairs = square_size(flop, [small.batch, large.batch, largest.batch], "the loss").pairs
+    return (
+        "contrastive: no sum over samples. Replicas and microbatches change the loss, because each compares its own samples. "
+        f"Memory counts every pair; time counts {small.batch + large.batch} pairs per sample, and each has {pairs} flop"
     )
 
 
@@ -369,7 +410,9 @@ def _component(
     names: Mapping[int, str],
     counted_buffers: set[int],
     peaks: Counted,
+    largest: TracedForward | None,
 ) -> Component:
+    """The numbers of one component. `largest`: a third measurement, if it compares samples."""
     one = small.intervals[place]
     batches = (small.batch, large.batch)
     recording = small.recording
@@ -380,9 +423,16 @@ def _component(
     buffers = [number for number in state if recording.state[number].kind == "buffer" and number not in counted_buffers]
     counted_buffers.update(buffers)
     rounded = bool(recording.decisions)
-    rate, fixed = split(small.saved_bytes(place), large.saved_bytes(place), batches, f"what {one.name} saves", rounded=rounded)
-    cuttable = tuple(values[names[number]].batch_first for number in one.inputs)
-    division = peaks.division(place, (rate, fixed), cuttable)
+    what, pairs = f"what {one.name} saves", (0, 0, 0)
+    if largest is None:
+        rate, fixed = split(small.saved_bytes(place), large.saved_bytes(place), batches, what, rounded=rounded)
+        cuttable = tuple(values[names[number]].batch_first for number in one.inputs)
+        division = peaks.division(place, (rate, fixed), cuttable)
+    else:
+        runs = (small, large, largest)
+        fixed, rate, saved = square_size([run.saved_bytes(place) for run in runs], [run.batch for run in runs], what)
+        grown = grow(small.operators_in[place], large.operators_in[place], batches[1] - batches[0])
+        division = Division(tuple(operator for _, operator in grown), (), ())
     shardings = division.shardings
     outputs = [values[names[number]] for number in one.outputs]
     shardings = tuple(sharding for sharding in shardings if _can_leave(sharding, outputs))
@@ -412,13 +462,18 @@ def _component(
             for less, more in zip(small.paged_arrays(place), large.paged_arrays(place), strict=True)
         ),
     )
-    forward, backward = peaks.of_component(component, place)
-    selective = peaks.selective(component, place, division.numbers, values)
+    if largest is None:
+        forward, backward = peaks.of_component(component, place)
+        selective = peaks.selective(component, place, division.numbers, values)
+    else:
+        forward, backward, most = square_peaks([run.recorded(place) for run in (small, large, largest)], one.name)
+        pairs, selective = (saved, *most), None
     counted = (peaks.of_shards(component, place, sharding) for sharding in shardings)
     return replace(
         component,
         forward_peaks=forward,
         backward_peaks=backward,
+        pair_bytes=pairs,
         selective=selective,
         shardings=tuple(
             replace(

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from parsim.errors import TraceError
-from parsim.model.model import SUBLAYER, Model
+from parsim.model.model import COUPLED, SUBLAYER, Model
 from parsim.model.objective.settle import OpenLoss, Settled
 from parsim.model.objective.total import SUM
 from parsim.model.runnable import Ref, Runnable
 from parsim.model.tracing.cut import cut, runnables, value_names
 from parsim.model.tracing.half_precision import HALF, with_half_precision
-from parsim.model.tracing.measure import TracedForward, combine, measure
+from parsim.model.tracing.measure import TracedForward, combine, has_pairs, measure
 from parsim.model.tracing.recorder import Recording
 from parsim.model.tracing.recording import flatten_inputs, run_recorded
 from parsim.model.tracing.sublayers import CallInterval
@@ -157,6 +157,7 @@ def settled_model(
     modes = [(part, part.training) for part in module.modules()]
     if not module.training:
         module.train()
+    largest: TracedForward | None = None
     try:
         if example:
             assert not isinstance(loss, OpenLoss)
@@ -173,11 +174,14 @@ def settled_model(
 
             small, large = (first if batch == first.batch else forward(batch, None) for batch in batches)
             halves = _under_autocast(lambda: (forward(batches[0], HALF), forward(batches[1], HALF)))
+            if has_pairs(small, large):
+                largest = forward(2 * batches[1] - batches[0], None)
     finally:
         for part, mode in modes:
             part.training = mode
-    model = combine(small, large, name=name or kind, granularity=granularity, source=source or f"trace of {kind}")
-    form = small.recording.loss_form
+    about = {"name": name or kind, "granularity": granularity, "source": source or f"trace of {kind}"}
+    model = combine(small, large, **about, largest=largest)
+    form = small.recording.loss_form if largest is None else COUPLED
     assert not isinstance(loss, OpenLoss)
     found = replace(_with_halves(model, halves), loss=loss or "", loss_form="" if form == SUM else form)
     return found, small.recording.settled
