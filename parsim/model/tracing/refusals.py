@@ -8,11 +8,14 @@ from pathlib import Path
 
 import torch
 
+import parsim.model.memory
 import parsim.model.shard
 import parsim.model.tracing
 
 _STANDARD = str(Path(traceback.__file__).parent)
-_LIBRARIES = tuple(str(Path(module.__path__[0])) for module in (torch, parsim.model.tracing, parsim.model.shard))
+_LIBRARIES = tuple(
+    str(Path(module.__path__[0])) for module in (torch, parsim.model.tracing, parsim.model.shard, parsim.model.memory)
+)
 _PACKED = "pack_padded_sequence"
 
 
