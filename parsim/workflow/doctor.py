@@ -220,6 +220,7 @@ def commands_of(found: Found) -> tuple[Check, ...]:
             found="models with a preset, or saved as JSON",
         ),
         _needing("plan any other model", torch, found=torch.found),
+        _needing("export", torch, found=torch.found),
         _needing("calibrate --device cpu", torch, gloo, found=f"up to {found.cores} ranks with a core each"),
         _needing("run, validate on CPU processes", torch, gloo, found=f"{found.cores} cores"),
         _needing("demo", torch, gloo, memory, found=memory.found),
