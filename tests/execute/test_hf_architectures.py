@@ -57,7 +57,11 @@ def test_the_model_equals_that_of_the_full_trace(name: str, tmp_path: Path, monk
     fast = _compared(spec, "sublayer", True, monkeypatch)
     assert fast == _compared(spec, "sublayer", False, monkeypatch)
     module = build_module(spec)
-    assert fast.parameter_count == sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    assert fast.parameter_count == sum(parameter.numel() for parameter in module.parameters())
+    trained = {entry.name for component in fast.components for entry in component.trainable_parameters}
+    assert trained == {
+        name for name, parameter in module.named_parameters() if parameter.requires_grad
+    }  # not whisper's positions
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "mamba"])

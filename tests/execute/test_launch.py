@@ -149,8 +149,10 @@ class TestSuccess:
     def test_lines_arrive_whole_and_nothing_is_left(self, tmp_path: Path) -> None:
         (tmp_path / "error-rank1.json").write_text("from an earlier launch")
         talk: Actions = [["say", "one"], ["complain", "two"], ["say", "é" * 3000], ["environment", "OMP_NUM_THREADS"]]
+        talk += [["environment", "PYTHONHASHSEED"]]
+        variables = ['{"OMP_NUM_THREADS": "1"}', '{"PYTHONHASHSEED": "0"}']
         lines = _launch(_job(tmp_path, talk, [*talk, ["exit", 0]]), 2)
-        assert sorted(lines) == sorted(["one", "two", "é" * 3000, '{"OMP_NUM_THREADS": "1"}'] * 2)
+        assert sorted(lines) == sorted(["one", "two", "é" * 3000, *variables] * 2)
         assert [pid for pid in _pids(tmp_path) if _alive(pid)] == []
         assert not list(tmp_path.glob("error-rank*"))
 
