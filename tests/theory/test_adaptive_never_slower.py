@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,8 +23,7 @@ EVERYTHING = (*FAMILIES, "adaptive")
 MACHINES = {name: load_profile(name) for name in ("dgx1-v100-32gb", "pcie-8xv100")}
 
 
-@settings(max_examples=20, deadline=None)
-@given(
+PROBLEMS = given(
     flops=st.lists(st.sampled_from((1e7, 1e9, 8e9)), min_size=2, max_size=5),
     elements=st.sampled_from((10_000, 2_000_000, 9_000_000, 60_000_000)),
     machine=st.sampled_from(sorted(MACHINES)),
@@ -33,7 +33,23 @@ MACHINES = {name: load_profile(name) for name in ("dgx1-v100-32gb", "pcie-8xv100
     zero_stage=st.sampled_from((0, 1, 3, "auto")),
     top=st.sampled_from((None, 4)),
 )
-def test_adaptive_is_never_predicted_slower_than_what_is_printed_beside_it(
+
+
+@settings(max_examples=6, deadline=None)
+@PROBLEMS
+def test_adaptive_is_never_predicted_slower_than_what_is_printed_beside_it(**problem: Any) -> None:
+    assert_adaptive_first(**problem)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@PROBLEMS
+def test_adaptive_is_never_slower_on_many_problems(**problem: Any) -> None:
+    assert_adaptive_first(**problem)
+
+
+def assert_adaptive_first(
+    *,
     flops: list[float],
     elements: int,
     machine: str,
