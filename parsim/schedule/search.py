@@ -95,7 +95,7 @@ def search(
     steps, full = _Steps(problem), dict[Plan, Evaluation]()
     judged: list[JudgedPlan] = []
     skipped: dict[str, str] = {}
-    tally, late = Tally(), list[Node]()
+    tally, late = Tally(), dict[str, list[Node]]()
     together = Incumbents(wanted=top or 1)
 
     def opened(nodes: list[Node], incumbents: Incumbents, late: list[Node] | None = None) -> Tally:
@@ -124,15 +124,16 @@ def search(
         shared = name == "adaptive" or top is not None
         own = together if shared else Incumbents(rival_s=together.best_s if mixes else float("inf"))
         known = len(judged)
-        counted = opened(nodes, own, late)
+        late[name] = []
+        counted = opened(nodes, own, late[name])
         if not mixes and top is None:
-            opened(late, own)
-            late.clear()
+            opened(late.pop(name), own)
         if not shared:
             together.steps_s.update(own.steps_s)
         if counted.infeasible and len(judged) == known:
             skipped[name] = most_frequent(counted.infeasible)
-    opened(late, Incumbents(steps_s=together.steps_s))
+    for parts in late.values():  # each family opens as many as it would alone, so adaptive is never slower than any of them
+        opened(parts, Incumbents(steps_s=together.steps_s))
     if not judged:
         raise _nothing_to_choose(tally, skipped)
     skipped.pop("adaptive", None)  # its plan is then the best one of the families
