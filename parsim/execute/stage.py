@@ -21,6 +21,7 @@ from parsim.execute.state.zero import DividedBucket
 from parsim.execute.training.clipping import scale_to_norm, squared_norm
 from parsim.execute.training.recipe import PLAIN, TrainingRecipe
 from parsim.execute.training.weight_decay import exempt_names
+from parsim.execute.value_names import check_names
 from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.clipping import CountedPart, counted_by
 from parsim.graph.plan_index import PlanIndex
@@ -485,6 +486,7 @@ def _recordings(
         samples: recorded_programs(spec, samples, granularity, numerics.weights, str(device), numerics.autocast)
         for samples in dict.fromkeys([whole, *(layout.local_samples(name) for name in own)])
     }
+    check_names(layout.model, programs[whole])
     shapes = {
         samples: {
             value: (program.tensors[slot].shape, program.tensors[slot].dtype)
