@@ -17,11 +17,11 @@ from parsim.execute.state.fragments import Fragment, fragment_of, is_per_element
 from parsim.execute.state.loss_scale import overflow_flag
 from parsim.execute.state.master_weights import MASTER, MasterWeights
 from parsim.execute.state.optimizer import flat_gradients, make_optimizer
+from parsim.execute.state.value_names import check_names
 from parsim.execute.state.zero import DividedBucket
 from parsim.execute.training.clipping import scale_to_norm, squared_norm
 from parsim.execute.training.recipe import PLAIN, TrainingRecipe
 from parsim.execute.training.weight_decay import exempt_names
-from parsim.execute.value_names import check_names
 from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.clipping import CountedPart, counted_by
 from parsim.graph.plan_index import PlanIndex

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -95,7 +96,7 @@ def search(
     steps, full = _Steps(problem), dict[Plan, Evaluation]()
     judged: list[JudgedPlan] = []
     skipped: dict[str, str] = {}
-    tally, late = Tally(), dict[str, list[Node]]()
+    tally, late = Tally(), defaultdict[str, list[Node]](list)
     together = Incumbents(wanted=top or 1)
 
     def opened(nodes: list[Node], incumbents: Incumbents, late: list[Node] | None = None) -> Tally:
@@ -124,7 +125,6 @@ def search(
         shared = name == "adaptive" or top is not None
         own = together if shared else Incumbents(rival_s=together.best_s if mixes else float("inf"))
         known = len(judged)
-        late[name] = []
         counted = opened(nodes, own, late[name])
         if not mixes and top is None:
             opened(late.pop(name), own)

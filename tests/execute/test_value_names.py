@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from parsim.errors import ExecutionError  # noqa: E402
 from parsim.execute.stage import recorded_programs  # noqa: E402
-from parsim.execute.value_names import check_names  # noqa: E402
+from parsim.execute.state.value_names import check_names  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
 
