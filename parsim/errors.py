@@ -118,10 +118,16 @@ class MissingDependencyError(ParsimError):
     """An optional package is needed and not installed."""
 
 
+AS_LIKELY = 0.15
+"""Words that are less like the given one than the closest by more than this are not what was meant."""
+
+
 def near_matches(word: str, known: Iterable[str]) -> str:
     """Return "; did you mean a or b?" for the known words closest to `word`, or the list of all of them."""
     options = sorted(known)
     close = difflib.get_close_matches(word, options, n=3, cutoff=0.5)
     if close:
+        likeness = [difflib.SequenceMatcher(None, option, word).ratio() for option in close]
+        close = [option for option, like in zip(close, likeness, strict=True) if like >= likeness[0] - AS_LIKELY]
         return f"; did you mean {' or '.join(close)}?"
     return f"; known: {', '.join(options)}" if options else ""

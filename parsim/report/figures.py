@@ -32,7 +32,7 @@ KIND_COLOURS = {
     "backward": BLUE,
     "recompute": "#332288",
     "optimizer": PURPLE,
-    "clip": PURPLE,
+    "clip": "#999933",
     "all_reduce": VERMILION,
     "send_recv": ORANGE,
     "all_gather": YELLOW,

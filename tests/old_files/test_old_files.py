@@ -47,7 +47,9 @@ def samples(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         elif path.name != "kept.tar.gz":
             shutil.copy(path, tmp_path)
     with tarfile.open(source / "kept.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
+        if hasattr(tarfile, "data_filter"):  # Python 3.11.4 and newer
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(tmp_path)
     return tmp_path
 
 

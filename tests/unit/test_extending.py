@@ -83,8 +83,9 @@ def test_an_unknown_name_says_what_is_known_and_how_to_add_one(registry: Registr
         registry["nowhere:ROW"]
     with pytest.raises(error, match="has no attribute 'ROW'"):
         registry["my_extensions:ROW"]
-    with pytest.raises(error, match=rf"'pathlib:Path' is a type; it must be a {registry.row.__module__}"):
-        registry["pathlib:Path"]
+    if registry is not DATASETS:  # whose names may be factories, and so classes
+        with pytest.raises(error, match=rf"'pathlib:Path' is a type; it must be a {registry.row.__module__}"):
+            registry["pathlib:Path"]
 
 
 @pytest.mark.parametrize(("registry", "error"), REGISTRIES, ids=lambda value: getattr(value, "what", ""))
