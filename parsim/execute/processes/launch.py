@@ -154,7 +154,8 @@ class _Ranks:
 
     def _environment(self, rank: int, extra: Mapping[str, str]) -> dict[str, str]:
         environment = {**os.environ, **dict.fromkeys(_ONE_THREAD, "1")}
-        environment["PYTHONHASHSEED"] = "0"  # a forward that iterates over a set (gemma3) does so in one order on all ranks
+        if not environment.get("PYTHONHASHSEED", "").isdigit():
+            environment["PYTHONHASHSEED"] = "0"  # a forward that iterates over a set (gemma3) does so in one order on all ranks
         if Path("/sys/class/net/lo").exists():
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         for name in list(environment):

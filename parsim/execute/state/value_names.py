@@ -28,5 +28,5 @@ def check_names(model: Model, recorded: Mapping[str, CallProgram]) -> None:
                 raise ExecutionError(
                     f"{component.name} {kind} {', '.join(planned)} in the model that was planned, but {', '.join(here)} on "
                     "this rank: its forward runs in another order here, as one does that iterates over a set; sort what it "
-                    "iterates over, or plan and run with the same PYTHONHASHSEED (ranks that parsim starts have 0)"
+                    "iterates over, or plan and run with PYTHONHASHSEED=0 (as ranks have that parsim starts)"
                 )
