@@ -90,23 +90,23 @@ def largest_differences(run: RunSpec, folder: Path, *, steps: int = STEPS) -> tu
     return (mean - expected.weights).abs().max().item(), spread
 
 
-def check_cases(cases: list[Case], folder: Path) -> None:
+def assert_equal_to_replicas(cases: list[Case], folder: Path) -> None:
     for case, run in zip(cases, run_cases(cases, folder, steps=STEPS), strict=True):
         mean, own = largest_differences(run, folder / run.name)
         assert max(mean, own) <= TOLERANCE, f"{case}: {mean:.3g}, {own:.3g}"
 
 
 def test_two_processes_equal_virtual_replicas(tmp_path: Path) -> None:
-    check_cases([relaxed_case(*entry, 2) for entry in TWO], tmp_path)
+    assert_equal_to_replicas([relaxed_case(*entry, 2) for entry in TWO], tmp_path)
 
 
 def test_four_processes_on_a_ring_equal_virtual_replicas(tmp_path: Path) -> None:
-    check_cases([relaxed_case("gossip/2 ring", "sgd_momentum", 4)], tmp_path)
+    assert_equal_to_replicas([relaxed_case("gossip/2 ring", "sgd_momentum", 4)], tmp_path)
 
 
 @pytest.mark.slow
 def test_four_processes_equal_virtual_replicas(tmp_path: Path) -> None:
-    check_cases([relaxed_case(*entry, 4) for entry in FOUR], tmp_path)
+    assert_equal_to_replicas([relaxed_case(*entry, 4) for entry in FOUR], tmp_path)
 
 
 def test_averaging_after_every_step_of_sgd_is_synchronous_training(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -17,7 +16,7 @@ from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
 from parsim.cli import build
-from parsim.engines.scenario.scenario import parse_scenario
+from parsim.engines.scenario.scenario import Scenario, parse_scenario
 from parsim.workflow.config import parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,12 +114,13 @@ def test_files_have_keys_that_exist(page: Path, block: str, tmp_path: Path, monk
     beside = re.findall(r"```python\n(# nets.py\n.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "nets.py").write_text("".join(beside), encoding="utf-8")
     if not {"model", "cluster", "training", "plan"} & set(given):
-        parse_scenario(block)
+        assert isinstance(parse_scenario(block), Scenario)
         return
     missing = {key: value for key, value in REST.items() if key.partition(".")[2] not in given.get(key.partition(".")[0], {})}
     if "cluster" in given:
         missing.pop("cluster.profile", None)
-    parse_config(block, [f"{key}={value}" for key, value in missing.items()], folder=tmp_path, calls_model=False)
+    config = parse_config(block, [f"{key}={value}" for key, value in missing.items()], folder=tmp_path, calls_model=False)
+    assert set(given) <= config.model_fields_set
 
 
 # --- Python ------------------------------------------------------------------------------------------------------------
@@ -136,9 +136,3 @@ def test_the_first_question_of_the_readme_prints_what_it_shows(capsys: pytest.Ca
     shown = re.findall(r"```text\n(.*?)\.\.\.\n```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[0]
     assert " ".join(printed.split()).startswith(" ".join(shown.split()))
     assert len(others) == 1, "the other one trains: tests/execute/test_api_run.py"
-
-
-def test_json_of_the_pages_is_json() -> None:
-    blocks = [block for page in HAND_WRITTEN for block in re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL)]
-    for block in blocks:
-        json.loads(block)
