@@ -36,7 +36,7 @@ AllowCode = Annotated[
 ]
 Asked = Annotated[
     str,
-    typer.Argument(metavar="RUN.toml|MODEL", help="A run file; or a model, with --on and --batch. Keys: README."),
+    typer.Argument(metavar="RUN.toml|MODEL", help="A run file; or a model, with --on and --batch. Keys: docs/run-file.md."),
 ]
 OnCluster = Annotated[
     str | None,
