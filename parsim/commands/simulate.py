@@ -39,7 +39,7 @@ def simulate(
     engine: Annotated[Literal["static", "dynamic"], typer.Option(help="numba arrays, or SimPy processes.")] = "static",
     scenario: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Stragglers, links, failures; with --engine dynamic. See docs/scenarios.md."),
+        typer.Option(metavar="FILE", help="Stragglers, links, failures; needs --engine dynamic (docs/scenarios.md)."),
     ] = None,
     whole_run: Annotated[bool, typer.Option("--whole-run", help="To the end of training, by the scenario's [run].")] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep config, plan, timeline, trace and report.")] = None,
