@@ -2,7 +2,7 @@
 
 outer_state        of average with an outer optimizer: the weights of the last round, and its momentum
 neighbour_buffers  of gossip: what arrives from the neighbours of a round, as far as it exceeds what the step has let go by then
-stashed_weights    of stale: a copy of a stage's weights for every batch that waits there for its gradient
+stashed_weights    of stale: a copy of a stage's weights for every batch that it holds, unless it runs backward in the same step
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def with_relaxed_lines(memory: RankMemory, layout: PlanIndex, rank: int) -> Rank
         return memory
     trained = sum(bucket.size_bytes for bucket in layout.rank_buckets(rank))
     if rule.kind == "stale":
-        line = ("stashed_weights", rule.delay_of(plan.stage_of_rank(rank), plan.mesh.pp) * trained)
+        held = batches_held(layout, plan.stage_of_rank(rank))
+        line = ("stashed_weights", held * trained if held > 1 else 0)
         return replace(memory, lines=(*memory.lines, line))
     lines = [("outer_state", outer_arrays(layout) * trained)] if rule.outer is not None else []
     if rule.kind == "gossip":

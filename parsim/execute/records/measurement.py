@@ -179,9 +179,14 @@ def _table(content: bytes) -> NDArray[np.float64]:
 
 
 def total_losses(records: Sequence[RankRecord]) -> tuple[float, ...]:
-    """The mean loss of every training step, added up over the ranks that count it. A loss that is not finite stays so."""
-    steps = zip(*(record.losses for record in records), strict=True)
-    return tuple(float(sum(value for value in values if value is not None)) for values in steps)
+    """The mean loss of every training step, added up over the ranks that count it. A loss that is not finite stays so.
+
+    Steps without a loss are left out: the first of decoupled stages, before a batch has come through all of them.
+    """
+    steps = (
+        [value for value in values if value is not None] for values in zip(*(record.losses for record in records), strict=True)
+    )
+    return tuple(float(sum(values)) for values in steps if values)
 
 
 def _loss(value: float | str | None, *, before: bool) -> float | None:

@@ -67,9 +67,10 @@ class TrainingLog:
         first = self._written - len(own)
         lines = []
         for number, losses in enumerate(zip(*everyone, strict=True), first):
+            counted = [loss for loss in losses if loss is not None]
             line: dict[str, Any] = {
                 "step": self._first + number + 1,
-                "loss": math.fsum(loss for loss in losses if loss is not None),
+                **({"loss": math.fsum(counted)} if counted else {}),
                 "learning_rate": self._rates[number],
                 "seconds": self._seconds[number],
             }

@@ -64,10 +64,13 @@ def train(job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) 
         if saves:
             entry.save(folder)
         speaker, share = _speaker(entry.layout)
-        if place.rank == speaker and (time.monotonic() - said > SAY_EVERY_S or done == job.steps):
+        if (
+            place.rank == speaker
+            and entry.losses[-1] is not None
+            and (time.monotonic() - said > SAY_EVERY_S or done == job.steps)
+        ):
             said = time.monotonic()
-            own = entry.losses[-1] or 0.0
-            write_progress(log.progress(entry, own / share))
+            write_progress(log.progress(entry, entry.losses[-1] / share))
         if stopped is not None:
             break
     meet()
