@@ -19,13 +19,14 @@ from parsim.costs.memory.records import Boundary, RankMemory, RankStep, Weights
 from parsim.costs.memory.waiting import waiting_bytes
 from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.plan_index import PlanIndex, Reading
+from parsim.graph.stage_links import pipeline_of
 from parsim.hardware.cluster import Cluster
 from parsim.model.component import Value
-from parsim.plans.held import held_moments
+from parsim.plans.held import held_moments, links_of
 from parsim.plans.pipeline import PIPELINE_ORDERS, in_flight
 from parsim.plans.redistribution import LOCAL_HOPS, Hop, ValueLayout, conversion
 from parsim.predict.kept_activations import KeptActivations
-from parsim.predict.rank_traffic import local_bytes, rank_traffic
+from parsim.predict.rank_traffic import local_bytes, made_before, messages_by_link, rank_traffic
 from parsim.predict.round_memory import batches_held, with_relaxed_lines
 from parsim.predict.unsharded_memory import unsharded_bytes
 
@@ -70,7 +71,7 @@ def plan_memory(
                 in_flight=batches_held(layout, stage)
                 if plan.synchronisation.kind == "stale"
                 else in_flight(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches, plan.chunks),
-                pipeline=_chunks(layout, rank, names),
+                pipeline=rank_chunks(kept, rank, names),
                 loaded_microbatches=plan.microbatches,
                 boundary=rank_boundary(layout, kept.values, rank, gradients) if plan.is_mixed else None,
                 weights=rank_weights(layout, rank),
@@ -89,18 +90,30 @@ def plan_memory(
     return tuple(memories)
 
 
-def _chunks(layout: PlanIndex, rank: int, names: Sequence[str]) -> Chunks | None:
-    """What a rank holds at every action, where that is more than one number: with chunks, or backwards in halves."""
-    plan = layout.plan
-    if plan.chunks == 1 and not PIPELINE_ORDERS[plan.pipeline_order].halves:
+def rank_chunks(kept: KeptActivations, rank: int, names: Sequence[str]) -> Chunks | None:
+    """What a rank of a pipeline holds at every action; None without a pipeline, and for stages that are not synchronised.
+
+    Args:
+        kept: values under the plan. rank: global number. names: components of the rank, in order.
+    """
+    layout, plan = kept.layout, kept.layout.plan
+    if plan.synchronisation.kind == "stale":
+        return None
+    if plan.mesh.pp == plan.chunks == 1 and not PIPELINE_ORDERS[plan.pipeline_order].halves:
         return None
     place = plan.stage_of_rank(rank)
     chunk_of = {stage: chunk for chunk, stage in enumerate(plan.place_stages(place))}
+    pipeline = pipeline_of(layout, plan.shard_of_rank(rank), place)
+    inward, outward = links_of(pipeline, place)
+    sizes = messages_by_link(kept, rank)
     return Chunks(
         chunk_of={name: chunk_of[layout.chunk_of[name]] for name in names},
-        moments=held_moments(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks),
+        moments=held_moments(pipeline, place),
         halved=frozenset(name for name in names if layout.is_halved(name)),
         for_weights=frozenset(name for name in names if not layout.wants_input_gradient(name)),
+        arriving_bytes=[sizes[link] for link in inward],
+        leaving_bytes=[sizes[link] for link in outward],
+        made_before=made_before(kept, rank, names),
     )
 
 

@@ -8,8 +8,8 @@ name who keeps it, a value that crosses to another rank, or is among no saved ac
 A recomputed component holds its inputs while a microbatch is in flight. The activations of its second forward live only
 until the end of its backward.
 
-The line `allocator`, an interval, holds the memory of the allocator and of libraries. Transfers that may have arrived
-early are an interval too. A rank fits if it does with every line at its p95, that is with a probability of 95%.
+The line `allocator`, an interval, holds the memory of the allocator and of libraries. A rank fits if it does with every line
+at its p95, that is with a probability of 95%.
 
 Leaves out: buckets that are whole during a first forward, where that is the fullest moment (ZeRO 3).
 """
@@ -102,20 +102,21 @@ def rank_memory(
         own + (0 if c.name in step.recomputed else copies[c.name]) + boundary.held_of.get(c.name, 0.0)
         for c, own in zip(components, saved, strict=True)
     ]
-    parts = _moments(components, samples, ends, boundary, again, weights)
+    parts = _moments(step, samples, ends, boundary, again, weights)
     alive, waiting = dict.fromkeys(samples, step.in_flight), 0.0
+    arriving, leaving = traffic.posted_bytes, 0.0
     if step.pipeline is None:
         peak = _fullest(parts, traffic.posted_bytes)
     else:
-        element_bytes = number_format(precision).element_bytes
-        base, waiting, peak = fullest(parts, step.pipeline, element_bytes, traffic.posted_bytes)
+        base, waiting, peak = fullest(parts, step.pipeline, number_format(precision).element_bytes)
         alive = {name: base.alive[step.pipeline.chunk_of[name]] for name in samples}
+        arriving, leaving = step.pipeline.arriving(base), step.pipeline.leaving(base)
     most = max(alive.values(), default=1)
     activations = sum(alive[c.name] * own for c, own in zip(components, saved, strict=True)) + waiting
     casts = sum(alive[name] * size for name, size in copies.items() if name not in step.recomputed)
     held = most * boundary.held_bytes
     if step.pipeline is not None:
-        held = sum(alive[name] * size for name, size in boundary.held_of.items())
+        held = sum(alive[name] * size for name, size in boundary.held_of.items()) + leaving
     loaded = most if step.loaded_microbatches is None else step.loaded_microbatches
     inputs = loaded * boundary.loaded_bytes - min(most, loaded) * boundary.loaded_saved_bytes
     update = temporary_bytes * weights.updated_elements - activations - casts - held
@@ -131,16 +132,14 @@ def rank_memory(
         "buffers": sum(component.buffer_bytes for component in components),
         "activations": activations,
         "boundary_values": held,
-        "receive_buffers": traffic.arriving_bytes + traffic.posted_bytes,
+        "receive_buffers": arriving,
         "inputs": inputs,
         "communication": _communication_bytes(traffic),
         "context": device.context_bytes,
         "workspace": workspace,
         "allocator": beside.median,
     }
-    certain = lines["receive_buffers"]
-    early = {"receive_buffers": (certain, certain + traffic.unsure_arriving_bytes)}
-    return _rounded(rank, device, lines, {**early, "allocator": (beside.p05, beside.p95)})
+    return _rounded(rank, device, lines, {"allocator": (beside.p05, beside.p95)})
 
 
 def _rounded(
@@ -236,7 +235,7 @@ def _counted(value: Value, here: Collection[str]) -> bool:
 
 
 def _moments(
-    components: Sequence[Component],
+    step: RankStep,
     samples: Mapping[str, int],
     saved: Sequence[float],
     boundary: Boundary,
@@ -247,8 +246,10 @@ def _moments(
     what it puts out, which have been converted by then.
     """
     found = []
-    for component, own in zip(components, saved, strict=True):
+    made_before = {} if step.pipeline is None else step.pipeline.made_before
+    for component, own in zip(step.components, saved, strict=True):
         name, number = component.name, samples[component.name]
+        made, made_back = made_before.get(name, (0.0, 0.0))
         forward = 0.0
         if name not in again:
             forward = boundary.waiting.values.get(name, 0.0) + _fullest_bytes(component.forward_peaks, number)
@@ -270,8 +271,8 @@ def _moments(
                 samples=number,
                 kept=own,
                 again=again[name].saved_bytes if name in again else 0.0,
-                forward=forward,
-                alive=alive + boundary.waiting.gradients.get(name, 0.0),
+                forward=forward + made,
+                alive=alive + boundary.waiting.gradients.get(name, 0.0) + made_back,
                 gradients=gradients,
                 whole=weights.unsharded.get(name, 0.0),
             )
