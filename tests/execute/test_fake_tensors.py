@@ -31,6 +31,15 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "a truth value": lambda a, b: b.long() + True,
     "view": lambda a, b: a.view(6, -1),
     "select": lambda a, b: a[:, 1],
+    "selects": lambda a, b: (a[:, 0], a[:, 2], a[:, -1], a[1][-2], a.narrow(1, 1, 2)[:, 1]),
+    "sums of selects": lambda a, b: (a[:, 0] + b[:, 2], a[:, 2] + b[:, 0], a[0].clone(), a[1].clone(), a[1].contiguous()),
+    "gradients of selects": lambda a, b: tuple(
+        torch.ops.aten.select_backward.default(a[:, at], [2, 3, 4], 1, at) for at in (0, 2, -1)
+    ),
+    "views of products": lambda a, b: (
+        torch.ops.aten._unsafe_view.default(a, [6, 4]),
+        torch.ops.aten._unsafe_view.default(a[1], [12]),
+    ),
     "transposed": lambda a, b: a.transpose(1, 2),
     "split": lambda a, b: a.split(1, 1),
     "chunks": lambda a, b: torch.chunk(a, 2, -1),
