@@ -3,6 +3,7 @@
 `python -m tests.chaos.chaos --count 200 --seconds 7200` trains, disturbs each training once, resumes it, and prints a table:
 fault, tried, lost, and the seconds until it was noticed and until the resumed training had made its next checkpoint. A
 training that is lost is printed with its seed. The losses of the resumed part must equal those of the undisturbed training.
+With `--record FILE` every outcome is a line of FILE as soon as it is known, and the table is that of the whole file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from parsim.execute.processes.processes import descendants
@@ -255,8 +256,10 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def play(folder: Path, count: int, seed: int, until_s: float = float("inf"), first: int = 0) -> list[Outcome]:
-    """As many disturbed trainings, the faults in turns, beginning with number `first`."""
+def play(
+    folder: Path, count: int, seed: int, until_s: float = float("inf"), first: int = 0, record: Path | None = None
+) -> list[Outcome]:
+    """As many disturbed trainings, the faults in turns, beginning with number `first`; each is added to `record`."""
     losses = prepare(folder)
     found = []
     names = list(FAULTS)
@@ -264,7 +267,18 @@ def play(folder: Path, count: int, seed: int, until_s: float = float("inf"), fir
         if time.monotonic() > until_s:
             break
         found.append(disturbed(folder, names[number % len(names)], losses, seed * 100_000 + number))
+        if record is not None:
+            line = {"number": number, "seed": seed, "load": round(os.getloadavg()[0], 1), **asdict(found[-1])}
+            with record.open("a") as file:
+                file.write(json.dumps({key: None if value != value else value for key, value in line.items()}) + "\n")
     return found
+
+
+def recorded(path: Path) -> list[Outcome]:
+    """All outcomes of a file of `--record`."""
+    names = [entry.name for entry in fields(Outcome)]
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    return [Outcome(**{name: float("nan") if line[name] is None else line[name] for name in names}) for line in lines]
 
 
 def table(found: Sequence[Outcome]) -> str:
@@ -290,10 +304,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=7200.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case, which says its fault")
+    parser.add_argument("--record", type=Path, help="add every outcome to this file, and print the table of the whole file")
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="parsim-chaos-") as name:
-        found = play(Path(name), asked.count, asked.seed, time.monotonic() + asked.seconds, asked.first)
-    print(table(found))
+        found = play(Path(name), asked.count, asked.seed, time.monotonic() + asked.seconds, asked.first, asked.record)
+    print(table(found if asked.record is None else recorded(asked.record)))
     for number, outcome in enumerate(found, start=asked.first):
         for problem in outcome.problems:
             print(f"number {number}, {outcome.fault}: {problem}", file=sys.stderr)
