@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelError, OutOfMemoryError, PlanError
+import numpy as np
+
+from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelError, OutOfMemoryError, PlanError, RankLostError
 from parsim.execute.cuda.faults import check_devices
 from parsim.execute.job import EXECUTION, Job, RunSpec
 from parsim.execute.processes.environment import describe_environment
@@ -44,6 +47,10 @@ from parsim.workflow.this_machine import on_this_machine
 
 if TYPE_CHECKING:
     from parsim.execute.records.measurement import Measurement
+
+
+MOST_BLOCKS = 20
+"""Into so many parts a training is cut for its A/A floor: steps that follow one another share their disturbances."""
 
 
 def ask(question: Question, *, top: int | None = None) -> Answer:
@@ -234,11 +241,12 @@ def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None =
 
     trains = job.mode == "train"
     try:
-        launch(folder.job, job.world_size, on_line=relayed(say, warn), hang_s=hang_s)
+        launch(folder.job, job.world_size, on_line=relayed(say, warn), hang_s=hang_s, env=_visible(job, asked))
     except ExecutionError as error:
         hints = [nearest_that_fits(asked)] if isinstance(error, OutOfMemoryError) and asked is not None else []
         hints += [what_is_left(folder, job.steps)] if trains else []
-        raise type(error)(" ".join([f"{str(error).rstrip('.')}.", *filter(None, hints)])) from error
+        text = " ".join([f"{str(error).rstrip('.')}.", *filter(None, hints)])
+        raise (error.with_text(text) if isinstance(error, RankLostError) else type(error)(text)) from error
     except (KeyboardInterrupt, SystemExit) as ending:
         if trains:
             number = signal.SIGINT if isinstance(ending, KeyboardInterrupt) else int(ending.code or 0) - 128
@@ -248,6 +256,18 @@ def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None =
     execution = read_json(Path(job.output) / EXECUTION)
     write_json(folder.environment, {**environment, "execution": execution})
     return warnings
+
+
+def _visible(job: Job, asked: Prediction | None) -> dict[str, str]:
+    """On GPUs: those that the plan uses, where they are not the first ones."""
+    if job.device != "cuda" or asked is None:
+        return {}
+    wanted = [device.index for device in asked.problem.cluster.devices[: job.world_size]]
+    if wanted == list(range(len(wanted))):
+        return {}
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = [seen[index] if index < len(seen) and seen != [""] else str(index) for index in wanted]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
 def levels_of(asked: Prediction, seen: Measurement) -> list[dict[str, Any]]:
@@ -299,6 +319,7 @@ def judge(problem: PlanningProblem, evaluation: Evaluation, seen: Measurement) -
         predicted_memory_bytes=[sum(memory.tensor_lines.values()) for memory in evaluation.memory],
         measured_memory_bytes=seen.peak_bytes if all(seen.peak_bytes) else (),
         kind_intervals=kind_intervals_s(evaluation.graph, durations),
+        rounds=[part.tolist() for part in np.array_split(seen.step_s, min(len(seen.step_s), MOST_BLOCKS))],
     )
     correction = None if found is None else found.to_dict()
     return replace(comparison, interval_correction=correction, at_pace=at_pace(problem, evaluation, seen))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from parsim.costs.feedback.diagnosis import Diagnosis
 from parsim.report.compare import Comparison
 from parsim.units import format_percent, format_seconds
 from parsim.workflow.public.frames import breakdown_frame, frame, timeline_frame
@@ -37,6 +38,7 @@ class Measured:
         prediction: of the plan that ran (of the last one where the controller changed it).
         comparison: step, kinds of tasks, single tasks and memory; relative_error = (predicted - measured) / measured.
         seen: the measurement itself.
+        diagnosis: whether the run went as predicted and, where not, what was different and what to do.
         document: the JSON that the command of the same name prints.
     """
 
@@ -44,6 +46,7 @@ class Measured:
     prediction: Prediction
     comparison: Comparison
     seen: Measurement
+    diagnosis: Diagnosis
     document: Mapping[str, Any]
 
     @property
