@@ -53,9 +53,9 @@ import time
 from parsim.data import DATASETS, Dataset, DataSource
 
 class Slow(Dataset):
-    def values(self, indices):
+    def values(self, indices, epoch=0):
         time.sleep(0.02)
-        return Dataset.values(self, indices)
+        return Dataset.values(self, indices, epoch)
 
 def load(ask):
     found = DATASETS["digits"].load(ask)
