@@ -17,14 +17,16 @@ def export(
     checkpoint: Annotated[
         str | None, typer.Option("--checkpoint", help="best or last; left out: best if there is one.")
     ] = None,
+    weights: Annotated[str, typer.Option("--weights", help="trained, or ema: their moving averages.")] = "trained",
     allow_code: AllowCode = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Write the trained weights as a plain file that loads into the original module."""
     from parsim.workflow.training.export import export_weights
 
-    done = export_weights(run_folder, format=format, out=out, checkpoint=checkpoint)  # type: ignore[arg-type]
+    done = export_weights(run_folder, format=format, out=out, checkpoint=checkpoint, weights=weights)  # type: ignore[arg-type]
     if as_json:
         print_json(done)
         return
-    print(f"Weights of the {done['checkpoint']} checkpoint (step {done['step']}, {done['tensors']} tensors): {done['file']}")
+    what = "Averages of the weights" if weights == "ema" else "Weights"
+    print(f"{what} of the {done['checkpoint']} checkpoint (step {done['step']}, {done['tensors']} tensors): {done['file']}")

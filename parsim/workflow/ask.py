@@ -143,6 +143,11 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
             f"use --nproc {plan.world_size}, or set cluster.devices = {nproc} and plan again"
         )
     training = asked.config.training
+    if training.ema is not None and plan.synchronisation.mixes:
+        raise PlanError(
+            f"training.ema averages weights over steps, and under synchronisation {plan.synchronisation} every replica has its "
+            "own; drop training.ema, or plan.synchronisation"
+        )
     check_rounds(plan, training.precision, evaluates=training.evaluation is not None)
     check_loss(asked.problem.model, plan, allowed=training.allow_coupled_loss)
     check_executable(training.precision, training.dtype, device_kind(asked))
@@ -371,6 +376,7 @@ def ask_again(folder: RunFolder) -> Prediction:
         global_batch=plan.global_batch,
         precision=config.training.precision,
         master_weights=config.training.keeps_master_weights,
+        ema=config.training.ema is not None,
         optimizer=config.training.optimizer,
         clip_gradients=plan.clip_gradients,
     )

@@ -74,19 +74,22 @@ class Measured:
         format: Literal["state_dict", "safetensors"] = "state_dict",
         out: str | Path | None = None,
         checkpoint: Literal["best", "last"] | None = None,
+        weights: Literal["trained", "ema"] = "trained",
     ) -> Path:
         """Write the trained weights as a plain file that loads into the original module; returns its path.
 
         Args:
             format: of the file. out: None: weights.pt or weights.safetensors in the folder.
             checkpoint: the best by validation score, or the last; None: the best if there is one.
+            weights: as trained, or their moving averages (training.ema).
 
         Raises:
             ConfigError: there is no such checkpoint, or the module's code is not trusted (PARSIM_ALLOW_CODE=1).
         """
         from parsim.workflow.training.export import export_weights
 
-        done = export_weights(self.folder, format=format, out=None if out is None else Path(out), checkpoint=checkpoint)
+        file = None if out is None else Path(out)
+        done = export_weights(self.folder, format=format, out=file, checkpoint=checkpoint, weights=weights)
         return Path(done["file"])
 
     def compare(self) -> None:
