@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -156,7 +157,8 @@ class _Updater:
         self._optimizer = make_optimizer(optimizer, stepped.values(), learning_rate, recipe=recipe, exempt=without)
         self._clip_norm = recipe.clip_norm
         self._weights = nn.ParameterList(stepped.values())
-        average = None if recipe.ema is None else get_ema_multi_avg_fn(recipe.ema.decay)
+        make: Any = get_ema_multi_avg_fn  # torch leaves it without types
+        average = None if recipe.ema is None else make(recipe.ema.decay)
         self._averages = None if average is None else AveragedModel(self._weights, multi_avg_fn=average)
         self._rate: LRScheduler | None = None
         self._steps, self._every = 0, 1

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from parsim.costs.feedback.diagnosis import Diagnosis, Observed, Predicted, diagnose
+from parsim.costs.feedback.diagnosis import Diagnosis, ObservedStep, PredictedStep, diagnose
 from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, CommunicationClass, ComputeClass, RunCorrections
 from parsim.errors import CostError
 from parsim.hardware.profile import load_profile
@@ -115,7 +115,7 @@ def case(ranks: tuple[float, float], *, loading: float = 0.0, cores_carry: bool 
     rng = np.random.default_rng(0)
     draws = {key: seconds * np.exp(rng.normal(0, 0.02, 200)) for key, seconds in expected.items()}
     step = {KEYS[0]: 0.01 * ranks[0], KEYS[1]: 0.01 * ranks[1], link_key: 0.004 * link}
-    predicted = Predicted(
+    predicted = PredictedStep(
         seconds=expected,
         draws=draws,
         loading=[0.001, 0.001],
@@ -126,7 +126,9 @@ def case(ranks: tuple[float, float], *, loading: float = 0.0, cores_carry: bool 
         cores_carry=cores_carry,
     )
     step_s = max(step[KEYS[0]], step[KEYS[1]]) + step[link_key] + loading
-    return diagnose(predicted, Observed(steps=[step] * 8, loading=[0.001, 0.001 + loading], step_s=step_s, timed=8, floor=0.01))
+    return diagnose(
+        predicted, ObservedStep(steps=[step] * 8, loading=[0.001, 0.001 + loading], step_s=step_s, timed=8, floor=0.01)
+    )
 
 
 def test_what_a_slow_core_does_to_the_communication_that_it_carries_is_its_own() -> None:

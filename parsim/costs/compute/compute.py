@@ -189,7 +189,7 @@ class ComputeCosts:
             accesses = row.accesses_per_element
             detail = f"{accesses} and {EMA_ACCESSES} accesses for the averages of the weights, where {optimizer} has {accesses}"
             sigma = CLIP_SIGMA * EMA_ACCESSES / (accesses + EMA_ACCESSES)
-            return _share_of(whole, (accesses + EMA_ACCESSES) / accesses, detail, ("operator:ema", sigma))
+            return _multiple_of(whole, (accesses + EMA_ACCESSES) / accesses, detail, ("operator:ema", sigma))
         drift = drift_of(self.profile)
         if work.elements == 0:
             return Estimate(median_s=0.0, source="measured", detail="no parameters")
@@ -241,7 +241,7 @@ class ComputeCosts:
         accesses = CLIP_ACCESSES[work.part]
         every = OPTIMIZERS[optimizer].accesses_per_element
         detail = f"{accesses} of {every} accesses of a step of {optimizer}"
-        return _share_of(whole, accesses / every, detail, ("operator:clip", CLIP_SIGMA))
+        return _multiple_of(whole, accesses / every, detail, ("operator:clip", CLIP_SIGMA))
 
     def operator_model(self, device: DeviceType) -> OperatorModel:
         """The model that prices components never measured on this type of device: surfaces if the profile has them."""
@@ -328,12 +328,12 @@ def _share_of(measured: Estimate, share: float, what: str, spread: tuple[str, fl
     )
 
 
-def _share_of(whole: Estimate, share: float, detail: str, parameter: tuple[str, float]) -> Estimate:
+def _multiple_of(whole: Estimate, share: float, detail: str, spread: tuple[str, float]) -> Estimate:
     """A multiple of an optimizer step, by its accesses."""
     return Estimate.of(
         (*whole.terms, Term("share", "times", share, "fitted", detail)),
         source="fitted" if whole.source == "measured" else whole.source,
-        parameters=(*whole.parameters, parameter),
+        parameters=(*whole.parameters, spread),
         repeat_sigma=whole.repeat_sigma,
         detail=f"{detail}: {whole.detail}",
         extrapolated=whole.extrapolated,

@@ -41,7 +41,7 @@ Kind = Literal["rank", "link", "network", "machine", "prices", "loading", "betwe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predicted:
+class PredictedStep:
     """What a prediction says of one step.
 
     Attributes:
@@ -60,7 +60,7 @@ class Predicted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observed:
+class ObservedStep:
     """What a run showed.
 
     Attributes:
@@ -119,7 +119,7 @@ class Diagnosis:
         return [self.text, *(f"{finding.text}: {finding.advice}" for finding in self.findings)]
 
 
-def diagnose(predicted: Predicted, observed: Observed, *, unexplained_s: float = 0.0) -> Diagnosis:
+def diagnose(predicted: PredictedStep, observed: ObservedStep, *, unexplained_s: float = 0.0) -> Diagnosis:
     """The verdict on a run.
 
     Args:
@@ -140,7 +140,7 @@ def diagnose(predicted: Predicted, observed: Observed, *, unexplained_s: float =
     )
 
 
-def _verdict(predicted: Predicted, observed: Observed, as_predicted: bool, findings: Sequence[Finding]) -> str:
+def _verdict(predicted: PredictedStep, observed: ObservedStep, as_predicted: bool, findings: Sequence[Finding]) -> str:
     span = f"{format_seconds(predicted.low_s)} to {format_seconds(predicted.high_s)}"
     measured = format_seconds(observed.step_s)
     if as_predicted:
@@ -158,7 +158,7 @@ def _verdict(predicted: Predicted, observed: Observed, as_predicted: bool, findi
 class _Case:
     """Attributes: least_s: seconds of a step below which nothing is reported."""
 
-    def __init__(self, predicted: Predicted, observed: Observed) -> None:
+    def __init__(self, predicted: PredictedStep, observed: ObservedStep) -> None:
         self.predicted, self.observed = predicted, observed
         self.least_s = max(MATTERS, observed.floor) * observed.step_s
         shared = [key for key, seconds in predicted.seconds.items() if seconds > 0]

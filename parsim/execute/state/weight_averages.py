@@ -9,7 +9,7 @@ Leaves out: a step that an overflowing gradient skips is not counted.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +40,13 @@ def update_averages(optimizer: torch.optim.Optimizer, decay: float) -> None:
             else:
                 state[EMA] = tensor.detach().clone(memory_format=torch.preserve_format)
     if averaged:
-        average: Any = get_ema_multi_avg_fn(decay)
-        average(averaged, weights, None)
+        _averaging(decay)(averaged, weights, None)
+
+
+def _averaging(decay: float) -> Callable[..., None]:
+    make: Any = get_ema_multi_avg_fn  # torch leaves it without types
+    average: Callable[..., None] = make(decay)
+    return average
 
 
 def averaged_state(state: RankState, trained: Collection[str]) -> RankState:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from parsim.arrays import Floats
-from parsim.costs.feedback.diagnosis import LEAST_STEPS, Diagnosis, Observed, Predicted, diagnose
+from parsim.costs.feedback.diagnosis import LEAST_STEPS, Diagnosis, ObservedStep, PredictedStep, diagnose
 from parsim.costs.feedback.run_corrections import WorkClass, class_of, class_seconds, learn
 from parsim.graph.taskgraph import TaskGraph
 from parsim.hardware.device_kinds import device_name
@@ -42,7 +42,7 @@ def diagnosis_of(
     predicted = _predicted(problem, evaluation)
     graph = evaluation.graph
     seconds = [task_seconds(len(graph.tasks), timeline) for timeline in timelines]
-    observed = Observed(
+    observed = ObservedStep(
         steps=[_by_class(graph, own) for own in seconds],
         loading=_loading_s(graph, np.mean(seconds, axis=0)) if seconds else [],
         step_s=step_s,
@@ -56,7 +56,7 @@ def diagnosis_of(
     return diagnose(predicted, observed, unexplained_s=step_s - _explained_s(problem, evaluation, predicted, observed))
 
 
-def _predicted(problem: PlanningProblem, evaluation: Evaluation) -> Predicted:
+def _predicted(problem: PlanningProblem, evaluation: Evaluation) -> PredictedStep:
     graph, step = evaluation.graph, evaluation.result.step_s
     own = task_seconds(len(graph.tasks), evaluation.timeline)
     drawn = sampled_durations_s(evaluation)
@@ -66,7 +66,7 @@ def _predicted(problem: PlanningProblem, evaluation: Evaluation) -> Predicted:
         if key is not None:
             places.setdefault(key, []).append(task.index)
     draws: dict[WorkClass, Floats] = {key: drawn[:, tasks].sum(axis=1) for key, tasks in places.items()}
-    return Predicted(
+    return PredictedStep(
         seconds=_by_class(graph, own),
         draws=draws,
         loading=_loading_s(graph, own),
@@ -78,7 +78,7 @@ def _predicted(problem: PlanningProblem, evaluation: Evaluation) -> Predicted:
     )
 
 
-def _explained_s(problem: PlanningProblem, evaluation: Evaluation, predicted: Predicted, observed: Observed) -> float:
+def _explained_s(problem: PlanningProblem, evaluation: Evaluation, predicted: PredictedStep, observed: ObservedStep) -> float:
     """The step of the plan if its tasks take what they took, on average."""
     keys = observed.steps[0]
     mean = {key: float(np.mean([step.get(key, 0.0) for step in observed.steps])) for key in keys}
