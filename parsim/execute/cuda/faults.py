@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from parsim.errors import ExecutionError, OutOfMemoryError
+from parsim.errors import ExecutionError, OutOfMemoryError, RankLostError
 from parsim.units import GIB, format_bytes
 
 OTHERS_BYTES = 2 * GIB
@@ -84,12 +84,14 @@ def is_lost_device(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in LOST)
 
 
-def lost_device(rank: int, device: str, step: int, error: BaseException, kept: str) -> ExecutionError:
+def lost_device(rank: int, device: str, step: int, error: BaseException, kept: str) -> RankLostError:
     """The message for a rank whose device is lost."""
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return ExecutionError(
+    return RankLostError(
         f"rank {rank} lost {device} in step {step}: {said}. {kept} `nvidia-smi` and the system log (Xid) say whether the "
-        "GPU is well"
+        "GPU is well",
+        (rank,),
+        device_lost=True,
     )
 
 

@@ -47,7 +47,7 @@ RATE = "learning_rate"
 OTHERS = (RATE, LOSS_SCALE)
 """Names of progress in a checkpoint that are read where they belong; the rest are notes of the training."""
 RECORDED_STEPS = 64
-"""Task times are kept of at most this many steps per run."""
+"""Task times are kept of fewer steps than this per run, spread evenly over it."""
 
 
 class ProcessGroups:
@@ -156,6 +156,7 @@ class RankRun:
         self.step_number = 0
         self.losses: list[float | None] = []
         self.recorded: list[list[TaskTime]] = []
+        self._seen, self._every = 0, 1
         self.rounds: list[tuple[float, float, int]] = []
         self.cpu_s: list[float] = []
         self.pace_s: list[float] = []
@@ -221,8 +222,22 @@ class RankRun:
             check_loss(own, **self._where())
         if keep:
             self.losses.append(own)
-            if script.is_first and len(self.recorded) < RECORDED_STEPS:
-                self.recorded.append(times)
+            if script.is_first:
+                self._sample(times)
+
+    def _sample(self, times: list[TaskTime]) -> None:
+        """Keep the task times of every step, then of every second one, of every fourth, ..., as they become too many."""
+        if self._seen % self._every == 0:
+            self.recorded.append(times)
+        self._seen += 1
+        if len(self.recorded) >= RECORDED_STEPS:
+            del self.recorded[1::2]
+            self._every *= 2
+
+    def forget_times(self) -> None:
+        """Of tasks: those that follow are sampled anew."""
+        self.recorded.clear()
+        self._seen, self._every = 0, 1
 
     def _batch(self, step: int) -> int:
         """The batch that this rank loads in a step; a decoupled stage that fills loads none, whatever is named."""
