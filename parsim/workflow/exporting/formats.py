@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from parsim.errors import ConfigError, near_matches
+from parsim.workflow.exporting.chakra import write_chakra
+from parsim.workflow.exporting.chrome import write_chrome
+from parsim.workflow.exporting.deepspeed import write_deepspeed
+from parsim.workflow.exporting.megatron import write_megatron
 from parsim.workflow.exporting.request import Exported, ExportFormat, ExportRequest
+from parsim.workflow.exporting.torchtitan import write_torchtitan
 from parsim.workflow.exporting.weights import write_weights
 from parsim.workflow.folders.run_folder import RunFolder
 from parsim.workflow.training.export import Chosen
@@ -14,6 +19,11 @@ from parsim.workflow.training.export import Chosen
 FORMATS: Mapping[str, ExportFormat] = {
     "state_dict": ExportFormat(what="trained weights, as torch.save writes them", write=write_weights, of_weights=True),
     "safetensors": ExportFormat(what="trained weights, as safetensors", write=write_weights, of_weights=True),
+    "deepspeed": ExportFormat(what="a DeepSpeed config: data parallelism and ZeRO", write=write_deepspeed),
+    "torchtitan": ExportFormat(what="a TOML file of torchtitan", write=write_torchtitan),
+    "megatron": ExportFormat(what="a script with the arguments of Megatron-LM", write=write_megatron),
+    "chakra": ExportFormat(what="MLCommons Chakra execution traces, one per rank", write=write_chakra),
+    "chrome": ExportFormat(what="the timeline as a Chrome trace, for Perfetto", write=write_chrome),
 }
 
 
