@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from parsim.cli import main
 from parsim.errors import ConfigError
 from parsim.model.named.names import sequence_of, shape_of
 from parsim.workflow.exporting.formats import FORMATS, export_folder
@@ -192,3 +193,22 @@ def test_a_chrome_trace_of_a_planned_answer(answers: Answers, tmp_path: Path) ->
     assert len(spans) == done.found["spans"]
     assert {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"} <= set(spans[0])
     assert all(event["dur"] >= 0 for event in spans)
+
+
+def test_the_command_and_python_write_the_same(
+    answers: Answers, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = answers("transformer", "8xh100-sxm", 32, CUT)
+    by_command = tmp_path / "command.sh"
+    monkeypatch.setattr(
+        "sys.argv", ["parsim", "export", str(folder), "--format", "megatron", "--out", str(by_command), "--json"]
+    )
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["left_out"]["plan.stages"].startswith("Megatron-LM cuts stages itself; the plan has ")
+    prediction = simulate("transformer", cluster="8xh100-sxm", global_batch=32, overrides=CUT)
+    done = prediction.export("megatron", out=tmp_path / "python.sh")
+    assert done.to_dict() == told | {"file": str(tmp_path / "python.sh"), "launch": "bash python.sh"}
+    assert (tmp_path / "python.sh").read_text() == by_command.read_text()

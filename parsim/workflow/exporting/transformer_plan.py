@@ -122,7 +122,7 @@ def _recomputed(plan: Plan, format: str) -> tuple[Recomputed, int]:
     kinds = [next(iter(kind)) if len(kind) == 1 else "mixed" for _, kind in sorted(layers.items())]
     for word in ("none", "full", "selective"):
         if all(kind == word for kind in kinds):
-            return word, 0  # type: ignore[return-value]
+            return word, 0
     first = next((place for place, kind in enumerate(kinds) if kind == "full"), 0)
     if kinds == ["full" if place % (first + 1) == first else "none" for place in range(len(kinds))]:
         return "alternate", first + 1
