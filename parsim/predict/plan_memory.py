@@ -93,7 +93,7 @@ def plan_memory(
                 ema=ema,
                 traffic=rank_traffic(kept, rank, cluster.profile.communication.backend),
             )
-        memories.append(with_relaxed_lines(replace(known[place], rank=rank), layout, rank))
+        memories.append(with_relaxed_lines(replace(known[place], rank=rank), kept, rank))
     return tuple(memories)
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from parsim.execute.records.measurement import Measurement
+    from parsim.workflow.exporting.request import Exported
 
 KIND_COLUMNS = (
     "kind",
@@ -91,6 +92,20 @@ class Measured:
         file = None if out is None else Path(out)
         done = export_weights(self.folder, format=format, out=file, checkpoint=checkpoint, weights=weights)
         return Path(done["file"])
+
+    def export(self, format: str, *, out: str | Path | None = None) -> Exported:
+        """Write the run as a file of another tool.
+
+        Args:
+            format: "deepspeed", "torchtitan", "megatron", "chakra", "chrome", "state_dict" or "safetensors" (docs/export.md).
+            out: the file, or the folder of several; None: the format's own name in the run's folder.
+
+        Raises:
+            ConfigError: an unknown format, or a plan that it cannot express.
+        """
+        from parsim.workflow.exporting.formats import export_folder
+
+        return export_folder(self.folder, format=format, out=None if out is None else Path(out))
 
     def compare(self) -> None:
         """Print predicted against measured, for the step and for every kind of task; `table()` has it as data."""
