@@ -44,8 +44,9 @@ class Framework:
         seq: tokens of a sample. chunks: per rank, where interleaving is on and its depth is not stated.
         optimizer: one kernel, or a few per array. gather_ahead: ZeRO 1 gathers parameters while the next forward runs.
         batch, tp, heads: of a row that does not state them; 0: by size. depth: chunks per rank of an interleaved schedule.
-        backward_prefetch, blocking_transfers, scatter_gather: as in `parsim.plans.plan.Plan`.
+        backward_prefetch, blocking_transfers, scatter_gather, tensor_overlap: as in `parsim.plans.plan.Plan`.
         alternate: selective recomputation is that of every second layer (torchtitan's default).
+        one_array: the optimizer goes from array to array, so it holds temporary copies of one at a time.
         repeats_sums: full recomputation repeats the sums of tensor parallelism, whole layers at once.
     """
 
@@ -65,6 +66,8 @@ class Framework:
     blocking_transfers: bool = False
     scatter_gather: bool = False
     alternate: bool = False
+    one_array: bool = False
+    tensor_overlap: bool = False
     batch: int = 0
     tp: int = 0
     heads: int = 0
@@ -89,11 +92,13 @@ MEGATRON_CORE = Framework(
     bucket_bytes=80 * 2**20,
     gather_ahead=True,
     scatter_gather=True,
+    tensor_overlap=True,
 )
+"""NVIDIA's recipes turn tp_comm_overlap on, and rows of megatron-h100 say so."""
 BLOOM = replace(MEGATRON, name="Megatron-DeepSpeed with ZeRO 1", zero=1, heads=96)
 """Heads: those of GPT-3, from whose shape its authors began, where they divide the hidden size."""
 COMPOSER = Framework(
-    name="Composer FSDP", optimizer="adamw", software=TRITON, recompute="none", zero=3, backward_prefetch=False
+    name="Composer FSDP", optimizer="adamw", one_array=True, software=TRITON, recompute="none", zero=3, backward_prefetch=False
 )
 """Its DecoupledAdamW runs operation by operation (composer/optim/decoupled_weight_decay.py)."""
 TITAN = Framework(
@@ -109,7 +114,7 @@ TITAN = Framework(
 )
 INTERNEVO = Framework(name="InternEvo", software=FIRST_FLASH, recompute="none", zero=1, bucket_bytes=512 * 2**20)
 SAILOR = replace(MEGATRON, name="Megatron-DeepSpeed, no recomputation", recompute="none", micro=1)
-SIMUMAX = replace(MEGATRON_CORE, name="Megatron-Core under SimuMax", seq=4096, zero=1)
+SIMUMAX = replace(MEGATRON_CORE, tensor_overlap=False, name="Megatron-Core under SimuMax", seq=4096, zero=1)
 EAGER_DDP = Framework(name="PyTorch DDP with FlashAttention", software=replace(EAGER, dropout=True), recompute="none", micro=8)
 
 LAUNCHER = replace(
@@ -146,7 +151,13 @@ FRAMEWORKS: dict[str, Framework] = {
     "internevo": INTERNEVO,
     "llama1": replace(COMPOSER, name="LLaMA's own, FSDP", micro=2),
     "llama3": replace(
-        MEGATRON_CORE, name="Llama 3's own", software=replace(CORE, activation_saved=1.0), zero=1, seq=8192, depth=8
+        MEGATRON_CORE,
+        name="Llama 3's own",
+        tensor_overlap=False,
+        software=replace(CORE, activation_saved=1.0),
+        zero=1,
+        seq=8192,
+        depth=8,
     ),
     "nemo": MEGATRON_CORE,
     "nemo-launcher": LAUNCHER,
@@ -169,7 +180,8 @@ WITHOUT: dict[str, Callable[[Framework], Framework]] = {
     "sums of gradients": lambda rule: replace(rule, software=replace(rule.software, gradient_arrays=0.0)),
     "unaligned heads": lambda rule: replace(rule, software=replace(rule.software, aligned=0)),
     "metrics of Composer": lambda rule: replace(rule, software=replace(rule.software, loss_arrays=2.0)),
-    "unfused AdamW of Composer": lambda rule: replace(rule, optimizer="adam_fused"),
+    "unfused AdamW of Composer": lambda rule: replace(rule, optimizer="adam_fused", one_array=False),
+    "overlap of tensor parallelism": lambda rule: replace(rule, tensor_overlap=False),
     "sequence parallelism": lambda rule: replace(rule, sequence=False),
 }
 """A piece of the model, and the rule without it: what it is worth."""

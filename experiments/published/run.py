@@ -263,6 +263,19 @@ def results(predictions: Sequence[Predicted]) -> dict[str, Any]:
     }
 
 
+def write(predictions: Sequence[Predicted], document: Mapping[str, Any]) -> None:
+    """fitted.json, results.json and README.md beside this file, from predictions of all rows without factors."""
+    rows = judged(predictions)
+    factors = fitted_factors(rows)
+    fitted = {
+        "factors": {key: round(math.exp(value), 4) for key, (value, _) in sorted(factors.items())},
+        "intervals": {name: [round(end, 4) for end in ends] for name, ends in sorted(interval_ends(rows, factors).items())},
+    }
+    (HERE / "fitted.json").write_text(json.dumps(fitted, indent=1) + "\n")
+    (HERE / "results.json").write_text(json.dumps(document, indent=1) + "\n")
+    (HERE / "README.md").write_text(readme(document))
+
+
 WORTH: dict[str, str] = {
     "repeated sums": r"^(korthikanti|megatron-sc21-000[1-9]|megatron-readme|vtrain-multi-00[0-3])",
     "scatter-gather": r"^(megatron-readme|vtrain-multi-00[3-9])",
@@ -273,6 +286,11 @@ WORTH: dict[str, str] = {
     "fused attention": r"^(mosaic-00[2-6]|internevo-00[0-2])",
     "age of the attention kernel": r"^(mosaic-00[2-6]|internevo-00[0-2])",
     "late gathering": r"^mosaic-00[2-6]",
+    "sums of gradients": r"^(korthikanti|megatron-(sc21|readme)|bloom-tune-00[3-8])",
+    "unaligned heads": r"^bloom-tune-(00[0-2]|0073|010[479])",
+    "metrics of Composer": r"^mosaic-0(0[4-6]|1[12389])",
+    "unfused AdamW of Composer": r"^mosaic-003",
+    "overlap of tensor parallelism": r"^(megatron-h100|nemo2407-00(02|04|07|10))",
 }
 """By piece the rows on which its worth is measured."""
 
@@ -315,17 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     predictions = predict_all(rows, options.jobs, options.without, raw=True)
     document = results(predictions)
     if not options.quick and options.only == "." and not options.without:
-        rows_judged = judged(predictions)
-        factors = fitted_factors(rows_judged)
-        fitted = {
-            "factors": {key: round(math.exp(value), 4) for key, (value, _) in sorted(factors.items())},
-            "intervals": {
-                name: [round(end, 4) for end in ends] for name, ends in sorted(interval_ends(rows_judged, factors).items())
-            },
-        }
-        (HERE / "fitted.json").write_text(json.dumps(fitted, indent=1) + "\n")
-        (HERE / "results.json").write_text(json.dumps(document, indent=1) + "\n")
-        (HERE / "README.md").write_text(readme(document))
+        write(predictions, document)
     print(json.dumps(document, indent=1) if options.json else readme(document).split("## Rules")[0])
     return 0
 

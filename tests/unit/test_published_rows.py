@@ -239,6 +239,45 @@ def test_ends_of_an_interval_hold_the_prediction_and_nine_rows_of_ten(errors: li
     assert ends_of([-error for error in errors]) == pytest.approx((-high, -low))
 
 
+@pytest.mark.parametrize("seq", [256, 4096])
+def test_overlapped_tensor_parallelism_hides_at_most_what_the_products_take(seq: int) -> None:
+    """Of n pieces one is always exposed; the step is shorter, and not by more than all of that communication."""
+    from dataclasses import replace
+
+    from question import question_of
+    from rows import row_of
+
+    from parsim.plans.plan import Plan
+    from parsim.predict.evaluate import evaluate
+    from parsim.predict.planning_problem import PlanningProblem
+
+    values = {"id": "megatron-h100-x", "tp": "4", "pp": "1", "dp": "2", "recompute": "none", "seq": str(seq), "hidden": "4096"}
+    asked = question_of(row_of(row(**values, heads="32")))
+    assert asked.plan.tensor_overlap
+    assert not asked.plan.executable
+    assert Plan.from_json(asked.plan.to_json()) == asked.plan
+    alone = replace(asked.plan, tensor_overlap=False)
+    problem = PlanningProblem(
+        model=asked.model,
+        cluster=asked.cluster,
+        global_batch=asked.plan.global_batch,
+        precision="bf16",
+        optimizer="adamw_fused",
+    )
+    beside, whole = (evaluate(problem, plan, samples=0, fold=True) for plan in (asked.plan, alone))
+    terms = [
+        (estimate.terms[-1].value, other.median_s, estimate.median_s)
+        for estimate, other in zip(beside.estimates, whole.estimates, strict=True)
+        if estimate.terms[-1].name == "exposed share"
+    ]
+    assert terms
+    for share, before_s, after_s in terms:
+        assert 1 / 4 <= share <= 1
+        assert after_s == pytest.approx(share * before_s)
+    gained = whole.result.step_s.median - beside.result.step_s.median
+    assert 0 < gained < whole.result.step_s.median
+
+
 def test_the_command_answers_every_row(tmp_path: Path) -> None:
     """A value is never read: the answer is the same without it."""
     from predict import COLUMNS, main
