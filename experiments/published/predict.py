@@ -51,6 +51,12 @@ class Facts:
     precision: str
     rate: bool
     complete: bool
+    experts: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Rows whose errors are alike: a framework, and whether the model has experts."""
+        return f"{self.framework}, experts" if self.experts else self.framework
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +70,6 @@ class Predicted:
     value: float | None = None
     p05: float | None = None
     p95: float | None = None
-    sigma: float = 0.0
     factor: float = 1.0
 
     @property
@@ -100,7 +105,7 @@ def _text(number: float | None) -> str:
 
 
 def fitted() -> Mapping[str, Any]:
-    """What `run.py` fitted: a factor per GPU and precision, and the spread of each framework. Empty before the first run."""
+    """What `run.py` fitted: factors per GPU and precision, ends of intervals per kind of row. Empty before the first run."""
     path = Path(__file__).parent / "fitted.json"
     return json.loads(path.read_text()) if path.is_file() else {}
 
@@ -128,27 +133,29 @@ def predict(row: Row, without: str = "", raw: bool = False) -> Predicted:
         known = {} if raw else fitted()
         gpu = asked.chip
         factor = known.get("factors", {}).get(f"{gpu} {asked.precision}", 1.0)
-        spread = known.get("sigmas", {}).get(asked.framework.name) or math.hypot(found.sigma, UNKNOWN_SIGMA)
-        steps = [factor * found.step_s * math.exp(sign * Z90 * spread) for sign in (0, -1, 1)]
+        facts = Facts(
+            model=asked.shape.name,
+            gpu=gpu,
+            framework=asked.framework.name,
+            gpus=asked.gpus,
+            tokens=asked.batch * asked.seq,
+            precision=asked.precision,
+            rate=larger_is_faster(asked),
+            complete=row.complete,
+            experts=bool(asked.shape.experts),
+        )
+        half = Z90 * math.hypot(found.sigma, UNKNOWN_SIGMA)
+        low, high = known.get("intervals", {}).get(facts.kind, (-half, half))
+        steps = [factor * found.step_s * math.exp(end) for end in (0.0, low, high)]
         value, *ends = (in_unit(asked, step) for step in steps)
         return Predicted(
             row=row,
             why=_why(asked, found),
-            facts=Facts(
-                model=asked.shape.name,
-                gpu=gpu,
-                framework=asked.framework.name,
-                gpus=asked.gpus,
-                tokens=asked.batch * asked.seq,
-                precision=asked.precision,
-                rate=larger_is_faster(asked),
-                complete=row.complete,
-            ),
+            facts=facts,
             answer=found,
             value=value,
             p05=min(ends),
             p95=max(ends),
-            sigma=spread,
             factor=factor,
         )
     except (CannotExpressError, ParsimError) as error:

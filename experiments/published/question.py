@@ -71,7 +71,7 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
     machine = machine_of(row)
     if machine is None:
         raise CannotExpressError(f"no single kind of GPU that parsim has a part for: {row.hardware!r}")
-    shape = shape_of(row, notes)
+    shape = shape_of(row, framework, notes)
     seq = row.seq or notes.assume("seq", framework.seq if shape.causal else BERT_SEQ)
     split = split_of(row, framework, shape, machine.per_node, notes)
     batch = batch_of(row, framework, shape, split, seq, notes)
