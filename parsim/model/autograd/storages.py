@@ -37,14 +37,11 @@ class StorageRef(weakref.ref[torch.UntypedStorage]):
     __slots__ = ("key",)
     key: int
 
-    def __new__(cls, storage: torch.UntypedStorage, ended: Callable[[StorageRef], None]) -> StorageRef:
+    def __new__(cls, storage: torch.UntypedStorage, ended: Callable[[Any], None]) -> StorageRef:
         """
         Args:
             storage: of a tensor. ended: called with this object when the storage dies, if this object lives then.
         """
-        own = super().__new__(cls, storage, ended)  # type: ignore[arg-type]
+        own = super().__new__(cls, storage, ended)
         own.key = storage._cdata
         return own
-
-    def __init__(self, storage: torch.UntypedStorage, ended: Callable[[StorageRef], None]) -> None:
-        super().__init__(storage, ended)  # type: ignore[arg-type]
