@@ -134,3 +134,20 @@ def test_models_equal_those_of_torchs_own_mode(granularity: str, monkeypatch: py
     found = [trace(_Several(), torch.zeros(4, 3, 4, 4), granularity=granularity, loss="cross_entropy").model for _ in range(2)]
     monkeypatch.setattr(recording, "QuickFakeMode", lambda: FakeTensorMode(allow_non_fake_inputs=True))
     assert found == [trace(_Several(), torch.zeros(4, 3, 4, 4), granularity=granularity, loss="cross_entropy").model] * 2
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(8, 16, 2, batch_first=True)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.cells(x)[0][:, -1])
+
+
+def test_the_first_trace_of_a_recurrent_network_equals_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both gradients of a layer's biases share memory; answers that are kept gave each its own."""
+    monkeypatch.setattr(fake_tensors, "_ANSWERS", {})
+    found = [trace(_Recurrent(), torch.zeros(4, 6, 8), loss="cross_entropy").model for _ in range(3)]
+    assert found[0] == found[1] == found[2]

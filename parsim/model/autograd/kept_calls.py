@@ -1,8 +1,8 @@
 """Which kernel calls of a forward are kept, and which run again, where a component is recomputed by operator.
 
-The outputs of the operators in `KEPT` stay from the first forward on: products with weights, convolutions, recurrent kernels
-and fused attention. Everything else (norms, activation functions, dropout, softmax, products of activations such as
-attention's scores) runs again. Of both only what the backward needs counts: a product that nothing in the component needs any
+The outputs of the operators in `kept_operators.KEPT` stay from the first forward on: products with weights, convolutions,
+recurrent kernels and fused attention. Everything else (norms, activation functions, dropout, softmax, products of activations
+such as attention's scores) runs again. Of both only what the backward needs counts: a product that nothing in the component needs any
 more is neither kept nor repeated.
 
 torchtitan's selective checkpointing keeps nearly the same operators (of plain products every second). Megatron-LM's repeats the
@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,38 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from parsim.errors import TraceError
+from parsim.model.autograd.kept_operators import draws, is_kept, sizes_from_data, written_arguments
 from parsim.model.autograd.storages import StorageRef, tensors_among
-
-KEPT: frozenset[str] = frozenset(
-    f"aten.{name}"
-    for name in (
-        "mm",
-        "addmm",
-        "addmv",
-        "mv",
-        "linear",
-        "convolution",
-        "mkldnn_rnn_layer",
-        "_cudnn_rnn",
-        "_thnn_fused_lstm_cell",
-        "_thnn_fused_gru_cell",
-        "_grouped_mm",
-        "_scaled_mm",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-        "_flash_attention_forward",
-        "_efficient_attention_forward",
-    )
-)
-"""Operators whose outputs are kept: dear to compute for their size. `aten.bmm` is not among them, because the scores of unfused
-attention are one."""
-
-_SIZES_FROM_DATA = tuple(
-    getattr(torch.Tag, name) for name in ("data_dependent_output", "dynamic_output_shape") if hasattr(torch.Tag, name)
-)
 
 _DETACH, _DEVICE = torch.ops.aten.detach.default, torch.ops.prim.device.default
 """Autograd calls them more or less often, and they compute nothing."""
@@ -123,12 +92,12 @@ class KernelCall:
     @property
     def draws(self) -> bool:
         """Whether it takes random numbers."""
-        return torch.Tag.nondeterministic_seeded in self.function.tags
+        return draws(self.function)
 
     @property
     def decides(self) -> bool:
         """Whether what follows depends on values that it reads: a number, or a shape."""
-        return not self.writes or any(tag in self.function.tags for tag in _SIZES_FROM_DATA)
+        return not self.writes or sizes_from_data(self.function)
 
     @property
     def is_kept(self) -> bool:
@@ -148,22 +117,6 @@ class KeptCalls:
     inputs: tuple[bool, ...]
     outputs: tuple[bool, ...]
     kept_bytes: int
-
-
-@cache
-def _keeps(function: Any) -> bool:
-    """Whether an operator is in KEPT."""
-    return str(function._overloadpacket) in KEPT
-
-
-@cache
-def _written_arguments(function: Any) -> tuple[tuple[int, str], ...]:
-    """Places and names of the arguments that an operator's schema says are written."""
-    return tuple(
-        (place, argument.name)
-        for place, argument in enumerate(function._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
 
 
 def _forgetting(numbers: dict[int, tuple[int, StorageRef]]) -> Callable[[StorageRef], None]:
@@ -245,7 +198,7 @@ class FirstForward(TorchDispatchMode):
             structure=structure,
             returned=next((place for place, leaf in enumerate(given) if leaf is result), -1),
         )
-        if call.begins and not written and _keeps(func):
+        if call.begins and not written and is_kept(func):
             call.held = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
             call.state = generator_state(made[0].device) if call.draws else None
         self.calls.append(call)
@@ -254,7 +207,7 @@ class FirstForward(TorchDispatchMode):
     def _written(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
         """Storages of arguments that the schema says are written."""
         found: dict[int, None] = {}
-        for place, name in _written_arguments(func):
+        for place, name in written_arguments(func):
             value = args[place] if place < len(args) else kwargs.get(name)
             found.update((self._storage(leaf), None) for leaf in tensors_among((value,)))
         return list(found)

@@ -66,6 +66,17 @@ def _attributes(made: FakeTensor) -> dict[str, Any]:
     return {name: value for name, value in vars(made).items() if name != "fake_mode"}
 
 
+def _is_new(made: Any, info: Any) -> bool:
+    """Whether an output has memory of its own."""
+    return isinstance(made, Tensor) and info.inplace_idx is None and info.view_idx is None
+
+
+def _are_apart(made: Iterable[Tensor]) -> bool:
+    """Whether no two share memory, as both gradients of an LSTM's biases do: an answer that is kept gives each its own."""
+    keys = [tensor.untyped_storage()._cdata for tensor in made]
+    return len(set(keys)) == len(keys)
+
+
 def _first_of(sizes: Sequence[int], dim: int, index: Any) -> Any:
     """The index of a dim's first entry for that of any entry; others stay, for torch to refuse."""
     inside = type(dim) is int and -len(sizes) <= dim < len(sizes) and type(index) is int and type(sizes[dim]) is int
@@ -205,6 +216,9 @@ class QuickFakeMode(FakeTensorMode):
         try:
             entry = self._make_cache_entry(state, key, func, args, kwargs, result)
         except _BypassDispatchCache:
+            return None
+        leaves = result if isinstance(result, tuple | list) else (result,)
+        if not _are_apart(tensor for tensor, info in zip(leaves, entry.output_infos, strict=True) if _is_new(tensor, info)):
             return None
         outputs = []
         for info in entry.output_infos:
