@@ -13,7 +13,7 @@ from parsim.work import Phase
 
 @lru_cache(maxsize=1024)
 def held_moments(pipeline: Pipeline, rank: int) -> tuple[HeldMoment, ...]:
-    """Every moment but those at which the same runs and no more is held than at another one.
+    """Every moment but those at which the same runs and no more is held than at another one, batches not yet read apart.
 
     Args:
         pipeline: with the links between its stages. rank: of the pipeline.
@@ -26,14 +26,15 @@ def held_moments(pipeline: Pipeline, rank: int) -> tuple[HeldMoment, ...]:
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
     inward, outward = links_of(pipeline, rank)
     messages = zip(*beside_actions(pipeline, rank), strict=True)
-    alive, waiting = [0] * chunks, [0] * chunks
+    alive, waiting, unread = [0] * chunks, [0] * chunks, [microbatches] * chunks
     seen: dict[tuple[int, Phase], dict[tuple[int, ...], HeldMoment]] = {}
     for action, (arriving, leaving) in zip(pipeline_actions(order, rank, ranks, microbatches, chunks), messages, strict=True):
         chunk, phase = chunk_of[action.stage], action.phase
         alive[chunk] += phase is Phase.FORWARD
+        unread[chunk] -= phase is Phase.FORWARD
         there, sent = _counts(arriving, inward), _counts(leaving, outward)
-        moment = HeldMoment(chunk, phase, tuple(alive), tuple(waiting), there, sent)
-        seen.setdefault((chunk, phase), {})[(*alive, *waiting, *there, *sent)] = moment
+        moment = HeldMoment(chunk, phase, tuple(alive), tuple(waiting), there, sent, tuple(unread))
+        seen.setdefault((chunk, phase), {}).setdefault((*alive, *waiting, *there, *sent), moment)
         waiting[chunk] += (phase is Phase.BACKWARD_INPUT) - (phase is Phase.BACKWARD_WEIGHT)
         alive[chunk] -= phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
     return tuple(moment for held in seen.values() for moment in _most(held))

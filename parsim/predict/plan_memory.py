@@ -198,17 +198,20 @@ def rank_boundary(
         layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
         gradients: `waiting_gradients` of the rank, where they are known already.
     """
-    loaded = loaded_saved = 0.0
+    loaded_of: dict[str, tuple[float, float]] = {}
     held: dict[str, float] = {}
     batch = ValueLayout("full", layout.batch_ways(rank))
     for name, layouts in layout.batch_layouts(rank).items():
         value = values[name]
-        loaded += local_bytes(layout, value, batch)
+        loaded, saved = local_bytes(layout, value, batch), 0.0
         counted = value.saved if value.savers is None else any(layout.runs_on(rank, first) for first in value.savers[:1])
         if value.savers == ():
-            loaded_saved += local_bytes(layout, value, batch)
+            saved = loaded
         elif counted and all(entry.form != "shard" for entry in layouts):  # pieces of a dim are copies
-            loaded_saved += min(local_bytes(layout, value, entry) for entry in layouts)
+            saved = min(local_bytes(layout, value, entry) for entry in layouts)
+        reader = next(user for user in layout.consumers[name] if layout.runs_on(rank, user))
+        before = loaded_of.get(reader, (0.0, 0.0))
+        loaded_of[reader] = before[0] + loaded, before[1] + saved
     for value in (values[name] for name in layout.values_at[layout.plan.stage_of_rank(rank)]):
         if value.producer is not None and (size := _held_bytes(layout, rank, value)):
             keeper = _keeper(layout, rank, value)
@@ -217,8 +220,9 @@ def rank_boundary(
     return Boundary(
         held_bytes=sum(held.values()),
         held_of=held,
-        loaded_bytes=loaded,
-        loaded_saved_bytes=loaded_saved,
+        loaded_bytes=sum(size for size, _ in loaded_of.values()),
+        loaded_saved_bytes=sum(size for _, size in loaded_of.values()),
+        loaded_of=loaded_of,
         gradient_bytes={name: max(found) for name, found in gradients_of.items()},
         wanted_bytes={name: found[0] for name, found in gradients_of.items()},
         waiting=waiting_bytes(

@@ -90,9 +90,9 @@ def test_one_rank_of_a_zero_bubble_pipeline_by_hand() -> None:
     """Rank 1 of 2: F0 I0 W0. The half for weights still has the microbatch, that for inputs does not wait for itself."""
     found = held_moments(Pipeline(order="zero-bubble", ranks=2, microbatches=1), 1)
     assert found == (
-        HeldMoment(0, Phase.FORWARD, (1,), (0,)),
-        HeldMoment(0, Phase.BACKWARD_INPUT, (1,), (0,)),
-        HeldMoment(0, Phase.BACKWARD_WEIGHT, (1,), (1,)),
+        HeldMoment(0, Phase.FORWARD, (1,), (0,), unread=(0,)),
+        HeldMoment(0, Phase.BACKWARD_INPUT, (1,), (0,), unread=(0,)),
+        HeldMoment(0, Phase.BACKWARD_WEIGHT, (1,), (1,), unread=(0,)),
     )
 
 

@@ -8,7 +8,7 @@ Leaves out: operators whose parameters enter elsewhere too; they keep the gradie
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ class HeldMoment(NamedTuple):
             the half for weights.
         arriving: by link to this rank the messages for which there is room that the action does not read.
         leaving: by link from this rank those held that an earlier action has made.
+        unread: per chunk the microbatches whose forward has not begun.
     """
 
     chunk: int
@@ -37,6 +38,7 @@ class HeldMoment(NamedTuple):
     waiting: tuple[int, ...]
     arriving: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
+    unread: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +95,14 @@ class ComponentMoments:
     whole: float
 
 
-def fullest(parts: Sequence[ComponentMoments], chunks: Chunks, element_bytes: int) -> tuple[HeldMoment, float, Moment]:
+def fullest(
+    parts: Sequence[ComponentMoments], chunks: Chunks, element_bytes: int, inputs: Callable[[HeldMoment], float]
+) -> tuple[HeldMoment, float, Moment]:
     """The fullest moment, against the fullest forward.
 
     Args:
         parts: components of the rank, in order.
-        element_bytes: of an activation.
+        element_bytes: of an activation. inputs: bytes of batches that no activation stands for.
 
     Returns:
         The forward at which most is kept; bytes that wait between halves then; and how much more the fullest moment has.
@@ -113,8 +117,8 @@ def fullest(parts: Sequence[ComponentMoments], chunks: Chunks, element_bytes: in
         return sum(moment.waiting[chunk] * size for chunk, size in halves.items())
 
     def held(moment: HeldMoment) -> float:
-        messages = chunks.arriving(moment) + chunks.leaving(moment)
-        return sum(moment.alive[chunk] * size for chunk, size in kept.items()) + waiting(moment) + messages
+        beside = chunks.arriving(moment) + chunks.leaving(moment) + inputs(moment)
+        return sum(moment.alive[chunk] * size for chunk, size in kept.items()) + waiting(moment) + beside
 
     known: dict[tuple[int, Phase], Moment] = {}
 

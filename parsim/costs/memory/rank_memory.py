@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 
-from parsim.costs.memory.chunks import ComponentMoments, Moment, fullest
+from parsim.costs.memory.chunks import Chunks, ComponentMoments, HeldMoment, Moment, fullest
 from parsim.costs.memory.records import ALONE, Again, Boundary, RankMemory, RankStep, Traffic, Weights
 from parsim.costs.memory.waiting import waiting_bytes
 from parsim.errors import CostError
@@ -108,10 +109,14 @@ def rank_memory(
     parts = _moments(step, samples, ends, boundary, again, weights)
     alive, waiting = dict.fromkeys(samples, step.in_flight), 0.0
     arriving, leaving = traffic.posted_bytes, 0.0
+    loaded = step.in_flight if step.loaded_microbatches is None else step.loaded_microbatches
+    inputs = loaded * boundary.loaded_bytes - min(step.in_flight, loaded) * boundary.loaded_saved_bytes
     if step.pipeline is None:
         peak = _fullest(parts, traffic.posted_bytes)
     else:
-        base, waiting, peak = fullest(parts, step.pipeline, number_format(precision).element_bytes)
+        of_moment = partial(_loaded_bytes, boundary, step.pipeline)
+        base, waiting, peak = fullest(parts, step.pipeline, number_format(precision).element_bytes, of_moment)
+        inputs = of_moment(base)
         alive = {name: base.alive[step.pipeline.chunk_of[name]] for name in samples}
         arriving, leaving = step.pipeline.arriving(base), step.pipeline.leaving(base)
     most = max(alive.values(), default=1)
@@ -120,9 +125,8 @@ def rank_memory(
     held = most * boundary.held_bytes
     if step.pipeline is not None:
         held = sum(alive[name] * size for name, size in boundary.held_of.items()) + leaving
-    loaded = most if step.loaded_microbatches is None else step.loaded_microbatches
-    inputs = loaded * boundary.loaded_bytes - min(most, loaded) * boundary.loaded_saved_bytes
-    update = temporary_bytes * weights.updated_elements - activations - casts - held
+    beside_update = activations + casts + held + inputs + arriving  # all of it is gone by then
+    update = temporary_bytes * weights.updated_elements - beside_update
     unsharded = min(peak.whole_bytes, peak.size_bytes) if peak.size_bytes >= update else 0.0
     workspace = max(peak.size_bytes, update) - unsharded
     beside = device.allocator.bytes_beside(activations + casts + held + unsharded + workspace)
@@ -143,6 +147,15 @@ def rank_memory(
         "allocator": beside.median,
     }
     return _rounded(rank, device, lines, {"allocator": (beside.p05, beside.p95)})
+
+
+def _loaded_bytes(boundary: Boundary, chunks: Chunks, moment: HeldMoment) -> float:
+    """Of microbatches not yet read, and of those in flight what is no saved activation."""
+    total = 0.0
+    for name, (loaded, saved) in boundary.loaded_of.items():
+        chunk = chunks.chunk_of[name]
+        total += moment.unread[chunk] * loaded + moment.alive[chunk] * (loaded - saved)
+    return total
 
 
 def _rounded(
@@ -202,14 +215,16 @@ def _uniform_boundary(
     here = {component.name for component in components}
     made = {name for component in components for name in component.outputs}
     read = {name for component in components for name in component.inputs}
-    loaded = loaded_saved = 0
+    loaded: dict[str, tuple[float, float]] = {}
     held: dict[str, float] = {}
     for name in sorted(made | read):
         value = values[name]
         size = value.size_bytes(samples)
         if value.producer is None:
-            loaded += size
-            loaded_saved += size if value.savers == () or _counted(value, here) else 0
+            reader = next(c.name for c in components if name in c.inputs)
+            more = size if value.savers == () or _counted(value, here) else 0
+            before = loaded.get(reader, (0.0, 0.0))
+            loaded[reader] = before[0] + size, before[1] + more
         elif value.savers == ():
             continue  # let go once it is read, or sent
         elif value.savers:
@@ -222,8 +237,9 @@ def _uniform_boundary(
     return Boundary(
         held_bytes=sum(held.values()),
         held_of=held,
-        loaded_bytes=loaded,
-        loaded_saved_bytes=loaded_saved,
+        loaded_bytes=sum(size for size, _ in loaded.values()),
+        loaded_saved_bytes=sum(size for _, size in loaded.values()),
+        loaded_of=loaded,
         gradient_bytes={
             component.name: sum(values[name].size_bytes(samples) for name in component.outputs if values[name].differentiable)
             for component in components

@@ -108,6 +108,7 @@ class Boundary:
         waiting: values and gradients that are there for other components.
         wanted_bytes: the same as the component wants them, after conversions; by default they are the same.
         held_of: `held_bytes` by the first component here that keeps the value, or makes or reads it.
+        loaded_of: `loaded_bytes` and `loaded_saved_bytes` by the first component here that reads the value.
     """
 
     held_bytes: float
@@ -117,6 +118,7 @@ class Boundary:
     waiting: Waiting = field(default_factory=Waiting)
     held_of: Mapping[str, float] = field(default_factory=dict)
     wanted_bytes: Mapping[str, float] = field(default_factory=dict)
+    loaded_of: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
