@@ -10,6 +10,7 @@ bytes freed per second, or other stages.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -87,7 +88,7 @@ class DrawnPlan:
         return (
             f"{self.name}: {self.plan.summary()} {self.granularity} {self.optimizer}\n"
             f"  again: python experiments/plans_executed/run.py --models {self.subject} --nproc {self.processes} "
-            f"--seed {self.seed} --only {self.number}\n  plan: {self.plan.to_json()}"
+            f"--seed {self.seed} --only {self.number}\n  plan: {json.dumps(json.loads(self.plan.to_json()))}"
         )
 
 
@@ -174,6 +175,8 @@ def _axes(family: str, kind: str, processes: int, random: Random) -> dict[str, i
     if kind == IDLE and family != "single":
         size = random.randint(2, processes - 1)
         return {"pp": (pp := random.choice([pp for pp in range(1, size + 1) if size % pp == 0])), "dp": 1, "tp": size // pp}
+    if kind == PINNED and processes > 2 and random.random() < 0.7:
+        return {"pp": 1, "dp": 1}  # all on the tp axis, of which shards may take a part
     if kind not in PIPELINE_ORDERS:
         return {}
     if family == "adaptive":

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from parsim.execute.job import RunSpec
 from parsim.execute.processes.group import ProcessPlace
+from parsim.execute.processes.processes import die_with_parent
 from parsim.execute.stage import recorded_programs
 from parsim.execute.training.rank_run import ProcessGroups, RankRun
 from parsim.files import write_text_atomically
@@ -79,7 +80,7 @@ def _launched(runs: Sequence[Program], processes: int, folder: Path, steps: int,
     with tempfile.TemporaryDirectory() as name:
         notes = Path(name)
         ranks = [
-            context.Process(target=_rank, args=(rank, processes, notes, list(runs), folder, steps, timeout_s))
+            context.Process(target=_rank, args=(rank, os.getpid(), processes, notes, list(runs), folder, steps, timeout_s))
             for rank in range(processes)
         ]
         try:
@@ -112,7 +113,10 @@ def _watched(ranks: Sequence[ForkProcess], notes: Path, timeout_s: float) -> tup
     return begun, ""
 
 
-def _rank(rank: int, processes: int, notes: Path, runs: Sequence[RunSpec], folder: Path, steps: int, timeout_s: float) -> None:
+def _rank(
+    rank: int, parent: int, processes: int, notes: Path, runs: Sequence[Program], folder: Path, steps: int, timeout_s: float
+) -> None:
+    die_with_parent(parent)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
     try:

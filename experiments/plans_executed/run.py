@@ -1,12 +1,12 @@
 """Does every plan that the search can emit train what one process trains?
 
     python experiments/plans_executed/run.py [--quick] [--plans N] [--steps N] [--nproc 2,4] [--models A,B] [--seed N]
-        [--only NUMBER] [--seconds N] [--timeout N] [--out DIR] [--write] [--json]
+        [--only 3,17] [--seconds N] [--timeout N] [--out DIR] [--write] [--json]
 
 Plans are drawn at random through the search's own families and run for real over gloo in float64: one launch per model and
 number of processes, in which the processes train under one plan after another. Weights, optimizer state, running statistics
 and the loss of every step are compared with single-process training. What was compared already lies in the folder of `--out`
-and is not run again. Remove the folder after a change of the executor. `--only` runs one plan, whatever is known of it.
+and is not run again. Remove the folder after a change of the executor. `--only` runs some plans, whatever is known of them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ os.environ["PARSIM_ALLOW_CODE"] = "1"  # two of the five models are modules besi
 import torch
 
 from experiments.plans_executed.comparing import TOLERANCE, Outcome, References, outcomes_of
-from experiments.plans_executed.drawing import DrawnPlan, drawn
+from experiments.plans_executed.drawing import drawn
 from experiments.plans_executed.features import features_of
 from experiments.plans_executed.models import SUBJECTS
 from experiments.plans_executed.readme import RESULTS, summary, write_readme
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--nproc", default="2,4")
     parser.add_argument("--models", default=",".join(SUBJECTS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="the plan of this number alone")
+    parser.add_argument("--only", help="the plans of these numbers alone, run again whatever is known of them")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many, and go on at the next call")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="plans of one launch at most")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one plan may take")
@@ -54,14 +55,14 @@ def main() -> None:
     asked = parser.parse_args()
     plans, steps = (2, 5) if asked.quick else (asked.plans, asked.steps)
     until = time.monotonic() + asked.seconds
-    numbers = [asked.only] if asked.only is not None else list(range(plans))
+    numbers = [int(part) for part in asked.only.split(",")] if asked.only else list(range(plans))
     launches = [(name, int(part)) for name in asked.models.split(",") for part in asked.nproc.split(",")]
     references = {name: References(steps=steps) for name, _ in launches}
     found: dict[tuple[str, int], list[dict[str, Any]]] = {launch: [] for launch in launches}
     for first in range(0, len(numbers), asked.at_once):
         for name, processes in launches:
-            some = [drawn(name, processes, asked.seed, number) for number in numbers[first : first + asked.at_once]]
-            found[name, processes] += compared(some, references[name], asked, until)
+            some = numbers[first : first + asked.at_once]
+            found[name, processes] += compared(name, processes, some, references[name], asked, until)
     rows = [row for own in found.values() for row in own]
     document = {"summary": summary(rows), "rows": rows}
     if asked.write:
@@ -75,26 +76,29 @@ def main() -> None:
         sys.exit(1)
 
 
-def compared(some: list[DrawnPlan], references: References, asked: argparse.Namespace, until: float) -> list[dict[str, Any]]:
+def compared(
+    name: str, processes: int, numbers: Sequence[int], references: References, asked: argparse.Namespace, until: float
+) -> list[dict[str, Any]]:
     """Rows of some plans of one model on one number of processes, in one launch; known ones are not run again.
 
     Args:
-        some: the plans. references: trainings in one process. asked: the command line. until: when to begin no more.
+        name: of the model. numbers: of the plans. references: trainings in one process. asked: the command line.
+        until: when to begin no more.
     """
     folder = asked.out / f"{references.steps}-steps"
-    known = [folder / f"{plan.name}.json" for plan in some]
-    open_ = [plan for plan, path in zip(some, known, strict=True) if asked.only is not None or not path.is_file()]
+    paths = {number: folder / f"{name}-{processes}-{asked.seed}-{number}.json" for number in numbers}
+    open_ = [number for number, path in paths.items() if asked.only or not path.is_file()]
     if open_ and time.monotonic() < until:
         began = time.monotonic()
+        some = [drawn(name, processes, asked.seed, number) for number in open_]
         with tempfile.TemporaryDirectory() as place:
-            found = outcomes_of(open_, Path(place), steps=references.steps, timeout_s=asked.timeout, references=references)
+            found = outcomes_of(some, Path(place), steps=references.steps, timeout_s=asked.timeout, references=references)
         for outcome in found:
             if not outcome.holds:
                 print(outcome.describe(), file=sys.stderr, flush=True)
-            write_text_atomically(folder / f"{outcome.drawn.name}.json", json.dumps(row_of(outcome, references.moved)))
-        seconds = time.monotonic() - began
-        print(f"{len(open_)} plans to {open_[-1].name}: {seconds:.0f} s", file=sys.stderr, flush=True)
-    return [json.loads(path.read_text()) for path in known if path.is_file()]
+            write_text_atomically(paths[outcome.drawn.number], json.dumps(row_of(outcome, references.moved)))
+        print(f"{len(open_)} plans to {some[-1].name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    return [json.loads(path.read_text()) for path in paths.values() if path.is_file()]
 
 
 def row_of(outcome: Outcome, moved: float) -> dict[str, Any]:

@@ -99,14 +99,12 @@ def assert_has_every_feature(some: list[DrawnPlan], processes: int, lacks: tuple
 
 
 def test_the_committed_results_hold() -> None:
+    """Of as many plans as the README says; the slow tests above run and count them all."""
     document = json.loads(RESULTS.read_text())
     rows = document["rows"]
     assert document["summary"] == json.loads(json.dumps(summary(rows)))
     assert document["run"]["steps"] == STEPS
     assert not [row for row in rows if row["difference"] is None or row["difference"] > TOLERANCE]
     assert not [row for row in rows if row["moved"] <= LEAST_MOVED]
-    for processes, wanted in ((2, ON_TWO), (4, FEATURES)):
-        own = [row for row in rows if row["processes"] == processes]
-        assert {row["model"] for row in own} == set(SUBJECTS)
-        assert not [name for name in wanted if not any(name in row["features"] for row in own)]
+    assert len({(row["model"], row["processes"], row["number"]) for row in rows}) == len(rows) >= 20
     write_readme(check=True)
