@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 import torch
 
 from parsim.errors import ConfigError, PlanError, RankLostError
+from parsim.execute.cuda.faults import visible_devices
 from parsim.execute.state.checkpoint import latest_checkpoint
 from parsim.plans.synchronisation import parse_synchronisation
 from parsim.workflow.ask import answer, with_every_rank
@@ -92,6 +93,13 @@ def test_a_hang_of_all_ranks_blames_no_device() -> None:
     survivors = Survivors((0, 1))
     for _ in range(5):
         assert survivors.after([0, 1], device_lost=False) == (0, 1)
+
+
+def test_the_gpus_that_are_left_are_named_as_they_are_visible() -> None:
+    assert visible_devices([0, 1, 2]) == ""
+    assert visible_devices([0, 2]) == "0,2"
+    assert visible_devices([0, 2], "4,5,7") == "4,7"
+    assert visible_devices([1], "GPU-a,GPU-b") == "GPU-b"
 
 
 @pytest.fixture
