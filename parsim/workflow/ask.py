@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelError, OutOfMemoryError, PlanError, RankLostError
-from parsim.execute.cuda.faults import check_devices
+from parsim.execute.cuda.faults import check_devices, visible_devices
 from parsim.execute.job import EXECUTION, Job, RunSpec
 from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.launch import HANG_S, launch
@@ -268,11 +268,8 @@ def _visible(job: Job, asked: Prediction | None) -> dict[str, str]:
     if job.device != "cuda" or asked is None:
         return {}
     wanted = [device.index for device in asked.problem.cluster.devices[: job.world_size]]
-    if wanted == list(range(len(wanted))):
-        return {}
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = [seen[index] if index < len(seen) and seen != [""] else str(index) for index in wanted]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
+    found = visible_devices(wanted, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    return {"CUDA_VISIBLE_DEVICES": found} if found else {}
 
 
 def levels_of(asked: Prediction, seen: Measurement) -> list[dict[str, Any]]:

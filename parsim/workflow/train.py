@@ -177,7 +177,7 @@ def _trained(
         "memory_levels": levels_of(asked, seen),
         "warnings": [*asked.warnings, *warnings, *told],
     }
-    write_run_files(folder, asked, seen, comparison)
+    write_run_files(folder, asked, seen, comparison, diagnosis)
     write_json(folder.result, document)  # the last file: whoever finds it knows that the run has ended
     return Measured(
         folder=folder.path, prediction=asked, comparison=comparison, seen=seen, diagnosis=diagnosis, document=document
@@ -307,7 +307,7 @@ def _judged(
     if update:
         document["update"] = update_profile(asked, seen, comparison, record)
     write_json(folder.path / "validation.json", document)
-    write_run_files(folder, asked, seen, comparison)
+    write_run_files(folder, asked, seen, comparison, diagnosis)
     return Measured(
         folder=folder.path, prediction=asked, comparison=comparison, seen=seen, diagnosis=diagnosis, document=document
     )

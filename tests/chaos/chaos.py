@@ -216,7 +216,12 @@ def survived(folder: Path, losses: Sequence[float], seed: int) -> Outcome:
     kept, told = folder / f"kept-{seed}", folder / f"told-{seed}"
     with told.open("w") as stderr:
         process = subprocess.Popen(
-            _command(kept, "--elastic"), cwd=folder, env=_environment(folder), stdout=subprocess.DEVNULL, stderr=stderr
+            _command(kept, "--elastic"),
+            cwd=folder,
+            env=_environment(folder),
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            text=True,
         )
     try:
         pids = _ranks(process, kept, EVERY * random_.randrange(1, STEPS // EVERY - 8))

@@ -18,6 +18,8 @@ pytest.importorskip("torch")
 import torch
 
 from parsim.errors import ConfigError, PlanError, RankLostError
+from parsim.execute.cuda.faults import visible_devices
+from parsim.execute.state.checkpoint import latest_checkpoint
 from parsim.plans.synchronisation import parse_synchronisation
 from parsim.workflow.ask import answer, with_every_rank
 from parsim.workflow.config import load_config
@@ -91,6 +93,13 @@ def test_a_hang_of_all_ranks_blames_no_device() -> None:
     survivors = Survivors((0, 1))
     for _ in range(5):
         assert survivors.after([0, 1], device_lost=False) == (0, 1)
+
+
+def test_the_gpus_that_are_left_are_named_as_they_are_visible() -> None:
+    assert visible_devices([0, 1, 2]) == ""
+    assert visible_devices([0, 2]) == "0,2"
+    assert visible_devices([0, 2], "4,5,7") == "4,7"
+    assert visible_devices([1], "GPU-a,GPU-b") == "GPU-b"
 
 
 @pytest.fixture
@@ -199,13 +208,38 @@ def reference(asked: Prediction, data: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
+def test_under_the_same_plan_not_a_bit_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One death, against a training that nothing disturbs: weights and the optimizer's state."""
+    from parsim.execute.state.checkpoint import load_state
+    from parsim.workflow.public.functions import run
+
+    question(tmp_path, monkeypatch, ranks=2, plan=DP, batch=9)
+    monkeypatch.chdir(tmp_path)
+    run("run.toml", out="whole", checkpoint_every=2, elastic=True)
+    (tmp_path / "deaths").write_text("1")
+    done = run("run.toml", out="kept", checkpoint_every=2, elastic=True)
+    (restart,) = done.document["restarts"]
+    assert restart["step"] > 0
+    states = []
+    for name in ("whole", "kept"):
+        last = latest_checkpoint(tmp_path / name / "checkpoints")
+        assert last is not None
+        states.append(load_state(last))
+    for name, value in states[0].weights.items():
+        assert torch.equal(value, states[1].weights[name]), name
+        for key, entry in states[0].optimizer[name].items():
+            assert torch.equal(entry, states[1].optimizer[name][key]), (name, key)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("launch")
 @pytest.mark.parametrize(("ranks", "plan", "deaths"), [(2, DP, 2), (4, PIPELINE, 2)], ids=["two ranks", "four ranks"])
 def test_ranks_that_die_at_a_random_step_cost_no_digit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, plan: str, deaths: int
 ) -> None:
     """The first death restarts the same plan, the second leaves a device out and trains under another one."""
     from parsim.data.for_model import dataset_for
-    from parsim.execute.state.checkpoint import latest_checkpoint, load_state
+    from parsim.execute.state.checkpoint import load_state
     from parsim.workflow.public.functions import run
 
     rng = np.random.default_rng(ranks)

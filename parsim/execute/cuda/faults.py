@@ -5,7 +5,7 @@ torch is imported where it is used: planning needs none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from parsim.errors import ExecutionError, OutOfMemoryError, RankLostError
 from parsim.units import GIB, format_bytes
@@ -24,6 +24,18 @@ def check_devices(needed: int, available: int) -> None:
             f"the plan has {needed} ranks, one GPU each, and this host has {available} GPUs (see CUDA_VISIBLE_DEVICES); "
             f"set cluster.devices = {max(1, available)} and plan again, or use a profile of this machine's CPU"
         )
+
+
+def visible_devices(wanted: Sequence[int], seen: str = "") -> str:
+    """CUDA_VISIBLE_DEVICES for some of the GPUs that are visible; "" where they are the first ones.
+
+    Args:
+        wanted: their numbers. seen: the variable as it is.
+    """
+    if list(wanted) == list(range(len(wanted))):
+        return ""
+    names = [name for name in seen.split(",") if name]
+    return ",".join(names[number] if number < len(names) else str(number) for number in wanted)
 
 
 def check_alone(rank: int, device: str, used_bytes: int) -> None:

@@ -12,7 +12,7 @@ from parsim.costs.feedback.diagnosis import Diagnosis
 from parsim.costs.feedback.history import append_record, fingerprint, history_path, read_history
 from parsim.costs.feedback.updates import without_updates
 from parsim.costs.uncertainty.conformal import ValidationRecord
-from parsim.errors import ConfigError, CostError
+from parsim.errors import ConfigError, CostError, ParsimError
 from parsim.execute.processes.environment import describe_environment
 from parsim.hardware.profile import load_profile, save_profile
 from parsim.report.compare import MINIMUM_ROUNDS, relative_error
@@ -103,9 +103,14 @@ def remembered(asked: Prediction, seen: Measurement, comparison: Comparison, *, 
         why = "the plan changed on the way"
     elif seen.steps < LEAST_RECORDED:
         why = f"{seen.steps} timed steps are fewer than the {LEAST_RECORDED} that an interval is for"
-    if why:
-        return {"path": None, "recorded": False, "text": f"not recorded: {why}"}
-    return remember(asked, record_of(asked, seen, comparison))
+    elif asked.evaluation.result.interval_correction is None:
+        why = "the step was predicted without an interval"
+    if not why:
+        try:
+            return remember(asked, record_of(asked, seen, comparison))
+        except (OSError, ParsimError) as error:  # the training has ended well
+            why = str(error)
+    return {"path": None, "recorded": False, "text": f"not recorded: {why}"}
 
 
 def updatable(config: RunConfig) -> Path:

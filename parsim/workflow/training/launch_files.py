@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from parsim.errors import ConfigError, PlanError, near_matches
+from parsim.execute.cuda.faults import visible_devices
 from parsim.execute.job import Job
 from parsim.files import write_text_atomically
 from parsim.workflow.ask import ask_again, check_runnable, device_kind, run_spec, with_every_rank
@@ -142,8 +143,7 @@ def _visible(asked: Prediction, per_node: int) -> str:
     """CUDA_VISIBLE_DEVICES of a machine, where the plan does not use its first GPUs."""
     if device_kind(asked) != "cuda":
         return ""
-    numbers = [device.index for device in asked.problem.cluster.devices[:per_node]]
-    return "" if numbers == list(range(per_node)) else ",".join(map(str, numbers))
+    return visible_devices([device.index for device in asked.problem.cluster.devices[:per_node]])
 
 
 def _environment(launch: LaunchFile) -> list[str]:
