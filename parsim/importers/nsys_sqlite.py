@@ -64,7 +64,7 @@ def read_nsys(source: SourceFile, *, steps: int | None = None, device: int | Non
             return _read(connection, source, steps, device)
         finally:
             connection.close()
-    except (sqlite3.Error, OverflowError, MemoryError) as error:
+    except (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError) as error:
         raise ImportedFileError(f"{source.path} cannot be read as SQLite: {shown(error)}; expected {EXPECTED}") from error
 
 

@@ -127,6 +127,13 @@ def test_nsys_files_that_are_refused() -> None:
     assert read_nsys(source(without("NVTX_EVENTS"))).steps == 1
 
 
+def test_a_damaged_definition_of_a_table_is_refused() -> None:
+    """Found by damaging files: the error quotes bytes that are no text."""
+    data = nsys_database().replace(b"id INTEGER, name TEXT", b"id INTEGER ) \xc5ame TEX", 1)
+    with pytest.raises(ImportedFileError, match="cannot be read as SQLite"):
+        read_nsys(source(data))
+
+
 def test_a_view_in_place_of_a_table_is_not_run() -> None:
     connection = sqlite3.connect(":memory:")
     connection.execute(
