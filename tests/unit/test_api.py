@@ -199,6 +199,13 @@ def test_breakdown_memory_and_timeline_are_dataframes_that_add_up(answer: ps.Ans
     assert all(isinstance(frame, pd.DataFrame) for frame in (ranks, memory, spans))
 
 
+def test_the_timeline_of_a_searched_plan_lists_every_rank(answer: ps.Answer) -> None:
+    """The search simulates interchangeable ranks once; whoever asks for the timeline wants all of them."""
+    searched, simulated = answer.chosen.timeline(), ps.simulate(answer).timeline()
+    assert set(searched["rank"]) == set(range(8))
+    pd.testing.assert_frame_equal(searched, simulated)
+
+
 def test_explaining_sums_to_the_step_and_to_the_breakdown(answer: ps.Answer) -> None:
     chosen = answer.chosen
     explained = chosen.explain()

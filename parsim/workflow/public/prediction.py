@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from parsim.predict.evaluate import Evaluation
+from parsim.predict.evaluate import MANY_RANKS, Evaluation
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import Interval, PlanResult
 from parsim.units import format_bytes, format_seconds
@@ -116,7 +116,12 @@ class Prediction:
         Columns: task, kind, rank, stream, component, stage, replica, microbatch, bucket, value; start_s, end_s, duration_s in
         seconds from the start of the step.
         """
-        return timeline_frame(self.evaluation.graph, self.evaluation.timeline)
+        from parsim.workflow.ask import every_rank
+
+        shown = self.evaluation
+        if self.plan.world_size <= MANY_RANKS:
+            shown = every_rank(self.problem, shown)
+        return timeline_frame(shown.graph, shown.timeline)
 
     def critical_path(self) -> list[str]:
         """The tasks that the length of the step rests on, in order, as they are named in traces."""
