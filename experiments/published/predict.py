@@ -41,7 +41,10 @@ UNKNOWN_SIGMA = 0.12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a judge needs to know of the question. tokens: of a step. rate: larger is faster."""
+    """What a judge needs to know of the question. tokens: of a step. rate: larger is faster.
+
+    divided_nodes: a pipeline whose tensor groups leave room in a node, so that groups of replicas share network cards.
+    """
 
     model: str
     gpu: str
@@ -52,11 +55,23 @@ class Facts:
     rate: bool
     complete: bool
     experts: bool = False
+    divided_nodes: bool = False
 
     @property
     def kind(self) -> str:
-        """Rows whose errors are alike: a framework, and whether the model has experts."""
-        return f"{self.framework}, experts" if self.experts else self.framework
+        """Rows whose errors are alike: a framework, with models of experts and divided nodes apart."""
+        apart = ", experts" if self.experts else ", divided nodes" if self.divided_nodes else ""
+        return self.framework + apart
+
+    @property
+    def place(self) -> str:
+        """The same on one type of GPU."""
+        return f"{self.kind} on {self.gpu}"
+
+    @property
+    def family(self) -> str:
+        """Frameworks of one name in several years: Megatron-LM."""
+        return self.framework.split()[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +158,11 @@ def predict(row: Row, without: str = "", raw: bool = False) -> Predicted:
             rate=larger_is_faster(asked),
             complete=row.complete,
             experts=bool(asked.shape.experts),
+            divided_nodes=asked.plan.mesh.pp > 1 and asked.plan.mesh.tp < asked.per_node,
         )
         half = Z90 * math.hypot(found.sigma, UNKNOWN_SIGMA)
-        low, high = known.get("intervals", {}).get(facts.kind, (-half, half))
+        ends = known.get("intervals", {})
+        low, high = next((ends[name] for name in (facts.place, facts.kind, facts.framework) if name in ends), (-half, half))
         steps = [factor * found.step_s * math.exp(end) for end in (0.0, low, high)]
         value, *ends = (in_unit(asked, step) for step in steps)
         return Predicted(

@@ -51,6 +51,7 @@ class Asked:
     assumed: tuple[str, ...]
     lacks: tuple[str, ...]
     chip: str = ""
+    per_node: int = 8
 
 
 def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
@@ -108,4 +109,5 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
         assumed=tuple(notes.assumed),
         lacks=tuple(notes.lacks),
         chip=chip_of(machine),
+        per_node=machine.per_node,
     )

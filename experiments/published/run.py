@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from intervals import Ends, ends_of
+from intervals import END_ROWS, Ends, ends_of
 from predict import Facts, Predicted, predict_all
 from readme import readme
 from rows import Row, read_rows
@@ -90,17 +90,24 @@ def judged(predictions: Sequence[Predicted]) -> list[Judged]:
 
 PRIOR_ROWS = 4
 PRIOR_SOURCES = 1
+STATED_SOURCES = 3
 
 
 def fitted_factors(rows: Sequence[Judged]) -> dict[str, tuple[float, int]]:
     """By GPU and precision: minus a weighted mean over sources of the median log error, and the number of sources.
 
     A source of n rows weighs n / (n + 4), so that none decides by its number of rows, and one row decides little. The mean is
-    shrunk towards no factor as if one more source had shown none.
+    shrunk towards no factor as if one more source had shown none. Where at least three sources have complete rows, only these
+    count: what a rule assumes says little of a GPU.
     """
+    stated: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        if row.predicted.row.complete:
+            stated[row.key].add(row.source)
     by_source: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        by_source[row.key][row.source].append(row.log_error)
+        if row.predicted.row.complete or len(stated[row.key]) < STATED_SOURCES:
+            by_source[row.key][row.source].append(row.log_error)
     found = {}
     for key, sources in by_source.items():
         weights = [len(errors) / (len(errors) + PRIOR_ROWS) for errors in sources.values()]
@@ -117,20 +124,30 @@ def _facts(row: Judged) -> Facts:
     return row.predicted.facts
 
 
+LEVELS = (("place", END_ROWS), ("kind", FEW_ROWS), ("framework", FEW_ROWS), ("family", FEW_ROWS))
+"""What rows have in common, the most first, and how many of them an interval needs."""
+
+
 def _like(row: Judged, others: Sequence[Judged]) -> list[Judged]:
-    """Rows of its kind; of its framework where these are few; all where these are few."""
-    facts = _facts(row)
-    for same in ("kind", "framework"):
-        found = [other for other in others if getattr(_facts(other), same) == getattr(facts, same)]
-        if len(found) >= FEW_ROWS:
+    """The rows that have the most in common with it, all where these are few."""
+    for name, least in LEVELS:
+        found = [other for other in others if getattr(_facts(other), name) == getattr(_facts(row), name)]
+        if len(found) >= least:
             return found
     return list(others)
 
 
 def interval_ends(rows: Sequence[Judged], factors: Mapping[str, tuple[float, int]]) -> dict[str, Ends]:
-    """By kind of row the ends of its interval, from the errors that its factor leaves."""
+    """By place and by kind of row the ends of its interval, from the errors that its factor leaves."""
     own = {row.predicted.row.id: row.log_error + factors.get(row.key, (0.0, 0))[0] for row in rows}
-    return {_facts(row).kind: ends_of([own[other.predicted.row.id] for other in _like(row, rows)]) for row in rows}
+    found: dict[str, Ends] = {}
+    for row in rows:
+        facts = _facts(row)
+        found.setdefault(facts.place, ends_of([own[other.predicted.row.id] for other in _like(row, rows)]))
+        same = [own[other.predicted.row.id] for other in rows if _facts(other).kind == facts.kind]
+        if len(same) >= FEW_ROWS:
+            found.setdefault(facts.kind, ends_of(same))
+    return found
 
 
 def covered(rows: Sequence[Judged], outside: Mapping[str, float]) -> dict[str, tuple[bool, float]]:
