@@ -41,8 +41,6 @@ STRATEGIES = ("single", "dp", "mp", "hp", "adaptive", "custom")
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 SIMULATED_ONLY = ("segments", "gather_ahead", "blocking_transfers", "scatter_gather", "tensor_overlap")
 """Keys of a plan that the executor does not know; empty or False where unused."""
-EXECUTED_KINDS = ("all_reduce", "average", "gossip")
-"""Kinds of synchronisation that the executor knows."""
 CONTEXT_EXCHANGES = ("ring", "all_gather")
 ZERO_STAGES = (0, 1, 2, 3)
 ZERO_STAGES_TEXT = "it is 0, 1 (optimizer state divided), 2 (gradients too) or 3 (parameters too)"
@@ -251,9 +249,7 @@ class Plan:
     def not_executable(self) -> str:
         """The key that only the simulator knows; "" where there is none."""
         axes = [f"mesh.{axis}" for axis in ("cp", "ep") if getattr(self.mesh, axis) > 1]
-        kind = self.synchronisation.kind
-        relaxed = [f'synchronisation.kind = "{kind}"'] if kind not in EXECUTED_KINDS else []
-        return next(iter([*axes, *relaxed, *(key for key in SIMULATED_ONLY if getattr(self, key))]), "")
+        return next(iter([*axes, *(key for key in SIMULATED_ONLY if getattr(self, key))]), "")
 
     @property
     def world_size(self) -> int:
