@@ -1,7 +1,7 @@
 """Hook of mkdocs: pages beside docs/ join the site, and links mean on the site what they mean in the repository.
 
-README.md is the first page. What a page links to outside docs/ comes along, pages and files, under its path in the repository. A
-link to a folder leads to its README, or becomes its name.
+README.md is the first page. What a page links to outside docs/ comes along, pages and files, under its path in the repository.
+A link to a folder leads to its README, or becomes its name.
 """
 
 from __future__ import annotations
