@@ -38,14 +38,14 @@ LETTERS = {
 """By letter, what it stands for."""
 
 
-class SketchLane(NamedTuple):
+class SketchRow(NamedTuple):
     """One row of a sketch. name: `rank 0 computation`. text: pieces from the start of the step to its end."""
 
     name: str
     text: str
 
 
-def sketch(compiled: CompiledGraph, timeline: Timeline, ranks: Sequence[int]) -> tuple[SketchLane, ...]:
+def sketch(compiled: CompiledGraph, timeline: Timeline, ranks: Sequence[int]) -> tuple[SketchRow, ...]:
     """Two lanes per rank, of its computation and of its communication; a lane in which nothing runs is left out.
 
     Args:
@@ -65,7 +65,7 @@ def sketch(compiled: CompiledGraph, timeline: Timeline, ranks: Sequence[int]) ->
             rows = np.flatnonzero(np.isin(timeline.resource, wanted))
             if len(rows):
                 start, end = timeline.start_s[rows] / whole_s, timeline.end_s[rows] / whole_s
-                found.append(SketchLane(f"rank {rank} {name}", _painted(letters[rows], start, end)))
+                found.append(SketchRow(f"rank {rank} {name}", _painted(letters[rows], start, end)))
     return tuple(found)
 
 

@@ -54,7 +54,7 @@ class NodeCost:
 
 
 @dataclass(slots=True)
-class NumberedGroups:
+class GroupNames:
     """Groups of ranks by number, as ASTRA-sim's group file has them; 0 stands for all ranks there, so numbers begin at 1."""
 
     numbers: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class NumberedGroups:
         return {str(number): list(group) for group, number in self.numbers.items()}
 
 
-def rank_trace(graph: TaskGraph, rank: int, costs: Sequence[NodeCost], groups: NumberedGroups, about: str) -> bytes:
+def rank_trace(graph: TaskGraph, rank: int, costs: Sequence[NodeCost], groups: GroupNames, about: str) -> bytes:
     """The trace of one rank.
 
     Args:
@@ -79,7 +79,7 @@ def rank_trace(graph: TaskGraph, rank: int, costs: Sequence[NodeCost], groups: N
     return b"".join(delimited(message) for message in _messages(graph, rank, costs, groups, about))
 
 
-def _messages(graph: TaskGraph, rank: int, costs: Sequence[NodeCost], groups: NumberedGroups, about: str) -> Iterator[bytes]:
+def _messages(graph: TaskGraph, rank: int, costs: Sequence[NodeCost], groups: GroupNames, about: str) -> Iterator[bytes]:
     yield (
         bytes_field(1, VERSION.encode()) + bytes_field(2, _text("generator", about)) + bytes_field(2, _text("rank", str(rank)))
     )
@@ -105,7 +105,7 @@ def _is_shift(task: Task) -> bool:
 
 
 def _nodes(
-    task: Task, rank: int, cost: NodeCost, groups: NumberedGroups, control: Iterable[int], data: Iterable[int]
+    task: Task, rank: int, cost: NodeCost, groups: GroupNames, control: Iterable[int], data: Iterable[int]
 ) -> Iterator[bytes]:
     number, label, work = 2 * task.index + 1, task_label(task), task.work
     control, data = list(control), list(data)

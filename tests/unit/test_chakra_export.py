@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from parsim.exporters.chakra_trace import NodeCost, NumberedGroups, rank_trace
+from parsim.exporters.chakra_trace import GroupNames, NodeCost, rank_trace
 from parsim.exporters.protobuf_wire import chosen_number, number_field, varint
 from parsim.graph.task import Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
@@ -135,7 +135,7 @@ def test_numbers_of_the_wire_format() -> None:
 
 
 def test_a_rank_has_its_tasks_and_no_others() -> None:
-    groups = NumberedGroups()
+    groups = GroupNames()
     metadata, nodes = read(rank_trace(small_graph(), 0, COSTS, groups, "test"))
     assert metadata["version"] == "0.0.4"
     assert [node["type"] for node in nodes] == [COMPUTE, SEND, COLLECTIVE, COLLECTIVE, SEND, RECEIVE, COMPUTE]
@@ -145,7 +145,7 @@ def test_a_rank_has_its_tasks_and_no_others() -> None:
 
 
 def test_sizes_are_what_a_rank_puts_in() -> None:
-    _, nodes = read(rank_trace(small_graph(), 0, COSTS, NumberedGroups(), "test"))
+    _, nodes = read(rank_trace(small_graph(), 0, COSTS, GroupNames(), "test"))
     found = [attributes(node) for node in nodes]
     assert [entry.get("comm_size") for entry in found] == [None, 800, 1000, 500, 300, 300, None]
     assert (found[2]["comm_type"], found[3]["comm_type"]) == (0, 2)
@@ -155,26 +155,26 @@ def test_sizes_are_what_a_rank_puts_in() -> None:
 
 
 def test_both_ends_of_a_transfer_have_one_tag() -> None:
-    sent = [attributes(node) for node in read(rank_trace(small_graph(), 0, COSTS, NumberedGroups(), ""))[1]]
-    received = [attributes(node) for node in read(rank_trace(small_graph(), 1, COSTS, NumberedGroups(), ""))[1]]
+    sent = [attributes(node) for node in read(rank_trace(small_graph(), 0, COSTS, GroupNames(), ""))[1]]
+    received = [attributes(node) for node in read(rank_trace(small_graph(), 1, COSTS, GroupNames(), ""))[1]]
     keys = ("comm_src", "comm_dst", "comm_size", "comm_tag")
     assert [sent[1][key] for key in keys] == [received[0][key] for key in keys]
 
 
 def test_durations_are_whole_microseconds_and_exact_beside_them() -> None:
-    _, nodes = read(rank_trace(small_graph(), 0, COSTS, NumberedGroups(), ""))
+    _, nodes = read(rank_trace(small_graph(), 0, COSTS, GroupNames(), ""))
     assert [node["duration_micros"] for node in nodes] == [2, 3, 6, 8, 9, 9, 11]
     assert attributes(nodes[0])["duration_s"] == 1.5e-6
 
 
 def test_dependencies_stay_within_the_rank_and_point_back() -> None:
     for rank in (0, 1):
-        _, nodes = read(rank_trace(small_graph(), rank, COSTS, NumberedGroups(), ""))
+        _, nodes = read(rank_trace(small_graph(), rank, COSTS, GroupNames(), ""))
         seen: set[int] = set()
         for node in nodes:
             assert {*node["ctrl_deps"], *node["data_deps"]} <= seen
             seen.add(node["id"])
-    _, nodes = read(rank_trace(small_graph(), 0, COSTS, NumberedGroups(), ""))
+    _, nodes = read(rank_trace(small_graph(), 0, COSTS, GroupNames(), ""))
     assert nodes[-1]["data_deps"] == [nodes[-2]["id"]]  # what the shift received
     assert nodes[3]["ctrl_deps"] == [nodes[2]["id"]]  # the stream's order
 
@@ -196,7 +196,7 @@ def test_the_package_protobuf_reads_the_same() -> None:
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     node_class = message_factory.GetMessageClass(pool.FindMessageTypeByName("ChakraProtoMsg.Node"))
-    data = rank_trace(small_graph(), 0, COSTS, NumberedGroups(), "test")
+    data = rank_trace(small_graph(), 0, COSTS, GroupNames(), "test")
     _, mine = read(data)
     for message, expected in zip(list(messages(data))[1:], mine, strict=True):
         node = node_class.FromString(message)

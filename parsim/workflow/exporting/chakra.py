@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from parsim.errors import ConfigError, GraphError
-from parsim.exporters.chakra_trace import NodeCost, NumberedGroups, rank_trace
+from parsim.exporters.chakra_trace import GroupNames, NodeCost, rank_trace
 from parsim.files import write_atomically, write_text_atomically
 from parsim.graph.task import Task
 from parsim.model.model import Model
@@ -36,7 +36,7 @@ def write_chakra(request: ExportRequest) -> Exported:
     spans = {span.task: span.end_s - span.start_s for span in evaluation.timeline}
     costs = [_cost(task, spans.get(task.index, 0.0), request.prediction.problem.model) for task in graph.tasks]
     folder = request.target(FOLDER)
-    groups = NumberedGroups()
+    groups = GroupNames()
     try:
         traces = [
             rank_trace(graph, rank, costs, groups, f"parsim: {request.plan.summary()}") for rank in range(graph.world_size)

@@ -12,7 +12,6 @@ from parsim.errors import ConfigError
 from parsim.plans.plan import Plan
 from parsim.workflow.config import RunConfig
 from parsim.workflow.folders.run_folder import RunFolder
-from parsim.workflow.training.export import Chosen
 
 if TYPE_CHECKING:
     from parsim.workflow.public.prediction import Prediction
@@ -24,13 +23,13 @@ class ExportRequest:
 
     Attributes:
         folder: with the question and the plan. format: its name in FORMATS. out: the file or folder to write (None: the
-            format's own name below the folder). checkpoint: of the weights; None for every other format.
+            format's own name below the folder). options: further ones that were given, of `ExportFormat.options`.
     """
 
     folder: RunFolder
     format: str
     out: Path | None = None
-    checkpoint: Chosen | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def target(self, name: str) -> Path:
         """What to write: as asked, or `name` in the folder."""
@@ -84,8 +83,8 @@ class Exported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportFormat:
-    """One format: what it is, for people; whether it holds trained weights; and what writes it."""
+    """One format: what it is, for people; what writes it; and the further options that it takes."""
 
     what: str
     write: Callable[[ExportRequest], Exported]
-    of_weights: bool = False
+    options: tuple[str, ...] = ()

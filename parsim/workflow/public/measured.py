@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from parsim.costs.feedback.diagnosis import Diagnosis
 from parsim.report.compare import Comparison
 from parsim.units import format_percent, format_seconds
 from parsim.workflow.public.frames import breakdown_frame, frame, timeline_frame
@@ -38,6 +39,7 @@ class Measured:
         prediction: of the plan that ran (of the last one where the controller changed it).
         comparison: step, kinds of tasks, single tasks and memory; relative_error = (predicted - measured) / measured.
         seen: the measurement itself.
+        diagnosis: whether the run went as predicted and, where not, what was different and what to do.
         document: the JSON that the command of the same name prints.
     """
 
@@ -45,6 +47,7 @@ class Measured:
     prediction: Prediction
     comparison: Comparison
     seen: Measurement
+    diagnosis: Diagnosis
     document: Mapping[str, Any]
 
     @property
@@ -72,19 +75,22 @@ class Measured:
         format: Literal["state_dict", "safetensors"] = "state_dict",
         out: str | Path | None = None,
         checkpoint: Literal["best", "last"] | None = None,
+        weights: Literal["trained", "ema"] = "trained",
     ) -> Path:
         """Write the trained weights as a plain file that loads into the original module; returns its path.
 
         Args:
             format: of the file. out: None: weights.pt or weights.safetensors in the folder.
             checkpoint: the best by validation score, or the last; None: the best if there is one.
+            weights: as trained, or their moving averages (training.ema).
 
         Raises:
             ConfigError: there is no such checkpoint, or the module's code is not trusted (PARSIM_ALLOW_CODE=1).
         """
         from parsim.workflow.training.export import export_weights
 
-        done = export_weights(self.folder, format=format, out=None if out is None else Path(out), checkpoint=checkpoint)
+        file = None if out is None else Path(out)
+        done = export_weights(self.folder, format=format, out=file, checkpoint=checkpoint, weights=weights)
         return Path(done["file"])
 
     def export(self, format: str, *, out: str | Path | None = None) -> Exported:
