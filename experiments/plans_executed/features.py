@@ -14,7 +14,7 @@ from parsim.plans.plan import ZERO_STAGES
 ORDERS = tuple(f"order {name}" for name in PIPELINE_ORDERS)
 ZERO = tuple(f"zero {stage}" for stage in ZERO_STAGES)
 PLACEMENTS = ("batch-sharded", "sharded", "replicated", "placed on one rank")
-ON_TWO = (
+FEATURES = (
     *ORDERS,
     *ZERO,
     *PLACEMENTS,
@@ -36,10 +36,10 @@ ON_TWO = (
     "adam",
     "adamw",
     "sgd_momentum",
+    "two axes or more",
+    "shards in groups",
 )
-"""Features that two processes can have."""
-FEATURES = (*ON_TWO, "two axes or more", "shards in groups")
-"""All of them."""
+"""What is counted; the last two take four processes."""
 
 
 def features_of(drawn: DrawnPlan) -> list[str]:

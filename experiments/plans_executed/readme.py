@@ -56,7 +56,9 @@ def tables(document: dict[str, Any]) -> str:
         document: results.json.
     """
     found = document["summary"]
-    lines = ["| model | processes | plans | failed | largest difference |", "|---|---:|---:|---:|---:|"]
+    most = "none" if found["worst"] is None else f"{found['worst']:.1e}"
+    lines = [f"{found['plans']} plans were run, {found['failed']} of them differ. The largest difference is {most}.", ""]
+    lines += ["| model | processes | plans | failed | largest difference |", "|---|---:|---:|---:|---:|"]
     for name, entry in found["by_launch"].items():
         model, processes = name.split()
         worst = "" if entry["worst"] is None else f"{entry['worst']:.1e}"

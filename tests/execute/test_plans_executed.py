@@ -21,8 +21,8 @@ from experiments.plans_executed.comparing import (  # noqa: E402
     outcomes_of,
     planted_fault,
 )
-from experiments.plans_executed.drawing import DrawnPlan, drawn  # noqa: E402
-from experiments.plans_executed.features import FEATURES, ON_TWO, counted  # noqa: E402
+from experiments.plans_executed.drawing import drawn  # noqa: E402
+from experiments.plans_executed.features import FEATURES, counted  # noqa: E402
 from experiments.plans_executed.models import SUBJECTS  # noqa: E402
 from experiments.plans_executed.readme import RESULTS, summary, write_readme  # noqa: E402
 from parsim.plans.plan import Plan  # noqa: E402
@@ -81,21 +81,17 @@ def test_a_plan_that_fails_is_named_and_those_behind_it_still_run(tmp_path: Path
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_drawn_plan_equals_one_process_over_a_hundred_steps(name: str, processes: int, tmp_path: Path) -> None:
-    """One launch: its processes train under one plan after another."""
-    some = [drawn(name, processes, 0, number) for number in range(PLANS)]
-    assert_has_every_feature(some, processes, SUBJECTS[name].lacks)
+    """One launch: its processes train under one plan after another. On both numbers of processes together a model's plans have
+    every feature that they can have."""
+    plans = {count: [drawn(name, count, 0, number) for number in range(PLANS)] for count in (2, 4)}
+    found, some = counted([*plans[2], *plans[4]]), plans[processes]
+    print(json.dumps(found))
+    assert not [feature for feature in set(FEATURES) - set(SUBJECTS[name].lacks) if not found[feature]]
     references = References(steps=STEPS)
     outcomes = outcomes_of(some, tmp_path, steps=STEPS, timeout_s=600.0, references=references)
     assert len(outcomes) == PLANS
     assert all(outcome.holds for outcome in outcomes), told(outcomes)
     assert references.moved > LEAST_MOVED
-
-
-def assert_has_every_feature(some: list[DrawnPlan], processes: int, lacks: tuple[str, ...]) -> None:
-    found = counted(some)
-    print(json.dumps(found))
-    wanted = set(FEATURES if processes > 2 else ON_TWO) - set(lacks)
-    assert not [name for name in wanted if not found[name]]
 
 
 def test_the_committed_results_hold() -> None:
