@@ -2,8 +2,8 @@
 
 The outputs of the operators in `kept_operators.KEPT` stay from the first forward on: products with weights, convolutions,
 recurrent kernels and fused attention. Everything else (norms, activation functions, dropout, softmax, products of activations
-such as attention's scores) runs again. Of both only what the backward needs counts: a product that nothing in the component needs any
-more is neither kept nor repeated.
+such as attention's scores) runs again. Of both only what the backward needs counts: a product that nothing in the component
+needs any more is neither kept nor repeated.
 
 torchtitan's selective checkpointing keeps nearly the same operators (of plain products every second). Megatron-LM's repeats the
 core of unfused attention alone, which is among what runs again here.
