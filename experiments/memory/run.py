@@ -81,7 +81,9 @@ def measure_some(question: Question, out: Path, failed: set[str]) -> int:
         How many are left.
     """
     model, folder = _traced(question, out)
-    runs = sorted((_run(question, case, folder) for case in cases(model)), key=lambda run: (run.plan.world_size > 2, run.name))
+    runs = sorted(
+        (job_of(question, case, folder) for case in cases(model)), key=lambda run: (run.plan.world_size > 2, run.name)
+    )
     open_ = [run for run in runs if run.name not in failed and not is_measured(folder, run)]
     try:
         measure(model, open_[:AT_ONCE], folder)
@@ -101,7 +103,7 @@ def measure_some(question: Question, out: Path, failed: set[str]) -> int:
 def answers(question: Question, out: Path) -> list[dict[str, Any]]:
     """A row for every case of the question that was measured."""
     model, folder = _traced(question, out)
-    pairs = [(case, _run(question, case, folder)) for case in cases(model)]
+    pairs = [(case, job_of(question, case, folder)) for case in cases(model)]
     rows = [answer(question, model, case, measured(folder, run)) for case, run in pairs if is_measured(folder, run)]
     return rows + under_autocast(question, model, folder)
 
@@ -117,7 +119,8 @@ def _autocast_path(folder: Path, samples: int) -> Path:
     return folder / f"autocast-{samples}.json"
 
 
-def _run(question: Question, case: Case, folder: Path) -> RunSpec:
+def job_of(question: Question, case: Case, folder: Path) -> RunSpec:
+    """What the ranks run of a case. folder: of the question."""
     content = json.dumps([case.plan.to_dict(), case.optimizer], sort_keys=True)
     return RunSpec(
         name=hashlib.sha256(content.encode()).hexdigest()[:16],

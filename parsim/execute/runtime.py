@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parsim.errors import ExecutionError
-from parsim.execute.bucket_rooms import BucketOfMicrobatch, rooms_of
 from parsim.execute.convert import all_gather_flat, reduce_scatter_flat, run_hop
 from parsim.execute.records.memory_lines import StepWatch
 from parsim.execute.records.task_time import TaskTime
 from parsim.execute.relaxed.mixing import MixingRounds
 from parsim.execute.relaxed.scripts import StepScript, StepScripts
+from parsim.execute.relaxed.stale import StaleStage
+from parsim.execute.rooms.buckets import BucketOfMicrobatch, rooms_of
+from parsim.execute.rooms.transfers import transfer_rooms
 from parsim.execute.stage import StageReplica
 from parsim.execute.state.store import Instance, Store, ValueKey, batch_piece
 from parsim.execute.streams import Streams
@@ -41,12 +44,13 @@ BatchSource = Callable[[int], Mapping[str, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Instances:
-    """Of one component: what it reads and makes, the gradients of its inputs, and which are complete behind its backward."""
+    """Of one component: what it reads and makes, the gradients of its inputs, and which are complete behind its backward,
+    each with whether another stage wants it."""
 
     inputs: tuple[Instance, ...]
     outputs: tuple[Instance, ...]
     growing: tuple[ValueKey, ...]
-    completed: tuple[Instance, ...]
+    completed: tuple[tuple[Instance, bool], ...]
 
 
 class RankProgram:
@@ -55,6 +59,7 @@ class RankProgram:
     Args:
         groups: process group by (stream, ranks in ascending order).
         mixing: where replicas mix their weights in rounds, this rank's part of them; `graph` is then that of the first round.
+        stale: where stages are decoupled, what waits on this one between steps.
 
     Attributes:
         watch: receives the events of a step, for tools that count memory.
@@ -67,15 +72,20 @@ class RankProgram:
         streams: Streams,
         groups: Mapping[tuple[str, tuple[int, ...]], dist.ProcessGroup],
         mixing: MixingRounds | None = None,
+        stale: StaleStage | None = None,
     ) -> None:
         self._stage = stage
+        self._stale = stale
         self._streams = streams
         self._groups = groups
         self.watch = StepWatch()
-        self._steps = StepScripts(graph, stage.layout, stage.rank, mixing)
+        self._steps = StepScripts(graph, stage.layout, stage.rank, mixing, stale)
         self._script = self._steps.of_step(None)
         self._room = rooms_of(self._script.tasks)
-        self._store = Store(stage.layout, stage.rank, [task for task, _, _ in self._script.tasks], streams)
+        self._transfers = transfer_rooms(self._script.tasks, stage.layout, stage.rank)
+        tasks = {task.index: task for task, _, _ in self._script.tasks}
+        self._store = Store(stage.layout, stage.rank, list(tasks.values()), streams)
+        self._tasks = tasks
         self._reading: dict[tuple[str, str], Reading] = {
             (name, value): reading
             for value, readings in stage.layout.readings.items()
@@ -95,7 +105,7 @@ class RankProgram:
             outputs=tuple(Instance(ValueKey(value), layout.source[value].value) for value in runnable.output_names),
             growing=tuple(ValueKey(value, self._reading[name, value]) for value in runnable.input_names),
             completed=tuple(
-                Instance(ValueKey(value, reading), reading.ends.gradient)
+                (Instance(ValueKey(value, reading), reading.ends.gradient), layout.stage_of_value[value] != stage.number)
                 for value, reading in layout.completed_readings(stage.number, name)
             ),
         )
@@ -103,11 +113,44 @@ class RankProgram:
     def _reset(self) -> None:
         self._store.clear()
         self._records: dict[tuple[str, int], Saved] = {}
+        self._made = self._records
+        if self._stale is not None:
+            self._take_over(self._stale)
         self._kept: dict[tuple[str, int], RecomputeInputs] = {}
         self._halves: dict[tuple[str, int], BackwardHalf] = {}
         self._growing: dict[tuple[ValueKey, int], Tensor] = {}
         self._loss: list[Tensor] = []
         self._sent: dict[BucketOfMicrobatch, tuple[Tensor, Tensor]] = {}
+        self._receiving: dict[int, tuple[Tensor, Any]] = {}
+        self._leaving: dict[int, Tensor] = {}
+
+    def _take_over(self, stale: StaleStage) -> None:
+        """What a decoupled stage has from the steps before: what has arrived, and the forward of the batch that is due."""
+        arrived, stale.arrived = stale.arrived, {}
+        for index, tensor in arrived.items():
+            microbatch = self._tasks[index].origin.microbatch
+            assert microbatch is not None
+            self._store.put(self._store.moved(self._tasks[index]), microbatch, tensor)
+        self._made = {} if stale.forward is None else stale.forward.records
+        self._records = {} if stale.due is None else stale.due.records
+
+    def run_forward_again(self, batch: BatchSource, draw: int) -> None:
+        """Of a decoupled stage that goes on from a checkpoint: the forward of a batch that waits for its backward.
+
+        Args:
+            batch: its values. draw: of the random numbers of its step.
+        """
+        assert self._stale is not None
+        assert self._stale.forward is not None
+        self._stale.forward.draw = draw
+        self._reset()
+        with self._stage.randomness.step(draw):
+            for task in self._tasks.values():
+                if isinstance(task.work, LoadBatch):
+                    self._load(batch)
+                elif isinstance(task.work, Compute) and task.work.phase is Phase.FORWARD:
+                    self._forward(task)
+        self._reset()
 
     def script(self, number: int) -> StepScript:
         """What this rank does in training step `number`."""
@@ -127,6 +170,8 @@ class RankProgram:
         """
         self._script = script or self._script
         with self._stage.randomness.step():
+            if self._stale is not None and self._stale.forward is not None:
+                self._stale.forward.draw = self._stage.randomness.draw
             return self._step(batch, following)
 
     def _step(self, batch: BatchSource, following: BatchSource | None) -> tuple[float, list[TaskTime]]:
@@ -134,22 +179,25 @@ class RankProgram:
         streams = self._streams
         for bucket in self._room.first_parameters:
             self._begin_parameters(bucket)
+        self._make_room(self._transfers.first)
+        awaited = self._transfers.awaited
         for task, stream, before in self._script.tasks:
             if stream not in (COMPUTE, HOST):
-                streams.submit(task.index, stream, before, self._operation(task, batch))
+                streams.submit(task.index, stream, (*before, *awaited.get(task.index, ())), self._operation(task, batch))
         load = None
         for task, stream, before in self._script.tasks:
             if isinstance(task.work, LoadBatch) and streams.loads_ahead:
                 load = task.index, stream
                 self._begin_batch(task.index, stream, before, batch)
             elif stream in (COMPUTE, HOST):
-                operation = self._ended(task, self._operation(task, batch))
-                streams.compute(task.index, stream, before, self._watched(task, operation))
+                operation = self._between(task, self._watched(task, self._ended(task, self._operation(task, batch))))
+                streams.compute(task.index, stream, (*before, *awaited.get(task.index, ())), operation)
         if not self._script.updates:
             self._stage.overflowed()
         if load is not None and following is not None:
             streams.load_ahead(*load, lambda: self._load_ahead(following))
         times = streams.finish()
+        self._leaving.clear()
         return float(sum(loss.item() for loss in self._loss)), times
 
     def _watched(self, task: Task, operation: Callable[[], None]) -> Callable[[], None]:
@@ -212,6 +260,28 @@ class RankProgram:
 
         return run
 
+    def _between(self, task: Task, operation: Callable[[], None]) -> Callable[[], None]:
+        """The operation, and around it what is given up of messages to other stages, and room for those of others."""
+        forgotten, arriving = self._transfers.forgotten.get(task.index, ()), self._transfers.behind.get(task.index, ())
+        if not forgotten and not arriving:
+            return operation
+
+        def run() -> None:
+            for index in forgotten:
+                self._leaving.pop(index, None)
+            operation()
+            self._make_room(arriving)
+
+        return run
+
+    def _make_room(self, receives: Sequence[Task]) -> None:
+        """Room for messages of other stages. Their stream begins when what is in this memory until now has been read."""
+        if receives:
+            self.watch.receiving()
+            buffers = [self._buffer(self._store.moved(task)) for task in receives]
+            fence = self._streams.fence()
+            self._receiving.update((task.index, (buffer, fence)) for task, buffer in zip(receives, buffers, strict=True))
+
     def _begin_parameters(self, bucket: int) -> None:
         self.watch.resized(self._stage.begin_parameters(bucket))
 
@@ -241,7 +311,8 @@ class RankProgram:
 
     def _forward(self, task: Task) -> None:
         name, microbatch = _component_of(task)
-        runnable = self._stage.runnables[name]
+        running = None if self._stale is None else self._stale.forward
+        runnable = self._stage.runnables[name] if running is None else running.runnables[name]
         layout, own = self._stage.layout, self._of[name]
         inputs = {instance: self._taken(instance, microbatch) for instance in dict.fromkeys(own.inputs)}
         given = [inputs[instance] for instance in own.inputs]
@@ -254,7 +325,7 @@ class RankProgram:
             with self._stage.computing():
                 outputs, record = forward_component(runnable, given)
             if name in layout.differentiable:
-                self._records[name, microbatch] = record
+                self._made[name, microbatch] = record
         if name == LOSS and self._stage.loss_counts:
             self._loss.append(outputs[0])
         for instance, tensor in zip(own.outputs, outputs, strict=True):
@@ -269,7 +340,8 @@ class RankProgram:
     def _backward(self, task: Task) -> None:
         """Gradients of a value from readers that make it alike add up inside the backwards, see `backward_component`."""
         name, microbatch = _component_of(task)
-        runnable = self._stage.runnables[name]
+        waited = None if self._stale is None else self._stale.due
+        runnable = self._stage.runnables[name] if waited is None else waited.runnables[name]
         record = self._records.pop((name, microbatch))
         outputs = [self._gradient_of(value, microbatch) for value in runnable.output_names]
         if name == LOSS:
@@ -287,10 +359,10 @@ class RankProgram:
         for item, gradient in zip(items, gradients, strict=True):
             if gradient is not None:
                 self._growing[item, microbatch] = gradient
-        for instance in own.completed:
+        for instance, leaves in own.completed:
             whole = self._growing.pop((instance.item, microbatch), None)
-            if whole is not None:
-                self._store.put(instance, microbatch, whole)
+            if whole is not None:  # a piece of a larger gradient would keep all of that until it is sent
+                self._store.put(instance, microbatch, whole.contiguous() if leaves else whole)
 
     def _backward_weights(self, task: Task) -> None:
         name, microbatch = _component_of(task)
@@ -315,8 +387,7 @@ class RankProgram:
         return tensor
 
     def _buffer(self, instance: Instance) -> Tensor:
-        """Room for what another rank sends, allocated on the stream that receives it. The allocator gives it memory that no
-        stream named by `Streams.used` still reads."""
+        """Room for what another rank sends. The allocator gives it memory that no stream of `Streams.used` still reads."""
         shape, dtype = self._stage.local_shape(instance.item.value, instance.layout)
         buffer = torch.empty(shape, dtype=dtype, device=self._stage.device)
         self.watch.received(buffer)
@@ -422,11 +493,18 @@ class RankProgram:
         group = self._groups[f"pp>{work.destination}", ranks]
         if self._stage.rank == work.source:
             tensor = self._taken(moved, origin.microbatch).contiguous()
+            self._leaving[task.index] = tensor
+            self.watch.received(tensor)
             dist.send(tensor, work.destination, group=group)
             return
-        buffer = self._buffer(moved)
+        buffer, fence = self._receiving.pop(task.index)
+        self._streams.after(fence)
+        self._streams.used(buffer)
         dist.recv(buffer, work.source, group=group)
-        self._store.put(moved, origin.microbatch, buffer)
+        if self._stale is not None:
+            self._stale.arrives(task, buffer)
+        else:
+            self._store.put(moved, origin.microbatch, buffer)
 
 
 def required_groups(graph: TaskGraph) -> list[tuple[str, tuple[int, ...]]]:

@@ -1,33 +1,64 @@
-"""How many microbatches of every chunk a rank of a pipeline holds while it runs each of its actions."""
+"""What a rank of a pipeline holds while it runs each of its actions: microbatches of every chunk, and messages."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from parsim.costs.memory.chunks import HeldMoment
 from parsim.plans.pipeline import pipeline_actions, stages_by_rank
+from parsim.plans.stage_transfers import Pipeline, StageLink, beside_actions
 from parsim.work import Phase
 
 
 @lru_cache(maxsize=1024)
-def held_moments(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 1) -> tuple[HeldMoment, ...]:
-    """Every moment but those at which the same runs and no more is held than at another one.
+def held_moments(pipeline: Pipeline, rank: int) -> tuple[HeldMoment, ...]:
+    """Every moment but those at which the same runs and no more is held than at another one, batches not yet read apart.
 
     Args:
-        order, rank, ranks, microbatches, chunks: as for `pipeline_actions`.
+        pipeline: with the links between its stages. rank: of the pipeline.
+
+    Returns:
+        Messages by link, in the order of `links_of`.
     """
-    alive, waiting = [0] * chunks, [0] * chunks
-    chunk_of = {stage: chunk for chunk, stage in enumerate(stages_by_rank(order, ranks, chunks)[rank])}
+    order, ranks, microbatches, chunks = pipeline.order, pipeline.ranks, pipeline.microbatches, pipeline.chunks
+    stages = stages_by_rank(order, ranks, chunks)[rank]
+    chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
+    inward, outward = links_of(pipeline, rank)
+    messages = zip(*beside_actions(pipeline, rank), strict=True)
+    alive, waiting, unread = [0] * chunks, [0] * chunks, [microbatches] * chunks
     seen: dict[tuple[int, Phase], dict[tuple[int, ...], HeldMoment]] = {}
-    for action in pipeline_actions(order, rank, ranks, microbatches, chunks):
+    for action, (arriving, leaving) in zip(pipeline_actions(order, rank, ranks, microbatches, chunks), messages, strict=True):
         chunk, phase = chunk_of[action.stage], action.phase
         alive[chunk] += phase is Phase.FORWARD
-        moment = HeldMoment(chunk, phase, tuple(alive), tuple(waiting))
-        seen.setdefault((chunk, phase), {})[(*alive, *waiting)] = moment
+        unread[chunk] -= phase is Phase.FORWARD
+        there, sent = _counts(arriving, inward), _counts(leaving, outward)
+        moment = HeldMoment(chunk, phase, tuple(alive), tuple(waiting), there, sent, tuple(unread))
+        seen.setdefault((chunk, phase), {}).setdefault((*alive, *waiting, *there, *sent), moment)
         waiting[chunk] += (phase is Phase.BACKWARD_INPUT) - (phase is Phase.BACKWARD_WEIGHT)
         alive[chunk] -= phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
-    return tuple(moment for held in seen.values() for counts, moment in held.items() if not _exceeded(counts, held))
+    return tuple(moment for held in seen.values() for moment in _most(held))
 
 
-def _exceeded(counts: tuple[int, ...], others: dict[tuple[int, ...], HeldMoment]) -> bool:
-    return any(other != counts and all(a >= b for a, b in zip(other, counts, strict=True)) for other in others)
+def _most(held: Mapping[tuple[int, ...], HeldMoment]) -> list[HeldMoment]:
+    """Those at which something is held that no other moment holds beside all else, in their order."""
+    most: list[tuple[int, ...]] = []
+    for counts in sorted(held, key=sum, reverse=True):
+        if not any(all(a >= b for a, b in zip(other, counts, strict=True)) for other in most):
+            most.append(counts)
+    return [moment for counts, moment in held.items() if counts in most]
+
+
+def links_of(pipeline: Pipeline, rank: int) -> tuple[tuple[StageLink, ...], tuple[StageLink, ...]]:
+    """The links that end on a rank, and those that begin there, ascending.
+
+    Args:
+        pipeline: with its links. rank: of the pipeline.
+    """
+    stages = stages_by_rank(pipeline.order, pipeline.ranks, pipeline.chunks)[rank]
+    inward = tuple(link for link in pipeline.links if link.target in stages)
+    return inward, tuple(link for link in pipeline.links if link.source in stages)
+
+
+def _counts(found: Sequence[StageLink], links: Sequence[StageLink]) -> tuple[int, ...]:
+    return tuple(map(found.count, links))

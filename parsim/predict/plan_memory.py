@@ -19,19 +19,26 @@ from parsim.costs.memory.records import Boundary, RankMemory, RankStep, Weights
 from parsim.costs.memory.waiting import waiting_bytes
 from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.plan_index import PlanIndex, Reading
+from parsim.graph.stage_links import pipeline_of
 from parsim.hardware.cluster import Cluster
 from parsim.model.component import Value
-from parsim.plans.held import held_moments
+from parsim.plans.held import held_moments, links_of
 from parsim.plans.pipeline import PIPELINE_ORDERS, in_flight
 from parsim.plans.redistribution import LOCAL_HOPS, Hop, ValueLayout, conversion
 from parsim.predict.kept_activations import KeptActivations
-from parsim.predict.rank_traffic import local_bytes, rank_traffic
+from parsim.predict.rank_traffic import local_bytes, made_before, messages_by_link, rank_traffic
 from parsim.predict.round_memory import batches_held, with_relaxed_lines
 from parsim.predict.unsharded_memory import unsharded_bytes
 
 
 def plan_memory(
-    layout: PlanIndex, cluster: Cluster, *, precision: str, optimizer: str, master_weights: bool = True
+    layout: PlanIndex,
+    cluster: Cluster,
+    *,
+    precision: str,
+    optimizer: str,
+    master_weights: bool = True,
+    ema: bool = False,
 ) -> tuple[RankMemory, ...]:
     """Peak memory of every rank of a plan.
 
@@ -40,7 +47,7 @@ def plan_memory(
 
     Args:
         layout: the plan and its model. cluster: devices by rank.
-        precision, optimizer, master_weights: as in RUN.toml.
+        precision, optimizer, master_weights: as in RUN.toml. ema: whether averages of the weights are kept.
 
     Returns:
         One RankMemory per rank, in rank order, bytes. Leaves out conversions of earlier values while a later component
@@ -70,7 +77,7 @@ def plan_memory(
                 in_flight=batches_held(layout, stage)
                 if plan.synchronisation.kind == "stale"
                 else in_flight(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches, plan.chunks),
-                pipeline=_chunks(layout, rank, names),
+                pipeline=rank_chunks(kept, rank, names),
                 loaded_microbatches=plan.microbatches,
                 boundary=rank_boundary(layout, kept.values, rank, gradients) if plan.is_mixed else None,
                 weights=rank_weights(layout, rank),
@@ -83,24 +90,37 @@ def plan_memory(
                 optimizer=optimizer,
                 precision=precision,
                 master_weights=master_weights,
+                ema=ema,
                 traffic=rank_traffic(kept, rank, cluster.profile.communication.backend),
             )
-        memories.append(with_relaxed_lines(replace(known[place], rank=rank), layout, rank))
+        memories.append(with_relaxed_lines(replace(known[place], rank=rank), kept, rank))
     return tuple(memories)
 
 
-def _chunks(layout: PlanIndex, rank: int, names: Sequence[str]) -> Chunks | None:
-    """What a rank holds at every action, where that is more than one number: with chunks, or backwards in halves."""
-    plan = layout.plan
-    if plan.chunks == 1 and not PIPELINE_ORDERS[plan.pipeline_order].halves:
+def rank_chunks(kept: KeptActivations, rank: int, names: Sequence[str]) -> Chunks | None:
+    """What a rank of a pipeline holds at every action; None without a pipeline, and for stages that are not synchronised.
+
+    Args:
+        kept: values under the plan. rank: global number. names: components of the rank, in order.
+    """
+    layout, plan = kept.layout, kept.layout.plan
+    if plan.synchronisation.kind == "stale":
+        return None
+    if plan.mesh.pp == plan.chunks == 1 and not PIPELINE_ORDERS[plan.pipeline_order].halves:
         return None
     place = plan.stage_of_rank(rank)
     chunk_of = {stage: chunk for chunk, stage in enumerate(plan.place_stages(place))}
+    pipeline = pipeline_of(layout, plan.shard_of_rank(rank), place)
+    inward, outward = links_of(pipeline, place)
+    sizes = messages_by_link(kept, rank)
     return Chunks(
         chunk_of={name: chunk_of[layout.chunk_of[name]] for name in names},
-        moments=held_moments(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks),
+        moments=held_moments(pipeline, place),
         halved=frozenset(name for name in names if layout.is_halved(name)),
         for_weights=frozenset(name for name in names if not layout.wants_input_gradient(name)),
+        arriving_bytes=[sizes[link] for link in inward],
+        leaving_bytes=[sizes[link] for link in outward],
+        made_before=made_before(kept, rank, names),
     )
 
 
@@ -178,17 +198,20 @@ def rank_boundary(
         layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
         gradients: `waiting_gradients` of the rank, where they are known already.
     """
-    loaded = loaded_saved = 0.0
+    loaded_of: dict[str, tuple[float, float]] = {}
     held: dict[str, float] = {}
     batch = ValueLayout("full", layout.batch_ways(rank))
     for name, layouts in layout.batch_layouts(rank).items():
         value = values[name]
-        loaded += local_bytes(layout, value, batch)
+        loaded, saved = local_bytes(layout, value, batch), 0.0
         counted = value.saved if value.savers is None else any(layout.runs_on(rank, first) for first in value.savers[:1])
         if value.savers == ():
-            loaded_saved += local_bytes(layout, value, batch)
+            saved = loaded
         elif counted and all(entry.form != "shard" for entry in layouts):  # pieces of a dim are copies
-            loaded_saved += min(local_bytes(layout, value, entry) for entry in layouts)
+            saved = min(local_bytes(layout, value, entry) for entry in layouts)
+        reader = next(user for user in layout.consumers[name] if layout.runs_on(rank, user))
+        before = loaded_of.get(reader, (0.0, 0.0))
+        loaded_of[reader] = before[0] + loaded, before[1] + saved
     for value in (values[name] for name in layout.values_at[layout.plan.stage_of_rank(rank)]):
         if value.producer is not None and (size := _held_bytes(layout, rank, value)):
             keeper = _keeper(layout, rank, value)
@@ -197,8 +220,9 @@ def rank_boundary(
     return Boundary(
         held_bytes=sum(held.values()),
         held_of=held,
-        loaded_bytes=loaded,
-        loaded_saved_bytes=loaded_saved,
+        loaded_bytes=sum(size for size, _ in loaded_of.values()),
+        loaded_saved_bytes=sum(size for _, size in loaded_of.values()),
+        loaded_of=loaded_of,
         gradient_bytes={name: max(found) for name, found in gradients_of.items()},
         wanted_bytes={name: found[0] for name, found in gradients_of.items()},
         waiting=waiting_bytes(

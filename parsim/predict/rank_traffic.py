@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from parsim.costs.memory.records import Traffic
 from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS
 from parsim.graph.plan_index import PlanIndex
+from parsim.graph.stage_links import Message, messages
 from parsim.model.component import Value
-from parsim.plans.pipeline import in_flight
 from parsim.plans.redistribution import LOCAL_HOPS, Hop, ValueLayout, conversion
-from parsim.predict.kept_activations import KeptActivations
+from parsim.plans.stage_transfers import StageLink
+from parsim.predict.kept_activations import VIEWS, KeptActivations
 
 
 def local_bytes(layout: PlanIndex, value: Value, how: ValueLayout) -> float:
@@ -31,76 +32,97 @@ def rank_traffic(kept: KeptActivations, rank: int, backend: str) -> Traffic:
     Args:
         kept: values under the plan. rank: global number. backend: that communicates.
     """
-    messages = _messages(kept.layout, kept.values, rank)
-    arriving, unsure = _arriving_bytes(kept, rank)
+    sent = _messages(kept.layout, kept.values, rank)
     return Traffic(
         backend=backend,
-        communicators=len({message.group for message in messages}),
-        largest_message_bytes=round(max((message.size_bytes for message in messages), default=0.0)),
-        arriving_bytes=arriving,
-        unsure_arriving_bytes=unsure,
+        communicators=len({message.group for message in sent}),
+        largest_message_bytes=round(max((message.size_bytes for message in sent), default=0.0)),
         posted_bytes=_posted_bytes(kept, rank),
     )
 
 
-def _arriving_bytes(kept: KeptActivations, rank: int) -> tuple[float, float]:
-    """Buffers of transfers to this rank that are not wanted yet; and what can be there beside them.
+def _posted_bytes(kept: KeptActivations, rank: int) -> float:
+    """Of stages that are not synchronised: room for the gradient of a step, from its beginning."""
+    plan = kept.layout.plan
+    if plan.synchronisation.kind != "stale":
+        return 0.0
+    place = plan.stage_of_rank(rank)
+    found = messages_by_link(kept, rank).items()
+    return sum(size for link, size in found if link.source > link.target and plan.stage_places[link.target] == place)
 
-    A receive is posted as soon as the one before it on its stream has ended. So of values and of gradients the next one is
-    posted. More can have arrived, if the other stage is as far ahead as the order allows: in the steady state of 1f1b it is
-    not. What is sent to a stage that is behind can still lie here. With chunks the values of all chunks come one after
-    another, and so do their gradients.
+
+def next_step_bytes(kept: KeptActivations, rank: int) -> float:
+    """Of decoupled stages: room for what arrives during a step and is read in the next one.
+
+    Args:
+        kept: values under the plan. rank: global number.
     """
     plan = kept.layout.plan
-    alive = in_flight(plan.pipeline_order, plan.stage_of_rank(rank), plan.mesh.pp, plan.microbatches, plan.chunks)
-    values_ahead = max(0, min(2, plan.microbatches * plan.chunks - alive))
-    gradients_ahead = min(1, plan.microbatches - 1)
-    values, gradients = _crossing(kept, rank)
-    leaving = max(_leaving(kept, rank), default=0.0) if plan.microbatches > 1 else 0.0
-    gradient = max(gradients, default=0.0)
-    if plan.chunks > 1:
-        sizes = sorted(values, reverse=True)[:values_ahead]
-        return sum(sizes[:1]) + gradient, sum(sizes[1:]) + leaving
-    certain = min(1, values_ahead) * sum(values) + gradients_ahead * gradient
-    return certain, values_ahead * sum(values) + gradients_ahead * sum(gradients) - certain + leaving
+    place = plan.stage_of_rank(rank)
+    return sum(size for link, size in messages_by_link(kept, rank).items() if plan.stage_places[link.target] == place)
 
 
-def _posted_bytes(kept: KeptActivations, rank: int) -> float:
-    """With one microbatch: room for the first gradient from each stage, which is there from the beginning of the step."""
-    if kept.layout.plan.microbatches > 1 or kept.layout.plan.chunks > 1:
-        return 0.0
-    return max(_crossing(kept, rank)[1], default=0.0)
+def messages_by_link(kept: KeptActivations, rank: int) -> dict[StageLink, float]:
+    """Bytes of one microbatch on every link that begins or ends on a rank, as they count there.
 
+    A value that is sent as it is kept for a backward here takes no memory of its own.
 
-def _leaving(kept: KeptActivations, rank: int) -> list[float]:
-    """Bytes of one microbatch of every value that a rank sends to another stage."""
+    Args:
+        kept: values under the plan. rank: global number.
+    """
     layout, plan = kept.layout, kept.layout.plan
-    stage, shard = plan.stage_of_rank(rank), plan.shard_of_rank(rank)
-    return [
-        local_bytes(layout, value, reading.ends.value)
-        for value in ((kept.values[name] for name in layout.values_at[stage]) if plan.mesh.pp > 1 else ())
-        if layout.stage_of_value[value.name] == stage
-        for reading in layout.readings[value.name]
-        if reading.stage != stage and shard in reading.ends.value.holders(plan.mesh.tp)
-    ]
+    place = plan.stage_of_rank(rank)
+    found: dict[StageLink, float] = {}
+    for message in messages(layout, layout.values_at[place], plan.shard_of_rank(rank)):
+        if place in (plan.stage_places[message.link.source], plan.stage_places[message.link.target]):
+            found[message.link] = found.get(message.link, 0.0) + _message_bytes(kept, rank, message)
+    return found
 
 
-def _crossing(kept: KeptActivations, rank: int) -> tuple[list[float], list[float]]:
-    """Bytes of one microbatch of every value, and of every gradient, that a rank receives from another stage."""
+def _message_bytes(kept: KeptActivations, rank: int, message: Message) -> float:
+    layout, (link, name, reading) = kept.layout, message
+    if link.source > link.target:
+        return local_bytes(layout, kept.values[name], reading.ends.gradient)
+    value, how = kept.values[name], reading.ends.value
+    sends = layout.plan.stage_places[link.source] == layout.plan.stage_of_rank(rank)
+    return 0.0 if sends and _is_kept(layout, value, how, rank) else local_bytes(layout, value, how)
+
+
+def made_before(kept: KeptActivations, rank: int, names: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """By component of a rank the bytes that its action has made for other stages before it: in a forward, in a backward.
+
+    What a component here still reads is left out: it waits for that one.
+
+    Args:
+        kept: values under the plan. rank: global number. names: components of the rank, in order.
+    """
     layout, plan = kept.layout, kept.layout.plan
-    stage, shard = plan.stage_of_rank(rank), plan.shard_of_rank(rank)
-    values: list[float] = []
-    gradients: list[float] = []
-    for value in (kept.values[name] for name in layout.values_at[stage]) if plan.mesh.pp > 1 else ():
-        home = layout.stage_of_value[value.name]
-        for reading in layout.readings[value.name]:
-            if home is None or home == reading.stage:
-                continue
-            if reading.stage == stage and shard in reading.ends.value.holders(plan.mesh.tp):
-                values.append(local_bytes(layout, value, reading.ends.value))
-            if home == stage and value.differentiable and shard in reading.ends.gradient.holders(plan.mesh.tp):
-                gradients.append(local_bytes(layout, value, reading.ends.gradient))
-    return values, gradients
+    number = {name: count for count, name in enumerate(names)}
+    place = plan.stage_of_rank(rank)
+    forward, backward = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
+    for message in messages(layout, layout.values_at[place], plan.shard_of_rank(rank)):
+        if plan.stage_places[message.link.source] != place:
+            continue
+        size = _message_bytes(kept, rank, message)
+        if message.link.source < message.link.target:
+            users = (layout.model.value[message.value].producer, *layout.consumers[message.value])
+            last = max((number[name] for name in users if name in number), default=len(names))
+            later, found = [name for name in names if number[name] > last], forward
+        else:
+            first = min((number[name] for name in message.reading.components if name in number), default=0)
+            later, found = [name for name in names if number[name] < first], backward
+        for name in later:
+            if layout.chunk_of[name] == message.link.source:
+                found[name] += size
+    return {name: (forward[name], backward[name]) for name in names}
+
+
+def _is_kept(layout: PlanIndex, value: Value, how: ValueLayout, rank: int) -> bool:
+    """Whether a value lies here, in the layout in which it is sent, until the backward of its microbatch."""
+    made = layout.source[value.name].value
+    if any(hop.operation not in VIEWS for hop in conversion(made, how, layout.plan.mesh.tp)):
+        return False
+    return value.savers is None or any(layout.runs_on(rank, name) for name in value.savers)
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """ZeRO 2 and 3: bytes of buckets that are whole (unsharded) on a rank while each of its components runs backward.
 
-The executor makes and gives up their room between computations (`parsim.execute.bucket_rooms`), so they do not depend on how
+The executor makes and gives up their room between computations (`parsim.execute.rooms.buckets`), so they do not depend on how
 fast the communication is. Gradients are there from the first backward that adds to them until the computation that waits for
 their reduce_scatter. While they are being sent, there is room for this rank's part of the sum too. Parameters are there from
 the computation beside which they are gathered to the last one that needs them.

@@ -47,6 +47,22 @@ def replicas(zero_stage: int, **changes: object) -> Plan:
     return replace(plan, **changes)  # type: ignore[arg-type]
 
 
+def stages(order: str, **changes: object) -> Plan:
+    """Two stages on two ranks, four microbatches."""
+    mesh = Mesh(pp=2)
+    names = tuple(component.name for component in MODEL.components)
+    parts = (names[: len(names) // 2], names[len(names) // 2 :])
+    plan = Plan(
+        strategy="custom",
+        mesh=mesh,
+        stages=tuple(Stage(components=part, ranks=mesh.stage_ranks(place)) for place, part in enumerate(parts)),
+        global_batch=SAMPLES,
+        microbatches=4,
+        pipeline_order=order,
+    )
+    return replace(plan, **changes)  # type: ignore[arg-type]
+
+
 PLANS = [
     replicas(0),
     replicas(1),
@@ -55,6 +71,9 @@ PLANS = [
     replicas(3),
     replicas(3, microbatches=4),
     replicas(3, recompute="full", bucket_bytes=2**25),
+    stages("gpipe"),
+    stages("1f1b"),
+    stages("1f1b", recompute="full"),
 ]
 
 

@@ -51,12 +51,17 @@ def test_arrays_of_an_lstm_begin_on_pages(name: str) -> None:
         (20, 8, 64, 256),
     ],
 )
-def test_workspace_of_an_lstm_is_that_of_the_kernel(length: int, batch: int, features: int, hidden: int) -> None:
-    """Byte for byte with the pages that each array begins on."""
-    weights = [weight.detach() for weight in torch.nn.LSTM(features, hidden).parameters()]
-    given, state = torch.randn(length, batch, features), torch.zeros(1, batch, hidden)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_workspace_of_an_lstm_is_that_of_the_kernel(
+    length: int, batch: int, features: int, hidden: int, dtype: torch.dtype
+) -> None:
+    """Byte for byte with the pages that each array begins on. Under autocast cells are in half precision too."""
+    if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this processor's kernels take no bfloat16")
+    weights = [weight.detach().to(dtype) for weight in torch.nn.LSTM(features, hidden).parameters()]
+    given, state = torch.randn(length, batch, features, dtype=dtype), torch.zeros(1, batch, hidden, dtype=dtype)
     no_sizes: list[int] = []
     settings = (False, no_sizes, 2, hidden, 1, True, False, False, True)
     workspace = torch.ops.aten.mkldnn_rnn_layer(given, *weights, state, state, *settings)[3]
-    arrays = lstm_workspace_arrays(length, batch, features, hidden)
+    arrays = lstm_workspace_arrays(length, batch, features, hidden, dtype.itemsize, dtype.itemsize)
     assert workspace.numel() == sum(-(-size // PAGE_BYTES) * PAGE_BYTES for size in arrays)

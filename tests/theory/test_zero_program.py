@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from parsim.engines.static import simulate
 from parsim.errors import PlanError
-from parsim.execute.bucket_rooms import Room, rooms_of
+from parsim.execute.rooms.buckets import Room, rooms_of
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import Task

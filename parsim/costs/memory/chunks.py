@@ -8,8 +8,8 @@ Leaves out: operators whose parameters enter elsewhere too; they keep the gradie
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from parsim.model.component import Component
@@ -27,12 +27,18 @@ class HeldMoment(NamedTuple):
         alive: per chunk the microbatches whose forward has begun and whose backward has not ended, with that of the action.
         waiting: per chunk those whose backward has run for inputs and not yet for weights; the action's own counts if it is
             the half for weights.
+        arriving: by link to this rank the messages for which there is room that the action does not read.
+        leaving: by link from this rank those held that an earlier action has made.
+        unread: per chunk the microbatches whose forward has not begun.
     """
 
     chunk: int
     phase: Phase
     alive: tuple[int, ...]
     waiting: tuple[int, ...]
+    arriving: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()
+    unread: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +46,25 @@ class Chunks:
     """Attributes:
     chunk_of: by component of the rank. moments: of its actions. halved: components whose backward runs in halves.
     for_weights: those whose backward hands on no gradient.
+    arriving_bytes, leaving_bytes: of one message of every link, in the order of the moments.
+    made_before: by component the bytes that components before it in a forward, and in a backward, have made for other ranks.
     """
 
     chunk_of: Mapping[str, int]
     moments: Sequence[HeldMoment]
     halved: Collection[str] = ()
     for_weights: Collection[str] = ()
+    arriving_bytes: Sequence[float] = ()
+    leaving_bytes: Sequence[float] = ()
+    made_before: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def arriving(self, moment: HeldMoment) -> float:
+        """Bytes of the room for messages at that moment."""
+        return sum(count * size for count, size in zip(moment.arriving, self.arriving_bytes, strict=True))
+
+    def leaving(self, moment: HeldMoment) -> float:
+        """Bytes of messages that are held at that moment."""
+        return sum(count * size for count, size in zip(moment.leaving, self.leaving_bytes, strict=True))
 
 
 class Moment(NamedTuple):
@@ -77,13 +96,13 @@ class ComponentMoments:
 
 
 def fullest(
-    parts: Sequence[ComponentMoments], chunks: Chunks, element_bytes: int, posted_bytes: float
+    parts: Sequence[ComponentMoments], chunks: Chunks, element_bytes: int, inputs: Callable[[HeldMoment], float]
 ) -> tuple[HeldMoment, float, Moment]:
     """The fullest moment, against the fullest forward.
 
     Args:
         parts: components of the rank, in order.
-        element_bytes: of an activation. posted_bytes: buffers that become gradients in a backward.
+        element_bytes: of an activation. inputs: bytes of batches that no activation stands for.
 
     Returns:
         The forward at which most is kept; bytes that wait between halves then; and how much more the fullest moment has.
@@ -98,23 +117,35 @@ def fullest(
         return sum(moment.waiting[chunk] * size for chunk, size in halves.items())
 
     def held(moment: HeldMoment) -> float:
-        return sum(moment.alive[chunk] * size for chunk, size in kept.items()) + waiting(moment)
+        beside = chunks.arriving(moment) + chunks.leaving(moment) + inputs(moment)
+        return sum(moment.alive[chunk] * size for chunk, size in kept.items()) + waiting(moment) + beside
+
+    known: dict[tuple[int, Phase], Moment] = {}
 
     def beyond(moment: HeldMoment) -> Moment:
-        own = by_chunk.get(moment.chunk, [])
-        match moment.phase:
-            case Phase.FORWARD:
-                return _forward(own, kept.get(moment.chunk, 0.0))
-            case Phase.BACKWARD:
-                return _backward(own, posted_bytes)
-            case Phase.BACKWARD_INPUT:
-                return _for_inputs(own, chunks, element_bytes, posted_bytes)
-        return _for_weights(own, chunks, element_bytes)
+        key = moment.chunk, moment.phase
+        if key not in known:
+            known[key] = _beyond(
+                moment.phase, by_chunk.get(moment.chunk, []), kept.get(moment.chunk, 0.0), chunks, element_bytes
+            )
+        return known[key]
 
     running = [moment for moment in chunks.moments if moment.chunk in by_chunk or not by_chunk]  # a rank may hold none
     base = max((moment for moment in running if moment.phase is Phase.FORWARD), key=held)
     best, most = max(((beyond(moment), held(moment)) for moment in running), key=lambda pair: pair[0].size_bytes + pair[1])
     return base, waiting(base), Moment(max(0.0, most + best.size_bytes - held(base)), best.whole_bytes)
+
+
+def _beyond(phase: Phase, own: Sequence[ComponentMoments], kept: float, chunks: Chunks, element_bytes: int) -> Moment:
+    """The fullest moment of an action beyond what is held."""
+    match phase:
+        case Phase.FORWARD:
+            return _forward(own, kept)
+        case Phase.BACKWARD:
+            return _backward(own)
+        case Phase.BACKWARD_INPUT:
+            return _for_inputs(own, chunks, element_bytes)
+    return _for_weights(own, chunks, element_bytes)
 
 
 def _forward(own: Sequence[ComponentMoments], kept: float) -> Moment:
@@ -125,22 +156,22 @@ def _forward(own: Sequence[ComponentMoments], kept: float) -> Moment:
     return Moment(found, 0.0)
 
 
-def _backward(own: Sequence[ComponentMoments], posted: float) -> Moment:
+def _backward(own: Sequence[ComponentMoments]) -> Moment:
     """While a component runs, what those after it in the chunk kept is free."""
     free, found = 0.0, Moment(0.0, 0.0)
     for part in reversed(own):
-        found = max(found, Moment(part.alive + part.whole - free - posted, part.whole))
+        found = max(found, Moment(part.alive + part.whole - free, part.whole))
         free += part.kept
     return found
 
 
-def _for_inputs(own: Sequence[ComponentMoments], chunks: Chunks, element_bytes: int, posted: float) -> Moment:
+def _for_inputs(own: Sequence[ComponentMoments], chunks: Chunks, element_bytes: int) -> Moment:
     """Nothing is free before the half for weights, but what components without parameters kept."""
     so_far, found = 0.0, Moment(0.0, 0.0)
     for part in reversed(own):
         waits = _waiting(part, chunks, element_bytes)
         if part.component.name not in chunks.for_weights:
-            found = max(found, Moment(so_far + max(part.alive, waits + part.gradients) + part.whole - posted, part.whole))
+            found = max(found, Moment(so_far + max(part.alive, waits + part.gradients) + part.whole, part.whole))
         so_far += waits
     return found
 

@@ -8,8 +8,8 @@ name who keeps it, a value that crosses to another rank, or is among no saved ac
 A recomputed component holds its inputs while a microbatch is in flight. The activations of its second forward live only
 until the end of its backward.
 
-The line `allocator`, an interval, holds the memory of the allocator and of libraries. Transfers that may have arrived
-early are an interval too. A rank fits if it does with every line at its p95, that is with a probability of 95%.
+The line `allocator`, an interval, holds the memory of the allocator and of libraries. A rank fits if it does with every line
+at its p95, that is with a probability of 95%.
 
 Leaves out: buckets that are whole during a first forward, where that is the fullest moment (ZeRO 3).
 """
@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 
-from parsim.costs.memory.chunks import ComponentMoments, Moment, fullest
+from parsim.costs.memory.chunks import Chunks, ComponentMoments, HeldMoment, Moment, fullest
 from parsim.costs.memory.records import ALONE, Again, Boundary, RankMemory, RankStep, Traffic, Weights
 from parsim.costs.memory.waiting import waiting_bytes
 from parsim.errors import CostError
@@ -34,7 +35,7 @@ from parsim.units import MIB
 FULL_BYTES = 4
 
 
-def optimizer_bytes(optimizer: str, precision: str, *, master_weights: bool) -> tuple[int, int]:
+def optimizer_bytes(optimizer: str, precision: str, *, master_weights: bool, ema: bool = False) -> tuple[int, int]:
     """Bytes per parameter of the optimizer: those that stay, and those an update takes for a while.
 
     With weights in half precision the state is as wide as the weights, or as wide as fp32 with master weights. Master weights
@@ -42,13 +43,14 @@ def optimizer_bytes(optimizer: str, precision: str, *, master_weights: bool) -> 
 
     Args:
         optimizer: a key of `OPTIMIZERS`. precision: such as "bf16". master_weights: keep fp32 copies of half-precision
-            weights.
+            weights. ema: keep a moving average of what the optimizer updates.
 
     Raises:
         ConfigError: an unknown optimizer.
     """
     row = OPTIMIZERS[optimizer]
-    state, temporary = row.state_bytes_per_element, row.temporary_bytes_per_element
+    state = row.state_bytes_per_element + (FULL_BYTES if ema else 0)
+    temporary = row.temporary_bytes_per_element
     width = number_format(precision).weight_bytes
     if width >= FULL_BYTES:
         return state, temporary
@@ -70,6 +72,7 @@ def rank_memory(
     optimizer: str,
     precision: str,
     master_weights: bool = True,
+    ema: bool = False,
     traffic: Traffic = ALONE,
 ) -> RankMemory:
     """Peak memory of a rank on a device.
@@ -79,6 +82,7 @@ def rank_memory(
         optimizer: a key of `OPTIMIZERS`. traffic: communicators and buffers of the rank.
         precision: decides which copies of the weights are kept.
         master_weights: with weights stored in half precision, the optimizer updates copies in fp32.
+        ema: moving averages of the weights are kept, in the line optimizer_state.
 
     Returns:
         Lines, bytes: parameters, casts (half-precision copies under autocast), gradients, unsharded (buckets while whole),
@@ -88,7 +92,7 @@ def rank_memory(
     Raises:
         ConfigError: unknown optimizer. CostError: samples or in_flight < 1, or samples by component without their boundary.
     """
-    state_bytes, temporary_bytes = optimizer_bytes(optimizer, precision, master_weights=master_weights)
+    state_bytes, temporary_bytes = optimizer_bytes(optimizer, precision, master_weights=master_weights, ema=ema)
     components = step.components
     samples = _samples_of(components, step.microbatch_samples)
     if min(samples.values(), default=1) < 1 or step.in_flight < 1:
@@ -102,23 +106,27 @@ def rank_memory(
         own + (0 if c.name in step.recomputed else copies[c.name]) + boundary.held_of.get(c.name, 0.0)
         for c, own in zip(components, saved, strict=True)
     ]
-    parts = _moments(components, samples, ends, boundary, again, weights)
+    parts = _moments(step, samples, ends, boundary, again, weights)
     alive, waiting = dict.fromkeys(samples, step.in_flight), 0.0
+    arriving, leaving = traffic.posted_bytes, 0.0
+    loaded = step.in_flight if step.loaded_microbatches is None else step.loaded_microbatches
+    inputs = loaded * boundary.loaded_bytes - min(step.in_flight, loaded) * boundary.loaded_saved_bytes
     if step.pipeline is None:
         peak = _fullest(parts, traffic.posted_bytes)
     else:
-        element_bytes = number_format(precision).element_bytes
-        base, waiting, peak = fullest(parts, step.pipeline, element_bytes, traffic.posted_bytes)
+        of_moment = partial(_loaded_bytes, boundary, step.pipeline)
+        base, waiting, peak = fullest(parts, step.pipeline, number_format(precision).element_bytes, of_moment)
+        inputs = of_moment(base)
         alive = {name: base.alive[step.pipeline.chunk_of[name]] for name in samples}
+        arriving, leaving = step.pipeline.arriving(base), step.pipeline.leaving(base)
     most = max(alive.values(), default=1)
     activations = sum(alive[c.name] * own for c, own in zip(components, saved, strict=True)) + waiting
     casts = sum(alive[name] * size for name, size in copies.items() if name not in step.recomputed)
     held = most * boundary.held_bytes
     if step.pipeline is not None:
-        held = sum(alive[name] * size for name, size in boundary.held_of.items())
-    loaded = most if step.loaded_microbatches is None else step.loaded_microbatches
-    inputs = loaded * boundary.loaded_bytes - min(most, loaded) * boundary.loaded_saved_bytes
-    update = temporary_bytes * weights.updated_elements - activations - casts - held
+        held = sum(alive[name] * size for name, size in boundary.held_of.items()) + leaving
+    beside_update = activations + casts + held + inputs + arriving  # all of it is gone by then
+    update = temporary_bytes * weights.updated_elements - beside_update
     unsharded = min(peak.whole_bytes, peak.size_bytes) if peak.size_bytes >= update else 0.0
     workspace = max(peak.size_bytes, update) - unsharded
     beside = device.allocator.bytes_beside(activations + casts + held + unsharded + workspace)
@@ -131,16 +139,23 @@ def rank_memory(
         "buffers": sum(component.buffer_bytes for component in components),
         "activations": activations,
         "boundary_values": held,
-        "receive_buffers": traffic.arriving_bytes + traffic.posted_bytes,
+        "receive_buffers": arriving,
         "inputs": inputs,
         "communication": _communication_bytes(traffic),
         "context": device.context_bytes,
         "workspace": workspace,
         "allocator": beside.median,
     }
-    certain = lines["receive_buffers"]
-    early = {"receive_buffers": (certain, certain + traffic.unsure_arriving_bytes)}
-    return _rounded(rank, device, lines, {**early, "allocator": (beside.p05, beside.p95)})
+    return _rounded(rank, device, lines, {"allocator": (beside.p05, beside.p95)})
+
+
+def _loaded_bytes(boundary: Boundary, chunks: Chunks, moment: HeldMoment) -> float:
+    """Of microbatches not yet read, and of those in flight what is no saved activation."""
+    total = 0.0
+    for name, (loaded, saved) in boundary.loaded_of.items():
+        chunk = chunks.chunk_of[name]
+        total += moment.unread[chunk] * loaded + moment.alive[chunk] * (loaded - saved)
+    return total
 
 
 def _rounded(
@@ -200,14 +215,16 @@ def _uniform_boundary(
     here = {component.name for component in components}
     made = {name for component in components for name in component.outputs}
     read = {name for component in components for name in component.inputs}
-    loaded = loaded_saved = 0
+    loaded: dict[str, tuple[float, float]] = {}
     held: dict[str, float] = {}
     for name in sorted(made | read):
         value = values[name]
         size = value.size_bytes(samples)
         if value.producer is None:
-            loaded += size
-            loaded_saved += size if value.savers == () or _counted(value, here) else 0
+            reader = next(c.name for c in components if name in c.inputs)
+            more = size if value.savers == () or _counted(value, here) else 0
+            before = loaded.get(reader, (0.0, 0.0))
+            loaded[reader] = before[0] + size, before[1] + more
         elif value.savers == ():
             continue  # let go once it is read, or sent
         elif value.savers:
@@ -220,8 +237,9 @@ def _uniform_boundary(
     return Boundary(
         held_bytes=sum(held.values()),
         held_of=held,
-        loaded_bytes=loaded,
-        loaded_saved_bytes=loaded_saved,
+        loaded_bytes=sum(size for size, _ in loaded.values()),
+        loaded_saved_bytes=sum(size for _, size in loaded.values()),
+        loaded_of=loaded,
         gradient_bytes={
             component.name: sum(values[name].size_bytes(samples) for name in component.outputs if values[name].differentiable)
             for component in components
@@ -236,7 +254,7 @@ def _counted(value: Value, here: Collection[str]) -> bool:
 
 
 def _moments(
-    components: Sequence[Component],
+    step: RankStep,
     samples: Mapping[str, int],
     saved: Sequence[float],
     boundary: Boundary,
@@ -247,8 +265,10 @@ def _moments(
     what it puts out, which have been converted by then.
     """
     found = []
-    for component, own in zip(components, saved, strict=True):
+    made_before = {} if step.pipeline is None else step.pipeline.made_before
+    for component, own in zip(step.components, saved, strict=True):
         name, number = component.name, samples[component.name]
+        made, made_back = made_before.get(name, (0.0, 0.0))
         forward = 0.0
         if name not in again:
             forward = boundary.waiting.values.get(name, 0.0) + _fullest_bytes(component.forward_peaks, number)
@@ -270,8 +290,8 @@ def _moments(
                 samples=number,
                 kept=own,
                 again=again[name].saved_bytes if name in again else 0.0,
-                forward=forward,
-                alive=alive + boundary.waiting.gradients.get(name, 0.0),
+                forward=forward + made,
+                alive=alive + boundary.waiting.gradients.get(name, 0.0) + made_back,
                 gradients=gradients,
                 whole=weights.unsharded.get(name, 0.0),
             )

@@ -108,6 +108,7 @@ class Boundary:
         waiting: values and gradients that are there for other components.
         wanted_bytes: the same as the component wants them, after conversions; by default they are the same.
         held_of: `held_bytes` by the first component here that keeps the value, or makes or reads it.
+        loaded_of: `loaded_bytes` and `loaded_saved_bytes` by the first component here that reads the value.
     """
 
     held_bytes: float
@@ -117,6 +118,7 @@ class Boundary:
     waiting: Waiting = field(default_factory=Waiting)
     held_of: Mapping[str, float] = field(default_factory=dict)
     wanted_bytes: Mapping[str, float] = field(default_factory=dict)
+    loaded_of: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +148,7 @@ class RankStep:
         microbatch_samples: samples of one microbatch on this rank; by component where they differ.
         in_flight: microbatches whose forward has run and whose backward has not, at the worst moment (gpipe: M; 1f1b:
             min(M, S - s); one stage: 1).
-        pipeline: what is held at every action, where that is more than one number; it goes before `in_flight`.
+        pipeline: what is held at every action of a pipeline; it goes before `in_flight`.
         gradients: that wait here for their makers, as `waiting_bytes` takes them.
         loaded_microbatches: how many microbatches of model inputs are on the device at once (None: those in flight).
         boundary: None where every component sees the same samples and values are handed on as they were made.
@@ -173,16 +175,13 @@ class Traffic:
     Attributes:
         communicators: process groups with collectives or transfers this rank takes part in; 0 for one rank alone.
         largest_message_bytes: the largest bucket or transfer; gloo keeps a scratch copy of it.
-        arriving_bytes: buffers of transfers that other ranks send, or will send, before they are wanted here.
-        unsure_arriving_bytes: what is there beside them if the others are as far ahead as the order allows.
-        posted_bytes: room for gradients that is there from the beginning of the step, and read by the first backwards.
+        posted_bytes: room for gradients that is there from the beginning of the step, and read by the first backwards, where
+            `RankStep.pipeline` does not say.
     """
 
     backend: str = "nccl"
     communicators: int = 0
     largest_message_bytes: int = 0
-    arriving_bytes: float = 0.0
-    unsure_arriving_bytes: float = 0.0
     posted_bytes: float = 0.0
 
 

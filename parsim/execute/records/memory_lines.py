@@ -39,8 +39,11 @@ class StepWatch:
     def loaded(self, tensor: Tensor) -> None:
         """A value of the batch is there."""
 
+    def receiving(self) -> None:
+        """Room for what other ranks send begins to be made, in this thread."""
+
     def received(self, tensor: Tensor) -> None:
-        """A buffer for what another rank sends is there, or what a conversion has made."""
+        """A buffer for what another rank sends is there, what a conversion has made, or a copy that is sent."""
 
     def resized(self, tensor: Tensor) -> None:
         """The parameters of a bucket are whole here, or no longer (ZeRO 3)."""
@@ -65,6 +68,9 @@ class LineWatch(StepWatch):
 
     def loaded(self, tensor: Tensor) -> None:
         self.live.track(tensor, "inputs")
+
+    def receiving(self) -> None:
+        self.live.line = "receive_buffers"
 
     def received(self, tensor: Tensor) -> None:
         self.live.track(tensor, "receive_buffers")

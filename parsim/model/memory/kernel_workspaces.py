@@ -20,11 +20,14 @@ GATES = 4
 LINE_BYTES = 64
 
 
-def lstm_workspace_arrays(length: int, batch: int, features: int, hidden: int, element_bytes: int = 4) -> tuple[int, ...]:
+def lstm_workspace_arrays(
+    length: int, batch: int, features: int, hidden: int, element_bytes: int = 4, cell_bytes: int = 4
+) -> tuple[int, ...]:
     """Bytes of the arrays in the workspace of one direction of one layer.
 
     Args:
         length: steps. batch: samples. features: of the input. hidden: of the state. element_bytes: of the input.
+        cell_bytes: of an element of the cells, which are as wide as the first ones; gradients are in fp32.
 
     Returns:
         Gates, hidden states, inputs of cells, cells, and the gradients of the last two and of the states.
@@ -35,7 +38,7 @@ def lstm_workspace_arrays(length: int, batch: int, features: int, hidden: int, e
         rows * _padded(GATES * hidden, element_bytes) * element_bytes,
         rows * _padded(hidden, element_bytes) * element_bytes,
         steps * _padded(widest, element_bytes) * element_bytes,
-        steps * hidden * 4,
+        steps * hidden * cell_bytes,
         steps * _padded(widest, 4) * 4,
         steps * _padded(widest, 4) * 4,
         steps * hidden * 4,
@@ -57,9 +60,10 @@ def paged_arrays(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
     """
     if func is not torch.ops.aten.mkldnn_rnn_layer.default or not args[15]:
         return ()
-    given, recurrent = args[0], args[2]
+    given, recurrent, cells = args[0], args[2], args[6]
     length, batch, features = given.shape
-    return lstm_workspace_arrays(length, batch, features, recurrent.shape[1], given.element_size())
+    sizes = given.element_size(), cells.element_size()
+    return lstm_workspace_arrays(length, batch, features, recurrent.shape[1], *sizes)
 
 
 def with_workspace(func: Any, args: tuple[Any, ...], result: Any) -> Any:
