@@ -92,6 +92,7 @@ def evaluate(
     samples: int = SAMPLES,
     reason: str = "",
     fold: bool | None = None,
+    run: SimulatedStep | None = None,
 ) -> Evaluation:
     """Simulate one step of `plan`.
 
@@ -100,6 +101,7 @@ def evaluate(
         samples: draws for the interval (0: the interval is the median). reason: why the plan was kept.
         fold: simulate interchangeable ranks once (`parsim.graph.fold`); None: with more than `MANY_RANKS` ranks, or with cp or
             ep. Not done if ranks share cores.
+        run: the step of this plan, where it was simulated already.
 
     The step time is the mean of `REPEATED_STEPS` steps in a row (`parsim.engines.steps`). If the profile holds the noise of
     single ranks, it is the mean of `NOISY_STEPS` steps with that noise, in which ranks wait for the slowest. Work of the host
@@ -109,7 +111,7 @@ def evaluate(
     Raises:
         PlanError: more ranks than devices, or a plan that does not match the model. CostError: a task without a price.
     """
-    run = simulated_step(problem, plan, fold=fold)
+    run = simulated_step(problem, plan, fold=fold) if run is None else run
     compiled, estimates, folding = run.compiled, run.estimates, run.folding
     columns, step_s = compiled.columns, run.step_s
     seconds = _seconds(estimates, columns, folding)

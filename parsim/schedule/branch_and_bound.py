@@ -15,11 +15,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
+from operator import itemgetter
 from typing import Any
 
 from parsim.errors import CostError, PlanError, ScheduleError
 from parsim.plans.plan import Plan
 from parsim.schedule.parts.node import Node
+from parsim.schedule.parts.usual import Allowance
 
 
 @dataclass
@@ -54,6 +56,18 @@ class Tally:
             "infeasible": dict(self.infeasible),
         }
 
+    def leave(self, parts: Iterable[tuple[float, int]], bar_s: float) -> None:
+        """Count the plans of parts that are not opened.
+
+        Args:
+            parts: bounds, and numbers of plans. bar_s: a plan whose bound is at or above this is not wanted.
+        """
+        for bound_s, size in parts:
+            if bound_s < bar_s:
+                self.untried += size
+            else:
+                self.slower += size
+
     def add(self, other: Tally) -> None:
         """Count the plans of another family too."""
         self.simulated += other.simulated
@@ -82,12 +96,13 @@ class Incumbents:
     """The steps of the best plans of a family so far, of which `wanted` are kept.
 
     Attributes: rival_s: of the best plan of other families. A family that no longer can be faster is left at a plan of which
-        its best is within `LOSERS_WITHIN`.
+        its best is within `LOSERS_WITHIN`. closest: the part that is closest to fitting, of those that are opened one by one.
     """
 
     wanted: int = 1
     steps_s: dict[Plan, float] = field(default_factory=dict)
     rival_s: float = float("inf")
+    closest: tuple[float, Node] | None = None
 
     @property
     def best_s(self) -> float:
@@ -112,13 +127,15 @@ def judged_best_first(
     incumbents: Incumbents,
     late: list[Node] | None = None,
     most: float = float("inf"),
+    spare: Allowance | None = None,
 ) -> tuple[list[JudgedPlan], Tally]:
     """All plans of a family that could be its best.
 
     Args:
         nodes: the family. excess_bytes: by how much a plan does not fit. judge: seconds of a plan's step.
         incumbents: the best so far, read and added to.
-        late: receives the parts that are put aside; None: none are. most: parts that are opened.
+        late: receives the parts that are put aside; None: none are. most: parts that are opened, once some plan fits.
+        spare: of a large problem, what may be spent: the parts come one by one, and none that does not fit is judged.
 
     Returns:
         Of plans that do not fit one is judged, the one closest to fitting, and only if none fits and `late` is given.
@@ -142,9 +159,14 @@ def judged_best_first(
     for node in nodes:
         push(node)
     taken = 0
-    while queue and queue[0][0] < incumbents.bar_s and taken < most:
+    while queue and queue[0][0] < incumbents.bar_s:
+        known = bool(incumbents.steps_s) or incumbents.rival_s < float("inf")
+        if (taken >= most and (known or spare is None)) or (spare is not None and not spare.lasts(known=known)):
+            break
         _, _, node = heapq.heappop(queue)
         taken += 1
+        if spare is not None:
+            spare.open(node.visits)
         try:
             missing = 0.0 if node.missing_bytes is None else node.missing_bytes()
             if missing:
@@ -164,6 +186,8 @@ def judged_best_first(
                 for other in others:
                     push(other, node.bound_s)
                 continue
+            if spare is not None:
+                spare.simulate(node.plan)
             step_s = judge(node.plan)
         except (PlanError, ScheduleError) as error:
             tally.infeasible[str(error)] += node.size
@@ -175,15 +199,22 @@ def judged_best_first(
         tally.simulated += 1
         judged.append(JudgedPlan(plan=node.plan, step_s=step_s))
         incumbents.steps_s[replace(node.plan, strategy="custom")] = step_s
-    rest = sum(node.size for _, _, node in queue)
-    if queue and queue[0][0] < incumbents.bar_s:
-        tally.untried = rest
-    else:
-        tally.slower = rest
-    if late is not None and not judged and closest is not None and not incumbents.steps_s:
-        plan = _first_plan(closest[1])
-        judged += [] if plan is None else [JudgedPlan(plan=plan, step_s=judge(plan), fits=False)]
+    tally.leave(((bound_s, node.size) for bound_s, _, node in queue), incumbents.bar_s)
+    if spare is not None:
+        incumbents.closest = min(filter(None, (closest, incumbents.closest)), key=itemgetter(0), default=None)
+    elif late is not None and not judged and closest is not None and not incumbents.steps_s:
+        judged += judged_misfit(closest[1], judge)
     return judged, tally
+
+
+def judged_misfit(node: Node, judge: Callable[[Plan], float]) -> list[JudgedPlan]:
+    """The first plan of a part of which none fits.
+
+    Args:
+        node: the part. judge: seconds of a plan's step.
+    """
+    plan = _first_plan(node)
+    return [] if plan is None else [JudgedPlan(plan=plan, step_s=judge(plan), fits=False)]
 
 
 def _first_plan(node: Node) -> Plan | None:

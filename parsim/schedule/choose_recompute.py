@@ -9,7 +9,7 @@ all sets are tried (`every_set_that_fits`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -19,6 +19,7 @@ from parsim.plans.recompute import BY_OPERATOR, FULL, NONE, SELECTIVE, Recompute
 from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.computation import prices_of
+from parsim.schedule.parts.usual import is_large
 from parsim.work import BY_OPERATOR_PART, Phase
 
 FEW_COMPONENTS = 6
@@ -35,10 +36,11 @@ def recomputed_to_fit(problem: PlanningProblem, plan: Plan) -> Plan | None:
         problem: model, cluster and batch. plan: of this model.
 
     Returns:
-        None if it does not fit with all of them recomputed. Raises CostError where a forward has no price.
+        None if it fits with none of the sets that are likely to hold least. Raises CostError where a forward has no price.
     """
-    everything = replace(plan, recompute=FULL)
-    if any(place_excess_bytes(problem, everything)):
+    fitting = (each for each in _holding_least(problem, plan) if not any(place_excess_bytes(problem, each)))
+    everything = next(fitting, None)
+    if everything is None:
         return None
     by_place = _most_worthwhile_first(problem, plan)
     too_few, enough = [-1] * len(by_place), [len(steps) for steps in by_place]
@@ -51,6 +53,22 @@ def recomputed_to_fit(problem: PlanningProblem, plan: Plan) -> Plan | None:
                 enough[place] = tried[place]
     least = _recomputing(plan, by_place, enough)
     return everything if any(place_excess_bytes(problem, least)) else least
+
+
+def _holding_least(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
+    """The plan with the sets of which one holds least: all components, all by operator, and all but those at either end.
+
+    A recomputed component keeps its inputs. The first one may so keep another copy of the batch, and the last ones logits that
+    nobody would keep.
+    """
+    yield replace(plan, recompute=FULL)
+    if any(component.selective is not None for component in problem.model.components):
+        yield replace(plan, recompute=SELECTIVE)
+    if not is_large(problem):
+        names = _backwards(problem, plan)
+        for some in (names[1:], names[:-2], names[1:-2]):
+            if some:
+                yield replace(plan, recompute=tuple(some))
 
 
 def every_set_that_fits(problem: PlanningProblem, plan: Plan) -> list[Plan]:

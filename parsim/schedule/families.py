@@ -74,10 +74,11 @@ def nodes_of(members: Members, some: list[Mesh]) -> list[Node]:
     for number, size in enumerate(sizes):
         found = _on_meshes(members, by_size[size], reasons)
         if found:
-            fewer = members.of_fewer_devices([by_size[fewer] for fewer in sizes[number + 1 :]], _on_meshes)
+            dividing = ([mesh for mesh in by_size[size] if members.divides(mesh)] for size in sizes[number + 1 :])
+            fewer = members.of_fewer_devices([some for some in dividing if some], _on_meshes)
             if not is_large(members.problem):
                 return found + fewer
-            if all(node.late for node in found):
+            if all(node.late for node in found) and not members.mixed:
                 found = [replace(node, late=False) for node in found]
             return found + [replace(node, late=True) for node in fewer]
     raise ScheduleError("; ".join(reasons) or f"{members.strategy} has no mesh of {members.problem.cluster.size} devices")

@@ -31,8 +31,9 @@ from parsim.schedule.cuts import Bounds
 from parsim.schedule.partition import least_round_s
 from parsim.schedule.parts.least import least_missing_bytes, least_seconds
 from parsim.schedule.parts.node import Node, PosedPlacement
+from parsim.schedule.parts.outlines import outlines
 from parsim.schedule.parts.refinements import every_choice, other_cuts
-from parsim.schedule.parts.usual import is_large, is_usual
+from parsim.schedule.parts.usual import is_large
 from parsim.schedule.space import (
     bucket_sizes,
     divisors,
@@ -44,6 +45,10 @@ from parsim.schedule.space import (
 )
 from parsim.schedule.stages import Cutting
 from parsim.schedule.tensor import best_placement, can_be_cut, limits_of, uniform_placements
+
+LOOKED_AT, CUT, BOUNDED, REMEMBERED, TRIED = 1, 2, 6, 4, 16
+"""What parts cost to open, in visits of all components: a root; the bound of a cut; those of its ZeRO stages; the memory of a
+plan; and of several plans."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,30 @@ class Members:
             )
         if mesh.tp > 1 and not self.mixed and not can_be_cut(self.problem, mesh.tp):
             raise ScheduleError(uncut_text(self.problem, mesh.tp))
+        if not is_large(self.problem):
+            return self._by_counts(mesh, orders(self.problem, mesh))
+        if self.mixed:
+            least_s = self.problem.remembered(DeviceSeconds).step_s(self.problem, mesh.size)
+            every = partial(self._by_counts, mesh, orders(self.problem, mesh))
+            return [Node(least_s, self._plans_on(mesh), every, late=True)]
+
+        def part(count: int, order: tuple[str, int], bound_s: float) -> Node:
+            missing = partial(least_missing_bytes, self.problem, mesh, count, (order,), mixed=False)
+            return Node(
+                bound_s, self._ways(mesh), self._opening(mesh, count, [order], bound_s), missing_bytes=missing, visits=LOOKED_AT
+            )
+
+        return outlines(
+            self.problem,
+            mesh,
+            self._ways(mesh),
+            placed=lambda count: next(iter(self._placed(mesh, count))),
+            part=part,
+            others=partial(self._by_counts, mesh),
+        )
+
+    def _by_counts(self, mesh: Mesh, every: Sequence[tuple[str, int]]) -> list[Node]:
+        """The parts with some pipeline orders."""
         found = []
         for count in microbatch_counts(self.problem, mesh):
             if self.mixed:
@@ -82,19 +111,17 @@ class Members:
                 found += every_choice(self.problem, self.strategy, mesh, count, least, self._ways(mesh), self._of_cut)
             if self.mixed and mesh.dp != (self.problem.constraints.dp or 1):
                 continue  # the tp axis makes replicas too
-            by_chunks: dict[tuple[bool, bool], list[tuple[str, int]]] = {}
-            for order in orders(self.problem, mesh):
-                usual = not is_large(self.problem) or is_usual(self.problem, mesh, order, mixed=self.mixed)
-                by_chunks.setdefault((self._outruns(order), usual), []).append(order)
+            by_chunks: dict[bool, list[tuple[str, int]]] = {}
+            for order in every:
+                by_chunks.setdefault(self._outruns(order), []).append(order)
             least, noise = least_seconds(self.problem, mesh, count, mixed=self.mixed), least_noise(self.problem, mesh.size)
-            for (several, usual), some in by_chunks.items():
+            for several, some in by_chunks.items():
                 bound = max(count * least.sum_s / mesh.pp, count * least.longest_s) * noise
                 if is_chain(self.problem) and not PIPELINE_ORDERS[some[0][0]].halves:
                     bound = max(bound, least.sum_s * noise)  # one microbatch alone
                 if not several:
                     bound = max(bound, least.sum_s / (1 - (1 - 1 / count) ** mesh.pp) * noise)
-                root = self._root(mesh, count, some, bound)
-                found.append(root if usual else replace(root, late=True))
+                found.append(self._root(mesh, count, some, bound))
         return found
 
     def of_fewer_devices(
@@ -126,9 +153,13 @@ class Members:
         bounds_s = [bounds.step_s(self.problem, some[0].size) for some in by_size]
         return [Node(bound_s, sizes[number], partial(of_size, number)) for number, bound_s in enumerate(bounds_s)]
 
+    def divides(self, mesh: Mesh) -> bool:
+        """Whether the batch divides over the replicas."""
+        return self.problem.global_batch % mesh.dp == 0
+
     def _plans_on(self, mesh: Mesh) -> int:
         """How many plans a mesh has, cuts into stages apart; 0 where it is impossible."""
-        if mesh.pp > len(self.problem.model.components) or self.problem.global_batch % mesh.dp:
+        if mesh.pp > len(self.problem.model.components) or not self.divides(mesh):
             return 0
         if mesh.tp > 1 and not self.mixed and not can_be_cut(self.problem, mesh.tp):
             return 0
@@ -170,7 +201,7 @@ class Members:
         def opened() -> list[Node]:
             found = []
             for cutting in self._cuttings(mesh, count, some):
-                found.append(Node(bound_s, self._ways(mesh), partial(self._of_cut, cutting)))
+                found.append(Node(bound_s, self._ways(mesh), partial(self._of_cut, cutting), visits=CUT))
                 found += other_cuts(cutting, self._ways(mesh), bound_s, self._of_cut)
             return found
 
@@ -262,15 +293,21 @@ class Members:
             return [Node(0.0, size, plan=plan, missing_bytes=lambda: missing)]
         bound_s = computation_bound_s(self.problem, plan)
         whole = None if bounds is not None else cutting
+        first = self._sizes[:1] if is_large(self.problem) else self._sizes
 
         def resized() -> list[Node]:
             sizes = other_bucket_sizes(self.problem, self.problem.layout(plan))
+            sizes = [*self._sizes[len(first) :], *sizes]
             return [self._counted(each, whole, bound_s) for each in self._of_ways(plan, sizes)] if sizes else []
 
         def in_order() -> list[Node]:
             least_s = max(bound_s, order_bound_s(self.problem, plan))
-            first = Node(least_s, size, lambda: [self._counted(each, whole, least_s) for each in self._of_ways(plan)])
-            return [first, Node(least_s, 0, resized, late=True)]
+            tried = size * len(first) // len(self._sizes) if size > 1 else size
+
+            def every_way() -> list[Node]:
+                return [self._counted(each, whole, least_s) for each in self._of_ways(plan, first)]
+
+            return [Node(least_s, tried, every_way, visits=BOUNDED), Node(least_s, size - tried, resized, late=True)]
 
         return in_order() if plan.mesh.pp == 1 else [Node(bound_s, size, in_order)]
 
@@ -315,7 +352,8 @@ class Members:
         over = floor_excess_bytes(self.problem, plan, recomputing=False) if plan.recompute == NONE else 0.0
         if over and not any(self._may_fit(plan, cutting)):
             return Node(0.0, 1, plan=plan, missing_bytes=lambda: over)
-        return Node(step_bound_s(self.problem, plan), 1, None, plan, lambda: self._instead(plan, cutting), over_bytes=over)
+        bound_s = step_bound_s(self.problem, plan)
+        return Node(bound_s, 1, None, plan, lambda: self._instead(plan, cutting), over_bytes=over, visits=REMEMBERED)
 
     def _may_fit(self, plan: Plan, cutting: Cutting | None) -> tuple[bool, bool]:
         """Whether the plan may fit with recomputation, and with its stages cut otherwise."""
@@ -335,15 +373,15 @@ class Members:
         def of(found: Plan | None) -> list[Node]:
             if found is None or found == plan:
                 return []
-            return [Node(step_bound_s(problem, found), 1, None, found)]
+            return [Node(step_bound_s(problem, found), 1, None, found, visits=REMEMBERED)]
 
         if other and cutting is not None:
             fitting = replace(cutting, zero_stage=plan.zero_stage, bucket_bytes=plan.bucket_bytes)
-            yield Node(bound_s, 1, lambda: of(fitting.fitting()))
+            yield Node(bound_s, 1, lambda: of(fitting.fitting()), visits=TRIED)
         if recomputed:
             floor = plan_floor(problem, plan)
             least_s = bound_s if floor is None else max(bound_s, floor.recomputing_bound_s(plan.zero_stage))
-            yield Node(least_s, 1, lambda: of(recomputed_to_fit(problem, plan)))
+            yield Node(least_s, 1, lambda: of(recomputed_to_fit(problem, plan)), visits=TRIED)
             if are_few(problem, plan):
 
                 def every_set() -> list[Node]:

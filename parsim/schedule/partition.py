@@ -58,7 +58,7 @@ def partition(
     return tuple(reversed(bounds))
 
 
-def least_round_s(seconds: Floats, stages: int, microbatches: int) -> float:
+def least_round_s(seconds: Floats, stages: int, microbatches: int, *, saved_s: float = 0.0) -> float:
     """A lower bound of the step of a pipeline, whatever the cut into stages: one stage per rank.
 
     With t_s the time of one microbatch on stage s, a step takes at least sum_{j < s} t_j + M t_s for every s: stage s can begin
@@ -68,19 +68,20 @@ def least_round_s(seconds: Floats, stages: int, microbatches: int) -> float:
 
     Args:
         seconds: float64 [n], forward and backward of one microbatch by component. stages: 1 to n. microbatches: M.
+        saved_s: what a cut may save at most, of both its sides together.
     """
     up_to = np.concatenate([[0.0], np.cumsum(seconds)])
     whole = float(up_to[-1])
 
     def reaches(bound_s: float) -> bool:
         taken = 0
-        for _ in range(stages):
-            before = float(up_to[taken])
-            room = before + (bound_s - before) / microbatches
+        for stage in range(stages):
+            before = max(0.0, float(up_to[taken]) - stage * saved_s)
+            room = float(up_to[taken]) + 2 * saved_s + (bound_s - before) / microbatches
             taken = int(np.searchsorted(up_to, room, side="right")) - 1
         return taken >= len(seconds)
 
-    low, high = whole * microbatches / stages, whole * microbatches
+    low, high = max(0.0, whole - (stages - 1) * saved_s) * microbatches / stages, whole * microbatches
     if reaches(low):
         return low
     while high - low > 1e-4 * high:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from parsim.analyze.bounds import busiest_resource_s
@@ -14,15 +15,16 @@ from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.recompute import AUTO, NONE, Recompute
-from parsim.predict.evaluate import SAMPLES, Evaluation, evaluate, simulated_step, with_interval
+from parsim.predict.evaluate import SAMPLES, Evaluation, SimulatedStep, evaluate, simulated_step, with_interval
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import PlanResult
 from parsim.registry import is_reference
-from parsim.schedule.branch_and_bound import Incumbents, JudgedPlan, Tally, judged_best_first
+from parsim.schedule.branch_and_bound import Incumbents, JudgedPlan, Tally, judged_best_first, judged_misfit
 from parsim.schedule.families import FAMILIES, Strategy, mixed_meshes, nodes_of
 from parsim.schedule.members import Members
 from parsim.schedule.parts.node import Node, PosedPlacement
-from parsim.schedule.parts.usual import most_late
+from parsim.schedule.parts.one_by_one import open_one_by_one
+from parsim.schedule.parts.usual import Allowance, allowance, is_large, most_late
 from parsim.units import format_bytes, format_seconds
 
 
@@ -93,47 +95,38 @@ def search(
     wanted = _known_names(strategies)
     families = {name: FAMILIES[name] for name in wanted if name != "adaptive"}
     posed: list[PosedPlacement] = []
-    steps, full = _Steps(problem), dict[Plan, Evaluation]()
-    judged: list[JudgedPlan] = []
+    full = dict[Plan, Evaluation]()
     skipped: dict[str, str] = {}
-    tally, late = Tally(), defaultdict[str, list[Node]](list)
     together = Incumbents(wanted=top or 1)
-
-    def opened(nodes: list[Node], incumbents: Incumbents, late: list[Node] | None = None) -> Tally:
-        found, counted = judged_best_first(
-            nodes,
-            excess_bytes=lambda plan: _excess_bytes(problem, plan),
-            judge=steps.of,
-            incumbents=incumbents,
-            late=late,
-            most=float("inf") if late is not None else most_late(problem),
-        )
-        judged.extend(found)
-        tally.add(counted)
-        return counted
-
+    opening = _Opening(problem)
+    parts: dict[str, list[Node]] = {}
+    owners: dict[str, Incumbents] = {}
     for name in wanted:
         if name != "single" and problem.cluster.size == 1:
             skipped[name] = "one device: there is nothing to distribute"
             continue
         members = Members(problem, name, mixed=name == "adaptive", placements=posed)
         try:
-            nodes = _nodes(members, None if name == "adaptive" else families[name])
+            parts[name] = _nodes(members, None if name == "adaptive" else families[name])
         except ScheduleError as error:
             skipped[name] = str(error)
             continue
         shared = name == "adaptive" or top is not None
-        own = together if shared else Incumbents(rival_s=together.best_s if mixes else float("inf"))
-        known = len(judged)
-        counted = opened(nodes, own, late[name])
-        if not mixes and top is None:
-            opened(late.pop(name), own)
-        if not shared:
-            together.steps_s.update(own.steps_s)
-        if counted.infeasible and len(judged) == known:
-            skipped[name] = most_frequent(counted.infeasible)
-    for parts in late.values():  # each family opens as many as it would alone, so adaptive is never slower than any of them
-        opened(parts, Incumbents(steps_s=together.steps_s))
+        owners[name] = together if shared else Incumbents(rival_s=together.best_s if mixes else float("inf"))
+        if opening.spare is None:
+            opening.early(name, parts[name], owners[name])
+            together.steps_s.update(owners[name].steps_s)
+    if opening.spare is not None:
+        opening.tally.add(open_one_by_one(parts, owners, together, opening.spare, opening.early, rivals=mixes))
+    # each family opens as many late parts as it would alone, so adaptive is never slower than any of them
+    for name, own in owners.items():
+        opening.later(name, own if not mixes and top is None else Incumbents(steps_s=together.steps_s))
+    for own in owners.values():
+        opening.misfit(own)
+    judged, steps, tally = opening.judged, opening.steps, opening.tally
+    found = {entry.plan.strategy for entry in judged}
+    for name in owners.keys() - found - ({"adaptive"} if found else set()):
+        skipped[name] = most_frequent(opening.impossible[name]) if opening.impossible[name] else NOT_TRIED
     if not judged:
         raise _nothing_to_choose(tally, skipped)
     skipped.pop("adaptive", None)  # its plan is then the best one of the families
@@ -143,7 +136,8 @@ def search(
         ranked = _distinct([_renamed(ranked[0], "adaptive"), *ranked[1:]] if best_mixes else ranked)
     elif best_mixes and ranked[0].plan.strategy != "adaptive":
         ranked = sorted([*ranked, _renamed(ranked[0], "adaptive")], key=_rank)
-    kept = [_evaluated(problem, entry.plan, full) for entry in (ranked[:top] if top is not None else _best_of_each(ranked))]
+    shown = ranked[:top] if top is not None else _best_of_each(ranked)
+    kept = [_evaluated(problem, entry.plan, full, steps) for entry in shown]
     candidates = tuple(_with_interval(problem, entry, kept[0], samples) for entry in kept)
     chosen = candidates[0] if candidates[0].result.fits else None
     if mixes and chosen is not None:
@@ -158,6 +152,12 @@ def search(
         tally=tally,
         placements=tuple(posed),
     )
+
+
+NOT_TRIED = "none of its plans that were tried fits; others were more promising, and not all plans of a large problem are tried"
+
+MOST_DRAWN, FEWEST_DRAWS = 2**25, 40
+"""Durations that are drawn for the interval of a plan that lost, and draws at least: those of large programs are fewer."""
 
 
 def most_frequent(reasons: Mapping[str, int], where: str = "") -> str:
@@ -232,11 +232,11 @@ def _result_named(entry: Evaluation, strategy: str) -> PlanResult:
     return replace(entry.result, plan=replace(entry.result.plan, strategy=strategy), strategy=strategy)
 
 
-def _evaluated(problem: PlanningProblem, plan: Plan, known: dict[Plan, Evaluation]) -> Evaluation:
+def _evaluated(problem: PlanningProblem, plan: Plan, known: dict[Plan, Evaluation], steps: _Steps) -> Evaluation:
     """The evaluation of a plan under its own strategy's name, made once per program."""
     program = replace(plan, strategy="custom")
     if program not in known:
-        known[program] = evaluate(problem, plan, samples=0, fold=True)
+        known[program] = evaluate(problem, plan, samples=0, fold=True, run=steps.simulated(program))
     return replace(known[program], result=_result_named(known[program], plan.strategy))
 
 
@@ -247,6 +247,11 @@ class _Steps:
     problem: PlanningProblem
     seconds: dict[Plan, float] = field(default_factory=dict)
     bounds_s: list[float] = field(default_factory=list)
+    runs: dict[str, dict[Plan, SimulatedStep]] = field(default_factory=dict)
+
+    def simulated(self, program: Plan) -> SimulatedStep | None:
+        """The simulation of a program, where it is kept."""
+        return next((own[program] for own in self.runs.values() if program in own), None)
 
     def of(self, plan: Plan) -> float:
         """Simulated once, whatever the strategy is called."""
@@ -254,8 +259,60 @@ class _Steps:
         if program not in self.seconds:
             run = simulated_step(self.problem, plan, fold=True)
             self.bounds_s.append(busiest_resource_s(run.compiled, medians_s(run.estimates)[run.compiled.columns.unit]))
+            if run.step_s < min((known.step_s for known in self.runs.get(plan.strategy, {}).values()), default=float("inf")):
+                self.runs[plan.strategy] = {program: run}  # of each family the fastest, which is to be evaluated
             self.seconds[program] = run.step_s
         return self.seconds[program]
+
+
+@dataclass
+class _Opening:
+    """Of one search: what was opened, and what became of it.
+
+    Attributes: late: by family the parts that are put aside. impossible: by family the reasons of impossible plans.
+        spare: what may be spent on a large problem.
+    """
+
+    problem: PlanningProblem
+    judged: list[JudgedPlan] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
+    late: defaultdict[str, list[Node]] = field(default_factory=lambda: defaultdict(list))
+    impossible: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+
+    @cached_property
+    def steps(self) -> _Steps:
+        return _Steps(self.problem)
+
+    @cached_property
+    def spare(self) -> Allowance | None:
+        return allowance(self.problem) if is_large(self.problem) else None
+
+    def early(self, name: str, nodes: list[Node], incumbents: Incumbents) -> None:
+        """Open parts of a family."""
+        self._open(name, nodes, incumbents, self.late[name], float("inf"))
+
+    def later(self, name: str, incumbents: Incumbents) -> None:
+        """Open the late parts of a family, as many as may be."""
+        self._open(name, self.late.pop(name, []), incumbents, None, most_late(self.problem))
+
+    def misfit(self, incumbents: Incumbents) -> None:
+        """Judge the plan of a family that is closest to fitting, where none of it fits."""
+        if incumbents.closest is not None and not incumbents.steps_s:
+            self.judged += judged_misfit(incumbents.closest[1], self.steps.of)
+
+    def _open(self, name: str, nodes: list[Node], incumbents: Incumbents, late: list[Node] | None, most: float) -> None:
+        found, counted = judged_best_first(
+            nodes,
+            excess_bytes=lambda plan: _excess_bytes(self.problem, plan),
+            judge=self.steps.of,
+            incumbents=incumbents,
+            late=late,
+            most=most,
+            spare=self.spare,
+        )
+        self.judged.extend(found)
+        self.tally.add(counted)
+        self.impossible[name].update(counted.infeasible)
 
 
 def _best_of_each(ranked: Sequence[JudgedPlan]) -> list[JudgedPlan]:
@@ -277,8 +334,13 @@ def _distinct(ranked: Sequence[JudgedPlan]) -> list[JudgedPlan]:
 
 
 def _with_interval(problem: PlanningProblem, entry: Evaluation, first: Evaluation, samples: int) -> Evaluation:
-    """With draws, and why the plan won or lost against the first of the ranking."""
-    return with_interval(problem, entry, samples=samples, reason=_reason(entry, first, problem.recompute))
+    """With draws, and why the plan won or lost against the first of the ranking.
+
+    A plan that lost gets fewer draws where its program is large.
+    """
+    large = entry is not first and entry.compiled is not first.compiled
+    most = max(FEWEST_DRAWS, MOST_DRAWN // max(1, entry.compiled.size)) if large else samples
+    return with_interval(problem, entry, samples=min(samples, most), reason=_reason(entry, first, problem.recompute))
 
 
 def _recomputed_text(plan: Plan) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from parsim.arrays import Floats
 from parsim.costs.costs import Costs
 from parsim.errors import ScheduleError
+from parsim.model.model import Model
 from parsim.plans.concurrent import concurrent_with
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, moments, rank_of_stage, stages_by_rank
@@ -28,6 +29,12 @@ from parsim.work import Phase, SendRecv
 
 TIGHTENINGS = 4
 """How often stages that do not fit after all (workspace, boundary values) are cut again with that much less memory."""
+
+MOST_PLACES = 1024
+"""Components beyond which stages are cut between repeated blocks alone."""
+
+LONGEST_BLOCK, MOSTLY = 64, 0.9
+"""Components of a repeated block at most, and the share of a model that blocks must be."""
 
 
 def balanced_plan(
@@ -111,10 +118,15 @@ class Cutting:
 
     def fastest(self) -> Plan:
         """The plan whose slowest stage is fastest, whatever memory it takes. Raises ScheduleError, PlanError, CostError."""
-        count = self.mesh.pp * self.chunks
-        if count == 1:
-            return self.plan(((0, len(self._costs.problem.model.components)),))
-        return self.plan(partition(len(self.problem.model.components), count, self._costs.seconds, self._costs.cuts_s()))
+        if self.mesh.pp * self.chunks == 1:
+            return self.plan(((0, len(self.problem.model.components)),))
+        return self._cut(self._costs.seconds)
+
+    def _cut(self, stage_s: Callable[[int], Floats]) -> Plan:
+        places = self._costs.places
+        crossing_s = self._costs.cuts_s()
+        cut = partition(len(places) - 1, self.mesh.pp * self.chunks, stage_s, [crossing_s[place] for place in places[:-1]])
+        return self.plan(tuple((places[first], places[last]) for first, last in cut))
 
     def placing(self, placements: Mapping[str, Placement]) -> Cutting:
         """The same with other placements, by component."""
@@ -124,7 +136,7 @@ class Cutting:
     def others(self) -> int:
         """How many cuts there are beside the fastest; 0 where they are too many to be listed."""
         count, components = self.mesh.pp * self.chunks, len(self.problem.model.components)
-        if count > components or not are_listed(components, count):
+        if count > components or not are_listed(components, count) or len(self._costs.places) <= components:
             return 0
         return count_cuts(components, count) - 1
 
@@ -146,7 +158,7 @@ class Cutting:
     def fitting(self) -> Plan | None:
         """The plan whose slowest stage is fastest among those whose stages fit; None where none was found."""
         tried = self.fastest()
-        count, components = self.mesh.pp * self.chunks, len(self.problem.model.components)
+        count = self.mesh.pp * self.chunks
         limits = self._costs.limits_bytes()
         with contextlib.suppress(ScheduleError):  # where no cut fits
             for _ in range(TIGHTENINGS):
@@ -156,7 +168,7 @@ class Cutting:
                 if count == 1:
                     return None
                 limits = [limit - 1.02 * over / self.chunks for limit, over in zip(limits, excess, strict=True)]
-                tried = self.plan(partition(components, count, partial(self._costs.fitting_s, limits), self._costs.cuts_s()))
+                tried = self._cut(partial(self._costs.fitting_s, limits))
             return None if any(_excess_bytes(self.problem, tried)) else tried
         return None
 
@@ -178,7 +190,8 @@ def _excess_bytes(problem: PlanningProblem, plan: Plan) -> list[float]:
 class _KnownStages:
     """Of one problem, by mesh and samples: seconds of all runs of components (by placements too), and of transfers."""
 
-    seconds: dict[tuple[Mesh, int, tuple[tuple[str, Placement], ...]], dict[str, Floats]] = field(default_factory=dict)
+    seconds: dict[tuple[Mesh, int, tuple[tuple[str, Placement], ...], int], dict[str, Floats]] = field(default_factory=dict)
+    places: tuple[int, ...] = ()
     cuts_s: dict[tuple[Mesh, int], list[float]] = field(default_factory=dict)
 
 
@@ -206,7 +219,7 @@ class _StageCosts:
     @cached_property
     def _seconds(self) -> dict[str, Floats]:
         """Per device kind: forward and backward of one microbatch of components first..last-1, at [last, first]."""
-        key = self.mesh, self.samples, tuple(self.placements.items())
+        key = self.mesh, self.samples, tuple(self.placements.items()), len(self.places)
         if key not in self._known.seconds:
             self._known.seconds[key] = self._found_seconds()
         return self._known.seconds[key]
@@ -225,8 +238,18 @@ class _StageCosts:
                         for component, placement in chosen
                     ]
                 )
-                totals[kind] = np.where(_some_components(len(chosen)), sums_between(running), INFINITE)
+                totals[kind] = np.where(
+                    _some_components(len(self.places) - 1), sums_between(running[list(self.places)]), INFINITE
+                )
         return totals
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where stages may begin and end, ascending, 0 and the number of components included."""
+        if not self._known.places:
+            self._known.places = cut_places(self.problem.model)
+        enough = len(self._known.places) > self.mesh.pp * self.chunks
+        return self._known.places if enough else tuple(range(len(self.problem.model.components) + 1))
 
     @cached_property
     def _kinds(self) -> list[set[str]]:
@@ -287,7 +310,7 @@ class _StageCosts:
 
     def fitting_s(self, limits_bytes: Sequence[float], stage: int) -> Floats:
         """As `seconds`, infinite where the stage would hold more than its limit."""
-        kept, per_microbatch = (sums_between(up_to) for up_to in self._up_to_bytes)
+        kept, per_microbatch = (sums_between(up_to[list(self.places)]) for up_to in self._up_to_bytes)
         pp = self.mesh.pp
         place = rank_of_stage(self.order, pp, self.chunks)[stage]
         chunk = stages_by_rank(self.order, pp, self.chunks)[place].index(stage)
@@ -312,6 +335,25 @@ class _StageCosts:
                 known[size_bytes] = self._costs.estimate(work, 0, beside).median_s
             found.append(known[size_bytes])
         return found
+
+
+def cut_places(model: Model) -> tuple[int, ...]:
+    """Where stages may begin and end, ascending: anywhere, but in models of many components between repeated blocks alone.
+
+    Args:
+        model: whose repeated blocks are found by what their components do.
+    """
+    prints = [component.fingerprint for component in model.components]
+    count = len(prints)
+    if count <= MOST_PLACES:
+        return tuple(range(count + 1))
+    for period in range(1, LONGEST_BLOCK + 1):
+        alike = [one == two for one, two in zip(prints, prints[period:], strict=False)]
+        if sum(alike) >= MOSTLY * count:
+            first = alike.index(True)
+            last = count - alike[::-1].index(True)
+            return tuple(sorted({*range(first), *range(first, last, period), *range(last, count + 1)}))
+    return tuple(range(count + 1))
 
 
 def _some_components(count: int) -> NDArray[np.bool_]:

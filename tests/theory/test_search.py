@@ -12,10 +12,13 @@ from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.device import Device
 from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
+from parsim.model.presets import load_preset
 from parsim.model.spec import ModelSpec
+from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, check_plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.by_hand import custom_plan
 from parsim.schedule.choose_recompute import recomputed_to_fit
 from parsim.schedule.families import FAMILIES
 from parsim.schedule.search import most_frequent, search
@@ -234,3 +237,23 @@ def test_of_many_reasons_the_most_frequent_one_is_told() -> None:
     assert most_frequent({"one": 2}) == "one"
     assert most_frequent({"one": 2, "two": 5}, " in --json") == "two; 1 more reason in --json"
     assert most_frequent({"one": 2, "two": 5, "three": 1}) == "two; 2 more reasons"
+
+
+def test_a_plan_that_fits_with_all_but_one_component_recomputed_is_found() -> None:
+    """The first component of VGG-16 keeps another copy of the batch if it is recomputed, which is more than it saves."""
+    model = load_preset("vgg16", "block")
+
+    def asked(memory_bytes: int) -> PlanningProblem:
+        machine = cluster(1, memory_bytes=memory_bytes)
+        return PlanningProblem(model=model, cluster=machine, global_batch=64, precision="amp_fp16", optimizer="adam")
+
+    ample = asked(2**40)
+    plan = custom_plan(ample, Mesh())
+    everything = max(entry.high_bytes for entry in ample.memory(replace(plan, recompute="full")))
+    rest = tuple(component.name for component in model.components[1:])
+    less = max(entry.high_bytes for entry in ample.memory(replace(plan, recompute=rest)))
+    assert less < everything
+    tight = asked(round((less + everything) / 2))
+    found = recomputed_to_fit(tight, plan)
+    assert found is not None
+    assert all(entry.fits for entry in tight.memory(found))

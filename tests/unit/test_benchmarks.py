@@ -15,6 +15,7 @@ SAYS = {
     "bench_scale": "Lowering every rank",
     "bench_sweep": "searched, half dp",
     "bench_search": "plans considered",
+    "bench_large_search": "not tried",
     "bench_virtual": "exponential",
 }
 """Per benchmark something of the last thing it prints."""

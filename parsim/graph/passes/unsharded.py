@@ -68,22 +68,29 @@ class Window(NamedTuple):
 def uses_of(layout: PlanIndex, place: int, microbatches: int | None = None) -> tuple[Use, ...]:
     """All computations at a place on the pp axis, in order; of so many microbatches, where a number is given."""
     plan = layout.plan
-    return tuple(
-        Use(phase, name, action.microbatch)
-        for action in pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, microbatches or plan.microbatches, plan.chunks)
-        for phase, name in computations(layout, action.stage, action.phase)
-    )
+    known: dict[tuple[int, Phase], list[tuple[Phase, str]]] = {}
+    found: list[Use] = []
+    for action in pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, microbatches or plan.microbatches, plan.chunks):
+        key = action.stage, action.phase
+        if key not in known:
+            known[key] = list(computations(layout, *key))
+        found += [Use(phase, name, action.microbatch) for phase, name in known[key]]
+    return tuple(found)
 
 
 def gradient_windows(layout: PlanIndex, uses: Sequence[Use]) -> list[Window]:
     """When gradients are whole, by the order in which they are complete."""
     spans: dict[tuple[int, int], tuple[Bucket, int, int]] = {}
-    for number, use in enumerate(uses):
-        if use.phase is layout.weight_phase(use.component):
-            for bucket in layout.unsharded_buckets(use.component):
-                key = (bucket.number, use.microbatch)
-                first = spans[key][1] if key in spans else number
-                spans[key] = (bucket, first, number)
+    known: dict[str, tuple[Phase, tuple[Bucket, ...]]] = {}
+    for number, (phase, name, microbatch) in enumerate(uses):
+        if name not in known:
+            known[name] = layout.weight_phase(name), layout.unsharded_buckets(name)
+        own, buckets = known[name]
+        if phase is own:
+            for bucket in buckets:
+                key = (bucket.number, microbatch)
+                span = spans.get(key)
+                spans[key] = (bucket, number if span is None else span[1], number)
     ends: dict[tuple[int, ...], list[int]] = {}
     begins: dict[tuple[int, ...], list[int]] = {}
     for bucket, first, last in spans.values():
@@ -117,16 +124,20 @@ def parameter_windows(layout: PlanIndex, uses: Sequence[Use]) -> list[Window]:
             bucket, ahead, first = whole.pop(number)
             windows.append(Window(bucket, True, ahead, first, last, last))
 
+    known: dict[str, tuple[dict[int, Bucket], frozenset[int]]] = {}
     for number, use in enumerate(uses):
-        buckets = {bucket.number: bucket for bucket in layout.unsharded_buckets(use.component)}
+        if use.component not in known:
+            own = {bucket.number: bucket for bucket in layout.unsharded_buckets(use.component)}
+            known[use.component] = own, frozenset(own)
+        buckets, numbers = known[use.component]
         if not buckets:
             continue
-        if needed != buckets.keys():
-            release(needed - buckets.keys(), current)
-            for entering in buckets.keys() - needed:
+        if needed != numbers:
+            release(needed - numbers, current)
+            for entering in numbers - needed:
                 ahead = before + 1 if use.phase is Phase.FORWARD or layout.plan.backward_prefetch else number
                 whole[entering] = (buckets[entering], ahead, number)
-            before, needed = current, frozenset(buckets)
+            before, needed = current, numbers
         current = number
     release(needed, current)
     return sorted(windows, key=lambda window: window.place)
@@ -171,9 +182,9 @@ def _add_collective(draft: Draft, layout: PlanIndex, uses: Sequence[Use], window
 
 def _latest(layout: PlanIndex, uses: Sequence[Use], rank: int, ahead: int) -> list[TaskKey]:
     """The last thing the rank computes before use `ahead`, if anything."""
-    for use in reversed(uses[:ahead]):
-        if layout.runs_on(rank, use.component):
-            return [use.key(rank)]
+    for number in range(ahead - 1, -1, -1):
+        if layout.runs_on(rank, uses[number].component):
+            return [uses[number].key(rank)]
     return []
 
 

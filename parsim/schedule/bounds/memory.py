@@ -168,6 +168,7 @@ class _Least:
     saved: dict[tuple[str, tuple[Placement, ...], int, int], tuple[float, float]] = field(default_factory=dict)
     floors: dict[tuple[tuple[tuple[Placement, ...], ...], Mesh, int], MemoryFloor] = field(default_factory=dict)
     rates: Floats | None = None
+    kinds: dict[tuple[int, tuple[Placement, ...]], list[tuple[int, Component, Placement, _Parts]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -245,6 +246,49 @@ def _weight_parts(problem: PlanningProblem, tp: int, component: Component, place
         for number, size in enumerate((state_bytes * held.elements, held.size_bytes, held.size_bytes)):
             sizes[number] += holders * size
     return _Parts(whole, tuple((ranks, (state, gradients, own)) for ranks, (state, gradients, own) in divided.items()))
+
+
+class HeldTotals(NamedTuple):
+    """Bytes of the mean tp rank that holds the whole model.
+
+    Attributes: weights: by ZeRO stage. parameters: trainable ones alone. saved: of one microbatch. kept: likewise, whatever is
+        recomputed.
+    """
+
+    weights: tuple[float, ...]
+    parameters: float
+    saved: float
+    kept: float
+
+
+def held_totals(problem: PlanningProblem, mesh: Mesh, samples: int, placed: Sequence[Placement]) -> HeldTotals:
+    """What the components hold together, each kind worked out once.
+
+    Args:
+        problem: model, cluster and batch. mesh: of the plans. samples: of one replica's microbatch. placed: by component.
+    """
+    known = problem.remembered(_Least)
+    key = (mesh.tp, tuple(placed))
+    if key not in known.kinds:
+        kinds: dict[tuple[str, Placement], tuple[Component, int]] = {}
+        for component, placement in zip(_untied(problem), placed, strict=True):
+            first, number = kinds.get((component.fingerprint, placement), (component, 0))
+            kinds[component.fingerprint, placement] = first, number + 1
+        known.kinds[key] = [
+            (number, component, placement, _weight_parts(problem, mesh.tp, component, placement))
+            for (_, placement), (component, number) in kinds.items()
+        ]
+    every = known.kinds[key]
+    saved = sum(
+        number * _saved_bytes(problem, mesh, samples, component, placement) / (mesh.tp if placement.kind == "place" else 1)
+        for number, component, placement, _ in every
+    )
+    return HeldTotals(
+        weights=tuple(sum(number * parts.bytes_at(stage, mesh.copies) for number, *_, parts in every) for stage in ZERO_STAGES),
+        parameters=sum(number * sizes[2] for number, *_, parts in every for _, sizes in parts.divided),
+        saved=saved,
+        kept=saved if problem.recompute == NONE else float(_always_kept(problem, mesh, samples).sum()),
+    )
 
 
 def _least_saved(problem: PlanningProblem, mesh: Mesh, samples: int, options: Options) -> list[tuple[float, float]]:

@@ -8,7 +8,8 @@ F and B the computation of one microbatch on a place of the pp axis (a block), c
               backward of p a gradient still goes back to place 0 (D): E + M * (F + B) + D, then the last buckets of place 0;
               nor can its backwards begin before one microbatch has come to the loss and back (L): L + M * B + D
     order     the last block of place 0 by the order of all blocks (`parsim.schedule.bounds.order`), then its last buckets
-    sending   all collectives on the stream of the gradients, which takes one at a time
+    sending   all collectives on the stream of the gradients, which takes one at a time; with ZeRO 3 also what waits for
+              parameters that are gathered late (`parsim.schedule.bounds.gathering`)
 
 The bound is the largest of these over the places. All prices are those of the simulation.
 
@@ -31,6 +32,7 @@ from parsim.plans.plan import Plan
 from parsim.predict.evaluate import NOISY_STEPS, SEED
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.computation import PlaceWork, computation_of, order_s
+from parsim.schedule.bounds.gathering import gathered_s
 from parsim.work import OptimizerStep, Work
 
 ROUNDING = 1 - 1e-9
@@ -122,7 +124,7 @@ def _place_end_s(problem: PlanningProblem, layout: PlanIndex, place: int, work: 
     def seconds(of: Work) -> float:
         return problem.price([(of, rank)], mesh)[0].median_s
 
-    sending, gathering, late = 0.0, 0.0, []
+    sending, gathering, done, late = 0.0, 0.0, work.busy_s, []
     for bucket in layout.rank_buckets(rank):
         if len(bucket.group) == 1:
             continue
@@ -133,8 +135,10 @@ def _place_end_s(problem: PlanningProblem, layout: PlanIndex, place: int, work: 
             gathering += seconds(gathering_work(bucket))
         late.append((_remaining(work, layout.completes(bucket, place)), summed))
     if layout.plan.zero_stage >= 3:
-        sending += microbatches * _gathered_s(problem, layout, place, rank)
-    done, queued = work.busy_s, 0.0
+        gathered, waiting = gathered_s(problem, layout, place, rank)
+        sending += microbatches * gathered
+        done = max(done, microbatches * waiting)
+    queued = 0.0
     for remaining, summed in sorted(late):
         queued += summed
         done = max(done, work.busy_s - remaining + queued)
@@ -169,22 +173,3 @@ def _update_s(problem: PlanningProblem, layout: PlanIndex, rank: int) -> float:
     if not tensors:
         return 0.0
     return problem.price([(OptimizerStep(elements=elements, tensors=tensors), rank)], layout.plan.mesh)[0].median_s
-
-
-def _gathered_s(problem: PlanningProblem, layout: PlanIndex, place: int, rank: int) -> float:
-    """ZeRO 3: the parameters gathered for one microbatch, without those that are whole from the block before."""
-    total = 0.0
-    for chunk in layout.plan.place_stages(place):
-        names = [name for name in layout.plan.stages[chunk].components if layout.runs_on(rank, name)]
-        backward = [name for name in reversed(names) if name in layout.differentiable]
-        for block in (names, backward):
-            needed: dict[int, None] | None = None
-            for name in block:
-                buckets = {bucket.number: bucket for bucket in layout.unsharded_buckets(name) if rank in bucket.group}
-                if not buckets:
-                    continue
-                for number, bucket in buckets.items():
-                    if needed is not None and number not in needed:
-                        total += problem.price([(gathering_work(bucket), rank)], layout.plan.mesh)[0].median_s
-                needed = dict.fromkeys(buckets)
-    return total

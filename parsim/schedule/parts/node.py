@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
@@ -21,6 +21,8 @@ class Node:
         missing_bytes: by how much none of its plans can fit; 0 where some might. None: not known.
         over_bytes: by how much the single plan is known not to fit; 0 where it might.
         late: to be opened once the best plan of all other parts is known, and only if it may be faster than that one.
+        promise_s: what its best plan is likely to take; it decides nothing but the order of the parts of large problems.
+        visits: what opening it costs, in visits of all components (`parsim.schedule.parts.usual.Allowance`).
     """
 
     bound_s: float
@@ -31,6 +33,12 @@ class Node:
     missing_bytes: Callable[[], float] | None = None
     over_bytes: float = 0.0
     late: bool = False
+    promise_s: float = float("inf")
+    visits: int = 1
+
+    def promising(self, promise_s: float) -> Node:
+        """The same with an estimate."""
+        return replace(self, promise_s=promise_s)
 
 
 @dataclass(frozen=True, kw_only=True)

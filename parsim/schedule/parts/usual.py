@@ -1,12 +1,16 @@
-"""Of large problems, the parts that are opened first: what people choose, on all devices.
+"""Of large problems, the parts that are opened first: what people choose, on all devices, the most promising first.
 
-The other parts are opened last, as far as their bounds are below the best plan and `most_late` allows. The answer counts what
-is left then as "not tried". Problems that are not large are searched without this.
+Every usual part has an estimate beside its bound (`parsim.schedule.parts.estimate`). They are opened in the order of the
+estimates, as far as their bounds are below the best plan and the search's allowance lasts. All other parts follow. The answer
+counts what is left then as "not tried". Problems that are not large are searched without this.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan
 from parsim.predict.planning_problem import PlanningProblem
 
 LARGE = 4096
@@ -20,6 +24,51 @@ MOST_LATE = 2000
 
 FEWEST_LATE = 20
 """The same of the largest problems, whose parts cost more to open."""
+
+MOST_VISITS = 90_000
+"""Components that a search of a large problem visits, about 10 CPU-seconds. What a part costs its `Node.visits` says."""
+
+MICROBATCHES_PER_VISIT = 20
+"""A simulation takes as long as visiting its components once for so many microbatches, and once beside."""
+
+MOST_MISSES = 10
+"""So many times the allowance may be spent until any plan fits."""
+
+
+@dataclass
+class Allowance:
+    """What a search may still spend: visits of components. It knows no clock, so one question has one answer.
+
+    Attributes: components: of the model. left: visits.
+    """
+
+    components: int
+    left: float
+
+    def lasts(self, *, known: bool) -> bool:
+        """Whether another part may be opened.
+
+        Args:
+            known: whether a plan is known that fits. Without one the search goes on for longer.
+        """
+        return self.left > (0 if known else -MOST_MISSES * MOST_VISITS)
+
+    def open(self, visits: int) -> None:
+        """A part was opened that costs so many visits of all components."""
+        self.left -= visits * self.components
+
+    def simulate(self, plan: Plan) -> None:
+        """A plan was simulated."""
+        self.left -= self.components * (1 + plan.microbatches / MICROBATCHES_PER_VISIT)
+
+
+def allowance(problem: PlanningProblem) -> Allowance:
+    """What a search of the problem may spend.
+
+    Args:
+        problem: model and cluster.
+    """
+    return Allowance(len(problem.model.components), float(MOST_VISITS))
 
 
 def is_large(problem: PlanningProblem) -> bool:
@@ -40,18 +89,17 @@ def most_late(problem: PlanningProblem) -> int:
     return max(FEWEST_LATE, int(MOST_LATE * min(1.0, LARGE / _size(problem)) ** 2))
 
 
-def is_usual(problem: PlanningProblem, mesh: Mesh, order: tuple[str, int], *, mixed: bool) -> bool:
+def is_usual(problem: PlanningProblem, mesh: Mesh, order: tuple[str, int]) -> bool:
     """Whether a part of a large problem is opened first.
 
     Args:
         problem: model, cluster and constraints. mesh, order: of its plans; the order with its stages per rank.
-        mixed: whether every component has a placement of its own.
     """
     asked = problem.constraints
     in_node = _devices_per_node(problem)
     within = asked.tp is not None or in_node % mesh.tp == 0
     ordered = asked.pipeline_order is not None or asked.chunks is not None or mesh.pp == 1 or order in USUAL_ORDERS
-    return within and ordered and not mixed
+    return within and ordered
 
 
 def _size(problem: PlanningProblem) -> int:

@@ -268,8 +268,14 @@ def _verdict(document: dict[str, Any]) -> str:
     chosen = document["chosen"]
     if chosen is None:
         nearest = min(document["candidates"], key=lambda candidate: max(candidate["peak_memory_bytes"]))
+        untried = document.get("considered", {}).get("not_tried", 0)
+        none = (
+            f"No plan that was tried fits, and {untried} were not tried: give plan.mesh or plan.microbatches to search fewer"
+            if untried
+            else "No plan fits"
+        )
         return (
-            f"No plan fits. The nearest is {nearest['plan_summary']}: devices of "
+            f"{none}. The nearest is {nearest['plan_summary']}: devices of "
             f"{format_bytes(max(nearest['peak_memory_bytes']))} would do; or use more devices or a smaller batch. "
             f"{considered_text(document)}"
         )

@@ -1,0 +1,87 @@
+"""ZeRO 3: what a place on the pp axis waits for at least, because parameters are gathered at most one lot ahead.
+
+A lot is what runs on the same gathered parameters. Those of a lot are gathered from the end of the lot before the previous one
+on (`parsim.graph.passes.unsharded`), in a backward without prefetch from the end of the previous one on. So lots that compute
+little leave the gathers of the next ones uncovered.
+
+Leaves out: the first two lots of a block, which may be gathered before it begins; conversions; sums of gradients, which share
+the stream.
+"""
+
+from __future__ import annotations
+
+from parsim.graph.passes.gradients import gathering_work
+from parsim.graph.plan_index import PlanIndex
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.bounds.computation import prices_of
+from parsim.work import BY_OPERATOR_PART, Phase
+
+
+def gathered_s(problem: PlanningProblem, layout: PlanIndex, place: int, rank: int) -> tuple[float, float]:
+    """Of one microbatch: seconds of all gathers, and of computation that waits for them.
+
+    Args:
+        problem: model, cluster and batch. layout: of a plan with ZeRO 3. place: on the pp axis. rank: the first one there.
+
+    Returns:
+        Without the gathers of what is whole from the block before. The second is 0 where backwards run in halves, or
+        recomputed components in segments.
+    """
+    total = waiting = 0.0
+    plain = not layout.plan.segments and not any(map(layout.is_halved, layout.plan.components))
+    for chunk in layout.plan.place_stages(place):
+        names = [name for name in layout.plan.stages[chunk].components if layout.runs_on(rank, name)]
+        backward = [name for name in reversed(names) if name in layout.differentiable]
+        for block, phase in ((names, Phase.FORWARD), (backward, Phase.BACKWARD)):
+            lots = _lots(problem, layout, rank, block, phase)
+            total += sum(gathered for gathered, *_ in lots)
+            waiting += _block_s(lots, ahead=phase is Phase.FORWARD or layout.plan.backward_prefetch) if plain else 0.0
+    return total, waiting
+
+
+def _lots(
+    problem: PlanningProblem, layout: PlanIndex, rank: int, names: list[str], phase: Phase
+) -> list[tuple[float, float, float]]:
+    """Of a block's lots: seconds of the gathers that one begins with (none of the first), of computation before it that needs
+    no parameters, and of its own."""
+    lots: list[tuple[float, float, float]] = []
+    needed: dict[int, None] | None = None
+    between = 0.0
+    for name in names:
+        buckets = {bucket.number: bucket for bucket in layout.unsharded_buckets(name) if rank in bucket.group}
+        own = _compute_s(problem, layout, rank, name, phase)
+        if not buckets:
+            between += own
+            continue
+        if needed is None or needed.keys() != buckets.keys():
+            entering = [bucket for number, bucket in buckets.items() if needed is not None and number not in needed]
+            gathering = sum(
+                problem.price([(gathering_work(bucket), rank)], layout.plan.mesh)[0].median_s for bucket in entering
+            )
+            lots.append((gathering, between, own))
+        else:
+            gathering, before, others = lots[-1]
+            lots[-1] = (gathering, before, others + between + own)
+        needed, between = dict.fromkeys(buckets), 0.0
+    return lots
+
+
+def _block_s(lots: list[tuple[float, float, float]], *, ahead: bool) -> float:
+    """When a block's last lot ends, after the block has begun."""
+    ends: list[float] = []
+    for number, (gathering, between, own) in enumerate(lots):
+        ready = (ends[-1] if ends else 0.0) + between
+        if number >= 2:
+            ready = max(ready, (ends[-2] if ahead else ends[-1]) + gathering)
+        ends.append(ready + own)
+    return ends[-1] if ends else 0.0
+
+
+def _compute_s(problem: PlanningProblem, layout: PlanIndex, rank: int, name: str, phase: Phase) -> float:
+    """Of a forward, or of a backward with what runs again."""
+    prices, component, placement = prices_of(problem, layout.plan), problem.model.component(name), layout.placement[name]
+    again = 0.0
+    if phase is Phase.BACKWARD and layout.recomputes(name):
+        part = BY_OPERATOR_PART if layout.recomputes_by_operator(name) else ""
+        again = prices.compute_on_s(component, placement, Phase.RECOMPUTE, rank, part)
+    return again + prices.compute_on_s(component, placement, phase, rank)

@@ -1,0 +1,141 @@
+"""What the best plan of an outline is likely to take: how the parts of a large problem are put in order. It proves nothing.
+
+An outline is a mesh, a number of microbatches and a pipeline order. Its stages are taken as equal. The estimate adds the fill
+and drain of the pipeline, the forwards that must run again to fit, the sums of gradients and, with ZeRO, gathered parameters.
+
+Leaves out: workspace and buffers, unequal stages, tied parameters, replicas that a tp axis makes of what is not cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from parsim.plans.mesh import Mesh
+from parsim.plans.placement import BATCH, Placement
+from parsim.plans.plan import ZERO_STAGES
+from parsim.plans.recompute import AUTO
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.bounds.chain import ChainSeconds
+from parsim.schedule.bounds.memory import HeldTotals, held_totals
+from parsim.schedule.stages import crossing_bytes
+from parsim.work import Collective, OptimizerStep, SendRecv, Work
+
+INFINITE = float("inf")
+
+USED = 0.94
+"""Of a device's memory, the share that weights and activations are counted on to have."""
+
+UNCOVERED = 0.85
+"""Of the gathers and sums of ZeRO 3, the share that nothing covers where norms are components: they run too shortly."""
+
+
+@dataclass
+class _Known:
+    """Of one problem: bytes that cross the middle of the model per microbatch of one sample."""
+
+    middle: dict[int, int] = field(default_factory=dict)
+
+
+def estimated_s(
+    problem: PlanningProblem,
+    mesh: Mesh,
+    count: int,
+    order: tuple[str, int],
+    placements: Mapping[str, Placement],
+    chain: ChainSeconds,
+) -> float:
+    """Seconds of a step of the best plan; infinite where none is likely to fit.
+
+    Args:
+        problem: model, cluster and batch. mesh, order: of the outline; the order with its stages per rank. count: microbatches.
+        placements: by component; what is left out is batch-sharded. chain: seconds of one microbatch.
+    """
+    samples = problem.global_batch // (mesh.dp * count)
+    placed = [placements.get(component.name, BATCH) for component in problem.model.components]
+    held = held_totals(problem, mesh, samples, placed)
+    forward_s, backward_s = float(chain.forward_s.sum()), float(chain.backward_s.sum())
+    rounds = count + (mesh.pp - 1) / order[1]
+    passing_s = 2 * (mesh.pp * order[1] - 1) * _transfer_s(problem, mesh, samples)
+    stages = (problem.zero_stage,) if isinstance(problem.zero_stage, int) else ZERO_STAGES
+    best = INFINITE
+    for stage in stages if mesh.copies > 1 else stages[:1]:
+        again = _recomputed_share(problem, mesh, count, order, held, stage)
+        stage_s = max((forward_s * (1 + again) + backward_s) / mesh.pp, chain.longest_s)
+        sums_s, late_s = _sent_s(problem, mesh, count, held, stage)
+        hidden_s = backward_s / mesh.pp if stage < 2 else count * stage_s
+        exposed_s = UNCOVERED * sums_s if stage == 3 else max(0.0, sums_s - hidden_s) + late_s
+        best = min(best, rounds * stage_s + passing_s + exposed_s + _update_s(problem, mesh, held, stage))
+    return best
+
+
+def held_microbatches(order: str, chunks: int, pp: int, count: int) -> float:
+    """How many microbatches the first place of a pipeline holds at once, each of one stage per rank.
+
+    Args:
+        order: of the pipeline. chunks: stages per rank. pp: ranks. count: microbatches.
+    """
+    if pp == 1:
+        return 1.0
+    if order == "gpipe":
+        return float(count)
+    if chunks == 1:
+        return float(min(pp, count))
+    return min(count * chunks, 2 * (pp - 1) + (chunks - 1) * pp + 1) / chunks
+
+
+def _recomputed_share(
+    problem: PlanningProblem, mesh: Mesh, count: int, order: tuple[str, int], held: HeldTotals, stage: int
+) -> float:
+    """Of the forwards that must run again; infinite where that is not enough."""
+    devices = problem.cluster.devices[: mesh.size]
+    room = USED * min(device.type.memory_bytes - device.type.context_bytes for device in devices) * mesh.pp
+    alive = held_microbatches(*order, mesh.pp, count)
+    over = held.weights[stage] + alive * held.saved - room
+    freed = alive * (held.saved - held.kept)
+    if over <= 0:
+        return 0.0
+    if problem.recompute != AUTO or over > freed:
+        return 0.0 if problem.recompute != AUTO else INFINITE
+    return over / freed
+
+
+def _transfer_s(problem: PlanningProblem, mesh: Mesh, samples: int) -> float:
+    """Of what crosses the middle of the model, between the first two places."""
+    if mesh.pp == 1:
+        return 0.0
+    known = problem.remembered(_Known).middle
+    if samples not in known:
+        known[samples] = int(np.median(crossing_bytes(problem, samples)))
+    work = SendRecv(source=0, destination=mesh.copies * mesh.tp, size_bytes=max(1, known[samples] // mesh.tp))
+    return _price_s(problem, mesh, work)
+
+
+def _sent_s(problem: PlanningProblem, mesh: Mesh, count: int, held: HeldTotals, stage: int) -> tuple[float, float]:
+    """Seconds of gradients and gathered parameters that computation may hide, and of those that follow the optimizer."""
+    if mesh.copies == 1:
+        return 0.0, 0.0
+    group = tuple(mesh.rank(stage=0, replica=copy, shard=0) for copy in range(mesh.copies))
+    size = max(1, round(held.parameters / mesh.pp))
+
+    def seconds(operation: str) -> float:
+        return _price_s(problem, mesh, Collective(operation=operation, group=group, size_bytes=size))
+
+    if stage == 0:
+        return seconds("all_reduce"), 0.0
+    summed, gathered = seconds("reduce_scatter"), seconds("all_gather")
+    if stage == 3:
+        return count * (summed + 2 * gathered), 0.0
+    return (count if stage == 2 else 1) * summed, gathered
+
+
+def _update_s(problem: PlanningProblem, mesh: Mesh, held: HeldTotals, stage: int) -> float:
+    elements = sum(parameter.elements for parameter in problem.model.trainable_parameters)
+    own = elements / (mesh.pp * mesh.tp * (mesh.copies if stage else 1))
+    return _price_s(problem, mesh, OptimizerStep(elements=max(1, round(own)), tensors=1))
+
+
+def _price_s(problem: PlanningProblem, mesh: Mesh, work: Work) -> float:
+    return problem.price([(work, 0)], mesh)[0].median_s

@@ -1,0 +1,127 @@
+"""Searches of large problems: outlines are bounded and ordered, an answer comes, and it is as fast as what people choose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import parsim as ps
+from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.profile import load_profile
+from parsim.model.load import load_model
+from parsim.model.model import Model
+from parsim.model.spec import ModelSpec
+from parsim.plans.mesh import Mesh
+from parsim.predict.evaluate import simulated_step
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.bounds.chain import chain_seconds
+from parsim.schedule.bounds.step import step_bound_s
+from parsim.schedule.parts import usual
+from parsim.schedule.parts.outlines import outline_bound_s
+from parsim.schedule.search import search
+from parsim.schedule.stages import Cutting, cut_places
+from parsim.schedule.tensor import uniform_placements
+
+
+def machine(devices: int = 8) -> Cluster:
+    return cluster_from_profile(load_profile("dgx1-v100-32gb"), devices)
+
+
+def transformer(layers: int = 4) -> Model:
+    """A Llama of that many layers, cut into halves of blocks, without torch."""
+    args = (("hidden", 512), ("layers", layers), ("seq", 256))
+    return load_model(ModelSpec(name="llama3-8b", args=args), granularity="sublayer")
+
+
+@pytest.fixture(scope="module")
+def problem() -> PlanningProblem:
+    return PlanningProblem(model=transformer(), cluster=machine(), global_batch=16, precision="amp_fp16", optimizer="adam")
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=8), Mesh(dp=2, tp=4), Mesh(pp=2, dp=2, tp=2), Mesh(pp=4, tp=2)], ids=str)
+@pytest.mark.parametrize("order", [("1f1b", 1), ("interleaved", 2), ("gpipe", 1)], ids=str)
+def test_no_plan_of_an_outline_is_simulated_below_its_bound(
+    problem: PlanningProblem, mesh: Mesh, order: tuple[str, int]
+) -> None:
+    if mesh.pp == 1 and order[1] > 1:
+        pytest.skip("no pipeline")
+    count = 2 if mesh.dp == 8 else 4
+    placed = uniform_placements(problem, replace(mesh, pp=1), divides=False) if mesh.tp > 1 else {}
+    chain = chain_seconds(problem, mesh, count, placed)
+    bound_s = outline_bound_s(problem, mesh, count, order, chain)
+    cutting = Cutting(
+        problem=problem, strategy="hp", mesh=mesh, microbatches=count, order=order[0], chunks=order[1], placements=placed
+    )
+    fastest = cutting.fastest()
+    for stage in (0, 3):
+        for recompute in ("none", "full"):
+            plan = replace(fastest, zero_stage=stage, recompute=recompute)
+            step_s = simulated_step(problem, plan, fold=True).step_s
+            assert bound_s <= step_s
+            assert step_bound_s(problem, plan) <= step_s
+
+
+def test_the_seconds_of_a_chain_add_up_to_those_of_one_stage(problem: PlanningProblem) -> None:
+    """Data parallelism on one stage computes one microbatch after the other."""
+    chain = chain_seconds(problem, Mesh(dp=8), 2, {})
+    assert np.all(chain.crossing_s == 0)
+    assert chain.seconds.sum() == pytest.approx(chain.computing_s)
+    plan = Cutting(problem=problem, strategy="dp", mesh=Mesh(dp=8), microbatches=2, order="1f1b", placements={}).fastest()
+    assert 2 * chain.computing_s <= simulated_step(problem, plan, fold=True).step_s
+
+
+@pytest.mark.slow
+def test_a_search_that_is_treated_as_large_finds_as_fast_a_plan(
+    problem: PlanningProblem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the families; mixed placements are late parts of large problems, and few of these are opened."""
+    asked = replace(problem, global_batch=8)
+    whole = search(asked, ("dp", "mp"), samples=0).chosen
+    monkeypatch.setattr(usual, "LARGE", 0)
+    found = search(replace(asked), ("dp", "mp"), samples=0).chosen
+    assert whole is not None
+    assert found is not None
+    assert found.result.step_s.median <= whole.result.step_s.median * 1.01
+
+
+def test_an_answer_comes_although_the_allowance_is_spent(problem: PlanningProblem, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = replace(problem, global_batch=8)
+    monkeypatch.setattr(usual, "LARGE", 0)
+    monkeypatch.setattr(usual, "MOST_VISITS", 1)
+    monkeypatch.setattr(usual, "MOST_MISSES", 10**9)
+    found = search(asked, ("dp", "mp"), samples=0)
+    assert found.chosen is not None
+    assert found.chosen.result.fits
+    assert found.tally.untried > 0
+
+
+def test_models_of_many_components_are_cut_between_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = transformer(40)
+    names = [component.name for component in model.components]
+    assert cut_places(model) == tuple(range(len(names) + 1))
+    monkeypatch.setattr("parsim.schedule.stages.MOST_PLACES", 50)
+    monkeypatch.setattr("parsim.schedule.stages.MOSTLY", 0.8)
+    inner = [names[place] for place in cut_places(model)[2:-4]]
+    assert len(inner) > 30
+    assert len({name.split(".")[-1] for name in inner}) == 1
+
+
+@pytest.mark.slow
+def test_a_large_model_on_64_gpus_is_planned_no_slower_than_by_hand() -> None:
+    """What the user calls: without any constraint, against tensor parallelism in the node and a pipeline over nodes."""
+
+    def planned(**settings: object) -> ps.Answer:
+        keys = {"model.args.seq": 8192, **settings}
+        return ps.plan("llama3-70b", cluster="64xh100-sxm", network="infiniband-400g", global_batch=512, settings=keys)
+
+    free = planned()
+    assert free.fits
+    assert free.chosen is not None
+    for pp in (2, 4):
+        by_hand = planned(**{"plan.mesh": {"pp": pp, "dp": 8 // pp, "tp": 8}, "plan.pipeline_order": "1f1b"})
+        assert by_hand.chosen is not None
+        assert free.chosen.step_s.median <= by_hand.chosen.step_s.median
+    assert free.search is not None
+    assert free.search.tally.considered > free.search.tally.simulated
