@@ -288,9 +288,9 @@ class Members:
 
     def _of_cut(self, cutting: Cutting, bounds: Bounds | None = None) -> list[Node]:
         plan, size = self._fastest(cutting, bounds), self._ways(cutting.mesh)
-        missing = self._missing_of_cut(plan, cutting if bounds is None else None)
+        missing, closest = self._missing_of_cut(plan, cutting if bounds is None else None)
         if missing:
-            return [Node(0.0, size, plan=plan, missing_bytes=lambda: missing)]
+            return [Node(0.0, size, plan=closest, missing_bytes=lambda: missing)]
         bound_s = computation_bound_s(self.problem, plan)
         whole = None if bounds is not None else cutting
         first = self._sizes[:1] if is_large(self.problem) else self._sizes
@@ -311,16 +311,18 @@ class Members:
 
         return in_order() if plan.mesh.pp == 1 else [Node(bound_s, size, in_order)]
 
-    def _missing_of_cut(self, plan: Plan, cutting: Cutting | None) -> float:
-        """By how much no plan with these stages fits, nor with those that are cut instead; 0 where one might."""
-        found = float("inf")
-        for stage in (self.problem.zero_stage,) if isinstance(self.problem.zero_stage, int) else ZERO_STAGES:
+    def _missing_of_cut(self, plan: Plan, cutting: Cutting | None) -> tuple[float, Plan]:
+        """By how much no plan with these stages fits, nor with those that are cut instead, and the one that needs least; 0 where
+        one might fit."""
+        found, closest = float("inf"), plan
+        for stage in zero_stages(self.problem, self.problem.layout(plan)):
             own = replace(plan, zero_stage=stage)
             over = floor_excess_bytes(self.problem, own, recomputing=plan.recompute != NONE)
             if not over or any(self._may_fit(own, cutting)):
-                return 0.0
-            found = min(found, over)
-        return found
+                return 0.0, plan
+            if over < found:
+                found, closest = over, own
+        return found, closest
 
     def _counted(self, plan: Plan, cutting: Cutting | None, bound_s: float) -> Node:
         """One plan; one that is impossible or has no price says so when it is opened, and its neighbours stay."""
