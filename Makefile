@@ -9,6 +9,7 @@
 #   make bench-quick  every benchmark once with small sizes: does it run? (part of make test)
 #   make fuzz      100,000 damaged files of every kind, within FUZZ_SECONDS=3600
 #   make chaos     200 faults at random moments of real runs, within CHAOS_SECONDS=7200
+#   make docs      the documentation as a site in site/
 #   make gpu       wheels and commands for a machine with a GPU and without a network (MINUTES=30)
 #   make test-gpu  the tests that need a GPU
 #   make format    let ruff rewrite what it can of what `make check` complains about
@@ -28,7 +29,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/pyth
 PYTHONS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python
 SPREAD := -n $(WORKERS) --dist loadgroup
 
-.PHONY: help setup demo demo-full test test-all test-gpu check bench bench-quick fuzz chaos gpu format clean
+.PHONY: help setup demo demo-full test test-all test-gpu check bench bench-quick fuzz chaos docs gpu format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -50,7 +51,10 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(PYTEST) $(SPREAD) -m "" tests
 
-test-gpu: $(STAMP)
+test-docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+gpu: $(STAMP)
 	$(PYTEST) -n 0 -m gpu tests
 
 check: $(STAMP)
@@ -76,5 +80,5 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+	rm -rf $(VENV) build site .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

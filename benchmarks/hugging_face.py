@@ -1,6 +1,6 @@
 """Parameters, components, trace times and flop of Hugging Face models, as the table in docs/models.md.
 
-python benchmarks/hugging_face.py [--write] [--jobs N] [--only NAME]
+python benchmarks/hugging_face.py [--write] [--jobs N] [--only NAME] [--from NAME]
 
 Times are CPU seconds of one process for one load (the median of ROUNDS): reading the config, building the module without memory
 for its weights, and tracing it. Imports are not counted, and no kept Model is read.
@@ -85,32 +85,48 @@ def row(name: str) -> str:
     return f"| {' | '.join(map(str, cells))} | {seconds} | {products(model) / 1e9:,.0f} |"
 
 
+HEAD = (
+    "| model | architecture | parameters | components | block, s | sublayer, s | layer, s | forward, Gflop per sample |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def table_with(made: dict[str, str], order: list[str]) -> str:
+    """The table of the page with some rows made anew."""
+    table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    known = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()}
+    rows = [made.get(name) or known[name] for name in order if name in made or name in known]
+    return "\n".join([HEAD, *rows])
+
+
+def write(table: str) -> None:
+    """Put the table in its place on the page."""
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
 def main() -> int:
-    """Print the table, or write it into docs/models.md."""
+    """Print the table, or write every row into docs/models.md as soon as it is made."""
     from tests.hugging_face_configs import FULL
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--write", action="store_true", help="a run that was stopped keeps its rows")
     parser.add_argument("--jobs", type=int, default=1, help="rows at once, each in a process of its own")
     parser.add_argument("--only", help="rows whose name contains this; the others stay as they are")
+    parser.add_argument("--from", dest="first", choices=FULL, help="rows from this one on, after a run that was stopped")
     options = parser.parse_args()
-    names = [name for name in FULL if not options.only or options.only in name]
+    order = list(FULL)
+    names = [name for name in order[order.index(options.first or order[0]) :] if not options.only or options.only in name]
+    made: dict[str, str] = {}
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        made = dict(zip(names, pool.map(row, names), strict=True))
-    table = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    known = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()}
-    rows = [made.get(name) or known[name] for name in FULL if name in made or name in known]
-    head = (
-        "| model | architecture | parameters | components | block, s | sublayer, s | layer, s | forward, Gflop per sample |\n"
-        "|---|---|---|---|---|---|---|---|"
-    )
-    text = "\n".join([head, *rows])
+        for name, line in zip(names, pool.map(row, names), strict=True):
+            made[name] = line
+            print(line, flush=True)
+            if options.write:
+                write(table_with(made, order))
     if not options.write:
-        print(text)
-        return 0
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        print(table_with(made, order))
     return 0
 
 

@@ -20,6 +20,7 @@ ParsimError                 exit status 1: one clear message, no traceback
 ├── DoesNotFitError         `run` of a plan whose memory exceeds a device
 ├── ExecutionError          a real run that failed (a rank died, a process would not start)
 │   ├── OutOfMemoryError    a rank could not allocate what it needs
+│   ├── RankLostError       a rank died, hangs, or lost its device; it says which
 │   └── DivergedError       a loss or a weight is not finite any more
 └── MissingDependencyError  an optional package that this command needs
 """
@@ -108,6 +109,22 @@ class ExecutionError(ParsimError):
 
 class OutOfMemoryError(ExecutionError):
     """A rank of a real run could not allocate what it needs."""
+
+
+class RankLostError(ExecutionError):
+    """Ranks of a real run died, hang or raised an exception that is no message of parsim's.
+
+    Attributes:
+        ranks: which. device_lost: their device does not answer any more. raised: their code raised, and may do so again.
+    """
+
+    def __init__(self, text: str, ranks: Iterable[int] = (), *, device_lost: bool = False, raised: bool = False) -> None:
+        super().__init__(text)
+        self.ranks, self.device_lost, self.raised = tuple(ranks), device_lost, raised
+
+    def with_text(self, text: str) -> RankLostError:
+        """The same with another message."""
+        return RankLostError(text, self.ranks, device_lost=self.device_lost, raised=self.raised)
 
 
 class DivergedError(ExecutionError):

@@ -1,9 +1,11 @@
-"""The picture of the README: one plan of the demo, predicted and measured, as the report draws it.
+"""The pictures of the README and of the tutorials, as the report and the explorer draw them.
 
     make demo
     .venv/bin/python docs/pictures/make.py parsim-demo/report.html
+    .venv/bin/python docs/pictures/make.py nvlink/explorer.html --curve nvlink
 
-Needs Chromium (`apt-get install chromium`). Writes predicted-and-measured.png beside this file.
+The first writes predicted-and-measured.png beside this file: one plan of the demo, predicted and measured. The second writes
+nvlink.png: the scaling curve of a sweep. Needs Chromium (`apt-get install chromium`).
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ WIDTH, HEIGHT, PIXELS_PER_POINT, MARGIN = 1000, 900, 1.5, 6
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("report", type=Path, help="report.html of `parsim demo`")
+    parser.add_argument("report", type=Path, help="report.html of `parsim demo`, or explorer.html")
     parser.add_argument("--model", default="vit_small", help="of the demo's trained models")
     parser.add_argument("--strategy", default="mp", help="of the plans that were trained")
+    parser.add_argument("--curve", metavar="NAME", help="of an explorer page instead: its scaling curve, as NAME.png")
     asked = parser.parse_args()
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
@@ -31,6 +34,11 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, device_scale_factor=PIXELS_PER_POINT)
         page.goto(asked.report.resolve().as_uri())
+        if asked.curve is not None:
+            page.locator("body[data-ready]").wait_for(state="attached")
+            page.locator("section.card.wide").screenshot(path=PICTURE.with_name(f"{asked.curve}.png"))
+            browser.close()
+            return
         section = page.locator("section", has=page.locator("h2", has_text=f"{asked.model} on"))
         run = section.locator("details:not(.inner)", has=page.locator("summary", has_text=f"{asked.strategy} · ")).last
         if run.get_attribute("open") is None:

@@ -45,7 +45,8 @@ def answer(asked: Asked) -> Answer:
         optimizer=asked.optimizer,
     )
     step_s, sigma, shares = _step(problem, asked.plan)
-    fullest = max(problem.memory(asked.plan), key=lambda entry: entry.high_bytes - entry.limit_bytes)
+    held = replace(problem, optimizer=f"{asked.optimizer}_fused") if asked.framework.one_array else problem
+    fullest = max(held.memory(asked.plan), key=lambda entry: entry.high_bytes - entry.limit_bytes)
     return Answer(
         step_s=step_s,
         sigma=sigma,

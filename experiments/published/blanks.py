@@ -61,7 +61,7 @@ class Notes:
         return value
 
 
-def shape_of(row: Row, notes: Notes) -> Shape:
+def shape_of(row: Row, framework: Framework, notes: Notes) -> Shape:
     """The shape that the row names or states.
 
     Raises:
@@ -77,7 +77,8 @@ def shape_of(row: Row, notes: Notes) -> Shape:
         raise CannotExpressError(f"the shape of {row.model!r} is not known and the row does not state it")
     if named is None:
         hidden = row.hidden or 1
-        heads = row.heads or notes.assume("heads", _usual_heads(hidden))
+        usual = framework.heads if framework.heads and hidden % framework.heads == 0 else _usual_heads(hidden)
+        heads = row.heads or notes.assume("heads", usual)
         layers = row.layers or (notes.assume("layers", max(1, round(row.params / (12 * hidden**2)))) if row.params else 0)
         if not layers:
             raise CannotExpressError(f"the layers of {row.model!r} are not known")

@@ -41,7 +41,10 @@ UNKNOWN_SIGMA = 0.12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a judge needs to know of the question. tokens: of a step. rate: larger is faster."""
+    """What a judge needs to know of the question. tokens: of a step. rate: larger is faster.
+
+    divided_nodes: a pipeline whose tensor groups leave room in a node, so that groups of replicas share network cards.
+    """
 
     model: str
     gpu: str
@@ -51,6 +54,24 @@ class Facts:
     precision: str
     rate: bool
     complete: bool
+    experts: bool = False
+    divided_nodes: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Rows whose errors are alike: a framework, with models of experts and divided nodes apart."""
+        apart = ", experts" if self.experts else ", divided nodes" if self.divided_nodes else ""
+        return self.framework + apart
+
+    @property
+    def place(self) -> str:
+        """The same on one type of GPU."""
+        return f"{self.kind} on {self.gpu}"
+
+    @property
+    def family(self) -> str:
+        """Frameworks of one name in several years: Megatron-LM."""
+        return self.framework.split()[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +85,6 @@ class Predicted:
     value: float | None = None
     p05: float | None = None
     p95: float | None = None
-    sigma: float = 0.0
     factor: float = 1.0
 
     @property
@@ -100,7 +120,7 @@ def _text(number: float | None) -> str:
 
 
 def fitted() -> Mapping[str, Any]:
-    """What `run.py` fitted: a factor per GPU and precision, and the spread of each framework. Empty before the first run."""
+    """What `run.py` fitted: factors per GPU and precision, ends of intervals per kind of row. Empty before the first run."""
     path = Path(__file__).parent / "fitted.json"
     return json.loads(path.read_text()) if path.is_file() else {}
 
@@ -128,27 +148,31 @@ def predict(row: Row, without: str = "", raw: bool = False) -> Predicted:
         known = {} if raw else fitted()
         gpu = asked.chip
         factor = known.get("factors", {}).get(f"{gpu} {asked.precision}", 1.0)
-        spread = known.get("sigmas", {}).get(asked.framework.name) or math.hypot(found.sigma, UNKNOWN_SIGMA)
-        steps = [factor * found.step_s * math.exp(sign * Z90 * spread) for sign in (0, -1, 1)]
+        facts = Facts(
+            model=asked.shape.name,
+            gpu=gpu,
+            framework=asked.framework.name,
+            gpus=asked.gpus,
+            tokens=asked.batch * asked.seq,
+            precision=asked.precision,
+            rate=larger_is_faster(asked),
+            complete=row.complete,
+            experts=bool(asked.shape.experts),
+            divided_nodes=asked.plan.mesh.pp > 1 and asked.plan.mesh.tp < asked.per_node,
+        )
+        half = Z90 * math.hypot(found.sigma, UNKNOWN_SIGMA)
+        ends = known.get("intervals", {})
+        low, high = next((ends[name] for name in (facts.place, facts.kind, facts.framework) if name in ends), (-half, half))
+        steps = [factor * found.step_s * math.exp(end) for end in (0.0, low, high)]
         value, *ends = (in_unit(asked, step) for step in steps)
         return Predicted(
             row=row,
             why=_why(asked, found),
-            facts=Facts(
-                model=asked.shape.name,
-                gpu=gpu,
-                framework=asked.framework.name,
-                gpus=asked.gpus,
-                tokens=asked.batch * asked.seq,
-                precision=asked.precision,
-                rate=larger_is_faster(asked),
-                complete=row.complete,
-            ),
+            facts=facts,
             answer=found,
             value=value,
             p05=min(ends),
             p95=max(ends),
-            sigma=spread,
             factor=factor,
         )
     except (CannotExpressError, ParsimError) as error:

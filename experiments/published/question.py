@@ -51,6 +51,7 @@ class Asked:
     assumed: tuple[str, ...]
     lacks: tuple[str, ...]
     chip: str = ""
+    per_node: int = 8
 
 
 def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
@@ -71,7 +72,7 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
     machine = machine_of(row)
     if machine is None:
         raise CannotExpressError(f"no single kind of GPU that parsim has a part for: {row.hardware!r}")
-    shape = shape_of(row, notes)
+    shape = shape_of(row, framework, notes)
     seq = row.seq or notes.assume("seq", framework.seq if shape.causal else BERT_SEQ)
     split = split_of(row, framework, shape, machine.per_node, notes)
     batch = batch_of(row, framework, shape, split, seq, notes)
@@ -108,4 +109,5 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
         assumed=tuple(notes.assumed),
         lacks=tuple(notes.lacks),
         chip=chip_of(machine),
+        per_node=machine.per_node,
     )

@@ -6,6 +6,7 @@ parallelism, and as FSDP otherwise. README.md shows this table.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -16,10 +17,19 @@ from parsim.model.transformer.software import COMPILED, EAGER, EAGER_LLAMA, UNFU
 INTERLEAVED_CHUNKS = 2
 """Where a row says that the schedule is interleaved and not how deeply. Llama 3: a layer per chunk."""
 
-TRITON = replace(EAGER, attention_work=1.8, loss_bytes=2, loss_peak=2, loss_arrays=2.0)
-"""A fused loss, and the Triton kernel of 2022. FlashAttention-2 is 1.3 to 2.5 times as fast (Dao 2023, section 4.1)."""
+MEGATRON_2021 = replace(UNFUSED, gradient_arrays=3.0, aligned=8)
+"""Every microbatch adds its gradients in 16 bits: read twice, written once. Where the channels of a head are no multiple of 8,
+the products of unfused attention run at no more than half of the fp32 peak: BLOOM's rows with 108 and 150 channels show it."""
 
-FIRST_FLASH = replace(EAGER, attention_work=2.0, activation_saved=3.0)
+CORE = replace(COMPILED, gradient_arrays=1.3)
+"""Products add weight gradients into fp32: 1.05 times as long (SimuMax's tables of A100 and B200, 61 matched shapes)."""
+
+TRITON = replace(EAGER, attention_work=1.65, loss_bytes=2, loss_peak=2, loss_arrays=10.0, gradient_arrays=4.0)
+"""A fused loss; two metrics that each pass over all logits in fp32 (Composer evaluates LanguageCrossEntropy and
+LanguagePerplexity on every microbatch). FSDP copies gradients together and divides them. The Triton kernel of 2022:
+FlashAttention-2 is 1.3 to 2.5 times as fast (Dao 2023, section 4.1)."""
+
+FIRST_FLASH = replace(EAGER, gradient_arrays=3.0, attention_work=2.0, activation_saved=3.0)
 """FlashAttention 1. FlashAttention-2 is 1.7 to 3 times as fast (Dao 2023, section 4.1)."""
 
 
@@ -33,14 +43,15 @@ class Framework:
         precision: "fp16" or "bf16" where the row says nothing. micro: samples of a microbatch; 0: `micro_of`.
         seq: tokens of a sample. chunks: per rank, where interleaving is on and its depth is not stated.
         optimizer: one kernel, or a few per array. gather_ahead: ZeRO 1 gathers parameters while the next forward runs.
-        batch, tp: of a row that does not state them; 0: by size. depth: chunks per rank of an interleaved schedule.
-        backward_prefetch, blocking_transfers, scatter_gather: as in `parsim.plans.plan.Plan`.
+        batch, tp, heads: of a row that does not state them; 0: by size. depth: chunks per rank of an interleaved schedule.
+        backward_prefetch, blocking_transfers, scatter_gather, tensor_overlap: as in `parsim.plans.plan.Plan`.
         alternate: selective recomputation is that of every second layer (torchtitan's default).
+        one_array: the optimizer goes from array to array, so it holds temporary copies of one at a time.
         repeats_sums: full recomputation repeats the sums of tensor parallelism, whole layers at once.
     """
 
     name: str
-    software: Software = UNFUSED
+    software: Software = MEGATRON_2021
     recompute: str = "full"
     zero: int = 0
     sequence: bool = False
@@ -55,8 +66,11 @@ class Framework:
     blocking_transfers: bool = False
     scatter_gather: bool = False
     alternate: bool = False
+    one_array: bool = False
+    tensor_overlap: bool = False
     batch: int = 0
     tp: int = 0
+    heads: int = 0
     depth: int = INTERLEAVED_CHUNKS
 
 
@@ -69,7 +83,7 @@ MEGATRON_SELECTIVE = Framework(
 )
 MEGATRON_CORE = Framework(
     name="Megatron-Core and NeMo",
-    software=COMPILED,
+    software=CORE,
     recompute="none",
     zero=1,
     sequence=True,
@@ -78,12 +92,18 @@ MEGATRON_CORE = Framework(
     bucket_bytes=80 * 2**20,
     gather_ahead=True,
     scatter_gather=True,
+    tensor_overlap=True,
 )
-BLOOM = replace(MEGATRON, name="Megatron-DeepSpeed with ZeRO 1", zero=1)
-COMPOSER = Framework(name="Composer FSDP", software=TRITON, recompute="none", zero=3, backward_prefetch=False)
+"""NVIDIA's recipes turn tp_comm_overlap on, and rows of megatron-h100 say so."""
+BLOOM = replace(MEGATRON, name="Megatron-DeepSpeed with ZeRO 1", zero=1, heads=96)
+"""Heads: those of GPT-3, from whose shape its authors began, where they divide the hidden size."""
+COMPOSER = Framework(
+    name="Composer FSDP", optimizer="adamw", one_array=True, software=TRITON, recompute="none", zero=3, backward_prefetch=False
+)
+"""Its DecoupledAdamW runs operation by operation (composer/optim/decoupled_weight_decay.py)."""
 TITAN = Framework(
     name="torchtitan FSDP2",
-    software=COMPILED,
+    software=replace(COMPILED, gradient_arrays=3.0),
     recompute="selective",
     zero=3,
     sequence=True,
@@ -94,8 +114,24 @@ TITAN = Framework(
 )
 INTERNEVO = Framework(name="InternEvo", software=FIRST_FLASH, recompute="none", zero=1, bucket_bytes=512 * 2**20)
 SAILOR = replace(MEGATRON, name="Megatron-DeepSpeed, no recomputation", recompute="none", micro=1)
-SIMUMAX = replace(MEGATRON_CORE, name="Megatron-Core under SimuMax", seq=4096, zero=1)
+SIMUMAX = replace(MEGATRON_CORE, tensor_overlap=False, name="Megatron-Core under SimuMax", seq=4096, zero=1)
 EAGER_DDP = Framework(name="PyTorch DDP with FlashAttention", software=replace(EAGER, dropout=True), recompute="none", micro=8)
+
+LAUNCHER = replace(
+    MEGATRON_CORE, name="NeMo 23.07", seq=2048, recompute="selective", software=replace(UNFUSED, gradient_arrays=1.3)
+)
+"""Its recipes state selective recomputation and a fused softmax (gpt3/40b.yaml, bert/4b.yaml), so attention is unfused."""
+
+RECIPES: tuple[tuple[str, dict[str, int]], ...] = (
+    (r"^GPT 5B", {"tp": 1, "micro": 4, "batch": 2048}),
+    (r"^GPT 20B", {"tp": 4, "micro": 4, "batch": 2048}),
+    (r"^GPT 40B", {"tp": 8, "micro": 4, "batch": 2048}),
+    (r"^BERT 110m", {"tp": 1, "micro": 4, "batch": 256}),
+    (r"^BERT 4B", {"tp": 1, "micro": 8, "batch": 2048}),
+    (r"^BERT 20B", {"tp": 4, "micro": 4, "batch": 4096}),
+)
+"""Of NeMo's launcher by model (launcher_scripts/conf/training/gpt3 and bert). GPT 175B is left to the rule of size: its recipe
+of that version is not known."""
 
 FRAMEWORKS: dict[str, Framework] = {
     "vtrain-multi": MEGATRON,
@@ -115,10 +151,16 @@ FRAMEWORKS: dict[str, Framework] = {
     "internevo": INTERNEVO,
     "llama1": replace(COMPOSER, name="LLaMA's own, FSDP", micro=2),
     "llama3": replace(
-        MEGATRON_CORE, name="Llama 3's own", software=replace(COMPILED, activation_saved=1.0), zero=1, seq=8192, depth=8
+        MEGATRON_CORE,
+        name="Llama 3's own",
+        tensor_overlap=False,
+        software=replace(CORE, activation_saved=1.0),
+        zero=1,
+        seq=8192,
+        depth=8,
     ),
     "nemo": MEGATRON_CORE,
-    "nemo-launcher": replace(MEGATRON_CORE, name="NeMo 23.07", seq=2048),
+    "nemo-launcher": LAUNCHER,
     "sailor": SAILOR,
     "simumax": SIMUMAX,
     "flashattn": EAGER_DDP,
@@ -135,6 +177,11 @@ WITHOUT: dict[str, Callable[[Framework], Framework]] = {
     "fused Adam": lambda rule: replace(rule, optimizer="adam"),
     "fused attention": lambda rule: replace(rule, software=replace(rule.software, flash=False)),
     "age of the attention kernel": lambda rule: replace(rule, software=replace(rule.software, attention_work=1.0)),
+    "sums of gradients": lambda rule: replace(rule, software=replace(rule.software, gradient_arrays=0.0)),
+    "unaligned heads": lambda rule: replace(rule, software=replace(rule.software, aligned=0)),
+    "metrics of Composer": lambda rule: replace(rule, software=replace(rule.software, loss_arrays=2.0)),
+    "unfused AdamW of Composer": lambda rule: replace(rule, optimizer="adam_fused", one_array=False),
+    "overlap of tensor parallelism": lambda rule: replace(rule, tensor_overlap=False),
     "sequence parallelism": lambda rule: replace(rule, sequence=False),
 }
 """A piece of the model, and the rule without it: what it is worth."""
@@ -145,8 +192,10 @@ def framework_of(row: Row) -> Framework:
     known = [prefix for prefix in FRAMEWORKS if row.id.startswith(prefix)]
     if known:
         found = FRAMEWORKS[max(known, key=len)]
+        if found is LAUNCHER:
+            found = replace(found, **next((recipe for model, recipe in RECIPES if re.search(model, row.model, re.I)), {}))
         eager = found.name.startswith("torchtitan") and "compile" not in row.notes.lower()
-        return replace(found, software=EAGER_LLAMA) if eager else found
+        return replace(found, software=replace(EAGER_LLAMA, gradient_arrays=3.0)) if eager else found
     return MEGATRON_CORE if max(row.tp or 1, row.pp or 1) > 1 else COMPOSER
 
 

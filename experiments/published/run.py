@@ -21,7 +21,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from predict import Predicted, predict_all
+from intervals import END_ROWS, Ends, ends_of
+from predict import Facts, Predicted, predict_all
 from readme import readme
 from rows import Row, read_rows
 from rules import WITHOUT
@@ -89,17 +90,24 @@ def judged(predictions: Sequence[Predicted]) -> list[Judged]:
 
 PRIOR_ROWS = 4
 PRIOR_SOURCES = 1
+STATED_SOURCES = 3
 
 
 def fitted_factors(rows: Sequence[Judged]) -> dict[str, tuple[float, int]]:
     """By GPU and precision: minus a weighted mean over sources of the median log error, and the number of sources.
 
     A source of n rows weighs n / (n + 4), so that none decides by its number of rows, and one row decides little. The mean is
-    shrunk towards no factor as if one more source had shown none.
+    shrunk towards no factor as if one more source had shown none. Where at least three sources have complete rows, only these
+    count: what a rule assumes says little of a GPU.
     """
+    stated: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        if row.predicted.row.complete:
+            stated[row.key].add(row.source)
     by_source: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        by_source[row.key][row.source].append(row.log_error)
+        if row.predicted.row.complete or len(stated[row.key]) < STATED_SOURCES:
+            by_source[row.key][row.source].append(row.log_error)
     found = {}
     for key, sources in by_source.items():
         weights = [len(errors) / (len(errors) + PRIOR_ROWS) for errors in sources.values()]
@@ -108,47 +116,48 @@ def fitted_factors(rows: Sequence[Judged]) -> dict[str, tuple[float, int]]:
     return found
 
 
-def framework_sigmas(rows: Sequence[Judged], factors: Mapping[str, tuple[float, int]]) -> dict[str, float]:
-    """By framework the spread of what its factor leaves, so that 90% of its rows lie within 1.645 of it.
+FEW_ROWS = 8
 
-    With n rows, the (n + 1) 0.9-th smallest error; frameworks of fewer than 9 rows use at least that of
-    their family.
-    """
-    by_framework: dict[str, list[float]] = defaultdict(list)
+
+def _facts(row: Judged) -> Facts:
+    assert row.predicted.facts is not None
+    return row.predicted.facts
+
+
+LEVELS = (("place", END_ROWS), ("kind", FEW_ROWS), ("framework", FEW_ROWS), ("family", FEW_ROWS))
+"""What rows have in common, the most first, and how many of them an interval needs."""
+
+
+def _like(row: Judged, others: Sequence[Judged]) -> list[Judged]:
+    """The rows that have the most in common with it, all where these are few."""
+    for name, least in LEVELS:
+        found = [other for other in others if getattr(_facts(other), name) == getattr(_facts(row), name)]
+        if len(found) >= least:
+            return found
+    return list(others)
+
+
+def interval_ends(rows: Sequence[Judged], factors: Mapping[str, tuple[float, int]]) -> dict[str, Ends]:
+    """By place and by kind of row the ends of its interval, from the errors that its factor leaves."""
+    own = {row.predicted.row.id: row.log_error + factors.get(row.key, (0.0, 0))[0] for row in rows}
+    found: dict[str, Ends] = {}
     for row in rows:
-        assert row.predicted.facts is not None
-        by_framework[row.predicted.facts.framework].append(abs(row.log_error + factors.get(row.key, (0.0, 0))[0]))
-
-    def sigma(errors: list[float]) -> float:
-        ordered = sorted(errors)
-        return ordered[min(len(ordered), math.ceil(0.9 * (len(ordered) + 1))) - 1] / 1.6448536
-
-    def family(name: str) -> list[float]:
-        """Errors of the frameworks with the same first word, or of all where these are few."""
-        own = [error for other, errors in by_framework.items() if other.split()[0] == name.split()[0] for error in errors]
-        return own if len(own) >= 9 else [error for errors in by_framework.values() for error in errors]
-
-    return {
-        name: sigma(errors) if len(errors) >= 9 else max(sigma(errors), sigma(family(name)))
-        for name, errors in by_framework.items()
-    }
+        facts = _facts(row)
+        found.setdefault(facts.place, ends_of([own[other.predicted.row.id] for other in _like(row, rows)]))
+        same = [own[other.predicted.row.id] for other in rows if _facts(other).kind == facts.kind]
+        if len(same) >= FEW_ROWS:
+            found.setdefault(facts.kind, ends_of(same))
+    return found
 
 
 def covered(rows: Sequence[Judged], outside: Mapping[str, float]) -> dict[str, tuple[bool, float]]:
-    """By row whether its held-out error lies in the interval of its framework without this row, and half its width."""
+    """By row whether its held-out error lies in the interval of the other rows like it, and the width over the prediction."""
     found = {}
     for row in rows:
-        facts = row.predicted.facts
-        assert facts is not None
-        others = [other for other in rows if other is not row]
-        same = [
-            abs(outside[other.predicted.row.id])
-            for other in others
-            if other.predicted.facts is not None and other.predicted.facts.framework == facts.framework
-        ]
-        errors = sorted(same if len(same) >= 8 else [abs(outside[other.predicted.row.id]) for other in others])
-        half = errors[min(len(errors), math.ceil(0.9 * (len(errors) + 1))) - 1] if errors else math.inf
-        found[row.predicted.row.id] = (abs(outside[row.predicted.row.id]) <= half, half)
+        like = _like(row, [other for other in rows if other is not row])
+        name = row.predicted.row.id
+        low, high = ends_of([outside[other.predicted.row.id] for other in like]) if like else (-math.inf, math.inf)
+        found[name] = (low <= -outside[name] <= high, math.exp(high) - math.exp(low))
     return found
 
 
@@ -182,7 +191,7 @@ def summary(
     held = [outside[row.predicted.row.id] for row in rows]
     shift = -median(raw)
     inside = [intervals[row.predicted.row.id][0] for row in rows]
-    widths = [2 * math.sinh(intervals[row.predicted.row.id][1]) for row in rows]
+    widths = [intervals[row.predicted.row.id][1] for row in rows]
     percent = 100.0
 
     def error(values: Sequence[float]) -> float:
@@ -271,6 +280,19 @@ def results(predictions: Sequence[Predicted]) -> dict[str, Any]:
     }
 
 
+def write(predictions: Sequence[Predicted], document: Mapping[str, Any]) -> None:
+    """fitted.json, results.json and README.md beside this file, from predictions of all rows without factors."""
+    rows = judged(predictions)
+    factors = fitted_factors(rows)
+    fitted = {
+        "factors": {key: round(math.exp(value), 4) for key, (value, _) in sorted(factors.items())},
+        "intervals": {name: [round(end, 4) for end in ends] for name, ends in sorted(interval_ends(rows, factors).items())},
+    }
+    (HERE / "fitted.json").write_text(json.dumps(fitted, indent=1) + "\n")
+    (HERE / "results.json").write_text(json.dumps(document, indent=1) + "\n")
+    (HERE / "README.md").write_text(readme(document))
+
+
 WORTH: dict[str, str] = {
     "repeated sums": r"^(korthikanti|megatron-sc21-000[1-9]|megatron-readme|vtrain-multi-00[0-3])",
     "scatter-gather": r"^(megatron-readme|vtrain-multi-00[3-9])",
@@ -281,6 +303,11 @@ WORTH: dict[str, str] = {
     "fused attention": r"^(mosaic-00[2-6]|internevo-00[0-2])",
     "age of the attention kernel": r"^(mosaic-00[2-6]|internevo-00[0-2])",
     "late gathering": r"^mosaic-00[2-6]",
+    "sums of gradients": r"^(korthikanti|megatron-(sc21|readme)|bloom-tune-00[3-8])",
+    "unaligned heads": r"^bloom-tune-(00[0-2]|0073|010[479])",
+    "metrics of Composer": r"^mosaic-0(0[4-6]|1[12389])",
+    "unfused AdamW of Composer": r"^mosaic-003",
+    "overlap of tensor parallelism": r"^(megatron-h100|nemo2407-00(02|04|07|10))",
 }
 """By piece the rows on which its worth is measured."""
 
@@ -323,15 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     predictions = predict_all(rows, options.jobs, options.without, raw=True)
     document = results(predictions)
     if not options.quick and options.only == "." and not options.without:
-        rows_judged = judged(predictions)
-        factors = fitted_factors(rows_judged)
-        fitted = {
-            "factors": {key: round(math.exp(value), 4) for key, (value, _) in sorted(factors.items())},
-            "sigmas": {name: round(value, 4) for name, value in sorted(framework_sigmas(rows_judged, factors).items())},
-        }
-        (HERE / "fitted.json").write_text(json.dumps(fitted, indent=1) + "\n")
-        (HERE / "results.json").write_text(json.dumps(document, indent=1) + "\n")
-        (HERE / "README.md").write_text(readme(document))
+        write(predictions, document)
     print(json.dumps(document, indent=1) if options.json else readme(document).split("## Rules")[0])
     return 0
 

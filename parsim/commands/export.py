@@ -1,4 +1,4 @@
-"""`parsim export`: the weights of a run folder for use without parsim."""
+"""`parsim export`: a run folder as a file of another tool: trained weights, launch files, plans, traces."""
 
 from __future__ import annotations
 
@@ -11,20 +11,45 @@ from parsim.commands.output import AllowCode, JsonFlag, print_json
 
 
 def export(
-    run_folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A folder of `parsim run`.")],
-    format: Annotated[str, typer.Option("--format", help="state_dict or safetensors.")] = "state_dict",
-    out: Annotated[Path | None, typer.Option("--out", help="The file; left out: weights.* in RUN_DIR.")] = None,
+    run_folder: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="A folder of `parsim run`, or of `parsim simulate --out`.")
+    ],
+    format: Annotated[
+        str,
+        typer.Option("--format", help="state_dict, safetensors, torchrun, slurm, ...: docs/export.md."),
+    ] = "state_dict",
+    out: Annotated[Path | None, typer.Option("--out", help="The file; left out: the format's own name in RUN_DIR.")] = None,
     checkpoint: Annotated[
-        str | None, typer.Option("--checkpoint", help="best or last; left out: best if there is one.")
+        str | None, typer.Option("--checkpoint", help="Of weights: best or last; left out: best if there is one.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option("--weights", help="Of weights: trained (left out), or ema: their moving averages.")
+    ] = None,
+    interface: Annotated[str | None, typer.Option("--interface", help="To launch: where the ranks meet; left out: lo.")] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="To launch: machines; left out: the plan's.")] = None,
+    port: Annotated[int | None, typer.Option("--port", help="To launch: of the ranks' store; left out: 29500.")] = None,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option("--checkpoint-every", min=0, help="To launch: steps between checkpoints."),
     ] = None,
     allow_code: AllowCode = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write the trained weights as a plain file that loads into the original module."""
-    from parsim.workflow.training.export import export_weights
+    """Write a run folder as a file of another tool: its weights, its launch, its plan or its timeline."""
+    from parsim.workflow.exporting.formats import export_folder
 
-    done = export_weights(run_folder, format=format, out=out, checkpoint=checkpoint)  # type: ignore[arg-type]
+    given = {
+        "checkpoint": checkpoint,
+        "weights": weights,
+        "interface": interface,
+        "nodes": nodes,
+        "port": port,
+        "checkpoint_every": checkpoint_every,
+    }
+    options = {name: value for name, value in given.items() if value is not None}
+    done = export_folder(run_folder, format=format, out=out, **options)
     if as_json:
-        print_json(done)
+        print_json(done.to_dict())
         return
-    print(f"Weights of the {done['checkpoint']} checkpoint (step {done['step']}, {done['tensors']} tensors): {done['file']}")
+    for line in done.lines():
+        print(line)

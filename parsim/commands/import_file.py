@@ -13,9 +13,9 @@ from parsim.workflow.toml_text import parse_numbers
 
 
 def import_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="nccl-tests, a torch profiler trace, topo -m, DeepSpeed JSON.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="nccl-tests, torch profiler, nsys, topo -m, lstopo, DeepSpeed.")],
     kind: Annotated[
-        str | None, typer.Option(metavar="KIND", help="nccl-tests, kineto, topo or deepspeed; left out: found out.")
+        str | None, typer.Option(metavar="KIND", help="nccl-tests, kineto, nsys, topo, lstopo, deepspeed; left out: found out.")
     ] = None,
     into: Annotated[
         Path | None,
@@ -25,7 +25,9 @@ def import_command(
         str | None, typer.Option("--on", metavar="CLUSTER", help="The machine: a profile, or GPUs (8xh100-sxm).")
     ] = None,
     collective: Annotated[str | None, typer.Option(help="nccl-tests: what was measured, if the file does not say.")] = None,
-    ranks: Annotated[str | None, typer.Option(help="nccl-tests: the devices, e.g. 0,1,2,3, if the file does not say.")] = None,
+    ranks: Annotated[
+        str | None, typer.Option(help="nccl-tests: the devices, e.g. 0,1,2,3, if the file lacks them. nsys: the GPU.")
+    ] = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="DeepSpeed: data-parallel ranks.")] = None,
     precision: Annotated[str | None, typer.Option(help="Trace: whose peak counts; left out: that of most products.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Trace: how many steps, if none are marked.")] = None,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -106,3 +106,12 @@ def print_tables(tables: Sequence[ReportTable]) -> None:
     console = Console(highlight=False)
     for table in tables:
         console.print(to_rich(table))
+
+
+def print_verdict(document: Mapping[str, Any]) -> None:
+    """Whether a run went as predicted, what was different, and where it is recorded."""
+    found = document["diagnosis"]
+    print(f"prediction: {found['text']}")
+    for finding in found["findings"]:
+        print(f"  {finding['text']}; {finding['advice']}")
+    print(f"history: {document['history']['text']}")

@@ -8,7 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from parsim.commands.output import AllowCode, Asked, BatchOption, JsonFlag, OnCluster, Overrides, print_json, print_tables
+from parsim.commands.output import (
+    AllowCode,
+    Asked,
+    BatchOption,
+    JsonFlag,
+    OnCluster,
+    Overrides,
+    print_json,
+    print_tables,
+    print_verdict,
+)
 
 
 def run(
@@ -22,6 +32,8 @@ def run(
     adaptive: Annotated[bool, typer.Option("--adaptive", help="Measure on the way; change plan where that pays.")] = False,
     window: Annotated[int, typer.Option(min=1, help="With --adaptive: steps between two looks.")] = 20,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a process that does not move ends the run.")] = 30,
+    elastic: Annotated[bool, typer.Option("--elastic", help="Where a rank dies, go on by itself on what is left.")] = False,
+    max_restarts: Annotated[int, typer.Option(min=0, help="With --elastic: how often.")] = 3,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
     as_json: JsonFlag = False,
@@ -41,6 +53,8 @@ def run(
         adaptive=adaptive,
         window_steps=window,
         timeout_s=timeout,
+        elastic=elastic,
+        max_restarts=max_restarts,
         overrides=overrides or [],
     )
     document = done.to_dict()
@@ -53,6 +67,7 @@ def run(
     losses = [loss for loss in document["losses"] if loss is not None]
     moved = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}" if losses else "no step was left to train"
     print(f"{moved}, {_scored(document)}")
+    print_verdict(document)
     print(f"folder: {done.folder} (report.html, trace.json for Perfetto, checkpoints/)")
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from parsim.commands.output import AllowCode, JsonFlag, Overrides, print_json, print_tables
+from parsim.commands.output import AllowCode, JsonFlag, Overrides, print_json, print_tables, print_verdict
 
 ROUNDS = 10
 
@@ -62,7 +62,7 @@ def validate(
         print(f"speed: {speed['text']}")
         if speed["warning"]:
             print(f"warning: {speed['warning']}")
-    print(f"history: {document['history']['text']}")
+    print_verdict(document)
     if update:
         print(f"update: {document['update']['text']}")
     print(f"folder: {done.folder} (report.html, trace.json for Perfetto)")

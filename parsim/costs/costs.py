@@ -42,7 +42,7 @@ class Costs:
 
     Attributes:
         precision: a key of DeviceType.peak_flop_per_s, e.g. "fp32". optimizer: e.g. "sgd_momentum".
-        master_weights: with precision "bf16", the optimizer updates copies in fp32.
+        master_weights: with precision "bf16", the optimizer updates copies in fp32. ema: it averages the weights too.
         ranks_active: how many ranks compute at once; measurements under that load are preferred (None: the heaviest load).
         ranks: of the plan (None: all of the cluster); where they outnumber the cores, their computation is crowded.
         corrections: what a run has shown the profile to be wrong by, on top of what the profile's own updates say.
@@ -53,6 +53,7 @@ class Costs:
     cluster: Cluster
     precision: str = "fp32"
     master_weights: bool = True
+    ema: bool = False
     optimizer: str = "sgd_momentum"
     ranks_active: int | None = None
     ranks: int | None = None
@@ -140,7 +141,9 @@ class Costs:
             case Compute():
                 return self._compute(work, self._device(rank))
             case OptimizerStep():
-                return self._computation.optimizer(work, self.optimizer, self._device(rank), master_weights=self.master_weights)
+                return self._computation.optimizer(
+                    work, self.optimizer, self._device(rank), master_weights=self.master_weights, ema=self.ema
+                )
             case ClipGradients():
                 return self._computation.clip(work, self.optimizer, self._device(rank), master_weights=self.master_weights)
             case Mix():

@@ -39,10 +39,19 @@ class ComponentRandomness:
         }
         self._step = 0
 
+    @property
+    def draw(self) -> int:
+        """The number that the step at hand has drawn."""
+        return self._step
+
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Around a step of training."""
-        self._step = int(torch.randint(2**62, ()))
+    def step(self, draw: int | None = None) -> Iterator[None]:
+        """Around a step of training.
+
+        Args:
+            draw: of an earlier step, whose random numbers are wanted again; None: another one is drawn.
+        """
+        self._step = int(torch.randint(2**62, ())) if draw is None else draw
         state = torch.get_rng_state() if self._samples else None
         try:
             yield

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from parsim.data import Order, Samples, order_of, part
 from parsim.execute.loading import host_values
@@ -23,6 +25,7 @@ from parsim.execute.numerics import Numerics
 from parsim.execute.stage import recorded_programs, seeded_module
 from parsim.execute.state.master_weights import MASTER, MasterWeights
 from parsim.execute.state.optimizer import make_optimizer
+from parsim.execute.state.weight_averages import EMA
 from parsim.execute.training.learning_rate import scheduler
 from parsim.execute.training.recipe import PLAIN, Schedule, TrainingRecipe
 from parsim.execute.training.weight_decay import exempt_names
@@ -153,6 +156,10 @@ class _Updater:
         without = [stepped[name] for name in stepped if name in exempt]
         self._optimizer = make_optimizer(optimizer, stepped.values(), learning_rate, recipe=recipe, exempt=without)
         self._clip_norm = recipe.clip_norm
+        self._weights = nn.ParameterList(stepped.values())
+        make: Any = get_ema_multi_avg_fn  # torch leaves it without types
+        average = None if recipe.ema is None else make(recipe.ema.decay)
+        self._averages = None if average is None else AveragedModel(self._weights, multi_avg_fn=average)
         self._rate: LRScheduler | None = None
         self._steps, self._every = 0, 1
         first = numerics.loss_scale
@@ -215,12 +222,17 @@ class _Updater:
         else:
             self._optimizer.step()
         self._steps += 1
+        if self._averages is not None:
+            self._averages.update_parameters(self._weights)
         if self._rate is not None and self._steps % self._every == 0:
             self._rate.step()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Of the optimizer, by parameter name; with its copy in fp32, if there is one."""
         found = _optimizer_state(self._optimizer, self._stepped())
+        if self._averages is not None:
+            for name, average in zip(self._named, self._averages.module.parameters(), strict=True):
+                found.setdefault(name, {})[EMA] = average.detach().clone()
         if self._masters is not None:
             for name, parameter in self._named.items():
                 found[name][MASTER] = self._masters.of(parameter).detach().clone()

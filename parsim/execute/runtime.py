@@ -20,6 +20,7 @@ from parsim.execute.records.memory_lines import StepWatch
 from parsim.execute.records.task_time import TaskTime
 from parsim.execute.relaxed.mixing import MixingRounds
 from parsim.execute.relaxed.scripts import StepScript, StepScripts
+from parsim.execute.relaxed.stale import StaleStage
 from parsim.execute.rooms.buckets import BucketOfMicrobatch, rooms_of
 from parsim.execute.rooms.transfers import transfer_rooms
 from parsim.execute.stage import StageReplica
@@ -58,6 +59,7 @@ class RankProgram:
     Args:
         groups: process group by (stream, ranks in ascending order).
         mixing: where replicas mix their weights in rounds, this rank's part of them; `graph` is then that of the first round.
+        stale: where stages are decoupled, what waits on this one between steps.
 
     Attributes:
         watch: receives the events of a step, for tools that count memory.
@@ -70,16 +72,20 @@ class RankProgram:
         streams: Streams,
         groups: Mapping[tuple[str, tuple[int, ...]], dist.ProcessGroup],
         mixing: MixingRounds | None = None,
+        stale: StaleStage | None = None,
     ) -> None:
         self._stage = stage
+        self._stale = stale
         self._streams = streams
         self._groups = groups
         self.watch = StepWatch()
-        self._steps = StepScripts(graph, stage.layout, stage.rank, mixing)
+        self._steps = StepScripts(graph, stage.layout, stage.rank, mixing, stale)
         self._script = self._steps.of_step(None)
         self._room = rooms_of(self._script.tasks)
         self._transfers = transfer_rooms(self._script.tasks, stage.layout, stage.rank)
-        self._store = Store(stage.layout, stage.rank, [task for task, _, _ in self._script.tasks], streams)
+        tasks = {task.index: task for task, _, _ in self._script.tasks}
+        self._store = Store(stage.layout, stage.rank, list(tasks.values()), streams)
+        self._tasks = tasks
         self._reading: dict[tuple[str, str], Reading] = {
             (name, value): reading
             for value, readings in stage.layout.readings.items()
@@ -107,6 +113,9 @@ class RankProgram:
     def _reset(self) -> None:
         self._store.clear()
         self._records: dict[tuple[str, int], Saved] = {}
+        self._made = self._records
+        if self._stale is not None:
+            self._take_over(self._stale)
         self._kept: dict[tuple[str, int], RecomputeInputs] = {}
         self._halves: dict[tuple[str, int], BackwardHalf] = {}
         self._growing: dict[tuple[ValueKey, int], Tensor] = {}
@@ -114,6 +123,34 @@ class RankProgram:
         self._sent: dict[BucketOfMicrobatch, tuple[Tensor, Tensor]] = {}
         self._receiving: dict[int, tuple[Tensor, Any]] = {}
         self._leaving: dict[int, Tensor] = {}
+
+    def _take_over(self, stale: StaleStage) -> None:
+        """What a decoupled stage has from the steps before: what has arrived, and the forward of the batch that is due."""
+        arrived, stale.arrived = stale.arrived, {}
+        for index, tensor in arrived.items():
+            microbatch = self._tasks[index].origin.microbatch
+            assert microbatch is not None
+            self._store.put(self._store.moved(self._tasks[index]), microbatch, tensor)
+        self._made = {} if stale.forward is None else stale.forward.records
+        self._records = {} if stale.due is None else stale.due.records
+
+    def run_forward_again(self, batch: BatchSource, draw: int) -> None:
+        """Of a decoupled stage that goes on from a checkpoint: the forward of a batch that waits for its backward.
+
+        Args:
+            batch: its values. draw: of the random numbers of its step.
+        """
+        assert self._stale is not None
+        assert self._stale.forward is not None
+        self._stale.forward.draw = draw
+        self._reset()
+        with self._stage.randomness.step(draw):
+            for task in self._tasks.values():
+                if isinstance(task.work, LoadBatch):
+                    self._load(batch)
+                elif isinstance(task.work, Compute) and task.work.phase is Phase.FORWARD:
+                    self._forward(task)
+        self._reset()
 
     def script(self, number: int) -> StepScript:
         """What this rank does in training step `number`."""
@@ -133,6 +170,8 @@ class RankProgram:
         """
         self._script = script or self._script
         with self._stage.randomness.step():
+            if self._stale is not None and self._stale.forward is not None:
+                self._stale.forward.draw = self._stage.randomness.draw
             return self._step(batch, following)
 
     def _step(self, batch: BatchSource, following: BatchSource | None) -> tuple[float, list[TaskTime]]:
@@ -272,7 +311,8 @@ class RankProgram:
 
     def _forward(self, task: Task) -> None:
         name, microbatch = _component_of(task)
-        runnable = self._stage.runnables[name]
+        running = None if self._stale is None else self._stale.forward
+        runnable = self._stage.runnables[name] if running is None else running.runnables[name]
         layout, own = self._stage.layout, self._of[name]
         inputs = {instance: self._taken(instance, microbatch) for instance in dict.fromkeys(own.inputs)}
         given = [inputs[instance] for instance in own.inputs]
@@ -285,7 +325,7 @@ class RankProgram:
             with self._stage.computing():
                 outputs, record = forward_component(runnable, given)
             if name in layout.differentiable:
-                self._records[name, microbatch] = record
+                self._made[name, microbatch] = record
         if name == LOSS and self._stage.loss_counts:
             self._loss.append(outputs[0])
         for instance, tensor in zip(own.outputs, outputs, strict=True):
@@ -300,7 +340,8 @@ class RankProgram:
     def _backward(self, task: Task) -> None:
         """Gradients of a value from readers that make it alike add up inside the backwards, see `backward_component`."""
         name, microbatch = _component_of(task)
-        runnable = self._stage.runnables[name]
+        waited = None if self._stale is None else self._stale.due
+        runnable = self._stage.runnables[name] if waited is None else waited.runnables[name]
         record = self._records.pop((name, microbatch))
         outputs = [self._gradient_of(value, microbatch) for value in runnable.output_names]
         if name == LOSS:
@@ -460,7 +501,10 @@ class RankProgram:
         self._streams.after(fence)
         self._streams.used(buffer)
         dist.recv(buffer, work.source, group=group)
-        self._store.put(moved, origin.microbatch, buffer)
+        if self._stale is not None:
+            self._stale.arrives(task, buffer)
+        else:
+            self._store.put(moved, origin.microbatch, buffer)
 
 
 def required_groups(graph: TaskGraph) -> list[tuple[str, tuple[int, ...]]]:

@@ -18,6 +18,7 @@ from parsim.execute.state.loss_scale import overflow_flag
 from parsim.execute.state.master_weights import MASTER, MasterWeights
 from parsim.execute.state.optimizer import flat_gradients, make_optimizer
 from parsim.execute.state.value_names import check_names
+from parsim.execute.state.weight_averages import EMA, update_averages
 from parsim.execute.state.zero import DividedBucket
 from parsim.execute.training.clipping import scale_to_norm, squared_norm
 from parsim.execute.training.recipe import PLAIN, TrainingRecipe
@@ -253,6 +254,8 @@ class StageReplica:
                 self._optimizer.step()
             else:
                 self._masters.step(self._optimizer)
+            if self.recipe.ema is not None:
+                update_averages(self._optimizer, self.recipe.ema.decay)
         for flat in self.buckets.values():
             flat.zero_()
 
@@ -316,6 +319,8 @@ class StageReplica:
         held = self._held[name]
         state = dict(state)
         master = state.pop(MASTER, None)
+        if self.recipe.ema is None:
+            state.pop(EMA, None)
         if self._masters is not None and held.trainable:
             state[MASTER] = (weight if master is None else master).float()
         elif master is not None:

@@ -68,7 +68,8 @@ def main(job_path: Path) -> None:
     if job.mode == "train":
         (only,) = runs
         assert only is not None, "a training job has as many ranks as its plan"
-        runs = [train(job, only, place, groups)]
+        looks = pinning.first and job.device == "cpu"  # the probe of a GPU takes memory that the plan may need
+        runs = [train(job, only, place, groups, SpeedProbe(torch.device(place.device)) if looks else None)]
     else:
         _measure(job, runs, place, SpeedProbe(torch.device(place.device)) if pinning.first else None)
     for entry in runs:

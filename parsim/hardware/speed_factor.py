@@ -8,7 +8,8 @@ Where it is measured. While calibrating, before and after every measurement. The
 of one rank alone and of a rank on every core. Between the two, the value is in proportion to the ranks that compute at
 once. "Now" is one of two:
     since   `parsim calibrate --refresh PROFILE` measures again for 20 seconds; the profile keeps it (`today`): one factor.
-    beside  `parsim validate` and `parsim demo` measure before and after every round: one factor per rank and round.
+    beside  `parsim validate` and `parsim demo` measure before and after every round: one factor per rank and round. A
+            training on cores is measured before and after its steps.
 
 How it is applied. The factor `since` the calibration is the adjustment "speed factor" of every price
 (`parsim.costs.adjustments`). The factors `beside` a run change no price. They give a second prediction, of the step at the

@@ -259,6 +259,11 @@ def _precision(document: Mapping[str, Any], reading: _Reading) -> int:
     if apex:
         reading.keys["training.precision"] = "amp_fp16"
         return 4
+    if _enabled(document, "torch_autocast", reading):
+        half_type = document["torch_autocast"].get("dtype", "bfloat16")
+        reading.used.add("torch_autocast.dtype")
+        reading.keys["training.precision"] = "amp_fp16" if "float16" in str(half_type).replace("bfloat16", "") else "amp_bf16"
+        return 4
     states = [document.get(key) for key in ("fp16", "bf16", "bfloat16")]
     if not any(isinstance(state, dict) and state.get("enabled") == AUTO for state in states):
         reading.keys["training.precision"] = "fp32"

@@ -11,6 +11,8 @@ from typing import Literal
 from parsim.errors import ImportedFileError, near_matches
 from parsim.files import parse_json
 from parsim.importers.deepspeed_config import is_deepspeed
+from parsim.importers.lstopo_xml import is_lstopo
+from parsim.importers.nsys_sqlite import is_nsys
 from parsim.importers.source_file import SourceFile
 from parsim.importers.topo_matrix import is_topo_matrix
 
@@ -56,6 +58,8 @@ def _is_deepspeed(source: SourceFile) -> bool:
 
 
 KINDS: Mapping[str, FileKind] = {
+    "nsys": FileKind(becomes="timeline", what="an SQLite export of Nsight Systems", recognises=is_nsys),
+    "lstopo": FileKind(becomes="profile", what="the output of lstopo --of xml", recognises=is_lstopo),
     "kineto": FileKind(
         becomes="timeline",
         what="a trace of torch.profiler, .json or .json.gz",

@@ -118,10 +118,21 @@ def read_kineto(source: SourceFile, *, steps: int | None = None) -> KinetoTrace:
     Raises:
         ImportedFileError: it is no trace, it holds no activity, or no activity lies in its steps.
     """
-    document = source.json("a trace")
+    return trace_of(source.json("a trace"), str(source.path), steps)
+
+
+def trace_of(document: object, where: str, steps: int | None = None) -> KinetoTrace:
+    """The activities of trace events, as `read_kineto`.
+
+    Args:
+        document: a list of events, or a table with `traceEvents`. where: the file, for messages. steps: as there.
+
+    Raises:
+        ImportedFileError: as there.
+    """
     events = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(events, list):
-        raise ImportedFileError(f"{source.path} has no list `traceEvents`; expected {EXPECTED}")
+        raise ImportedFileError(f"{where} has no list `traceEvents`; expected {EXPECTED}")
     head: dict[str, Any] = document if isinstance(document, dict) else {}
     skipped: dict[str, int] = {}
     found = _complete_events(events, skipped)
@@ -133,7 +144,7 @@ def read_kineto(source: SourceFile, *, steps: int | None = None) -> KinetoTrace:
     chosen = device_events or _on_host(found, operators)
     if not chosen:
         raise ImportedFileError(
-            f"{source.path} holds {len(events)} events and none of them is a kernel, a copy or an operator; expected {EXPECTED}"
+            f"{where} holds {len(events)} events and none of them is a kernel, a copy or an operator; expected {EXPECTED}"
         )
     notes: list[str] = []
     begin, end, count = _window(chosen, marks, steps, notes)
@@ -143,7 +154,7 @@ def read_kineto(source: SourceFile, *, steps: int | None = None) -> KinetoTrace:
     )
     if not kept:
         raise ImportedFileError(
-            f"{source.path}: nothing ran within its {count} steps; record the steps with the activities of the GPU"
+            f"{where}: nothing ran within its {count} steps; record the steps with the activities of the GPU"
         )
     if len(kept) < len(chosen):
         skipped["activities outside the steps"] = len(chosen) - len(kept)

@@ -19,6 +19,13 @@ PAGE_BYTES = 4096
 """On which some kernels begin their arrays."""
 
 
+GRADIENT_SUM = "sum of gradients"
+"""Function of the operator that adds the gradients of a microbatch to those before it: its forward does nothing."""
+
+UNALIGNED = "unaligned"
+"""Function of a product whose rows are no whole multiple of 16 bytes, in a library that then uses no tensor cores."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
     """One kernel-sized operation of a component's forward pass, for one sample.
@@ -35,7 +42,7 @@ class Operator:
         parameter_bytes: parameters read, whatever the samples.
         count: how often it occurs.
         function: of a memory-bound one its name in aten, such as "gelu", or "unlisted:NAME" where the operator table has no row
-            for it; of an attention "causal" or nothing; "" where unknown.
+            for it; of an attention "causal" or nothing; `GRADIENT_SUM`; of a product `UNALIGNED`; "" where unknown.
         gradients: one of GRADIENTS, what its backward computes.
     """
 

@@ -39,10 +39,8 @@ MOST_SAMPLES = 2**40
 SCHEMA_VERSION = 2
 STRATEGIES = ("single", "dp", "mp", "hp", "adaptive", "custom")
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
-SIMULATED_ONLY = ("segments", "gather_ahead", "blocking_transfers", "scatter_gather")
+SIMULATED_ONLY = ("segments", "gather_ahead", "blocking_transfers", "scatter_gather", "tensor_overlap")
 """Keys of a plan that the executor does not know; empty or False where unused."""
-EXECUTED_KINDS = ("all_reduce", "average", "gossip")
-"""Kinds of synchronisation that the executor knows."""
 CONTEXT_EXCHANGES = ("ring", "all_gather")
 ZERO_STAGES = (0, 1, 2, 3)
 ZERO_STAGES_TEXT = "it is 0, 1 (optimizer state divided), 2 (gradients too) or 3 (parameters too)"
@@ -109,6 +107,7 @@ class Plan:
             2023 and DeepSpeed do.
         scatter_gather: of a value or gradient that all tp ranks have whole, each sends its part to the next stage, whose ranks
             gather it.
+        tensor_overlap: all_gathers and reduce_scatters on the tp axis run in pieces beside the products that read or make them.
         context_exchange: with mesh.cp above 1, how attention comes by the keys and values of the other pieces of the sequence.
             "ring": in turn from neighbour to neighbour, while it works on those it has. "all_gather": all of them before it
             begins, and a reduce_scatter of their gradients.
@@ -131,6 +130,7 @@ class Plan:
     gather_ahead: bool = False
     blocking_transfers: bool = False
     scatter_gather: bool = False
+    tensor_overlap: bool = False
     backward_prefetch: bool = True
     context_exchange: str = "ring"
     clip_gradients: bool = False
@@ -180,6 +180,8 @@ class Plan:
         check_segments(self.segments, self.recompute, [stage.components for stage in self.stages])
         if self.gather_ahead and self.zero_stage != 1:
             raise PlanError(f"gather_ahead belongs to zero_stage = 1, and the plan has zero_stage = {self.zero_stage}; drop it")
+        if self.tensor_overlap and self.mesh.tp == 1:
+            raise PlanError("tensor_overlap belongs to mesh.tp > 1, and tp is 1; drop it")
         if self.context_exchange not in CONTEXT_EXCHANGES:
             raise PlanError(
                 f"unknown context_exchange {self.context_exchange!r}{near_matches(self.context_exchange, CONTEXT_EXCHANGES)}"
@@ -247,9 +249,7 @@ class Plan:
     def not_executable(self) -> str:
         """The key that only the simulator knows; "" where there is none."""
         axes = [f"mesh.{axis}" for axis in ("cp", "ep") if getattr(self.mesh, axis) > 1]
-        kind = self.synchronisation.kind
-        relaxed = [f'synchronisation.kind = "{kind}"'] if kind not in EXECUTED_KINDS else []
-        return next(iter([*axes, *relaxed, *(key for key in SIMULATED_ONLY if getattr(self, key))]), "")
+        return next(iter([*axes, *(key for key in SIMULATED_ONLY if getattr(self, key))]), "")
 
     @property
     def world_size(self) -> int:
@@ -303,6 +303,7 @@ class Plan:
         again += f" segments={len(self.segments)}" if self.segments else ""
         zero += " ahead" if self.gather_ahead else ""
         zero += "" if self.backward_prefetch else " post"
+        zero += " overlapped" if self.tensor_overlap else ""
         zero += "" if self.context_exchange == "ring" else f" {self.context_exchange}"
         zero += " clip" if self.clip_gradients else ""
         many = self.mesh.copies * self.mesh.tp > 1 and self.bucket_bytes != DEFAULT_BUCKET_BYTES

@@ -32,6 +32,7 @@ from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
 from parsim.plans.plan import Plan
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.program_costs import beside_products
 from parsim.work import SendRecv
 
 UNROLLED_STEPS = 3
@@ -204,7 +205,7 @@ def _resuming(columns: Columns, problem: PlanningProblem, plan: Plan) -> Columns
 
 
 def priced_units(problem: PlanningProblem, plan: Plan, units: Sequence[Unit]) -> list[Estimate]:
-    """Prices of the units of a plan that mixes: the messages of a round share links, where the profile knows them.
+    """Prices of the units of a plan: overlapped where it says so, and the messages of a round of mixing share links.
 
     Args:
         problem: of the plan. plan: with synchronisation average or gossip. units: of its columns.
@@ -212,7 +213,7 @@ def priced_units(problem: PlanningProblem, plan: Plan, units: Sequence[Unit]) ->
     Returns:
         One Estimate per unit. Leaves out, on machines without a link model, what messages of one round cost one another.
     """
-    estimates = problem.price(units, plan.mesh)
+    estimates = beside_products(problem.model, plan, units, problem.price(units, plan.mesh))
     rule, cluster = plan.synchronisation, problem.cluster
     if rule.kind != "gossip" or cluster.profile.communication.link_model is None:
         return estimates

@@ -28,6 +28,7 @@ from parsim.graph.plan_index import PlanIndex
 from parsim.plans.concurrent import concurrent_groups
 from parsim.plans.mesh import Mesh
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.program_costs import beside_products
 from parsim.work import Collective, Work, is_communication, ranks_of_work
 
 NEARLY = 1e-4
@@ -70,10 +71,11 @@ def nearly_alike(problem: PlanningProblem, layout: PlanIndex, folding: Folding, 
         if likes := _likes(mesh, unit.work, folding.replicas):
             paid = problem.price([(work, 0) for work in likes], mesh)
             bounds[unit.work] = (min(paid, key=attrgetter("median_s")), max(paid, key=attrgetter("median_s")))
-    low, high = (
-        tuple(bounds[unit.work][end] if unit.work in bounds else own for unit, own in zip(columns.units, prices, strict=True))
+    ends = (
+        [bounds[unit.work][end] if unit.work in bounds else own for unit, own in zip(columns.units, prices, strict=True)]
         for end in (0, 1)
     )
+    low, high = (tuple(beside_products(problem.model, layout.plan, columns.units, end)) for end in ends)
     rows = np.array([medians_s(low), medians_s(high)])
     shortest_s, longest_s = mean_step_s(compile_graph(columns), rows, overlap, steps=steps, unit=columns.unit)
     return (one, columns, high) if longest_s <= shortest_s * (1 + NEARLY) else None

@@ -32,7 +32,13 @@ from parsim.predict.unsharded_memory import unsharded_bytes
 
 
 def plan_memory(
-    layout: PlanIndex, cluster: Cluster, *, precision: str, optimizer: str, master_weights: bool = True
+    layout: PlanIndex,
+    cluster: Cluster,
+    *,
+    precision: str,
+    optimizer: str,
+    master_weights: bool = True,
+    ema: bool = False,
 ) -> tuple[RankMemory, ...]:
     """Peak memory of every rank of a plan.
 
@@ -41,7 +47,7 @@ def plan_memory(
 
     Args:
         layout: the plan and its model. cluster: devices by rank.
-        precision, optimizer, master_weights: as in RUN.toml.
+        precision, optimizer, master_weights: as in RUN.toml. ema: whether averages of the weights are kept.
 
     Returns:
         One RankMemory per rank, in rank order, bytes. Leaves out conversions of earlier values while a later component
@@ -84,9 +90,10 @@ def plan_memory(
                 optimizer=optimizer,
                 precision=precision,
                 master_weights=master_weights,
+                ema=ema,
                 traffic=rank_traffic(kept, rank, cluster.profile.communication.backend),
             )
-        memories.append(with_relaxed_lines(replace(known[place], rank=rank), layout, rank))
+        memories.append(with_relaxed_lines(replace(known[place], rank=rank), kept, rank))
     return tuple(memories)
 
 

@@ -36,8 +36,8 @@ KeptPrices = TypeVar("KeptPrices")
 class PlanningProblem:
     """Attributes:
     model: its values are as wide as the precision sends them. global_batch: samples per step.
-    precision, optimizer, master_weights: as in RUN.toml. corrections: learnt from a run.
-    scale: of hardware that would be faster.
+    precision, optimizer, master_weights: as in RUN.toml. ema: moving averages of the weights are kept.
+    corrections: learnt from a run. scale: of hardware that would be faster.
     zero_stage: that plans are to have; "auto": any. recompute: likewise; "auto": where a plan would not fit, as little as
         makes it fit. constraints: what else plans must keep.
     history: of the profile's validations, by which intervals are corrected.
@@ -52,6 +52,7 @@ class PlanningProblem:
     precision: str = "fp32"
     optimizer: str = "sgd_momentum"
     master_weights: bool = True
+    ema: bool = False
     corrections: RunCorrections = NO_RUN_CORRECTIONS
     scale: HardwareScale = AS_IT_IS
     history: History = NO_HISTORY
@@ -76,7 +77,7 @@ class PlanningProblem:
     @cached_property
     def optimizer_state_bytes_per_element(self) -> int:
         """What the optimizer keeps of a parameter."""
-        return optimizer_bytes(self.optimizer, self.precision, master_weights=self.master_weights)[0]
+        return optimizer_bytes(self.optimizer, self.precision, master_weights=self.master_weights, ema=self.ema)[0]
 
     def allows(self, component: str, placement: Placement) -> bool:
         """Whether pins and forbids leave the component this placement."""
@@ -173,6 +174,7 @@ class PlanningProblem:
                 precision=self.precision,
                 optimizer=self.optimizer,
                 master_weights=self.master_weights,
+                ema=self.ema,
             )
         return self._memories[plan]
 
@@ -203,6 +205,7 @@ class PlanningProblem:
                 precision=self.precision,
                 optimizer=self.optimizer,
                 master_weights=self.master_weights,
+                ema=self.ema,
                 ranks_active=len(set(self.cluster.core_of_rank(ranks))),
                 ranks=ranks,
                 corrections=self.corrections,

@@ -1,15 +1,36 @@
-"""Programs priced by Costs: seconds for every task of a part."""
+"""Programs priced by Costs: seconds for every task of a part; and tensor-parallel communication beside products.
+
+With `Plan.tensor_overlap` an all_gather or reduce_scatter over n shards runs in n pieces. While one piece is sent, the
+product of another runs, so of its T seconds at most n - 1 pieces hide behind a product of m seconds:
+
+    exposed = max(T / n, T - (n - 1) / n * m)
+
+m is the mean forward of the plan's cut components with products. Source: what Transformer Engine calls tp_comm_overlap.
+
+Leaves out: that products of pieces are less efficient than whole ones, and the multiprocessors that copies take from them;
+sums (all_reduce), which no product waits for piece by piece.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
 from parsim.costs.communication.exchange import exchange_seconds
 from parsim.costs.costs import Costs
+from parsim.costs.estimate import Estimate, Term
 from parsim.costs.pricing import price
 from parsim.engines.program import DurationsOf, Part
-from parsim.work import SendRecv
+from parsim.graph.columns import Unit
+from parsim.model.model import Model
+from parsim.plans.plan import Plan
+from parsim.work import Collective, Compute, Phase, SendRecv
+
+IN_PIECES = ("all_gather", "reduce_scatter")
 
 
 def priced(costs: Costs) -> DurationsOf:
@@ -46,3 +67,50 @@ def priced(costs: Costs) -> DurationsOf:
         return found
 
     return seconds
+
+
+def beside_products(model: Model, plan: Plan, units: Sequence[Unit], estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Estimates of a program's units with tensor-parallel communication as far as products do not hide it.
+
+    Args:
+        model, plan: of the program. units: its work. estimates: of the units alone, in their order.
+
+    Returns:
+        The same estimates if the plan does not overlap.
+    """
+    if not plan.tensor_overlap:
+        return list(estimates)
+    products = {component.name for component in model.components if any(op.kind == "matmul" for op in component.operators)}
+    forwards = [
+        estimate.median_s
+        for unit, estimate in zip(units, estimates, strict=True)
+        if isinstance(unit.work, Compute)
+        and (unit.work.phase, unit.work.ways > 1) == (Phase.FORWARD, True)
+        and unit.work.component in products
+    ]
+    if not forwards:
+        return list(estimates)
+    product_s = fmean(forwards)
+    return [
+        _exposed(estimate, product_s, plan.mesh.tp) if _in_pieces(plan, unit) else estimate
+        for unit, estimate in zip(units, estimates, strict=True)
+    ]
+
+
+def _in_pieces(plan: Plan, unit: Unit) -> bool:
+    """Whether it is communication of that kind among the shards of one copy of a stage."""
+    work, tp = unit.work, plan.mesh.tp
+    if not isinstance(work, Collective) or work.operation not in IN_PIECES or len(work.group) != tp:
+        return False
+    return len({rank // tp for rank in work.group}) == 1
+
+
+def _exposed(estimate: Estimate, product_s: float, pieces: int) -> Estimate:
+    if not estimate.median_s:
+        return estimate
+    hidden = (pieces - 1) / pieces
+    share = max(1 - hidden, 1 - hidden * product_s / estimate.median_s)
+    detail = f"{pieces} pieces beside products"
+    return replace(
+        estimate.then(Term("exposed share", "times", share, "assumed", detail)), detail=f"{estimate.detail}; {detail}"
+    )

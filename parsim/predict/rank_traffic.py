@@ -51,6 +51,17 @@ def _posted_bytes(kept: KeptActivations, rank: int) -> float:
     return sum(size for link, size in found if link.source > link.target and plan.stage_places[link.target] == place)
 
 
+def next_step_bytes(kept: KeptActivations, rank: int) -> float:
+    """Of decoupled stages: room for what arrives during a step and is read in the next one.
+
+    Args:
+        kept: values under the plan. rank: global number.
+    """
+    plan = kept.layout.plan
+    place = plan.stage_of_rank(rank)
+    return sum(size for link, size in messages_by_link(kept, rank).items() if plan.stage_places[link.target] == place)
+
+
 def messages_by_link(kept: KeptActivations, rank: int) -> dict[StageLink, float]:
     """Bytes of one microbatch on every link that begins or ends on a rank, as they count there.
 

@@ -2,7 +2,8 @@
 
 outer_state        of average with an outer optimizer: the weights of the last round, and its momentum
 neighbour_buffers  of gossip: what arrives from the neighbours of a round, as far as it exceeds what the step has let go by then
-stashed_weights    of stale: a copy of a stage's weights for every batch that waits there for its gradient
+receive_buffers    of stale: also what arrives in a step for the next one
+stashed_weights    of stale: a copy of a stage's weights for every batch that it holds, unless it runs backward in the same step
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import replace
 from parsim.costs.memory.records import RankMemory
 from parsim.graph.passes.rounds import neighbours_of, outer_arrays
 from parsim.graph.plan_index import PlanIndex
+from parsim.predict.kept_activations import KeptActivations
+from parsim.predict.rank_traffic import next_step_bytes
 
 LET_GO = ("activations", "casts", "boundary_values", "unsharded", "workspace")
 """Lines of the step whose memory is free when a round begins."""
@@ -26,19 +29,23 @@ def batches_held(layout: PlanIndex, stage: int) -> int:
     return 1 + layout.plan.synchronisation.delay_of(stage, layout.plan.mesh.pp)
 
 
-def with_relaxed_lines(memory: RankMemory, layout: PlanIndex, rank: int) -> RankMemory:
+def with_relaxed_lines(memory: RankMemory, kept: KeptActivations, rank: int) -> RankMemory:
     """The memory of a rank with the lines of its plan's synchronisation; unchanged for synchronous training.
 
     Args:
-        memory: of the step. layout: of the plan. rank: global number.
+        memory: of the step. kept: values under the plan. rank: global number.
     """
+    layout = kept.layout
     plan, rule = layout.plan, layout.plan.synchronisation
     if not rule.is_relaxed:
         return memory
     trained = sum(bucket.size_bytes for bucket in layout.rank_buckets(rank))
     if rule.kind == "stale":
-        line = ("stashed_weights", rule.delay_of(plan.stage_of_rank(rank), plan.mesh.pp) * trained)
-        return replace(memory, lines=(*memory.lines, line))
+        held = batches_held(layout, plan.stage_of_rank(rank))
+        line = ("stashed_weights", held * trained if held > 1 else 0)
+        arriving = round(next_step_bytes(kept, rank))
+        held_lines = [(name, size + arriving if name == "receive_buffers" else size) for name, size in memory.lines]
+        return replace(memory, lines=(*held_lines, line))
     lines = [("outer_state", outer_arrays(layout) * trained)] if rule.outer is not None else []
     if rule.kind == "gossip":
         replica = plan.replica_of_rank(rank)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelError, OutOfMemoryError, PlanError
-from parsim.execute.cuda.faults import check_devices
+import numpy as np
+
+from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelError, OutOfMemoryError, PlanError, RankLostError
+from parsim.execute.cuda.faults import check_devices, visible_devices
 from parsim.execute.job import EXECUTION, Job, RunSpec
 from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.launch import HANG_S, launch
@@ -44,6 +47,10 @@ from parsim.workflow.this_machine import on_this_machine
 
 if TYPE_CHECKING:
     from parsim.execute.records.measurement import Measurement
+
+
+MOST_BLOCKS = 20
+"""Into so many parts a training is cut for its A/A floor: steps that follow one another share their disturbances."""
 
 
 def ask(question: Question, *, top: int | None = None) -> Answer:
@@ -136,6 +143,11 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
             f"use --nproc {plan.world_size}, or set cluster.devices = {nproc} and plan again"
         )
     training = asked.config.training
+    if training.ema is not None and plan.synchronisation.mixes:
+        raise PlanError(
+            f"training.ema averages weights over steps, and under synchronisation {plan.synchronisation} every replica has its "
+            "own; drop training.ema, or plan.synchronisation"
+        )
     check_rounds(plan, training.precision, evaluates=training.evaluation is not None)
     check_loss(asked.problem.model, plan, allowed=training.allow_coupled_loss)
     check_executable(training.precision, training.dtype, device_kind(asked))
@@ -234,11 +246,12 @@ def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None =
 
     trains = job.mode == "train"
     try:
-        launch(folder.job, job.world_size, on_line=relayed(say, warn), hang_s=hang_s)
+        launch(folder.job, job.world_size, on_line=relayed(say, warn), hang_s=hang_s, env=_visible(job, asked))
     except ExecutionError as error:
         hints = [nearest_that_fits(asked)] if isinstance(error, OutOfMemoryError) and asked is not None else []
         hints += [what_is_left(folder, job.steps)] if trains else []
-        raise type(error)(" ".join([f"{str(error).rstrip('.')}.", *filter(None, hints)])) from error
+        text = " ".join([f"{str(error).rstrip('.')}.", *filter(None, hints)])
+        raise (error.with_text(text) if isinstance(error, RankLostError) else type(error)(text)) from error
     except (KeyboardInterrupt, SystemExit) as ending:
         if trains:
             number = signal.SIGINT if isinstance(ending, KeyboardInterrupt) else int(ending.code or 0) - 128
@@ -248,6 +261,15 @@ def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None =
     execution = read_json(Path(job.output) / EXECUTION)
     write_json(folder.environment, {**environment, "execution": execution})
     return warnings
+
+
+def _visible(job: Job, asked: Prediction | None) -> dict[str, str]:
+    """On GPUs: those that the plan uses, where they are not the first ones."""
+    if job.device != "cuda" or asked is None:
+        return {}
+    wanted = [device.index for device in asked.problem.cluster.devices[: job.world_size]]
+    found = visible_devices(wanted, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    return {"CUDA_VISIBLE_DEVICES": found} if found else {}
 
 
 def levels_of(asked: Prediction, seen: Measurement) -> list[dict[str, Any]]:
@@ -299,6 +321,7 @@ def judge(problem: PlanningProblem, evaluation: Evaluation, seen: Measurement) -
         predicted_memory_bytes=[sum(memory.tensor_lines.values()) for memory in evaluation.memory],
         measured_memory_bytes=seen.peak_bytes if all(seen.peak_bytes) else (),
         kind_intervals=kind_intervals_s(evaluation.graph, durations),
+        rounds=[part.tolist() for part in np.array_split(seen.step_s, min(len(seen.step_s), MOST_BLOCKS))],
     )
     correction = None if found is None else found.to_dict()
     return replace(comparison, interval_correction=correction, at_pace=at_pace(problem, evaluation, seen))
@@ -350,6 +373,7 @@ def ask_again(folder: RunFolder) -> Prediction:
         global_batch=plan.global_batch,
         precision=config.training.precision,
         master_weights=config.training.keeps_master_weights,
+        ema=config.training.ema is not None,
         optimizer=config.training.optimizer,
         clip_gradients=plan.clip_gradients,
     )

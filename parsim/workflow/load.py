@@ -44,6 +44,7 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
         global_batch=config.training.global_batch,
         precision=config.training.precision,
         master_weights=config.training.keeps_master_weights,
+        ema=config.training.ema is not None,
         optimizer=config.training.optimizer,
         clip_gradients=config.training.clip_norm is not None,
         history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),

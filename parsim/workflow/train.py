@@ -29,7 +29,14 @@ from parsim.workflow.ask import (
     with_every_rank,
 )
 from parsim.workflow.config import RunConfig
-from parsim.workflow.folders.record_validation import record_of, remember, updatable, update_profile
+from parsim.workflow.folders.record_validation import (
+    diagnosed,
+    record_of,
+    remember,
+    remembered,
+    updatable,
+    update_profile,
+)
 from parsim.workflow.folders.resuming import forget_results, held, resumption
 from parsim.workflow.folders.run_folder import RunFolder, new_folder, write_json
 from parsim.workflow.folders.write_report import write_run_files
@@ -38,6 +45,7 @@ from parsim.workflow.public.measured import Measured
 from parsim.workflow.public.prediction import Prediction
 from parsim.workflow.relaxed.running import check_adaptive, steps_per_round
 from parsim.workflow.training.check import check_training, steps_per_epoch, total_steps
+from parsim.workflow.training.elastic import MAX_RESTARTS, check_elastic, restarting
 
 if TYPE_CHECKING:
     from parsim.execute.records.measurement import Measurement
@@ -60,6 +68,8 @@ def train(
     adaptive: bool = False,
     window_steps: int = WINDOW_STEPS,
     timeout_s: float = HANG_S,
+    elastic: bool = False,
+    max_restarts: int = MAX_RESTARTS,
 ) -> Measured:
     """Train under the plan, and compare with the prediction.
 
@@ -69,11 +79,13 @@ def train(
         checkpoint_every: steps between checkpoints; 0: at the end only.
         adaptive: measure on the way and change plan where that pays, looking every `window_steps` steps.
         timeout_s: a process that is stopped, or does nothing, for longer ends the run.
+        elastic: go on by itself after a rank has died, at most `max_restarts` times (`parsim.workflow.training.elastic`).
 
     Raises:
         ConfigError, PlanError, ModelError, DoesNotFitError: what cannot be run. ExecutionError: a rank failed.
     """
     check_options(adaptive=adaptive, resume=resume, out=out)
+    check_elastic(elastic=elastic, adaptive=adaptive, max_restarts=max_restarts)
     if adaptive:
         check_adaptive(asked.plan)
     asked, changed_since = _ready(asked, nproc)
@@ -89,17 +101,23 @@ def train(
             return _as_it_ended(folder, begun.warnings)
         forget_results(folder, RUN)
         changed_since += [] if begun is None else begun.warnings
-        return _trained(
-            asked,
-            folder,
-            steps,
-            changed_since,
-            resume=resume,
-            checkpoint_every=checkpoint_every,
-            adaptive=adaptive,
-            window_steps=window_steps,
-            timeout_s=timeout_s,
-        )
+
+        def attempt(asked: Prediction, again: bool, told: Sequence[str]) -> Measured:
+            return _trained(
+                asked,
+                folder,
+                steps,
+                [*changed_since, *told],
+                resume=resume or again,
+                checkpoint_every=checkpoint_every,
+                adaptive=adaptive,
+                window_steps=window_steps,
+                timeout_s=timeout_s,
+            )
+
+        if not elastic:
+            return attempt(asked, False, ())
+        return restarting(attempt, asked, folder, steps=steps, run=RUN, max_restarts=max_restarts)
 
 
 def _as_it_ended(folder: RunFolder, warnings: Sequence[str]) -> Measured:
@@ -144,6 +162,7 @@ def _trained(
         plan.save(folder.plan)
     seen = measured(folder, RUN, asked.evaluation)
     comparison = judge(asked.problem, asked.evaluation, seen)
+    diagnosis = diagnosed(asked, seen, comparison)
     score: dict[str, Any] = read_json(folder.path / "score.json")
     document = {
         **asked.result.to_dict(),
@@ -153,12 +172,16 @@ def _trained(
         **score,
         "decisions": decisions,
         "comparison": comparison.to_dict(),
+        "diagnosis": diagnosis.to_dict(),
+        "history": remembered(asked, seen, comparison, plan_changed=bool(changed)),
         "memory_levels": levels_of(asked, seen),
         "warnings": [*asked.warnings, *warnings, *told],
     }
-    write_run_files(folder, asked, seen, comparison)
+    write_run_files(folder, asked, seen, comparison, diagnosis)
     write_json(folder.result, document)  # the last file: whoever finds it knows that the run has ended
-    return Measured(folder=folder.path, prediction=asked, comparison=comparison, seen=seen, document=document)
+    return Measured(
+        folder=folder.path, prediction=asked, comparison=comparison, seen=seen, diagnosis=diagnosis, document=document
+    )
 
 
 def check_options(*, adaptive: bool, resume: bool, out: object) -> None:
@@ -231,8 +254,16 @@ def open_measured(path: Path) -> Measured:
     folder, asked, name = reopen(path)
     seen = measured(folder, name, asked.evaluation)
     comparison = judge(asked.problem, asked.evaluation, seen)
-    document = {"folder": str(folder.path), "plan": asked.plan.summary(), **comparison.to_dict()}
-    return Measured(folder=folder.path, prediction=asked, comparison=comparison, seen=seen, document=document)
+    diagnosis = diagnosed(asked, seen, comparison)
+    document = {
+        "folder": str(folder.path),
+        "plan": asked.plan.summary(),
+        **comparison.to_dict(),
+        "diagnosis": diagnosis.to_dict(),
+    }
+    return Measured(
+        folder=folder.path, prediction=asked, comparison=comparison, seen=seen, diagnosis=diagnosis, document=document
+    )
 
 
 def _ready(asked: Prediction, nproc: int | None) -> tuple[Prediction, list[str]]:
@@ -265,7 +296,9 @@ def _judged(
 ) -> Measured:
     """Compare, remember, and write the run's pages."""
     comparison = judge(asked.problem, asked.evaluation, seen)
+    diagnosis = diagnosed(asked, seen, comparison)
     document = {"folder": str(folder.path), "plan": asked.plan.summary(), **comparison.to_dict(tasks=tasks)}
+    document["diagnosis"] = diagnosis.to_dict()
     speed = speed_of(asked.problem.cluster.profile, comparison.at_pace)
     document["at_pace"] = speed
     document["warnings"] = [*changed_since, *([speed["warning"]] if speed and speed["warning"] else [])]
@@ -274,8 +307,10 @@ def _judged(
     if update:
         document["update"] = update_profile(asked, seen, comparison, record)
     write_json(folder.path / "validation.json", document)
-    write_run_files(folder, asked, seen, comparison)
-    return Measured(folder=folder.path, prediction=asked, comparison=comparison, seen=seen, document=document)
+    write_run_files(folder, asked, seen, comparison, diagnosis)
+    return Measured(
+        folder=folder.path, prediction=asked, comparison=comparison, seen=seen, diagnosis=diagnosis, document=document
+    )
 
 
 def with_history(config: RunConfig, path: Path) -> RunConfig:

@@ -3,6 +3,8 @@
 `python -m tests.chaos.chaos --count 200 --seconds 7200` trains, disturbs each training once, resumes it, and prints a table:
 fault, tried, lost, and the seconds until it was noticed and until the resumed training had made its next checkpoint. A
 training that is lost is printed with its seed. The losses of the resumed part must equal those of the undisturbed training.
+With `--record FILE` every outcome is a line of FILE as soon as it is known, and the table is that of the whole file;
+`--count 0` prints it alone. `results.jsonl` beside this module holds what was tried so far.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from parsim.execute.processes.processes import descendants
@@ -52,9 +54,9 @@ import time
 from parsim.data import DATASETS, Dataset, DataSource
 
 class Slow(Dataset):
-    def values(self, indices):
+    def values(self, indices, epoch=0):
         time.sleep(0.02)
-        return Dataset.values(self, indices)
+        return Dataset.values(self, indices, epoch)
 
 def load(ask):
     found = DATASETS["digits"].load(ask)
@@ -137,7 +139,10 @@ FAULTS: dict[str, tuple[Disturb, str]] = {
         r"(cannot write its checkpoint|was killed by SIGXFSZ|File too large|and no error record)",
     ),
     "a byte of a checkpoint changes": (corrupt, ""),
+    "a rank is killed, with --elastic": (kill_rank, ""),
 }
+ELASTIC = "a rank is killed, with --elastic"
+"""Nobody resumes this training: it goes on by itself."""
 
 
 def prepare(folder: Path) -> list[float]:
@@ -204,6 +209,52 @@ def disturbed(folder: Path, fault: str, losses: Sequence[float], seed: int) -> O
     return found
 
 
+def survived(folder: Path, losses: Sequence[float], seed: int) -> Outcome:
+    """One training with --elastic, of which a rank is killed."""
+    random_ = random.Random(seed)
+    found = Outcome(ELASTIC)
+    kept, told = folder / f"kept-{seed}", folder / f"told-{seed}"
+    with told.open("w") as stderr:
+        process = subprocess.Popen(
+            _command(kept, "--elastic"),
+            cwd=folder,
+            env=_environment(folder),
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            text=True,
+        )
+    try:
+        pids = _ranks(process, kept, EVERY * random_.randrange(1, STEPS // EVERY - 8))
+        time.sleep(random_.random() * 0.1)
+        begin_s = time.monotonic()
+        kill_rank(process, pids, kept, random_)
+        before = _newest(kept)
+        while process.poll() is None:
+            if found.noticed_s != found.noticed_s and "goes on by itself" in told.read_text():
+                found.noticed_s, before = time.monotonic() - begin_s, _newest(kept)
+            if found.noticed_s == found.noticed_s and _newest(kept) > before:
+                found.resumed_s = time.monotonic() - begin_s
+                break
+            time.sleep(0.05)
+        assert process.wait(timeout=300) == 0, told.read_text()[-400:]
+        _check_result(folder, kept, losses, found)
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        found.problems.append(f"{type(error).__name__}: {error}"[:400])
+    finally:
+        process.kill()
+        process.wait()
+        shutil.rmtree(kept, ignore_errors=True)
+    return found
+
+
+def _newest(kept: Path) -> int:
+    """The step of the newest checkpoint; 0 without one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        last = latest_checkpoint(kept / "checkpoints")
+    return 0 if last is None else last.step
+
+
 def _resume(folder: Path, kept: Path, losses: Sequence[float], found: Outcome) -> None:
     begin_s = time.monotonic()
     process = subprocess.Popen(
@@ -226,6 +277,11 @@ def _resume(folder: Path, kept: Path, losses: Sequence[float], found: Outcome) -
             time.sleep(0.05)
     stderr = process.communicate(timeout=300)[1]
     assert process.returncode == 0, stderr
+    _check_result(folder, kept, losses, found)
+
+
+def _check_result(folder: Path, kept: Path, losses: Sequence[float], found: Outcome) -> None:
+    """The last part trained as an undisturbed training does, and nothing half written is left."""
     result = json.loads((kept / "result.json").read_text())["losses"]
     if not result or any(abs(one - two) > 1e-6 for one, two in zip(result, losses[-len(result) :], strict=True)):
         found.problems.append("the losses differ from those of the undisturbed training")
@@ -255,16 +311,30 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def play(folder: Path, count: int, seed: int, until_s: float = float("inf"), first: int = 0) -> list[Outcome]:
-    """As many disturbed trainings, the faults in turns, beginning with number `first`."""
-    losses = prepare(folder)
-    found = []
+def play(
+    folder: Path, count: int, seed: int, until_s: float = float("inf"), first: int = 0, record: Path | None = None
+) -> list[Outcome]:
+    """As many disturbed trainings, the faults in turns, beginning with number `first`; each is added to `record`."""
+    losses = prepare(folder) if count else []
+    found: list[Outcome] = []
     names = list(FAULTS)
     for number in range(first, first + count):
         if time.monotonic() > until_s:
             break
-        found.append(disturbed(folder, names[number % len(names)], losses, seed * 100_000 + number))
+        fault, own = names[number % len(names)], seed * 100_000 + number
+        found.append(survived(folder, losses, own) if fault == ELASTIC else disturbed(folder, fault, losses, own))
+        if record is not None:
+            line = {"number": number, "seed": seed, "load": round(os.getloadavg()[0], 1), **asdict(found[-1])}
+            with record.open("a") as file:
+                file.write(json.dumps({key: None if value != value else value for key, value in line.items()}) + "\n")
     return found
+
+
+def recorded(path: Path) -> list[Outcome]:
+    """All outcomes of a file of `--record`."""
+    names = [entry.name for entry in fields(Outcome)]
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    return [Outcome(**{name: float("nan") if line[name] is None else line[name] for name in names}) for line in lines]
 
 
 def table(found: Sequence[Outcome]) -> str:
@@ -290,10 +360,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=7200.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case, which says its fault")
+    parser.add_argument("--record", type=Path, help="add every outcome to this file, and print the table of the whole file")
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="parsim-chaos-") as name:
-        found = play(Path(name), asked.count, asked.seed, time.monotonic() + asked.seconds, asked.first)
-    print(table(found))
+        found = play(Path(name), asked.count, asked.seed, time.monotonic() + asked.seconds, asked.first, asked.record)
+    print(table(found if asked.record is None else recorded(asked.record)))
     for number, outcome in enumerate(found, start=asked.first):
         for problem in outcome.problems:
             print(f"number {number}, {outcome.fault}: {problem}", file=sys.stderr)

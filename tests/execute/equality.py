@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -162,21 +162,25 @@ def compare_case(case: Case, run: RunSpec, folder: Path, *, steps: int) -> Diffe
         numerics=numerics,
         recipe=case.recipe,
     )
-    found = latest_checkpoint(folder / run.name / "checkpoints")
+    difference = state_difference(case.model, case.plan, expected, folder / run.name / "checkpoints", steps=steps)
+    return replace(difference, losses=_loss_difference(case, run, expected, folder))
+
+
+def state_difference(model: Model, plan: Plan, expected: ReferenceResult, checkpoints: Path, *, steps: int) -> Difference:
+    """The latest checkpoint against what plain training ended with; losses are left out."""
+    found = latest_checkpoint(checkpoints)
     assert found is not None
     assert found.step == steps
-    trained = trained_names(case.model)
+    trained = trained_names(model)
     state = load_state(found)
-    parameters = largest_difference(expected.parameters, dict(state.weights), trained)
     held = expected.optimizer_state
-    optimizer = max(
-        (largest_difference(held[name], dict(state.optimizer[name])) for name in trained if held.get(name)), default=0.0
-    )
     return Difference(
-        parameters=parameters,
-        optimizer=optimizer,
-        buffers=_buffer_difference(case, expected, folder / run.name / "checkpoints"),
-        losses=_loss_difference(case, run, expected, folder),
+        parameters=largest_difference(expected.parameters, dict(state.weights), trained),
+        optimizer=max(
+            (largest_difference(held[name], dict(state.optimizer[name])) for name in trained if held.get(name)), default=0.0
+        ),
+        buffers=_buffer_difference(plan, expected, checkpoints),
+        losses=0.0,
         loss_scale=abs(float(state.progress["loss_scale"][0]) - expected.loss_scale) if state.progress else 0.0,
     )
 
@@ -185,12 +189,12 @@ def trained_names(model: Model) -> list[str]:
     return [parameter.name for parameter in model.parameters]
 
 
-def _buffer_difference(case: Case, expected: ReferenceResult, checkpoints: Path) -> float:
+def _buffer_difference(plan: Plan, expected: ReferenceResult, checkpoints: Path) -> float:
     """Each rank's own running statistics; of cut channels its own piece."""
     found = latest_checkpoint(checkpoints)
     assert found is not None
     worst = 0.0
-    for rank in range(case.plan.world_size):
+    for rank in range(plan.world_size):
         mine = torch.load(found.folder / f"rank-{rank:04d}.pt", weights_only=True)["buffers"]
         cut = json.loads((found.folder / f"rank-{rank:04d}.json").read_text())["fragments"]["buffers"]
         whole = expected.buffers[rank]

@@ -31,6 +31,15 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "a truth value": lambda a, b: b.long() + True,
     "view": lambda a, b: a.view(6, -1),
     "select": lambda a, b: a[:, 1],
+    "selects": lambda a, b: (a[:, 0], a[:, 2], a[:, -1], a[1][-2], a.narrow(1, 1, 2)[:, 1]),
+    "sums of selects": lambda a, b: (a[:, 0] + b[:, 2], a[:, 2] + b[:, 0], a[0].clone(), a[1].clone(), a[1].contiguous()),
+    "gradients of selects": lambda a, b: tuple(
+        torch.ops.aten.select_backward.default(a[:, at], [2, 3, 4], 1, at) for at in (0, 2, -1)
+    ),
+    "views of products": lambda a, b: (
+        torch.ops.aten._unsafe_view.default(a, [6, 4]),
+        torch.ops.aten._unsafe_view.default(a[1], [12]),
+    ),
     "transposed": lambda a, b: a.transpose(1, 2),
     "split": lambda a, b: a.split(1, 1),
     "chunks": lambda a, b: torch.chunk(a, 2, -1),
@@ -125,3 +134,20 @@ def test_models_equal_those_of_torchs_own_mode(granularity: str, monkeypatch: py
     found = [trace(_Several(), torch.zeros(4, 3, 4, 4), granularity=granularity, loss="cross_entropy").model for _ in range(2)]
     monkeypatch.setattr(recording, "QuickFakeMode", lambda: FakeTensorMode(allow_non_fake_inputs=True))
     assert found == [trace(_Several(), torch.zeros(4, 3, 4, 4), granularity=granularity, loss="cross_entropy").model] * 2
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(8, 16, 2, batch_first=True)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.cells(x)[0][:, -1])
+
+
+def test_the_first_trace_of_a_recurrent_network_equals_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both gradients of a layer's biases share memory; answers that are kept gave each its own."""
+    monkeypatch.setattr(fake_tensors, "_ANSWERS", {})
+    found = [trace(_Recurrent(), torch.zeros(4, 6, 8), loss="cross_entropy").model for _ in range(3)]
+    assert found[0] == found[1] == found[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -160,6 +161,18 @@ def trained(plan: Plan, folder: Path, *, steps: int, resume: bool = False) -> Ru
     job.save(folder / "job.json")
     run_job(folder / "job.json")
     return run
+
+
+def test_a_step_that_fails_is_reported_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The rank says what happened and ends; it does not look for the cause of an error that is its own cause."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("a kernel failed")
+
+    monkeypatch.setattr("parsim.execute.runtime.RankProgram.step", fail)
+    usual = relaxed_case("average/5", "sgd_momentum", 2)
+    with pytest.raises(AssertionError, match="a kernel failed"):
+        run_cases([usual], tmp_path, steps=2, start=partial(run_job, timeout_s=60.0))
 
 
 @pytest.mark.parametrize("text", ["average/5 outer=nesterov:0.7:0.9", "gossip/3 ring"])

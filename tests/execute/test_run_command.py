@@ -46,6 +46,8 @@ def test_calibrate_run_resume_validate(tmp_path: Path) -> None:
     parsim("calibrate", file, "--out", profile, "--quick", "--nproc", "2")
     first = parsim("run", file, "--nproc", "2", "--out", folder, "--checkpoint-every", "5")
     assert first["comparison"]["measured"] > 0
+    assert first["diagnosis"]["as_predicted"] in (True, False)
+    assert first["history"]["text"] == "not recorded: 9 timed steps are fewer than the 20 that an interval is for"
     assert first["comparison"]["kinds"].keys() >= {"forward", "backward", "all_reduce", "optimizer", "load"}
     assert len(first["losses"]) == 12
     names = {path.name for path in folder.iterdir()}
@@ -95,13 +97,13 @@ def test_calibrate_run_resume_validate(tmp_path: Path) -> None:
     changed = load_profile(str(profile))
     assert len(changed.updates) == (1 if twice["update"]["changes"] else 0)
     assert abs(twice["update"]["relative_error_after"]) <= max(abs(twice["relative_error"]), twice["aa_floor"]["median"]) + 1e-9
-    assert again["at_pace"] is None  # training does not stop to look at the machine's speed
+    assert again["at_pace"]["slowness"] > 0  # looked at before and after the training
     measured = parsim("validate", longer, "--rounds", "4", "--out", tmp_path / "measured")
     speed = measured["at_pace"]
     assert speed["slowness"] > 0
     assert speed["relative_error"] == pytest.approx(speed["predicted"] / measured["measured"] - 1)
     known = parsim("coverage", profile, "--history", tmp_path / "here.history.jsonl")
-    assert known["records"] == (1 if changed.updates else 2)
+    assert known["records"] == (1 if changed.updates else 3)  # the training of 25 timed steps, and both validations
 
 
 BY_TURNS = """\

@@ -185,7 +185,7 @@ def readers(folder: Path) -> list[Reader]:
     from tests.execute.test_bad_run import cpu_profile
     from tests.hugging_face_configs import SMALL
     from tests.models import chain_model
-    from tests.unit.import_samples import DEEPSPEED, TOPO, gpu_trace, nccl_json, nccl_text
+    from tests.unit.import_samples import DEEPSPEED, LSTOPO, TOPO, gpu_trace, nccl_json, nccl_text, nsys_database
 
     model = chain_model((1e6, 2e6, 3e6))
     names = tuple(component.name for component in model.components)
@@ -230,6 +230,8 @@ def readers(folder: Path) -> list[Reader]:
     (made / "trace.json").write_text(json.dumps(gpu_trace()))
     (made / "trace.json.gz").write_bytes(gzip.compress(json.dumps(gpu_trace()).encode(), mtime=0))
     (made / "topo.txt").write_text(TOPO)
+    (made / "lstopo.xml").write_text(LSTOPO)
+    (made / "nsys.sqlite").write_bytes(nsys_database())
     (made / "deepspeed.json").write_text(json.dumps(DEEPSPEED))
     (made / "config.json").write_text(json.dumps(next(iter(SMALL.values()))))
 
@@ -273,6 +275,8 @@ def readers(folder: Path) -> list[Reader]:
         entry("trace.json", import_file),
         entry("trace.json.gz", import_file),
         entry("topo.txt", lambda path: import_file(path, cluster="4xa100-sxm-80gb")),
+        entry("lstopo.xml", lambda path: import_file(path, cluster="4xa100-sxm-80gb", kind="lstopo")),
+        entry("nsys.sqlite", lambda path: import_file(path, kind="nsys")),
         entry("deepspeed.json", import_file),
         entry("rank0.npy", lambda path: RankRecord.load(path.parent, 0)),
     ]

@@ -182,7 +182,7 @@ def test_stale_stages_wait_for_nobody_within_a_step(problem: PlanningProblem) ->
         simulated_step(problem, plan).steady_s
         < simulated_step(problem, replace(plan, synchronisation=Synchronisation())).steady_s
     )
-    assert plan.to_dict()["executable"] is False
+    assert plan.executable
 
 
 def test_what_is_not_built_is_refused(problem: PlanningProblem) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Sequence
 
 from parsim.collectives import COLLECTIVE_KINDS
@@ -173,3 +174,108 @@ def gpu_trace() -> dict[str, object]:
         "distributedInfo": {"backend": "nccl", "rank": 3, "world_size": 8},
         "traceEvents": events,
     }
+
+
+LSTOPO = """<?xml version="1.0" encoding="UTF-8"?>
+<!DOCTYPE topology SYSTEM "hwloc2.dtd">
+<topology version="2.0">
+  <object type="Machine" os_index="0" gp_index="1">
+    <info name="Backend" value="Linux"/>
+    <object type="Package" os_index="0" gp_index="2">
+      <object type="NUMANode" os_index="0" gp_index="3" local_memory="1000"/>
+      <object type="Bridge" gp_index="10" bridge_type="0-1" depth="0" bridge_pci="0000:[00-0f]">
+        <object type="Bridge" gp_index="11" bridge_type="1-1" depth="1" bridge_pci="0000:[01-07]" pci_busid="0000:00:01.0"
+          pci_type="0604 [1000:c010] [1000:a096] b0">
+          <object type="PCIDev" gp_index="12" pci_busid="0000:03:00.0" pci_type="0302 [10de:20b2] [10de:1463] a1">
+            <object type="OSDev" gp_index="13" name="nvml1" subtype="NVML" osdev_type="1">
+              <info name="GPUModel" value="NVIDIA A100-SXM4-80GB"/>
+            </object>
+          </object>
+          <object type="PCIDev" gp_index="14" pci_busid="0000:02:00.0" pci_type="0302 [10de:20b2] [10de:1463] a1">
+            <object type="OSDev" gp_index="15" name="nvml0" subtype="NVML" osdev_type="1"/>
+            <object type="OSDev" gp_index="16" name="cuda1" subtype="CUDA" osdev_type="5"/>
+          </object>
+          <object type="PCIDev" gp_index="17" pci_busid="0000:04:00.0" pci_type="0207 [15b3:101b] [15b3:0007] 00">
+            <object type="OSDev" gp_index="18" name="mlx5_0" osdev_type="3"/>
+            <object type="OSDev" gp_index="19" name="ib0" osdev_type="2"/>
+          </object>
+        </object>
+        <object type="PCIDev" gp_index="20" pci_busid="0000:08:00.0" pci_type="0300 [1a03:2000] [1a03:2000] 41"/>
+      </object>
+    </object>
+    <object type="Package" os_index="1" gp_index="30">
+      <object type="NUMANode" os_index="1" gp_index="31" local_memory="1000"/>
+      <object type="Bridge" gp_index="32" bridge_type="0-1" depth="0" bridge_pci="0000:[80-8f]">
+        <object type="Bridge" gp_index="33" bridge_type="1-1" depth="1" bridge_pci="0000:[81-81]">
+          <object type="PCIDev" gp_index="34" pci_busid="0000:81:00.0" pci_type="0302 [10de:20b2] [10de:1463] a1">
+            <object type="OSDev" gp_index="35" name="nvml2" subtype="NVML" osdev_type="1"/>
+          </object>
+        </object>
+        <object type="Bridge" gp_index="36" bridge_type="1-1" depth="1" bridge_pci="0000:[82-82]">
+          <object type="PCIDev" gp_index="37" pci_busid="0000:82:00.0" pci_type="0302 [10de:20b2] [10de:1463] a1">
+            <object type="OSDev" gp_index="38" name="nvml3" subtype="NVML" osdev_type="1"/>
+          </object>
+        </object>
+        <object type="PCIDev" gp_index="39" pci_busid="0000:83:00.0" pci_type="0207 [15b3:101b] [15b3:0007] 00">
+          <object type="OSDev" gp_index="40" name="mlx5_1" osdev_type="3"/>
+        </object>
+      </object>
+    </object>
+  </object>
+  <distances2 type="OSDev" nbobjs="4" kind="5" name="NVLinkBandwidth" indexing="gp">
+    <indexes length="12">15 13 35 38 </indexes>
+    <u64values length="60">0 300000 0 0 300000 0 0 0 0 0 0 300000 0 0 300000 0 </u64values>
+  </distances2>
+</topology>
+"""
+"""Two bridged pairs on two sockets, as hwloc 2 writes them; the first pair and a card share a PCIe switch."""
+
+
+def nsys_database(*, gpus: int = 1, steps: int = 2, marked: bool = True) -> bytes:
+    """An export of Nsight Systems: per step of 10 ms a kernel, a sum that it half hides, and a copy behind a gap."""
+    tables = {
+        "StringIds": "id INTEGER, value TEXT",
+        "TARGET_INFO_GPU": "id INTEGER, name TEXT",
+        "CUPTI_ACTIVITY_KIND_KERNEL": (
+            "start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER, correlationId INTEGER, globalPid INTEGER, "
+            "demangledName INTEGER, shortName INTEGER"
+        ),
+        "CUPTI_ACTIVITY_KIND_MEMCPY": (
+            "start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER, correlationId INTEGER, "
+            "globalPid INTEGER, bytes INTEGER"
+        ),
+        "CUPTI_ACTIVITY_KIND_RUNTIME": ("start INTEGER, end INTEGER, correlationId INTEGER, globalTid INTEGER, nameId INTEGER"),
+        "NVTX_EVENTS": "start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER, globalTid INTEGER",
+    }
+    connection = sqlite3.connect(":memory:")
+    for name, columns in tables.items():
+        connection.execute(f"CREATE TABLE {name} ({columns})")
+    names = {
+        1: "ampere_sgemm_128x64",
+        2: "sgemm",
+        3: "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
+        4: "cudaLaunchKernel",
+        5: "step 1",
+    }
+    connection.executemany("INSERT INTO StringIds VALUES (?, ?)", list(names.items()))
+    connection.executemany("INSERT INTO TARGET_INFO_GPU VALUES (?, 'NVIDIA A100-SXM4-80GB')", [(gpu,) for gpu in range(gpus)])
+    ms, process, begin = 1_000_000, 77 << 24, 5_000_000_000
+    for gpu in range(gpus):
+        for step in range(steps):
+            at, first = begin + 10 * step * ms, 10 * (gpu * steps + step)
+            kernels = [(0, 6, 7, first, 1, 2), (4, 8, 13, first + 1, 3, 3)]
+            for start, end, stream, correlation, long, short in kernels:
+                row = (at + start * ms, at + end * ms, gpu, stream, correlation, process, long, short)
+                connection.execute("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+            copy = (at + 9 * ms, at + 10 * ms, gpu, 7, first + 2, process, 4096)
+            connection.execute("INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (?, ?, ?, ?, ?, ?, ?)", copy)
+            launches = [(-0.5, -0.4, first), (0.1, 0.2, first + 1), (8.2, 8.6, first + 2)]
+            for start, end, correlation in launches:
+                launch = (at + int(start * ms), at + int(end * ms), correlation, process | 5, 4)
+                connection.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?)", launch)
+            if marked and gpu == 0:
+                text = (None, 5) if step == 1 else (f"step {step}", None)
+                mark = (at, at + 10 * ms, 59, *text, process | 5)
+                connection.execute("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?)", mark)
+    connection.commit()
+    return connection.serialize()

@@ -47,6 +47,8 @@ def row(number: int, nodes: int, strategy: str, **changes: Any) -> dict[str, Any
         "memory_limit_bytes": 2**34,
         "compute_s": 0.8 * step_s,
         "exposed_communication_s": 0.2 * step_s,
+        "one_step_s": step_s,
+        "timeline": [["rank 0 computation", "F100B150.40O10"], ["rank 0 communication", ".150C140.10"]],
         "memory_activations_bytes": 2**29,
         "memory_parameters_bytes": 2**29,
     }
@@ -97,6 +99,17 @@ def test_the_document_holds_every_point_as_it_is() -> None:
     assert [plans["words"][code] for code in plans["codes"]] == [entry["plan"] for entry in given]
 
 
+def test_timelines_are_left_out_before_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [{**entry, "point": number} for number, entry in enumerate(rows() * 100)]
+    whole = len(explorer_html(data_of(given)).encode())
+    monkeypatch.setattr(page, "LARGEST_BYTES", whole - 5_000)
+    document = document_in(explorer_html(data_of(given, picked=777)))
+    assert document["count"] == 800
+    with_lanes = [number for number, lanes in enumerate(document["timeline"]["at"]) if lanes]
+    assert with_lanes == sorted({*range(0, 800, 2), 777})
+    assert "has the timelines of 401 of 800 points" in document["notes"][0]
+
+
 def test_hostile_names_are_data() -> None:
     given = [{**entry, "plan": HOSTILE, "plan.strategy": HOSTILE, "division": HOSTILE, "reason": HOSTILE} for entry in rows()]
     text = explorer_html(data_of(given, title=HOSTILE, summary=[HOSTILE], notes=[HOSTILE], command=HOSTILE))
@@ -107,7 +120,7 @@ def test_hostile_names_are_data() -> None:
 
 
 def test_too_many_points_are_thinned_out_and_the_page_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = [{**entry, "point": number} for number, entry in enumerate(rows() * 100)]
+    given = [{**entry, "point": number, "timeline": []} for number, entry in enumerate(rows() * 100)]
     whole = len(explorer_html(data_of(given)).encode())
     monkeypatch.setattr(page, "LARGEST_BYTES", whole - 20_000)
     text = explorer_html(data_of(given, picked=777))
@@ -115,7 +128,7 @@ def test_too_many_points_are_thinned_out_and_the_page_says_so(monkeypatch: pytes
     assert len(text.encode()) <= whole - 20_000
     assert document["count"] < 800
     assert document["numbers"][document["picked"]] == 777
-    assert "of 800 points; points.csv has all" in document["notes"][0]
+    assert "of 800 points; points.csv has all" in " ".join(document["notes"])
 
 
 def test_a_sweep_becomes_a_page(tmp_path: Path) -> None:
@@ -147,7 +160,8 @@ CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrom
 def test_in_a_browser(tmp_path: Path, width: int) -> None:
     """Every view is drawn; sliders, keys and the address change it; nothing is fetched, nothing scrolls sideways."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-    given = [*rows(), row(8, 8, "mp", status="failed", reason=HOSTILE), row(9, 1, HOSTILE, plan_in_words=HOSTILE)]
+    given = [*rows(), row(8, 8, "mp", status="failed", reason=HOSTILE)]
+    given.append(row(9, 1, HOSTILE, plan_in_words=HOSTILE, timeline=[[HOSTILE, "F300"]]))
     path = tmp_path / "explorer.html"
     path.write_text(explorer_html(data_of(given, picked=2)), encoding="utf-8")
     flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
@@ -165,7 +179,9 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
         assert tab.locator("#point-title").inner_text() == "Point 2"
         drawn = tab.evaluate("[...document.querySelectorAll('.plot')].map((plot) => plot.querySelectorAll('.main-svg').length)")
         assert all(drawn)
-        assert len(drawn) == 5
+        assert len(drawn) == 6
+        assert tab.locator("#timeline-legend span").all_inner_texts() == ["forward", "backward", "optimizer", "collective"]
+        assert tab.evaluate("document.getElementById('timeline').data[0].z.map((line) => line.length)") == [300, 300]
         marks = "document.getElementById('curve').data.reduce((sum, trace) => sum + (trace.error_y ? trace.x.length : 0), 0)"
         assert tab.evaluate(marks) == 9
         slider = tab.locator("[id='control-cluster.nodes']")

@@ -6,10 +6,12 @@ flipped. The default run is a small share. `-m slow` runs 10^5 files of each kin
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gzip
 import json
 import os
+import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,14 +28,16 @@ from parsim.importers.deepspeed_config import read_deepspeed
 from parsim.importers.kinds import kind_of
 from parsim.importers.kineto import read_kineto
 from parsim.importers.ledger import ledger_of
+from parsim.importers.lstopo_xml import read_lstopo
 from parsim.importers.machine_tree import with_links
 from parsim.importers.nccl_tests import read_nccl_tests
+from parsim.importers.nsys_sqlite import read_nsys
 from parsim.importers.profile_points import with_measured
 from parsim.importers.source_file import SourceFile
 from parsim.importers.topo_matrix import read_topo_matrix
 from parsim.units import printable
 from parsim.workflow.importing.into_timeline import timeline_of
-from tests.unit.import_samples import DEEPSPEED, TOPO, gpu_trace, nccl_json, nccl_text, switched_topo
+from tests.unit.import_samples import DEEPSPEED, LSTOPO, TOPO, gpu_trace, nccl_json, nccl_text, nsys_database, switched_topo
 
 SIZES = tuple(4**power for power in range(6, 10))
 SHARE = 20
@@ -137,6 +141,51 @@ def deepspeed(source: SourceFile) -> None:
     assert not any(CONTROL.search(text) for text in (*read.warnings, *read.harmless, *read.auto))
 
 
+def lstopo(source: SourceFile) -> None:
+    tree = read_lstopo(source)
+    assert tree.gpus > 0
+    assert not any(CONTROL.search(name) for name, _ in tree.cards)
+    if tree.gpus in (4, 8):
+        with_links(load_profile(f"{tree.gpus}xa100-sxm-80gb"), tree, source.digest, "x")
+
+
+def tables_of(database: bytes) -> dict[str, dict[str, Any]]:
+    """An SQLite file as a document, whose values can be replaced."""
+    connection = sqlite3.connect(":memory:")
+    connection.deserialize(database)
+    found: dict[str, dict[str, Any]] = {}
+    for (name,) in connection.execute("SELECT name FROM sqlite_master").fetchall():
+        cursor = connection.execute(f"SELECT * FROM {name}")
+        found[name] = {"columns": [column[0] for column in cursor.description], "rows": [list(row) for row in cursor]}
+    return found
+
+
+def database_of(tables: Any) -> bytes:
+    """The other way round: whatever of the document SQLite takes."""
+    connection = sqlite3.connect(":memory:")
+    for name, table in tables.items() if isinstance(tables, dict) else ():
+        with contextlib.suppress(sqlite3.Error, TypeError, KeyError, OverflowError, UnicodeEncodeError):
+            columns = ", ".join(f'"{column}"' for column in table["columns"])
+            connection.execute(f'CREATE TABLE "{name}" ({columns})')
+            places = ", ".join("?" * len(table["columns"]))
+            for row in table["rows"]:
+                with contextlib.suppress(sqlite3.Error, TypeError, OverflowError, UnicodeEncodeError):
+                    connection.execute(f'INSERT INTO "{name}" VALUES ({places})', row)
+    connection.commit()
+    return connection.serialize()
+
+
+def nsys(source: SourceFile) -> None:
+    """Of a document of tables the database with them; anything else as it is."""
+    with contextlib.suppress(ValueError, RecursionError):
+        source = SourceFile(source.path, database_of(json.loads(source.data)))
+    trace = read_nsys(source)
+    ledger = ledger_of(trace, None)
+    assert len(timeline_of(trace)) > 0
+    assert sum(seconds for _, seconds in ledger.entries()) == pytest.approx(ledger.step_s, rel=1e-6, abs=1e-9)
+    assert not any(CONTROL.search(name) for name in (*trace.activities.names, *trace.activities.streams, trace.device))
+
+
 ON_A_CPU = {"traceEvents": [{**event, "cat": "cpu_op"} for event in gpu_trace()["traceEvents"] if event.get("cat")]}  # type: ignore[attr-defined]
 PAIR = nccl_text(2, program="sendrecv", redop="none", sizes=SIZES)
 
@@ -145,6 +194,8 @@ READERS: dict[str, tuple[Callable[[SourceFile], None], tuple[Any, ...]]] = {
     "kineto": (kineto, (gpu_trace(), ON_A_CPU)),
     "topo": (topo, (TOPO, switched_topo(4), switched_topo(8))),
     "deepspeed": (deepspeed, (DEEPSPEED,)),
+    "lstopo": (lstopo, (LSTOPO,)),
+    "nsys": (nsys, (tables_of(nsys_database()), tables_of(nsys_database(gpus=2, marked=False)))),
 }
 
 

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "published"
 HEAD = (
@@ -140,6 +143,141 @@ def test_a_row_that_cannot_be_expressed_says_why(broken: dict[str, str], reason:
     assert reason in found.why
 
 
+def test_a_microbatch_adds_its_gradients_once_in_its_backward() -> None:
+    """Three arrays of 16 bits per parameter, a share of them per tensor shard, and nothing in the forward."""
+    from parsim.costs.compute.kernel_model import component_kernels
+    from parsim.costs.compute.operator_model import ComputeRequest
+    from parsim.model.shard.narrow import narrow
+    from parsim.model.transformer.build import transformer
+    from parsim.model.transformer.shape import gpt
+    from parsim.model.transformer.software import Software
+    from parsim.model.transformer.sublayers import RULE, SamplePart
+    from parsim.work import Phase
+
+    shape, part = gpt("gpt", 2, 256, 8), SamplePart(tokens=128, context=128)
+
+    def added(phase: Phase, ways: int) -> float:
+        """Bytes that the sums add to what the component moves."""
+        moved = []
+        for arrays in (0.0, 3.0):
+            layer = transformer(shape, Software(gradient_arrays=arrays), part, "sublayer").component("h.1.mlp")
+            request = ComputeRequest(component=narrow(layer, RULE, ways), phase=phase, samples=2)
+            moved.append(sum(kernel.count * kernel.size_bytes for kernel in component_kernels(request, "bf16", "cuda")))
+        return moved[1] - moved[0]
+
+    layer = transformer(shape, Software(), part, "sublayer").component("h.1.mlp")
+    for ways in (1, 4):
+        elements = sum(parameter.elements for parameter in narrow(layer, RULE, ways).parameters)
+        assert added(Phase.FORWARD, ways) == added(Phase.BACKWARD_INPUT, ways) == 0
+        assert added(Phase.BACKWARD, ways) == added(Phase.BACKWARD_WEIGHT, ways) == 3 * 2 * elements
+
+
+@pytest.mark.parametrize(("heads", "slower"), [(96, False), (128, True)])
+def test_heads_of_channels_that_are_not_aligned_lose_the_tensor_cores(heads: int, slower: bool) -> None:
+    """13824 / 128 = 108 channels, no multiple of 8; 13824 / 96 = 144 is one. Fused attention pads and does not mind."""
+    from dataclasses import replace
+
+    from parsim.costs.compute.kernel_model import KernelModel
+    from parsim.costs.compute.operator_model import ComputeRequest
+    from parsim.hardware.cluster import cluster_from_profile
+    from parsim.hardware.parts.compose import profile_from_parts
+    from parsim.model.transformer.build import transformer
+    from parsim.model.transformer.shape import gpt
+    from parsim.model.transformer.software import EAGER, UNFUSED
+    from parsim.model.transformer.sublayers import SamplePart
+    from parsim.work import Phase
+
+    profile = profile_from_parts("a100-sxm-80gb", 8)
+    model = KernelModel(profile, cluster_from_profile(profile, [0]).devices[0].type, "bf16")
+    part, shape = SamplePart(tokens=256, context=256), gpt("gpt", 1, 13824, heads)
+
+    def seconds(aligned: int, phase: Phase, fused: bool = False) -> float:
+        software = replace(EAGER if fused else UNFUSED, aligned=aligned)
+        layer = transformer(shape, software, part, "layer").component("h.0")
+        return model.seconds(ComputeRequest(component=layer, phase=phase, samples=1))
+
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        assert (seconds(8, phase) > seconds(0, phase)) is slower
+        assert seconds(8, phase, fused=True) == seconds(0, phase, fused=True)
+    scores_flop = 2 * 2 * 256 * 256 * 13824
+    assert not slower or seconds(8, Phase.FORWARD) > scores_flop / (0.5 * 19.5e12)
+
+
+def test_heads_that_a_row_does_not_state_are_those_of_its_framework() -> None:
+    from question import question_of
+    from rows import row_of
+
+    bloom = question_of(
+        row_of(row(id="bloom-tune-x-1", hidden="14400", heads="", layers="80", gpus="80", tp="8", pp="10", dp="1"))
+    )
+    assert bloom.shape.heads == 96
+    assert "heads 96" in bloom.assumed
+    other = question_of(
+        row_of(row(id="bloom-tune-x-1", hidden="14336", heads="", layers="80", gpus="80", tp="8", pp="10", dp="1"))
+    )
+    assert other.shape.heads == 112
+
+
+def test_recipes_of_the_launcher_fill_what_its_rows_leave_out() -> None:
+    from rows import row_of
+    from rules import framework_of
+
+    bert = framework_of(row_of(row(id="nemo-launcher-x-1", model="BERT 4B")))
+    assert (bert.tp, bert.micro, bert.batch, bert.recompute) == (1, 8, 2048, "selective")
+    assert framework_of(row_of(row(id="nemo-launcher-x-1", model="GPT 175B"))).tp == 0
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@drawn(errors=st.lists(st.floats(-1.5, 1.5), min_size=1, max_size=60))
+def test_ends_of_an_interval_hold_the_prediction_and_nine_rows_of_ten(errors: list[float]) -> None:
+    from intervals import NOISE, ends_of
+
+    low, high = ends_of(errors)
+    assert low <= -NOISE < NOISE <= high
+    held = sum(low <= -error <= high for error in errors)
+    assert held >= 0.9 * len(errors) - 1e-9
+    assert ends_of([-error for error in errors]) == pytest.approx((-high, -low))
+
+
+@pytest.mark.parametrize("seq", [256, 4096])
+def test_overlapped_tensor_parallelism_hides_at_most_what_the_products_take(seq: int) -> None:
+    """Of n pieces one is always exposed; the step is shorter, and not by more than all of that communication."""
+    from dataclasses import replace
+
+    from question import question_of
+    from rows import row_of
+
+    from parsim.plans.plan import Plan
+    from parsim.predict.evaluate import evaluate
+    from parsim.predict.planning_problem import PlanningProblem
+
+    values = {"id": "megatron-h100-x", "tp": "4", "pp": "1", "dp": "2", "recompute": "none", "seq": str(seq), "hidden": "4096"}
+    asked = question_of(row_of(row(**values, heads="32")))
+    assert asked.plan.tensor_overlap
+    assert not asked.plan.executable
+    assert Plan.from_json(asked.plan.to_json()) == asked.plan
+    alone = replace(asked.plan, tensor_overlap=False)
+    problem = PlanningProblem(
+        model=asked.model,
+        cluster=asked.cluster,
+        global_batch=asked.plan.global_batch,
+        precision="bf16",
+        optimizer="adamw_fused",
+    )
+    beside, whole = (evaluate(problem, plan, samples=0, fold=True) for plan in (asked.plan, alone))
+    terms = [
+        (estimate.terms[-1].value, other.median_s, estimate.median_s)
+        for estimate, other in zip(beside.estimates, whole.estimates, strict=True)
+        if estimate.terms[-1].name == "exposed share"
+    ]
+    assert terms
+    for share, before_s, after_s in terms:
+        assert 1 / 4 <= share <= 1
+        assert after_s == pytest.approx(share * before_s)
+    gained = whole.result.step_s.median - beside.result.step_s.median
+    assert 0 < gained < whole.result.step_s.median
+
+
 def test_the_command_answers_every_row(tmp_path: Path) -> None:
     """A value is never read: the answer is the same without it."""
     from predict import COLUMNS, main
@@ -165,5 +303,5 @@ def test_the_command_answers_every_row(tmp_path: Path) -> None:
 
 def teardown_module() -> None:
     """Names as common as `rows` must not shadow those of other experiments."""
-    for name in ("rows", "shapes", "rules", "machines", "question", "quoted", "answer", "predict"):
+    for name in ("rows", "shapes", "rules", "machines", "question", "quoted", "answer", "predict", "intervals"):
         sys.modules.pop(name, None)

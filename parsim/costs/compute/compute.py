@@ -56,6 +56,7 @@ IMBALANCE_SIGMA = 0.1
 
 FULL_BYTES = 4
 MASTER_ACCESSES = 3
+EMA_ACCESSES = 3
 CLIP_ACCESSES = {NORM: 1, SCALE: 2}
 CLIP_SIGMA = 0.3
 """Assumed: nothing measures clipping by itself."""
@@ -167,8 +168,12 @@ class ComputeCosts:
             issue_s=share * whole.issue_s,
         )
 
-    def optimizer(self, work: OptimizerStep, optimizer: str, device: Device, *, master_weights: bool = True) -> Estimate:
-        """Seconds of one optimizer step and of zeroing the gradients.
+    def optimizer(
+        self, work: OptimizerStep, optimizer: str, device: Device, *, master_weights: bool = True, ema: bool = False
+    ) -> Estimate:
+        """Seconds of one optimizer step and of zeroing the gradients, and of averaging the weights where they are (`ema`).
+
+        Averaging takes the share of the step that its accesses have. Nothing measures it by itself.
 
         Measured: seconds per step, element and tensor through the points of this optimizer and device type. Else, on a device
         with published or fitted numbers: the bytes of the foreach operations over the memory bandwidth. Under autocast one more
@@ -179,6 +184,12 @@ class ComputeCosts:
             ConfigError: unknown optimizer. CostError: nothing known for this device.
         """
         row = OPTIMIZERS[optimizer]
+        if ema and work.elements:
+            whole = self.optimizer(work, optimizer, device, master_weights=master_weights)
+            accesses = row.accesses_per_element
+            detail = f"{accesses} and {EMA_ACCESSES} accesses for the averages of the weights, where {optimizer} has {accesses}"
+            sigma = CLIP_SIGMA * EMA_ACCESSES / (accesses + EMA_ACCESSES)
+            return _multiple_of(whole, (accesses + EMA_ACCESSES) / accesses, detail, ("operator:ema", sigma))
         drift = drift_of(self.profile)
         if work.elements == 0:
             return Estimate(median_s=0.0, source="measured", detail="no parameters")
@@ -230,15 +241,7 @@ class ComputeCosts:
         accesses = CLIP_ACCESSES[work.part]
         every = OPTIMIZERS[optimizer].accesses_per_element
         detail = f"{accesses} of {every} accesses of a step of {optimizer}"
-        return Estimate.of(
-            (*whole.terms, Term("share", "times", accesses / every, "fitted", detail)),
-            source="fitted" if whole.source == "measured" else whole.source,
-            parameters=(*whole.parameters, ("operator:clip", CLIP_SIGMA)),
-            repeat_sigma=whole.repeat_sigma,
-            detail=f"{detail}: {whole.detail}",
-            extrapolated=whole.extrapolated,
-            issue_s=whole.issue_s * accesses / every,
-        )
+        return _multiple_of(whole, accesses / every, detail, ("operator:clip", CLIP_SIGMA))
 
     def operator_model(self, device: DeviceType) -> OperatorModel:
         """The model that prices components never measured on this type of device: surfaces if the profile has them."""
@@ -322,4 +325,17 @@ def _share_of(measured: Estimate, share: float, what: str, spread: tuple[str, fl
         detail=f"{share:.0%} of {what}, {measured.detail}",
         extrapolated=True,
         issue_s=issue_s,
+    )
+
+
+def _multiple_of(whole: Estimate, share: float, detail: str, spread: tuple[str, float]) -> Estimate:
+    """A multiple of an optimizer step, by its accesses."""
+    return Estimate.of(
+        (*whole.terms, Term("share", "times", share, "fitted", detail)),
+        source="fitted" if whole.source == "measured" else whole.source,
+        parameters=(*whole.parameters, spread),
+        repeat_sigma=whole.repeat_sigma,
+        detail=f"{detail}: {whole.detail}",
+        extrapolated=whole.extrapolated,
+        issue_s=whole.issue_s * share,
     )

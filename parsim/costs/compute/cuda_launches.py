@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from parsim.costs.compute.operators import Kernel, element_bytes, forward_kernels, halved_backward_kernels
-from parsim.model.component import Operator
+from parsim.model.component import GRADIENT_SUM, Operator
 from parsim.model.number_formats import number_format
 
 FULL_BYTES = 4
@@ -132,6 +132,8 @@ def cuda_backward_halves(
     if operator.kind != "memory_bound":
         first, second = halved_backward_kernels(operator, samples, precision, input_gradient=input_gradient)
         return first, (*second, *(() if operator.gradients in ("input", "none") else _weight_casts(operator, precision)))
+    if operator.function == GRADIENT_SUM:
+        return (), forward_kernels(operator, samples, precision)
     if operator.batch == "none" or operator.function in CREATIONS or operator.gradients == "none":
         return (), ()
     passes = PASSES.get(operator.function)

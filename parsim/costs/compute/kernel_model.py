@@ -30,7 +30,7 @@ from parsim.hardware.compute_records import OperatorFit
 from parsim.hardware.device import DeviceType
 from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.hardware.profile import Profile
-from parsim.model.component import Operator
+from parsim.model.component import GRADIENT_SUM, Operator
 from parsim.model.number_formats import operator_precision
 from parsim.work import Phase
 
@@ -133,6 +133,8 @@ class KernelModel:
                 if bound > seconds:
                     return KernelPrice(kernel.count * bound, ROOFLINE_SIGMA, "published", False)
             least = kernel_roofline_s(kernel, self.device, self.precision)
+            if not kernel.aligned and "fp32" in self.device.peak_flop_per_s:
+                least = max(least, kernel.flop / (self.device.peak_flop_per_s["fp32"] * ROOFLINE_COMPUTE_EFFICIENCY))
             return KernelPrice(kernel.count * max(seconds, least), sigma, "fitted", doublings > 0)
         memory = kernel.size_bytes / (self.device.memory_bandwidth_bytes_per_s * ROOFLINE_BANDWIDTH_EFFICIENCY)
         return KernelPrice(kernel.count * max(self._arithmetic_s(kernel), memory), ROOFLINE_SIGMA, "published", False)
@@ -238,7 +240,12 @@ def component_kernels(
         return operator_precision(precision, operator.kind)
 
     if phase is Phase.FORWARD:
-        return tuple(kernel for operator in operators for kernel in forward(operator, samples, own(operator)))
+        return tuple(
+            kernel
+            for operator in operators
+            if operator.function != GRADIENT_SUM
+            for kernel in forward(operator, samples, own(operator))
+        )
     wanted = (HALVES.index(phase),) if phase in HALVES else range(len(HALVES))
     return tuple(
         kernel

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parsim.costs.compute.operators import operator_size, operator_times
-from parsim.model.component import Component, Operator
+from parsim.model.component import GRADIENT_SUM, Component, Operator
 from parsim.work import Phase
 
 ELEMENTWISE = "elementwise"
@@ -71,6 +71,8 @@ def component_launches(component: Component, phase: Phase, samples: int, *, inpu
     """
     launches: list[Launch] = []
     for number, operator in enumerate(component.operators):
+        if operator.function == GRADIENT_SUM:
+            continue
         if phase is Phase.FORWARD:
             launches += forward_launches(operator, samples)
             continue

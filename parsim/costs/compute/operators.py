@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from parsim.errors import CostError
-from parsim.model.component import Operator
+from parsim.model.component import UNALIGNED, Operator
 from parsim.model.number_formats import number_format
 from parsim.model.operator_table import backward_flop_of
 
@@ -61,6 +61,7 @@ class Kernel:
             convolutions also "backward_input" and "backward_weight", for attention "backward".
         flop, size_bytes: of the whole launch.
         causal: of fused attention: its rows (queries) see no later column (key).
+        aligned: of a product: False if it runs without tensor cores.
     """
 
     kind: str
@@ -76,6 +77,7 @@ class Kernel:
     family: str = "dense"
     strided: bool = False
     causal: bool = False
+    aligned: bool = True
 
 
 def kernel_seconds(kernel: Kernel, coefficients: Mapping[str, float]) -> float:
@@ -245,6 +247,7 @@ def _matmul(operator: Operator, samples: int, size_bytes: float) -> Kernel:
         columns=n,
         depth=k,
         problems=problems,
+        aligned=operator.function != UNALIGNED,
     )
 
 

@@ -35,7 +35,7 @@ from parsim.units import MIB
 FULL_BYTES = 4
 
 
-def optimizer_bytes(optimizer: str, precision: str, *, master_weights: bool) -> tuple[int, int]:
+def optimizer_bytes(optimizer: str, precision: str, *, master_weights: bool, ema: bool = False) -> tuple[int, int]:
     """Bytes per parameter of the optimizer: those that stay, and those an update takes for a while.
 
     With weights in half precision the state is as wide as the weights, or as wide as fp32 with master weights. Master weights
@@ -43,13 +43,14 @@ def optimizer_bytes(optimizer: str, precision: str, *, master_weights: bool) -> 
 
     Args:
         optimizer: a key of `OPTIMIZERS`. precision: such as "bf16". master_weights: keep fp32 copies of half-precision
-            weights.
+            weights. ema: keep a moving average of what the optimizer updates.
 
     Raises:
         ConfigError: an unknown optimizer.
     """
     row = OPTIMIZERS[optimizer]
-    state, temporary = row.state_bytes_per_element, row.temporary_bytes_per_element
+    state = row.state_bytes_per_element + (FULL_BYTES if ema else 0)
+    temporary = row.temporary_bytes_per_element
     width = number_format(precision).weight_bytes
     if width >= FULL_BYTES:
         return state, temporary
@@ -71,6 +72,7 @@ def rank_memory(
     optimizer: str,
     precision: str,
     master_weights: bool = True,
+    ema: bool = False,
     traffic: Traffic = ALONE,
 ) -> RankMemory:
     """Peak memory of a rank on a device.
@@ -80,6 +82,7 @@ def rank_memory(
         optimizer: a key of `OPTIMIZERS`. traffic: communicators and buffers of the rank.
         precision: decides which copies of the weights are kept.
         master_weights: with weights stored in half precision, the optimizer updates copies in fp32.
+        ema: moving averages of the weights are kept, in the line optimizer_state.
 
     Returns:
         Lines, bytes: parameters, casts (half-precision copies under autocast), gradients, unsharded (buckets while whole),
@@ -89,7 +92,7 @@ def rank_memory(
     Raises:
         ConfigError: unknown optimizer. CostError: samples or in_flight < 1, or samples by component without their boundary.
     """
-    state_bytes, temporary_bytes = optimizer_bytes(optimizer, precision, master_weights=master_weights)
+    state_bytes, temporary_bytes = optimizer_bytes(optimizer, precision, master_weights=master_weights, ema=ema)
     components = step.components
     samples = _samples_of(components, step.microbatch_samples)
     if min(samples.values(), default=1) < 1 or step.in_flight < 1:

@@ -5,9 +5,9 @@ torch is imported where it is used: planning needs none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from parsim.errors import ExecutionError, OutOfMemoryError
+from parsim.errors import ExecutionError, OutOfMemoryError, RankLostError
 from parsim.units import GIB, format_bytes
 
 OTHERS_BYTES = 2 * GIB
@@ -24,6 +24,18 @@ def check_devices(needed: int, available: int) -> None:
             f"the plan has {needed} ranks, one GPU each, and this host has {available} GPUs (see CUDA_VISIBLE_DEVICES); "
             f"set cluster.devices = {max(1, available)} and plan again, or use a profile of this machine's CPU"
         )
+
+
+def visible_devices(wanted: Sequence[int], seen: str = "") -> str:
+    """CUDA_VISIBLE_DEVICES for some of the GPUs that are visible; "" where they are the first ones.
+
+    Args:
+        wanted: their numbers. seen: the variable as it is.
+    """
+    if list(wanted) == list(range(len(wanted))):
+        return ""
+    names = [name for name in seen.split(",") if name]
+    return ",".join(names[number] if number < len(names) else str(number) for number in wanted)
 
 
 def check_alone(rank: int, device: str, used_bytes: int) -> None:
@@ -84,12 +96,14 @@ def is_lost_device(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in LOST)
 
 
-def lost_device(rank: int, device: str, step: int, error: BaseException, kept: str) -> ExecutionError:
+def lost_device(rank: int, device: str, step: int, error: BaseException, kept: str) -> RankLostError:
     """The message for a rank whose device is lost."""
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return ExecutionError(
+    return RankLostError(
         f"rank {rank} lost {device} in step {step}: {said}. {kept} `nvidia-smi` and the system log (Xid) say whether the "
-        "GPU is well"
+        "GPU is well",
+        (rank,),
+        device_lost=True,
     )
 
 

@@ -293,7 +293,9 @@ def _record(folder: Path, error: BaseException) -> None:
 
 def _is_about_a_peer(error: BaseException | None) -> bool:
     """True if this error, or the one it was raised from, is a communication library's about a peer that is gone."""
-    while error is not None:
+    seen: set[int] = set()  # an error that was raised from itself has no end of causes
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         text = str(error).lower()
         if not isinstance(error, ParsimError) and any(phrase in text for phrase in _PEER_LOST):
             return True

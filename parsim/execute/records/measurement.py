@@ -115,8 +115,8 @@ class Measurement:
     Attributes:
         step_s: float64 [rounds], the mean step of each round. steps: of all rounds together. timelines: one per recorded step.
         losses: per training step. peak_bytes: live tensors, per rank.
-        pace_s: float64 [ranks that looked, rounds], how fast their cores were (`parsim.execute.processes.speed_probe`): the
-            first ranks, one per core. None looked while training.
+        pace_s: float64 [ranks that looked, moments], how fast their cores were (`parsim.execute.processes.speed_probe`): the
+            first ranks, one per core. Of a measurement its rounds; of a training on cores its begin and its end.
     """
 
     step_s: NDArray[np.float64]
@@ -150,6 +150,7 @@ def load_measurement(folder: Path, graph: TaskGraph) -> Measurement:
         merge_times([record.steps[step] for record in records]) for step in range(min(len(r.steps) for r in records))
     )
     looked = [record.pace_s for record in records if record.pace_s]
+    moments = min((len(own) for own in looked), default=0)
     return Measurement(
         step_s=step_s,
         steps=sum(entry[2] for entry in records[0].rounds[:count]),
@@ -158,7 +159,7 @@ def load_measurement(folder: Path, graph: TaskGraph) -> Measurement:
         peak_bytes=tuple(record.peak_bytes for record in records),
         cpu_s=tuple(float(np.sum(record.cpu_s)) for record in records),
         memory=tuple(record.memory for record in records),
-        pace_s=np.array(looked, dtype=np.float64).reshape(len(looked), count),
+        pace_s=np.array([own[:moments] for own in looked], dtype=np.float64).reshape(len(looked), moments),
     )
 
 
@@ -179,9 +180,14 @@ def _table(content: bytes) -> NDArray[np.float64]:
 
 
 def total_losses(records: Sequence[RankRecord]) -> tuple[float, ...]:
-    """The mean loss of every training step, added up over the ranks that count it. A loss that is not finite stays so."""
-    steps = zip(*(record.losses for record in records), strict=True)
-    return tuple(float(sum(value for value in values if value is not None)) for values in steps)
+    """The mean loss of every training step, added up over the ranks that count it. A loss that is not finite stays so.
+
+    Steps without a loss are left out: the first of decoupled stages, before a batch has come through all of them.
+    """
+    steps = (
+        [value for value in values if value is not None] for values in zip(*(record.losses for record in records), strict=True)
+    )
+    return tuple(float(sum(values)) for values in steps if values)
 
 
 def _loss(value: float | str | None, *, before: bool) -> float | None:

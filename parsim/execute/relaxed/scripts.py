@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from parsim.execute.relaxed.mixing import MixingRounds
+from parsim.execute.relaxed.stale import StaleStage, filled_after, runs
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import Task
@@ -59,11 +60,13 @@ class StepScripts:
 
     Args:
         graph: of the step that the first round follows, or of every step. layout: of the plan. rank: global number.
-        mixing: where replicas mix in rounds, the rank's part of them.
+        mixing: where replicas mix in rounds, the rank's part of them. stale: where stages are decoupled, what waits there.
     """
 
-    def __init__(self, graph: TaskGraph, layout: PlanIndex, rank: int, mixing: MixingRounds | None) -> None:
-        self._layout, self._rank, self._mixing = layout, rank, mixing
+    def __init__(
+        self, graph: TaskGraph, layout: PlanIndex, rank: int, mixing: MixingRounds | None, stale: StaleStage | None = None
+    ) -> None:
+        self._layout, self._rank, self._mixing, self._stale = layout, rank, mixing, stale
         self._first = graph
         self._made: dict[tuple[object, ...], StepScript] = {}
         self._whole = self._script(_with_every_replica(graph, layout), {})
@@ -71,6 +74,8 @@ class StepScripts:
     def of_step(self, number: int | None) -> StepScript:
         """The script of training step `number` >= 0; None: what the rank does at most in any step."""
         rule = self._layout.plan.synchronisation
+        if number is not None and self._stale is not None:
+            return self._filling(self._stale.since(number))
         if number is None or self._mixing is None:
             return self._whole
         replicas = self._layout.plan.mesh.dp
@@ -85,9 +90,24 @@ class StepScripts:
             self._made[key] = self._script(graph, operations, is_first=graph.tasks == self._first.tasks, share=share)
         return self._made[key]
 
+    def _filling(self, since: int) -> StepScript:
+        """What a decoupled stage does so many steps after the stages began to fill."""
+        plan = self._layout.plan
+        if since >= filled_after(plan):
+            return self._whole
+        if (since,) not in self._made:
+            tasks = [entry for entry in self._whole.tasks if runs(entry[0], plan, self._rank, since)]
+            left = {task.index for task, _, _ in tasks}
+            tasks = [(task, stream, tuple(index for index in before if index in left)) for task, stream, before in tasks]
+            self._made[since,] = StepScript(tasks=tasks, updates=_updates(tasks), is_first=False)
+        return self._made[since,]
+
     def _script(
         self, graph: TaskGraph, mixing: Mapping[int, Callable[[], None]], *, is_first: bool = True, share: float = 1.0
     ) -> StepScript:
         tasks = rank_tasks(graph, self._rank)
-        updates = any(isinstance(task.work, OptimizerStep) for task, _, _ in tasks)
-        return StepScript(tasks=tasks, updates=updates, mixing=mixing, is_first=is_first, share=share)
+        return StepScript(tasks=tasks, updates=_updates(tasks), mixing=mixing, is_first=is_first, share=share)
+
+
+def _updates(tasks: RankTasks) -> bool:
+    return any(isinstance(task.work, OptimizerStep) for task, _, _ in tasks)

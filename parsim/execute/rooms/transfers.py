@@ -54,7 +54,7 @@ def transfer_rooms(tasks: RankTasks, layout: PlanIndex, rank: int) -> TransferRo
     """
     streams: dict[str, list[Task]] = {}
     for task, stream, _ in tasks:
-        if isinstance(task.work, SendRecv) and task.origin.hop is None:
+        if isinstance(task.work, SendRecv) and task.origin.hop is None and task.origin.value is not None:  # else of a round
             streams.setdefault(stream, []).append(task)
     rooms = TransferRooms()
     if not streams:

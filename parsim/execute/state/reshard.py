@@ -19,6 +19,7 @@ from parsim.execute.processes.exchange import gather_values
 from parsim.execute.stage import StageReplica
 from parsim.execute.state.checkpoint import RankState
 from parsim.execute.state.fragments import WHOLE, Fragment, is_per_element, join, join_state
+from parsim.execute.state.weight_averages import averaged_state
 
 
 def reshard(old: StageReplica, new: StageReplica) -> None:
@@ -46,16 +47,22 @@ def reshard(old: StageReplica, new: StageReplica) -> None:
     new.loss_scale = old.loss_scale
 
 
-def whole_weights(stage: StageReplica) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def whole_weights(stage: StageReplica, *, averaged: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """All weights and buffers of the model, whole, on every rank; of running statistics those of the lowest rank.
 
     Every rank calls it at once, between two steps. Where each has all weights anyway, only buffers are sent.
+
+    Args:
+        averaged: take the moving averages of the weights instead (`weight_averages`).
     """
     state = stage.state()
+    if averaged:
+        trained = {parameter.name for parameter in stage.layout.model.parameters if parameter.trainable}
+        state = averaged_state(state, trained)
     catalogue = _catalogue(state)
     plan = stage.layout.plan
     weights: dict[str, Tensor] = {}
-    if plan.mesh.dp == plan.world_size and plan.zero_stage < 3:
+    if plan.mesh.dp == plan.world_size and plan.zero_stage < 3 and not averaged:
         weights = {name: parameter.data for name, parameter in stage.parameters.items()}
     else:
         for name, holders in catalogue["weights"].items():

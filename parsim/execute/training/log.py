@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from parsim.files import write_text_atomically
 from parsim.units import format_seconds
 
 FILE = "metrics.jsonl"
+BOARD = "tensorboard"
+"""Folder of event files, where the training writes them."""
 RECENT = 20
 """Steps whose mean is shown as the measured step."""
 
@@ -40,8 +43,11 @@ class TrainingLog:
         self._rates: list[float] = []
         self._norms: list[Any] = []
         self._last = time.perf_counter()
+        self._board: Any = None
         if entry.stage.rank == 0:
             _cut(self._path, self._first)
+            if entry.run.recipe.tensorboard:
+                self._board = _board(folder / BOARD, self._first)
 
     def begin_step(self, entry: RankRun) -> None:
         """Before a step: its rate, and the time from here on."""
@@ -67,9 +73,10 @@ class TrainingLog:
         first = self._written - len(own)
         lines = []
         for number, losses in enumerate(zip(*everyone, strict=True), first):
+            counted = [loss for loss in losses if loss is not None]
             line: dict[str, Any] = {
                 "step": self._first + number + 1,
-                "loss": math.fsum(loss for loss in losses if loss is not None),
+                **({"loss": math.fsum(counted)} if counted else {}),
                 "learning_rate": self._rates[number],
                 "seconds": self._seconds[number],
             }
@@ -78,6 +85,8 @@ class TrainingLog:
         self._norms[first : self._written] = [None] * len(own)
         if validation is not None:
             lines[-1]["validation"] = {name: value for name, value in validation.items() if name != "step"}
+        if self._board is not None:
+            _show(self._board, lines)
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -97,6 +106,24 @@ class TrainingLog:
         if entry.run.predicted_step_s:
             told["predicted"] = format_seconds(entry.run.predicted_step_s)
         return {**told, "ends in": format_seconds(step_s * (self._steps - entry.step_number))}
+
+
+def _board(folder: Path, steps: int) -> Any:
+    """A writer of event files; what an earlier part of the training wrote behind its checkpoint is hidden."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    board: Any = SummaryWriter  # torch leaves it without types
+    return board(str(folder), purge_step=steps + 1)
+
+
+def _show(board: Any, lines: Sequence[Mapping[str, Any]]) -> None:
+    """The numbers of metrics.jsonl as scalars; those of a validation below validation/."""
+    for line in lines:
+        scalars = {name: value for name, value in line.items() if name not in ("step", "validation")}
+        scalars |= {f"validation/{name}": value for name, value in line.get("validation", {}).items()}
+        for name, value in scalars.items():
+            board.add_scalar(name, value, line["step"])
+    board.flush()
 
 
 def _cut(path: Path, steps: int) -> None:

@@ -14,6 +14,7 @@ from parsim.execute.job import Job
 from parsim.execute.processes.exchange import done_by_rank_0, gather_values, meet, value_of_rank_0
 from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.processes.progress import write_progress
+from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.execute.score import score
 from parsim.execute.state import checkpoint
@@ -27,8 +28,11 @@ from parsim.model.component import LOSS
 SAY_EVERY_S = 1.0
 
 
-def train(job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
-    """Train to step `job.steps`, with checkpoints and switches of plan; then score the result on the test samples."""
+def train(job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups, probe: SpeedProbe | None = None) -> RankRun:
+    """Train to step `job.steps`, with checkpoints and switches of plan; then score the result on the test samples.
+
+    Before and after the steps, ranks with a `probe` measure the speed of their cores.
+    """
     folder = Path(job.output) / "checkpoints"
     entry.checkpoints = folder
     if job.resume:
@@ -39,12 +43,13 @@ def train(job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) 
     stopped: int | None = None
     log = TrainingLog(Path(job.output), entry, job.steps)
     done_by_rank_0(place, lambda: None)  # rank 0 has read the profile meanwhile
+    pace_s = _looks(probe)
     warm, warmup_steps = 0, min(job.warmup_steps, job.steps - entry.step_number - 1)  # at least one step is timed
     while entry.step_number < job.steps:
         log.begin_step(entry)
         if warm < warmup_steps:
             entry.step(keep=True)
-            entry.recorded.clear()
+            entry.forget_times()
             warm += 1
         else:
             entry.timed(1)
@@ -64,13 +69,16 @@ def train(job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) 
         if saves:
             entry.save(folder)
         speaker, share = _speaker(entry.layout)
-        if place.rank == speaker and (time.monotonic() - said > SAY_EVERY_S or done == job.steps):
+        if (
+            place.rank == speaker
+            and entry.losses[-1] is not None
+            and (time.monotonic() - said > SAY_EVERY_S or done == job.steps)
+        ):
             said = time.monotonic()
-            own = entry.losses[-1] or 0.0
-            write_progress(log.progress(entry, own / share))
+            write_progress(log.progress(entry, entry.losses[-1] / share))
         if stopped is not None:
             break
-    meet()
+    entry.pace_s = pace_s + _looks(probe)
     looks = {} if validation is None else validation.to_dict(stopped)
     done_by_rank_0(place, lambda: _score_last(job, entry, folder, steering, looks))
     entry.checkpoints = None  # from here on steps are made for their times and their memory alone
@@ -79,6 +87,14 @@ def train(job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) 
         entry.losses.clear()
     entry.measure_memory()
     return entry
+
+
+def _looks(probe: SpeedProbe | None) -> list[float]:
+    """One look at the speed of the cores, by all ranks at once."""
+    meet()
+    found = [] if probe is None else [probe.seconds()]
+    meet()
+    return found
 
 
 def _resume(entry: RankRun, folder: Path, place: ProcessPlace) -> None:
@@ -157,7 +173,7 @@ def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, gr
     step_s = (rounds[-1][1] - rounds[0][0]) / len(rounds) if rounds else 0.0
     times = entry.recorded[-job.adaptive.window_steps :]
     plan = steering.decide(entry.run.plan, entry.layout.model, entry.step_number, times, step_s)
-    entry.recorded.clear()
+    entry.forget_times()
     if plan is None:
         return entry
     if place.rank == 0:

@@ -28,6 +28,7 @@ from parsim.execute.records.measurement import RankRecord
 from parsim.execute.records.memory_lines import StepWatch, watching
 from parsim.execute.records.task_time import TaskTime
 from parsim.execute.relaxed.mixing import MixingRounds, is_message, mean_groups
+from parsim.execute.relaxed.stale import StaleStage, filled_after
 from parsim.execute.runtime import RankProgram, required_groups
 from parsim.execute.stage import LOSS_SCALE, StageReplica
 from parsim.execute.state import checkpoint
@@ -46,7 +47,7 @@ RATE = "learning_rate"
 OTHERS = (RATE, LOSS_SCALE)
 """Names of progress in a checkpoint that are read where they belong; the rest are notes of the training."""
 RECORDED_STEPS = 64
-"""Task times are kept of at most this many steps per run."""
+"""Task times are kept of fewer steps than this per run, spread evenly over it."""
 
 
 class ProcessGroups:
@@ -132,7 +133,11 @@ class RankRun:
         if run.plan.synchronisation.mixes:
             self.mixing = MixingRounds(self.stage, groups, lambda buffer: self.program.watch.received(buffer))
             self.stage.also_resident["outer_state"] = self.mixing.resident_tensors
-        self.program = RankProgram(graph, self.stage, self.streams, groups, self.mixing)
+        self.stale: StaleStage | None = None
+        if run.plan.synchronisation.kind == "stale":
+            self.stale = StaleStage(self.stage)
+            self.stage.also_resident["stashed_weights"] = self.stale.copies
+        self.program = RankProgram(graph, self.stage, self.streams, groups, self.mixing, self.stale)
         self.data = run_dataset(run, "train")
         self.order = order = order_of(self.data, run.plan.global_batch, run.seed)
         self.rate: LearningRate | None = None
@@ -151,6 +156,7 @@ class RankRun:
         self.step_number = 0
         self.losses: list[float | None] = []
         self.recorded: list[list[TaskTime]] = []
+        self._seen, self._every = 0, 1
         self.rounds: list[tuple[float, float, int]] = []
         self.cpu_s: list[float] = []
         self.pace_s: list[float] = []
@@ -175,6 +181,8 @@ class RankRun:
         checkpoint.restore_rng(random, str(self.stage.device))
         after.checkpoints, after.notes = self.checkpoints, self.notes
         after.step_number, after.losses, after.rounds, after.cpu_s = self.step_number, self.losses, self.rounds, self.cpu_s
+        if after.stale is not None:
+            after.stale.restart(after.step_number)
         self.close()
         return after
 
@@ -195,21 +203,45 @@ class RankRun:
         pulse().begin(Doing.WORKING, "training", self.step_number + 1)
         if self.rate is not None and self.stage.optimizer is not None:
             self.rate.apply(min(self.step_number, self.steps - 1), self.stage.optimizer)
-        batch = self.loader.batch(self.step_number)
-        following = self.loader.following(self.step_number + 1) if self.streams.loads_ahead else None
+        if self.stale is not None:
+            self.stale.begin_step(self.step_number)
+        batch = self.loader.batch(self._batch(self.step_number))
+        following = self.loader.following(self._batch(self.step_number + 1)) if self.streams.loads_ahead else None
         try:
             script = self.program.script(self.step_number)
             loss, times = self.program.step(batch, following, script=script)
         except RuntimeError as error:
-            raise self._explained(error) from error
+            explained = self._explained(error)
+            if explained is error:
+                raise
+            raise explained from error
         self.step_number += 1
-        own = loss / (self.run.plan.global_batch * script.share) if self.stage.loss_counts else None
+        counts = self.stage.loss_counts and (self.stale is None or self.stale.forward is not None)
+        own = loss / (self.run.plan.global_batch * script.share) if counts else None
         if own is not None and self.checkpoints is not None and not math.isfinite(own):
             check_loss(own, **self._where())
         if keep:
             self.losses.append(own)
-            if script.is_first and len(self.recorded) < RECORDED_STEPS:
-                self.recorded.append(times)
+            if script.is_first:
+                self._sample(times)
+
+    def _sample(self, times: list[TaskTime]) -> None:
+        """Keep the task times of every step, then of every second one, of every fourth, ..., as they become too many."""
+        if self._seen % self._every == 0:
+            self.recorded.append(times)
+        self._seen += 1
+        if len(self.recorded) >= RECORDED_STEPS:
+            del self.recorded[1::2]
+            self._every *= 2
+
+    def forget_times(self) -> None:
+        """Of tasks: those that follow are sampled anew."""
+        self.recorded.clear()
+        self._seen, self._every = 0, 1
+
+    def _batch(self, step: int) -> int:
+        """The batch that this rank loads in a step; a decoupled stage that fills loads none, whatever is named."""
+        return step if self.stale is None else max(0, self.stale.batch_of(step))
 
     def save(self, folder: Path, *, keep: int = 2) -> None:
         """Write this rank's part of a checkpoint. Raises DivergedError instead if what it would hold is not finite."""
@@ -271,7 +303,8 @@ class RankRun:
         times are not kept."""
         with watching(self.stage) as watch:
             self.program.watch = watch
-            self.step(keep=False)
+            for _ in range(1 if self.stale is None else 1 + filled_after(self.run.plan)):  # what waits was made under no watch
+                self.step(keep=False)
             self.peak_bytes, self.memory_lines = watch.live.peak_bytes, watch.peak_lines()
         self.program.watch = StepWatch()
         self.memory = MemoryUse(live_bytes=self.peak_bytes)
@@ -291,6 +324,8 @@ class RankRun:
         rate = None if self.rate is None else self.rate.state()
         progress = {**own.progress, **self.notes, **({} if rate is None else {RATE: rate})}
         state = replace(own, progress=progress, rng=checkpoint.rng_state(str(self.stage.device)))
+        if self.stale is not None:
+            return replace(state, own=self.stale.own_state())
         if self.mixing is None:
             return state
         mean = self.mixing.mean_weights()
@@ -306,6 +341,8 @@ class RankRun:
         self.stage.load(saved)
         if self.mixing is not None:
             self.mixing.load_own(saved.own)
+        if self.stale is not None:
+            self.stale.load_own(saved.own, found.step, self.program, self.loader.batch)
         checkpoint.restore_rng(saved.rng, str(self.stage.device))
         self.step_number = found.step
         self.notes = {name: value for name, value in saved.progress.items() if name not in OTHERS}

@@ -61,12 +61,21 @@ class EvaluationRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EmaRule:
+    """Moving averages of the weights: decay, in [0, 1], of torch's AveragedModel. evaluate: validations score them."""
+
+    decay: float
+    evaluate: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRecipe:
     """Attributes:
     optimizer_args: of torch's optimizer, in place of its defaults.
     weight_decay: of the optimizer; None: its default. no_weight_decay: parameters without: "norm", "bias", or patterns.
     schedule: of the learning rate; None: it stays.
     clip_norm: the largest norm of all gradients together; None: any. evaluation: on the way; None: none.
+    ema: moving averages of the weights; None: none. tensorboard: write its event files too.
     """
 
     optimizer_args: tuple[tuple[str, Argument], ...] = ()
@@ -75,6 +84,8 @@ class TrainingRecipe:
     schedule: Schedule | None = None
     clip_norm: float | None = None
     evaluation: EvaluationRule | None = None
+    ema: EmaRule | None = None
+    tensorboard: bool = False
 
     @property
     def group_settings(self) -> dict[str, Argument]:
@@ -93,6 +104,7 @@ class TrainingRecipe:
             values = dict(document)
             schedule = values.pop("schedule", None)
             looks = values.pop("evaluation", None)
+            averages = values.pop("ema", None)
             return cls(
                 **{
                     **values,
@@ -100,6 +112,7 @@ class TrainingRecipe:
                     "no_weight_decay": tuple(values.get("no_weight_decay", ())),
                 },
                 evaluation=None if looks is None else EvaluationRule(**{**looks, "metrics": tuple(looks.get("metrics", ()))}),
+                ema=None if averages is None else EmaRule(**averages),
                 schedule=None
                 if schedule is None
                 else Schedule(**{**schedule, "arguments": pairs(dict(schedule.get("arguments", ())))}),

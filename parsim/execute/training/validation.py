@@ -85,7 +85,8 @@ class Validation:
         if self._data is None:
             found = run_dataset(entry.run, "validation")
             self._data = found.whole() if isinstance(found, StreamSamples) else found
-        weights, buffers = whole_weights(entry.stage)
+        ema = entry.run.recipe.ema
+        weights, buffers = whole_weights(entry.stage, averaged=ema is not None and ema.evaluate)
         if entry.mixing is not None:  # those above are the first replica's
             weights = {**weights, **entry.mixing.mean_weights()}
         result = scores(

@@ -24,7 +24,8 @@ def without_arrivals(graph: TaskGraph, layout: PlanIndex) -> TaskGraph:
         graph: of a pipeline step of one microbatch. layout: of its plan.
 
     Raises:
-        PlanError: a value crosses more than one boundary of stages: its parts would come from different batches.
+        PlanError: a value crosses more than one boundary of stages: its parts would come from different batches. Or stages
+            share a parameter.
     """
     stage_of = layout.stage_of
     for value, readers in layout.consumers.items():
@@ -37,6 +38,12 @@ def without_arrivals(graph: TaskGraph, layout: PlanIndex) -> TaskGraph:
             raise PlanError(
                 f"synchronisation stale: {value} goes {stages}, past a stage that works on another batch; use a model "
                 "that is a chain, or fewer stages"
+            )
+    for bucket in layout.buckets:
+        if len({layout.plan.stage_of_rank(rank) for rank in bucket.group}) > 1:
+            raise PlanError(
+                f"synchronisation stale: stages share {bucket.parameters[0].name}, whose gradients would come from different "
+                "batches; untie it, or put what uses it on one stage"
             )
     transfers = {task.index for task in graph.tasks if isinstance(task.work, SendRecv)}
     tasks = tuple(

@@ -1,9 +1,9 @@
 """Which kernel calls of a forward are kept, and which run again, where a component is recomputed by operator.
 
-The outputs of the operators in `KEPT` stay from the first forward on: products with weights, convolutions, recurrent kernels
-and fused attention. Everything else (norms, activation functions, dropout, softmax, products of activations such as
-attention's scores) runs again. Of both only what the backward needs counts: a product that nothing in the component needs any
-more is neither kept nor repeated.
+The outputs of the operators in `kept_operators.KEPT` stay from the first forward on: products with weights, convolutions,
+recurrent kernels and fused attention. Everything else (norms, activation functions, dropout, softmax, products of activations
+such as attention's scores) runs again. Of both only what the backward needs counts: a product that nothing in the component
+needs any more is neither kept nor repeated.
 
 torchtitan's selective checkpointing keeps nearly the same operators (of plain products every second). Megatron-LM's repeats the
 core of unfused attention alone, which is among what runs again here.
@@ -17,51 +17,22 @@ Leaves out: reads of a tensor by code that no operator shows (`.data_ptr()`, Num
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from parsim.errors import TraceError
+from parsim.model.autograd.kept_operators import draws, is_kept, sizes_from_data, written_arguments
+from parsim.model.autograd.storages import StorageRef, tensors_among
 
-KEPT: frozenset[str] = frozenset(
-    f"aten.{name}"
-    for name in (
-        "mm",
-        "addmm",
-        "addmv",
-        "mv",
-        "linear",
-        "convolution",
-        "mkldnn_rnn_layer",
-        "_cudnn_rnn",
-        "_thnn_fused_lstm_cell",
-        "_thnn_fused_gru_cell",
-        "_grouped_mm",
-        "_scaled_mm",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-        "_flash_attention_forward",
-        "_efficient_attention_forward",
-    )
-)
-"""Operators whose outputs are kept: dear to compute for their size. `aten.bmm` is not among them, because the scores of unfused
-attention are one."""
-
-_SIZES_FROM_DATA = tuple(
-    getattr(torch.Tag, name) for name in ("data_dependent_output", "dynamic_output_shape") if hasattr(torch.Tag, name)
-)
-
-_IGNORED = (torch.ops.aten.detach.default, torch.ops.prim.device.default)
+_DETACH, _DEVICE = torch.ops.aten.detach.default, torch.ops.prim.device.default
 """Autograd calls them more or less often, and they compute nothing."""
 
 Version = tuple[int, int]
@@ -87,7 +58,8 @@ class Like(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Like:
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
+        device = tensor.fake_device if type(tensor) is FakeTensor else tensor.device  # which would ask an operator
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, device)
 
     def room(self) -> Tensor:
         """Another tensor like it, of any content."""
@@ -100,7 +72,7 @@ class KernelCall:
 
     Attributes:
         reads, writes: versions of storages. view: it computes nothing. begins: all its outputs are new storages.
-        outputs: what they were like, or themselves where they are no tensors. structure: of the result.
+        outputs: what they were like, or themselves where they are no tensors. structure: of the result; None: one tensor.
         returned: the place of the argument that it returns; -1: it returns none.
         held: the outputs of an operator in KEPT. state: of the generator after it, where it draws random numbers.
     """
@@ -120,12 +92,12 @@ class KernelCall:
     @property
     def draws(self) -> bool:
         """Whether it takes random numbers."""
-        return torch.Tag.nondeterministic_seeded in self.function.tags
+        return draws(self.function)
 
     @property
     def decides(self) -> bool:
         """Whether what follows depends on values that it reads: a number, or a shape."""
-        return not self.writes or any(tag in self.function.tags for tag in _SIZES_FROM_DATA)
+        return not self.writes or sizes_from_data(self.function)
 
     @property
     def is_kept(self) -> bool:
@@ -147,6 +119,16 @@ class KeptCalls:
     kept_bytes: int
 
 
+def _forgetting(numbers: dict[int, tuple[int, StorageRef]]) -> Callable[[StorageRef], None]:
+    """Drops from `numbers` the storages that die. It holds nothing else, so what was watched can be freed before they do."""
+
+    def forget(ref: StorageRef) -> None:
+        if ref.key in numbers and numbers[ref.key][1] is ref:
+            del numbers[ref.key]
+
+    return forget
+
+
 class FirstForward(TorchDispatchMode):
     """Watches the calls of a first forward, and holds the outputs of operators in KEPT until it is known which are needed."""
 
@@ -157,11 +139,16 @@ class FirstForward(TorchDispatchMode):
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[KernelCall] = []
-        self._number: dict[int, int] = {}
+        self._number: dict[int, tuple[int, StorageRef]] = {}
+        self._forget = _forgetting(self._number)
         self._versions: list[int] = []
         self._needed: set[Version] = set()
         for tensor in given:
             self._storage(tensor)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled inside, and the guard against it costs as much as what is done here
 
     def saved(self, tensor: Tensor) -> None:
         """Autograd would save it for the backward: a saved-tensor hook that keeps nothing."""
@@ -169,35 +156,31 @@ class FirstForward(TorchDispatchMode):
         self._needed.add((number, self._versions[number]))
 
     def _storage(self, tensor: Tensor) -> int:
-        key = tensor.untyped_storage()._cdata
-        return self._number[key] if key in self._number else self._begin(tensor)
+        known = self._number.get(tensor.untyped_storage()._cdata)
+        return self._begin(tensor) if known is None else known[0]
 
     def _begin(self, tensor: Tensor) -> int:
         """A new storage. Its address may be another one's later."""
-        storage = tensor.untyped_storage()
-        key, number = storage._cdata, len(self._versions)
-        self._number[key] = number
+        ref, number = StorageRef(tensor.untyped_storage(), self._forget), len(self._versions)
+        self._number[ref.key] = number, ref
         self._versions.append(0)
-        weakref.finalize(storage, self._end, key, number)
         return number
-
-    def _end(self, key: int, number: int) -> None:
-        if self._number.get(key) == number:
-            del self._number[key]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
-        if func in _IGNORED:
+        if func is _DEVICE:  # asked of a fake tensor several times per call
+            return args[0].device
+        if func is _DETACH:
             return func(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        read = tuple(dict.fromkeys((number, self._versions[number]) for number in map(self._storage, given)))
+        given = tensors_among((*args, *kwargs.values()) if kwargs else args)
+        read = tuple(dict.fromkeys([(number, self._versions[number]) for number in map(self._storage, given)]))
         result = func(*args, **kwargs)
-        leaves, structure = tree_flatten(result)
+        leaves, structure = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
         made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         fresh: dict[int, int] = {}
-        for tensor in made:
-            key = tensor.untyped_storage()._cdata
+        keys = [tensor.untyped_storage()._cdata for tensor in made]
+        for tensor, key in zip(made, keys, strict=True):
             if key not in self._number:
                 fresh[key] = self._begin(tensor)
         written = self._written(func, args, kwargs)
@@ -209,13 +192,13 @@ class FirstForward(TorchDispatchMode):
         call = KernelCall(
             function=func,
             reads=read,
-            writes=tuple((number, self._versions[number]) for number in (*written, *fresh.values())),
-            begins=bool(made) and all(tensor.untyped_storage()._cdata in fresh for tensor in made),
-            outputs=tuple(Like.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
+            writes=tuple([(number, self._versions[number]) for number in (*written, *fresh.values())]),
+            begins=bool(made) and all(key in fresh for key in keys),
+            outputs=tuple([Like.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]),
             structure=structure,
             returned=next((place for place, leaf in enumerate(given) if leaf is result), -1),
         )
-        if call.begins and not written and str(func._overloadpacket) in KEPT:
+        if call.begins and not written and is_kept(func):
             call.held = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
             call.state = generator_state(made[0].device) if call.draws else None
         self.calls.append(call)
@@ -223,13 +206,10 @@ class FirstForward(TorchDispatchMode):
 
     def _written(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
         """Storages of arguments that the schema says are written."""
-        if not func._schema.is_mutable:
-            return []
         found: dict[int, None] = {}
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[place] if place < len(args) else kwargs.get(argument.name)
-                found.update((self._storage(leaf), None) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+        for place, name in written_arguments(func):
+            value = args[place] if place < len(args) else kwargs.get(name)
+            found.update((self._storage(leaf), None) for leaf in tensors_among((value,)))
         return list(found)
 
     def ended(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], buffers: Sequence[Tensor] = ()) -> KeptCalls:
@@ -341,10 +321,16 @@ class SecondForward(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls = iter(kept.calls)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as for FirstForward
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
-        if func in _IGNORED:
+        if func is _DEVICE:
+            return args[0].device
+        if func is _DETACH:
             return func(*args, **kwargs)
         call = next(self._calls, None)
         if call is None or call.function is not func:
@@ -356,13 +342,13 @@ class SecondForward(TorchDispatchMode):
             case Repeat.RUN:
                 return func(*args, **kwargs)
             case Repeat.WRITTEN:
-                return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)][call.returned]
+                return tensors_among((*args, *kwargs.values()))[call.returned]
         leaves = call.held if call.held is not None else call.outputs
         call.held = None
         if call.state is not None:
             set_generator_state(call.state, _device_of(call))
         made = [leaf.room() if isinstance(leaf, Like) else leaf for leaf in leaves]
-        return tree_unflatten(made, call.structure)
+        return made[0] if call.structure is None else tree_unflatten(made, call.structure)
 
 
 def _device_of(call: KernelCall) -> torch.device:

@@ -8,6 +8,7 @@ tensors and plain arguments. Every other call is left to torch.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,45 @@ class _Answer(NamedTuple):
     is_tuple: bool
 
 
+def _kind(made: FakeTensor) -> _Kind:
+    offset = int(made.storage_offset())
+    return _Kind(tuple(made.shape), made.stride(), offset, made.dtype, made.fake_device, made.requires_grad)
+
+
+def _attributes(made: FakeTensor) -> dict[str, Any]:
+    return {name: value for name, value in vars(made).items() if name != "fake_mode"}
+
+
+def _is_new(made: Any, info: Any) -> bool:
+    """Whether an output has memory of its own."""
+    return isinstance(made, Tensor) and info.inplace_idx is None and info.view_idx is None
+
+
+def _are_apart(made: Iterable[Tensor]) -> bool:
+    """Whether no two share memory, as both gradients of an LSTM's biases do: an answer that is kept gives each its own."""
+    keys = [tensor.untyped_storage()._cdata for tensor in made]
+    return len(set(keys)) == len(keys)
+
+
+def _first_of(sizes: Sequence[int], dim: int, index: Any) -> Any:
+    """The index of a dim's first entry for that of any entry; others stay, for torch to refuse."""
+    inside = type(dim) is int and -len(sizes) <= dim < len(sizes) and type(index) is int and type(sizes[dim]) is int
+    return 0 if inside and -sizes[dim] <= index < sizes[dim] else index
+
+
+@cache
+def _reads_anywhere(function: Any) -> bool:
+    """Whether an operator makes the same of its arguments wherever they lie in their memory: it makes no views of them."""
+    computes = torch.Tag.pointwise in function.tags or torch.Tag.reduction in function.tags or function in _COMPUTING
+    return computes and all(found.alias_info is None for found in function._schema.returns)
+
+
+_COMPUTING = tuple(
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "bmm", "addmm", "baddbmm", "cat", "stack", "clone", "_to_copy", "select_backward", "slice_backward")
+)
+_SELECT, _SELECT_BACKWARD = torch.ops.aten.select.int, torch.ops.aten.select_backward.default
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _UNKNOWN: Any = object()
 _ANSWERS: dict[Hashable, _Answer | None] = {}
 """Of every mode, by the question. None: torch keeps none."""
@@ -85,6 +125,27 @@ class QuickFakeMode(FakeTensorMode):
         if func in _DISPATCH_META_HANDLERS:  # the device, sizes and strides of a tensor
             return _DISPATCH_META_HANDLERS[func](args)  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
+        if func is _SELECT and len(args) == 3 and type(args[0]) is FakeTensor:
+            return self._select(func, types, args)
+        if func is _SELECT_BACKWARD and len(args) == 4:
+            args = (*args[:3], _first_of(args[1], args[2], args[3]))
+        return self._found(func, types, args, kwargs)
+
+    def _select(self, func: Any, types: Sequence[type], args: Sequence[Any]) -> Any:
+        """One entry of a dim lies as far behind the first as its number says: a scan over tokens asks for every one."""
+        given, dim, index = args
+        first = (given, dim, _first_of(given.shape, dim, index))
+        key = self._key(func, first, {})
+        answer = None if key is None else _ANSWERS.get(key, _UNKNOWN)
+        if key is not None and answer is _UNKNOWN:
+            self._ask(key, func, types, first, {})
+            answer = _ANSWERS.get(key)
+        if answer is None or first[2] == index:
+            return self._found(func, types, args, {})
+        return self._output(answer.outputs[0], args, index % given.shape[dim] * given.stride(dim))
+
+    def _found(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The answer, from those that are kept if it is there."""
         key = self._key(func, args, kwargs)
         if key is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -111,11 +172,13 @@ class QuickFakeMode(FakeTensorMode):
         if torch.is_inference_mode_enabled():
             return None
         parts: list[Any] = [func, torch.get_default_dtype(), torch._C._get_default_device()]
-        if self._add(parts, args) and (not kwargs or self._add(parts, kwargs.items())):
+        offsets = not _reads_anywhere(func)
+        if self._add(parts, args, offsets) and (not kwargs or self._add(parts, kwargs.items(), offsets)):
             return tuple(parts)
         return None
 
-    def _add(self, parts: list[Any], arguments: Iterable[Any]) -> bool:
+    def _add(self, parts: list[Any], arguments: Iterable[Any], offsets: bool) -> bool:
+        """Add arguments to a question; False for one of an unknown kind. `offsets`: where tensors lie in their memory, too."""
         for argument in arguments:
             kind = type(argument)
             if kind is FakeTensor:
@@ -125,8 +188,7 @@ class QuickFakeMode(FakeTensorMode):
                     argument.shape,
                     argument.stride(),
                     argument.dtype,
-                    argument.storage_offset(),
-                    argument.untyped_storage().nbytes(),
+                    (argument.storage_offset(), argument.untyped_storage().nbytes()) if offsets else None,
                     argument.fake_device,
                     argument.requires_grad,
                     argument.is_conj(),
@@ -137,7 +199,7 @@ class QuickFakeMode(FakeTensorMode):
                 parts += kind, argument  # 1, 1.0 and True are equal, but make other tensors
             elif kind is list or kind is tuple:
                 parts += kind, len(argument)
-                if not self._add(parts, argument):
+                if not self._add(parts, argument, offsets):
                     return False
             else:
                 return False
@@ -145,11 +207,18 @@ class QuickFakeMode(FakeTensorMode):
 
     def _kept_by_torch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> _Answer | None:
         """What torch would keep as its answer to this call, if anything."""
+        if func is _UNSAFE_VIEW:  # torch keeps none, because its schema does not tell that it sees its argument's memory
+            if result.untyped_storage()._cdata != args[0].untyped_storage()._cdata:
+                return None
+            return _Answer((_Made(view_of=0, kind=_kind(result), attributes=_attributes(result)),), False)
         state: Any = _CacheKeyState(self.shape_env)
         key: Any = None  # names symbolic sizes, which are not among the keys
         try:
             entry = self._make_cache_entry(state, key, func, args, kwargs, result)
         except _BypassDispatchCache:
+            return None
+        leaves = result if isinstance(result, tuple | list) else (result,)
+        if not _are_apart(tensor for tensor, info in zip(leaves, entry.output_infos, strict=True) if _is_new(tensor, info)):
             return None
         outputs = []
         for info in entry.output_infos:
@@ -157,24 +226,21 @@ class QuickFakeMode(FakeTensorMode):
                 None if info.inplace_idx is not None else self._get_output_tensor_from_cache_entry(state, info, key, func, args)
             )
             if isinstance(made, FakeTensor) and not (made.is_conj() or made.is_neg()):
-                attributes = {name: value for name, value in vars(made).items() if name != "fake_mode"}
-                offset = int(made.storage_offset())
-                kind = _Kind(tuple(made.shape), made.stride(), offset, made.dtype, made.fake_device, made.requires_grad)
-                outputs.append(_Made(view_of=info.view_idx, kind=kind, attributes=attributes))
+                outputs.append(_Made(view_of=info.view_idx, kind=_kind(made), attributes=_attributes(made)))
             elif made is None:
                 outputs.append(_Made(same_as=info.inplace_idx))
             else:
                 return None
         return _Answer(tuple(outputs), entry.is_output_tuple)
 
-    def _output(self, made: _Made, args: Sequence[Any]) -> Any:
-        """As torch makes it from an answer that it kept."""
+    def _output(self, made: _Made, args: Sequence[Any], shift: int = 0) -> Any:
+        """As torch makes it from an answer that it kept, so many elements further back in its memory."""
         if made.kind is None:
             return None if made.same_as is None else args[made.same_as]
         shape, stride, offset, dtype, device, requires_grad = made.kind
         memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         if made.view_of is not None:
-            memory.set_(args[made.view_of].untyped_storage(), offset, shape, stride)
+            memory.set_(args[made.view_of].untyped_storage(), offset + shift, shape, stride)
         found = Tensor._make_subclass(FakeTensor, memory, requires_grad, dispatch_device=True, device_for_backend_keys=device)
         self._guard(found)
         found.__dict__.update(made.attributes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from parsim.model.autograd.storages import StorageRef, tensors_among
 from parsim.model.memory.kernel_workspaces import with_workspace
 
 _DEVICE = torch.ops.prim.device.default
@@ -29,7 +28,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, moving: Collection[str] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._live: dict[int, tuple[int, str]] = {}
+        self._live: dict[int, tuple[int, str, StorageRef | None]] = {}
         self._ignored: set[int] = set()
         self._moving = moving
         self.line = ""
@@ -53,26 +52,27 @@ class LiveBytes(TorchDispatchMode):
         elif key in self._ignored or self._live[key][0] == size:
             return
         else:
-            self.current_bytes += size - self._live[key][0]
-            self._live[key] = size, line
+            before, _, ref = self._live[key]
+            self.current_bytes += size - before
+            self._live[key] = size, line, ref
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
         self.moments.append(self.current_bytes)
 
     def by_line(self) -> dict[str, int]:
         """Bytes alive now."""
         found: dict[str, int] = {}
-        for size, line in list(self._live.values()):
+        for size, line, _ in list(self._live.values()):
             found[line] = found.get(line, 0) + size
         return found
 
     def _watch(self, storage: torch.UntypedStorage, size: int, line: str) -> None:
-        self._live[storage._cdata] = size, line
+        ref = StorageRef(storage, self._release)
+        self._live[ref.key] = size, line, ref
         self.current_bytes += size
-        weakref.finalize(storage, self._release, storage._cdata)
 
-    def _release(self, key: int) -> None:
-        self.current_bytes -= self._live.pop(key, (0, ""))[0]
-        self._ignored.discard(key)
+    def _release(self, ref: StorageRef) -> None:
+        self.current_bytes -= self._live.pop(ref.key, (0, "", None))[0]
+        self._ignored.discard(ref.key)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -80,10 +80,11 @@ class LiveBytes(TorchDispatchMode):
 
     def _seen(self, tensor: Tensor) -> None:
         """An operator has made it, or a view of it."""
-        key = tensor.untyped_storage()._cdata
-        size, line = self._live.get(key, (0, ""))
-        if line in self._moving:
-            self._live[key] = size, self.line
+        if self._moving:
+            key = tensor.untyped_storage()._cdata
+            size, line, ref = self._live.get(key, (0, "", None))
+            if line in self._moving:
+                self._live[key] = size, self.line, ref
         self.track(tensor, self.line)
 
     def __torch_dispatch__(
@@ -100,7 +101,6 @@ class LiveBytes(TorchDispatchMode):
         if type(result) in _ONE_TENSOR:
             self._seen(result)
             return result
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._seen(leaf)
+        for leaf in tensors_among((result,)):
+            self._seen(leaf)
         return result

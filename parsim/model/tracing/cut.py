@@ -202,9 +202,12 @@ def _unique_names(intervals: list[CallInterval]) -> None:
 
 
 def _boundaries(recording: Recording, intervals: list[CallInterval]) -> None:
-    """Fill in which values enter and leave each interval."""
+    """Fill in which values enter and leave each interval.
+
+    Outputs are in the order in which others read them, not in that of their making: a forward may iterate over a set.
+    """
     producer: dict[int, int] = {}
-    wanted: dict[int, set[int]] = {}
+    wanted: dict[int, dict[int, None]] = {}
     for place, interval in enumerate(intervals):
         inputs: dict[int, None] = {}
         for op in recording.ops[interval.start : interval.end]:
@@ -214,16 +217,16 @@ def _boundaries(recording: Recording, intervals: list[CallInterval]) -> None:
                 if producer.get(number) != place:
                     inputs[number] = None
                     if number in producer:
-                        wanted.setdefault(producer[number], set()).add(number)
+                        wanted.setdefault(producer[number], {})[number] = None
             for _, number in op.outputs:
                 if number not in producer and number not in inputs:
                     producer[number] = place
         interval.inputs = list(inputs)
     for number in final_values(recording):
         if number in producer:
-            wanted.setdefault(producer[number], set()).add(number)
+            wanted.setdefault(producer[number], {})[number] = None
     for place, interval in enumerate(intervals):
-        interval.outputs = sorted(wanted.get(place, ()))
+        interval.outputs = list(wanted.get(place, ()))
 
 
 def final_values(recording: Recording) -> list[int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from parsim.model.component import Operator, OperatorShard, Parameter, ParameterShard
+from parsim.model.component import GRADIENT_SUM, Operator, OperatorShard, Parameter, ParameterShard
 
 FULL_BYTES = 4
 CAST_ARRAYS = 2.0
@@ -20,6 +20,7 @@ class Layer:
 
     Attributes:
         weight_bytes: of one parameter as stored. casts: inputs of products are cast to 8 bits.
+        gradient_arrays: as in Software.
         saved, saved_divided: bytes kept for the backward, and the part of them that a shard has its share of.
         given, given_divided: of it what lies in the storage of the component's input.
         again, again_divided: of it what runs again where the component is recomputed by operator; by the operators `repeated`.
@@ -30,6 +31,7 @@ class Layer:
     prefix: str
     weight_bytes: int = 2
     casts: bool = False
+    gradient_arrays: float = 0.0
     operators: list[Operator] = field(default_factory=list)
     cut: list[OperatorShard] = field(default_factory=list)
     parameters: list[Parameter] = field(default_factory=list)
@@ -118,6 +120,31 @@ class Layer:
             function=function,
         )
         self.add(operator, *(("elements", size) if divided else ()))
+
+    def sum_gradients(self) -> None:
+        """The last operator: every microbatch adds its gradients of the parameters to those before it.
+
+        Leaves out: experts, whose share of a rank depends on the plan.
+        """
+        if not self.gradient_arrays:
+            return
+        cut = {part.name for part in self.cut_parameters}
+        for divided in (True, False):
+            elements = sum(
+                entry.elements for entry in self.parameters if (entry.name in cut) == divided and ".experts." not in entry.name
+            )
+            if elements:
+                size = round(FULL_BYTES * elements * self.gradient_arrays)
+                operator = Operator(
+                    kind="memory_bound",
+                    shape=(("elements", elements),),
+                    batch="none",
+                    forward_flop=0.0,
+                    activation_bytes=size,
+                    parameter_bytes=0,
+                    function=GRADIENT_SUM,
+                )
+                self.add(operator, *(("elements", size) if divided else ()))
 
     def norm(self, name: str, tokens: int, hidden: int, *, divided: bool, kind: str = "layer", arrays: float = 2.0) -> None:
         """A normalisation; a fused one is read and written once."""

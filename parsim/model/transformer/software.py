@@ -19,6 +19,8 @@ class Software:
         norm_arrays: moved by a norm. selective: the inside of attention is computed again.
         loss_bytes: kept per logit. loss_peak: of gradients per logit at the fullest moment.
         loss_arrays: of 2 bytes per logit that the loss moves in its forward.
+        gradient_arrays: of 2 bytes per parameter that a microbatch moves to add its gradients to those of the ones before.
+        aligned: channels of a head by a multiple of which unfused attention keeps its tensor cores; 0: by any number.
         attention_work: seconds of its flash attention over those of the kernel that parts know (FlashAttention-2, cuDNN).
         casts: inputs of products are cast to 8 bits, in both orders.
     """
@@ -36,6 +38,8 @@ class Software:
     loss_bytes: int = 6
     loss_peak: int = 4
     loss_arrays: float = 8.0
+    gradient_arrays: float = 0.0
+    aligned: int = 0
 
 
 UNFUSED = Software(flash=False, dropout=True)

@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from parsim.model.component import Component, Operator, Parameter, Selective, Sharding, ShardPeak, ShardSelective, Value
+from parsim.model.component import (
+    UNALIGNED,
+    Component,
+    Operator,
+    Parameter,
+    Selective,
+    Sharding,
+    ShardPeak,
+    ShardSelective,
+    Value,
+)
 from parsim.model.transformer.operators import FULL_BYTES, Layer
 from parsim.model.transformer.shape import Shape
 from parsim.model.transformer.software import Software
@@ -37,7 +47,7 @@ class SamplePart:
 
 def new_layer(prefix: str, software: Software, part: SamplePart) -> Layer:
     """A component under construction."""
-    return Layer(prefix, weight_bytes=part.element_bytes, casts=software.casts)
+    return Layer(prefix, weight_bytes=part.element_bytes, casts=software.casts, gradient_arrays=software.gradient_arrays)
 
 
 def attention(layer: Layer, shape: Shape, software: Software, part: SamplePart, *, norm: bool, residual: bool) -> None:
@@ -113,12 +123,13 @@ def scores_of(layer: Layer, shape: Shape, software: Software, part: SamplePart, 
         layer.keep(FULL_BYTES * shape.heads * n, divided=True)
         return
     begin = len(layer.operators)
-    first = _batched(heads, n, keys, dim)
+    whole = not software.aligned or dim % software.aligned == 0
+    first = _batched(heads, n, keys, dim, whole)
     layer.add(first, "problems", first.activation_bytes)
     layer.moved(scores, 2, divided=True)
     if software.dropout:
         layer.moved(scores, 2.5, divided=True)
-    second = _batched(heads, n, dim, keys)
+    second = _batched(heads, n, dim, keys, whole)
     layer.add(second, "problems", second.activation_bytes)
     layer.moved(heads * n * dim, 2, divided=True)
     size = ((2 * part.element_bytes + 1) if software.dropout else part.element_bytes) * scores
@@ -127,7 +138,7 @@ def scores_of(layer: Layer, shape: Shape, software: Software, part: SamplePart, 
     layer.peak_divided = part.element_bytes * 2 * scores
 
 
-def _batched(problems: int, m: int, n: int, k: int) -> Operator:
+def _batched(problems: int, m: int, n: int, k: int, aligned: bool) -> Operator:
     return Operator(
         kind="matmul",
         shape=(("problems", problems), ("m", m), ("n", n), ("k", k)),
@@ -135,6 +146,7 @@ def _batched(problems: int, m: int, n: int, k: int) -> Operator:
         forward_flop=2.0 * problems * m * n * k,
         activation_bytes=FULL_BYTES * problems * (m * n + m * k + n * k),
         parameter_bytes=0,
+        function="" if aligned else UNALIGNED,
     )
 
 
@@ -250,6 +262,7 @@ def component_of(
     *,
     limit: int,
 ) -> Component:
+    layer.sum_gradients()
     peak = (layer.peak + layer.peak_divided, layer.peak_fixed + layer.peak_fixed_divided)
     forward = (layer.saved + layer.peak + layer.peak_divided, 0)
     selective, shard_selective = _by_operator(layer, inputs)

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from parsim.analyze.sketch import LETTERS, PIECES
+
 DIGITS = 5
 """Significant, of every number of the page."""
 MOST_STEPS = 40
@@ -60,15 +62,20 @@ class ExplorerData:
     notes: Sequence[str] = ()
 
 
-def document_of(data: ExplorerData, every: int = 1) -> dict[str, Any]:
+def document_of(data: ExplorerData, every: int = 1, sketched: int = 1) -> dict[str, Any]:
     """Plain JSON.
 
     Args:
         data: of the sweep. every: show each so many-th point, and the picked one.
+        sketched: with the timeline of each so many-th of these; 0: of none.
     """
     kept = [number for number in range(len(data.rows)) if number % every == 0 or number == data.picked]
     rows = [data.rows[number] for number in kept]
     note = [f"The page shows {len(rows):,} of {len(data.rows):,} points; points.csv has all."] if every > 1 else []
+    lanes = _lanes(data, kept, sketched)
+    known, with_lanes = sum(bool(row.get("timeline")) for row in rows), sum(map(bool, lanes["at"]))
+    if with_lanes < known:
+        note.append(f"The page has the timelines of {with_lanes:,} of {known:,} points; `parsim simulate --out DIR` draws any.")
     lines = dict.fromkeys(
         name for row in rows for name in row if name.startswith("memory_") and name.endswith("_bytes") and name not in LEFT_OUT
     )
@@ -94,7 +101,25 @@ def document_of(data: ExplorerData, every: int = 1) -> dict[str, Any]:
             }
             for name in lines
         ],
+        "timeline": lanes,
         "limit": [_rounded(row.get("memory_limit_bytes")) for row in rows],
+    }
+
+
+def _lanes(data: ExplorerData, kept: Sequence[int], sketched: int) -> dict[str, Any]:
+    """Timelines: letters and lane names once, and per point its lanes as (name, text); none for a point that is left out."""
+    names: dict[str, int] = {}
+    found = []
+    for place, number in enumerate(kept):
+        wanted = bool(sketched) and (place % sketched == 0 or number == data.picked)
+        lanes = data.rows[number].get("timeline") or [] if wanted else []
+        found.append([[names.setdefault(str(name), len(names)), str(text)] for name, text in lanes])
+    return {
+        "letters": LETTERS,
+        "pieces": PIECES,
+        "names": list(names),
+        "at": found,
+        "seconds": [_rounded(data.rows[number].get("one_step_s")) for number in kept],
     }
 
 

@@ -227,8 +227,11 @@
     const settings = axes.filter((axis) => !axis.key.startsWith("scale.")).map((axis) => `--set '${axis.key}=${axis.settings[axis.at[point]].replace(/'/g, "'\\''")}'`);
     const scaled = axes.some((axis) => axis.key.startsWith("scale.") && axis.values[axis.at[point]] !== 1);
     $("command").textContent = `${[data.command, ...settings].join(" ")}${scaled ? "   (scale.* has no other command than sweep)" : ""}`;
+    const lanes = data.timeline.at[point];
+    $("timeline-note").textContent = !lanes.length ? "The page has no timeline of this point." : `One step alone, in ${data.timeline.pieces} pieces; the first rank of each stage.`;
     const parts = (from) => from.map(({name, values}) => [name, values[point]]);
-    return Promise.all([Figures.bar($("breakdown"), $("breakdown-legend"), parts(data.categories), "time", null),
+    return Promise.all([Figures.timeline($("timeline"), $("timeline-legend"), lanes.map(([name, text]) => [data.timeline.names[name], text]), data.timeline, data.timeline.seconds[point]),
+      Figures.bar($("breakdown"), $("breakdown-legend"), parts(data.categories), "time", null),
       Figures.bar($("memory"), $("memory-legend"), parts(data.memory), "bytes", data.limit[point])]);
   };
 

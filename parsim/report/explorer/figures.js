@@ -95,5 +95,22 @@ const Figures = (() => {
       range: [0, (near ? Math.max(limit, whole) : whole) / by * 1.02]}, yaxis: {showticklabels: false, ticks: "", fixedrange: true}});
   };
 
-  return {PALETTE, OTHER, SYMBOLS, safe, format, axisUnit, theme, draw, legend, bar, digits};
+  // Lanes of letters, each piece a cell. What runs is told by colour, legend and hover.
+  const LANES = {F: "#0072B2", B: "#56B4E9", I: "#56B4E9", W: "#8C6BB1", R: "#A6761D", O: "#009E73", K: "#CC79A7", M: "#CC79A7", C: "#D55E00", S: "#E69F00", L: "#5B8C2A"};
+  const timeline = (place, legendPlace, lanes, {letters, pieces}, seconds) => {
+    place.hidden = legendPlace.hidden = !lanes.length;
+    if (!lanes.length) return null;
+    const kinds = Object.keys(letters), {by, unit} = axisUnit("time", [seconds]);
+    const cells = lanes.map(([, text]) => [...text.matchAll(/([A-Z.])([0-9]*)/g)].flatMap(([, letter, count]) => Array(Number(count || 1)).fill(kinds.indexOf(letter))));
+    const names = lanes.map(([name]) => safe(name)), steps = kinds.flatMap((kind, number) => [[number / kinds.length, LANES[kind]], [(number + 1) / kinds.length, LANES[kind]]]);
+    const seen = new Set(cells.flat());
+    legend(legendPlace, kinds.flatMap((kind, number) => (seen.has(number) ? [[letters[kind], LANES[kind]]] : [])));
+    place.style.height = `${40 + 26 * lanes.length}px`;
+    return draw(place, [{type: "heatmap", z: cells.map((line) => line.map((kind) => (kind < 0 ? null : kind))), y: names, x0: seconds / by / pieces / 2, dx: seconds / by / pieces,
+      zmin: 0, zmax: kinds.length, colorscale: steps, showscale: false, ygap: 4, hoverongaps: false,
+      text: cells.map((line) => line.map((kind) => (kind < 0 ? "" : letters[kinds[kind]]))), hovertemplate: `%{y}: %{text} at %{x:.3g} ${unit}<extra></extra>`}],
+    {margin: {l: 4, r: 14, t: 2, b: 24}, xaxis: {ticksuffix: ` ${unit}`, nticks: 5, showgrid: false, zeroline: false}, yaxis: {type: "category", autorange: "reversed", showgrid: false, ticks: ""}});
+  };
+
+  return {PALETTE, OTHER, SYMBOLS, safe, format, axisUnit, theme, draw, legend, bar, timeline, digits};
 })();

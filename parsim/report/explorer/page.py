@@ -33,18 +33,23 @@ def write_explorer_page(data: ExplorerData, path: Path) -> Path:
 
 
 def explorer_html(data: ExplorerData) -> str:
-    """The whole page, at most `LARGEST_BYTES`: with too many points it shows every second, third, ... and says so.
+    """The whole page, at most `LARGEST_BYTES`, and it says what it leaves out.
+
+    With too many points it has the timelines of every second, third, ... or of none; then it shows every second, third, ...
 
     Args:
         data: of the sweep.
     """
     script = get_plotlyjs().replace("</script", "<\\/script")
-    every = 1
+    every, sketched = 1, 1
     while True:
-        page = _page(data.title, document_of(data, every), script)
+        page = _page(data.title, document_of(data, every, sketched), script)
         if len(page.encode()) <= LARGEST_BYTES:
             return page
-        every += max(1, every // 2)
+        if sketched:
+            sketched = 2 * sketched if sketched < min(64, len(data.rows)) else 0
+        else:
+            every += max(1, every // 2)
 
 
 def _page(title: str, document: Mapping[str, Any], plotly_js: str) -> str:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parsim.costs.feedback.diagnosis import Diagnosis
 from parsim.costs.feedback.history import append_record, fingerprint, history_path, read_history
 from parsim.costs.feedback.updates import without_updates
 from parsim.costs.uncertainty.conformal import ValidationRecord
-from parsim.errors import ConfigError, CostError
+from parsim.errors import ConfigError, CostError, ParsimError
 from parsim.execute.processes.environment import describe_environment
 from parsim.hardware.profile import load_profile, save_profile
 from parsim.report.compare import MINIMUM_ROUNDS, relative_error
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from parsim.workflow.config import RunConfig
     from parsim.workflow.public.prediction import Prediction
 
+LEAST_RECORDED = 20
+"""Timed steps of a training that the history takes; the predicted interval is for the mean of as many."""
 VERSIONS = ("python", "torch", "numpy", "parsim")
 
 
@@ -57,6 +60,25 @@ def record_of(asked: Prediction, seen: Measurement, comparison: Comparison, sess
     )
 
 
+def diagnosed(asked: Prediction, seen: Measurement, comparison: Comparison) -> Diagnosis:
+    """Whether a run went as predicted and, where not, what was different and what to do.
+
+    Args:
+        asked: the prediction, with every rank simulated. seen: the measurement. comparison: of both.
+    """
+    from parsim.schedule.live.diagnosing import diagnosis_of
+
+    return diagnosis_of(
+        asked.problem,
+        asked.evaluation,
+        seen.timelines,
+        step_s=comparison.step.measured_s,
+        timed=seen.steps,
+        floor=0.0 if comparison.aa_floor is None else comparison.aa_floor.median,
+        slowness=None if comparison.at_pace is None else comparison.at_pace.slowness,
+    )
+
+
 def remember(asked: Prediction, record: ValidationRecord) -> dict[str, Any]:
     """Append the record to the history that the run file's profile has; says where, or why not."""
     table, profile = asked.config.cluster, asked.problem.cluster.profile
@@ -68,6 +90,27 @@ def remember(asked: Prediction, record: ValidationRecord) -> dict[str, Any]:
         return {"path": str(path), "recorded": False, "text": f"this measurement is in {path} already"}
     append_record(path, record)
     return {"path": str(path), "recorded": True, "text": f"recorded in {path}"}
+
+
+def remembered(asked: Prediction, seen: Measurement, comparison: Comparison, *, plan_changed: bool) -> dict[str, Any]:
+    """The same of a training, if it has enough steps under one plan to say something; says why not.
+
+    Args:
+        asked: its prediction. seen, comparison: of it. plan_changed: it went on under another plan on the way.
+    """
+    why = ""
+    if plan_changed:
+        why = "the plan changed on the way"
+    elif seen.steps < LEAST_RECORDED:
+        why = f"{seen.steps} timed steps are fewer than the {LEAST_RECORDED} that an interval is for"
+    elif asked.evaluation.result.interval_correction is None:
+        why = "the step was predicted without an interval"
+    if not why:
+        try:
+            return remember(asked, record_of(asked, seen, comparison))
+        except (OSError, ParsimError) as error:  # the training has ended well
+            why = str(error)
+    return {"path": None, "recorded": False, "text": f"not recorded: {why}"}
 
 
 def updatable(config: RunConfig) -> Path:

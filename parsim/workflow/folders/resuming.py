@@ -30,6 +30,7 @@ TOLD = (
     "no_weight_decay",
     "schedule",
     "clip_norm",
+    "ema",
 )
 """Keys of [training] that may change on the way, which is said."""
 

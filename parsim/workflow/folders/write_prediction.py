@@ -30,6 +30,7 @@ def redraw(folder: RunFolder) -> None:
         ConfigError: it is no run folder.
     """
     from parsim.workflow.ask import ask_again, judge, measured, reopen
+    from parsim.workflow.folders.record_validation import diagnosed
     from parsim.workflow.folders.write_report import write_run_files
 
     if not folder.job.is_file():
@@ -37,4 +38,5 @@ def redraw(folder: RunFolder) -> None:
         return
     folder, asked, name = reopen(folder.path)
     seen = measured(folder, name, asked.evaluation)
-    write_run_files(folder, asked, seen, judge(asked.problem, asked.evaluation, seen))
+    comparison = judge(asked.problem, asked.evaluation, seen)
+    write_run_files(folder, asked, seen, comparison, diagnosed(asked, seen, comparison))

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from parsim.analyze.breakdown import breakdown
+from parsim.costs.feedback.diagnosis import Diagnosis
 from parsim.execute.processes.environment import describe_environment, machine_line
 from parsim.plans.words import plan_in_words
 from parsim.report.chrome_trace import save_chrome_trace
@@ -26,9 +27,17 @@ if TYPE_CHECKING:
 
 
 def write_run_files(
-    folder: RunFolder, asked: Prediction, seen: Measurement | None = None, comparison: Comparison | None = None
+    folder: RunFolder,
+    asked: Prediction,
+    seen: Measurement | None = None,
+    comparison: Comparison | None = None,
+    diagnosis: Diagnosis | None = None,
 ) -> None:
-    """predicted-timeline.json.gz, trace.json and report.html; of a plan that was run also the measured timeline.json.gz."""
+    """predicted-timeline.json.gz, trace.json and report.html; of a plan that was run also the measured timeline.json.gz.
+
+    Args:
+        diagnosis: whether the run went as predicted, for the head of the report.
+    """
     evaluation, problem = asked.evaluation, asked.problem
     timelines = {"predicted": evaluation.timeline}
     evaluation.timeline.save(folder.predicted_timeline)
@@ -50,6 +59,7 @@ def write_run_files(
         facts=report_facts(),
         summary=(
             f"{problem.model.name} on {problem.cluster.name}: {plan_in_words(evaluation.result.plan)}, {asked.headline()}.",
+            *(() if diagnosis is None else (f"{line[0].upper()}{line[1:]}." for line in diagnosis.lines())),
         ),
         sections=(section,),
         extra_tables=(calibration_table(problem.cluster.profile), *coverage_tables(history)),

@@ -24,7 +24,7 @@ class Recipe:
         tp, pp, cp, ep: of the mesh. dp: replicas; 0: as many as the devices make. micro_batch: samples of a replica at once.
         local_batch: samples of a replica per step where the file gives no global batch; 0: one microbatch.
         zero: stage. recompute: "none", "full", "alternate" (each `every`th layer) or "selective" (by operator).
-        chunks: stages per rank.
+        chunks: stages per rank. order: of the pipeline; "": 1f1b, or interleaved with several stages per rank.
         processes: that the file starts; 0: it does not say.
         taken: keys that entered, with their values. left_out: keys that change time or memory and that parsim does not model,
         with what it does instead. ignored: keys that change neither. unknown: keys that parsim does not know.
@@ -45,6 +45,7 @@ class Recipe:
     recompute: str = "none"
     every: int = 2
     chunks: int = 1
+    order: str = ""
     processes: int = 0
     taken: dict[str, Any] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -78,7 +79,7 @@ class Recipe:
         uncut = self.tp == 1 and self.pp == 1
         found["plan.recompute"] = self._recomputed(whole=uncut)
         if self.pp > 1:
-            found["plan.pipeline_order"] = "interleaved" if self.chunks > 1 else "1f1b"
+            found["plan.pipeline_order"] = self.order or ("interleaved" if self.chunks > 1 else "1f1b")
             found["plan.chunks"] = self.chunks
         found["plan.strategy"] = "single" if devices == 1 else "dp" if uncut else "hp" if dp > 1 else "mp"
         return found

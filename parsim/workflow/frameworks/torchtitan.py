@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +29,16 @@ FLAVORS = {
     ("qwen3", "235B-A22B"): "qwen3-235b-a22b",
 }
 """By model.name and model.flavor."""
+
+SCHEDULES: dict[str, tuple[str, int]] = {
+    "1F1B": ("1f1b", 1),
+    "GPipe": ("gpipe", 1),
+    "Interleaved1F1B": ("interleaved", 2),
+    "InterleavedZeroBubble": ("zero-bubble", 2),
+    "ZBVZeroBubble": ("zero-bubble-v", 2),
+}
+"""torch's names of pipeline orders: parsim's, and stages per rank where the file gives no layers per stage."""
+OPTIMIZERS = {"adam": "adam", "adamw": "adamw"}
 
 SAME_TIME = frozenset(
     {"job", "profiling", "metrics", "lr_scheduler", "checkpoint", "comm", "fault_tolerance", "validation", "debug", "optimizer"}
@@ -91,7 +100,7 @@ def read_toml(document: Mapping[str, Any]) -> Recipe:
     else:
         bf16 = flat.get("training.mixed_precision_param", "bfloat16") == "bfloat16"
         recipe.training["precision"] = "bf16" if bf16 else "fp32"
-    recipe.training["optimizer"] = "adamw_fused"
+    recipe.training["optimizer"] = _optimizer(reader)
     _recompute(flat, recipe)
     reader.read |= {"model.name": flat.get("model.name"), "model.flavor": flat.get("model.flavor")}
     _sort(flat, reader, recipe)
@@ -139,7 +148,7 @@ def _data_parallel(reader: _Keys, recipe: Recipe) -> None:
         )
     if reader.flat.get("parallelism.fsdp_reshard_after_forward") == "never" and recipe.zero == 3:
         recipe.zero = 2
-    if recipe.pp > 1 and recipe.zero == 3:
+    if recipe.pp > 1 and recipe.zero == 3 and reader.flat.get("parallelism.fsdp_reshard_after_forward") != "always":
         recipe.left_out["parallelism.fsdp_reshard_after_forward"] = "parameters are whole for a step under a pipeline: ZeRO 1"
         recipe.zero = 1
 
@@ -151,11 +160,18 @@ def _pipeline(reader: _Keys, recipe: Recipe) -> None:
         return
     reader.read["parallelism.pipeline_parallel_schedule"] = schedule
     recipe.local_batch, recipe.micro_batch = recipe.micro_batch, micro or 1
-    if re.search("interleaved", schedule, re.IGNORECASE):
-        layers = reader.number("parallelism.pipeline_parallel_layers_per_stage", 0)
-        recipe.chunks = 2
-        if layers:
-            recipe.left_out["parallelism.pipeline_parallel_layers_per_stage"] = "two stages per rank are taken"
+    known = {name.lower(): row for name, row in SCHEDULES.items()}
+    if schedule.lower() not in known:
+        recipe.left_out["parallelism.pipeline_parallel_schedule"] = f"{schedule} is not known, and 1F1B is taken"
+    recipe.order, recipe.chunks = known.get(schedule.lower(), ("1f1b", 1))
+    if recipe.chunks > 1 and reader.number("parallelism.pipeline_parallel_layers_per_stage", 0):
+        recipe.left_out["parallelism.pipeline_parallel_layers_per_stage"] = "two stages per rank are taken"
+
+
+def _optimizer(reader: _Keys) -> str:
+    """AdamW with torch's fused kernel, unless the file says otherwise."""
+    kind = OPTIMIZERS.get(str(reader.flat.get("optimizer.name", "AdamW")).lower(), "adamw")
+    return kind if reader.flat.get("optimizer.implementation", "fused") in ("foreach", "for-loop") else f"{kind}_fused"
 
 
 def _recompute(flat: Mapping[str, Any], recipe: Recipe) -> None:

@@ -28,12 +28,14 @@ def import_file(
     """Read a file of another tool into a profile, a run file or a measured timeline.
 
     Args:
-        path: output of nccl-tests (text or JSON) or `nvidia-smi topo -m`, which become a profile; a trace of torch.profiler
-            (.json or .json.gz), which becomes a timeline; a DeepSpeed JSON config, which becomes a run file.
-        kind: "nccl-tests", "topo", "kineto" or "deepspeed"; left out: found out from the content.
+        path: output of nccl-tests (text or JSON), `nvidia-smi topo -m` or `lstopo --of xml`, which become a profile; a trace of
+            torch.profiler (.json or .json.gz) or an SQLite export of Nsight Systems, which become a timeline; a DeepSpeed JSON
+            config, which becomes a run file.
+        kind: a key of `parsim.importers.kinds.KINDS`; left out: found out from the content.
         into: PROFILE.json, TIMELINE.json.gz or RUN.toml, new or added to; left out: nothing is written.
         cluster: the machine, a profile or "8xh100-sxm", of a new profile or of the trace's peak; left out: what the file names.
-        collective, ranks: of nccl-tests, where the file does not tell them. world_size: data-parallel ranks of DeepSpeed.
+        collective, ranks: of nccl-tests, where the file does not tell them; of Nsight Systems, the GPU.
+        world_size: data-parallel ranks of DeepSpeed.
         precision, steps: of a trace. against: a run file, whose prediction is set beside the trace.
         overrides: further keys of a run file, as `--set` takes them.
 
@@ -57,28 +59,31 @@ def import_file(
     _check_options(
         name,
         {
-            "--on": (cluster, ("nccl-tests", "topo", "kineto")),
+            "--on": (cluster, ("nccl-tests", "topo", "lstopo", "kineto", "nsys")),
             "--collective": (collective, ("nccl-tests",)),
-            "--ranks": (ranks, ("nccl-tests",)),
+            "--ranks": (ranks, ("nccl-tests", "nsys")),
             "--world-size": (world_size, ("deepspeed",)),
-            "--precision": (precision, ("kineto",)),
-            "--steps": (steps, ("kineto",)),
-            "--against": (against, ("kineto",)),
+            "--precision": (precision, ("kineto", "nsys")),
+            "--steps": (steps, ("kineto", "nsys")),
+            "--against": (against, ("kineto", "nsys")),
             "--set": (overrides or None, ("deepspeed",)),
         },
     )
-    if name == "kineto":
-        from parsim.workflow.importing.into_timeline import import_kineto
+    if name in ("kineto", "nsys"):
+        from parsim.workflow.importing.into_timeline import import_trace
 
-        return import_kineto(source, into, cluster, precision, steps, against)
+        if name == "nsys" and ranks is not None and len(ranks) != 1:
+            raise ImportedFileError(f"--ranks names {len(ranks)} GPUs, and a timeline is of one; give one number")
+        device = None if ranks is None else ranks[0]
+        return import_trace(source, into, cluster, precision, steps, against, device=device, kind=name)
     if name == "deepspeed":
         from parsim.workflow.importing.into_run_file import import_deepspeed
 
         return import_deepspeed(source, into, overrides, world_size)
     from parsim.workflow.importing.into_profile import import_nccl_tests, import_topology
 
-    if name == "topo":
-        return import_topology(source, into, cluster)
+    if name in ("topo", "lstopo"):
+        return import_topology(source, into, cluster, name)
     return import_nccl_tests(source, into, cluster, collective, ranks)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from parsim.errors import ImportedFileError
 from parsim.hardware.profile import Profile, load_profile, save_profile
 from parsim.importers.gpu_names import gpu_named
+from parsim.importers.lstopo_xml import read_lstopo
 from parsim.importers.machine_tree import MachineTree, with_links
 from parsim.importers.nccl_tests import read_nccl_tests
 from parsim.importers.profile_points import FittedGroup, with_measured
@@ -49,16 +50,21 @@ def import_nccl_tests(
     )
 
 
-def import_topology(source: SourceFile, into: Path | None, cluster: str | None) -> Imported:
+TOPOLOGIES = {"topo": (read_topo_matrix, "nvidia-smi topo -m"), "lstopo": (read_lstopo, "lstopo --of xml")}
+"""By kind: the reader, and the tool for the source of the links."""
+
+
+def import_topology(source: SourceFile, into: Path | None, cluster: str | None, kind: str = "topo") -> Imported:
     """Links and card slots of a machine into a profile."""
-    tree = read_topo_matrix(source)
+    read, tool = TOPOLOGIES[kind]
+    tree = read(source)
     base = _base(into, cluster, [], tree.gpus)
-    made = with_links(base, tree, source.digest, f"nvidia-smi topo -m, file {shown(source.path.name)}")
+    made = with_links(base, tree, source.digest, f"{tool}, file {shown(source.path.name)}")
     if into is not None:
         save_profile(made, into)
     facts = tree.summary()
     return Imported(
-        kind="topo",
+        kind=kind,
         source=source.path,
         into=into,
         summary=(

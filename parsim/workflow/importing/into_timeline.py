@@ -15,6 +15,7 @@ from parsim.hardware.profile import Profile, load_profile
 from parsim.importers.gpu_names import gpu_named
 from parsim.importers.kineto import KINDS, NUMBER_TYPES, KinetoTrace, read_kineto
 from parsim.importers.ledger import TraceLedger, ledger_of
+from parsim.importers.nsys_sqlite import read_nsys
 from parsim.importers.source_file import SourceFile
 from parsim.report.tables import Column, ReportTable
 from parsim.timeline import SCHEMA_VERSION, Timeline
@@ -25,15 +26,25 @@ if TYPE_CHECKING:
     from parsim.workflow.public.prediction import Prediction
 
 
-def import_kineto(
-    source: SourceFile, into: Path | None, cluster: str | None, precision: str | None, steps: int | None, against: Path | None
+def import_trace(
+    source: SourceFile,
+    into: Path | None,
+    cluster: str | None,
+    precision: str | None,
+    steps: int | None,
+    against: Path | None,
+    *,
+    device: int | None = None,
+    kind: str = "kineto",
 ) -> Imported:
     """A trace as a timeline, its ledger, and what a prediction says beside it."""
-    trace = read_kineto(source, steps=steps)
+    trace = read_kineto(source, steps=steps) if kind == "kineto" else read_nsys(source, steps=steps, device=device)
     warnings = list(trace.notes)
     peak, peak_text = _peak(trace, cluster, precision, warnings)
     ledger = ledger_of(trace, peak)
-    if not trace.shapes:
+    if kind == "nsys":
+        warnings.append("Nsight Systems records no shapes, so kernels are not divided by their arithmetic")
+    elif not trace.shapes:
         warnings.append("shapes were not recorded, so kernels are not divided by their arithmetic: profile(record_shapes=True)")
     if ledger.utilisation is not None and ledger.slow_kernels_s is not None and ledger.slow_kernels_s < 0:
         warnings.append(f"kernels are faster than the peak of {peak_text}: the precision is another one; give --precision")
@@ -54,7 +65,7 @@ def import_kineto(
         document["predicted"] = predicted
         tables.append(_against_table(ledger, predicted))
     return Imported(
-        kind="kineto",
+        kind=kind,
         source=source.path,
         into=into,
         summary=_sentence(trace, ledger),

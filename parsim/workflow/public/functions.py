@@ -170,6 +170,8 @@ def run(
     adaptive: bool = False,
     window_steps: int = 20,
     timeout_s: float = 30.0,
+    elastic: bool = False,
+    max_restarts: int = 3,
     settings: QuestionSettings | None = None,
     overrides: Sequence[str] = (),
 ) -> Measured:
@@ -186,6 +188,8 @@ def run(
         checkpoint_every: steps between checkpoints; 0: at the end only.
         adaptive: measure while training, decide every `window_steps` steps, and change the plan if that saves time.
         timeout_s: a process that is stopped, or does nothing, for longer ends the run.
+        elastic: where a rank dies, go on from the latest checkpoint, at most `max_restarts` times. A device on which ranks have
+            died twice is left out, with another plan for the rest.
 
     Raises:
         ParsimError: DoesNotFitError, PlanError (more or fewer processes than ranks, several nodes), ModelError (a model given
@@ -209,6 +213,8 @@ def run(
         adaptive=adaptive,
         window_steps=window_steps,
         timeout_s=_positive_s("timeout_s", timeout_s),
+        elastic=elastic,
+        max_restarts=max_restarts,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from parsim.costs.feedback.diagnosis import Diagnosis
 from parsim.report.compare import Comparison
 from parsim.units import format_percent, format_seconds
 from parsim.workflow.public.frames import breakdown_frame, frame, timeline_frame
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from parsim.execute.records.measurement import Measurement
+    from parsim.workflow.exporting.request import Exported
 
 KIND_COLUMNS = (
     "kind",
@@ -37,6 +39,7 @@ class Measured:
         prediction: of the plan that ran (of the last one where the controller changed it).
         comparison: step, kinds of tasks, single tasks and memory; relative_error = (predicted - measured) / measured.
         seen: the measurement itself.
+        diagnosis: whether the run went as predicted and, where not, what was different and what to do.
         document: the JSON that the command of the same name prints.
     """
 
@@ -44,6 +47,7 @@ class Measured:
     prediction: Prediction
     comparison: Comparison
     seen: Measurement
+    diagnosis: Diagnosis
     document: Mapping[str, Any]
 
     @property
@@ -71,20 +75,37 @@ class Measured:
         format: Literal["state_dict", "safetensors"] = "state_dict",
         out: str | Path | None = None,
         checkpoint: Literal["best", "last"] | None = None,
+        weights: Literal["trained", "ema"] = "trained",
     ) -> Path:
         """Write the trained weights as a plain file that loads into the original module; returns its path.
 
         Args:
             format: of the file. out: None: weights.pt or weights.safetensors in the folder.
             checkpoint: the best by validation score, or the last; None: the best if there is one.
+            weights: as trained, or their moving averages (training.ema).
 
         Raises:
             ConfigError: there is no such checkpoint, or the module's code is not trusted (PARSIM_ALLOW_CODE=1).
         """
         from parsim.workflow.training.export import export_weights
 
-        done = export_weights(self.folder, format=format, out=None if out is None else Path(out), checkpoint=checkpoint)
+        file = None if out is None else Path(out)
+        done = export_weights(self.folder, format=format, out=file, checkpoint=checkpoint, weights=weights)
         return Path(done["file"])
+
+    def export(self, format: str, *, out: str | Path | None = None) -> Exported:
+        """Write the run as a file of another tool.
+
+        Args:
+            format: "deepspeed", "torchtitan", "megatron", "chakra", "chrome", "state_dict" or "safetensors" (docs/export.md).
+            out: the file, or the folder of several; None: the format's own name in the run's folder.
+
+        Raises:
+            ConfigError: an unknown format, or a plan that it cannot express.
+        """
+        from parsim.workflow.exporting.formats import export_folder
+
+        return export_folder(self.folder, format=format, out=None if out is None else Path(out))
 
     def compare(self) -> None:
         """Print predicted against measured, for the step and for every kind of task; `table()` has it as data."""

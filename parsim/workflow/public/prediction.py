@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parsim.predict.evaluate import MANY_RANKS, Evaluation
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from parsim.plans.plan import Plan
     from parsim.predict.explain import Explanation
+    from parsim.workflow.exporting.request import Exported
     from parsim.workflow.large.quoted import Quoted
 
 
@@ -147,6 +149,31 @@ class Prediction:
         from parsim.workflow.large.quoted import quoted
 
         return quoted(self.config, self.problem, self.evaluation)
+
+    def export(self, format: str, *, out: str | Path) -> Exported:
+        """Write the plan or its timeline as a file of another tool.
+
+        Args:
+            format: "deepspeed", "torchtitan", "megatron", "chakra" or "chrome" (docs/export.md).
+            out: the file, or the folder of several.
+
+        Returns:
+            What was written, and what the format cannot express (`left_out`).
+
+        Raises:
+            ConfigError: an unknown format, or a plan that it cannot express.
+        """
+        from tempfile import TemporaryDirectory
+
+        from parsim.workflow.exporting.formats import export_folder
+        from parsim.workflow.folders.run_folder import RunFolder
+
+        problem = self.problem
+        with TemporaryDirectory(prefix="parsim-export-") as name:
+            RunFolder(Path(name)).write_question(
+                self.config, problem.model, self.plan, problem.cluster.profile, problem.history
+            )
+            return export_folder(Path(name), format=format, out=Path(out))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON: the keys all results share, with `breakdown` and `memory` per rank; `quoted` of a language model."""

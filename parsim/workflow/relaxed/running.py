@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def check_rounds(plan: Plan, precision: str, *, evaluates: bool = False) -> None:
-    """Replicas that mix their weights hold them in the type in which they are updated, and agree on no loss scale.
+    """Relaxed replicas and stages hold their weights in the type in which they are updated, and agree on no loss scale.
 
     Args:
         plan: to run. precision: as in RUN.toml. evaluates: whether the mean weights are validated on the way.
 
     Raises:
-        PlanError: the plan mixes, and the precision keeps other copies of the weights, or a loss scale; or mean weights are
-            validated that no rank has whole.
+        PlanError: the plan is relaxed, and the precision keeps other copies of the weights, or a loss scale. Or mean weights
+            are validated that no rank has whole.
     """
     if evaluates and plan.synchronisation.mixes and plan.mesh.pp * plan.mesh.tp > 1:
         raise PlanError(
@@ -31,10 +31,10 @@ def check_rounds(plan: Plan, precision: str, *, evaluates: bool = False) -> None
             "drop training.evaluation, or use a mesh of dp alone"
         )
     kind = number_format(precision)
-    if plan.synchronisation.mixes and (kind.scales_loss or kind.weight_bytes < 4):
+    if plan.synchronisation.is_relaxed and (kind.scales_loss or kind.weight_bytes < 4):
         raise PlanError(
             f"synchronisation {plan.synchronisation} is run in fp32, tf32 and amp_bf16, and training.precision = {precision!r} "
-            "keeps a loss scale, or copies of the weights that are not mixed; change one of them"
+            "keeps a loss scale, or copies of the weights that rounds and stashes do not know; change one of them"
         )
 
 
@@ -68,6 +68,8 @@ def steps_per_round(plan: Plan, usual: int) -> int:
 def whole_periods(seen: Measurement, plan: Plan) -> NDArray[np.float64]:
     """The measured steps of a training, less the first ones, so that every round comes with all its local steps.
 
+    Of decoupled stages those are left out in which some stage had nothing to work on yet.
+
     Args:
         seen: of the run. plan: under which it was made.
 
@@ -75,6 +77,8 @@ def whole_periods(seen: Measurement, plan: Plan) -> NDArray[np.float64]:
         float64 [rounds]: seconds, as `Measurement.step_s`.
     """
     step_s, period = seen.step_s, plan.synchronisation.period_steps
+    if plan.synchronisation.kind == "stale" and seen.steps == len(step_s) > 2 * (plan.mesh.pp - 1):
+        return step_s[2 * (plan.mesh.pp - 1) :]
     if not plan.synchronisation.mixes or seen.steps != len(step_s) or len(step_s) < period:
         return step_s
     return step_s[len(step_s) % period :]

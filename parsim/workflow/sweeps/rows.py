@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from parsim.analyze.sketch import sketch
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.words import plan_in_words
@@ -73,8 +74,10 @@ COLUMNS = (
     "run_kwh_p95",
     "warnings",
 )
-"""After the swept fields, in every table; then `memory_LINE_bytes` of the fullest rank."""
+"""After the swept fields, in every table; then `memory_LINE_bytes` of the fullest rank. A row also has `timeline`, a sketch."""
 
+SKETCHED_RANKS = 4
+"""Of a timeline in the explorer."""
 MEMORY_PREFIX, MEMORY_SUFFIX = "memory_", "_bytes"
 
 
@@ -117,8 +120,19 @@ def row_of(answer: Answer, samples_per_epoch: int | None) -> dict[str, Any]:
     row |= {name: sum(getattr(rank, name) for rank in ranks) / len(ranks) for name in CATEGORIES}
     row["one_step_s"] = sum(row[name] for name in CATEGORIES)
     row |= _spent(answer, samples_per_epoch)
+    row["timeline"] = [list(lane) for lane in sketch(evaluation.compiled, evaluation.timeline, _shown_ranks(answer))]
     row["memory_lines"] = {name: size for name, size in fullest.lines if size}
     return row
+
+
+def _shown_ranks(answer: Answer) -> list[int]:
+    """The first rank of a few stages: the first ones and the last."""
+    evaluation = answer.evaluation
+    plan, simulated = evaluation.result.plan, evaluation.folding.ranks
+    first = {plan.stage_of_rank(rank): rank for rank in reversed(simulated)}
+    stages = sorted(first)
+    shown = stages if len(stages) <= SKETCHED_RANKS else [*stages[: SKETCHED_RANKS - 1], stages[-1]]
+    return [first[stage] for stage in shown]
 
 
 def _spent(answer: Answer, samples_per_epoch: int | None) -> dict[str, Any]:

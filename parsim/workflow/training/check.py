@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from parsim.errors import ConfigError
+from parsim.errors import ConfigError, MissingDependencyError
 from parsim.workflow.config import RunConfig
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ def check_training(config: RunConfig, model: Model) -> None:
 
     Raises:
         DataError: data that do not suit the model or the batch. ConfigError: torch refuses the schedule or an argument of the
-            optimizer, or a pattern of no_weight_decay matches nothing.
+            optimizer, or a pattern of no_weight_decay matches nothing. MissingDependencyError: TensorBoard is not installed.
     """
     from parsim.execute.state.optimizer import check_states
     from parsim.execute.training.learning_rate import check_schedule
@@ -32,7 +32,20 @@ def check_training(config: RunConfig, model: Model) -> None:
         if not recipe.evaluation.every:
             order.steps_per_epoch  # noqa: B018 - an iterable dataset without a length has no epochs
     steps = total_steps(config)
+    if recipe.tensorboard:
+        check_tensorboard()
     check_schedule(training.optimizer, training.resolved_learning_rate, recipe, steps=steps, order=order)
+
+
+def check_tensorboard() -> None:
+    """Raise MissingDependencyError where torch cannot write for TensorBoard."""
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            "training.tensorboard = true needs the package tensorboard: pip install 'parsim[tensorboard]'; or leave it out: "
+            "metrics.jsonl in the run folder has the same numbers"
+        ) from error
 
 
 def _check_metrics(config: RunConfig, metrics: tuple[str, ...]) -> None:

@@ -21,16 +21,23 @@ BEST, LAST = "best", "last"
 Chosen = Literal["best", "last"]
 SUFFIXES = {"state_dict": ".pt", "safetensors": ".safetensors"}
 """Formats of weights, and the suffix of each."""
+WEIGHTS = ("trained", "ema")
 
 
 def export_weights(
-    path: Path, *, format: str = "state_dict", out: Path | None = None, checkpoint: Chosen | None = None
+    path: Path,
+    *,
+    format: str = "state_dict",
+    out: Path | None = None,
+    checkpoint: Chosen | None = None,
+    weights: str = "trained",
 ) -> dict[str, Any]:
     """Write the weights and buffers of a training as the state_dict of its module.
 
     Args:
         path: of the run folder. format: "state_dict" (`torch.save`, read it with weights_only=True) or "safetensors".
         out: the file; None: weights.pt or weights.safetensors in the run folder.
+        weights: "trained", or "ema": their moving averages (training.ema).
         checkpoint: "best" by its validation score, or "last"; None: the best if there is one, else the last.
 
     Returns:
@@ -41,19 +48,22 @@ def export_weights(
     """
     if format not in SUFFIXES:
         raise ConfigError(f"format {format!r} is unknown{near_matches(format, SUFFIXES)}")
+    if weights not in WEIGHTS:
+        raise ConfigError(f"weights {weights!r} are unknown{near_matches(weights, WEIGHTS)}")
     folder = RunFolder(path)
     folder.read_config()
     config = load_config(folder.config)  # the module is built: its code must be trusted
     writer = _writer(format)
     kind, found = _found(folder, checkpoint)
-    tensors = _state_dict(config.model_spec, found)
-    file = path / f"weights{SUFFIXES[format]}" if out is None else out
+    tensors = _state_dict(config.model_spec, found, averaged=weights == "ema")
+    file = path / f"{'ema' if weights == 'ema' else 'weights'}{SUFFIXES[format]}" if out is None else out
     write_atomically(file, lambda handle: writer(tensors, handle), force=True)
     elements = sum(value.numel() for value in tensors.values())
     return {
         "file": str(file),
         "format": format,
         "checkpoint": kind,
+        "weights": weights,
         "step": found.step,
         "tensors": len(tensors),
         "elements": elements,
@@ -79,15 +89,21 @@ def _found(folder: RunFolder, checkpoint: Chosen | None) -> tuple[str, Checkpoin
     raise ConfigError(f"{folder.path} holds no {checkpoint or 'whole'} checkpoint{why}{best}; train with `parsim run` first")
 
 
-def _state_dict(spec: Any, found: Checkpoint) -> dict[str, Tensor]:
+def _state_dict(spec: Any, found: Checkpoint, *, averaged: bool) -> dict[str, Tensor]:
     """Of the module with the checkpoint's weights, under every name that the module gives them."""
     import torch
 
     from parsim.execute.state.checkpoint import load_state, restore_tensors
+    from parsim.execute.state.weight_averages import EMA, averaged_state
     from parsim.model.build import build_module
 
     state = load_state(found)
     module = build_module(spec)
+    if averaged:
+        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        if not any(EMA in own for own in state.optimizer.values()):
+            raise ConfigError(f"{found.folder} holds no averages of the weights; train with training.ema = {{ decay = 0.999 }}")
+        state = averaged_state(state, trained)
     types = {value.dtype for value in state.weights.values() if value.is_floating_point()}
     if len(types) == 1 and types != {torch.float32}:
         module = module.to(types.pop())

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from parsim.data import DATASETS
 from parsim.errors import ConfigError, near_matches
 from parsim.execute.training.metrics import LOSS_NAME, METRICS
-from parsim.execute.training.recipe import EvaluationRule, Schedule, TrainingRecipe, pairs
+from parsim.execute.training.recipe import EmaRule, EvaluationRule, Schedule, TrainingRecipe, pairs
 from parsim.execute.training.schedules import PLATEAU, SCHEDULES, check_arguments
 from parsim.hardware.record import Count
 from parsim.model.number_formats import FORMATS, check_planned
@@ -118,6 +118,15 @@ class EvaluationSection(ConfigSection):
         )
 
 
+class EmaSection(ConfigSection):
+    """training.ema: exponential moving averages of the weights, as torch.optim.swa_utils keeps them."""
+
+    decay: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] = 0.999
+    """ema = decay * ema + (1 - decay) * weight after every update."""
+    evaluate: StrictBool = False
+    """[training.evaluation] scores the averages in place of the weights."""
+
+
 class TrainingSection(ConfigSection):
     """[training]: how it is trained, whatever the plan."""
 
@@ -137,6 +146,10 @@ class TrainingSection(ConfigSection):
     """Parameters without weight decay: "norm", "bias", or patterns of their names ("*.position*")."""
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """The largest norm of all gradients together, over all ranks, as torch.nn.utils.clip_grad_norm_ takes it; left out: any."""
+    ema: EmaSection | None = None
+    """Moving averages of the weights (`parsim export --weights ema`); left out: none are kept."""
+    tensorboard: StrictBool = False
+    """Write what metrics.jsonl has for TensorBoard too, into RUN_DIR/tensorboard."""
     evaluation: EvaluationSection | None = None
     """On the way; left out: only the test samples are scored, at the end."""
     schedule: ScheduleSection | None = None
@@ -181,6 +194,8 @@ class TrainingSection(ConfigSection):
             )
         if "weight_decay" in self.optimizer_args:
             raise _rule("optimizer_args.weight_decay: weight decay has a key of its own; set training.weight_decay")
+        if self.ema is not None and self.ema.evaluate and self.evaluation is None:
+            raise _rule("ema.evaluate scores the averages at every validation; add [training.evaluation]")
         if self.schedule is not None and self.schedule.name == PLATEAU and self.evaluation is None:
             raise _rule(f"schedule {PLATEAU} follows the validation; add [training.evaluation] with every = 100")
         return self
@@ -195,6 +210,8 @@ class TrainingSection(ConfigSection):
             clip_norm=self.clip_norm,
             evaluation=None if self.evaluation is None else self.evaluation.evaluation,
             schedule=None if self.schedule is None else self.schedule.schedule,
+            ema=None if self.ema is None else EmaRule(decay=self.ema.decay, evaluate=self.ema.evaluate),
+            tensorboard=self.tensorboard,
         )
 
     @property

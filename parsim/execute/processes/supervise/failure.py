@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from parsim.errors import DivergedError, ExecutionError, OutOfMemoryError
+from parsim.errors import DivergedError, ExecutionError, OutOfMemoryError, RankLostError
 from parsim.execute.processes.group import ErrorRecord, error_path, read_error
 from parsim.execute.processes.supervise.heartbeat import Hang
 from parsim.execute.processes.supervise.output import RankOutput
 from parsim.units import format_seconds
 
 KINDS = {kind.__name__: kind for kind in (OutOfMemoryError, DivergedError)}
-"""Errors of a rank that the launcher raises as such; all others are an ExecutionError."""
+"""Errors of a rank that the launcher raises as such; what else it reports is an ExecutionError, the rest a RankLostError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ def raise_failure(folder: Path, nproc: int, ended: Ended, output: RankOutput, ti
     record, a rank that hangs, the time limit, a lost peer.
 
     Raises:
-        ExecutionError, or one of KINDS: always.
+        ExecutionError, RankLostError, or one of KINDS: always.
     """
     found = (read_error(error_path(folder, rank)) for rank in range(nproc))
     records = sorted(
@@ -54,17 +54,19 @@ def raise_failure(folder: Path, nproc: int, ended: Ended, output: RankOutput, ti
     own = [record for record in records if not record.peer_lost]
     unexplained = [rank for rank in failed if rank not in recorded]
     if killed:
-        raise ExecutionError(_status_text(killed[0], nproc, failed[killed[0]], output))
+        raise RankLostError(_status_text(killed[0], nproc, failed[killed[0]], output), killed)
     if own:
-        kind = KINDS.get(own[0].kind, ExecutionError) if own[0].reported else ExecutionError
-        raise kind(_record_text(own[0], nproc, folder))
+        text, first = _record_text(own[0], nproc, folder), own[0]
+        if first.reported and first.kind != RankLostError.__name__:
+            raise KINDS.get(first.kind, ExecutionError)(text)
+        raise RankLostError(text, (first.rank,), device_lost=first.reported, raised=not first.reported)
     if unexplained:
-        raise ExecutionError(_status_text(unexplained[0], nproc, failed[unexplained[0]], output))
+        raise RankLostError(_status_text(unexplained[0], nproc, failed[unexplained[0]], output), unexplained)
     if ended.hang is not None:
-        raise ExecutionError(_hang_text(ended.hang, ended.places, nproc))
+        raise RankLostError(_hang_text(ended.hang, ended.places, nproc), ended.hang.ranks)
     if ended.out_of_time and timeout_s is not None:
         raise ExecutionError(_timeout_text(nproc, timeout_s, output))
-    raise ExecutionError(_lost_text(records, nproc))
+    raise RankLostError(_lost_text(records, nproc), sorted(set(range(nproc)) - {record.rank for record in records}))
 
 
 def _hang_text(hang: Hang, places: Mapping[int, str], nproc: int) -> str:

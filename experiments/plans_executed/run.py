@@ -1,0 +1,126 @@
+"""Does every plan that the search can emit train what one process trains?
+
+    python experiments/plans_executed/run.py [--quick] [--plans N] [--steps N] [--nproc 2,4] [--models A,B] [--seed N]
+        [--only 3,17] [--seconds N] [--timeout N] [--out DIR] [--write] [--json]
+
+Plans are drawn at random through the search's own families and run for real over gloo in float64: one launch per model and
+number of processes, in which the processes train under one plan after another. Weights, optimizer state, running statistics
+and the loss of every step are compared with single-process training. What was compared already lies in the folder of `--out`
+and is not run again. Remove the folder after a change of the executor. `--only` runs some plans, whatever is known of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+os.environ["PARSIM_ALLOW_CODE"] = "1"  # two of the five models are modules beside this file
+
+import torch
+
+from experiments.plans_executed.comparing import TOLERANCE, Outcome, References, outcomes_of
+from experiments.plans_executed.drawing import drawn
+from experiments.plans_executed.features import features_of
+from experiments.plans_executed.models import SUBJECTS
+from experiments.plans_executed.readme import RESULTS, summary, write_readme
+from parsim.files import write_text_atomically
+
+AT_ONCE = 50
+"""Plans of one launch: between two launches the time is looked at."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two plans of five steps each")
+    parser.add_argument("--plans", type=int, default=50, help="per model and number of processes")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--nproc", default="2,4")
+    parser.add_argument("--models", default=",".join(SUBJECTS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", help="the plans of these numbers alone, run again whatever is known of them")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many, and go on at the next call")
+    parser.add_argument("--at-once", type=int, default=AT_ONCE, help="plans of one launch at most")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one plan may take")
+    parser.add_argument("--out", type=Path, default=Path("runs/plans_executed"))
+    parser.add_argument("--write", action="store_true", help="results.json and the tables of the README")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    plans, steps = (2, 5) if asked.quick else (asked.plans, asked.steps)
+    until = time.monotonic() + asked.seconds
+    numbers = [int(part) for part in asked.only.split(",")] if asked.only else list(range(plans))
+    launches = [(name, int(part)) for name in asked.models.split(",") for part in asked.nproc.split(",")]
+    references = {name: References(steps=steps) for name, _ in launches}
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {launch: [] for launch in launches}
+    for first in range(0, len(numbers), asked.at_once):
+        for name, processes in launches:
+            some = numbers[first : first + asked.at_once]
+            found[name, processes] += compared(name, processes, some, references[name], asked, until)
+    rows = [row for own in found.values() for row in own]
+    document = {"summary": summary(rows), "rows": rows}
+    if asked.write:
+        text = ",\n".join(json.dumps(row) for row in rows)
+        run = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "seed": asked.seed, "steps": steps}
+        head = f'{{"run": {json.dumps(run)},\n"summary": {json.dumps(document["summary"])},\n'
+        write_text_atomically(RESULTS, f'{head}"rows": [\n{text}\n]}}\n')
+        write_readme()
+    print(json.dumps(document) if asked.json else json.dumps(document["summary"], indent=1))
+    if document["summary"]["failed"]:
+        sys.exit(1)
+
+
+def compared(
+    name: str, processes: int, numbers: Sequence[int], references: References, asked: argparse.Namespace, until: float
+) -> list[dict[str, Any]]:
+    """Rows of some plans of one model on one number of processes, in one launch; known ones are not run again.
+
+    Args:
+        name: of the model. numbers: of the plans. references: trainings in one process. asked: the command line.
+        until: when to begin no more.
+    """
+    folder = asked.out / f"{references.steps}-steps"
+    paths = {number: folder / f"{name}-{processes}-{asked.seed}-{number}.json" for number in numbers}
+    open_ = [number for number, path in paths.items() if asked.only or not path.is_file()]
+    if open_ and time.monotonic() < until:
+        began = time.monotonic()
+        some = [drawn(name, processes, asked.seed, number) for number in open_]
+        with tempfile.TemporaryDirectory() as place:
+            found = outcomes_of(some, Path(place), steps=references.steps, timeout_s=asked.timeout, references=references)
+        for outcome in found:
+            if not outcome.holds:
+                print(outcome.describe(), file=sys.stderr, flush=True)
+            write_text_atomically(paths[outcome.drawn.number], json.dumps(row_of(outcome, references.moved)))
+        print(f"{len(open_)} plans to {some[-1].name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    return [json.loads(path.read_text()) for path in paths.values() if path.is_file()]
+
+
+def row_of(outcome: Outcome, moved: float) -> dict[str, Any]:
+    """What results.json keeps of one plan.
+
+    Args:
+        outcome: of its run. moved: by how much training moved the weights at least.
+    """
+    plan, difference = outcome.drawn, outcome.difference
+    return {
+        "model": plan.subject,
+        "processes": plan.processes,
+        "number": plan.number,
+        "plan": plan.plan.summary(),
+        "granularity": plan.granularity,
+        "optimizer": plan.optimizer,
+        "features": features_of(plan),
+        "difference": None if difference is None else difference.worst,
+        "reason": "" if outcome.holds else outcome.reason or f"above {TOLERANCE}: {difference}",
+        "moved": moved,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Files of other tools, written from task graphs and timelines."""

@@ -1,0 +1,232 @@
+"""Files that launch a training elsewhere: their text, a run by the torchrun one, and one over two network namespaces."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from parsim.errors import ConfigError, PlanError
+from parsim.execute.state.checkpoint import latest_checkpoint, load_state
+from parsim.workflow.public.functions import plan
+from parsim.workflow.training.launch_files import export_launch
+from tests.execute.sockets import LISTEN
+from tests.execute.test_bad_run import cpu_profile
+
+RUN = """\
+[model]
+name = "mlp"
+args = { width = 24 }
+[cluster]
+profile = "profile.json"
+devices = 2
+[training]
+global_batch = 16
+dtype = "float64"
+steps = 12
+[plan]
+strategy = "dp"
+zero_stage = 0
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A simulated plan of two ranks, as `parsim simulate --out` leaves it."""
+    from parsim.workflow.folders.run_folder import RunFolder
+    from parsim.workflow.folders.write_prediction import write_prediction
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "profile.json").write_text(json.dumps(cpu_profile()))
+    (tmp_path / "run.toml").write_text(RUN)
+    write_prediction(RunFolder(tmp_path / "kept"), plan("run.toml").chosen)
+    return tmp_path / "kept"
+
+
+def bash_takes(file: Path) -> bool:
+    return subprocess.run(["bash", "-n", str(file)], check=False).returncode == 0
+
+
+def test_the_torchrun_file_says_what_the_plan_needs(folder: Path) -> None:
+    done = export_launch(folder, format="torchrun", checkpoint_every=4)
+    file = Path(done["file"])
+    text = file.read_text()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o700
+    assert bash_takes(file)
+    assert "--nnodes 1 " in text
+    assert "--nproc-per-node 2 " in text
+    assert 'MASTER_ADDR="127.0.0.1"' in text
+    assert "GLOO_SOCKET_IFNAME=lo " in text
+    job = json.loads((folder / "job.json").read_text())
+    assert (job["steps"], job["checkpoint_every"], job["resume"]) == (12, 4, True)
+    other = Path(export_launch(folder, format="torchrun", out=folder / "again.sh")["file"]).read_text()
+    token = next(line for line in text.splitlines() if "PARSIM_TOKEN" in line)
+    assert token not in other
+
+
+def test_several_machines_need_an_interface_that_both_files_bind_to(folder: Path) -> None:
+    with pytest.raises(PlanError, match="--interface eth0"):
+        export_launch(folder, format="torchrun", nodes=2)
+    with pytest.raises(PlanError, match="2 ranks cannot be divided evenly over 3 machines"):
+        export_launch(folder, format="slurm", nodes=3, interface="ib0")
+    with pytest.raises(ConfigError, match="is no name of a network interface"):
+        export_launch(folder, format="slurm", interface="eth0; rm -rf /")
+    with pytest.raises(ConfigError, match="did you mean slurm"):
+        export_launch(folder, format="slurn")
+    for format in ("torchrun", "slurm"):
+        file = Path(export_launch(folder, format=format, nodes=2, interface="ib0", port=31000)["file"])
+        text = file.read_text()
+        assert bash_takes(file)
+        assert "SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in text
+        assert 'PARSIM_RENDEZVOUS="$MASTER_ADDR:31000"' in text
+        assert "addr show dev ib0" in text
+
+
+FAKE_SRUN = """#!/usr/bin/env bash
+while [[ "$1" == --* ]]; do shift; done
+if [[ "$*" == *"addr show"* ]]; then exec "$@"; fi
+for number in 0 1; do SLURM_PROCID=$number SLURM_LOCALID=$number SLURM_NTASKS=2 "$@" & done
+wait -n && wait -n
+"""
+
+
+def weights_of(kept: Path) -> dict[str, object]:
+    last = latest_checkpoint(kept / "checkpoints")
+    assert last is not None
+    assert last.step == 12
+    return dict(load_state(last).weights)
+
+
+def assert_equal_to_one_process(kept: Path) -> None:
+    import torch
+
+    from parsim.execute.job import Job
+    from parsim.execute.reference import train_reference
+    from parsim.execute.training.rank_run import run_dataset
+
+    (run,) = Job.load(kept / "job.json").runs
+    expected = train_reference(
+        run.model,
+        run.plan,
+        run_dataset(run, "train"),
+        optimizer=run.optimizer,
+        learning_rate=run.learning_rate,
+        dtype=torch.float64,
+        seed=run.seed,
+        steps=12,
+    )
+    found = weights_of(kept)
+    for name, value in expected.parameters.items():
+        assert torch.allclose(found[name], value, rtol=0, atol=1e-10), name  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("launch")
+@pytest.mark.parametrize("format", ["torchrun", "slurm"])
+def test_a_launch_file_trains_to_the_weights_of_one_process(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    """Slurm is played by two small scripts: they start the ranks with the variables that srun sets."""
+    file = export_launch(folder, format=format, port=31877, interface="lo")["file"]
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, text in (("srun", FAKE_SRUN), ("scontrol", "#!/bin/sh\necho here\n")):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    environment = {**os.environ, "PYTHON": sys.executable, "SLURM_JOB_NODELIST": "here", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(["bash", file], env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    assert_equal_to_one_process(folder)
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def why_no_namespaces() -> str:
+    """Why two network namespaces with a shaped link cannot be made here; "" where they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if not all(map(shutil.which, ("ip", "tc"))):
+        return "network namespaces need ip and tc (iproute2)"
+    probe = f"parsim-{os.getpid()}-probe"
+    if subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False).returncode:
+        return "this system makes no network namespaces"
+    subprocess.run(["ip", "netns", "del", probe], capture_output=True, check=False)
+    return ""
+
+
+@contextlib.contextmanager
+def two_machines(rate: str) -> Iterator[tuple[str, str]]:
+    """Two namespaces, joined by a link of that rate, with the addresses 10.77.0.1 and 10.77.0.2 on wire0."""
+    names = (f"parsim-{os.getpid()}-a", f"parsim-{os.getpid()}-b")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "wire0", "netns", names[0], "type", "veth", "peer", "name", "wire0", "netns", names[1])
+        for number, name in enumerate(names, start=1):
+            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "wire0")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", "wire0", "up")
+            shape = ["tc", "-n", name, "qdisc", "add", "dev", "wire0", "root", "tbf", "rate", rate]
+            subprocess.run([*shape, "burst", "64kb", "latency", "200ms"], check=True, capture_output=True)
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def store_listens_on(name: str, port: int) -> set[str]:
+    """Addresses of a namespace on which somebody listens on that port."""
+    shown = subprocess.run(["ip", "netns", "exec", name, "cat", "/proc/net/tcp"], capture_output=True, text=True, check=True)
+    found = set()
+    for line in shown.stdout.splitlines()[1:]:
+        address, _, number = line.split()[1].partition(":")
+        if int(number, 16) == port and line.split()[3] == LISTEN:
+            found.add(".".join(str(part) for part in reversed(bytes.fromhex(address))))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("launch")
+@pytest.mark.skipif(bool(why_no_namespaces()), reason=why_no_namespaces() or "never")
+def test_two_machines_over_a_shaped_link_train_to_the_weights_of_one_process(folder: Path) -> None:
+    """The torchrun file on both, each in a namespace of its own, over a link of 20 Mbit/s."""
+    file = export_launch(folder, format="torchrun", interface="wire0", nodes=2)["file"]
+    with two_machines("20mbit") as names:
+        running = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, "bash", file],
+                env={**os.environ, "PYTHON": sys.executable, "NODE_RANK": str(rank), "MASTER_ADDR": "10.77.0.1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank, name in enumerate(names)
+        ]
+        try:
+            while not (listening := store_listens_on(names[0], 29500)) and all(one.poll() is None for one in running):
+                time.sleep(0.05)
+            said = [process.communicate(timeout=900)[0] for process in running]
+        finally:
+            for process in running:
+                process.kill()
+        assert [process.returncode for process in running] == [0, 0], said
+        assert listening == {"10.77.0.1"}
+        sent = subprocess.run(
+            ["tc", "-n", names[0], "-s", "qdisc", "show", "dev", "wire0"], capture_output=True, text=True, check=True
+        ).stdout
+        assert "rate 20Mbit" in sent
+    assert_equal_to_one_process(folder)

@@ -1,0 +1,110 @@
+"""Plans drawn through the search's own families train what one process trains (DESIGN §6, "executor").
+
+The full count, 50 plans of 100 steps per model and number of processes, is slow. Here some plans of few steps run, and the
+committed results of the full count are read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the torch extra")
+
+from experiments.plans_executed.comparing import (  # noqa: E402
+    LEAST_MOVED,
+    TOLERANCE,
+    Outcome,
+    References,
+    outcomes_of,
+    planted_fault,
+)
+from experiments.plans_executed.drawing import DrawnPlan, drawn  # noqa: E402
+from experiments.plans_executed.features import FEATURES, ON_TWO, counted  # noqa: E402
+from experiments.plans_executed.models import SUBJECTS  # noqa: E402
+from experiments.plans_executed.readme import RESULTS, summary, write_readme  # noqa: E402
+from parsim.plans.plan import Plan  # noqa: E402
+
+PLANS, STEPS = 50, 100
+MODELS = [pytest.param(name, marks=[pytest.mark.hf] if name == "llama" else []) for name in SUBJECTS]
+
+
+def told(outcomes: list[Outcome]) -> str:
+    """The plans that differ, with their seeds and how to repeat them."""
+    return "\n".join(outcome.describe() for outcome in outcomes if not outcome.holds)
+
+
+def test_the_same_number_is_the_same_plan_and_numbers_differ() -> None:
+    some = [drawn("mlp", 4, 0, number) for number in range(6)]
+    assert some == [drawn("mlp", 4, 0, number) for number in range(6)]
+    assert len({each.plan for each in some}) == 6
+    assert all(each.plan == Plan.from_json(each.plan.to_json()) for each in some)
+    assert "--models mlp --nproc 4 --seed 0 --only 3" in some[3].describe()
+
+
+@pytest.mark.xdist_group("launch")
+def test_some_plans_equal_one_process(tmp_path: Path) -> None:
+    """Four of the smallest model, in one launch of four processes; then the same with a fault that is there on purpose."""
+    some = [drawn("mlp", 4, 0, number) for number in range(4)]
+    references = References(steps=4)
+    outcomes = outcomes_of(some, tmp_path / "as it is", steps=4, timeout_s=120.0, references=references)
+    assert len(outcomes) == 4
+    assert all(outcome.holds for outcome in outcomes), told(outcomes)
+    with planted_fault():
+        faulty = outcomes_of(some[:1], tmp_path / "faulty", steps=4, timeout_s=120.0, references=references)
+    assert not any(outcome.holds for outcome in faulty)
+    assert faulty[0].difference is not None
+    assert TOLERANCE < faulty[0].difference.worst < LEAST_MOVED
+
+
+@pytest.mark.xdist_group("launch")
+def test_a_plan_that_fails_is_named_and_those_behind_it_still_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from parsim.execute.stage import StageReplica
+
+    kept, some = StageReplica.optimizer_step, [drawn("mlp", 2, 0, number) for number in range(3)]
+
+    def failing(self: StageReplica) -> None:
+        assert self.layout.plan != some[1].plan, "on purpose"
+        kept(self)
+
+    monkeypatch.setattr(StageReplica, "optimizer_step", failing)
+    outcomes = outcomes_of(some, tmp_path, steps=2, timeout_s=120.0)
+    assert [outcome.holds for outcome in outcomes] == [True, False, True]
+    assert "on purpose" in outcomes[1].reason
+    assert some[1].name in told(outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("launch")
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_drawn_plan_equals_one_process_over_a_hundred_steps(name: str, processes: int, tmp_path: Path) -> None:
+    """One launch: its processes train under one plan after another."""
+    some = [drawn(name, processes, 0, number) for number in range(PLANS)]
+    assert_has_every_feature(some, processes, SUBJECTS[name].lacks)
+    references = References(steps=STEPS)
+    outcomes = outcomes_of(some, tmp_path, steps=STEPS, timeout_s=600.0, references=references)
+    assert len(outcomes) == PLANS
+    assert all(outcome.holds for outcome in outcomes), told(outcomes)
+    assert references.moved > LEAST_MOVED
+
+
+def assert_has_every_feature(some: list[DrawnPlan], processes: int, lacks: tuple[str, ...]) -> None:
+    found = counted(some)
+    print(json.dumps(found))
+    wanted = set(FEATURES if processes > 2 else ON_TWO) - set(lacks)
+    assert not [name for name in wanted if not found[name]]
+
+
+def test_the_committed_results_hold() -> None:
+    """Of as many plans as the README says; the slow tests above run and count them all."""
+    document = json.loads(RESULTS.read_text())
+    rows = document["rows"]
+    assert document["summary"] == json.loads(json.dumps(summary(rows)))
+    assert document["run"]["steps"] == STEPS
+    assert not [row for row in rows if row["difference"] is None or row["difference"] > TOLERANCE]
+    assert not [row for row in rows if row["moved"] <= LEAST_MOVED]
+    assert len({(row["model"], row["processes"], row["number"]) for row in rows}) == len(rows) >= 20
+    write_readme(check=True)

@@ -1,0 +1,214 @@
+"""`parsim export`: what every format keeps of a plan, says that it leaves out, and refuses."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parsim.cli import main
+from parsim.errors import ConfigError
+from parsim.model.named.names import sequence_of, shape_of
+from parsim.workflow.exporting.formats import FORMATS, export_folder
+from parsim.workflow.exporting.transformer_plan import whole
+from parsim.workflow.folders.run_folder import RunFolder
+from parsim.workflow.frameworks.files import read_recipe
+from parsim.workflow.importing.import_file import import_file
+from parsim.workflow.public.functions import simulate
+
+SMALL = ["model.args.layers=4", "model.args.hidden=256", "model.args.heads=8", "model.args.vocab=1024", "model.args.seq=128"]
+CUT = [*SMALL, "plan.strategy=hp", "plan.mesh={pp=2,dp=2,tp=2}", "plan.pipeline_order=1f1b", "plan.chunks=1"]
+CUT += ["plan.microbatches=4", "plan.zero_stage=1", "plan.recompute=none"]
+"""A question of which the search is short."""
+Answers = Callable[[str, str, int, Sequence[str]], Path]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """Folders as `parsim simulate --out` leaves them, without the pages; each question is asked once."""
+    known: dict[str, Path] = {}
+
+    def ask(model: str, cluster: str, batch: int, overrides: Sequence[str]) -> Path:
+        key = repr((model, cluster, batch, tuple(overrides)))
+        if key not in known:
+            found = simulate(model, cluster=cluster, global_batch=batch, overrides=list(overrides))
+            known[key] = tmp_path_factory.mktemp("answer")
+            problem = found.problem
+            RunFolder(known[key]).write_question(
+                found.config, problem.model, found.plan, problem.cluster.profile, problem.history
+            )
+        return known[key]
+
+    return ask
+
+
+def test_an_unknown_format_is_refused_with_near_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"format 'safetensor' is unknown; did you mean safetensors\?"):
+        export_folder(tmp_path, format="safetensor")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, format: str) -> None:
+    with pytest.raises(ConfigError, match="is not a run folder"):
+        export_folder(tmp_path, format=format)
+
+
+def test_a_checkpoint_belongs_to_weights(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--checkpoint best means nothing for a DeepSpeed config.*state_dict, safetensors"):
+        export_folder(tmp_path, format="deepspeed", checkpoint="best")
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(("precision", "optimizer"), [("bf16", "adamw_fused"), ("fp32", "adam"), ("amp_bf16", "sgd_momentum")])
+def test_deepspeed_reads_back_to_the_keys_of_the_plan(
+    answers: Answers, tmp_path: Path, zero: int, precision: str, optimizer: str
+) -> None:
+    keys = [*SMALL, "plan.strategy=dp", f"plan.zero_stage={zero}", "plan.microbatches=2", "plan.recompute=none"]
+    keys += [f"training.precision={precision}", f"training.optimizer={optimizer}", "training.learning_rate=0.002"]
+    folder = answers("transformer", "8xh100-sxm", 64, keys)
+    plan = RunFolder(folder).read_config() and json.loads((folder / "plan.json").read_text())
+    done = export_folder(folder, format="deepspeed", out=tmp_path / "ds.json")
+    read = import_file(tmp_path / "ds.json").to_dict()
+    assert read["found"]["keys"] == {
+        "plan.strategy": "dp",
+        "plan.zero_stage": zero,
+        "plan.microbatches": 2,
+        "plan.bucket_bytes": plan["bucket_bytes"],
+        "training.global_batch": 64,
+        "training.precision": precision,
+        "training.optimizer": optimizer,
+        "training.learning_rate": 0.002,
+    }
+    assert read["found"]["data_parallel_ranks"] == done.found["ranks"] == 8
+    assert not [text for text in read["warnings"] if "not known" in text]
+    assert ("plan.bucket_bytes" in done.left_out) == (zero == 0)
+
+
+def test_deepspeed_refuses_what_it_cannot_express(answers: Answers) -> None:
+    cut = answers("transformer", "8xh100-sxm", 32, CUT)
+    with pytest.raises(ConfigError, match=r"the plan has a pipeline \(pp = 2.*megatron or torchtitan"):
+        export_folder(cut, format="deepspeed")
+    assert not (cut / "ds_config.json").exists()
+
+
+def test_deepspeed_says_what_belongs_into_the_script(answers: Answers) -> None:
+    keys = [*SMALL, "plan.strategy=dp", "plan.zero_stage=2", "plan.recompute=full"]
+    keys += ["training.precision=bf16", "training.master_weights=false"]
+    done = export_folder(answers("transformer", "8xh100-sxm", 32, keys), format="deepspeed")
+    assert "torch.utils.checkpoint around embed" in done.left_out["plan.recompute"]
+    assert "4 bytes per parameter more" in done.left_out["training.master_weights"]
+    assert any(line.startswith("Left out: plan.recompute: ") for line in done.lines())
+    assert done.to_dict()["left_out"] == dict(done.left_out)
+
+
+def asked_again(file: Path, folder: Path) -> tuple[dict[str, object], dict[str, Any]]:
+    """Keys that the reader takes from a file for the devices of the plan, and the plan."""
+    plan = json.loads((folder / "plan.json").read_text())
+    axes = plan["mesh"]
+    return read_recipe(file).settings(axes["pp"] * axes["dp"] * axes["tp"] * axes.get("cp", 1)), plan
+
+
+ONE_ORDER = ("plan.pipeline_order=1f1b", "plan.chunks=1")
+"""So that the search is short."""
+MESHES = [
+    ("plan.strategy=dp", "plan.mesh={dp=8}", "plan.zero_stage=3"),
+    ("plan.strategy=dp", "plan.mesh={dp=8}", "plan.zero_stage=0"),
+    ("plan.strategy=hp", "plan.mesh={pp=2,dp=2,tp=2}", "plan.zero_stage=1", *ONE_ORDER),
+    ("plan.strategy=mp", "plan.mesh={pp=1,dp=1,tp=8}", "plan.zero_stage=0"),
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda keys: keys[1].removeprefix("plan.mesh="))
+@pytest.mark.parametrize("recompute", ["none", '["h.*"]'])
+@pytest.mark.parametrize(("format", "model"), [("megatron", "transformer"), ("torchtitan", "llama3-8b")])
+def test_frameworks_files_read_back_to_the_same_question(
+    answers: Answers, tmp_path: Path, format: str, model: str, mesh: tuple[str, ...], recompute: str
+) -> None:
+    sizes = SMALL if model == "transformer" else []
+    keys = [*sizes, *mesh, "plan.microbatches=4", f"plan.recompute={recompute}", "training.precision=bf16"]
+    if model != "transformer" and recompute != "none":
+        pytest.skip("the same code as for the smaller model")  # a search of 32 layers takes longer
+    folder = answers(model, "8xh100-sxm", 64, keys)
+    file = tmp_path / ("run.sh" if format == "megatron" else "run.toml")
+    done = export_folder(folder, format=format, out=file)
+    found, plan = asked_again(file, folder)
+    assert found["plan.mesh"] == plan["mesh"]
+    assert found["plan.zero_stage"] == plan["zero_stage"]
+    assert found["plan.microbatches"] == plan["microbatches"] == 4
+    assert found["plan.recompute"] == ("none" if recompute == "none" else ["h.*"])
+    assert (found["training.global_batch"], found["training.precision"]) == (64, "bf16")
+    recipe, args = read_recipe(file), dict(RunFolder(folder).read_config().model.args)
+    seq = sequence_of(model, args)
+    assert sequence_of(recipe.model, recipe.args) == seq
+    assert whole(shape_of(recipe.model, recipe.args), seq) == whole(shape_of(model, args), seq)
+    assert not recipe.unknown
+    assert not {"plan.mesh", "plan.zero_stage", "plan.microbatches", "training.precision"} & set(done.left_out)
+
+
+def test_a_pipeline_order_is_kept_by_torchtitan(answers: Answers, tmp_path: Path) -> None:
+    keys = ["plan.strategy=hp", "plan.mesh={pp=2,dp=4,tp=1}", "plan.pipeline_order=gpipe", "plan.recompute=none"]
+    keys += ["plan.zero_stage=1", "plan.microbatches=4", "plan.chunks=1", "training.precision=bf16"]
+    folder = answers("llama3-8b", "8xh100-sxm", 32, keys)
+    export_folder(folder, format="torchtitan", out=tmp_path / "run.toml")
+    found, _ = asked_again(tmp_path / "run.toml", folder)
+    assert (found["plan.pipeline_order"], found["plan.chunks"]) == ("gpipe", 1)
+    document = tomllib.loads((tmp_path / "run.toml").read_text())
+    assert document["parallelism"]["pipeline_parallel_schedule"] == "GPipe"
+    with pytest.raises(ConfigError, match="Megatron-LM has the pipeline orders 1f1b and interleaved"):
+        export_folder(folder, format="megatron")
+
+
+def test_frameworks_refuse_other_models(answers: Answers) -> None:
+    folder = answers("resnet_small", "8xh100-sxm", 64, ["plan.strategy=dp"])
+    for format in ("megatron", "torchtitan"):
+        with pytest.raises(ConfigError, match=r"describes a transformer by its sizes, and model.name = 'resnet_small'"):
+            export_folder(folder, format=format)
+
+
+def test_torchtitan_has_no_zero_1_without_a_pipeline(answers: Answers) -> None:
+    keys = ["plan.strategy=dp", "plan.zero_stage=1", "plan.recompute=full", "training.precision=bf16"]
+    folder = answers("llama3-8b", "8xh100-sxm", 8, [*keys, "model.args.seq=1024"])
+    with pytest.raises(ConfigError, match=r"the plan divides the state alone \(ZeRO 1\); plan with"):
+        export_folder(folder, format="torchtitan")
+
+
+def test_a_vocabulary_is_not_padded_where_the_step_allows(answers: Answers, tmp_path: Path) -> None:
+    keys = [*SMALL[:3], "model.args.vocab=1000", "model.args.seq=128", "plan.strategy=mp", "plan.mesh={pp=1,dp=1,tp=4}"]
+    keys += ["plan.recompute=none", "cluster.devices=4", "training.precision=bf16"]
+    folder = answers("transformer", "8xh100-sxm", 32, keys)
+    export_folder(folder, format="megatron", out=tmp_path / "run.sh")
+    assert "--make-vocab-size-divisible-by 2" in (tmp_path / "run.sh").read_text()
+    assert read_recipe(tmp_path / "run.sh").args["vocab"] == 1000
+
+
+def test_a_chrome_trace_of_a_planned_answer(answers: Answers, tmp_path: Path) -> None:
+    folder = answers("transformer", "8xh100-sxm", 32, CUT)
+    done = export_folder(folder, format="chrome", out=tmp_path / "trace.json")
+    document = json.loads((tmp_path / "trace.json").read_text())
+    spans = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    assert len(spans) == done.found["spans"]
+    assert {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"} <= set(spans[0])
+    assert all(event["dur"] >= 0 for event in spans)
+
+
+def test_the_command_and_python_write_the_same(
+    answers: Answers, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = answers("transformer", "8xh100-sxm", 32, CUT)
+    by_command = tmp_path / "command.sh"
+    monkeypatch.setattr(
+        "sys.argv", ["parsim", "export", str(folder), "--format", "megatron", "--out", str(by_command), "--json"]
+    )
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["left_out"]["plan.stages"].startswith("Megatron-LM cuts stages itself; the plan has ")
+    prediction = simulate("transformer", cluster="8xh100-sxm", global_batch=32, overrides=CUT)
+    done = prediction.export("megatron", out=tmp_path / "python.sh")
+    assert done.to_dict() == told | {"file": str(tmp_path / "python.sh"), "launch": "bash python.sh"}
+    assert (tmp_path / "python.sh").read_text() == by_command.read_text()
