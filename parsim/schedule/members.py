@@ -312,8 +312,10 @@ class Members:
         return in_order() if plan.mesh.pp == 1 else [Node(bound_s, size, in_order)]
 
     def _missing_of_cut(self, plan: Plan, cutting: Cutting | None) -> tuple[float, Plan]:
-        """By how much no plan with these stages fits, nor with those that are cut instead, and the one that needs least; 0 where
-        one might fit."""
+        """By how much no plan with these stages fits, nor with those that are cut instead, and the one that needs least.
+
+        Where one might fit, 0 and the plan as it is.
+        """
         found, closest = float("inf"), plan
         for stage in zero_stages(self.problem, self.problem.layout(plan)):
             own = replace(plan, zero_stage=stage)

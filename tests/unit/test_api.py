@@ -255,6 +255,15 @@ def test_a_module_a_model_and_a_cluster_as_values() -> None:
         ps.plan(model, cluster=cluster, global_batch=64, devices=2)
 
 
+@pytest.mark.parametrize(("asked", "shown"), [(3, 3), (1, 1), ("auto", 3)])
+def test_where_nothing_fits_the_plan_that_is_shown_is_as_asked_for(asked: int | str, shown: int) -> None:
+    """And as close to fitting as can be."""
+    settings = {"plan.zero_stage": asked, "plan.recompute": "full"}
+    answer = ps.plan("mixtral-8x7b", cluster="8xh100-sxm", global_batch=8, strategy="dp", settings=settings)
+    assert not answer.fits
+    assert answer.prediction.plan.zero_stage == shown
+
+
 def test_where_nothing_fits_the_answer_says_so_and_chosen_is_an_error() -> None:
     settings = {"plan.recompute": "none", "plan.microbatches": 1}
     answer = ps.plan("vgg16", cluster="dgx1-v100-16gb", global_batch=8192, strategy="single", settings=settings)
