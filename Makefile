@@ -51,10 +51,10 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(PYTEST) $(SPREAD) -m "" tests
 
-test-docs: $(STAMP)
+docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-gpu: $(STAMP)
+test-gpu: $(STAMP)
 	$(PYTEST) -n 0 -m gpu tests
 
 check: $(STAMP)

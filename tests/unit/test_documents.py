@@ -136,3 +136,14 @@ def test_the_first_question_of_the_readme_prints_what_it_shows(capsys: pytest.Ca
     shown = re.findall(r"```text\n(.*?)\.\.\.\n```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[0]
     assert " ".join(printed.split()).startswith(" ".join(shown.split()))
     assert len(others) == 1, "the other one trains: tests/execute/test_api_run.py"
+
+
+def test_every_target_that_make_lists_is_there_once() -> None:
+    """What `make help` prints, and what .PHONY declares, are targets of one recipe each."""
+    text = (ROOT / "Makefile").read_text()
+    listed = re.findall(r"^#   make (\S+)", text, re.MULTILINE)
+    declared = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)[0].split()
+    targets = [name for line in re.findall(r"^([a-z][a-z -]*):(?!=)", text, re.MULTILINE) for name in line.split()]
+    assert len(listed) > 10
+    assert sorted(targets) == sorted(set(targets)) == sorted(declared)
+    assert set(listed) <= set(targets)
