@@ -34,6 +34,7 @@ def named(name: str, gpus: str, batch: int, *more: str) -> PlanningProblem:
 
 
 SEQ = "model.args.seq=8192"
+DEEP = ("model.args.layers=1024", "model.args.hidden=1024")
 QUESTIONS: tuple[tuple[str, Callable[[], PlanningProblem]], ...] = (
     ("ResNet-50, 8 V100", partial(preset, "resnet50", 1)),
     ("ViT-B/16, 8 V100", partial(preset, "vit_b_16", 1)),
@@ -41,10 +42,8 @@ QUESTIONS: tuple[tuple[str, Callable[[], PlanningProblem]], ...] = (
     ("BERT, 16 V100", partial(preset, "bert", 2)),
     ("llama3-70b, 64 H100", partial(named, "llama3-70b", "64xh100-sxm", 512, SEQ)),
     ("llama3-70b, 1024 H100", partial(named, "llama3-70b", "1024xh100-sxm", 2048, SEQ)),
-    (
-        "llama3-8b of 1024 layers, 32 H100",
-        partial(named, "llama3-8b", "32xh100-sxm", 64, "model.args.layers=1024", "model.args.hidden=1024"),
-    ),
+    ("llama3-8b of 1024 layers, 32 H100", partial(named, "llama3-8b", "32xh100-sxm", 64, *DEEP)),
+    ("the same by blocks", partial(named, "llama3-8b", "32xh100-sxm", 64, *DEEP, 'model.granularity="block"')),
 )
 
 
