@@ -147,6 +147,10 @@ class Synchronisation:
         """How many steps after its forward a stage applies the gradient of a batch: 2 (K - 1 - stage)."""
         return self.delays[stage] if self.delays else 2 * (stages - 1 - stage)
 
+    def steps_to_fill(self, stages: int) -> int:
+        """Of stale: steps after which every stage runs a forward and a backward in every step."""
+        return self.delay_of(0, stages)
+
     def due(self, step: int) -> bool:
         """Whether a round follows step `step` >= 0."""
         return self.mixes and (step + 1) % self.period_steps == 0

@@ -226,26 +226,16 @@ class _Case:
         beside = self.observed.slowness
         who = "all ranks compute" if len(self._seen) > 1 else "the rank computes"
         told = f"{who} {_change(factor)} than predicted"
+        kind: Kind = "machine"
         if beside is not None and abs(math.log(beside)) < abs(math.log(factor)) / 2:
-            yield Finding(
-                kind="prices",
-                subject="prices",
-                factor=factor,
-                seconds=seconds,
-                text=f"{told}, on a machine as fast as when it was calibrated: the prices of this model are off",
-                advice="calibrate with this model, or `parsim validate --update`",
-            )
-            return
-        seen = "" if beside is None else f" (a fixed piece of work beside the run: {_change(beside)})"
-        than = "slower" if factor > 1 else "faster"
-        yield Finding(
-            kind="machine",
-            subject="machine",
-            factor=factor,
-            seconds=seconds,
-            text=f"{told}{seen}: the machine is {than} than when it was calibrated",
-            advice="calibrate again (`parsim calibrate`, or in 20 seconds with --refresh), or end what else runs here",
-        )
+            kind = "prices"
+            text = f"{told}, on a machine as fast as when it was calibrated: the prices of this model are off"
+            advice = "calibrate with this model, or `parsim validate --update`"
+        else:
+            seen = "" if beside is None else f" (a fixed piece of work beside the run: {_change(beside)})"
+            text = f"{told}{seen}: the machine is {'slower' if factor > 1 else 'faster'} than when it was calibrated"
+            advice = "calibrate again (`parsim calibrate`, or in 20 seconds with --refresh), or end what else runs here"
+        yield Finding(kind=kind, subject=kind, factor=factor, seconds=seconds, text=text, advice=advice)
 
     def links(self) -> Iterator[Finding]:
         """Communication that is slower than the prediction leaves open, by link where the plan's groups tell it."""

@@ -238,13 +238,16 @@ class MixingRounds:
                 for number, flat in arrays.items():
                     flat.copy_(state[f"outer/{kind}/{number}"])
         except KeyError as error:
-            raise ExecutionError(
-                f"the checkpoint lacks {error} of rank {self._stage.rank}; resume from an older one"
-            ) from error
+            raise lacking(error, self._stage.rank) from error
 
 
 PLAN = "plan"
-"""Key of `MixingRounds.marker` in a rank's own state."""
+"""Key in a rank's own state of what must have written it: the `marker` of MixingRounds or StaleStage."""
+
+
+def lacking(error: KeyError, rank: int) -> ExecutionError:
+    """What a checkpoint says whose own part of a rank lacks something."""
+    return ExecutionError(f"the checkpoint lacks {error} of rank {rank}; resume from an older one")
 
 
 def _discard(work: object) -> None:

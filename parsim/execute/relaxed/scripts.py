@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from parsim.execute.relaxed.mixing import MixingRounds
-from parsim.execute.relaxed.stale import StaleStage, filled_after, runs
+from parsim.execute.relaxed.stale import StaleStage, runs
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import Task
@@ -93,7 +93,7 @@ class StepScripts:
     def _filling(self, since: int) -> StepScript:
         """What a decoupled stage does so many steps after the stages began to fill."""
         plan = self._layout.plan
-        if since >= filled_after(plan):
+        if since >= plan.synchronisation.steps_to_fill(plan.mesh.pp):
             return self._whole
         if (since,) not in self._made:
             tasks = [entry for entry in self._whole.tasks if runs(entry[0], plan, self._rank, since)]

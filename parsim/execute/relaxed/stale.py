@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from parsim.errors import ExecutionError
+from parsim.execute.relaxed.mixing import PLAN, lacking
 from parsim.execute.stage import StageReplica
 from parsim.graph.task import Task
 from parsim.model.autograd.cut import Saved
@@ -29,18 +29,6 @@ from parsim.work import Compute, LoadBatch, Phase, SendRecv
 
 if TYPE_CHECKING:
     from parsim.execute.runtime import BatchSource, RankProgram
-
-PLAN = "plan"
-"""Key of `StaleStage.marker` in a rank's own state."""
-
-
-def filled_after(plan: Plan) -> int:
-    """Steps after which every stage runs a forward and a backward in every step.
-
-    Args:
-        plan: with synchronisation stale.
-    """
-    return 2 * (plan.mesh.pp - 1)
 
 
 def runs(task: Task, plan: Plan, rank: int, since: int) -> bool:
@@ -54,7 +42,7 @@ def runs(task: Task, plan: Plan, rank: int, since: int) -> bool:
     forward = isinstance(work, LoadBatch) or (isinstance(work, Compute) and work.phase is Phase.FORWARD)
     if forward or (isinstance(work, SendRecv) and not task.origin.gradient):
         return since >= stage
-    return since >= filled_after(plan) - stage
+    return since >= plan.synchronisation.steps_to_fill(plan.mesh.pp) - stage
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -79,6 +67,7 @@ class StaleStage:
         stage: the rank's parameters and components.
 
     Attributes:
+        filling: steps until every stage runs a forward and a backward in every step.
         began: the step in which the first stage ran its first forward.
         forward, due: the batches that the step at hand runs forward and backward; None where there is none yet.
         arrived: what the step before has received, by task.
@@ -87,6 +76,7 @@ class StaleStage:
     def __init__(self, stage: StageReplica) -> None:
         self._stage, self._plan = stage, stage.layout.plan
         self._number = self._plan.stage_of_rank(stage.rank)
+        self.filling = self._plan.synchronisation.steps_to_fill(self._plan.mesh.pp)
         self.delay = self._plan.synchronisation.delay_of(self._number, self._plan.mesh.pp)
         self._modules = [_copied(stage) for _ in range(self.delay + 1)] if self.delay else []
         self._runnables: list[Mapping[str, Runnable]] = [
@@ -106,12 +96,16 @@ class StaleStage:
 
     def copies(self) -> list[Tensor]:
         """The weights of batches that wait: alive between steps."""
-        names = [name for name, parameter in self._stage.parameters.items() if parameter.requires_grad]
-        return [dict(module.named_parameters(remove_duplicate=False))[name] for module in self._modules for name in names]
+        return [parameter for module in self._modules for parameter in self._trained(module).values()]
+
+    def _trained(self, module: nn.Module) -> dict[str, Tensor]:
+        """The weights of a copy that differ from the stage's, by name."""
+        found = dict(module.named_parameters(remove_duplicate=False))
+        return {name: found[name] for name in self._stage.parameters if found[name].requires_grad}
 
     def since(self, step: int) -> int:
         """Steps since the stages began to fill, as far as they differ from one another."""
-        return min(step - self.began, filled_after(self._plan))
+        return min(step - self.began, self.filling)
 
     def batch_of(self, step: int) -> int:
         """The batch that this stage runs forward in `step`; before `began` it runs none."""
@@ -127,7 +121,7 @@ class StaleStage:
         self.forward = self.due = None
         if self.batch_of(step) >= self.began:
             self.forward = self._enter(self.batch_of(step), self.arrived)
-        if self.since(step) >= filled_after(self._plan) - self._number:
+        if self.since(step) >= self.filling - self._number:
             self.due = self._waiting.pop(self.batch_of(step) - self.delay)
 
     def _enter(self, batch: int, arrived: Mapping[int, Tensor]) -> WaitingBatch:
@@ -140,9 +134,8 @@ class StaleStage:
 
     def _copy_weights(self, module: nn.Module, weights: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                if name in self._stage.parameters and parameter.requires_grad:
-                    parameter.copy_(weights[name])
+            for name, parameter in self._trained(module).items():
+                parameter.copy_(weights[name])
 
     def arrives(self, task: Task, tensor: Tensor) -> None:
         """What another stage has sent, for the next step."""
@@ -164,10 +157,8 @@ class StaleStage:
         for batch, waiting in self._waiting.items():
             state[f"waiting/{batch}/draw"] = torch.tensor(waiting.draw)
             state |= {f"waiting/{batch}/inputs/{task}": tensor for task, tensor in waiting.inputs.items()}
-            module = self._modules[batch % len(self._modules)]
-            weights = dict(module.named_parameters(remove_duplicate=False))
-            names = [name for name in self._stage.parameters if weights[name].requires_grad]
-            state |= {f"waiting/{batch}/weights/{name}": weights[name].detach() for name in names}
+            weights = self._trained(self._modules[batch % len(self._modules)])
+            state |= {f"waiting/{batch}/weights/{name}": weight.detach() for name, weight in weights.items()}
         return state
 
     def load_own(self, state: Mapping[str, Any], step: int, program: RankProgram, source: Callable[[int], BatchSource]) -> None:
@@ -191,20 +182,15 @@ class StaleStage:
                     int(part[3]): state["/".join(part)] for part in parts if part[:3] == ["waiting", str(batch), "inputs"]
                 }
                 self.arrived, self.forward = inputs, self._enter(batch, inputs)
-                weights = {name: state.get(f"{prefix}weights/{name}") for name in self._stage.parameters}
-                self._copy_weights(
-                    self._modules[batch % len(self._modules)],
-                    {name: value for name, value in weights.items() if value is not None},
-                )
+                module = self._modules[batch % len(self._modules)]
+                self._copy_weights(module, {name: state[f"{prefix}weights/{name}"] for name in self._trained(module)})
                 program.run_forward_again(source(batch), int(state[f"{prefix}draw"]))
             for name, tensor in self._stage.buffers().items():
                 tensor.data.copy_(buffers[name])  # as training forwards write them: what waits may have saved them
             self._arriving = {int(part[1]): state["/".join(part)] for part in parts if part[0] == "arrived"}
             self.began = int(state["began"])
         except KeyError as error:
-            raise ExecutionError(
-                f"the checkpoint lacks {error} of rank {self._stage.rank}; resume from an older one"
-            ) from error
+            raise lacking(error, self._stage.rank) from error
 
 
 def _copied(stage: StageReplica) -> nn.Module:

@@ -28,7 +28,7 @@ from parsim.execute.records.measurement import RankRecord
 from parsim.execute.records.memory_lines import StepWatch, watching
 from parsim.execute.records.task_time import TaskTime
 from parsim.execute.relaxed.mixing import MixingRounds, is_message, mean_groups
-from parsim.execute.relaxed.stale import StaleStage, filled_after
+from parsim.execute.relaxed.stale import StaleStage
 from parsim.execute.runtime import RankProgram, required_groups
 from parsim.execute.stage import LOSS_SCALE, StageReplica
 from parsim.execute.state import checkpoint
@@ -303,7 +303,7 @@ class RankRun:
         times are not kept."""
         with watching(self.stage) as watch:
             self.program.watch = watch
-            for _ in range(1 if self.stale is None else 1 + filled_after(self.run.plan)):  # what waits was made under no watch
+            for _ in range(1 if self.stale is None else 1 + self.stale.filling):  # what waits was made under no watch
                 self.step(keep=False)
             self.peak_bytes, self.memory_lines = watch.live.peak_bytes, watch.peak_lines()
         self.program.watch = StepWatch()

@@ -107,13 +107,22 @@ class Layer:
         if bias:
             self.weight(f"{name}.bias", problems * outputs, 0 if split == "column" else None)
 
-    def moved(self, elements: int, arrays: float, *, divided: bool, parameters: int = 0, function: str = "") -> None:
-        """A fused pointwise kernel over `elements` that moves so many arrays in its forward."""
+    def moved(
+        self,
+        elements: int,
+        arrays: float,
+        *,
+        divided: bool,
+        parameters: int = 0,
+        function: str = "",
+        batch: str = "batch",
+    ) -> None:
+        """A fused pointwise kernel over `elements` that moves so many arrays in its forward; `batch`: as of Operator."""
         size = round(FULL_BYTES * elements * arrays)
         operator = Operator(
             kind="memory_bound",
             shape=(("elements", elements),),
-            batch="batch",
+            batch=batch,
             forward_flop=0.0,
             activation_bytes=size,
             parameter_bytes=FULL_BYTES * parameters,
@@ -134,17 +143,7 @@ class Layer:
                 entry.elements for entry in self.parameters if (entry.name in cut) == divided and ".experts." not in entry.name
             )
             if elements:
-                size = round(FULL_BYTES * elements * self.gradient_arrays)
-                operator = Operator(
-                    kind="memory_bound",
-                    shape=(("elements", elements),),
-                    batch="none",
-                    forward_flop=0.0,
-                    activation_bytes=size,
-                    parameter_bytes=0,
-                    function=GRADIENT_SUM,
-                )
-                self.add(operator, *(("elements", size) if divided else ()))
+                self.moved(elements, self.gradient_arrays, divided=divided, function=GRADIENT_SUM, batch="none")
 
     def norm(self, name: str, tokens: int, hidden: int, *, divided: bool, kind: str = "layer", arrays: float = 2.0) -> None:
         """A normalisation; a fused one is read and written once."""

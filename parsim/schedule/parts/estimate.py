@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import in_flight
 from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import ZERO_STAGES
 from parsim.plans.recompute import AUTO
@@ -71,35 +72,19 @@ def estimated_s(
     return best
 
 
-def held_microbatches(order: str, chunks: int, pp: int, count: int) -> float:
-    """How many microbatches the first place of a pipeline holds at once, each of one stage per rank.
-
-    Args:
-        order: of the pipeline. chunks: stages per rank. pp: ranks. count: microbatches.
-    """
-    if pp == 1:
-        return 1.0
-    if order == "gpipe":
-        return float(count)
-    if chunks == 1:
-        return float(min(pp, count))
-    return min(count * chunks, 2 * (pp - 1) + (chunks - 1) * pp + 1) / chunks
-
-
 def _recomputed_share(
     problem: PlanningProblem, mesh: Mesh, count: int, order: tuple[str, int], held: HeldTotals, stage: int
 ) -> float:
     """Of the forwards that must run again; infinite where that is not enough."""
     devices = problem.cluster.devices[: mesh.size]
     room = USED * min(device.type.memory_bytes - device.type.context_bytes for device in devices) * mesh.pp
-    alive = held_microbatches(*order, mesh.pp, count)
+    name, chunks = order
+    alive = in_flight(name, 0, mesh.pp, count, chunks) / chunks
     over = held.weights[stage] + alive * held.saved - room
-    freed = alive * (held.saved - held.kept)
-    if over <= 0:
+    if over <= 0 or problem.recompute != AUTO:
         return 0.0
-    if problem.recompute != AUTO or over > freed:
-        return 0.0 if problem.recompute != AUTO else INFINITE
-    return over / freed
+    freed = alive * (held.saved - held.kept)
+    return over / freed if over <= freed else INFINITE
 
 
 def _transfer_s(problem: PlanningProblem, mesh: Mesh, samples: int) -> float:

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.predict.evaluate import MANY_RANKS, Evaluation
+from parsim.predict.evaluate import MANY_RANKS, Evaluation, evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import Interval, PlanResult
 from parsim.units import format_bytes, format_seconds
@@ -118,11 +118,9 @@ class Prediction:
         Columns: task, kind, rank, stream, component, stage, replica, microbatch, bucket, value; start_s, end_s, duration_s in
         seconds from the start of the step.
         """
-        from parsim.workflow.ask import every_rank
-
         shown = self.evaluation
-        if self.plan.world_size <= MANY_RANKS:
-            shown = every_rank(self.problem, shown)
+        if shown.folding.is_folded and self.plan.world_size <= MANY_RANKS:
+            shown = evaluate(self.problem, self.plan, samples=0, fold=False)
         return timeline_frame(shown.graph, shown.timeline)
 
     def critical_path(self) -> list[str]:

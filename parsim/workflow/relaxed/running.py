@@ -77,8 +77,9 @@ def whole_periods(seen: Measurement, plan: Plan) -> NDArray[np.float64]:
         float64 [rounds]: seconds, as `Measurement.step_s`.
     """
     step_s, period = seen.step_s, plan.synchronisation.period_steps
-    if plan.synchronisation.kind == "stale" and seen.steps == len(step_s) > 2 * (plan.mesh.pp - 1):
-        return step_s[2 * (plan.mesh.pp - 1) :]
+    filling = plan.synchronisation.steps_to_fill(plan.mesh.pp)
+    if plan.synchronisation.kind == "stale" and seen.steps == len(step_s) > filling:
+        return step_s[filling:]
     if not plan.synchronisation.mixes or seen.steps != len(step_s) or len(step_s) < period:
         return step_s
     return step_s[len(step_s) % period :]
