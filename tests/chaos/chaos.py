@@ -2,7 +2,7 @@
 
 `python -m tests.chaos.chaos --count 200 --seconds 7200` trains, disturbs each training once, resumes it, and prints a table:
 fault, tried, lost, and the seconds until it was noticed and until the resumed training had made its next checkpoint. A
-training that is lost is printed with its seed. The losses of the resumed part must equal those of the undisturbed training.
+training that is lost is printed with its seed. The losses of all steps must equal those of the undisturbed training.
 With `--record FILE` every outcome is a line of FILE as soon as it is known, and the table is that of the whole file;
 `--count 0` prints it alone. `results.jsonl` beside this module holds what was tried so far.
 """
@@ -281,9 +281,9 @@ def _resume(folder: Path, kept: Path, losses: Sequence[float], found: Outcome) -
 
 
 def _check_result(folder: Path, kept: Path, losses: Sequence[float], found: Outcome) -> None:
-    """The last part trained as an undisturbed training does, and nothing half written is left."""
+    """All steps trained as in an undisturbed training, and nothing half written is left."""
     result = json.loads((kept / "result.json").read_text())["losses"]
-    if not result or any(abs(one - two) > 1e-6 for one, two in zip(result, losses[-len(result) :], strict=True)):
+    if len(result) != len(losses) or any(abs(one - two) > 1e-6 for one, two in zip(result, losses, strict=True)):
         found.problems.append("the losses differ from those of the undisturbed training")
     if left := [*kept.rglob("*.partial"), *(folder / "scratch").glob("parsim-launch-*")]:
         found.problems.append(f"left behind: {left}")
