@@ -64,7 +64,7 @@ check: $(STAMP)
 	$(MAKE) test
 
 fuzz: $(STAMP)
-	$(PYTHONS) -m tests.fuzz.fuzzing --count 100000 --seconds $(FUZZ_SECONDS)
+	$(PYTHONS) -m tests.fuzz.fuzzing --count 100000 --seconds $(FUZZ_SECONDS) --record tests/fuzz/results.jsonl
 
 chaos: $(STAMP)
 	$(PYTHONS) -m tests.chaos.chaos --count 200 --seconds $(CHAOS_SECONDS)
