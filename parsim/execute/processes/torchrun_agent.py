@@ -33,7 +33,7 @@ def rendezvous_of(given: RendezvousParameters) -> RendezvousHandler:
     Raises:
         ExecutionError: an address without a port or a token, or one that is not of this machine.
     """
-    from torch.distributed import PrefixStore
+    from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
@@ -69,7 +69,7 @@ def main() -> None:
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
     rendezvous_handler_registry.register(BACKEND, rendezvous_of)
-    run.main(sys.argv[1:])  # type: ignore[no-untyped-call]
+    run.main(sys.argv[1:])
 
 
 if __name__ == "__main__":
