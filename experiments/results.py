@@ -1,12 +1,12 @@
 """All experiments by one command: run them, keep their results, judge their claims and write RESULTS.md.
 
-    python experiments/results.py [--only A,B] [--data DIR] [--limit S]     run each as a whole, keep results.json, write the page
-    python experiments/results.py --quick [--only A,B]                      run small versions (five minutes): does all run?
-    python experiments/results.py --page                                    run nothing: the page from what is committed
-    python experiments/results.py --check                                   fail where the page or a README says something else
+    python experiments/results.py [--only A,B] [--data DIR] [--limit S]   run each as a whole, keep results.json, write the page
+    python experiments/results.py --quick [--only A,B]                    run small versions (five minutes): does all run?
+    python experiments/results.py --page                                  run nothing: the page from what is committed
+    python experiments/results.py --check                                 fail where the page or a README says something else
 
 What is committed is what a whole run gave, on the machine and at the commit that stand beside it. A small version compares
-nothing: its claims are "not checked", and nothing of it is kept. DIR holds published tables that are not part of the repository.
+nothing: its claims are "not checked", and nothing of it is kept. DIR holds published tables that are not in the repository.
 """
 
 from __future__ import annotations

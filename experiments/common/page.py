@@ -6,7 +6,8 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ from experiments.common.catalogue import CATALOGUE, FOLDER, Experiment
 from experiments.common.claims import VERDICTS, Claim, counts, unchecked
 
 PAGE = FOLDER / "RESULTS.md"
-BEGIN, END = "<!-- claims: begin -->", "<!-- claims: end -->"
+MARKS = {name: (f"<!-- {name}: begin -->", f"<!-- {name}: end -->") for name in ("claims", "tables")}
 REFUTED_BY = "**What would refute it**"
 NOT_RECORDED = "not recorded"
 
@@ -102,23 +103,43 @@ def _seeds(run: dict[str, Any]) -> str:
     if "seed" in run:
         return str(run["seed"])
     words = str(run.get("command", "")).split()
-    named = [f"{word} {value}" for word, value in zip(words, words[1:], strict=False) if word in ("--seed", "--seeds")]
+    named = [f"{word} {value}" for word, value in pairwise(words) if word in ("--seed", "--seeds")]
     return ", ".join(named) or ("as run.py has them" if words else NOT_RECORDED)
 
 
 def made_anew() -> dict[Path, str]:
-    """READMEs with their table of claims, where they have the marks for it."""
+    """READMEs with their table of claims and their other tables, where they have the marks for them."""
     pages = {}
     for each in CATALOGUE:
         path = each.folder / "README.md"
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        if BEGIN in text:
-            before, rest = text.split(BEGIN)
-            document = results_of(each)
-            made = claims_table(claims_of(each, document))
-            told = "No results are committed." if document is None else f"{run_line(document['run'])}."
-            pages[path] = f"{before}{BEGIN}\n{made}\n\n{told[0].upper()}{told[1:]}\n{END}{rest.split(END)[1]}"
+        document = results_of(each)
+        made = _between(text, "claims", lambda each=each, document=document: _claims_text(each, document))
+        made = _between(made, "tables", lambda each=each, document=document: _tables_text(each, document))
+        if made != text or MARKS["claims"][0] in text:
+            pages[path] = made
     return pages
+
+
+def _between(text: str, name: str, made: Callable[[], str]) -> str:
+    """The text with something else between its marks, if it has them."""
+    begin, end = MARKS[name]
+    if begin not in text:
+        return text
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{made()}\n{end}{rest.split(end)[1]}"
+
+
+def _claims_text(each: Experiment, document: dict[str, Any] | None) -> str:
+    told = "no results are committed." if document is None else f"{run_line(document['run'])}."
+    return f"{claims_table(claims_of(each, document))}\n\n{told[0].upper()}{told[1:]}"
+
+
+def _tables_text(each: Experiment, document: dict[str, Any] | None) -> str:
+    judge = judge_of(each)
+    if document is None or judge is None:
+        return "No results are committed."
+    return str(judge.tables(document))
 
 
 def page() -> str:
@@ -137,8 +158,9 @@ def page() -> str:
         "# Results of all experiments",
         "",
         "This page is made by `python experiments/results.py` from the results that are committed; nothing on it is written by",
-        "hand. A verdict is worked out from an experiment's `results.json` by its `judge.py`. A claim that fails stays in, marked.",
-        '"Not checked" says that nothing was compared, and why. Seeds are fixed in advance, and further ones change no verdict.',
+        "hand. A verdict is worked out from an experiment's `results.json` by its `judge.py`. A claim that fails stays in,",
+        'marked. "Not checked" says that nothing was compared, and why. Seeds are fixed in advance, and further ones change no',
+        "verdict.",
         "",
         f"| experiment | question | {' | '.join(VERDICTS)} |",
         f"|---|---|{'---|' * len(VERDICTS)}",
