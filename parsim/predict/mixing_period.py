@@ -12,7 +12,7 @@ Leaves out: that the slowest of unequal replicas need not be the same one in a l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -179,12 +179,12 @@ def mixing_period(problem: PlanningProblem, layout: PlanIndex, overlap: OverlapF
     simulated = min(rule.period_steps, UNROLLED_STEPS)
     ahead = costs.overlap([], [])
     program = step_program(layout, ahead, local_steps=simulated - 1)
-    cycle = _resuming(columns_of(unrolled(program)), problem, plan)
+    cycle = _resuming(_apart_by_round(columns_of(unrolled(program)), program), problem, plan)
     local = None
     if simulated < rule.period_steps:
         local = _resuming(columns_of(lower(plan, layout.model, layout, local=True)), problem, plan)
     units = (*cycle.units, *(() if local is None else local.units))
-    estimates = tuple(priced_units(problem, plan, units))
+    estimates = tuple(priced_units(problem, plan, units, rounds=_rounds_of_units(cycle, program, len(units))))
     seconds = medians_s(estimates)[cycle.unit]
     factors = overlap or costs.overlap([cycle.units[number].work for number in cycle.unit.tolist()], seconds)
     return MixingPeriod(
@@ -200,15 +200,40 @@ def mixing_period(problem: PlanningProblem, layout: PlanIndex, overlap: OverlapF
     )
 
 
+def _rounds_of_tasks(program: Program) -> Ints:
+    """int64 [tasks of the cycle written out]: the number of the part that a task belongs to; parts repeat alike."""
+    parts = {id(part): number for number, part in enumerate(program.parts)}
+    steps = [np.full(len(part.graph.tasks), parts[id(part)], dtype=np.int64) for part in program.steps]
+    return np.concatenate(steps)
+
+
+def _apart_by_round(columns: Columns, program: Program) -> Columns:
+    """The same program, in which a message of two rounds has a unit for each: other messages share its links there."""
+    messages = np.array([isinstance(unit.work, SendRecv) for unit in columns.units], dtype=np.int64)
+    rounds = 1 + len(program.parts)
+    keys = columns.unit * rounds + messages[columns.unit] * (1 + _rounds_of_tasks(program))
+    found, numbers = np.unique(keys, return_inverse=True)
+    units = tuple(columns.units[key // rounds] for key in found.tolist())
+    return replace(columns, unit=np.asarray(numbers, dtype=np.int64).reshape(columns.size), units=units)
+
+
+def _rounds_of_units(cycle: Columns, program: Program, count: int) -> Ints:
+    """int64 [count]: of the units of a cycle the part that they belong to, 0 for those behind them. Only messages need it."""
+    found = np.zeros(count, dtype=np.int64)
+    found[cycle.unit] = _rounds_of_tasks(program)
+    return found
+
+
 def _resuming(columns: Columns, problem: PlanningProblem, plan: Plan) -> Columns:
     return columns.resuming() if problem.costs(plan.world_size).post_wait_s else columns
 
 
-def priced_units(problem: PlanningProblem, plan: Plan, units: Sequence[Unit]) -> list[Estimate]:
+def priced_units(problem: PlanningProblem, plan: Plan, units: Sequence[Unit], *, rounds: Ints | None = None) -> list[Estimate]:
     """Prices of the units of a plan: overlapped where it says so, and the messages of a round of mixing share links.
 
     Args:
         problem: of the plan. plan: with synchronisation average or gossip. units: of its columns.
+        rounds: per unit the round that it belongs to; None: all to one.
 
     Returns:
         One Estimate per unit. Leaves out, on machines without a link model, what messages of one round cost one another.
@@ -223,10 +248,10 @@ def priced_units(problem: PlanningProblem, plan: Plan, units: Sequence[Unit]) ->
         if isinstance(unit.work, SendRecv)
         and plan.replica_of_rank(unit.work.source) != plan.replica_of_rank(unit.work.destination)
     }
-    together: dict[int, list[int]] = {}
+    together: dict[tuple[int, int], list[int]] = {}
     for number, work in messages.items():
-        together.setdefault(work.size_bytes, []).append(number)
-    for size_bytes, numbers in together.items():
+        together.setdefault((work.size_bytes, 0 if rounds is None else int(rounds[number])), []).append(number)
+    for (size_bytes, _), numbers in together.items():
         pairs = {(messages[number].source, messages[number].destination): number for number in numbers}
         for number, seconds in zip(pairs.values(), exchange_seconds(list(pairs), size_bytes, cluster), strict=True):
             more = float(seconds) - estimates[number].median_s
