@@ -217,3 +217,27 @@ def test_messages_share_links_with_those_of_their_own_round_alone(problem: Plann
             assert seconds[task.index] == pytest.approx(alone[place], rel=1e-9)
             seen.add(number)
     assert seen == set(range(len(rule.cycle(16))))
+
+
+@pytest.mark.parametrize("text", ["average/1", "average/2 outer=nesterov:0.7:0.9", "average/8"])
+@pytest.mark.parametrize("axes", [{"dp": 12}, {"dp": 6, "pp": 2}])
+def test_replicas_that_average_are_folded_exactly(problem: PlanningProblem, text: str, axes: dict[str, int]) -> None:
+    machine = cluster_from_profile(load_profile("summit-v100"), nodes=2, network="infiniband-100g")
+    wide = PlanningProblem(model=problem.model, cluster=machine, global_batch=96, precision="fp32", optimizer="sgd_momentum")
+    plan = custom_plan(wide, Mesh(**axes), synchronisation=parse_synchronisation(text))
+    whole, folded = (evaluate(wide, plan, samples=8, fold=fold) for fold in (False, True))
+    assert folded.folding.is_folded
+    assert len(folded.folding.ranks) < 12
+    assert folded.compiled.size < whole.compiled.size
+    assert folded.result.step_s.median == pytest.approx(whole.result.step_s.median, rel=1e-9)
+    assert folded.result.lower_bound_s == pytest.approx(whole.result.lower_bound_s, rel=1e-9)
+    assert folded.result.communication_fraction == pytest.approx(whole.result.communication_fraction, rel=1e-9)
+    assert len(folded.breakdown) == len(whole.breakdown) == 12
+    for one, other in zip(folded.breakdown, whole.breakdown, strict=True):
+        assert one.compute_s == pytest.approx(other.compute_s, rel=1e-9)
+    assert folded.result.peak_memory_bytes == whole.result.peak_memory_bytes
+
+
+@pytest.mark.parametrize("text", ["gossip/1 ring", "average/4 participation=0.5"])
+def test_replicas_that_are_not_alike_are_not_folded(problem: PlanningProblem, text: str) -> None:
+    assert not evaluate(problem, plan_of(problem, text), samples=0, fold=True).folding.is_folded
