@@ -17,7 +17,7 @@ SCORED_EVERY = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class LearningCourse:
     """One training until it reached a score, or as long as it was let.
 
     Attributes:
@@ -33,7 +33,7 @@ class Course:
 
 def course_to(
     target: float, rule: Synchronisation, replicas: int, training: LocalTraining, order: BatchOrder, *, most_steps: int
-) -> Course:
+) -> LearningCourse:
     """Train until the mean weights score `target`.
 
     Args:
@@ -52,7 +52,7 @@ def course_to(
             if scores[-1][1] >= target or step + SCORED_EVERY > most_steps:
                 break
     best_step, best = max(scores, key=lambda entry: entry[1])
-    return Course(
+    return LearningCourse(
         steps=scores[-1][0] if scores[-1][1] >= target else None, best=best, best_step=best_step, scores=tuple(scores)
     )
 
@@ -65,7 +65,7 @@ class LearntSteps:
     """
 
     learning_rate: float
-    courses: tuple[Course, ...]
+    courses: tuple[LearningCourse, ...]
 
     @property
     def steps(self) -> float | None:
@@ -75,7 +75,7 @@ class LearntSteps:
         return None if middle == float("inf") else middle
 
     @property
-    def best(self) -> Course:
+    def best(self) -> LearningCourse:
         """The seed in the middle by its highest score: what was learnt where the target is not reached."""
         ranked = sorted(self.courses, key=lambda course: course.best)
         return ranked[len(ranked) // 2]
@@ -88,7 +88,9 @@ class LearntSteps:
         return min(reached, default=None), None if None in known else max(reached)
 
 
-def learnt_steps(course: Callable[[float, int], Course], learning_rates: Sequence[float], seeds: Sequence[int]) -> LearntSteps:
+def learnt_steps(
+    course: Callable[[float, int], LearningCourse], learning_rates: Sequence[float], seeds: Sequence[int]
+) -> LearntSteps:
     """Of several learning rates the one that reaches the target first, or comes nearest.
 
     Args:

@@ -15,7 +15,7 @@ from parsim.errors import AlgorithmError, ConfigError, PlanError
 from parsim.plans.synchronisation import ALL_REDUCE, parse_synchronisation
 from parsim.virtual.local import LocalOptimizer, LocalTraining
 from parsim.virtual.problems import load_problem, perceptron
-from parsim.virtual.to_target import Course, course_to, learnt_steps
+from parsim.virtual.to_target import LearningCourse, course_to, learnt_steps
 from parsim.workflow.public.answer import Answer
 
 
@@ -53,9 +53,9 @@ def test_a_course_ends_at_the_target_or_after_the_most_steps() -> None:
 
 
 def test_the_best_rate_reaches_the_target_first_and_half_of_the_seeds_must() -> None:
-    def course(rate: float, seed: int) -> Course:
+    def course(rate: float, seed: int) -> LearningCourse:
         steps = None if rate > 0.3 and seed else int(100 / rate)
-        return Course(steps=steps, best=rate, best_step=5, scores=((5, rate),))
+        return LearningCourse(steps=steps, best=rate, best_step=5, scores=((5, rate),))
 
     assert learnt_steps(course, (0.1, 0.2, 0.4), range(3)).learning_rate == 0.2
     only = learnt_steps(course, (0.4,), range(3))

@@ -17,7 +17,7 @@ from parsim.errors import AlgorithmError, DataError, ModelError
 from parsim.plans.synchronisation import Synchronisation
 from parsim.virtual.local import LOCAL_OPTIMIZERS, LocalOptimizer, LocalTraining, check_room
 from parsim.virtual.problems import LearningProblem, load_problem, perceptron
-from parsim.virtual.to_target import Course, LearntSteps, course_to, learnt_steps
+from parsim.virtual.to_target import LearningCourse, LearntSteps, course_to, learnt_steps
 
 if TYPE_CHECKING:
     from parsim.workflow.public.answer import Answer
@@ -61,7 +61,9 @@ class Learner:
         """
         return learnt_steps(partial(self._course, target, rule, replicas, most_steps), self.rates, seeds)
 
-    def _course(self, target: float, rule: Synchronisation, replicas: int, most_steps: int, rate: float, seed: int) -> Course:
+    def _course(
+        self, target: float, rule: Synchronisation, replicas: int, most_steps: int, rate: float, seed: int
+    ) -> LearningCourse:
         order = BatchOrder(n=len(self.problem), global_batch=self.batch, seed=seed)
         return course_to(target, rule, replicas, self.training(rate, seed), order, most_steps=most_steps)
 
