@@ -1,7 +1,7 @@
 """A few gloo ranks forked from the process of the test: nothing is imported twice, so they start at once.
 
-A CUDA build of torch starts threads with the first backward, and autograd refuses to work in a fork after that. There the ranks are
-forked from a server that has imported everything and differentiated nothing.
+A CUDA build of torch starts threads with the first backward, and autograd refuses to work in a fork after that. There the ranks
+are forked from a server that has imported everything and differentiated nothing.
 """
 
 from __future__ import annotations
