@@ -25,7 +25,7 @@ from parsim.model.component import Value
 from parsim.plans.held import held_moments, links_of
 from parsim.plans.pipeline import PIPELINE_ORDERS, in_flight
 from parsim.plans.redistribution import ValueLayout, conversion
-from parsim.predict.boundary.conversions import bytes_here, gradient_bytes, storage_of
+from parsim.predict.boundary.conversions import bytes_here, gradient_bytes, handed_bytes, storage_of
 from parsim.predict.boundary.waiting import waiting_gradients, waiting_values
 from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.rank_traffic import local_bytes, made_before, messages_by_link, rank_traffic
@@ -192,6 +192,7 @@ def rank_boundary(
         loaded_bytes=sum(size for size, _ in loaded_of.values()),
         loaded_saved_bytes=sum(size for _, size in loaded_of.values()),
         loaded_of=loaded_of,
+        handed_bytes={name: handed_bytes(layout, values, name) for name in gradients_of},
         gradient_bytes={name: max(found) for name, found in gradients_of.items()},
         wanted_bytes={name: found[0] for name, found in gradients_of.items()},
         waiting=waiting_bytes(
