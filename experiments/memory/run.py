@@ -1,6 +1,6 @@
 """How far is the predicted peak memory from the measured one?
 
-    python experiments/memory/run.py [--quick] [--models A,B] [--seconds N] [--predict] [--write]
+    python experiments/memory/run.py [--quick] [--models A,B] [--ranks N] [--seconds N] [--predict] [--write]
 
 Ten models under named plans and plans drawn at random, on two and four processes: one device, replicas, pipelines of every
 order, shards, ZeRO 1 to 3, components placed by themselves or recomputed; and plain steps under autocast. Predicted from the
@@ -48,6 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two models")
     parser.add_argument("--models", help="some of them, by name")
+    parser.add_argument("--ranks", type=int, help="measure plans of so many ranks alone")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many, and go on at the next call")
     parser.add_argument("--predict", action="store_true", help="measure nothing")
     parser.add_argument("--write", action="store_true", help="results.json, of all models that were measured")
@@ -60,7 +61,7 @@ def main() -> None:
     failed: set[str] = set()
     open_ = list(questions)
     while open_ and time.monotonic() < until:
-        open_ = [question for question in open_ if measure_some(question, asked.out, failed)]
+        open_ = [question for question in open_ if measure_some(question, asked.out, failed, asked.ranks)]
     rows = [row for question in questions for row in answers(question, asked.out)]
     for row in sorted(rows, key=lambda row: -abs(row["error_percent"])):
         print(f"{row['error_percent']:+7.2f}%  {row['model']:22} {row['case']:45} {row['plan']}")
@@ -72,11 +73,12 @@ def main() -> None:
         write_text_atomically(RESULTS, f'{{"run": {head},\n"rows": [\n{text}\n]}}\n')
 
 
-def measure_some(question: Question, out: Path, failed: set[str]) -> int:
+def measure_some(question: Question, out: Path, failed: set[str], ranks: int | None = None) -> int:
     """Measure the next few cases, in an order that mixes their kinds.
 
     Args:
         out: with a folder per question. failed: names of runs that failed; the next one is added.
+        ranks: of plans that are measured; None: all.
 
     Returns:
         How many are left.
@@ -86,6 +88,7 @@ def measure_some(question: Question, out: Path, failed: set[str]) -> int:
         (job_of(question, case, folder) for case in cases(model)), key=lambda run: (run.plan.world_size > 2, run.name)
     )
     open_ = [run for run in runs if run.name not in failed and not is_measured(folder, run)]
+    open_ = [run for run in open_ if ranks in (None, run.plan.world_size)]
     try:
         measure(model, open_[:AT_ONCE], folder)
     except ProcessRaisedException as error:
