@@ -8,7 +8,8 @@ Model and the Plan alone. Measured by counting the bytes of every live tensor, o
 run. What no tensor accounts for (the process itself, gloo's scratch copies) is on neither side.
 
 What was measured of a plan is kept in the folder of `--out` under a key of the model and the plan, and is not measured again:
-`--predict` measures nothing. Remove the folder after a change of the executor. `--write` puts all of it into results.json.
+`--predict` measures nothing. Remove the folder after a change of the executor. `--write` puts all of it into results.json. A
+case that is not in the folder keeps the measured peaks that results.json has of it, and is predicted anew.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -62,7 +63,8 @@ def main() -> None:
     open_ = list(questions)
     while open_ and time.monotonic() < until:
         open_ = [question for question in open_ if measure_some(question, asked.out, failed, asked.ranks)]
-    rows = [row for question in questions for row in answers(question, asked.out)]
+    before = peaks_before(json.loads(RESULTS.read_text())["rows"] if RESULTS.is_file() else ())
+    rows = [row for question in questions for row in answers(question, asked.out, before)]
     for row in sorted(rows, key=lambda row: -abs(row["error_percent"])):
         print(f"{row['error_percent']:+7.2f}%  {row['model']:22} {row['case']:45} {row['plan']}")
     print(json.dumps(summary(rows), indent=1))
@@ -104,12 +106,39 @@ def measure_some(question: Question, out: Path, failed: set[str], ranks: int | N
     return left
 
 
-def answers(question: Question, out: Path) -> list[dict[str, Any]]:
-    """A row for every case of the question that was measured."""
+Peaks = Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]]
+"""What was measured on every rank, by model, case and plan."""
+
+
+def peaks_before(rows: Sequence[Mapping[str, Any]]) -> Peaks:
+    """Of rows of results.json: the peaks of all ranks, and the lines of the one of which the row has them."""
+    return {
+        (row["model"], row["case"], row["plan"]): [
+            {"peak_bytes": peak, "by_line": row["measured_lines"] if sum(row.get("measured_lines", ())) == peak else None}
+            for _, _, _, peak in row["ranks"]
+        ]
+        for row in rows
+        if row["kind"] != "autocast"
+    }
+
+
+def answers(question: Question, out: Path, before: Peaks) -> list[dict[str, Any]]:
+    """A row for every case of the question that was measured, now or before."""
     model, folder = _traced(question, out)
-    pairs = [(case, job_of(question, case, folder)) for case in cases(model)]
-    rows = [answer(question, model, case, measured(folder, run)) for case, run in pairs if is_measured(folder, run)]
+    rows = []
+    for case in cases(model):
+        run = job_of(question, case, folder)
+        if is_measured(folder, run):
+            found = [{**entry, "by_line": by_line(entry["lines"])} for entry in measured(folder, run)]
+            rows.append(answer(question, model, case, found))
+        elif known := before.get((question.label, case.label, plan_text(case))):
+            rows.append(answer(question, model, case, known))
     return rows + under_autocast(question, model, folder)
+
+
+def plan_text(case: Case) -> str:
+    """Of the plan and its optimizer."""
+    return f"{case.plan.summary()}, {case.optimizer}"
 
 
 @cache
@@ -138,7 +167,7 @@ def job_of(question: Question, case: Case, folder: Path) -> RunSpec:
     )
 
 
-def answer(question: Question, model: Model, case: Case, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def answer(question: Question, model: Model, case: Case, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of the rank whose error is largest, of those with `SMALLEST_BYTES`; and of every rank the prediction with its interval,
     and the measured peak."""
     problem = PlanningProblem(model=model, cluster=processes(), global_batch=BATCH_SAMPLES, optimizer=case.optimizer)
@@ -147,7 +176,7 @@ def answer(question: Question, model: Model, case: Case, found: Sequence[dict[st
         predicted, peak = sum(entry.tensor_lines.values()), found[entry.rank]["peak_bytes"]
         beside = entry.total_bytes - predicted
         bounds = entry.low_bytes - beside, predicted, entry.high_bytes - beside, peak
-        lines = by_line(entry.tensor_lines), by_line(found[entry.rank]["lines"])
+        lines = by_line(entry.tensor_lines), found[entry.rank]["by_line"]
         ranks.append((100 * (predicted - peak) / peak, bounds, lines))
     judged = [rank for rank in ranks if rank[1][3] >= SMALLEST_BYTES] or ranks
     error, _, (foreseen, seen) = max(judged, key=lambda rank: abs(rank[0]))
@@ -156,12 +185,11 @@ def answer(question: Question, model: Model, case: Case, found: Sequence[dict[st
         "tuned": question.tuned,
         "case": case.label,
         "kind": case.kind,
-        "plan": f"{case.plan.summary()}, {case.optimizer}",
+        "plan": plan_text(case),
         "error_percent": round(error, 3),
         "fullest_percent": round(max(ranks, key=lambda rank: rank[1][3])[0], 3),
         "ranks": [bounds for _, bounds, _ in ranks],
-        "predicted_lines": foreseen,
-        "measured_lines": seen,
+        **({"predicted_lines": foreseen, "measured_lines": seen} if seen is not None else {}),
     }
 
 
