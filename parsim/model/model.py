@@ -161,6 +161,7 @@ class Model:
             _drop_defaults(component["operators"], "gradients", "")
             for sharding in component["shardings"]:
                 _drop_defaults((*sharding["parameters"], *sharding["buffers"]), "runs", ())
+                _drop_defaults((sharding, *sharding["parameters"], *sharding["buffers"]), "size", 0)
                 _drop_defaults((sharding, *_given(sharding["half"])), "selective", None)
         return json.dumps(document, indent=1)
 

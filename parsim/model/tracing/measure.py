@@ -25,6 +25,7 @@ from parsim.model.memory.peaks import CountedPeaks, Peaks, Recorded, autocast_as
 from parsim.model.memory.selective import gains, selective_of, shard_selective
 from parsim.model.model import SUBLAYER, Model
 from parsim.model.objective.settle import OpenLoss
+from parsim.model.objective.vocabulary import MAXIMUM as MAXIMUM_OF_LOGITS
 from parsim.model.runnable import CallProgram, StateKey
 from parsim.model.shard.divisions import Division, WholeComponent, divide
 from parsim.model.shard.peaks import ShardPeaks, shard_peaks
@@ -268,6 +269,7 @@ class Counted:
 
     def __init__(self, small: TracedForward, large: TracedForward) -> None:
         self._small, self._large = small, large
+        self._logits = {name for part in small.programs if part.name == MAXIMUM_OF_LOGITS for name, _, _ in part.inputs}
         self._divisions: dict[Hashable, tuple[tuple[StateKey, ...], Division]] = {}
         self._selective: dict[str, Selective | None] = {}
         self._names: dict[str, tuple[str, ...]] = {}
@@ -284,15 +286,17 @@ class Counted:
         """
         small, large = self._small.whole(place), self._large.whole(place)
         batches = (self._small.batch, self._large.batch)
+        logits = self._logits & {name for name, _, _ in (*small.program.inputs, *small.program.outputs)}
         key = (
             saved,
             cuttable,
+            tuple(number for number, (name, _, _) in enumerate(small.program.outputs) if name in logits),
             *((program_key(whole.program), tuple(whole.operators), whole.counted_inputs) for whole in (small, large)),
         )
         state = tuple(entry for entry, _ in small.program.state)
         if key not in self._divisions:
             split_here = partial(_split_at, batches, bool(self._small.recording.decisions))
-            self._divisions[key] = state, divide(small, large, batches[1] - batches[0], split_here, saved, cuttable)
+            self._divisions[key] = state, divide(small, large, batches[1] - batches[0], split_here, saved, cuttable, logits)
         known, found = self._divisions[key]
         renamed = {old.name: new.name for old, new in zip(known, state, strict=True)}
         return found._replace(shardings=tuple(_with_names(sharding, renamed) for sharding in found.shardings))
