@@ -84,7 +84,8 @@ class ComponentMoments:
         kept: from its forward to the end of its backward. again: what its second forward saves anew.
         forward: the fullest moment of its forward, beyond what it and those before it in its chunk keep.
         second: beyond all that is kept, while it runs forward again; with what waits beside it.
-        alive: likewise while it runs backward. gradients: of its outputs, as it reads them.
+        alive: likewise while it runs backward. gradients: of its outputs, as it reads them. handed: of its inputs, as it makes
+            them, with what waits beside it.
         whole: buckets that are whole meanwhile, by phase and microbatch.
     """
 
@@ -96,6 +97,7 @@ class ComponentMoments:
     second: float
     alive: float
     gradients: float
+    handed: float = 0.0
     whole: Mapping[tuple[Phase, int], float] = field(default_factory=dict)
 
     def moment(self, size: float, microbatch: int, *phases: Phase) -> Moment:
@@ -184,7 +186,7 @@ def _for_inputs(own: Sequence[ComponentMoments], chunks: Chunks, element_bytes: 
     for part in reversed(own):
         waits = _waiting(part, chunks, element_bytes)
         if part.component.name not in chunks.for_weights:
-            ended = part.moment(so_far + waits + part.gradients, microbatch, Phase.BACKWARD, Phase.BACKWARD_INPUT)
+            ended = part.moment(so_far + waits + part.handed, microbatch, Phase.BACKWARD, Phase.BACKWARD_INPUT)
             found = max(found, part.backward(so_far, microbatch), ended)
         so_far += waits
     return found
