@@ -32,14 +32,13 @@ def unsharded_bytes(layout: PlanIndex, rank: int) -> dict[str, float]:
     uses = uses_of(
         layout, plan.stage_of_rank(rank), few_rounds(plan.pipeline_order, plan.mesh.pp, plan.microbatches)
     )  # buckets come and go by what runs right before and after, and every round is like the one before
-    found: dict[str, float] = {}
-    windows = [
-        window for window in (*gradient_windows(layout, uses), *parameter_windows(layout, uses)) if rank in window.bucket.group
-    ]
+    found: dict[str, int] = {}
     sizes = {bucket.number: bucket.padded_bytes for bucket in layout.rank_buckets(rank)}
     changes = [0] * (len(uses) + 1)  # of the bytes that are whole, from one use to the next
-    for window in windows:
-        size = sizes[window.bucket.number]
+    for window in (*gradient_windows(layout, uses, in_order=False), *parameter_windows(layout, uses, in_order=False)):
+        size = sizes.get(window.bucket.number)
+        if size is None:  # of another shard
+            continue
         begins, ends = (window.ahead, window.last) if window.parameters else (window.first, window.freed)
         if begins > ends:
             continue
@@ -50,7 +49,7 @@ def unsharded_bytes(layout: PlanIndex, rank: int) -> dict[str, float]:
             changes[sent] += part
             changes[ends + 1] -= part
     whole = accumulate(changes)
-    for use, size in zip(uses, whole, strict=False):
-        if use.phase is not Phase.FORWARD and layout.runs_on(rank, use.component):
-            found[use.component] = max(found.get(use.component, 0.0), float(size))
-    return found
+    for (phase, name, _), size in zip(uses, whole, strict=False):
+        if phase is not Phase.FORWARD and size > found.get(name, -1):
+            found[name] = size
+    return {name: float(size) for name, size in found.items() if layout.runs_on(rank, name)}
