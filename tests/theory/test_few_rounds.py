@@ -20,7 +20,7 @@ from parsim.schedule.stages import balanced_plan
 from parsim.work import Phase
 from tests.models import chain_model
 
-ORDERS = (("1f1b", 1), ("interleaved", 2), ("interleaved", 3))
+ORDERS = (("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 3))
 
 
 @settings(max_examples=40, deadline=None)
@@ -50,6 +50,7 @@ def test_buckets_are_whole_as_long_with_four_rounds(
     short = [unsharded_memory.unsharded_bytes(layout, rank) for rank in range(plan.world_size)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(unsharded_memory, "few_rounds", lambda order, ranks, microbatches: microbatches)
+        patch.setattr(unsharded_memory, "few_repeats", lambda actions: actions)
         assert short == [unsharded_memory.unsharded_bytes(layout, rank) for rank in range(plan.world_size)]
 
 

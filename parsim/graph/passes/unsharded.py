@@ -30,7 +30,7 @@ from parsim.graph.passes.gradients import DP_STREAM, bucket_work, gathering_work
 from parsim.graph.passes.inside import first_key
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import Origin, Resource
-from parsim.plans.pipeline import pipeline_actions
+from parsim.plans.pipeline import Action, pipeline_actions
 from parsim.work import Collective, Phase
 
 
@@ -65,12 +65,14 @@ class Window(NamedTuple):
         return (2 * self.ahead if self.parameters else 2 * self.last + 1, self.first, self.bucket.number)
 
 
-def uses_of(layout: PlanIndex, place: int, microbatches: int | None = None) -> tuple[Use, ...]:
-    """All computations at a place on the pp axis, in order; of so many microbatches, where a number is given."""
+def uses_of(layout: PlanIndex, place: int, actions: Sequence[Action] | None = None) -> tuple[Use, ...]:
+    """All computations at a place on the pp axis, in order; those of some actions, where these are given."""
     plan = layout.plan
+    if actions is None:
+        actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
     known: dict[tuple[int, Phase], list[tuple[Phase, str]]] = {}
     found: list[Use] = []
-    for action in pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, microbatches or plan.microbatches, plan.chunks):
+    for action in actions:
         key = action.stage, action.phase
         if key not in known:
             known[key] = list(computations(layout, *key))

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from parsim.plans.pipeline import pipeline_actions
 from parsim.plans.plan import Plan
-from parsim.schedule.partition import INFINITE
 from parsim.work import Phase
 
 MOST_BLOCKS = 4096
