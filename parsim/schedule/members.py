@@ -405,7 +405,7 @@ class Members:
         placed = [cutting.placements.get(component.name, BATCH) for component in problem.model.components]
         kept = least_bytes(problem, plan.mesh, plan.microbatch_samples, placed)
         fitting = replace(cutting, zero_stage=plan.zero_stage, bucket_bytes=plan.bucket_bytes)
-        ways = [
+        ways: list[Callable[[], Plan | None]] = [
             lambda: recomputed_to_fit(problem, plan),
             lambda: fitting.fitting_recomputed(least_kept(problem).recompute, kept),
         ]
