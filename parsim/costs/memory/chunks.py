@@ -30,7 +30,7 @@ class HeldMoment(NamedTuple):
         arriving: by link to this rank the messages for which there is room that the action does not read.
         leaving: by link from this rank those held that an earlier action has made.
         unread: per chunk the microbatches whose forward has not begun.
-        microbatch: of the action, as numbered in a few rounds (`parsim.plans.pipeline.in_few_rounds`).
+        microbatch: of the action that stands for this one (`parsim.plans.few_actions`).
     """
 
     chunk: int
