@@ -208,8 +208,8 @@ devices = 2
 [training]
 global_batch = 8
 dataset = "synthetic"
-optimizer = "adamw"
-learning_rate = 0.01
+optimizer = "sgd_momentum"
+learning_rate = 0.05
 steps = {steps}
 [plan]
 {plan}
@@ -221,7 +221,10 @@ APART = 'strategy = "dp"\nmesh = { dp = 2 }'
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 def test_a_run_resumes_under_other_plans_and_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints hold the whole table without padding: from pieces to replicas and back, as one run of replicas goes."""
+    """Checkpoints hold the whole table without padding: from pieces to replicas and back, as one run of replicas goes.
+
+    Without Adam: the gradient of a bias of keys is nothing but rounding, and Adam divides it by its own size.
+    """
     profile = cpu_profile()
     fits = profile["communication"]["fits"]
     fits += [{**fits[0], "operation": operation} for operation in ("reduce_scatter", "all_gather", "all_to_all")]
