@@ -358,6 +358,8 @@ class Component:
         half: what it keeps under autocast; None: not recorded.
         inside: of a piece of the sequence, or with divided experts (`parsim.model.axes`); None: neither.
         selective: as it is recomputed by operator; None: it cannot be, or that keeps no less.
+        gradient_views: (input, output), where the gradient of the input is a part of the memory of the output's, as behind a
+            concatenation.
     """
 
     name: str
@@ -376,6 +378,7 @@ class Component:
     paged_bytes: tuple[int, ...] = ()
     pair_bytes: tuple[int, int, int] = (0, 0, 0)
     selective: Selective | None = None
+    gradient_views: tuple[tuple[str, str], ...] = ()
 
     def at_samples(self, samples: int) -> Component:
         """The component with what is not linear in its samples as fixed bytes: pairs of samples, and the rest of last pages.

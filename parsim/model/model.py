@@ -153,6 +153,7 @@ class Model:
         for component in document["components"]:
             _drop_defaults([component], "paged_bytes", ())
             _drop_defaults([component], "pair_bytes", (0, 0, 0))
+            _drop_defaults([component], "gradient_views", ())
             _drop_defaults(component["parameters"], "trainable", True)
             _drop_defaults(component["parameters"], "expert_ways", 1)
             _drop_defaults((component,), "inside", None)
@@ -223,6 +224,7 @@ def _component(entry: dict[str, Any]) -> Component:
             if entry["half"] is None
             else HalfComponent(**{**entry["half"], **_peaks(entry["half"]), "selective": _selective(entry["half"])}),
             "selective": _selective(entry),
+            "gradient_views": tuple((str(value), str(whole)) for value, whole in entry.get("gradient_views", ())),
             "inside": None if entry.get("inside") is None else _inside(entry["inside"]),
         }
     )

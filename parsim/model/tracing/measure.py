@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from parsim.errors import TraceError
 from parsim.model.component import LOSS, MAXIMUM, PARTIAL, Component, Parameter, Selective, Sharding, ShardSelective, Value
 from parsim.model.memory.pairs import compares_samples, square_peaks, square_size
-from parsim.model.memory.peaks import Peaks, Recorded, autocast_as, component_peaks
+from parsim.model.memory.peaks import CountedPeaks, Peaks, Recorded, autocast_as, component_peaks
 from parsim.model.memory.selective import gains, selective_of, shard_selective
 from parsim.model.model import SUBLAYER, Model
 from parsim.model.objective.settle import OpenLoss
@@ -274,7 +274,7 @@ class Counted:
         self._selective: dict[str, Selective | None] = {}
         self._names: dict[str, tuple[str, ...]] = {}
         self._shards_selective: dict[tuple[str, str], ShardSelective | None] = {}
-        self._components: dict[str, tuple[Peaks, Peaks]] = {}
+        self._components: dict[str, CountedPeaks] = {}
         self._shards: dict[tuple[str, str], tuple[ShardPeaks, ShardPeaks]] = {}
 
     def division(self, place: int, saved: tuple[int, int], cuttable: tuple[bool, ...]) -> Division:
@@ -303,6 +303,14 @@ class Counted:
 
     def of_component(self, component: Component, place: int) -> tuple[Peaks, Peaks]:
         """Forward and backward of the component at that place."""
+        return self._counted(component, place)[:2]
+
+    def gradient_views(self, component: Component, place: int) -> tuple[tuple[str, str], ...]:
+        """Of the component at that place, as `Component.gradient_views` has them."""
+        views = self._counted(component, place).views
+        return tuple((component.inputs[number], component.outputs[whole]) for number, whole in views)
+
+    def _counted(self, component: Component, place: int) -> CountedPeaks:
         key = component.fingerprint
         if key not in self._components:
             self._components[key] = component_peaks(self._small.recorded(place), self._large.recorded(place))
@@ -468,10 +476,11 @@ def _component(
     )
     if largest is None:
         forward, backward = peaks.of_component(component, place)
+        views = peaks.gradient_views(component, place)
         selective = peaks.selective(component, place, division.numbers, values)
     else:
         forward, backward, most = square_peaks([run.recorded(place) for run in (small, large, largest)], one.name)
-        pairs, selective = (saved, *most), None
+        pairs, selective, views = (saved, *most), None, ()
     counted = (peaks.of_shards(component, place, sharding) for sharding in shardings)
     return replace(
         component,
@@ -479,6 +488,7 @@ def _component(
         backward_peaks=backward,
         pair_bytes=pairs,
         selective=selective,
+        gradient_views=views,
         shardings=tuple(
             replace(
                 sharding,
