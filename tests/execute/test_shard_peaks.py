@@ -16,9 +16,9 @@ from parsim.model.component import Component, Sharding, ShardPeak  # noqa: E402
 from parsim.model.memory.live_memory import LiveBytes  # noqa: E402
 from parsim.model.runnable import Runnable  # noqa: E402
 from parsim.model.shard.narrow import narrow  # noqa: E402
-from parsim.model.shard.peaks import divisors  # noqa: E402
 from parsim.model.shard.sharded import shard_runnable  # noqa: E402
 from parsim.model.tracing.traced import model_of  # noqa: E402
+from parsim.units import divisors  # noqa: E402
 from tests.architectures import batch_of, small_module  # noqa: E402
 from tests.execute.shards import narrowed, traced_and_recorded, value_piece, values_of  # noqa: E402
 
@@ -64,7 +64,7 @@ def check(model: Model, runnables: Sequence[Runnable], values: Mapping[str, Tens
             if (component.fingerprint, sharding.rule) in seen:
                 continue
             seen.add((component.fingerprint, sharding.rule))
-            widths = divisors(sharding.limit)
+            widths = divisors(sharding.limit)[1:]
             for ways in (*widths[:3], widths[-1])[-2:]:
                 given = [values[value] for value in component.inputs]
                 first = [model.value[value].savers[:1] == (component.name,) for value in component.inputs]

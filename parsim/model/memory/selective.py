@@ -21,8 +21,9 @@ from parsim.model.component import Component, Selective, Sharding, ShardPeak, Sh
 from parsim.model.memory.live_memory import LiveBytes
 from parsim.model.memory.peaks import Recorded, autocast_as, like, lines
 from parsim.model.runnable import CallProgram, run_op
-from parsim.model.shard.peaks import affine, divisors, fullest, local_program, shards_are_alike
+from parsim.model.shard.peaks import affine, fullest, local_program, shards_are_alike
 from parsim.model.tracing.operators import OperatorMode, RawOperator
+from parsim.units import divisors
 
 Pair = tuple[int, int]
 
@@ -165,7 +166,7 @@ def shard_selective(small: Recorded, large: Recorded, sharding: Sharding) -> Sha
     Args:
         small, large: the whole component. sharding: the rule.
     """
-    widths = divisors(sharding.limit)
+    widths = divisors(sharding.limit)[1:]
     batches = small.samples, large.samples
     found: dict[str, set[ShardPeak]] = {"kept": set(), "again": set(), "first": set(), "second": set()}
     for shard in (0,) if shards_are_alike(small.program, sharding, widths[0]) else (0, 1):

@@ -13,6 +13,7 @@ from parsim.model.memory.peaks import Recorded, moments, upper_envelope
 from parsim.model.runnable import CallProgram, TensorKind
 from parsim.model.shard.content import SHARD, Content
 from parsim.model.shard.sharded import content_of, shard_program
+from parsim.units import divisors
 
 ShardPeaks = tuple[ShardPeak, ...]
 
@@ -24,7 +25,7 @@ def shard_peaks(small: Recorded, large: Recorded, sharding: Sharding) -> tuple[S
 
     Empty where the two batches differ in more than their sizes; of the backward, too, where there is none.
     """
-    widths = divisors(sharding.limit)
+    widths = divisors(sharding.limit)[1:]
     forward: set[ShardPeak] = set()
     backward: set[ShardPeak] = set()
     for shard in (0,) if shards_are_alike(small.program, sharding, widths[0]) else (0, 1):
@@ -51,11 +52,6 @@ def shards_are_alike(program: CallProgram, sharding: Sharding, ways: int) -> boo
     return len(first.ops) == len(second.ops) and all(
         type(one.function) is type(other.function) for one, other in zip(first.ops, second.ops, strict=True)
     )
-
-
-def divisors(limit: int) -> list[int]:
-    """All ways but one that `limit` allows, ascending."""
-    return [ways for ways in range(2, limit + 1) if limit % ways == 0]
 
 
 def local_program(program: CallProgram, sharding: Sharding, shard: int, ways: int) -> CallProgram:
