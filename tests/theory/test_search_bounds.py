@@ -24,7 +24,7 @@ from parsim.schedule.bounds.step import computation_bound_s, step_bound_s
 from parsim.schedule.families import FAMILIES
 from parsim.schedule.partition import least_round_s
 from parsim.schedule.search import search
-from parsim.schedule.space import divisors
+from parsim.units import divisors
 from parsim.schedule.stages import balanced_plan
 from parsim.schedule.tensor import uniform_options, uniform_placements
 from tests.models import chain_model
