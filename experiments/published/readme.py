@@ -17,8 +17,9 @@ One rule per framework (`rules.py`), for what a row leaves blank. The first vers
 predicted. These were settled after errors had been seen: the slowdown of early attention kernels, FSDP's BACKWARD_POST,
 torchtitan's alternate recomputation, scatter-gather, Llama 3's depth and saving of activations, Megatron 2022's batch and
 split, the retry with more recomputation where a plan would not fit, sums of gradients, heads without tensor cores, Composer's
-metrics and optimizer, BLOOM's heads, the recipes of NeMo's launcher and the overlap of tensor parallelism. The column "held
-out" holds out factors, not rules."""
+metrics and optimizer, BLOOM's heads, the recipes of NeMo's launcher, the overlap of tensor parallelism, which of Composer's
+tables stop recomputation early, chunks that cut evenly, and that factors come from rows on one node. The column "held out"
+holds out factors, not rules."""
 
 
 def number(value: float | None, form: str = "{:.1f}") -> str:
@@ -82,8 +83,8 @@ def readme(document: Mapping[str, Any]) -> str:
             ],
         ),
         "",
-        "Held out: with one factor per GPU and precision, fitted on all other sources; on their complete rows alone where "
-        "three sources have some. " + BEFORE,
+        "Held out: with one factor per GPU and precision, fitted on all other sources: on rows of one node where three sources "
+        "have some, else on complete rows likewise, else on all. " + BEFORE,
         "",
         "## Factors",
         "",
