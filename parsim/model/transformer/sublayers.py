@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from parsim.model.component import (
+    ALONE,
     UNALIGNED,
     Component,
     Operator,
@@ -325,10 +326,10 @@ def _by_operator(layer: Layer, inputs: tuple[str, ...]) -> tuple[Selective | Non
     shard = ShardSelective(kept=kept, again=again, first_peaks=(first,), second_peaks=(again,))
     whole = Selective(
         values=inputs[:1] if layer.given else (),
-        kept=kept.at(1),
-        again=again.at(1),
-        first_peaks=(first.at(1),),
-        second_peaks=(again.at(1),),
+        kept=kept.at(ALONE),
+        again=again.at(ALONE),
+        first_peaks=(first.at(ALONE),),
+        second_peaks=(again.at(ALONE),),
         operators=tuple((number, 1) for number in sorted(layer.repeated)),
     )
     return whole, shard
