@@ -66,10 +66,10 @@ check: $(STAMP)
 	$(MAKE) test
 
 fuzz: $(STAMP)
-	$(PYTHONS) -m tests.fuzz.fuzzing --count 100000 --seconds $(FUZZ_SECONDS)
+	$(PYTHONS) -m tests.fuzz.fuzzing --count 100000 --seconds $(FUZZ_SECONDS) --record tests/fuzz/results.jsonl
 
 chaos: $(STAMP)
-	$(PYTHONS) -m tests.chaos.chaos --count 200 --seconds $(CHAOS_SECONDS)
+	$(PYTHONS) -m tests.chaos.chaos --count 200 --seconds $(CHAOS_SECONDS) --record tests/chaos/results.jsonl
 
 bench bench-quick: $(STAMP)
 	@for file in benchmarks/bench_*.py; do $(BIN)/python $$file $(if $(filter bench-quick,$@),--quick) || exit 1; done

@@ -98,7 +98,8 @@ def readme(document: Mapping[str, Any]) -> str:
         "",
         "## What each piece is worth",
         "",
-        "Mean error (bias) in per cent without the piece and with it, no factor; `run.py --worth`.",
+        "Mean error (bias, mean error after one factor of these rows) in per cent without the piece and with it; "
+        "`run.py --worth`.",
         "",
         _worth(),
         "",
@@ -155,7 +156,8 @@ def _worth() -> str:
     found = json.loads(path.read_text())
 
     def shown(entry: Mapping[str, float]) -> str:
-        return f"{entry['mean_error']:.1f} ({entry['bias']:+.1f})"
+        own = f", {entry['one_factor']:.1f}" if "one_factor" in entry else ""
+        return f"{entry['mean_error']:.1f} ({entry['bias']:+.1f}{own})"
 
     lines = [[piece, str(entry["rows"]), shown(entry["before"]), shown(entry["after"])] for piece, entry in found.items()]
     return table(("piece", "rows", "without", "with"), lines)
