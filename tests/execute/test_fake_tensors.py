@@ -47,7 +47,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "expanded": lambda a, b: b.expand(5, 2, 3, 4),
     "in place": lambda a, b: a.mul_(2),
     "product": lambda a, b: a @ b.transpose(1, 2),
-    "folded product": lambda a, b: F.linear(a, torch.empty(5, 4)),
+    "folded product": lambda a, b: F.linear(a, torch.empty(5, 4, dtype=a.dtype)),
     "several": lambda a, b: a.max(-1),
     "norm": lambda a, b: F.layer_norm(a, (4,)),
     "attention": lambda a, b: F.scaled_dot_product_attention(a[None], b[None], b[None]),
