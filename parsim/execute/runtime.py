@@ -96,7 +96,7 @@ class RankProgram:
         self._of = {name: self._instances(name) for name in stage.runnables}
         self._ahead: tuple[BatchSource, list[Mapping[str, Tensor]]] | None = None
         self._batch: BatchSource | None = None
-        self._operations: dict[int, list[Callable[[], None]]] = {}
+        self._operations: dict[int, tuple[StepScript, list[Callable[[], None]]]] = {}
         self._reset()
 
     def _instances(self, name: str) -> _Instances:
@@ -205,16 +205,16 @@ class RankProgram:
         return float(sum(loss.item() for loss in self._loss)), times
 
     def _operations_of(self, script: StepScript) -> list[Callable[[], None]]:
-        """What every task of a script runs. Made once per script: all of them live as long as this."""
-        made = self._operations.get(id(script))
-        if made is None:
-            made = self._operations[id(script)] = []
+        """What every task of a script runs, made once per script. Scripts are kept, so that none takes the identity of another."""
+        if id(script) not in self._operations:
+            made: list[Callable[[], None]] = []
+            self._operations[id(script)] = script, made
             for task, stream, _ in script.tasks:
                 operation = self._operation(task)
                 if stream in (COMPUTE, HOST):
                     operation = self._between(task, self._watched(task, self._ended(task, operation)))
                 made.append(operation)
-        return made
+        return self._operations[id(script)][1]
 
     def _watched(self, task: Task, operation: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
