@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.common.catalogue import DATA, ROOT, Experiment, chosen
-from experiments.common.page import PAGE, made_anew, page, quick_page
+from experiments.common.page import PAGE, SITE_PAGE, made_anew, page, quick_page, site_page
 from experiments.common.running import ExperimentError, documented
 from parsim.files import write_text_atomically
 
@@ -53,12 +53,13 @@ def main() -> int:
     for path, text in made_anew().items():
         write_text_atomically(path, text)
     write_text_atomically(PAGE, page())
+    write_text_atomically(SITE_PAGE, site_page())
     return 1 if failed else 0
 
 
 def check() -> int:
     """Whether the pages say what the results say."""
-    wanted = {**made_anew(), PAGE: page()}
+    wanted = {**made_anew(), PAGE: page(), SITE_PAGE: site_page()}
     old = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in old:
         print(f"{path.relative_to(ROOT)} differs from what is committed; run python experiments/results.py --page")

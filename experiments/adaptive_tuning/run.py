@@ -147,7 +147,8 @@ def scenarios(slowdown: float, shift: int) -> list[TuningScenario]:
 def candidates(problem: PlanningProblem) -> Iterator[Plan]:
     """Replicas, and pipelines of every depth with stages balanced for the problem's machine."""
     yield from dp_plans(problem)
-    for pp, microbatches, order in itertools.product((2, 4, 8), (1, 2, 4, 8, 16, 32, 64), PIPELINE_ORDERS):
+    orders = [name for name, row in PIPELINE_ORDERS.items() if row.takes(1)]
+    for pp, microbatches, order in itertools.product((2, 4, 8), (1, 2, 4, 8, 16, 32, 64), orders):
         mesh = Mesh(pp=pp, dp=DEVICES // pp)
         if problem.global_batch % (mesh.dp * microbatches) == 0:
             yield balanced_plan(problem, "custom", mesh, microbatches=microbatches, pipeline_order=order)

@@ -16,6 +16,8 @@ from experiments.common.catalogue import CATALOGUE, FOLDER, Experiment
 from experiments.common.claims import VERDICTS, Claim, counts, unchecked
 
 PAGE = FOLDER / "RESULTS.md"
+SITE_PAGE = FOLDER.parent / "docs" / "results.md"
+"""The same page in the documentation."""
 MARKS = {name: (f"<!-- {name}: begin -->", f"<!-- {name}: end -->") for name in ("claims", "tables")}
 REFUTED_BY = "**What would refute it**"
 NOT_RECORDED = "not recorded"
@@ -168,6 +170,11 @@ def page() -> str:
         f"| all | | {sums} |",
     ]
     return "\n".join(["\n".join(head), *sections]) + "\n"
+
+
+def site_page() -> str:
+    """The page as the documentation shows it: its links begin one folder higher."""
+    return re.sub(r"\]\((?!http|#)([^)]+)\)", r"](../experiments/\1)", page())
 
 
 def _section(each: Experiment, document: dict[str, Any] | None, claims: Sequence[Claim]) -> str:

@@ -16,6 +16,8 @@ from typing import Any
 from parsim.execute.processes.environment import describe_environment, machine_line
 
 ROOT = Path(__file__).resolve().parents[2]
+PROGRESS = "parsim-progress "
+"""Lines of ranks that an experiment started itself, on its stdout."""
 VERSIONS = ("python", "torch", "numpy")
 
 
@@ -49,10 +51,11 @@ def documented(name: str, arguments: Sequence[str], *, quick: bool, out: Path, l
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise ExperimentError(f"{name} ended with status {done.returncode}: {last[0]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    printed = "".join(line for line in done.stdout.splitlines(keepends=True) if not line.startswith(PROGRESS))
     try:
-        found = json.loads(done.stdout)
+        found = json.loads(printed)
     except json.JSONDecodeError:
-        raise ExperimentError(f"{name} printed no JSON document, but {done.stdout[:80]!r}") from None
+        raise ExperimentError(f"{name} printed no JSON document, but {printed[:80]!r}") from None
     described = describe_environment()
     run = {
         "command": " ".join(["python", f"experiments/{name}/run.py", *arguments]),

@@ -90,6 +90,7 @@ def compared(
     open_ = [number for number, path in paths.items() if asked.only or not path.is_file()]
     if open_ and time.monotonic() < until:
         began = time.monotonic()
+        folder.mkdir(parents=True, exist_ok=True)
         some = [drawn(name, processes, asked.seed, number) for number in open_]
         with tempfile.TemporaryDirectory() as place:
             found = outcomes_of(some, Path(place), steps=references.steps, timeout_s=asked.timeout, references=references)

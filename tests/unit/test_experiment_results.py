@@ -19,6 +19,7 @@ from experiments.common.claims import Claim, claim, counts, of_every, within  # 
 from experiments.common.page import (  # noqa: E402
     PAGE,
     REFUTED_BY,
+    SITE_PAGE,
     claims_of,
     finding_of,
     judge_of,
@@ -26,6 +27,7 @@ from experiments.common.page import (  # noqa: E402
     page,
     quick_page,
     results_of,
+    site_page,
 )
 from experiments.results import lines_of  # noqa: E402
 
@@ -42,7 +44,7 @@ def test_every_folder_with_a_run_is_in_the_catalogue() -> None:
 
 
 def test_pages_say_what_the_committed_results_say() -> None:
-    for path, text in {**made_anew(), PAGE: page()}.items():
+    for path, text in {**made_anew(), PAGE: page(), SITE_PAGE: site_page()}.items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is old; run python experiments/results.py --page"
 
 
