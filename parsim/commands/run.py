@@ -64,11 +64,17 @@ def run(
     row = (done.prediction.problem.model.name, done.prediction.plan.summary(), done.comparison.to_dict())
     print_tables([validation_table([row])])
     _print_decisions(document["decisions"])
-    losses = [loss for loss in document["losses"] if loss is not None]
-    moved = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}" if losses else "no step was left to train"
-    print(f"{moved}, {_scored(document)}")
+    print(f"{_moved(document)}, {_scored(document)}")
     print_verdict(document)
     print(f"folder: {done.folder} (report.html, trace.json for Perfetto, checkpoints/)")
+
+
+def _moved(document: dict[str, Any]) -> str:
+    """The first and the last loss, and from which step on where those of earlier parts are not there any more."""
+    losses, first = document["losses"], document.get("losses_from_step", 1)
+    if not losses:
+        return "no step was left to train"
+    return f"loss {losses[0]:.4f} -> {losses[-1]:.4f}" + (f" (from step {first} on)" if first > 1 else "")
 
 
 def _scored(document: dict[str, Any]) -> str:

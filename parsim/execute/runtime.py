@@ -95,6 +95,8 @@ class RankProgram:
         self._norm: Tensor | None = None
         self._of = {name: self._instances(name) for name in stage.runnables}
         self._ahead: tuple[BatchSource, list[Mapping[str, Tensor]]] | None = None
+        self._batch: BatchSource | None = None
+        self._operations: dict[int, list[Callable[[], None]]] = {}
         self._reset()
 
     def _instances(self, name: str) -> _Instances:
@@ -122,7 +124,7 @@ class RankProgram:
         self._loss: list[Tensor] = []
         self._sent: dict[BucketOfMicrobatch, tuple[Tensor, Tensor]] = {}
         self._receiving: dict[int, tuple[Tensor, Any]] = {}
-        self._leaving: dict[int, Tensor] = {}
+        self._leaving: dict[int, Tensor | None] = {}  # None: given up, though it may still be being sent
 
     def _take_over(self, stale: StaleStage) -> None:
         """What a decoupled stage has from the steps before: what has arrived, and the forward of the batch that is due."""
@@ -147,7 +149,8 @@ class RankProgram:
         with self._stage.randomness.step(draw):
             for task in self._tasks.values():
                 if isinstance(task.work, LoadBatch):
-                    self._load(batch)
+                    self._batch = batch
+                    self._load()
                 elif isinstance(task.work, Compute) and task.work.phase is Phase.FORWARD:
                     self._forward(task)
         self._reset()
@@ -181,16 +184,17 @@ class RankProgram:
             self._begin_parameters(bucket)
         self._make_room(self._transfers.first)
         awaited = self._transfers.awaited
-        for task, stream, before in self._script.tasks:
+        self._batch = batch
+        issued = list(zip(self._script.tasks, self._operations_of(self._script), strict=True))
+        for (task, stream, before), operation in issued:
             if stream not in (COMPUTE, HOST):
-                streams.submit(task.index, stream, (*before, *awaited.get(task.index, ())), self._operation(task, batch))
+                streams.submit(task.index, stream, (*before, *awaited.get(task.index, ())), operation)
         load = None
-        for task, stream, before in self._script.tasks:
+        for (task, stream, before), operation in issued:
             if isinstance(task.work, LoadBatch) and streams.loads_ahead:
                 load = task.index, stream
                 self._begin_batch(task.index, stream, before, batch)
             elif stream in (COMPUTE, HOST):
-                operation = self._between(task, self._watched(task, self._ended(task, self._operation(task, batch))))
                 streams.compute(task.index, stream, (*before, *awaited.get(task.index, ())), operation)
         if not self._script.updates:
             self._stage.overflowed()
@@ -200,6 +204,18 @@ class RankProgram:
         self._leaving.clear()
         return float(sum(loss.item() for loss in self._loss)), times
 
+    def _operations_of(self, script: StepScript) -> list[Callable[[], None]]:
+        """What every task of a script runs. Made once per script: all of them live as long as this."""
+        made = self._operations.get(id(script))
+        if made is None:
+            made = self._operations[id(script)] = []
+            for task, stream, _ in script.tasks:
+                operation = self._operation(task)
+                if stream in (COMPUTE, HOST):
+                    operation = self._between(task, self._watched(task, self._ended(task, operation)))
+                made.append(operation)
+        return made
+
     def _watched(self, task: Task, operation: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
             self.watch.begins(task)
@@ -208,7 +224,7 @@ class RankProgram:
 
         return run
 
-    def _operation(self, task: Task, batch: BatchSource) -> Callable[[], None]:
+    def _operation(self, task: Task) -> Callable[[], None]:
         if (mixing := self._script.mixing.get(task.index)) is not None:
             return mixing
         match task.work:
@@ -221,7 +237,7 @@ class RankProgram:
             case Compute():
                 return lambda: self._backward(task)
             case LoadBatch():
-                return lambda: self._load(batch)
+                return self._load
             case OptimizerStep():
                 return self._stage.optimizer_step
             case ClipGradients(part=part):
@@ -268,7 +284,7 @@ class RankProgram:
 
         def run() -> None:
             for index in forgotten:
-                self._leaving.pop(index, None)
+                self._leaving[index] = None
             operation()
             self._make_room(arriving)
 
@@ -289,7 +305,7 @@ class RankProgram:
         """The batch that was loaded beside the step before; else it is loaded now."""
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[0] is not batch:
-            self._streams.load(index, stream, before, lambda: self._load(batch))
+            self._streams.load(index, stream, before, self._load)
             return
         self._streams.loaded(index)
         for microbatch, values in enumerate(ahead[1]):
@@ -299,7 +315,9 @@ class RankProgram:
         self.watch.loading()
         self._ahead = following, [following(microbatch) for microbatch in range(self._stage.layout.plan.microbatches)]
 
-    def _load(self, batch: BatchSource) -> None:
+    def _load(self) -> None:
+        batch, self._batch = self._batch, None
+        assert batch is not None
         for microbatch in range(self._stage.layout.plan.microbatches):
             self._keep_batch(microbatch, batch(microbatch))
 
@@ -493,7 +511,7 @@ class RankProgram:
         group = self._groups[f"pp>{work.destination}", ranks]
         if self._stage.rank == work.source:
             tensor = self._taken(moved, origin.microbatch).contiguous()
-            self._leaving[task.index] = tensor
+            self._leaving.setdefault(task.index, tensor)
             self.watch.received(tensor)
             dist.send(tensor, work.destination, group=group)
             return

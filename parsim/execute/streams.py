@@ -106,12 +106,13 @@ class ThreadStreams:
         self._queues[stream].put(run)
 
     def compute(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
-        self._wait_for(self._ended[dependency] for dependency in dependencies if dependency in self._ended)
+        self._wait_for([self._ended[dependency] for dependency in dependencies if dependency in self._ended])
         self._check()
         ready_s = time.perf_counter()
         operation()
         self._note(task, stream, ready_s)
-        self._event(task).set()
+        if task in self._ended:  # a communication waits for it
+            self._ended[task].set()
         self._pulse.beat()
 
     def load(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
@@ -155,8 +156,11 @@ class ThreadStreams:
         self._times.append(TaskTime(task, stream, ready_s, self._end_s[task]))
 
     def _event(self, task: int) -> threading.Event:
+        """That the task has ended. A computation has one only if a communication depends on it."""
         if task not in self._ended:
             self._ended[task] = threading.Event()
+            if task in self._end_s:
+                self._ended[task].set()
         return self._ended[task]
 
     def _check(self) -> None:

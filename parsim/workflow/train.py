@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from parsim.errors import ConfigError, PlanError
 from parsim.execute.job import AdaptiveSpec, Job
 from parsim.execute.processes.launch import HANG_S
+from parsim.execute.records.metrics_file import loss_curve
 from parsim.files import parse_json, read_json, read_regular
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
@@ -168,8 +169,7 @@ def _trained(
         **asked.result.to_dict(),
         "folder": str(folder.path),
         "steps": steps,
-        "losses": list(seen.losses),
-        **score,
+        **_learnt(folder, seen, score, steps),
         "decisions": decisions,
         "comparison": comparison.to_dict(),
         "diagnosis": diagnosis.to_dict(),
@@ -182,6 +182,13 @@ def _trained(
     return Measured(
         folder=folder.path, prediction=asked, comparison=comparison, seen=seen, diagnosis=diagnosis, document=document
     )
+
+
+def _learnt(folder: RunFolder, seen: Measurement, score: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Losses and scores of the whole training, over all its parts."""
+    curve = loss_curve(folder.path, seen.losses, score.get("stopped_early_at") or steps)
+    looks = {} if curve.validation is None or "validation" not in score else {"validation": list(curve.validation)}
+    return {"losses": list(curve.losses), "losses_from_step": curve.first_step, **score, **looks}
 
 
 def check_options(*, adaptive: bool, resume: bool, out: object) -> None:
@@ -260,10 +267,21 @@ def open_measured(path: Path) -> Measured:
         "plan": asked.plan.summary(),
         **comparison.to_dict(),
         "diagnosis": diagnosis.to_dict(),
+        **_losses_in(folder),
     }
     return Measured(
         folder=folder.path, prediction=asked, comparison=comparison, seen=seen, diagnosis=diagnosis, document=document
     )
+
+
+def _losses_in(folder: RunFolder) -> dict[str, Any]:
+    """What the result of a finished training tells of its losses; nothing where there is none."""
+    try:
+        result = parse_json(read_regular(folder.result), allow_nan=True)
+        losses, first = [float(loss) for loss in result["losses"]], int(result.get("losses_from_step", 1))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+    return {"losses": losses, "losses_from_step": first}
 
 
 def _ready(asked: Prediction, nproc: int | None) -> tuple[Prediction, list[str]]:

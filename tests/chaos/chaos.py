@@ -2,9 +2,10 @@
 
 `python -m tests.chaos.chaos --count 200 --seconds 7200` trains, disturbs each training once, resumes it, and prints a table:
 fault, tried, lost, and the seconds until it was noticed and until the resumed training had made its next checkpoint. A
-training that is lost is printed with its seed. The losses of the resumed part must equal those of the undisturbed training.
-With `--record FILE` every outcome is a line of FILE as soon as it is known, and the table is that of the whole file;
-`--count 0` prints it alone. `results.jsonl` beside this module holds what was tried so far.
+training that is lost is printed with its seed. The losses of all steps must equal those of the undisturbed training.
+With `--record FILE` every outcome is a line of FILE as soon as it is known, the next call goes on where FILE ends, and the
+table is that of the whole file; `--count 0` prints it alone. `curves.json` beside FILE gets the losses of the last training of
+every fault. `results.jsonl` beside this module holds what was tried so far; `page.py` makes docs/faults.md of it.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from parsim.execute.processes.processes import descendants
 from parsim.execute.state.checkpoint import latest_checkpoint
+from tests.chaos.outcomes import Outcome, add_outcome, recorded, table
 from tests.execute.test_bad_run import cpu_profile
 
 STEPS, EVERY = 60, 2
@@ -64,16 +65,6 @@ def load(ask):
 
 SLOW = DataSource(load=load)
 '''
-
-
-@dataclass
-class Outcome:
-    """What became of one disturbed training."""
-
-    fault: str
-    noticed_s: float = float("nan")
-    resumed_s: float = float("nan")
-    problems: list[str] = field(default_factory=list)
 
 
 Disturb = Callable[[subprocess.Popen[str], dict[int, int], Path, random.Random], None]
@@ -178,7 +169,8 @@ def disturbed(folder: Path, fault: str, losses: Sequence[float], seed: int) -> O
     )
     family: set[int] = set()
     try:
-        pids = _ranks(process, kept, EVERY * random_.randrange(1, STEPS // EVERY - 8))
+        found.step = EVERY * random_.randrange(1, STEPS // EVERY - 8)
+        pids = _ranks(process, kept, found.step)
         time.sleep(random_.random() * 0.1)
         family = {*pids.values(), *descendants([process.pid])}
         begin_s = time.monotonic()
@@ -224,7 +216,8 @@ def survived(folder: Path, losses: Sequence[float], seed: int) -> Outcome:
             text=True,
         )
     try:
-        pids = _ranks(process, kept, EVERY * random_.randrange(1, STEPS // EVERY - 8))
+        found.step = EVERY * random_.randrange(1, STEPS // EVERY - 8)
+        pids = _ranks(process, kept, found.step)
         time.sleep(random_.random() * 0.1)
         begin_s = time.monotonic()
         kill_rank(process, pids, kept, random_)
@@ -281,9 +274,9 @@ def _resume(folder: Path, kept: Path, losses: Sequence[float], found: Outcome) -
 
 
 def _check_result(folder: Path, kept: Path, losses: Sequence[float], found: Outcome) -> None:
-    """The last part trained as an undisturbed training does, and nothing half written is left."""
-    result = json.loads((kept / "result.json").read_text())["losses"]
-    if not result or any(abs(one - two) > 1e-6 for one, two in zip(result, losses[-len(result) :], strict=True)):
+    """All steps trained as in an undisturbed training, and nothing half written is left."""
+    result = found.losses = json.loads((kept / "result.json").read_text())["losses"]
+    if len(result) != len(losses) or any(abs(one - two) > 1e-6 for one, two in zip(result, losses, strict=True)):
         found.problems.append("the losses differ from those of the undisturbed training")
     if left := [*kept.rglob("*.partial"), *(folder / "scratch").glob("parsim-launch-*")]:
         found.problems.append(f"left behind: {left}")
@@ -324,34 +317,8 @@ def play(
         fault, own = names[number % len(names)], seed * 100_000 + number
         found.append(survived(folder, losses, own) if fault == ELASTIC else disturbed(folder, fault, losses, own))
         if record is not None:
-            line = {"number": number, "seed": seed, "load": round(os.getloadavg()[0], 1), **asdict(found[-1])}
-            with record.open("a") as file:
-                file.write(json.dumps({key: None if value != value else value for key, value in line.items()}) + "\n")
+            add_outcome(record, found[-1], losses, number=number, seed=seed)
     return found
-
-
-def recorded(path: Path) -> list[Outcome]:
-    """All outcomes of a file of `--record`."""
-    names = [entry.name for entry in fields(Outcome)]
-    lines = [json.loads(text) for text in path.read_text().splitlines()]
-    return [Outcome(**{name: float("nan") if line[name] is None else line[name] for name in names}) for line in lines]
-
-
-def table(found: Sequence[Outcome]) -> str:
-    """Markdown: one row per fault, seconds as medians and worst."""
-    lines = ["| fault | tried | lost | noticed after s (worst) | resumed after s (worst) |", "|---|---|---|---|---|"]
-    for fault in FAULTS:
-        own = [outcome for outcome in found if outcome.fault == fault]
-        if own:
-            lost = sum(bool(outcome.problems) for outcome in own)
-            noticed, resumed = ([getattr(outcome, name) for outcome in own] for name in ("noticed_s", "resumed_s"))
-            lines.append(f"| {fault} | {len(own)} | {lost} | {_seconds(noticed)} | {_seconds(resumed)} |")
-    return "\n".join(lines)
-
-
-def _seconds(values: Sequence[float]) -> str:
-    known = sorted(value for value in values if value == value)
-    return f"{known[len(known) // 2]:.1f} ({known[-1]:.1f})" if known else "-"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -359,9 +326,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=7200.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first case, which says its fault")
+    parser.add_argument("--first", type=int, help="number of the first case, which says its fault; left out: the next one")
     parser.add_argument("--record", type=Path, help="add every outcome to this file, and print the table of the whole file")
     asked = parser.parse_args(arguments)
+    if asked.first is None:
+        asked.first = 0 if asked.record is None or not asked.record.is_file() else len(asked.record.read_text().splitlines())
     with tempfile.TemporaryDirectory(prefix="parsim-chaos-") as name:
         found = play(Path(name), asked.count, asked.seed, time.monotonic() + asked.seconds, asked.first, asked.record)
     print(table(found if asked.record is None else recorded(asked.record)))

@@ -18,10 +18,11 @@ import pytest
 pytest.importorskip("torch")
 
 from parsim.errors import ConfigError, PlanError
+from parsim.execute.processes.processes import descendants
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
 from parsim.workflow.public.functions import plan
 from parsim.workflow.training.launch_files import export_launch
-from tests.execute.sockets import LISTEN
+from tests.execute.sockets import LISTEN, Socket, sockets_of
 from tests.execute.test_bad_run import cpu_profile
 
 RUN = """\
@@ -66,6 +67,7 @@ def test_the_torchrun_file_says_what_the_plan_needs(folder: Path) -> None:
     assert bash_takes(file)
     assert "--nnodes 1 " in text
     assert "--nproc-per-node 2 " in text
+    assert "--rdzv-backend parsim " in text
     assert 'MASTER_ADDR="127.0.0.1"' in text
     assert "GLOO_SOCKET_IFNAME=lo " in text
     job = json.loads((folder / "job.json").read_text())
@@ -146,8 +148,19 @@ def test_a_launch_file_trains_to_the_weights_of_one_process(
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     environment = {**os.environ, "PYTHON": sys.executable, "SLURM_JOB_NODELIST": "here", "MASTER_ADDR": "127.0.0.1"}
-    done = subprocess.run(["bash", file], env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr
+    said = tmp_path / "said"
+    with said.open("w") as out:
+        running = subprocess.Popen(["bash", file], env=environment, stdout=out, stderr=subprocess.STDOUT)
+    held: set[Socket] = set()
+    try:
+        while running.poll() is None:
+            held |= sockets_of([running.pid, *descendants([running.pid])])
+            time.sleep(0.05)
+    finally:
+        running.kill()
+    assert running.returncode == 0, said.read_text()
+    assert held, "ranks met over the loopback"
+    assert [entry for entry in held if not entry.stays_here] == []
     assert_equal_to_one_process(folder)
 
 
@@ -188,14 +201,14 @@ def two_machines(rate: str) -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def store_listens_on(name: str, port: int) -> set[str]:
-    """Addresses of a namespace on which somebody listens on that port."""
+def listening_in(name: str) -> set[tuple[str, int]]:
+    """Addresses and ports of a namespace on which somebody listens."""
     shown = subprocess.run(["ip", "netns", "exec", name, "cat", "/proc/net/tcp"], capture_output=True, text=True, check=True)
     found = set()
     for line in shown.stdout.splitlines()[1:]:
         address, _, number = line.split()[1].partition(":")
-        if int(number, 16) == port and line.split()[3] == LISTEN:
-            found.add(".".join(str(part) for part in reversed(bytes.fromhex(address))))
+        if line.split()[3] == LISTEN:
+            found.add((".".join(str(part) for part in reversed(bytes.fromhex(address))), int(number, 16)))
     return found
 
 
@@ -216,15 +229,18 @@ def test_two_machines_over_a_shaped_link_train_to_the_weights_of_one_process(fol
             )
             for rank, name in enumerate(names)
         ]
+        listening: set[tuple[str, int]] = set()
         try:
-            while not (listening := store_listens_on(names[0], 29500)) and all(one.poll() is None for one in running):
+            while 29500 not in {port for _, port in listening} and all(one.poll() is None for one in running):
                 time.sleep(0.05)
+                listening |= listening_in(names[0])
             said = [process.communicate(timeout=900)[0] for process in running]
         finally:
             for process in running:
                 process.kill()
         assert [process.returncode for process in running] == [0, 0], said
-        assert listening == {"10.77.0.1"}
+        assert {port for _, port in listening} >= {29500, 29501}
+        assert {address for address, _ in listening} == {"10.77.0.1"}
         sent = subprocess.run(
             ["tc", "-n", names[0], "-s", "qdisc", "show", "dev", "wire0"], capture_output=True, text=True, check=True
         ).stdout

@@ -1,7 +1,10 @@
 """Damaged files: every reader of parsim must refuse one with a ParsimError, or read it, within 5 s and 1 GB.
 
 `python -m tests.fuzz.fuzzing --count 100000 --seconds 600` runs so many cases of each reader, as far as the seconds go, and
-prints a table. A case that fails is printed with its seed and kept beside the table.
+prints a table. A case that fails is printed with its seed and number. With `--record FILE` the counts are added to FILE in
+small portions, quickest readers first, and the next call goes on where FILE ends; the table is that of the whole file. Cases
+that failed are tried again first, and no longer count if they pass.
+`results.jsonl` beside this module holds what was tried so far.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import tomllib
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,8 @@ from parsim.errors import ParsimError
 
 LIMIT_S = 5.0
 LIMIT_BYTES = 2**30
+PROBE, PORTION = 200, 2000
+"""Cases that say how long a reader takes, and cases of a portion."""
 NASTY: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63) - 1, 10**9, 10**400, 0.5, -0.0, 1e308, -1e308, 1e-320),
     *(float("nan"), float("inf"), "", "x", "\x1b[2J", "\ud800", "[/b]", "a" * 5000, "1e9", "place:1", "os:system"),
@@ -282,23 +287,89 @@ def readers(folder: Path) -> list[Reader]:
     ]
 
 
-def fuzz(reader: Reader, folder: Path, count: int, seed: int, until_s: float = float("inf")) -> tuple[int, list[str]]:
-    """How many cases were tried, and what failed, each with its seed."""
-    failures = []
+def fuzz(
+    reader: Reader, folder: Path, count: int, seed: int, until_s: float = float("inf"), first: int = 0
+) -> tuple[int, dict[int, str]]:
+    """How many cases were tried from number `first` on, and what failed, by number."""
+    failures = {}
     path = folder / reader.file
     whole = reader.sample
     tried = 0
-    for number in range(count):
+    for number in range(first, first + count):
         if time.monotonic() > until_s:
             break
         tried += 1
         content = damaged(whole, random.Random(f"{reader.name}/{seed}/{number}"))
         if problem := failure_of(reader, folder, content):
-            failures.append(f"{reader.name}, case {number}: {problem}")
+            failures[number] = f"{reader.name}, case {number}: {problem}"
             if len(failures) >= 20:
                 break
     path.write_bytes(whole)
     return tried, failures
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of one reader. Attributes: tried: cases. failing: their numbers. seconds: they took together."""
+
+    tried: int = 0
+    failing: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def ms(self) -> float:
+        """Milliseconds per case."""
+        return 1e3 * self.seconds / max(self.tried, 1)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """What a line of the record tells."""
+        self.tried += line["tried"]
+        self.seconds += line["seconds"]
+        self.failing = [number for number in self.failing if number not in line["mended"]] + line["failing"]
+
+
+def recorded(path: Path | None, seed: int | None = None) -> dict[str, Tally]:
+    """What a file of `--record` holds by reader, of one seed or of all."""
+    found: dict[str, Tally] = {}
+    lines = path.read_text().splitlines() if path is not None and path.is_file() else []
+    for line in map(json.loads, lines):
+        if seed in (None, line["seed"]):
+            found.setdefault(line["reader"], Tally()).add(line)
+    return found
+
+
+def table(found: dict[str, Tally]) -> str:
+    """Markdown: one row per reader."""
+    rows = [f"| `{name}` | {own.tried:,} | {len(own.failing)} | {own.ms:.2f} |" for name, own in sorted(found.items())]
+    return "\n".join(["| file | damaged files | failed | ms each |", "|---|---:|---:|---:|", *rows])
+
+
+def play(every: Sequence[Reader], folder: Path, asked: argparse.Namespace) -> dict[str, Tally]:
+    """So many cases of every reader, in portions; each is added to `asked.record`."""
+    until_s = time.monotonic() + asked.seconds
+    before = recorded(asked.record, asked.seed)
+    found = {reader.name: before.get(reader.name, Tally()) for reader in every}
+
+    def note(reader: Reader, **told: Any) -> None:
+        line = {"reader": reader.name, "seed": asked.seed, "tried": 0, "seconds": 0.0, "failing": [], "mended": [], **told}
+        found[reader.name].add(line)
+        if asked.record is not None:
+            with asked.record.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    for reader in every:
+        again = [number for number in found[reader.name].failing if not fuzz(reader, folder, 1, asked.seed, first=number)[1]]
+        if again:
+            note(reader, mended=again)
+    for goal in (min(PROBE, asked.count), asked.count):
+        for reader in sorted(every, key=lambda reader: found[reader.name].ms):
+            while found[reader.name].tried < goal and time.monotonic() < until_s:
+                first, begin_s = found[reader.name].tried, time.monotonic()
+                tried, failures = fuzz(reader, folder, min(PORTION, goal - first), asked.seed, until_s, first)
+                for text in failures.values():
+                    print(text, file=sys.stderr, flush=True)
+                note(reader, tried=tried, seconds=round(time.monotonic() - begin_s, 3), failing=list(failures))
+    return found
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -307,24 +378,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=3600.0, help="of all readers together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="the reader of this name")
+    parser.add_argument("--record", type=Path, help="go on where this file ends, and add to it")
     asked = parser.parse_args(arguments)
-    failed = 0
     with tempfile.TemporaryDirectory(prefix="parsim-fuzz-") as name:
         folder = Path(name)
         every = [reader for reader in readers(folder) if asked.only in (None, reader.name)]
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + LIMIT_BYTES, resource.RLIM_INFINITY))
-        print(f"{'reader':20} {'cases':>8} {'failed':>7} {'ms a case':>10}")
-        for reader in every:
-            begin_s = time.monotonic()
-            share_s = asked.seconds / len(every)
-            tried, failures = fuzz(reader, folder / "cases", asked.count, asked.seed, begin_s + share_s)
-            spent_ms = 1e3 * (time.monotonic() - begin_s) / max(tried, 1)
-            print(f"{reader.name:20} {tried:8,} {len(failures):7} {spent_ms:10.2f}", flush=True)
-            for text in failures:
-                print(text, file=sys.stderr)
-            failed += len(failures)
-    return int(failed > 0)
+        found = play(every, folder / "cases", asked)
+    print(table(found if asked.record is None else recorded(asked.record)))
+    return int(any(own.failing for own in found.values()))
 
 
 assert tomllib  # the TOML reader is loaded before memory is limited

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
-from tests.fuzz.fuzzing import Reader, fuzz, readers
+from parsim.errors import ConfigError
+from tests.fuzz.fuzzing import Reader, fuzz, play, readers, recorded, table
 
 CASES = 40
 
@@ -30,4 +32,26 @@ def test_whole_files_are_read(every: tuple[Path, list[Reader]]) -> None:
 def test_damaged_files_are_read_or_refused(every: tuple[Path, list[Reader]]) -> None:
     folder, found = every
     for reader in found:
-        assert fuzz(reader, folder / "cases", CASES, seed=1)[1] == []
+        assert fuzz(reader, folder / "cases", CASES, seed=1)[1] == {}
+
+
+def test_the_record_goes_on_where_it_ends_and_forgets_what_was_mended(tmp_path: Path) -> None:
+    broken = True
+
+    def read(path: Path) -> object:
+        if path.read_bytes() != b"{}" and broken:
+            raise KeyError("a")
+        raise ConfigError("no")
+
+    reader = Reader("kind", b"{}", "file", read)
+    asked = argparse.Namespace(record=tmp_path / "record", seed=3, count=5, seconds=100.0)
+    assert play([reader], tmp_path, asked)["kind"].tried == 5
+    before = recorded(asked.record)["kind"]
+    assert before.failing
+    assert set(before.failing) <= set(range(5))
+    asked.count, broken = 8, False
+    play([reader], tmp_path, asked)
+    after = recorded(asked.record)["kind"]
+    assert (after.tried, after.failing) == (8, [])
+    assert "| `kind` | 8 | 0 |" in table({"kind": after})
+    assert recorded(asked.record, seed=4) == {}

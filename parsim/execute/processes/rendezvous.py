@@ -2,7 +2,8 @@
 
 On one machine the store is a file in a folder of mode 0700 (PARSIM_STORE_FILE). Over several machines it is a TCP store whose
 listener is bound to the address that was named (PARSIM_RENDEZVOUS=HOST:PORT), under keys that begin with a token of the run
-(PARSIM_TOKEN). Ranks that somebody else's torchrun started use torchrun's own store.
+(PARSIM_TOKEN). Agents of torchrun meet in such a store too (`torchrun_agent`). Ranks that somebody's own torchrun started use
+torchrun's store.
 
 Leaves out: encryption. Gradients cross the network as gloo and NCCL send them.
 """
@@ -40,15 +41,22 @@ def open_store(rank: int, world_size: int, *, timeout_s: float, environment: Map
     if path := environment.get(FILE_VARIABLE):
         store = FileStore(path, world_size)
     elif address := environment.get(ADDRESS_VARIABLE):
-        store = _bound_store(address, environment.get(TOKEN_VARIABLE, ""), rank, world_size, timeout)
+        store = bound_store(address, environment.get(TOKEN_VARIABLE, ""), rank, world_size, timeout)
     else:
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
     return store
 
 
-def _bound_store(address: str, token: str, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
-    """Rank 0 listens on the named address and on no other."""
+def bound_store(address: str, token: str, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
+    """A TCP store. Rank 0 listens on the named address and on no other.
+
+    Args:
+        address: HOST:PORT. token: of the run; keys begin with it. timeout: of a value that is waited for.
+
+    Raises:
+        ExecutionError: an address without a port or a token, or one that is not of this machine.
+    """
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     host, colon, port = address.rpartition(":")

@@ -17,11 +17,11 @@ from typing import Any
 from parsim.errors import ExecutionError
 from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.group import ProcessPlace
+from parsim.execute.records.metrics_file import FILE
 from parsim.execute.training.rank_run import RankRun
 from parsim.files import write_text_atomically
 from parsim.units import format_seconds
 
-FILE = "metrics.jsonl"
 BOARD = "tensorboard"
 """Folder of event files, where the training writes them."""
 RECENT = 20

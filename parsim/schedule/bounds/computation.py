@@ -388,7 +388,7 @@ class _Computation:
     def _least_ends(
         self, stages: Sequence[Sequence[str]], ends_of: Callable[[int, Sequence[str], int], Mapping[str, float]]
     ) -> tuple[list[float], dict[str, float]]:
-        """Per stage the seconds of its block; by component its end after the beginning of the block, on the fastest rank."""
+        """Per stage the seconds of its block; by component its end after the block begins, on the fastest rank."""
         seconds, ends = [], dict[str, float]()
         for chunk, names in enumerate(stages):
             found = [ends_of(chunk, names, rank) for rank in self._unlike_ranks(self.plan.stage_places[chunk])]

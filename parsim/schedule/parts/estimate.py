@@ -67,7 +67,7 @@ def estimated_s(
     held = held_totals(problem, mesh, samples, placed)
     forward_s, backward_s = float(chain.forward_s.sum()), float(chain.backward_s.sum())
     rounds = count + (mesh.pp - 1) / order[1]
-    passing_s = 2 * (mesh.pp * order[1] - 1) * _transfer_s(problem, mesh, samples)
+    passing_s = 2 * (mesh.pp * order[1] - 1) * transfer_s(problem, mesh, samples)
     stages = (problem.zero_stage,) if isinstance(problem.zero_stage, int) else ZERO_STAGES
     best = INFINITE
     for stage in stages if mesh.copies > 1 else stages[:1]:
@@ -147,7 +147,7 @@ def _slowest_share(
     return next((share for share in tried if reaches(share)), INFINITE)
 
 
-def _transfer_s(problem: PlanningProblem, mesh: Mesh, samples: int) -> float:
+def transfer_s(problem: PlanningProblem, mesh: Mesh, samples: int) -> float:
     """Of what crosses the middle of the model, between the first two places."""
     if mesh.pp == 1:
         return 0.0
@@ -155,7 +155,7 @@ def _transfer_s(problem: PlanningProblem, mesh: Mesh, samples: int) -> float:
     if samples not in known:
         known[samples] = int(np.median(crossing_bytes(problem, samples)))
     work = SendRecv(source=0, destination=mesh.copies * mesh.tp, size_bytes=max(1, known[samples] // mesh.tp))
-    return _price_s(problem, mesh, work)
+    return price_s(problem, mesh, work)
 
 
 def _sent_s(problem: PlanningProblem, mesh: Mesh, count: int, held: HeldTotals, stage: int) -> tuple[float, float]:
@@ -166,7 +166,7 @@ def _sent_s(problem: PlanningProblem, mesh: Mesh, count: int, held: HeldTotals, 
     size = max(1, round(held.parameters / mesh.pp))
 
     def seconds(operation: str) -> float:
-        return _price_s(problem, mesh, Collective(operation=operation, group=group, size_bytes=size))
+        return price_s(problem, mesh, Collective(operation=operation, group=group, size_bytes=size))
 
     if stage == 0:
         return seconds("all_reduce"), 0.0
@@ -181,8 +181,8 @@ def _update_s(problem: PlanningProblem, mesh: Mesh, held: HeldTotals, stage: int
     if known.elements is None:
         known.elements = sum(parameter.elements for parameter in problem.model.trainable_parameters)
     own = known.elements / (mesh.pp * mesh.tp * (mesh.copies if stage else 1))
-    return _price_s(problem, mesh, OptimizerStep(elements=max(1, round(own)), tensors=1))
+    return price_s(problem, mesh, OptimizerStep(elements=max(1, round(own)), tensors=1))
 
 
-def _price_s(problem: PlanningProblem, mesh: Mesh, work: Work) -> float:
+def price_s(problem: PlanningProblem, mesh: Mesh, work: Work) -> float:
     return problem.price([(work, 0)], mesh)[0].median_s

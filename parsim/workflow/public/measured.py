@@ -62,8 +62,8 @@ class Measured:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Per training step."""
-        return self.seen.losses
+        """Per training step: of the whole training, also where it went on several times."""
+        return tuple(self.document.get("losses", self.seen.losses))
 
     @property
     def warnings(self) -> tuple[str, ...]:

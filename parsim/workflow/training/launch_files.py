@@ -3,8 +3,7 @@
 Both start the same ranks as `parsim run`. They meet in a store that rank 0 binds to the address of the interface that is asked
 for, under a token of the file (`parsim.execute.processes.rendezvous`), and the communication goes over that interface too.
 All machines must see the run folder under the same path. A training that was ended goes on from its latest checkpoint.
-
-Leaves out: torchrun's agents have a store of their own, which listens on every interface. The file for Slurm needs none.
+torchrun's agents meet in a store of the same kind, on the port behind that of the ranks (`torchrun_agent`).
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from typing import Any
 from parsim.errors import ConfigError, PlanError, near_matches
 from parsim.execute.cuda.faults import visible_devices
 from parsim.execute.job import Job
+from parsim.execute.processes.torchrun_agent import BACKEND
 from parsim.files import write_text_atomically
 from parsim.workflow.ask import ask_again, check_runnable, device_kind, run_spec, with_every_rank
 from parsim.workflow.folders.run_folder import RunFolder
@@ -172,7 +172,7 @@ def torchrun_text(launch: LaunchFile) -> str:
         "#!/usr/bin/env bash",
         f"# Trains {shlex.quote(launch.name)} with torchrun: {launch.nodes} machines, {launch.per_node} ranks on each.",
         "# The file holds the token of the run: whoever can read it can join. Keep its mode of 0700.",
-        "# torchrun's own store listens on every interface; behind a firewall open its port, the one after the ranks' own.",
+        f"# Ranks and agents meet on ports {launch.port} and {launch.port + 1} of the first machine, on no other interface.",
     ]
     if launch.nodes > 1:
         lines += [
@@ -195,9 +195,9 @@ def torchrun_text(launch: LaunchFile) -> str:
         ]
     lines += [
         *_environment(launch),
-        'exec "$PYTHON" -m torch.distributed.run \\',
-        f'  --nnodes {launch.nodes} --node-rank "$NODE_RANK" --nproc-per-node {launch.per_node} \\',
-        f'  --master-addr "$MASTER_ADDR" --master-port {launch.port + 1} --max-restarts "${{MAX_RESTARTS:-3}}" \\',
+        'exec "$PYTHON" -m parsim.execute.processes.torchrun_agent \\',
+        f'  --nnodes {launch.nodes} --nproc-per-node {launch.per_node} --max-restarts "${{MAX_RESTARTS:-3}}" \\',
+        f'  --rdzv-backend {BACKEND} --rdzv-endpoint "$MASTER_ADDR:{launch.port + 1}" --rdzv-conf "rank=$NODE_RANK" \\',
         f"  -m parsim.execute.worker {shlex.quote(str(launch.job))}",
     ]
     return "\n".join(lines) + "\n"
