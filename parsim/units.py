@@ -5,7 +5,9 @@ Every quantity in the library is in seconds, bytes or flop and says so in its na
 
 from __future__ import annotations
 
+import math
 import re
+from functools import lru_cache
 
 KIB = 1024
 MIB = 1024**2
@@ -13,6 +15,13 @@ GIB = 1024**3
 
 
 _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
+    """Of a positive number, ascending, with 1 and itself; of 10^9 in a millisecond."""
+    low = [count for count in range(1, math.isqrt(number) + 1) if number % count == 0]
+    return tuple(sorted({*low, *(number // count for count in low)}))
 
 
 def printable(text: str) -> str:

@@ -11,6 +11,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from parsim.errors import PlanError
+from parsim.units import divisors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class Mesh:
         if min(self.pp, self.dp, self.tp, self.cp, self.ep) < 1:
             raise PlanError(f"mesh axes must be >= 1, got {self}")
         if self.copies % self.ep:
-            nearest = max(ep for ep in range(1, min(self.ep, self.copies) + 1) if self.copies % ep == 0)
+            nearest = max(ep for ep in divisors(self.copies) if ep <= self.ep)
             raise PlanError(
                 f"ep ({self.ep}) must divide dp ({self.dp}) * cp ({self.cp}) = {self.copies}: experts are divided over these "
                 f"ranks; the nearest below that does: {nearest}"

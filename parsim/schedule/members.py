@@ -38,7 +38,6 @@ from parsim.schedule.parts.refinements import every_choice, other_cuts
 from parsim.schedule.parts.usual import is_large
 from parsim.schedule.space import (
     bucket_sizes,
-    divisors,
     is_chain,
     microbatch_counts,
     orders,
@@ -47,6 +46,7 @@ from parsim.schedule.space import (
 )
 from parsim.schedule.stages import Cutting, is_long
 from parsim.schedule.tensor import best_placement, can_be_cut, limits_of, uniform_placements
+from parsim.units import divisors
 
 LOOKED_AT, CUT, BOUNDED, REMEMBERED, TRIED = 1, 2, 6, 4, 16
 """What parts cost to open, in visits of all components: a root; the bound of a cut; those of its ZeRO stages; the memory of a

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from parsim.errors import ScheduleError
 from parsim.graph.plan_index import PlanIndex, differentiable_components
@@ -16,6 +15,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, ZERO_STAGES
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.units import divisors
 
 MIB = 1024 * 1024
 BUCKET_BYTES = (DEFAULT_BUCKET_BYTES, 4 * MIB, 100 * MIB)
@@ -87,13 +87,6 @@ def microbatch_counts(problem: PlanningProblem, mesh: Mesh) -> list[int]:
             f"use a multiple of it, e.g. {nearest}"
         )
     return [asked]
-
-
-@lru_cache(maxsize=4096)
-def divisors(number: int) -> tuple[int, ...]:
-    """Of a positive number, ascending."""
-    low = [count for count in range(1, int(number**0.5) + 1) if number % count == 0]
-    return tuple(sorted({*low, *(number // count for count in low)}))
 
 
 def orders(problem: PlanningProblem, mesh: Mesh) -> list[tuple[str, int]]:

@@ -90,6 +90,15 @@ def test_a_failure_on_a_stream_ends_the_step() -> None:
     streams.close()
 
 
+def test_a_communication_may_be_issued_behind_a_computation_that_has_ended() -> None:
+    streams, seen = ThreadStreams(), []
+    streams.compute(0, "compute", [], lambda: seen.append(0))
+    streams.submit(1, "dp", [0], lambda: seen.append(1))
+    streams.compute(2, "compute", [1], lambda: seen.append(2))
+    assert [entry.task for entry in streams.finish()] == seen == [0, 1, 2]
+    streams.close()
+
+
 def test_live_bytes_counts_births_and_deaths() -> None:
     """x (4 kB) -> y = 2 x (4 kB); y dies; z is a view and costs nothing."""
     with LiveBytes() as live:

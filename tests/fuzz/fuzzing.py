@@ -1,4 +1,4 @@
-"""Damaged files: every reader of parsim must refuse one with a ParsimError, or read it, within 5 s and 1 GB.
+"""Damaged files: every reader of parsim must refuse one with a ParsimError, or read it, within 5 s of the processor and 1 GB.
 
 `python -m tests.fuzz.fuzzing --count 100000 --seconds 600` runs so many cases of each reader, as far as the seconds go, and
 prints a table. A case that fails is printed with its seed and number. With `--record FILE` the counts are added to FILE in
@@ -31,6 +31,9 @@ from typing import Any
 from parsim.errors import ParsimError
 
 LIMIT_S = 5.0
+"""Of the processor: on a machine that others use too, the clock tells nothing."""
+WAIT_S = 120.0
+"""On the clock: a reader that waits for something, such as the other end of a pipe."""
 LIMIT_BYTES = 2**30
 PROBE, PORTION = 200, 2000
 """Cases that say how long a reader takes, and cases of a portion."""
@@ -130,7 +133,6 @@ def failure_of(reader: Reader, folder: Path, content: bytes) -> str:
     path = folder / reader.file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
-    begin_s = time.monotonic()
     try:
         with warnings.catch_warnings(), _limit():
             warnings.simplefilter("ignore")
@@ -140,11 +142,10 @@ def failure_of(reader: Reader, folder: Path, content: bytes) -> str:
         if isinstance(error.__cause__, MemoryError):
             return "MemoryError"
     except _Slow:
-        return f"took longer than {LIMIT_S:g} s"
+        return f"took longer than {LIMIT_S:g} s of the processor, or {WAIT_S:g} s on the clock"
     except BaseException as error:
         return "".join(traceback.format_exception(error)[-4:])
-    taken_s = time.monotonic() - begin_s
-    return f"took {taken_s:.1f} s" if taken_s > LIMIT_S else ""
+    return ""
 
 
 class _Slow(BaseException):
@@ -156,13 +157,16 @@ def _limit() -> Iterator[None]:
     def stop(*_: object) -> None:
         raise _Slow
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, 3 * LIMIT_S)  # of a machine that others use, too
+    timers = ((signal.SIGPROF, signal.ITIMER_PROF, LIMIT_S), (signal.SIGALRM, signal.ITIMER_REAL, WAIT_S))
+    before = {number: signal.signal(number, stop) for number, _, _ in timers}
+    for _, timer, limit_s in timers:
+        signal.setitimer(timer, limit_s)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for number, timer, _ in timers:
+            signal.setitimer(timer, 0)
+            signal.signal(number, before[number])
 
 
 def readers(folder: Path) -> list[Reader]:
@@ -310,7 +314,7 @@ def fuzz(
 
 @dataclass(slots=True)
 class Tally:
-    """Of one reader. Attributes: tried: cases. failing: their numbers. seconds: they took together."""
+    """Of one reader. Attributes: tried: cases. failing: their numbers. seconds: of the processor, together."""
 
     tried: int = 0
     failing: list[int] = field(default_factory=list)
@@ -364,11 +368,11 @@ def play(every: Sequence[Reader], folder: Path, asked: argparse.Namespace) -> di
     for goal in (min(PROBE, asked.count), asked.count):
         for reader in sorted(every, key=lambda reader: found[reader.name].ms):
             while found[reader.name].tried < goal and time.monotonic() < until_s:
-                first, begin_s = found[reader.name].tried, time.monotonic()
+                first, begin_s = found[reader.name].tried, time.process_time()
                 tried, failures = fuzz(reader, folder, min(PORTION, goal - first), asked.seed, until_s, first)
                 for text in failures.values():
                     print(text, file=sys.stderr, flush=True)
-                note(reader, tried=tried, seconds=round(time.monotonic() - begin_s, 3), failing=list(failures))
+                note(reader, tried=tried, seconds=round(time.process_time() - begin_s, 3), failing=list(failures))
     return found
 
 

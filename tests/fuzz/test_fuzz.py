@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from parsim.errors import ConfigError
+from tests.fuzz import fuzzing
 from tests.fuzz.fuzzing import Reader, fuzz, play, readers, recorded, table
 
 CASES = 40
@@ -55,3 +56,13 @@ def test_the_record_goes_on_where_it_ends_and_forgets_what_was_mended(tmp_path: 
     assert (after.tried, after.failing) == (8, [])
     assert "| `kind` | 8 | 0 |" in table({"kind": after})
     assert recorded(asked.record, seed=4) == {}
+
+
+def test_a_reader_that_computes_for_long_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzzing, "LIMIT_S", 0.05)
+
+    def read(path: Path) -> object:
+        while True:
+            path.name.encode()
+
+    assert fuzzing.failure_of(Reader("kind", b"{}", "file", read), tmp_path, b"").startswith("took longer than 0.05 s")

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from parsim.errors import ModelError
 from parsim.model.component import MOST_PADDED, Component, Operator, OperatorShard, Sharding, Share
+from parsim.units import divisors
 
 
 @lru_cache(maxsize=65536)
@@ -104,8 +105,8 @@ def check_ways(component: str, sharding: Sharding, ways: int, others: Iterable[S
 
 def ways_of(sharding: Sharding) -> list[int]:
     """All ways but one that it allows, ascending."""
-    most = min(sharding.size, MOST_PADDED)
-    return [ways for ways in range(2, max(sharding.limit, most) + 1) if sharding.allows(ways)]
+    possible = {*divisors(sharding.limit), *range(2, min(sharding.size, MOST_PADDED) + 1)}
+    return sorted(ways for ways in possible if ways > 1 and sharding.allows(ways))
 
 
 def _divided(operator: Operator, share: Share, how: OperatorShard) -> Operator:

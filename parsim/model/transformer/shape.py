@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parsim.errors import ModelError
+from parsim.units import divisors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ class Shape:
 
 def nearest_divisors(number: int, wanted: int) -> str:
     """`12 or 16`: the divisors of a number next to another one, below and above."""
-    found = [count for count in range(1, number + 1) if number % count == 0]
+    found = divisors(number)
     below = [count for count in found if count <= wanted]
     above = [count for count in found if count > wanted]
     return " or ".join(str(count) for count in (*below[-1:], *above[:1]))

@@ -16,7 +16,7 @@ from parsim.plans.plan import DEFAULT_BUCKET_BYTES
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.step import ROUNDING, least_noise
 from parsim.schedule.options import Prices, device_kinds
-from parsim.schedule.space import divisors
+from parsim.units import divisors
 from parsim.work import Phase
 
 
