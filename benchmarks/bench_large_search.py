@@ -40,6 +40,7 @@ QUESTIONS: tuple[tuple[str, Callable[[], PlanningProblem]], ...] = (
     ("ViT-B/16, 8 V100", partial(preset, "vit_b_16", 1)),
     ("VGG-16, 16 V100", partial(preset, "vgg16", 2)),
     ("BERT, 16 V100", partial(preset, "bert", 2)),
+    ("ViT-B/16, 1024 V100", partial(preset, "vit_b_16", 128)),
     ("llama3-70b, 64 H100", partial(named, "llama3-70b", "64xh100-sxm", 512, SEQ)),
     ("llama3-70b, 1024 H100", partial(named, "llama3-70b", "1024xh100-sxm", 2048, SEQ)),
     ("llama3-8b of 1024 layers, 32 H100", partial(named, "llama3-8b", "32xh100-sxm", 64, *DEEP)),

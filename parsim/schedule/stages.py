@@ -191,7 +191,9 @@ class Cutting:
                 excess = _excess_bytes(self.problem, tried)
                 if not any(excess):
                     return tried
-                limits = [limit - 1.02 * over for limit, over in zip(limits, excess, strict=True)]
+                for stage, (run, over) in enumerate(zip(self._bounds_of(tried), excess, strict=True)):
+                    if over:  # less than what it was taken to hold, which leaves out buffers
+                        limits[stage] = min(limits[stage], self._costs.held_bytes(stage, run, kept_bytes)) - 1.02 * over
         return None
 
     @cached_property
@@ -336,15 +338,24 @@ class _StageCosts:
         Args:
             limits_bytes: by stage. kept_bytes: float64 [n], of one microbatch, where components are recomputed.
         """
+        held = sums_between(self._held_up_to(stage, kept_bytes)[list(self.places)])
+        return np.where(held <= limits_bytes[stage], self.seconds(stage), INFINITE)
+
+    def held_bytes(self, stage: int, run: tuple[int, int], kept_bytes: Floats) -> float:
+        """What a run of components (first, one past the last) is taken to hold as a stage; the other arguments as above."""
+        up_to = self._held_up_to(stage, kept_bytes)
+        return float(up_to[run[1]] - up_to[run[0]])
+
+    def _held_up_to(self, stage: int, kept_bytes: Floats | None) -> Floats:
+        """By number of components what the first so many hold as a part of the stage."""
         fixed, alone = self._up_to_bytes
         of_one = alone if kept_bytes is None else _running(kept_bytes.tolist())
-        kept, per_microbatch = (sums_between(up_to[list(self.places)]) for up_to in (fixed, of_one))
         pp = self.mesh.pp
         place = rank_of_stage(self.order, pp, self.chunks)[stage]
         chunk = stages_by_rank(self.order, pp, self.chunks)[place].index(stage)
         alive = max(moment[chunk] for moment in moments(self.order, place, pp, self.microbatches, self.chunks))
-        held = kept + alive * per_microbatch
-        return np.where(held <= limits_bytes[stage], self.seconds(stage), INFINITE)
+        held: Floats = fixed + alive * of_one
+        return held
 
     def cuts_s(self) -> list[float]:
         """Per place the transfer of everything that crosses the cut before it, forward, between the first two stages."""

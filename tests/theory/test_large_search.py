@@ -18,11 +18,14 @@ from parsim.predict.evaluate import simulated_step
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.chain import chain_seconds
 from parsim.schedule.bounds.step import step_bound_s
+from parsim.schedule.choose_recompute import place_excess_bytes
 from parsim.schedule.parts import usual
+from parsim.schedule.parts.least_kept import least_kept
 from parsim.schedule.parts.outlines import outline_bound_s
 from parsim.schedule.search import search
 from parsim.schedule.stages import Cutting, cut_places
 from parsim.schedule.tensor import uniform_placements
+from tests.models import chain_model
 
 
 def machine(devices: int = 8) -> Cluster:
@@ -95,6 +98,35 @@ def test_an_answer_comes_although_the_allowance_is_spent(problem: PlanningProble
     assert found.chosen is not None
     assert found.chosen.result.fits
     assert found.tally.untried > 0
+
+
+def test_the_recomputation_that_keeps_least_keeps_no_more_than_all_of_it(problem: PlanningProblem) -> None:
+    """A normalisation that stays as it is keeps one value for the two that it reads."""
+    least = least_kept(problem)
+    cutting = Cutting(problem=problem, strategy="mp", mesh=Mesh(pp=2), microbatches=4, order="1f1b", placements={})
+    kept = [
+        sum(dict(entry.lines)["activations"] for entry in problem.memory(replace(cutting.fastest(), recompute=recompute)))
+        for recompute in (least.recompute, "full", "none")
+    ]
+    assert kept[0] < kept[1] < kept[2]
+
+
+def test_stages_that_hold_fewer_microbatches_are_longer_where_equal_ones_do_not_fit() -> None:
+    """The first of four stages holds four microbatches, the last one holds one."""
+    model = chain_model((1e9,) * 24, width=2**20)
+    asked = PlanningProblem(model=model, cluster=machine(4), global_batch=256)
+    cutting = Cutting(problem=asked, strategy="mp", mesh=Mesh(pp=4), microbatches=8, order="1f1b", placements={})
+    equal = cutting.fastest()
+    totals = [entry.high_bytes for entry in asked.memory(equal)]
+    limit = round(0.9 * max(totals) + 0.1 * min(totals))
+    devices = tuple(replace(each, type=replace(each.type, memory_bytes=limit)) for each in asked.cluster.devices)
+    tight = replace(asked, cluster=replace(asked.cluster, devices=devices))
+    assert any(place_excess_bytes(tight, equal))
+    kept = np.array([component.saved_activation_bytes * equal.microbatch_samples for component in model.components])
+    found = replace(cutting, problem=tight).fitting_recomputed("none", kept)
+    assert found is not None
+    assert not any(place_excess_bytes(tight, found))
+    assert len(found.stages[0].components) < len(found.stages[-1].components)
 
 
 def test_models_of_many_components_are_cut_between_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
