@@ -10,6 +10,8 @@
 #   make fuzz      100,000 damaged files of every kind, within FUZZ_SECONDS=3600
 #   make chaos     200 faults at random moments of real runs, within CHAOS_SECONDS=7200
 #   make docs      the documentation as a site in site/
+#   make results   every experiment, and experiments/RESULTS.md (hours; DATA=folder of published tables)
+#   make results-quick  small versions of the experiments within five minutes: does all run?
 #   make gpu       wheels and commands for a machine with a GPU and without a network (MINUTES=30)
 #   make test-gpu  the tests that need a GPU
 #   make format    let ruff rewrite what it can of what `make check` complains about
@@ -29,7 +31,7 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/pyth
 PYTHONS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python
 SPREAD := -n $(WORKERS) --dist loadgroup
 
-.PHONY: help setup demo demo-full test test-all test-gpu check bench bench-quick fuzz chaos docs gpu format clean
+.PHONY: help setup demo demo-full test test-all test-gpu check bench bench-quick results results-quick fuzz chaos docs gpu format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -71,6 +73,9 @@ chaos: $(STAMP)
 
 bench bench-quick: $(STAMP)
 	@for file in benchmarks/bench_*.py; do $(BIN)/python $$file $(if $(filter bench-quick,$@),--quick) || exit 1; done
+
+results results-quick: $(STAMP)
+	$(PYTHONS) experiments/results.py $(if $(filter results-quick,$@),--quick,$(if $(DATA),--data $(DATA)))
 
 gpu: $(STAMP)
 	@$(BIN)/python experiments/one_gpu/prepare.py --minutes $(MINUTES)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -17,16 +16,14 @@ from machine import QUICK_NOTE, add_quick, machine_line
 
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.parts.compose import profile_from_parts
-from parsim.model.model import Model
 from parsim.model.named.names import named
 from parsim.model.transformer.build import transformer
 from parsim.model.transformer.software import Software
 from parsim.model.transformer.sublayers import SamplePart
 from parsim.plans.mesh import Mesh
-from parsim.plans.placement import BATCH, Placement
-from parsim.plans.plan import Plan, Stage
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.parts.screen import Outline, plan_of
 
 SEQ, PER_NODE = 4096, 8
 PLANS = (
@@ -37,32 +34,7 @@ PLANS = (
     ("layer", Mesh(pp=8, dp=4, cp=2), 16),
     ("sequence", Mesh(pp=8, dp=16, tp=8), 32),
 )
-"""Granularity of the Model, mesh, microbatches."""
-
-
-def plan_of(model: Model, mesh: Mesh, microbatches: int) -> Plan:
-    """As many components per stage; every component cut over all tp ranks. Two samples in a microbatch."""
-    names = [component.name for component in model.components]
-    cuts = [round(len(names) * number / mesh.pp) for number in range(mesh.pp + 1)]
-
-    def placed(name: str) -> Placement:
-        return Placement("shard", rule=model.component(name).shardings[0].rule, ways=mesh.tp) if mesh.tp > 1 else BATCH
-
-    return Plan(
-        strategy="custom",
-        mesh=mesh,
-        stages=tuple(
-            Stage(
-                components=tuple(names[first:last]),
-                ranks=mesh.stage_ranks(number),
-                placements=tuple(placed(name) for name in names[first:last]),
-            )
-            for number, (first, last) in enumerate(itertools.pairwise(cuts))
-        ),
-        global_batch=2 * mesh.dp * microbatches,
-        microbatches=microbatches,
-        zero_stage=1 if mesh.copies > 1 else 0,
-    )
+"""Granularity of the Model, mesh, microbatches of two samples."""
 
 
 def milliseconds(call: Callable[[], object], repeats: int) -> float:
@@ -84,17 +56,16 @@ def row(granularity: str, mesh: Mesh, microbatches: int, layers: int, repeats: i
     assert whole is not None, "llama3-70b has a row with a shape"
     shape = replace(whole, layers=layers)
     model = transformer(shape, Software(flash=True, dropout=False), SamplePart(tokens=SEQ, context=SEQ), granularity)
-    plan, nodes = plan_of(model, mesh, microbatches), max(1, mesh.size // PER_NODE)
+    nodes, batch = max(1, mesh.size // PER_NODE), 2 * mesh.dp * microbatches
     machine: Cluster = cluster_from_profile(
         profile_from_parts("h100-sxm", PER_NODE), nodes=nodes, network="infiniband-400g" if nodes > 1 else None
     )
 
     def asked() -> PlanningProblem:
-        return PlanningProblem(
-            model=model, cluster=machine, global_batch=plan.global_batch, precision="bf16", optimizer="adamw"
-        )
+        return PlanningProblem(model=model, cluster=machine, global_batch=batch, precision="bf16", optimizer="adamw")
 
     posed = asked()
+    plan = plan_of(posed, Outline(mesh=mesh, microbatches=microbatches, zero_stage=1))
     found = evaluate(posed, plan, samples=0, fold=True)
     first = milliseconds(lambda: evaluate(asked(), plan, samples=0, fold=True), repeats)
     again = milliseconds(lambda: evaluate(posed, plan, samples=0, fold=True), repeats)

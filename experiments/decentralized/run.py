@@ -4,7 +4,7 @@
 
 Parts: figures (the specified accuracies and the spectral gaps), ada (schedules and closed loop), dbench (four models, three
 scales, seven ways of training, every tensor), times (clusters of up to 1,008 GPUs), curves (accuracy over simulated seconds).
-Tables go to DIR as CSV, figures as HTML; the finding stands in README.md.
+Tables go to DIR as CSV, figures as HTML; the finding stands in README.md, the verdicts are `judge.py`'s.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from curves import curve_rows
 from dbench import bench_tables
 from figures import draw
-from learning import ada_rows, figure_rows, gap_rows, learning_checks
-from times import scaling_rows, time_checks, time_rows
+from learning import ada_rows, figure_rows, gap_rows
+from times import scaling_rows, time_rows
 from whole_epochs import epoch_rows
 
 from parsim.files import write_csv
@@ -74,12 +74,6 @@ def _epochs(arguments: argparse.Namespace) -> int:
     return 5 if arguments.quick else 20
 
 
-def checks(tables: Tables) -> dict[str, bool]:
-    """What binds, of the parts that ran."""
-    found = learning_checks(tables["figures"]) if "figures" in tables else {}
-    return found | (time_checks(tables["scaling"]) if "scaling" in tables else {})
-
-
 def rounded(row: Row) -> Row:
     return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in row.items()}
 
@@ -116,14 +110,12 @@ def main() -> None:
             write_csv(arguments.out / f"{name}.csv", [rounded(row) for row in rows])
         tables |= made
     draw(arguments.out, tables)
-    result = {**tables, "checks": checks(tables), "wall_s": time.perf_counter() - began}
+    result = {**tables, "wall_s": time.perf_counter() - began}
     if arguments.json:
         print(json.dumps(result))
         return
     for name, rows in tables.items():
         show(name, rows)
-    for check, passed in result["checks"].items():
-        print(f"{'holds' if passed else 'FAILS'}: {check}")
     print(f"{result['wall_s']:.0f} s; tables and figures in {arguments.out}")
 
 

@@ -2,7 +2,7 @@
 
     python experiments/epoch_averaging/run.py [--quick] [--seeds N] [--out DIR] [--json]
 
-Tables go to DIR as CSV, figures as HTML; the finding stands in README.md.
+Tables go to DIR as CSV, figures as HTML; the finding stands in README.md, the verdicts are `judge.py`'s.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from parsim.virtual.local import LocalOptimizer, LocalTraining
 from parsim.virtual.problems import LearningProblem, load_problem, perceptron
 from parsim.virtual.rounds import Partition, RoundRule, TrainingOutcome, train_in_rounds
 
-TOLERANCE = 0.02
 SPECIFIED = {
     ("average", 20): {1: 0.979, 2: 0.976, 4: 0.970, 8: 0.951, 16: 0.917},
     ("half", 20): {1: 0.979, 2: 0.969, 4: 0.965, 8: 0.947, 16: 0.908},
@@ -71,6 +69,7 @@ def repeated(run: Callable[[int], TrainingOutcome], seeds: int, **labels: Any) -
         "score": round(float(scores.mean()), 4),
         "deviation": round(float(scores.std(ddof=1)) if seeds > 1 else 0.0, 4),
         "seeds": seeds,
+        "scores": [round(float(score), 6) for score in scores],
     }
     print(*labels.values(), f"{row['score']:.3f} ± {row['deviation']:.3f}", file=sys.stderr, flush=True)
     return row
@@ -90,7 +89,6 @@ def scaling_table(problem: LearningProblem, seeds: int, workers: tuple[int, ...]
 
                 row = repeated(run, seeds, rule=kind, workers=count, epochs=length)
                 row["specified"] = SPECIFIED.get((kind, length), {}).get(count)
-                row["within_tolerance"] = row["specified"] is None or abs(row["score"] - row["specified"]) <= TOLERANCE
                 rows.append(row)
     return rows
 
@@ -222,23 +220,6 @@ def time_table() -> list[Row]:
     return rows
 
 
-def checks(tables: dict[str, list[Row]]) -> dict[str, bool]:
-    """What binds: orderings, specified accuracies within 0.02, the straggler's price."""
-    short = min(row["epochs"] for row in tables["scaling"])
-    scores = {(row["rule"], row["workers"]): row["score"] for row in tables["scaling"] if row["epochs"] == short}
-    counts = sorted(count for kind, count in scores if kind == "average")
-    straggler = {row["rule"]: row for row in tables["straggler"]}
-    return {
-        "averaging falls with the number of workers": all(
-            scores["average", a] > scores["average", b] for a, b in pairwise(counts)
-        ),
-        "half is at most averaging + .01": all(scores["half", count] <= scores["average", count] + 0.01 for count in counts),
-        "every specified accuracy within 0.02": all(row["within_tolerance"] for row in tables["scaling"]),
-        "a 2x straggler halves the synchronous rate": straggler["average"]["epochs_per_s_against_no_straggler"] == 0.5,
-        "merging keeps >= .93 of (7 + .5)/8": straggler["half"]["epochs_per_s_against_no_straggler"] >= 0.93 * 7.5 / 8,
-    }
-
-
 def draw(out: Path, tables: dict[str, list[Row]], curves: dict[str, list[Row]]) -> None:
     import plotly.graph_objects as go
 
@@ -288,7 +269,7 @@ def main() -> None:
         "regression": regression_table(seeds, 5 * epochs),
         "times": time_table(),
     }
-    result = {**tables, "checks": checks(tables), "wall_s": time.perf_counter() - began}
+    result = {**tables, "wall_s": time.perf_counter() - began}
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, rows in tables.items():
         write_csv(arguments.out / f"{name}.csv", rows)
@@ -300,8 +281,6 @@ def main() -> None:
         print(f"\n{name}", *rows[0], sep="\t")
         for row in rows:
             print(*row.values(), sep="\t")
-    for check, passed in result["checks"].items():
-        print(f"{'holds' if passed else 'FAILS'}: {check}")
     print(f"{result['wall_s']:.0f} s; tables and figures in {arguments.out}")
 
 

@@ -20,6 +20,7 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ def answers(question: Question, out: Path) -> list[dict[str, Any]]:
     return rows + under_autocast(question, model, folder)
 
 
+@cache
 def _traced(question: Question, out: Path) -> tuple[Model, Path]:
     model = load_model(question.spec, granularity=question.granularity)
     folder = out / question.label

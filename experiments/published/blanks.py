@@ -204,12 +204,25 @@ def chunks_of(row: Row, framework: Framework, shape: Shape, split: Split, batch:
         return 1
     chunks = row.vpp or 1
     if row.vpp is None and "interleaved" in row.notes.lower():
-        chunks = min(framework.depth, -(-shape.layers // pp))
+        chunks = usual_chunks(framework.depth, shape.layers, pp)
         notes.assumed.append(f"{chunks} chunks per rank")
     if chunks > 1 and microbatches % pp:
         notes.assumed.append(f"no interleaving: {microbatches} microbatches are no multiple of pp {pp}")
         return 1
     return chunks
+
+
+def usual_chunks(depth: int, layers: int, pp: int) -> int:
+    """The chunks per rank of an interleaved order that a row does not state: the least number from `depth` on that cuts evenly.
+
+    Megatron-LM refuses chunks of unequal numbers of layers. So 105 layers on 35 ranks have three chunks of a layer, not two.
+
+    Args:
+        depth: of the framework's rule. layers: of the model. pp: ranks of the pipeline.
+    """
+    most = -(-layers // pp)
+    even = (chunks for chunks in range(min(depth, most), most + 1) if layers % (pp * chunks) == 0)
+    return next(even, min(depth, most))
 
 
 def precision_of(row: Row, notes: Notes) -> str:

@@ -1,32 +1,56 @@
-"""Ends of an interval from the errors of other rows: of one side each, since frameworks err to one side."""
+"""Ends of an interval from the errors of other rows: of one side each, since frameworks err to one side.
+
+Two doubts are kept apart. What rows of a framework err by, their middle and their scale, is doubt of the model. How many scales
+an interval reaches is settled twice over all rows: for complete ones, and for those whose blanks a rule has filled. The
+second is larger by what the assumptions add.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
 
-TAIL = 0.05
-END_ROWS = 19
-WIDER = 0.1
-"""With fewer rows no end leaves out 5% of them: the outermost rows are the ends, a tenth of their distance farther out."""
+SHARE = 0.9
+"""Of the rows that intervals are to hold."""
 
 NOISE = 0.02
 """What two measurements of one run differ by at least."""
 
+DEVIATIONS_TO_SIGMA = 1.4826
+"""Standard deviations of a normal distribution in its median absolute deviation."""
+
 Ends = tuple[float, float]
 
 
-def ends_of(errors: Sequence[float]) -> Ends:
-    """Ends of a 90% interval of log(measured / predicted), from log errors (predicted over measured).
+class Spread(NamedTuple):
+    """Of log(measured / predicted) over some rows: the median, and a standard deviation that outliers hardly move."""
 
-    They hold 0 and the noise around it.
+    middle: float
+    scale: float
+
+    def scales_away(self, error: float) -> float:
+        """How many scales a row's log error (predicted over measured) lies from the middle."""
+        return abs(-error - self.middle) / self.scale
+
+
+def spread_of(errors: Sequence[float]) -> Spread:
+    """Of log errors (predicted over measured) of other rows of the same kind, at least one."""
+    middle = median(-error for error in errors)
+    return Spread(middle, max(NOISE, DEVIATIONS_TO_SIGMA * median(abs(-error - middle) for error in errors)))
+
+
+def reach_of(distances: Sequence[float]) -> float:
+    """So many scales hold `SHARE` of the rows, given how many each lies from the middle of the others."""
+    ordered = sorted(distances)
+    return ordered[min(len(ordered) - 1, int(SHARE * len(ordered)))]
+
+
+def ends_of(spread: Spread, reach: float) -> Ends:
+    """Ends of a 90% interval of log(measured / predicted). They hold 0 and the noise around it.
 
     Args:
-        errors: of other rows of the same kind, at least one.
+        spread: of other rows of the same kind. reach: in scales.
     """
-    ordered = sorted(-error for error in errors)
-    place = max(0, math.floor((len(ordered) + 1) * TAIL) - 1)
-    low, high = ordered[place], ordered[-1 - place]
-    if len(ordered) < END_ROWS:
-        low, high = low - WIDER * (high - low), high + WIDER * (high - low)
-    return min(low, -NOISE), max(high, NOISE)
+    away = reach * spread.scale
+    return min(spread.middle - away, -NOISE), max(spread.middle + away, NOISE)

@@ -63,8 +63,8 @@ def machine_of(row: Row) -> Machine | None:
     if found is None:
         return None
     per_node = re.search(r"(\d+)(?: per node|/node)", text)
-    whole = re.search(r"(\d+) ?Gb(?:/s|ps) (?:per node|node-node)", text)
-    several = re.search(r"(\d+)x ?(?:Omni-Path )?(\d+)G", text) or re.search(r"(\d+)x Omni-Path (\d+)Gb", text)
+    several = re.search(r"(\d+)x ?(?:Omni-Path )?(\d+)G", text)
+    whole = None if several else re.search(r"(\d+) ?Gb(?:/s|ps) (?:per node|node-node)", text)
     changes: dict[str, object] = {}
     if per_node:
         changes["per_node"] = int(per_node[1])

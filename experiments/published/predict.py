@@ -44,6 +44,7 @@ class Facts:
     """What a judge needs to know of the question. tokens: of a step. rate: larger is faster.
 
     divided_nodes: a pipeline whose tensor groups leave room in a node, so that groups of replicas share network cards.
+    one_node: all GPUs are in one, so no network and hardly a split plays a part.
     """
 
     model: str
@@ -56,6 +57,7 @@ class Facts:
     complete: bool
     experts: bool = False
     divided_nodes: bool = False
+    one_node: bool = False
 
     @property
     def kind(self) -> str:
@@ -115,6 +117,14 @@ class Predicted:
         }
 
 
+FILLED = ", blanks filled"
+
+
+def key_of(name: str, complete: bool) -> str:
+    """Of the ends of an interval in fitted.json: those of rows with blanks are apart."""
+    return name if complete else name + FILLED
+
+
 def _text(number: float | None) -> str:
     return "" if number is None else f"{number:.6g}"
 
@@ -159,10 +169,12 @@ def predict(row: Row, without: str = "", raw: bool = False) -> Predicted:
             complete=row.complete,
             experts=bool(asked.shape.experts),
             divided_nodes=asked.plan.mesh.pp > 1 and asked.plan.mesh.tp < asked.per_node,
+            one_node=asked.gpus <= asked.per_node,
         )
         half = Z90 * math.hypot(found.sigma, UNKNOWN_SIGMA)
         ends = known.get("intervals", {})
-        low, high = next((ends[name] for name in (facts.place, facts.kind, facts.framework) if name in ends), (-half, half))
+        names = (key_of(name, row.complete) for name in (facts.place, facts.kind, facts.framework))
+        low, high = next((ends[name] for name in names if name in ends), (-half, half))
         steps = [factor * found.step_s * math.exp(end) for end in (0.0, low, high)]
         value, *ends = (in_unit(asked, step) for step in steps)
         return Predicted(

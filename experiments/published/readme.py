@@ -67,6 +67,10 @@ def readme(document: Mapping[str, Any]) -> str:
     parts = [
         "# Published training runs of large transformers",
         "",
+        f"By factors fitted on other sources, {document['judged']} published training runs are predicted with a mean "
+        f"error of {document['all']['held_out']:.1f}%, and their 90% intervals hold for {document['all']['coverage']:.0f}%. "
+        f"Where nothing had to be assumed of a row, the mean error is {document['complete']['held_out']:.1f}%.",
+        "",
         "How far are parsim's predictions from published measurements? `run.py` makes this page and `results.json`; "
         "`predict.py` answers any file of the same format. Each prediction is a Model, a Plan and a Cluster made of parts, "
         "evaluated by parsim. Nothing is fitted to the rows, except the factors below, which the columns name.",
@@ -94,7 +98,8 @@ def readme(document: Mapping[str, Any]) -> str:
         "",
         "## What each piece is worth",
         "",
-        "Mean error (bias) in per cent without the piece and with it, no factor; `run.py --worth`.",
+        "Mean error (bias, mean error after one factor of these rows) in per cent without the piece and with it; "
+        "`run.py --worth`.",
         "",
         _worth(),
         "",
@@ -120,6 +125,9 @@ def readme(document: Mapping[str, Any]) -> str:
             ("framework", "ids", "recompute", "ZeRO", "sequence parallel", "micro-batch", "seq", "attention"),
             _rules(),
         ),
+        "",
+        "**What would refute it**: complete rows of a source that is not in the table, by the factors above, whose mean error "
+        "is above that of the groups here.",
         "",
     ]
     return "\n".join(parts)
@@ -148,7 +156,8 @@ def _worth() -> str:
     found = json.loads(path.read_text())
 
     def shown(entry: Mapping[str, float]) -> str:
-        return f"{entry['mean_error']:.1f} ({entry['bias']:+.1f})"
+        own = f", {entry['one_factor']:.1f}" if "one_factor" in entry else ""
+        return f"{entry['mean_error']:.1f} ({entry['bias']:+.1f}{own})"
 
     lines = [[piece, str(entry["rows"]), shown(entry["before"]), shown(entry["after"])] for piece, entry in found.items()]
     return table(("piece", "rows", "without", "with"), lines)

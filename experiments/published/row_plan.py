@@ -16,6 +16,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import Plan, Stage
+from parsim.plans.recompute import BY_OPERATOR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +78,15 @@ def _recomputed(
 ) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
     """Components that are recomputed one by one, and segments."""
     recompute, framework = given.states.recompute, given.framework
+    every_second = recompute == "half" or (recompute == "selective" and framework.alternate)
+    if framework.software.early_stop and given.split.tp == 1 and (recompute == "full" or every_second):
+        layers = [name for name in names if name.startswith("h.")]
+        return tuple(BY_OPERATOR + name for name in (layers[::2] if every_second else layers)), ()
     if recompute == "full" and framework.repeats_sums:
         return (), _segments(stages)
     if recompute == "full":
         return tuple(name for name in names if name.startswith("h.")), ()
-    if recompute == "half" or (recompute == "selective" and framework.alternate):
+    if every_second:
         return (), _segments(stages)[::2]
     if recompute == "selective":
         return tuple(name for name in names if name.endswith(".core")), ()

@@ -29,6 +29,11 @@ TRITON = replace(EAGER, attention_work=1.65, loss_bytes=2, loss_peak=2, loss_arr
 LanguagePerplexity on every microbatch). FSDP copies gradients together and divides them. The Triton kernel of 2022:
 FlashAttention-2 is 1.3 to 2.5 times as fast (Dao 2023, section 4.1)."""
 
+STOPS_EARLY = "mp_mode=default"
+"""In the notes of Composer's rows: of the later tables. Their second forward stops early (torch 2.1), that of the tables with
+mp_mode=PURE does not. Only the rows say so: recomputed ones of the later A100 table are 6 to 9% faster than those of the
+earlier one, while rows without recomputation are alike."""
+
 FIRST_FLASH = replace(EAGER, gradient_arrays=3.0, attention_work=2.0, activation_saved=3.0)
 """FlashAttention 1. FlashAttention-2 is 1.7 to 3 times as fast (Dao 2023, section 4.1)."""
 
@@ -182,6 +187,7 @@ WITHOUT: dict[str, Callable[[Framework], Framework]] = {
     "metrics of Composer": lambda rule: replace(rule, software=replace(rule.software, loss_arrays=2.0)),
     "unfused AdamW of Composer": lambda rule: replace(rule, optimizer="adam_fused", one_array=False),
     "overlap of tensor parallelism": lambda rule: replace(rule, tensor_overlap=False),
+    "early stop": lambda rule: replace(rule, software=replace(rule.software, early_stop=False)),
     "sequence parallelism": lambda rule: replace(rule, sequence=False),
 }
 """A piece of the model, and the rule without it: what it is worth."""
@@ -194,8 +200,10 @@ def framework_of(row: Row) -> Framework:
         found = FRAMEWORKS[max(known, key=len)]
         if found is LAUNCHER:
             found = replace(found, **next((recipe for model, recipe in RECIPES if re.search(model, row.model, re.I)), {}))
-        eager = found.name.startswith("torchtitan") and "compile" not in row.notes.lower()
-        return replace(found, software=replace(EAGER_LLAMA, gradient_arrays=3.0)) if eager else found
+        if found.name.startswith("torchtitan") and "compile" not in row.notes.lower():
+            found = replace(found, software=replace(EAGER_LLAMA, gradient_arrays=3.0))
+        early = found.name.startswith("torchtitan") or (found is COMPOSER and STOPS_EARLY in row.notes.lower())
+        return replace(found, software=replace(found.software, early_stop=early))
     return MEGATRON_CORE if max(row.tp or 1, row.pp or 1) > 1 else COMPOSER
 
 

@@ -16,13 +16,12 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from intervals import END_ROWS, Ends, ends_of
-from predict import Facts, Predicted, predict_all
+from fitting import Judged, covered, fitted_factors, held_out, interval_ends
+from predict import Predicted, predict_all
 from readme import readme
 from rows import Row, read_rows
 from rules import WITHOUT
@@ -47,17 +46,6 @@ GROUPS: dict[str, str] = {
     "others": r".",
 }
 """First match wins, on `id@GPU`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """A prediction beside the measurement: `log_error` is log(predicted seconds / measured seconds)."""
-
-    predicted: Predicted
-    log_error: float
-    key: str
-    group: str
-    source: str
 
 
 def source_of(predicted: Predicted) -> str:
@@ -85,90 +73,6 @@ def judged(predictions: Sequence[Predicted]) -> list[Judged]:
                 source=source_of(entry),
             )
         )
-    return found
-
-
-PRIOR_ROWS = 4
-PRIOR_SOURCES = 1
-STATED_SOURCES = 3
-
-
-def fitted_factors(rows: Sequence[Judged]) -> dict[str, tuple[float, int]]:
-    """By GPU and precision: minus a weighted mean over sources of the median log error, and the number of sources.
-
-    A source of n rows weighs n / (n + 4), so that none decides by its number of rows, and one row decides little. The mean is
-    shrunk towards no factor as if one more source had shown none. Where at least three sources have complete rows, only these
-    count: what a rule assumes says little of a GPU.
-    """
-    stated: dict[str, set[str]] = defaultdict(set)
-    for row in rows:
-        if row.predicted.row.complete:
-            stated[row.key].add(row.source)
-    by_source: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        if row.predicted.row.complete or len(stated[row.key]) < STATED_SOURCES:
-            by_source[row.key][row.source].append(row.log_error)
-    found = {}
-    for key, sources in by_source.items():
-        weights = [len(errors) / (len(errors) + PRIOR_ROWS) for errors in sources.values()]
-        total = sum(weight * median(errors) for weight, errors in zip(weights, sources.values(), strict=True))
-        found[key] = (-total / (sum(weights) + PRIOR_SOURCES / 2), len(sources))
-    return found
-
-
-FEW_ROWS = 8
-
-
-def _facts(row: Judged) -> Facts:
-    assert row.predicted.facts is not None
-    return row.predicted.facts
-
-
-LEVELS = (("place", END_ROWS), ("kind", FEW_ROWS), ("framework", FEW_ROWS), ("family", FEW_ROWS))
-"""What rows have in common, the most first, and how many of them an interval needs."""
-
-
-def _like(row: Judged, others: Sequence[Judged]) -> list[Judged]:
-    """The rows that have the most in common with it, all where these are few."""
-    for name, least in LEVELS:
-        found = [other for other in others if getattr(_facts(other), name) == getattr(_facts(row), name)]
-        if len(found) >= least:
-            return found
-    return list(others)
-
-
-def interval_ends(rows: Sequence[Judged], factors: Mapping[str, tuple[float, int]]) -> dict[str, Ends]:
-    """By place and by kind of row the ends of its interval, from the errors that its factor leaves."""
-    own = {row.predicted.row.id: row.log_error + factors.get(row.key, (0.0, 0))[0] for row in rows}
-    found: dict[str, Ends] = {}
-    for row in rows:
-        facts = _facts(row)
-        found.setdefault(facts.place, ends_of([own[other.predicted.row.id] for other in _like(row, rows)]))
-        same = [own[other.predicted.row.id] for other in rows if _facts(other).kind == facts.kind]
-        if len(same) >= FEW_ROWS:
-            found.setdefault(facts.kind, ends_of(same))
-    return found
-
-
-def covered(rows: Sequence[Judged], outside: Mapping[str, float]) -> dict[str, tuple[bool, float]]:
-    """By row whether its held-out error lies in the interval of the other rows like it, and the width over the prediction."""
-    found = {}
-    for row in rows:
-        like = _like(row, [other for other in rows if other is not row])
-        name = row.predicted.row.id
-        low, high = ends_of([outside[other.predicted.row.id] for other in like]) if like else (-math.inf, math.inf)
-        found[name] = (low <= -outside[name] <= high, math.exp(high) - math.exp(low))
-    return found
-
-
-def held_out(rows: Sequence[Judged]) -> dict[str, float]:
-    """By row the log error with factors fitted on all other sources."""
-    found = {}
-    for source in {row.source for row in rows}:
-        factors = fitted_factors([row for row in rows if row.source != source])
-        for row in rows:
-            if row.source == source:
-                found[row.predicted.row.id] = row.log_error + factors.get(row.key, (0.0, 0))[0]
     return found
 
 
@@ -307,20 +211,30 @@ WORTH: dict[str, str] = {
     "unaligned heads": r"^bloom-tune-(00[0-2]|0073|010[479])",
     "metrics of Composer": r"^mosaic-0(0[4-6]|1[12389])",
     "unfused AdamW of Composer": r"^mosaic-003",
+    "early stop": r"^mosaic-00(2[0-9]|8[3-8]|9[3-9])",
     "overlap of tensor parallelism": r"^(megatron-h100|nemo2407-00(02|04|07|10))",
 }
 """By piece the rows on which its worth is measured."""
 
 
 def worth(rows: Sequence[Row]) -> dict[str, Any]:
-    """By piece the mean error and bias without it and with it, in per cent, no factor. Starting processes would take longer."""
+    """By piece, without it and with it: mean error and bias without a factor, and mean error after a factor of the rows' own.
+
+    The last is what a piece is judged by where all rows of a GPU are too fast: any piece that shortens a step would look bad.
+    Processes are not started, which would take longer.
+    """
     found = {}
     for piece, pattern in WORTH.items():
         chosen = [row for row in rows if re.search(pattern, row.id)]
         numbers = {}
         for name, without in (("before", piece), ("after", "")):
             errors = [relative(row.log_error) for row in judged(predict_all(chosen, 1, without, raw=True))]
-            numbers[name] = {"mean_error": 100 * mean(abs(error) for error in errors), "bias": 100 * mean(errors)}
+            shift = median(math.log1p(error) for error in errors)
+            numbers[name] = {
+                "mean_error": 100 * mean(abs(error) for error in errors),
+                "bias": 100 * mean(errors),
+                "one_factor": 100 * mean(abs(relative(math.log1p(error) - shift)) for error in errors),
+            }
         found[piece] = {"rows": len(errors), **numbers}
     return found
 

@@ -2,7 +2,7 @@
 
     python experiments/stale_gradients/run.py [--quick] [--seeds N] [--out DIR] [--json]
 
-Tables go to DIR as CSV, figures as HTML; the finding stands in README.md.
+Tables go to DIR as CSV, figures as HTML; the finding stands in README.md, the verdicts are `judge.py`'s.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from parsim.virtual.problems import LearningProblem, load_problem, perceptron
 from parsim.virtual.ticks import TickEngine
 
 HIDDEN, BATCH, EPOCHS = (48, 48, 48), 32, 20
-TOLERANCE = 0.02
 SPECIFIED_SEEDS = 2
 """Seeds behind each specified accuracy; ours are other draws, so the difference is also given in its standard errors."""
 
@@ -123,12 +122,12 @@ def accuracy_table(seeds: int, epochs: int) -> list[dict[str, Any]]:
             "accuracy": round(float(scores.mean()), 4),
             "deviation": round(deviation, 4),
             "seeds": seeds,
+            "scores": [round(float(score), 6) for score in scores],
             "staleness_updates": max(staleness for _, staleness in found),
             "expected": case.expected,
             "standard_errors": None
             if case.expected is None or not error
             else round((scores.mean() - case.expected) / error, 2),
-            "within_tolerance": None if case.expected is None else bool(abs(scores.mean() - case.expected) <= TOLERANCE),
         }
         print(f"{row['case']:40s} {row['accuracy']:.3f} ± {row['deviation']:.3f}", file=sys.stderr, flush=True)
         rows.append(row)
@@ -173,7 +172,6 @@ def time_table() -> list[dict[str, Any]]:
             "simulated_s": round(seconds * factor, 1),
             "printed_s": printed,
             "error": round(seconds * factor / printed - 1.0, 4),
-            "within_10_percent": abs(seconds * factor / printed - 1.0) <= 0.10,
         }
         for name, count, seconds, printed in cells
     ]
@@ -200,20 +198,6 @@ def speedup_table() -> list[dict[str, Any]]:
                 }
             )
     return rows
-
-
-def checks(accuracies: list[dict[str, Any]], times: list[dict[str, Any]]) -> dict[str, bool]:
-    """What binds: orderings of the epoch times, the cells within 10%, accuracies within 0.02, staleness as scheduled."""
-    seconds = {(row["algorithm"], row["K"]): row["simulated_s"] for row in times}
-    by_name = {row["case"]: row["accuracy"] for row in accuracies}
-    return {
-        "fdg < ddg < fr < bp for every K": all(
-            seconds["fdg", k] < seconds["ddg", k] < seconds["fr", k] < seconds["bp", 1] for k in PRINTED_S
-        ),
-        "every WRN-28-10 cell within 10% with one overhead": all(row["within_10_percent"] for row in times),
-        "every specified accuracy within 0.02": all(row["within_tolerance"] is not False for row in accuracies),
-        "beta .5 slows the short run": by_name["fdg K=4 stash lr .05 beta .5"] < by_name["fdg K=4 stash lr .05"],
-    }
 
 
 def draw(out: Path, accuracies: list[dict[str, Any]], times: list[dict[str, Any]]) -> None:
@@ -249,7 +233,7 @@ def main() -> None:
     began = time.perf_counter()
     seeds, epochs = (1, 5) if arguments.quick else (arguments.seeds, EPOCHS)
     tables = {"accuracy": accuracy_table(seeds, epochs), "epoch_times": time_table(), "speedup": speedup_table()}
-    result = {**tables, "checks": checks(tables["accuracy"], tables["epoch_times"]), "wall_s": time.perf_counter() - began}
+    result = {**tables, "wall_s": time.perf_counter() - began}
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, rows in tables.items():
         write_csv(arguments.out / f"{name}.csv", rows)
@@ -261,8 +245,6 @@ def main() -> None:
         print(*rows[0], sep="\t")
         for row in rows:
             print(*row.values(), sep="\t")
-    for check, passed in result["checks"].items():
-        print(f"{'holds' if passed else 'FAILS'}: {check}")
     print(f"{result['wall_s']:.0f} s; tables and figures in {arguments.out}")
 
 

@@ -50,6 +50,18 @@ def plan(
         str | None,
         typer.Option("--faster", metavar="20%", help="What would make it so much faster: plans other clusters."),
     ] = None,
+    target_accuracy: Annotated[
+        float | None,
+        typer.Option("--target-accuracy", metavar="A", help="Rank synchronous and relaxed training by time to A, e.g. 0.95."),
+    ] = None,
+    rules: Annotated[
+        list[str] | None,
+        typer.Option("--rule", metavar="RULE", help='With --target-accuracy: compare these, e.g. "average/8". Repeatable.'),
+    ] = None,
+    curves: Annotated[
+        Path | None,
+        typer.Option("--curves", metavar="FILE.html", help="With --target-accuracy: draw accuracy over simulated seconds."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Rank the plans of the strategy that the question names, choose one, and say why the others lost."""
@@ -57,6 +69,8 @@ def plan(
     from parsim.workflow.public.functions import plan as find_plan
 
     aim = None if faster is None else parse_faster(faster)
+    if target_accuracy is None and (rules or curves):
+        raise typer.BadParameter("--rule and --curves go with --target-accuracy")
     where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens)
     if (config is None) == (not asked):
         raise typer.BadParameter(
@@ -66,6 +80,12 @@ def plan(
     document = answer.to_dict()
     if certify:
         document["certificate"] = answer.certificate()
+    ranking = None if target_accuracy is None else answer.to_target(target_accuracy, rules=rules or None)
+    if ranking is not None:
+        document["to_target"] = ranking.to_dict()
+        if curves is not None:
+            curves.parent.mkdir(parents=True, exist_ok=True)
+            write_text_atomically(curves, ranking.figure().to_html(include_plotlyjs=True))
     would = None if aim is None else answer.what_would(aim)
     if would is not None:
         document["what_would"] = would.to_dict()
@@ -82,6 +102,8 @@ def plan(
     for line in answer.lines():
         print(line)
     for line in [] if would is None else would.lines():
+        print(line)
+    for line in [] if ranking is None else ranking.lines():
         print(line)
     if certify:
         from parsim.schedule.placement.certificate import certificate_text

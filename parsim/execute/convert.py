@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parsim.plans.redistribution import Hop
+from parsim.model.shard.pieces import padded_piece
+from parsim.plans.redistribution import Hop, ValueLayout
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -50,7 +51,7 @@ def run_hop(hop: Hop, tensor: Tensor, *, ranks: Sequence[int], group: dist.Proce
             own = tensor.contiguous()
             parts = own.new_empty((count, *own.shape))
             all_gather_flat(parts.view(-1), own.view(-1), group)
-            return torch.cat(parts.unbind(), dim=hop.source.dim)
+            return _unpadded(torch.cat(parts.unbind(), dim=hop.source.dim), hop.source)
         case "all_reduce":
             total = tensor.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(total, group=group)
@@ -62,19 +63,29 @@ def run_hop(hop: Hop, tensor: Tensor, *, ranks: Sequence[int], group: dist.Proce
         case "reduce_scatter_batch":
             return _reduced(tensor.contiguous(), (tensor.shape[0] // count, *tensor.shape[1:]), group)
         case "reduce_scatter_dim":
-            pieces = tensor.chunk(count, dim=hop.target.dim)
-            return _reduced(torch.stack(pieces), pieces[0].shape, group)
+            pieces = _pieces(tensor, hop.target)
+            return _reduced(pieces, pieces.shape[1:], group)
         case "all_to_all" if hop.source.form == "shard":
             given = tensor.contiguous().view(count, tensor.shape[0] // count, *tensor.shape[1:])
-            return torch.cat(_exchanged(given, group).unbind(), dim=hop.source.dim)
+            return _unpadded(torch.cat(_exchanged(given, group).unbind(), dim=hop.source.dim), hop.source)
         case "all_to_all":
-            received = _exchanged(torch.stack(tensor.chunk(count, dim=hop.target.dim)), group)
+            received = _exchanged(_pieces(tensor, hop.target), group)
             return received.view(count * received.shape[1], *received.shape[2:])
         case "broadcast":
             whole = tensor.contiguous()
             dist.broadcast(whole, ranks[hop.source.rank], group=group)
             return whole
     raise ValueError(f"hop {hop} is no collective")
+
+
+def _pieces(tensor: Tensor, layout: ValueLayout) -> Tensor:
+    """The pieces of all ranks in a layout "shard", one after the other."""
+    return torch.stack([padded_piece(tensor, layout.dim, number, layout.ways) for number in range(layout.ways)])
+
+
+def _unpadded(tensor: Tensor, layout: ValueLayout) -> Tensor:
+    """The whole of pieces that lie one after the other."""
+    return tensor.narrow(layout.dim, 0, layout.size).contiguous() if layout.size else tensor
 
 
 def _reduced(pieces: Tensor, shape: Sequence[int], group: dist.ProcessGroup) -> Tensor:

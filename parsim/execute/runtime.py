@@ -124,7 +124,7 @@ class RankProgram:
         self._loss: list[Tensor] = []
         self._sent: dict[BucketOfMicrobatch, tuple[Tensor, Tensor]] = {}
         self._receiving: dict[int, tuple[Tensor, Any]] = {}
-        self._leaving: dict[int, Tensor] = {}
+        self._leaving: dict[int, Tensor | None] = {}  # None: given up, though it may still be being sent
 
     def _take_over(self, stale: StaleStage) -> None:
         """What a decoupled stage has from the steps before: what has arrived, and the forward of the batch that is due."""
@@ -284,7 +284,7 @@ class RankProgram:
 
         def run() -> None:
             for index in forgotten:
-                self._leaving.pop(index, None)
+                self._leaving[index] = None
             operation()
             self._make_room(arriving)
 
@@ -511,7 +511,7 @@ class RankProgram:
         group = self._groups[f"pp>{work.destination}", ranks]
         if self._stage.rank == work.source:
             tensor = self._taken(moved, origin.microbatch).contiguous()
-            self._leaving[task.index] = tensor
+            self._leaving.setdefault(task.index, tensor)
             self.watch.received(tensor)
             dist.send(tensor, work.destination, group=group)
             return

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from parsim.execute.numerics import Numerics
 from parsim.execute.randomness import ComponentRandomness
 from parsim.execute.state.checkpoint import RankState, restore_optimizer, restore_tensors
-from parsim.execute.state.fragments import Fragment, fragment_of, is_per_element
+from parsim.execute.state.fragments import Fragment, fragment_of, is_per_element, piece_of
 from parsim.execute.state.loss_scale import overflow_flag
 from parsim.execute.state.master_weights import MASTER, MasterWeights
 from parsim.execute.state.optimizer import flat_gradients, make_optimizer
@@ -27,7 +27,7 @@ from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.clipping import CountedPart, counted_by
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.build import build_module
-from parsim.model.component import LOSS, ParameterShard
+from parsim.model.component import LOSS
 from parsim.model.interface import example_batch, interface_of, loss_of
 from parsim.model.runnable import CallProgram, Runnable
 from parsim.model.shard.pieces import piece
@@ -350,8 +350,7 @@ class StageReplica:
         """Take this rank's parts of whole buffers."""
         buffers = dict(whole)
         for name, fragment in self._buffer_fragments().items():
-            part = ParameterShard(name=name, dim=fragment.dim, blocks=fragment.blocks, runs=fragment.runs)
-            buffers[name] = piece(buffers[name], part, fragment.shard, fragment.ways)
+            buffers[name] = piece(buffers[name], fragment.part, fragment.shard, fragment.ways)
         restore_tensors(self.buffers(), buffers)
 
     def finish_loading(self) -> None:
@@ -421,7 +420,7 @@ class StageReplica:
             if placement.kind == "shard":
                 for part in self.layout.model.component(name).sharding(placement.rule).buffers:
                     ways = placement.ways
-                    found[part.name] = Fragment(dim=part.dim, blocks=part.blocks, shard=shard % ways, ways=ways, runs=part.runs)
+                    found[part.name] = piece_of(part, shard % ways, ways)
         return found
 
     def resident_tensors(self) -> dict[str, list[Tensor]]:
@@ -444,8 +443,7 @@ class StageReplica:
             holder = self.module.get_submodule(path)._buffers
             whole = holder[key]
             assert whole is not None
-            part = ParameterShard(name=name, dim=fragment.dim, blocks=fragment.blocks, runs=fragment.runs)
-            holder[key] = piece(whole, part, fragment.shard, fragment.ways)
+            holder[key] = piece(whole, fragment.part, fragment.shard, fragment.ways)
 
     def _drop_other_parameters(self) -> None:
         own = {id(parameter) for parameter in self.parameters.values()}

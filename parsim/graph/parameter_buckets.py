@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from parsim.model.component import Component, Parameter, ParameterShard
+from parsim.model.component import Component, Parameter, ParameterShard, share_of
 from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan, holding
 
@@ -60,7 +60,7 @@ def hold(component: Component, placement: Placement, parameter: Parameter, shard
                 ways = placement.ways
                 return HeldParameter(
                     name=parameter.name,
-                    elements=parameter.elements // ways,
+                    elements=share_of(part.size, ways).of(parameter.elements),
                     element_bytes=parameter.element_bytes,
                     part=part,
                     shard=shard % ways,

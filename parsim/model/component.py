@@ -94,25 +94,47 @@ class ParameterShard:
 
     Shard s holds piece s of every run. A fused query-key-value matrix has 3 runs, with a gate 2; everything else has one.
     `runs`: the sizes of runs that are not equal (fewer heads of keys than of queries); `blocks` is 1 then.
+    `size`: of a dim that `ways` need not divide (a vocabulary): the last piece ends in zeros. 0: every dim must divide.
     """
 
     name: str
     dim: int
     blocks: int = 1
     runs: tuple[int, ...] = ()
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorShard:
     """An operator that is divided: `number` in the component's operators, cut along `dim` of its shape.
 
-    Flop and parameter bytes of a shard are those of the whole / ways. Of the activation bytes, only the part
-    `activation_bytes` is divided by ways (a column-parallel matmul reads its whole input).
+    Flop and parameter bytes of a shard are its share of the whole's (`Share`). Of the activation bytes, only the part
+    `activation_bytes` is divided (a column-parallel matmul reads its whole input).
     """
 
     number: int
     dim: str
     activation_bytes: int
+
+
+class Share(NamedTuple):
+    """What one shard has of all that is divided: `own` parts of `whole`. With padding the shares add up to more than one."""
+
+    own: int
+    whole: int
+
+    def of(self, size: int) -> int:
+        """Of so many bytes or elements."""
+        return size * self.own // self.whole
+
+
+ALONE = Share(1, 1)
+"""Of a component that is not divided."""
+
+
+def share_of(size: int, ways: int) -> Share:
+    """Of a dim of `size` in equal pieces, the last one padded; size 0: the ways divide."""
+    return Share(-(-size // ways), size) if size else Share(1, ways)
 
 
 class ShardPeak(NamedTuple):
@@ -123,11 +145,11 @@ class ShardPeak(NamedTuple):
     divided_bytes_per_sample: int
     divided_fixed_bytes: int
 
-    def at(self, ways: int) -> tuple[int, int]:
-        """(bytes per sample, fixed bytes) in one of so many shards."""
+    def at(self, share: Share) -> tuple[int, int]:
+        """(bytes per sample, fixed bytes) in a shard."""
         return (
-            self.bytes_per_sample + self.divided_bytes_per_sample // ways,
-            self.fixed_bytes + self.divided_fixed_bytes // ways,
+            self.bytes_per_sample + share.of(self.divided_bytes_per_sample),
+            self.fixed_bytes + share.of(self.divided_fixed_bytes),
         )
 
 
@@ -161,14 +183,14 @@ class ShardSelective:
     first_peaks: tuple[ShardPeak, ...]
     second_peaks: tuple[ShardPeak, ...]
 
-    def at(self, ways: int, whole: Selective) -> Selective:
-        """One of so many shards of a component."""
+    def at(self, share: Share, whole: Selective) -> Selective:
+        """One shard of a component."""
         return replace(
             whole,
-            kept=self.kept.at(ways),
-            again=self.again.at(ways),
-            first_peaks=tuple(peak.at(ways) for peak in self.first_peaks),
-            second_peaks=tuple(peak.at(ways) for peak in self.second_peaks),
+            kept=self.kept.at(share),
+            again=self.again.at(share),
+            first_peaks=tuple(peak.at(share) for peak in self.first_peaks),
+            second_peaks=tuple(peak.at(share) for peak in self.second_peaks),
         )
 
 
@@ -194,6 +216,8 @@ class Sharding:
         rule: unique in the component: column, row, heads, vocabulary, channels_out, channels_in, follow, or several
             joined by "+", in the order they apply.
         limit: `ways` must divide it (heads, features, channels, vocabulary rows: the greatest common divisor).
+        size: of the vocabulary, if that is all that is cut. Then other `ways` up to MOST_PADDED are possible as well: pieces
+            have ceil(size / ways) rows, the last one ends in zeros. 0: `ways` must divide `limit`.
         inputs: per input what a shard needs: "full", or "shard:d" (its piece of dim d of that value, the batch being dim 0).
         outputs: per output what a shard makes: "partial" (the sum over the shards is the value), "maximum" (the largest of
             theirs is it), "shard:d", or "full" for what every shard makes whole (a mask, rotary positions, a sum of
@@ -219,6 +243,20 @@ class Sharding:
     backward_peaks: tuple[ShardPeak, ...] = ()
     half: HalfSharding | None = None
     selective: ShardSelective | None = None
+    size: int = 0
+
+    def allows(self, ways: int) -> bool:
+        """Whether it can be done in so many shards, none of them of padding alone."""
+        padded = self.size and ways <= MOST_PADDED and (ways - 1) * share_of(self.size, ways).own < self.size
+        return ways >= 1 and (self.limit % ways == 0 or bool(padded))
+
+    def share(self, ways: int) -> Share:
+        """What one of so many shards has of all that is divided."""
+        return share_of(self.size, ways)
+
+
+MOST_PADDED = 128
+"""Into so many shards at most a vocabulary is cut that they do not divide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,6 +358,8 @@ class Component:
         half: what it keeps under autocast; None: not recorded.
         inside: of a piece of the sequence, or with divided experts (`parsim.model.axes`); None: neither.
         selective: as it is recomputed by operator; None: it cannot be, or that keeps no less.
+        gradient_views: (input, output), where the gradient of the input is a part of the memory of the output's, as behind a
+            concatenation.
     """
 
     name: str
@@ -338,6 +378,7 @@ class Component:
     paged_bytes: tuple[int, ...] = ()
     pair_bytes: tuple[int, int, int] = (0, 0, 0)
     selective: Selective | None = None
+    gradient_views: tuple[tuple[str, str], ...] = ()
 
     def at_samples(self, samples: int) -> Component:
         """The component with what is not linear in its samples as fixed bytes: pairs of samples, and the rest of last pages.
@@ -393,6 +434,7 @@ class Component:
             (
                 entry.rule,
                 entry.limit,
+                entry.size,
                 tuple(place.get(part.name, -1) for part in entry.parameters),
                 entry.operators,
                 entry.saved_activation_bytes,

@@ -153,6 +153,7 @@ class Model:
         for component in document["components"]:
             _drop_defaults([component], "paged_bytes", ())
             _drop_defaults([component], "pair_bytes", (0, 0, 0))
+            _drop_defaults([component], "gradient_views", ())
             _drop_defaults(component["parameters"], "trainable", True)
             _drop_defaults(component["parameters"], "expert_ways", 1)
             _drop_defaults((component,), "inside", None)
@@ -160,6 +161,7 @@ class Model:
             _drop_defaults(component["operators"], "gradients", "")
             for sharding in component["shardings"]:
                 _drop_defaults((*sharding["parameters"], *sharding["buffers"]), "runs", ())
+                _drop_defaults((sharding, *sharding["parameters"], *sharding["buffers"]), "size", 0)
                 _drop_defaults((sharding, *_given(sharding["half"])), "selective", None)
         return json.dumps(document, indent=1)
 
@@ -222,6 +224,7 @@ def _component(entry: dict[str, Any]) -> Component:
             if entry["half"] is None
             else HalfComponent(**{**entry["half"], **_peaks(entry["half"]), "selective": _selective(entry["half"])}),
             "selective": _selective(entry),
+            "gradient_views": tuple((str(value), str(whole)) for value, whole in entry.get("gradient_views", ())),
             "inside": None if entry.get("inside") is None else _inside(entry["inside"]),
         }
     )

@@ -6,17 +6,18 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from parsim.costs.memory.chunks import HeldMoment
-from parsim.plans.pipeline import pipeline_actions, stages_by_rank
+from parsim.plans.pipeline import in_few_rounds, pipeline_actions, stages_by_rank
 from parsim.plans.stage_transfers import Pipeline, StageLink, beside_actions
 from parsim.work import Phase
 
 
 @lru_cache(maxsize=1024)
-def held_moments(pipeline: Pipeline, rank: int) -> tuple[HeldMoment, ...]:
+def held_moments(pipeline: Pipeline, rank: int, *, apart: bool = False) -> tuple[HeldMoment, ...]:
     """Every moment but those at which the same runs and no more is held than at another one, batches not yet read apart.
 
     Args:
         pipeline: with the links between its stages. rank: of the pipeline.
+        apart: other microbatches are something else that runs, for what is held of buckets depends on the microbatch.
 
     Returns:
         Messages by link, in the order of `links_of`.
@@ -27,14 +28,15 @@ def held_moments(pipeline: Pipeline, rank: int) -> tuple[HeldMoment, ...]:
     inward, outward = links_of(pipeline, rank)
     messages = zip(*beside_actions(pipeline, rank), strict=True)
     alive, waiting, unread = [0] * chunks, [0] * chunks, [microbatches] * chunks
-    seen: dict[tuple[int, Phase], dict[tuple[int, ...], HeldMoment]] = {}
+    seen: dict[tuple[int, Phase, int], dict[tuple[int, ...], HeldMoment]] = {}
     for action, (arriving, leaving) in zip(pipeline_actions(order, rank, ranks, microbatches, chunks), messages, strict=True):
         chunk, phase = chunk_of[action.stage], action.phase
         alive[chunk] += phase is Phase.FORWARD
         unread[chunk] -= phase is Phase.FORWARD
         there, sent = _counts(arriving, inward), _counts(leaving, outward)
-        moment = HeldMoment(chunk, phase, tuple(alive), tuple(waiting), there, sent, tuple(unread))
-        seen.setdefault((chunk, phase), {}).setdefault((*alive, *waiting, *there, *sent), moment)
+        number = in_few_rounds(order, ranks, microbatches, action.microbatch) if apart else 0
+        moment = HeldMoment(chunk, phase, tuple(alive), tuple(waiting), there, sent, tuple(unread), number)
+        seen.setdefault((chunk, phase, number), {}).setdefault((*alive, *waiting, *there, *sent), moment)
         waiting[chunk] += (phase is Phase.BACKWARD_INPUT) - (phase is Phase.BACKWARD_WEIGHT)
         alive[chunk] -= phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
     return tuple(moment for held in seen.values() for moment in _most(held))

@@ -326,6 +326,19 @@ def few_rounds(order: str, ranks: int, microbatches: int) -> int:
     return microbatches
 
 
+def in_few_rounds(order: str, ranks: int, microbatches: int, number: int) -> int:
+    """The microbatch of `few_rounds` that stands where this one does: in the beginning, the repeated part or the end.
+
+    Args:
+        order, ranks, microbatches: as for `few_rounds`. number: of the microbatch.
+    """
+    few = few_rounds(order, ranks, microbatches)
+    if few == microbatches or number < few // 2:
+        return number
+    left = microbatches - number
+    return few - left if left <= few // 2 else few // 2 + number % ranks
+
+
 @lru_cache(maxsize=1024)
 def stages_by_rank(order: str, ranks: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
     """Per rank of the pipeline the stages that it runs, ascending.

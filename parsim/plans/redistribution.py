@@ -23,21 +23,30 @@ from parsim.plans.placement import Placement
 
 
 class ValueLayout(NamedTuple):
-    """Prints as full/1 (pieces of the batch), full/4, partial/4, shard1/4, placed2/4 (on rank 2 of 4)."""
+    """Prints as full/1 (pieces of the batch), full/4, partial/4, shard1/4, placed2/4 (on rank 2 of 4).
+
+    `size`: of a dim that `ways` do not divide: pieces are equal, and the last one ends in zeros. Prints as shard2/4:50257.
+    """
 
     form: str
     ways: int
     dim: int = 0
     rank: int = 0
+    size: int = 0
 
     def __str__(self) -> str:
         number = {"shard": self.dim, "placed": self.rank}.get(self.form, "")
-        return f"{self.form}{number}/{self.ways}"
+        return f"{self.form}{number}/{self.ways}{f':{self.size}' if self.size else ''}"
 
     def local_share(self, tp: int) -> float:
         """Bytes one holding rank has, as a share of the value of the whole microbatch."""
         share = self.ways / tp
-        return share / self.ways if self.form == "shard" else share
+        return share / self.ways * self.padding if self.form == "shard" else share
+
+    @property
+    def padding(self) -> float:
+        """Bytes of all pieces together, over those of the whole."""
+        return -(-self.size // self.ways) * self.ways / self.size if self.size else 1.0
 
     def holders(self, tp: int) -> tuple[int, ...]:
         """The tp ranks that hold any of it."""
@@ -48,17 +57,21 @@ def parse_layout(text: str) -> ValueLayout:
     """Inverse of `str(layout)`.
 
     Args:
-        text: such as "full/4" or "shard1/4".
+        text: such as "full/4", "shard1/4" or "shard2/4:50257".
 
     Raises:
         PlanError: the text is no layout.
     """
-    match = re.fullmatch(r"(full|partial|maximum|shard|placed)(\d*)/(\d+)", text)
+    match = re.fullmatch(r"(full|partial|maximum|shard|placed)(\d*)/(\d+)(?::(\d+))?", text)
     if match is None:
         raise PlanError(f"cannot read layout {text!r}; write it as full/1, partial/4, shard1/4 or placed2/4")
     number = int(match[2] or 0)
     return ValueLayout(
-        match[1], int(match[3]), dim=number if match[1] == "shard" else 0, rank=number if match[1] == "placed" else 0
+        match[1],
+        int(match[3]),
+        dim=number if match[1] == "shard" else 0,
+        rank=number if match[1] == "placed" else 0,
+        size=int(match[4] or 0),
     )
 
 
@@ -80,10 +93,11 @@ def input_ends(component: Component, placement: Placement, tp: int, number: int)
         component: the reader. placement: of the component. tp: ranks of the stage. number: of the input.
     """
     if placement.kind == "shard":
-        needs = component.sharding(placement.rule).inputs[number]
+        sharding = component.sharding(placement.rule)
+        needs = sharding.inputs[number]
         if needs == FULL:
             return ValueAndGradientLayout(ValueLayout("full", placement.ways), ValueLayout("partial", placement.ways))
-        both = _sharded(needs, placement.ways)
+        both = _sharded(needs, placement.ways, sharding.size)
         return ValueAndGradientLayout(both, both)
     return _unsharded(placement, tp)
 
@@ -95,7 +109,8 @@ def output_ends(component: Component, placement: Placement, tp: int, number: int
         component: the producer. placement: of the component. tp: ranks of the stage. number: of the output.
     """
     if placement.kind == "shard":
-        makes = component.sharding(placement.rule).outputs[number]
+        sharding = component.sharding(placement.rule)
+        makes = sharding.outputs[number]
         if makes == FULL:  # shard 0 alone uses the gradient
             full = ValueLayout("full", placement.ways)
             return ValueAndGradientLayout(full, full)
@@ -103,13 +118,13 @@ def output_ends(component: Component, placement: Placement, tp: int, number: int
             return ValueAndGradientLayout(ValueLayout("partial", placement.ways), ValueLayout("full", placement.ways))
         if makes == MAXIMUM:  # without a gradient
             return ValueAndGradientLayout(ValueLayout("maximum", placement.ways), ValueLayout("full", placement.ways))
-        both = _sharded(makes, placement.ways)
+        both = _sharded(makes, placement.ways, sharding.size)
         return ValueAndGradientLayout(both, both)
     return _unsharded(placement, tp)
 
 
-def _sharded(content: str, ways: int) -> ValueLayout:
-    return ValueLayout("shard", ways, dim=int(content.removeprefix("shard:")))
+def _sharded(content: str, ways: int, size: int) -> ValueLayout:
+    return ValueLayout("shard", ways, dim=int(content.removeprefix("shard:")), size=size if size % ways else 0)
 
 
 def _unsharded(placement: Placement, tp: int) -> ValueAndGradientLayout:
@@ -129,6 +144,11 @@ class Hop(NamedTuple):
     operation: str
     source: ValueLayout
     target: ValueLayout
+
+    @property
+    def padding(self) -> float:
+        """What is sent, over what would be sent without padded pieces."""
+        return max(self.source.padding, self.target.padding)
 
     def __str__(self) -> str:
         return f"{self.operation}:{self.source}>{self.target}"

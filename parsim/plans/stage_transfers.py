@@ -6,7 +6,8 @@ one are a group. A rank has room for the next group of every such stream and for
     receive   room for the first group is there from the beginning of the step, that for another one right before the action
               that reads the group before it
     send      a group is held until the action has ended that makes the next one, which waits for the first to be sent; a
-              value at most until the first backward of its microbatch (where an order would not end so, nothing waits: `ends`)
+              value at most until the first backward of its microbatch, or the second forward before that, which waits too
+              (where an order would not end so, nothing waits: `ends`)
 
 So the memory of a rank does not depend on how fast its neighbours are. The executor (`parsim.execute.rooms.transfers`) and the
 prediction (`parsim.plans.held`) both follow this rule.

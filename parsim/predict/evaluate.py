@@ -32,7 +32,7 @@ from parsim.graph.columns import Columns
 from parsim.graph.fold import Folding, folding_of, unfolded
 from parsim.graph.taskgraph import TaskGraph
 from parsim.plans.plan import Plan
-from parsim.predict.mixing_period import MixingPeriod, is_one_step, mixing_period, priced_units
+from parsim.predict.mixing_period import MixingPeriod, folds, is_one_step, mixing_period, priced_units
 from parsim.predict.nearly_alike import lowered, nearly_alike
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import Interval, IntervalCorrection, PlanResult
@@ -196,10 +196,10 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
     layout, costs = problem.layout(plan), problem.costs(plan.world_size)
     sigma = 0.0 if problem.cluster.profile.noise is None else problem.cluster.profile.noise.rank_sigma
     usual = plan.world_size > MANY_RANKS or plan.mesh.team > 1
-    folds = (fold or (fold is None and usual)) and not costs.shared_cores and not plan.synchronisation.is_relaxed
-    folding = folding_of(layout, costs, partial(_communication_s, problem, plan)) if folds else unfolded(plan.mesh)
+    wanted = (fold or (fold is None and usual)) and not costs.shared_cores and folds(problem, plan)
+    folding = folding_of(layout, costs, partial(_communication_s, problem, plan)) if wanted else unfolded(plan.mesh)
     bounded = (folding.is_folded and plan.world_size > MANY_RANKS) or not folding.is_exact
-    nearly = nearly_alike(problem, layout, folding, REPEATED_STEPS) if bounded and not sigma else None
+    nearly = nearly_alike(problem, layout, folding, REPEATED_STEPS) if bounded and not sigma and is_one_step(plan) else None
     if nearly is None:
         folding = folding if folding.is_exact else unfolded(plan.mesh)
         columns = lowered(problem, layout, folding)
@@ -210,7 +210,7 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
     overlap = costs.overlap([unit.work for unit in columns.units], _seconds(estimates, columns, folding))
     compiled = compile_graph(columns)
     if not is_one_step(plan):
-        period = mixing_period(problem, layout)
+        period = mixing_period(problem, layout, folding=folding)
         steady_s, step_s = _period_s(period, sigma if plan.world_size > 1 else 0.0)
         return SimulatedStep(
             folding=folding,

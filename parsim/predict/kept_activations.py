@@ -15,7 +15,7 @@ from functools import cached_property
 
 from parsim.costs.memory.records import Again
 from parsim.graph.plan_index import PlanIndex
-from parsim.model.component import Component, Selective, Value
+from parsim.model.component import ALONE, Component, Selective, Value, share_of
 from parsim.model.precision import component_in, value_in
 from parsim.model.shard.narrow import narrow
 from parsim.plans.redistribution import conversion
@@ -162,13 +162,13 @@ class KeptActivations:
         entry = self._before[value]
         made = self.layout.model.value[value].producer == name
         ends = self.layout.source[value] if made else self.layout.reads_in(name, value)
-        ways = ends.value.ways if ends.value.form == "shard" else 1
+        share = share_of(ends.value.size, ends.value.ways) if ends.value.form == "shard" else ALONE
         rate = entry.bytes_per_sample
         if entry.producer is not None and self.layout.stage_of[entry.producer] == self.layout.stage_of[name]:
             hops = conversion(self.layout.source[value].value, ends.value, self.layout.plan.mesh.tp)
             if made or all(hop.operation in VIEWS for hop in hops):  # else a copy, which has no larger storage
                 rate = entry.storage_bytes_per_sample or rate
-        return rate // ways, entry.fixed_bytes
+        return share.of(rate), entry.fixed_bytes
 
 
 def _counts(name: str, value: Value) -> bool:

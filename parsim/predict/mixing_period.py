@@ -12,7 +12,7 @@ Leaves out: that the slowest of unequal replicas need not be the same one in a l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from parsim.engines.compile import CompiledGraph, compile_graph
 from parsim.engines.program import Part, Program, unrolled
 from parsim.engines.steps import carried_by_steps, mean_step_s
 from parsim.graph.columns import Columns, Unit, columns_of
+from parsim.graph.expand import lower_columns
+from parsim.graph.fold import Folding
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
@@ -48,11 +50,35 @@ def is_one_step(plan: Plan) -> bool:
     )
 
 
-def step_program(layout: PlanIndex, overlap: OverlapFactors, *, local_steps: int | None = None, repeat: int = 1) -> Program:
+def folds(problem: PlanningProblem, plan: Plan) -> bool:
+    """Whether interchangeable ranks of a relaxed plan may be simulated once: all replicas average, in the same way.
+
+    Args:
+        problem: of the plan. plan: of any synchronisation.
+
+    Leaves out gossip, whose replicas have other neighbours, drawn replicas, stages with stale gradients, noise of single
+    ranks, and machines on which computation and communication slow one another.
+    """
+    rule, profile = plan.synchronisation, problem.cluster.profile
+    if not rule.is_relaxed:
+        return True
+    noisy = profile.noise is not None and profile.noise.rank_sigma > 0
+    return rule.kind == "average" and rule.participation == 1.0 and not noisy and profile.overlap is None
+
+
+def step_program(
+    layout: PlanIndex,
+    overlap: OverlapFactors,
+    *,
+    local_steps: int | None = None,
+    repeat: int = 1,
+    folding: Folding | None = None,
+) -> Program:
     """The steps of one cycle of a plan that mixes.
 
     Args:
-        layout: of the plan. overlap: tells whether loading runs ahead.
+        layout: of the plan. overlap: tells whether loading runs ahead. folding: which ranks stand for which; None: all
+            for themselves.
         local_steps: before each round (None: as the plan says, less the step that the round follows). repeat: cycles.
 
     Returns:
@@ -64,10 +90,17 @@ def step_program(layout: PlanIndex, overlap: OverlapFactors, *, local_steps: int
     parts: list[Part] = []
     for number in cycle:
         if alone:
-            parts.append(_part(lower(plan, layout.model, layout, mixing_round=number, local=True), overlap, repeat=alone))
-        parts.append(_part(lower(plan, layout.model, layout, mixing_round=number), overlap, rounds=1))
+            parts.append(_part(_graph(layout, folding, number, local=True), overlap, repeat=alone))
+        parts.append(_part(_graph(layout, folding, number), overlap, rounds=1))
     replicas = plan.mesh.dp
     return Program(parts=tuple(parts), repeat=repeat, parameters=lambda t: rule.matrix(cycle[t % len(cycle)], replicas))
+
+
+def _graph(layout: PlanIndex, folding: Folding | None, number: int, *, local: bool = False) -> TaskGraph:
+    """A step with round `number` behind it, or (local) without."""
+    if folding is None or not folding.is_folded:
+        return lower(layout.plan, layout.model, layout, mixing_round=number, local=local)
+    return lower_columns(layout.plan, layout.model, layout, folding, mixing_round=number, local=local).graph
 
 
 def _part(graph: TaskGraph, overlap: OverlapFactors, *, repeat: int = 1, rounds: int = 0) -> Part:
@@ -83,6 +116,7 @@ class MixingPeriod:
         cycle: the rounds, each behind at most `UNROLLED_STEPS` steps. local: one local step; None where none is left out.
         estimates: of the units of both. unit: int64 [tasks of the cycle], local_unit: those of the local step, in `estimates`.
         rounds: in the cycle. steps: from one round to the next. simulated: of these, in the graph.
+        ranks: that are simulated; None: all.
     """
 
     cycle: CompiledGraph
@@ -94,6 +128,7 @@ class MixingPeriod:
     rounds: int
     steps: int
     simulated: int
+    ranks: tuple[int, ...] | None = None
 
     def mean_s(self, cycle_s: Floats, local_s: Floats) -> Floats:
         """The mean step, from seconds of a cycle and of a local step."""
@@ -147,13 +182,14 @@ class MixingPeriod:
         return float(self.mean_s(np.array(cycle), np.array(local)))
 
     def breakdown(self) -> tuple[RankBreakdown, ...]:
-        """Where the mean step of each rank goes."""
+        """Where the mean step of each simulated rank goes."""
         medians = self.medians_s[0]
         timeline = static.simulate(self.cycle, medians[self.unit], overlap=self.overlap)
-        parts = breakdown(self.cycle, timeline)
+        parts = breakdown(self.cycle, timeline, ranks=self.ranks)
         if self.local is None:
             return tuple(self._mean_breakdown(part, None) for part in parts)
-        alone = breakdown(self.local, static.simulate(self.local, medians[self.local_unit], overlap=self.overlap))
+        own = static.simulate(self.local, medians[self.local_unit], overlap=self.overlap)
+        alone = breakdown(self.local, own, ranks=self.ranks)
         return tuple(self._mean_breakdown(part, own) for part, own in zip(parts, alone, strict=True))
 
     def _mean_breakdown(self, cycle: RankBreakdown, local: RankBreakdown | None) -> RankBreakdown:
@@ -165,11 +201,18 @@ class MixingPeriod:
         return RankBreakdown(rank=cycle.rank, **mean)
 
 
-def mixing_period(problem: PlanningProblem, layout: PlanIndex, overlap: OverlapFactors | None = None) -> MixingPeriod:
+def mixing_period(
+    problem: PlanningProblem,
+    layout: PlanIndex,
+    overlap: OverlapFactors | None = None,
+    *,
+    folding: Folding | None = None,
+) -> MixingPeriod:
     """The cycle of a plan that mixes, priced.
 
     Args:
         problem: of the plan. layout: of the plan. overlap: factors to use in place of the program's own.
+        folding: which ranks stand for which, of a plan that `folds`; None: all for themselves.
 
     Raises:
         CostError: a task without a price.
@@ -178,13 +221,13 @@ def mixing_period(problem: PlanningProblem, layout: PlanIndex, overlap: OverlapF
     costs = problem.costs(plan.world_size)
     simulated = min(rule.period_steps, UNROLLED_STEPS)
     ahead = costs.overlap([], [])
-    program = step_program(layout, ahead, local_steps=simulated - 1)
-    cycle = _resuming(columns_of(unrolled(program)), problem, plan)
+    program = step_program(layout, ahead, local_steps=simulated - 1, folding=folding)
+    cycle = _resuming(_apart_by_round(columns_of(unrolled(program)), program), problem, plan)
     local = None
     if simulated < rule.period_steps:
-        local = _resuming(columns_of(lower(plan, layout.model, layout, local=True)), problem, plan)
+        local = _resuming(columns_of(_graph(layout, folding, 0, local=True)), problem, plan)
     units = (*cycle.units, *(() if local is None else local.units))
-    estimates = tuple(priced_units(problem, plan, units))
+    estimates = tuple(priced_units(problem, plan, units, rounds=_rounds_of_units(cycle, program, len(units))))
     seconds = medians_s(estimates)[cycle.unit]
     factors = overlap or costs.overlap([cycle.units[number].work for number in cycle.unit.tolist()], seconds)
     return MixingPeriod(
@@ -197,18 +240,44 @@ def mixing_period(problem: PlanningProblem, layout: PlanIndex, overlap: OverlapF
         rounds=len(plan.synchronisation.cycle(plan.mesh.dp)),
         steps=rule.period_steps,
         simulated=simulated,
+        ranks=None if folding is None else folding.ranks,
     )
+
+
+def _rounds_of_tasks(program: Program) -> Ints:
+    """int64 [tasks of the cycle written out]: the number of the part that a task belongs to; parts repeat alike."""
+    parts = {id(part): number for number, part in enumerate(program.parts)}
+    steps = [np.full(len(part.graph.tasks), parts[id(part)], dtype=np.int64) for part in program.steps]
+    return np.concatenate(steps)
+
+
+def _apart_by_round(columns: Columns, program: Program) -> Columns:
+    """The same program, in which a message of two rounds has a unit for each: other messages share its links there."""
+    messages = np.array([isinstance(unit.work, SendRecv) for unit in columns.units], dtype=np.int64)
+    rounds = 1 + len(program.parts)
+    keys = columns.unit * rounds + messages[columns.unit] * (1 + _rounds_of_tasks(program))
+    found, numbers = np.unique(keys, return_inverse=True)
+    units = tuple(columns.units[key // rounds] for key in found.tolist())
+    return replace(columns, unit=np.asarray(numbers, dtype=np.int64).reshape(columns.size), units=units)
+
+
+def _rounds_of_units(cycle: Columns, program: Program, count: int) -> Ints:
+    """int64 [count]: of the units of a cycle the part that they belong to, 0 for those behind them. Only messages need it."""
+    found = np.zeros(count, dtype=np.int64)
+    found[cycle.unit] = _rounds_of_tasks(program)
+    return found
 
 
 def _resuming(columns: Columns, problem: PlanningProblem, plan: Plan) -> Columns:
     return columns.resuming() if problem.costs(plan.world_size).post_wait_s else columns
 
 
-def priced_units(problem: PlanningProblem, plan: Plan, units: Sequence[Unit]) -> list[Estimate]:
+def priced_units(problem: PlanningProblem, plan: Plan, units: Sequence[Unit], *, rounds: Ints | None = None) -> list[Estimate]:
     """Prices of the units of a plan: overlapped where it says so, and the messages of a round of mixing share links.
 
     Args:
         problem: of the plan. plan: with synchronisation average or gossip. units: of its columns.
+        rounds: per unit the round that it belongs to; None: all to one.
 
     Returns:
         One Estimate per unit. Leaves out, on machines without a link model, what messages of one round cost one another.
@@ -223,10 +292,10 @@ def priced_units(problem: PlanningProblem, plan: Plan, units: Sequence[Unit]) ->
         if isinstance(unit.work, SendRecv)
         and plan.replica_of_rank(unit.work.source) != plan.replica_of_rank(unit.work.destination)
     }
-    together: dict[int, list[int]] = {}
+    together: dict[tuple[int, int], list[int]] = {}
     for number, work in messages.items():
-        together.setdefault(work.size_bytes, []).append(number)
-    for size_bytes, numbers in together.items():
+        together.setdefault((work.size_bytes, 0 if rounds is None else int(rounds[number])), []).append(number)
+    for (size_bytes, _), numbers in together.items():
         pairs = {(messages[number].source, messages[number].destination): number for number in numbers}
         for number, seconds in zip(pairs.values(), exchange_seconds(list(pairs), size_bytes, cluster), strict=True):
             more = float(seconds) - estimates[number].median_s

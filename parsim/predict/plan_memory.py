@@ -16,7 +16,7 @@ from dataclasses import replace
 from parsim.costs.memory.chunks import Chunks
 from parsim.costs.memory.rank_memory import rank_memory
 from parsim.costs.memory.records import Boundary, RankMemory, RankStep, Weights
-from parsim.costs.memory.waiting import waiting_bytes
+from parsim.costs.memory.waiting import Wait, waiting_bytes
 from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.plan_index import PlanIndex, Reading
 from parsim.graph.stage_links import pipeline_of
@@ -24,7 +24,9 @@ from parsim.hardware.cluster import Cluster
 from parsim.model.component import Value
 from parsim.plans.held import held_moments, links_of
 from parsim.plans.pipeline import PIPELINE_ORDERS, in_flight
-from parsim.plans.redistribution import LOCAL_HOPS, Hop, ValueLayout, conversion
+from parsim.plans.redistribution import ValueLayout, conversion
+from parsim.predict.boundary.conversions import bytes_here, gradient_bytes, storage_of
+from parsim.predict.boundary.waiting import waiting_gradients, waiting_values
 from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.rank_traffic import local_bytes, made_before, messages_by_link, rank_traffic
 from parsim.predict.round_memory import batches_held, with_relaxed_lines
@@ -115,46 +117,13 @@ def rank_chunks(kept: KeptActivations, rank: int, names: Sequence[str]) -> Chunk
     sizes = messages_by_link(kept, rank)
     return Chunks(
         chunk_of={name: chunk_of[layout.chunk_of[name]] for name in names},
-        moments=held_moments(pipeline, place),
+        moments=held_moments(pipeline, place, apart=plan.zero_stage >= 2),
         halved=frozenset(name for name in names if layout.is_halved(name)),
         for_weights=frozenset(name for name in names if not layout.wants_input_gradient(name)),
         arriving_bytes=[sizes[link] for link in inward],
         leaving_bytes=[sizes[link] for link in outward],
         made_before=made_before(kept, rank, names),
     )
-
-
-def waiting_gradients(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> dict[str, list[tuple[int, float]]]:
-    """Gradients that a rank has while other components than their reader and their maker run (`waiting_bytes`).
-
-    Args:
-        layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
-    """
-    names = layout.rank_components(rank)
-    place = {name: number for number, name in enumerate(names)}
-    order = layout.model.component_index
-    here = [layout.model.component(name) for name in names]
-    found: dict[str, list[tuple[int, float]]] = {}
-    for value in dict.fromkeys(value for component in here for value in (*component.outputs, *component.inputs)):
-        entry = values[value]
-        if not entry.differentiable or entry.producer is None:
-            continue
-        for reading in layout.readings[value]:
-            readers = [name for name in reading.components if name in layout.differentiable]
-            local = [place[name] for name in readers if name in place]
-            if not readers or not (local or entry.producer in place):
-                continue
-            begins = max(local) if local else sum(order[name] < min(map(order.__getitem__, readers)) for name in names)
-            found.setdefault(value, []).append((begins, _gradient_size(layout, entry, reading)))
-    return found
-
-
-def _gradient_size(layout: PlanIndex, value: Value, reading: Reading) -> float:
-    """Of the gradient of one reading, converted as far as that sends something: what sends nothing is made when it is read."""
-    storage = reading.ends.gradient
-    for hop in conversion(storage, layout.source[value.name].gradient, layout.plan.mesh.tp):
-        storage = storage if hop.operation in LOCAL_HOPS else hop.target
-    return local_bytes(layout, value, storage)
 
 
 def rank_weights(layout: PlanIndex, rank: int) -> Weights:
@@ -190,7 +159,7 @@ def rank_boundary(
     layout: PlanIndex,
     values: Mapping[str, Value],
     rank: int,
-    gradients: Mapping[str, Sequence[tuple[int, float]]] | None = None,
+    gradients: Mapping[str, Sequence[Wait]] | None = None,
 ) -> Boundary:
     """Bytes of the values that a rank makes or reads, in all layouts in which it does.
 
@@ -216,7 +185,7 @@ def rank_boundary(
         if value.producer is not None and (size := _held_bytes(layout, rank, value)):
             keeper = _keeper(layout, rank, value)
             held[keeper] = held.get(keeper, 0.0) + size
-    gradients_of = {name: _gradient_bytes(layout, values, name) for name in layout.rank_components(rank)}
+    gradients_of = {name: gradient_bytes(layout, values, name, rank) for name in layout.rank_components(rank)}
     return Boundary(
         held_bytes=sum(held.values()),
         held_of=held,
@@ -228,8 +197,9 @@ def rank_boundary(
         waiting=waiting_bytes(
             [layout.model.component(name) for name in layout.rank_components(rank)],
             values,
-            lambda value: _largest_bytes(layout, value),
+            lambda value: bytes_here(layout, value, ValueLayout("full", layout.batch_ways(rank)), rank),
             waiting_gradients(layout, values, rank) if gradients is None else gradients,
+            waiting_values(layout, values, rank),
         ),
     )
 
@@ -242,13 +212,6 @@ def _keeper(layout: PlanIndex, rank: int, value: Value) -> str:
         return savers[1]  # the first one's copy is among its saved activations
     users = (*savers, value.producer, *layout.consumers[value.name])
     return next(name for name in users if layout.runs_on(rank, name))
-
-
-def _largest_bytes(layout: PlanIndex, value: Value) -> float:
-    """In the fullest of the layouts in which the value is made and read."""
-    read = [reading.ends.value for reading in layout.readings[value.name]]
-    made = [layout.source[value.name].value] if value.producer is not None else []
-    return max((local_bytes(layout, value, entry) for entry in (*made, *read)), default=0.0)
 
 
 def _held_bytes(layout: PlanIndex, rank: int, value: Value) -> float:
@@ -265,7 +228,7 @@ def _held_bytes(layout: PlanIndex, rank: int, value: Value) -> float:
     for name in keepers:
         storage = layouts[name]
         if here:
-            storage = _storage(conversion(made, storage, layout.plan.mesh.tp), made, layout.plan.shard_of_rank(rank))
+            storage = storage_of(conversion(made, storage, layout.plan.mesh.tp), made, layout.plan.shard_of_rank(rank))
         kept[storage] = local_bytes(layout, value, storage)
     counted = local_bytes(layout, value, layouts[keepers[0]]) if keepers and keepers[:1] == list(value.savers[:1]) else 0.0
     return sum(kept.values()) - counted
@@ -285,7 +248,7 @@ def _held_at_most(layout: PlanIndex, rank: int, value: Value) -> float:
         total, read = 0.0, read[1:] if value.saved else read
     for entry in read:
         hops = conversion(made, entry, layout.plan.mesh.tp)
-        whole = _storage(hops, made, layout.plan.shard_of_rank(rank))
+        whole = storage_of(hops, made, layout.plan.shard_of_rank(rank))
         if whole == made:
             total += local_bytes(layout, value, whole) - local_bytes(layout, value, entry)
         else:
@@ -297,29 +260,3 @@ def _readings_here(layout: PlanIndex, rank: int, value: Value) -> Iterator[Readi
     for reading in layout.readings[value.name]:
         if any(layout.runs_on(rank, name) for name in reading.components):
             yield reading
-
-
-def _storage(hops: Sequence[Hop], made: ValueLayout, shard: int) -> ValueLayout:
-    """The layout whose memory the result of the hops lies in on tp rank `shard`: pieces of the batch are views."""
-    for hop in reversed(hops):
-        view = hop.operation in ("split_batch", "keep") or (hop.operation == "scatter" and shard == hop.source.rank)
-        if not view:
-            return hop.target
-    return made
-
-
-def _gradient_bytes(layout: PlanIndex, values: Mapping[str, Value], name: str) -> tuple[float, float]:
-    """Gradients of the component's outputs as it wants them, and at most: in the costliest step of a conversion to that."""
-    total = all_wanted = 0.0
-    for output in layout.model.component(name).outputs:
-        value, wanted = values[output], layout.source[output].gradient
-        if value.differentiable:
-            hops = [
-                hop
-                for reading in layout.readings[output]
-                for hop in conversion(reading.ends.gradient, wanted, layout.plan.mesh.tp)
-            ]
-            steps = [local_bytes(layout, value, hop.source) + local_bytes(layout, value, hop.target) for hop in hops]
-            all_wanted += local_bytes(layout, value, wanted)
-            total += max(local_bytes(layout, value, wanted), *steps, 0.0)
-    return all_wanted, total

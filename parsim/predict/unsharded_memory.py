@@ -1,4 +1,4 @@
-"""ZeRO 2 and 3: bytes of buckets that are whole (unsharded) on a rank while each of its components runs backward.
+"""ZeRO 2 and 3: bytes of buckets that are whole (unsharded) on a rank while each of its components runs.
 
 The executor makes and gives up their room between computations (`parsim.execute.rooms.buckets`), so they do not depend on how
 fast the communication is. Gradients are there from the first backward that adds to them until the computation that waits for
@@ -16,15 +16,16 @@ from parsim.plans.pipeline import few_rounds
 from parsim.work import Phase
 
 
-def unsharded_bytes(layout: PlanIndex, rank: int) -> dict[str, float]:
-    """Bytes of whole buckets by component of the rank; empty below ZeRO 2.
+def unsharded_bytes(layout: PlanIndex, rank: int) -> dict[tuple[Phase, str, int], float]:
+    """Bytes of whole buckets by phase, component of the rank and microbatch; empty below ZeRO 2.
 
     Args:
         layout: the plan and its model. rank: global number.
 
     Returns:
-        The most bytes, over the microbatches, while the component runs backward. Leaves out temporary copies of the
-        communication library.
+        Of a few rounds of microbatches, by which `HeldMoment.microbatch` counts too. A forward that is computed again is a
+        phase of its own: gradients that are still being sent then may be gone in the backward. Leaves out temporary copies of
+        the communication library.
     """
     if layout.plan.zero_stage < 2:
         return {}
@@ -32,7 +33,7 @@ def unsharded_bytes(layout: PlanIndex, rank: int) -> dict[str, float]:
     uses = uses_of(
         layout, plan.stage_of_rank(rank), few_rounds(plan.pipeline_order, plan.mesh.pp, plan.microbatches)
     )  # buckets come and go by what runs right before and after, and every round is like the one before
-    found: dict[str, float] = {}
+    found: dict[tuple[Phase, str, int], float] = {}
     windows = [
         window for window in (*gradient_windows(layout, uses), *parameter_windows(layout, uses)) if rank in window.bucket.group
     ]
@@ -51,6 +52,6 @@ def unsharded_bytes(layout: PlanIndex, rank: int) -> dict[str, float]:
             changes[ends + 1] -= part
     whole = accumulate(changes)
     for use, size in zip(uses, whole, strict=False):
-        if use.phase is not Phase.FORWARD and layout.runs_on(rank, use.component):
-            found[use.component] = max(found.get(use.component, 0.0), float(size))
+        if layout.runs_on(rank, use.component):
+            found[use.phase, use.component, use.microbatch] = float(size)
     return found

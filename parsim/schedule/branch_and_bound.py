@@ -154,7 +154,8 @@ def judged_best_first(
         if node.late and late is not None:
             late.append(node if node.bound_s >= least_s else replace(node, bound_s=least_s))
         else:
-            heapq.heappush(queue, (max(node.bound_s, least_s), next(number), node))
+            first = node.fits and spare is not None and not incumbents.steps_s  # then the search knows when to stop
+            heapq.heappush(queue, (0.0 if first else max(node.bound_s, least_s), next(number), node))
 
     for node in nodes:
         push(node)

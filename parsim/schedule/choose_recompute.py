@@ -19,11 +19,16 @@ from parsim.plans.recompute import BY_OPERATOR, FULL, NONE, SELECTIVE, Recompute
 from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.computation import prices_of
+from parsim.schedule.parts.least_kept import least_kept
 from parsim.schedule.parts.usual import is_large
+from parsim.schedule.stages import is_long
 from parsim.work import BY_OPERATOR_PART, Phase
 
 FEW_COMPONENTS = 6
 """Of a model with at most so many backwards every set is tried."""
+
+MOST_HALVINGS, FEW_HALVINGS = 64, 4
+"""How often the number of recomputed components is narrowed down at most, and for long models."""
 
 MOST_SETS = 2**FEW_COMPONENTS
 """Beyond so many, components are recomputed whole alone in the sets that are tried."""
@@ -44,7 +49,9 @@ def recomputed_to_fit(problem: PlanningProblem, plan: Plan) -> Plan | None:
         return None
     by_place = _most_worthwhile_first(problem, plan)
     too_few, enough = [-1] * len(by_place), [len(steps) for steps in by_place]
-    while any(most - few > 1 for few, most in zip(too_few, enough, strict=True)):
+    left = FEW_HALVINGS if is_long(problem.model) else MOST_HALVINGS
+    while left and any(most - few > 1 for few, most in zip(too_few, enough, strict=True)):
+        left -= 1
         tried = [(few + most) // 2 if most - few > 1 else most for few, most in zip(too_few, enough, strict=True)]
         for place, over in enumerate(place_excess_bytes(problem, _recomputing(plan, by_place, tried))):
             if over and tried[place] < enough[place]:
@@ -61,6 +68,10 @@ def _holding_least(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
     A recomputed component keeps its inputs. The first one may so keep another copy of the batch, and the last ones logits that
     nobody would keep.
     """
+    if is_large(problem):
+        yield replace(plan, recompute=least_kept(problem).recompute)
+        if is_long(problem.model):
+            return
     yield replace(plan, recompute=FULL)
     if any(component.selective is not None for component in problem.model.components):
         yield replace(plan, recompute=SELECTIVE)
@@ -109,7 +120,8 @@ def are_few(problem: PlanningProblem, plan: Plan) -> bool:
 
 
 def _backwards(problem: PlanningProblem, plan: Plan) -> list[str]:
-    return [name for name in plan.components if name in problem.layout(plan).differentiable]
+    backwards = problem.layout(plan).differentiable
+    return [name for name in plan.components if name in backwards]
 
 
 def _entries(levels: Iterable[tuple[str, int]]) -> Recompute:

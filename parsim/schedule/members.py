@@ -29,7 +29,9 @@ from parsim.schedule.bounds.step import ROUNDING, computation_bound_s, least_noi
 from parsim.schedule.choose_recompute import are_few, every_set_that_fits, recomputed_to_fit
 from parsim.schedule.cuts import Bounds
 from parsim.schedule.partition import least_round_s
+from parsim.schedule.parts.estimate import least_bytes
 from parsim.schedule.parts.least import least_missing_bytes, least_seconds
+from parsim.schedule.parts.least_kept import least_kept
 from parsim.schedule.parts.node import Node, PosedPlacement
 from parsim.schedule.parts.outlines import outlines
 from parsim.schedule.parts.refinements import every_choice, other_cuts
@@ -42,7 +44,7 @@ from parsim.schedule.space import (
     other_bucket_sizes,
     zero_stages,
 )
-from parsim.schedule.stages import Cutting
+from parsim.schedule.stages import Cutting, is_long
 from parsim.schedule.tensor import best_placement, can_be_cut, limits_of, uniform_placements
 from parsim.units import divisors
 
@@ -263,9 +265,7 @@ class Members:
         samples = self.problem.global_batch // (mesh.dp * count)
         if not self.mixed:
             chosen = (
-                {}
-                if mesh.tp == 1
-                else uniform_placements(self.problem, Mesh(dp=mesh.dp, tp=mesh.tp), divides=samples % mesh.tp == 0)
+                {} if mesh.tp == 1 else uniform_placements(self.problem, self._cut_mesh(mesh), divides=samples % mesh.tp == 0)
             )
             yield chosen
             return
@@ -285,6 +285,10 @@ class Members:
                 return  # more room would change nothing
         if not seen:
             raise ScheduleError(f"no choice of placements fits: {reason}")
+
+    def _cut_mesh(self, mesh: Mesh) -> Mesh:
+        """On which uniform placements are sought: of long models once for all numbers of replicas."""
+        return Mesh(dp=1 if is_long(self.problem.model) else mesh.dp, tp=mesh.tp)
 
     def _of_cut(self, cutting: Cutting, bounds: Bounds | None = None) -> list[Node]:
         plan, size = self._fastest(cutting, bounds), self._ways(cutting.mesh)
@@ -374,24 +378,40 @@ class Members:
         recomputed, other = self._may_fit(plan, cutting)
         bound_s = step_bound_s(problem, plan)
 
-        def of(found: Plan | None) -> list[Node]:
+        def of(found: Plan | None, *, fits: bool = False) -> list[Node]:
             if found is None or found == plan:
                 return []
-            return [Node(step_bound_s(problem, found), 1, None, found, visits=REMEMBERED)]
+            return [Node(step_bound_s(problem, found), 1, None, found, visits=REMEMBERED, fits=fits)]
 
         if other and cutting is not None:
             fitting = replace(cutting, zero_stage=plan.zero_stage, bucket_bytes=plan.bucket_bytes)
-            yield Node(bound_s, 1, lambda: of(fitting.fitting()), visits=TRIED)
+            yield Node(bound_s, 1, lambda: of(fitting.fitting(), fits=True), visits=TRIED)
         if recomputed:
             floor = plan_floor(problem, plan)
             least_s = bound_s if floor is None else max(bound_s, floor.recomputing_bound_s(plan.zero_stage))
-            yield Node(least_s, 1, lambda: of(recomputed_to_fit(problem, plan)), visits=TRIED)
+            yield Node(least_s, 1, lambda: of(self._recomputed(plan, cutting), fits=True), visits=TRIED)
             if are_few(problem, plan):
 
                 def every_set() -> list[Node]:
                     return [Node(step_bound_s(problem, each), 1, None, each) for each in every_set_that_fits(problem, plan)]
 
                 yield Node(least_s, 0, every_set, late=True)
+
+    def _recomputed(self, plan: Plan, cutting: Cutting | None) -> Plan | None:
+        """With recomputation, of large problems also with longer stages where fewer microbatches are held."""
+        problem = self.problem
+        if cutting is None or plan.mesh.pp == 1 or not is_large(problem):
+            return recomputed_to_fit(problem, plan)
+        placed = [cutting.placements.get(component.name, BATCH) for component in problem.model.components]
+        kept = least_bytes(problem, plan.mesh, plan.microbatch_samples, placed)
+        fitting = replace(cutting, zero_stage=plan.zero_stage, bucket_bytes=plan.bucket_bytes)
+        ways: list[Callable[[], Plan | None]] = [
+            lambda: recomputed_to_fit(problem, plan),
+            lambda: fitting.fitting_recomputed(least_kept(problem).recompute, kept),
+        ]
+        if is_long(problem.model):
+            ways.reverse()  # memory takes long to work out, and the second way knows the better cut
+        return next((found for way in ways if (found := way()) is not None), None)
 
 
 def _refuse(error: ParsimError) -> list[Node]:

@@ -44,7 +44,7 @@ def placements_of(component: Component, mesh: Mesh, samples: int, *, places: Seq
         found += [
             Placement("shard", rule=sharding.rule, ways=ways)
             for ways in range(2, tp + 1)
-            if tp % ways == 0 and sharding.limit % ways == 0 and samples % (tp // ways) == 0
+            if tp % ways == 0 and sharding.allows(ways) and samples % (tp // ways) == 0
         ]
     return tuple(found)
 

@@ -20,6 +20,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, moments, rank_of_stage, stages_by_rank
 from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
+from parsim.plans.recompute import Recompute
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.cuts import Bounds, are_listed, count_cuts, cuts_by_bound
 from parsim.schedule.options import Prices
@@ -29,6 +30,9 @@ from parsim.work import Phase, SendRecv
 
 TIGHTENINGS = 4
 """How often stages that do not fit after all (workspace, boundary values) are cut again with that much less memory."""
+
+USUALLY_LEFT = 0.94
+"""Of a device's memory, beside workspace and buffers: with what cuts under recomputation begin."""
 
 MOST_PLACES = 1024
 """Components beyond which stages are cut between repeated blocks alone."""
@@ -172,6 +176,24 @@ class Cutting:
             return None if any(_excess_bytes(self.problem, tried)) else tried
         return None
 
+    def fitting_recomputed(self, recompute: Recompute, kept_bytes: Floats) -> Plan | None:
+        """The plan that recomputes these components, with the fastest stages found that fit; None where none was.
+
+        Args:
+            recompute: of the plan. kept_bytes: float64 [n], what each component then keeps of one microbatch.
+        """
+        if self.chunks > 1:
+            return None
+        limits = [USUALLY_LEFT * limit for limit in self._costs.limits_bytes()]
+        with contextlib.suppress(ScheduleError):
+            for _ in range(TIGHTENINGS):
+                tried = replace(self._cut(partial(self._costs.fitting_s, limits, kept_bytes=kept_bytes)), recompute=recompute)
+                excess = _excess_bytes(self.problem, tried)
+                if not any(excess):
+                    return tried
+                limits = [limit - 1.02 * over for limit, over in zip(limits, excess, strict=True)]
+        return None
+
     @cached_property
     def _costs(self) -> _StageCosts:
         samples = self.problem.global_batch // (self.mesh.dp * self.microbatches)
@@ -308,9 +330,15 @@ class _StageCosts:
             for place in rank_of_stage(self.order, self.mesh.pp, self.chunks)
         ]
 
-    def fitting_s(self, limits_bytes: Sequence[float], stage: int) -> Floats:
-        """As `seconds`, infinite where the stage would hold more than its limit."""
-        kept, per_microbatch = (sums_between(up_to[list(self.places)]) for up_to in self._up_to_bytes)
+    def fitting_s(self, limits_bytes: Sequence[float], stage: int, kept_bytes: Floats | None = None) -> Floats:
+        """As `seconds`, infinite where the stage would hold more than its limit.
+
+        Args:
+            limits_bytes: by stage. kept_bytes: float64 [n], of one microbatch, where components are recomputed.
+        """
+        fixed, alone = self._up_to_bytes
+        of_one = alone if kept_bytes is None else _running(kept_bytes.tolist())
+        kept, per_microbatch = (sums_between(up_to[list(self.places)]) for up_to in (fixed, of_one))
         pp = self.mesh.pp
         place = rank_of_stage(self.order, pp, self.chunks)[stage]
         chunk = stages_by_rank(self.order, pp, self.chunks)[place].index(stage)
@@ -337,6 +365,15 @@ class _StageCosts:
         return found
 
 
+def is_long(model: Model) -> bool:
+    """Whether a model has so many components that its repeated blocks are planned alike.
+
+    Args:
+        model: traced or from sizes.
+    """
+    return len(model.components) > MOST_PLACES
+
+
 def cut_places(model: Model) -> tuple[int, ...]:
     """Where stages may begin and end, ascending: anywhere, but in models of many components between repeated blocks alone.
 
@@ -345,7 +382,7 @@ def cut_places(model: Model) -> tuple[int, ...]:
     """
     prints = [component.fingerprint for component in model.components]
     count = len(prints)
-    if count <= MOST_PLACES:
+    if not is_long(model):
         return tuple(range(count + 1))
     for period in range(1, LONGEST_BLOCK + 1):
         alike = [one == two for one, two in zip(prints, prints[period:], strict=False)]

@@ -114,9 +114,10 @@ def uniform_options(problem: PlanningProblem, component: Component, tp: int, *, 
     pinned = dict(problem.pins).get(component.name)
     if pinned is not None:
         return (pinned,)
-    cut = [Placement("shard", rule=each.rule, ways=tp) for each in component.shardings if each.limit % tp == 0]
+    cut = [Placement("shard", rule=each.rule, ways=tp) for each in component.shardings if each.allows(tp)]
     whole = [BATCH, REPLICATE] if divides else [REPLICATE]
-    for options in (cut, whole):
+    padded = not any(each.limit % tp == 0 for each in component.shardings)  # a table tied to it may have no such rule
+    for options in ([*cut, *(whole if padded else ())], whole):
         allowed = tuple(placement for placement in options if problem.allows(component.name, placement))
         if allowed:
             return allowed

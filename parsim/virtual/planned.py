@@ -6,7 +6,8 @@ rounds. So a curve over simulated seconds has one clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 from parsim.data import BatchOrder, part
 from parsim.errors import AlgorithmError
 from parsim.plans.plan import Plan
+from parsim.plans.synchronisation import Synchronisation
 from parsim.virtual.local import LocalTraining, Workers, check_room
 
 
@@ -61,26 +63,15 @@ def train_planned(
         raise AlgorithmError(f"virtual replicas mix in rounds, and the plan has synchronisation {rule}; use average or gossip")
     if order.global_batch != plan.global_batch:
         raise AlgorithmError(f"the plan has batches of {plan.global_batch} samples, and the order of {order.global_batch}")
-    check_room(replicas, training.weight_bytes)
-    workers = Workers.fresh(training.start.repeat(replicas, 1))
-    previous, velocity, rounds = training.start.clone(), None, 0
+    if steps < 1:
+        raise AlgorithmError(f"virtual replicas train at least one step, got {steps}")
     scores: list[tuple[int, float]] = []
-    for step in range(steps):
-        samples = np.stack([part(order.indices(step), replica=replica, dp=replicas) for replica in range(replicas)])
-        samples[~np.array(rule.takes_part(rounds, replicas))] = -1
-        workers = training.step(workers, samples)
-        if rule.due(step):
-            matrix = torch.tensor(rule.matrix(rounds, replicas), dtype=workers.weights.dtype)
-            mixed = matrix @ workers.weights
-            if rule.outer is not None:
-                previous, velocity = rule.outer.step(previous, mixed[0], velocity)
-                mixed = previous.repeat(replicas, 1)
-            workers = Workers(weights=mixed, moments=workers.moments, steps=workers.steps)
-            rounds += 1
+    for step, state in enumerate(itertools.islice(steps_of(rule, replicas, training, order), steps), 1):
+        workers, rounds = state
         if on_step is not None:
-            on_step(step + 1, workers.weights)
-        if score_every and (step + 1) % score_every == 0:
-            scores.append((step + 1, training.score(workers.weights.mean(0))))
+            on_step(step, workers.weights)
+        if score_every and step % score_every == 0:
+            scores.append((step, training.score(workers.weights.mean(0))))
     return PlannedOutcome(
         workers=workers.weights,
         weights=workers.weights.mean(0),
@@ -88,3 +79,32 @@ def train_planned(
         rounds=rounds,
         scores=tuple(scores),
     )
+
+
+def steps_of(rule: Synchronisation, replicas: int, training: LocalTraining, order: BatchOrder) -> Iterator[tuple[Workers, int]]:
+    """Step after step without end: the replicas behind each, and the rounds so far.
+
+    Args:
+        rule: average or gossip; under all_reduce one replica takes the whole batch, which learns the same.
+        replicas: that mix, 1 under all_reduce. training: of the model. order: of the samples.
+
+    Raises:
+        AlgorithmError: so many replicas do not fit.
+    """
+    check_room(replicas, training.weight_bytes)
+    workers = Workers.fresh(training.start.repeat(replicas, 1))
+    previous, velocity, rounds = training.start.clone(), None, 0
+    for step in itertools.count():
+        samples = np.stack([part(order.indices(step), replica=replica, dp=replicas) for replica in range(replicas)])
+        if rule.mixes:
+            samples[~np.array(rule.takes_part(rounds, replicas))] = -1
+        workers = training.step(workers, samples)
+        if rule.mixes and rule.due(step):
+            matrix = torch.tensor(rule.matrix(rounds, replicas), dtype=workers.weights.dtype)
+            mixed = matrix @ workers.weights
+            if rule.outer is not None:
+                previous, velocity = rule.outer.step(previous, mixed[0], velocity)
+                mixed = previous.repeat(replicas, 1)
+            workers = Workers(weights=mixed, moments=workers.moments, steps=workers.steps)
+            rounds += 1
+        yield workers, rounds

@@ -56,7 +56,7 @@ def component_rows(costs: Costs, samples: int, ways: int | None) -> list[dict[st
     for component in model.components:
         rows += _phase_rows(costs, component.name, samples)
         for sharding in component.shardings:
-            if ways is not None and ways > 1 and sharding.limit % ways == 0:
+            if ways is not None and ways > 1 and sharding.allows(ways):
                 rows += _phase_rows(costs, component.name, samples, sharding.rule, ways)
     if ways is not None and not any("ways" in row for row in rows):
         limits = sorted({sharding.limit for component in model.components for sharding in component.shardings})

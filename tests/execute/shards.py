@@ -20,7 +20,7 @@ from parsim.model.interface import example_batch, loss_of
 from parsim.model.runnable import Runnable
 from parsim.model.shard.calls.multi_head import heads_of_shard
 from parsim.model.shard.grouped_queries import attention_of_shard
-from parsim.model.shard.pieces import assemble, piece
+from parsim.model.shard.pieces import assemble, padded_piece, piece
 from parsim.model.shard.propagation import propagate
 from parsim.model.shard.randomness import drawn_by_shard
 from parsim.model.shard.sharded import content_of, shard_runnable
@@ -44,7 +44,7 @@ def value_piece(value: Tensor, content: str, shard: int, ways: int) -> Tensor:
     """What a shard gets of an input or of an output's gradient."""
     if content in (FULL, PARTIAL):
         return value.clone()
-    return piece(value, ParameterShard(name="value", dim=int(content.split(":")[1])), shard, ways)
+    return padded_piece(value, int(content.split(":")[1]), shard, ways)
 
 
 def together(pieces: Sequence[Tensor], content: str) -> Tensor:

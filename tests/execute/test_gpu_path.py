@@ -84,11 +84,11 @@ def measured(sections: list[Any]) -> dict[str, list[Any]]:
 
 
 def few(launches: tuple[Any, ...]) -> tuple[Any, ...]:
-    """As many of each surface as a fit needs."""
+    """As many of each surface as a fit needs, and a third more: a busy machine makes single ones contradict others."""
     kept: dict[tuple[str, str, str], list[Any]] = {}
     for launch in launches:
         kept.setdefault((launch.kind, launch.function, launch.phase), []).append(launch)
-    return tuple(launch for surface in kept.values() for launch in surface[:8])
+    return tuple(launch for surface in kept.values() for launch in surface[:12])
 
 
 def test_one_rank_on_one_gpu_becomes_a_profile(one_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

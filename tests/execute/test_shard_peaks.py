@@ -12,13 +12,12 @@ from torch import Tensor  # noqa: E402
 
 from parsim.model import Model, record  # noqa: E402
 from parsim.model.autograd.cut import backward_component, forward_component  # noqa: E402
-from parsim.model.component import Component, Sharding, ShardPeak  # noqa: E402
+from parsim.model.component import Component, Sharding, ShardPeak, share_of  # noqa: E402
 from parsim.model.memory.live_memory import LiveBytes  # noqa: E402
 from parsim.model.runnable import Runnable  # noqa: E402
-from parsim.model.shard.narrow import narrow  # noqa: E402
+from parsim.model.shard.narrow import narrow, ways_of  # noqa: E402
 from parsim.model.shard.sharded import shard_runnable  # noqa: E402
 from parsim.model.tracing.traced import model_of  # noqa: E402
-from parsim.units import divisors  # noqa: E402
 from tests.architectures import batch_of, small_module  # noqa: E402
 from tests.execute.shards import narrowed, traced_and_recorded, value_piece, values_of  # noqa: E402
 
@@ -27,7 +26,8 @@ SAMPLES = 5
 
 def test_a_moment_of_one_of_four() -> None:
     """100 bytes per sample and 8 more on every shard, and a quarter of 40 and of 12."""
-    assert ShardPeak(100, 8, 40, 12).at(4) == (110, 11)
+    assert ShardPeak(100, 8, 40, 12).at(share_of(0, 4)) == (110, 11)
+    assert ShardPeak(100, 8, 40, 20).at(share_of(10, 4)) == (112, 14), "three of ten rows"
 
 
 @pytest.mark.parametrize("name", ["mlp", "vgg_small", "resnet_small", "vit_small", "gpt_small", "bert_small"])
@@ -64,7 +64,7 @@ def check(model: Model, runnables: Sequence[Runnable], values: Mapping[str, Tens
             if (component.fingerprint, sharding.rule) in seen:
                 continue
             seen.add((component.fingerprint, sharding.rule))
-            widths = divisors(sharding.limit)[1:]
+            widths = ways_of(sharding)
             for ways in (*widths[:3], widths[-1])[-2:]:
                 given = [values[value] for value in component.inputs]
                 first = [model.value[value].savers[:1] == (component.name,) for value in component.inputs]

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from parsim.costs.communication.exchange import exchange_seconds
 from parsim.engines import static
 from parsim.engines.compile import compile_graph
 from parsim.engines.dynamic import run_program
@@ -193,3 +194,50 @@ def test_what_is_not_built_is_refused(problem: PlanningProblem) -> None:
         Played(problem=problem, evaluation=evaluate(problem, plan_of(problem, "average/2"), samples=0), scenario=Scenario())
     with pytest.raises(PlanError, match="microbatches"):
         custom_plan(problem, Mesh(pp=2, dp=2), microbatches=2, synchronisation=Synchronisation(kind="stale"))
+
+
+@pytest.mark.parametrize("text", ["gossip/1 one_peer_exponential", "gossip/2 ada(start=7, rate=2.0, rounds=5, epochs=3)"])
+def test_messages_share_links_with_those_of_their_own_round_alone(problem: PlanningProblem, text: str) -> None:
+    """A round of one peer per rank is priced as it runs, not as if all rounds of the cycle ran at once."""
+    nodes = cluster_from_profile(load_profile("p3-16xlarge"), nodes=2, network="ethernet-25g")
+    wide = PlanningProblem(model=problem.model, cluster=nodes, global_batch=64, precision="fp32", optimizer="sgd_momentum")
+    plan = custom_plan(wide, Mesh(dp=16), synchronisation=parse_synchronisation(text))
+    period = mixing_period(wide, wide.layout(plan))
+    seconds = period.medians_s[0][period.unit]
+    tasks = period.cycle.columns.graph.tasks
+    rule, number, seen = plan.synchronisation, -1, set()
+    for task in tasks:
+        if isinstance(task.work, Mix) and task.work.copies == 1 and task.ranks == (0,) and task.origin.bucket == 0:
+            number += 1
+        if isinstance(task.work, SendRecv):
+            links = rule.matrix(rule.cycle(16)[number], 16)
+            pairs = [(source, to) for to in range(16) for source in range(16) if source != to and links[to, source]]
+            alone = exchange_seconds(pairs, task.work.size_bytes, nodes)
+            place = pairs.index((task.work.source, task.work.destination))
+            assert seconds[task.index] == pytest.approx(alone[place], rel=1e-9)
+            seen.add(number)
+    assert seen == set(range(len(rule.cycle(16))))
+
+
+@pytest.mark.parametrize("text", ["average/1", "average/2 outer=nesterov:0.7:0.9", "average/8"])
+@pytest.mark.parametrize("axes", [{"dp": 12}, {"dp": 6, "pp": 2}])
+def test_replicas_that_average_are_folded_exactly(problem: PlanningProblem, text: str, axes: dict[str, int]) -> None:
+    machine = cluster_from_profile(load_profile("summit-v100"), nodes=2, network="infiniband-100g")
+    wide = PlanningProblem(model=problem.model, cluster=machine, global_batch=96, precision="fp32", optimizer="sgd_momentum")
+    plan = custom_plan(wide, Mesh(**axes), synchronisation=parse_synchronisation(text))
+    whole, folded = (evaluate(wide, plan, samples=8, fold=fold) for fold in (False, True))
+    assert folded.folding.is_folded
+    assert len(folded.folding.ranks) < 12
+    assert folded.compiled.size < whole.compiled.size
+    assert folded.result.step_s.median == pytest.approx(whole.result.step_s.median, rel=1e-9)
+    assert folded.result.lower_bound_s == pytest.approx(whole.result.lower_bound_s, rel=1e-9)
+    assert folded.result.communication_fraction == pytest.approx(whole.result.communication_fraction, rel=1e-9)
+    assert len(folded.breakdown) == len(whole.breakdown) == 12
+    for one, other in zip(folded.breakdown, whole.breakdown, strict=True):
+        assert one.compute_s == pytest.approx(other.compute_s, rel=1e-9)
+    assert folded.result.peak_memory_bytes == whole.result.peak_memory_bytes
+
+
+@pytest.mark.parametrize("text", ["gossip/1 ring", "average/4 participation=0.5"])
+def test_replicas_that_are_not_alike_are_not_folded(problem: PlanningProblem, text: str) -> None:
+    assert not evaluate(problem, plan_of(problem, text), samples=0, fold=True).folding.is_folded

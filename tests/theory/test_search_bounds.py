@@ -24,9 +24,9 @@ from parsim.schedule.bounds.step import computation_bound_s, step_bound_s
 from parsim.schedule.families import FAMILIES
 from parsim.schedule.partition import least_round_s
 from parsim.schedule.search import search
-from parsim.units import divisors
 from parsim.schedule.stages import balanced_plan
 from parsim.schedule.tensor import uniform_options, uniform_placements
+from parsim.units import divisors
 from tests.models import chain_model
 
 MACHINES = {name: load_profile(name) for name in ("dgx1-v100-32gb", "pcie-8xv100")}

@@ -12,7 +12,10 @@ from parsim.execute.relaxed.scripts import rank_tasks
 from parsim.execute.rooms.transfers import transfer_rooms
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
-from parsim.plans.plan import Plan
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
+from parsim.work import Compute, Phase, SendRecv
+from tests.models import chain_model
 from tests.plans import MODEL, plans
 
 
@@ -52,3 +55,27 @@ def test_every_receive_has_room_once(data: st.DataObject) -> None:
         given_room = [task.index for task in (*rooms.first, *(task for some in rooms.behind.values() for task in some))]
         received = [task.index for task, stream, _ in tasks if stream.startswith("pp<")]
         assert sorted(given_room) == sorted(received)
+
+
+def test_a_second_forward_waits_until_the_value_is_sent_that_is_given_up_before_it() -> None:
+    """Else it would still be there where the link is slow, and to the end of the step if it was sent later still."""
+    model = chain_model((1e6,) * 4)
+    names, mesh = tuple(component.name for component in model.components), Mesh(pp=2)
+    plan = Plan(
+        strategy="custom",
+        mesh=mesh,
+        stages=(
+            Stage(components=names[:2], ranks=mesh.stage_ranks(0)),
+            Stage(components=names[2:], ranks=mesh.stage_ranks(1)),
+        ),
+        global_batch=8,
+        pipeline_order="gpipe",
+        recompute="full",
+    )
+    layout = PlanIndex(plan, model)
+    tasks = rank_tasks(lower(plan, model), 0)
+    rooms = transfer_rooms(tasks, layout, 0)
+    again = next(task for task, _, _ in tasks if isinstance(task.work, Compute) and task.work.phase is Phase.RECOMPUTE)
+    sent = [task.index for task, _, _ in tasks if isinstance(task.work, SendRecv) and task.work.source == 0]
+    assert rooms.forgotten[again.index] == sent
+    assert rooms.awaited[again.index] == sent

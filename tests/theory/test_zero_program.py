@@ -77,7 +77,14 @@ def test_lines_in_closed_form() -> None:
     assert unsharded_bytes(PlanIndex(replicas(1), CHAIN), 0) == {}
     assert all("unsharded" not in {name for name, _, _ in entry.spreads} for entry in found.values())
     sent, part = 2 * BUCKET + BUCKET // 4, BUCKET // 4
-    most = [unsharded_bytes(PlanIndex(replicas(stage), CHAIN), 0) for stage in (2, 3)]
+    most = [
+        {
+            name: size
+            for (phase, name, _), size in unsharded_bytes(PlanIndex(replicas(stage), CHAIN), 0).items()
+            if _backward(phase)
+        }
+        for stage in (2, 3)
+    ]
     assert most[0] == {"loss": 0, "c5": BUCKET, "c4": sent, "c3": sent, "c2": sent, "c1": sent, "c0": sent}
     assert most[1] == {
         "loss": 2 * BUCKET, "c5": 3 * BUCKET, **dict.fromkeys(("c4", "c3", "c2", "c1"), 4 * BUCKET + part),
@@ -114,15 +121,13 @@ def test_the_executor_holds_what_is_predicted_and_what_the_program_needs(plan: P
         ]
         indices = {task.index for task, _ in own}
         tasks = [(task, stream, tuple(index for index in task.dependencies if index in indices)) for task, stream in own]
-        assert _fullest(layout, tasks, start, end) == {
-            name: size for name, size in unsharded_bytes(layout, rank).items() if size
-        }
+        assert _fullest(layout, tasks, start, end) == {use: size for use, size in unsharded_bytes(layout, rank).items() if size}
 
 
 def _fullest(
     layout: PlanIndex, tasks: list[tuple[Task, str, tuple[int, ...]]], start: np.ndarray, end: np.ndarray
-) -> dict[str, float]:  # type: ignore[type-arg]
-    """By component the most bytes of buckets while it runs backward, as the executor makes and gives up their room."""
+) -> dict[tuple[Phase, str, int], float]:  # type: ignore[type-arg]
+    """Bytes of buckets while a component runs, as the executor makes and gives up their room."""
     rooms = rooms_of(tasks)
     sending = {
         (task.origin.bucket, task.origin.microbatch): task
@@ -145,7 +150,7 @@ def _fullest(
     filling: set[tuple[int, int]] = set()
     sent: set[tuple[int, int]] = set()
     whole: dict[int, float] = dict.fromkeys(rooms.first_parameters, 0.0)  # since when
-    found: dict[str, float] = {}
+    found: dict[tuple[Phase, str, int], float] = {}
     for task, _, before in tasks:
         if not isinstance(task.work, Compute | OptimizerStep):
             continue
@@ -161,11 +166,10 @@ def _fullest(
                 filling |= {(bucket, microbatch) for bucket in here}
             needed = {entry.origin.bucket for entry in gathering if entry.index in before}
             assert needed <= whole.keys()
-            if task.work.phase is not Phase.FORWARD:
-                held = sum(size[bucket] for bucket in whole) + sum(size[bucket] for bucket, _ in filling | sent)
-                held += sum(part[bucket] for bucket, _ in sent)
-                if held:
-                    found[name] = max(found.get(name, 0.0), held)
+            held = sum(size[bucket] for bucket in whole) + sum(size[bucket] for bucket, _ in filling | sent)
+            held += sum(part[bucket] for bucket, _ in sent)
+            if held:
+                found[task.work.phase, name, microbatch] = held
         for bucket in room.ending_parameters:
             del whole[bucket]
         for key in room.ending_gradients:
@@ -181,6 +185,10 @@ def _fullest(
     assert not sent
     assert not whole
     return found
+
+
+def _backward(phase: Phase) -> bool:
+    return phase is Phase.BACKWARD
 
 
 def _own(tasks: list[tuple[Task, str, tuple[int, ...]]]) -> set[int]:

@@ -230,13 +230,35 @@ def test_recipes_of_the_launcher_fill_what_its_rows_leave_out() -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @drawn(errors=st.lists(st.floats(-1.5, 1.5), min_size=1, max_size=60))
 def test_ends_of_an_interval_hold_the_prediction_and_nine_rows_of_ten(errors: list[float]) -> None:
-    from intervals import NOISE, ends_of
+    from intervals import NOISE, ends_of, reach_of, spread_of
 
-    low, high = ends_of(errors)
+    spread = spread_of(errors)
+    reach = reach_of([spread.scales_away(error) for error in errors])
+    low, high = ends_of(spread, reach)
     assert low <= -NOISE < NOISE <= high
-    held = sum(low <= -error <= high for error in errors)
-    assert held >= 0.9 * len(errors) - 1e-9
-    assert ends_of([-error for error in errors]) == pytest.approx((-high, -low))
+    assert sum(low - 1e-9 <= -error <= high + 1e-9 for error in errors) >= 0.9 * len(errors) - 1e-9
+    assert ends_of(spread_of([-error for error in errors]), reach) == pytest.approx((-high, -low))
+
+
+def test_cards_of_a_node_are_counted_where_each_has_its_own_rate() -> None:
+    from machines import machine_of
+    from rows import row_of
+
+    several = machine_of(row_of(row(hardware="A100-80GB SXM, 8/node, 4x Omni-Path 100Gb/s per node")))
+    whole = machine_of(row_of(row(hardware="A100, 8/node, 800 Gb/s per node between nodes")))
+    assert several is not None
+    assert whole is not None
+    assert (several.cards, several.gbit) == (4, 100.0)
+    assert (whole.cards, whole.gbit) == (4, 200.0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "chunks"), [(105, 35, 3), (128, 64, 2), (96, 16, 2), (45, 15, 3), (35, 35, 1), (70, 14, 5), (7, 3, 2)]
+)
+def test_chunks_that_a_row_does_not_state_cut_evenly(layers: int, pp: int, chunks: int) -> None:
+    from blanks import usual_chunks
+
+    assert usual_chunks(2, layers, pp) == chunks
 
 
 @pytest.mark.parametrize("seq", [256, 4096])

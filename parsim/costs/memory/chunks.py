@@ -30,6 +30,7 @@ class HeldMoment(NamedTuple):
         arriving: by link to this rank the messages for which there is room that the action does not read.
         leaving: by link from this rank those held that an earlier action has made.
         unread: per chunk the microbatches whose forward has not begun.
+        microbatch: of the action, as numbered in a few rounds (`parsim.plans.pipeline.in_few_rounds`).
     """
 
     chunk: int
@@ -39,6 +40,7 @@ class HeldMoment(NamedTuple):
     arriving: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
     unread: tuple[int, ...] = ()
+    microbatch: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +83,9 @@ class ComponentMoments:
     Attributes:
         kept: from its forward to the end of its backward. again: what its second forward saves anew.
         forward: the fullest moment of its forward, beyond what it and those before it in its chunk keep.
-        alive: beyond all that is kept, while it runs backward; with what waits beside it. gradients: of its outputs.
-        whole: buckets that are whole while it runs backward.
+        second: beyond all that is kept, while it runs forward again; with what waits beside it.
+        alive: likewise while it runs backward. gradients: of its outputs, as it reads them.
+        whole: buckets that are whole meanwhile, by phase and microbatch.
     """
 
     component: Component
@@ -90,9 +93,20 @@ class ComponentMoments:
     kept: float
     again: float
     forward: float
+    second: float
     alive: float
     gradients: float
-    whole: float
+    whole: Mapping[tuple[Phase, int], float] = field(default_factory=dict)
+
+    def moment(self, size: float, microbatch: int, *phases: Phase) -> Moment:
+        """So many bytes beside the buckets that are whole in the phase, or in the one of several that the plan has."""
+        whole = max((self.whole.get((phase, microbatch), 0.0) for phase in phases), default=0.0)
+        return Moment(size + whole, whole)
+
+    def backward(self, before: float, microbatch: int) -> Moment:
+        """The fullest moment of its backward, and of its forward before that, beyond what is kept; `before` is there too."""
+        again = self.moment(before + self.second, microbatch, Phase.RECOMPUTE) if self.second else Moment(0.0, 0.0)
+        return max(again, self.moment(before + self.alive, microbatch, Phase.BACKWARD, Phase.BACKWARD_INPUT))
 
 
 def fullest(
@@ -120,14 +134,13 @@ def fullest(
         beside = chunks.arriving(moment) + chunks.leaving(moment) + inputs(moment)
         return sum(moment.alive[chunk] * size for chunk, size in kept.items()) + waiting(moment) + beside
 
-    known: dict[tuple[int, Phase], Moment] = {}
+    known: dict[tuple[int, Phase, int], Moment] = {}
 
     def beyond(moment: HeldMoment) -> Moment:
-        key = moment.chunk, moment.phase
+        key = moment.chunk, moment.phase, moment.microbatch
         if key not in known:
-            known[key] = _beyond(
-                moment.phase, by_chunk.get(moment.chunk, []), kept.get(moment.chunk, 0.0), chunks, element_bytes
-            )
+            own = by_chunk.get(moment.chunk, [])
+            known[key] = _beyond(moment, own, kept.get(moment.chunk, 0.0), chunks, element_bytes)
         return known[key]
 
     running = [moment for moment in chunks.moments if moment.chunk in by_chunk or not by_chunk]  # a rank may hold none
@@ -136,54 +149,57 @@ def fullest(
     return base, waiting(base), Moment(max(0.0, most + best.size_bytes - held(base)), best.whole_bytes)
 
 
-def _beyond(phase: Phase, own: Sequence[ComponentMoments], kept: float, chunks: Chunks, element_bytes: int) -> Moment:
+def _beyond(moment: HeldMoment, own: Sequence[ComponentMoments], kept: float, chunks: Chunks, element_bytes: int) -> Moment:
     """The fullest moment of an action beyond what is held."""
-    match phase:
+    match moment.phase:
         case Phase.FORWARD:
-            return _forward(own, kept)
+            return _forward(own, kept, moment.microbatch)
         case Phase.BACKWARD:
-            return _backward(own)
+            return _backward(own, moment.microbatch)
         case Phase.BACKWARD_INPUT:
-            return _for_inputs(own, chunks, element_bytes)
-    return _for_weights(own, chunks, element_bytes)
+            return _for_inputs(own, chunks, element_bytes, moment.microbatch)
+    return _for_weights(own, chunks, element_bytes, moment.microbatch)
 
 
-def _forward(own: Sequence[ComponentMoments], kept: float) -> Moment:
-    before, found = 0.0, 0.0
+def _forward(own: Sequence[ComponentMoments], kept: float, microbatch: int) -> Moment:
+    before, found = 0.0, Moment(0.0, 0.0)
     for part in own:
-        found = max(found, before + part.forward - kept)
+        found = max(found, part.moment(before + part.forward - kept, microbatch, Phase.FORWARD))
         before += part.kept
-    return Moment(found, 0.0)
+    return found
 
 
-def _backward(own: Sequence[ComponentMoments]) -> Moment:
+def _backward(own: Sequence[ComponentMoments], microbatch: int) -> Moment:
     """While a component runs, what those after it in the chunk kept is free."""
     free, found = 0.0, Moment(0.0, 0.0)
     for part in reversed(own):
-        found = max(found, Moment(part.alive + part.whole - free, part.whole))
+        found = max(found, part.backward(-free, microbatch))
         free += part.kept
     return found
 
 
-def _for_inputs(own: Sequence[ComponentMoments], chunks: Chunks, element_bytes: int) -> Moment:
+def _for_inputs(own: Sequence[ComponentMoments], chunks: Chunks, element_bytes: int, microbatch: int) -> Moment:
     """Nothing is free before the half for weights, but what components without parameters kept."""
     so_far, found = 0.0, Moment(0.0, 0.0)
     for part in reversed(own):
         waits = _waiting(part, chunks, element_bytes)
         if part.component.name not in chunks.for_weights:
-            found = max(found, Moment(so_far + max(part.alive, waits + part.gradients) + part.whole, part.whole))
+            ended = part.moment(so_far + waits + part.gradients, microbatch, Phase.BACKWARD, Phase.BACKWARD_INPUT)
+            found = max(found, part.backward(so_far, microbatch), ended)
         so_far += waits
     return found
 
 
-def _for_weights(own: Sequence[ComponentMoments], chunks: Chunks, element_bytes: int) -> Moment:
+def _for_weights(own: Sequence[ComponentMoments], chunks: Chunks, element_bytes: int, microbatch: int) -> Moment:
     """What waited for a component is free after it; what one without parameters kept was free before."""
     free, found = 0.0, Moment(0.0, 0.0)
     for part in reversed(own):
         largest = max((entry.size_bytes for entry in part.component.trainable_parameters), default=0)
         waits = _waiting(part, chunks, element_bytes)
-        size = part.alive - waits if part.component.name in chunks.for_weights else largest
-        found = max(found, Moment(size + part.whole - free, part.whole))
+        if part.component.name in chunks.for_weights:
+            found = max(found, part.backward(-waits - free, microbatch))
+        else:
+            found = max(found, part.moment(largest - free, microbatch, Phase.BACKWARD_WEIGHT))
         free += part.kept + waits
     return found
 

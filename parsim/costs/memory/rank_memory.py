@@ -10,8 +10,6 @@ until the end of its backward.
 
 The line `allocator`, an interval, holds the memory of the allocator and of libraries. A rank fits if it does with every line
 at its p95, that is with a probability of 95%.
-
-Leaves out: buckets that are whole during a first forward, where that is the fullest moment (ZeRO 3).
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from operator import itemgetter
 
 from parsim.costs.memory.chunks import Chunks, ComponentMoments, HeldMoment, Moment, fullest
 from parsim.costs.memory.records import ALONE, Again, Boundary, RankMemory, RankStep, Traffic, Weights
-from parsim.costs.memory.waiting import waiting_bytes
+from parsim.costs.memory.waiting import Wait, waiting_bytes
 from parsim.errors import CostError
 from parsim.hardware.device import DeviceType
 from parsim.model.component import Component, Parameter, Value
@@ -31,6 +29,7 @@ from parsim.model.number_formats import number_format
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.precision import cast_bytes
 from parsim.units import MIB
+from parsim.work import Phase
 
 FULL_BYTES = 4
 
@@ -207,7 +206,7 @@ def _uniform_boundary(
     components: Sequence[Component],
     values: Mapping[str, Value],
     samples: int | Mapping[str, int],
-    gradients: Mapping[str, Sequence[tuple[int, float]]] | None,
+    gradients: Mapping[str, Sequence[Wait]] | None,
 ) -> Boundary:
     """Values between components that no saved activation accounts for, inputs of the model, and gradients."""
     if not isinstance(samples, int):
@@ -265,6 +264,10 @@ def _moments(
     what it puts out, which have been converted by then.
     """
     found = []
+    whole: dict[str, dict[tuple[Phase, int], float]] = {}
+    for (phase, name, microbatch), size in weights.unsharded.items():
+        key = phase, microbatch if step.pipeline else 0  # without a pipeline one microbatch is held at a time
+        whole.setdefault(name, {})[key] = max(size, whole.get(name, {}).get(key, 0.0))
     made_before = {} if step.pipeline is None else step.pipeline.made_before
     for component, own in zip(step.components, saved, strict=True):
         name, number = component.name, samples[component.name]
@@ -277,13 +280,15 @@ def _moments(
         gradients = boundary.gradient_bytes[name]
         runs_backward = gradients or not component.forward_peaks
         alive = max(_alive_bytes(component, number), gradients) if runs_backward else 0.0
+        wanted, second = boundary.wanted_bytes.get(name, gradients), 0.0
+        beside = boundary.waiting.gradients.get(name, 0.0) + made_back
         if name in again:
-            second = again[name]
-            first = second.fullest_bytes
+            entry = again[name]
+            first = entry.fullest_bytes
             if first is None:
                 first = _fullest_bytes(component.forward_peaks, number)
-            wanted = boundary.wanted_bytes.get(name, gradients)
-            alive = max(second.saved_bytes - second.released_bytes + alive, first + wanted)
+            alive += entry.saved_bytes - entry.released_bytes
+            second = first + wanted + beside
         found.append(
             ComponentMoments(
                 component=component,
@@ -291,9 +296,10 @@ def _moments(
                 kept=own,
                 again=again[name].saved_bytes if name in again else 0.0,
                 forward=forward + made,
-                alive=alive + boundary.waiting.gradients.get(name, 0.0) + made_back,
-                gradients=gradients,
-                whole=weights.unsharded.get(name, 0.0),
+                second=second,
+                alive=alive + beside,
+                gradients=wanted,
+                whole=whole.get(name, {}),
             )
         )
     return found
@@ -307,9 +313,9 @@ def _fullest(parts: Sequence[ComponentMoments], posted: float) -> Moment:
     before = 0.0
     moments = [Moment(0.0, 0.0)]
     for part in parts:
-        moments.append(Moment(before + part.forward, 0.0))
+        moments.append(part.moment(before + part.forward, 0, Phase.FORWARD))
         before += part.kept
-        moments.append(Moment(before + part.alive + part.whole - posted, part.whole))
+        moments.append(part.backward(before - posted, 0))
     peak = max(moments, key=itemgetter(0))
     return Moment(max(0.0, peak.size_bytes - before), peak.whole_bytes)
 

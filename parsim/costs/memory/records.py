@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from parsim.costs.memory.chunks import Chunks
 from parsim.costs.memory.verdict import DOUBTFUL, FIT_PROBABILITY, fit_probability
-from parsim.costs.memory.waiting import Waiting
+from parsim.costs.memory.waiting import Wait, Waiting
 from parsim.model.component import Component, Value
 from parsim.units import format_bytes
+from parsim.work import Phase
 
 NOT_TENSORS = ("context", "communication", "allocator")
 """Lines of the framework, of libraries and of what is lost between blocks."""
@@ -87,13 +88,13 @@ class Weights:
     Attributes:
         parameter_bytes, gradient_bytes: as held all the time, padding included (ZeRO 2 and 3: its parts of the buckets).
         updated_elements: those whose optimizer state is here and which this rank updates (ZeRO 1: its parts of the buckets).
-        unsharded: bytes by component of the buckets that lie whole here while it runs backward, for this and what is next.
+        unsharded: bytes of the buckets that lie whole here while a component runs, by phase, component and microbatch.
     """
 
     parameter_bytes: int
     gradient_bytes: int
     updated_elements: int
-    unsharded: Mapping[str, float] = field(default_factory=dict)
+    unsharded: Mapping[tuple[Phase, str, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,8 @@ class Boundary:
         held_bytes: of values in flight, in all layouts, beyond the saved activations.
         loaded_bytes: of the batch as loaded. loaded_saved_bytes: that part of it which is counted among the saved activations
             while the microbatch is in flight, or let go once it is read.
-        gradient_bytes: by component, of what is there of its outputs' gradients right before its backward.
+        gradient_bytes: by component, of its outputs' gradients at the fullest moment before its backward, while they are
+            converted.
         waiting: values and gradients that are there for other components.
         wanted_bytes: the same as the component wants them, after conversions; by default they are the same.
         held_of: `held_bytes` by the first component here that keeps the value, or makes or reads it.
@@ -161,7 +163,7 @@ class RankStep:
     microbatch_samples: int | Mapping[str, int]
     in_flight: int = 1
     pipeline: Chunks | None = None
-    gradients: Mapping[str, Sequence[tuple[int, float]]] | None = None
+    gradients: Mapping[str, Sequence[Wait]] | None = None
     loaded_microbatches: int | None = None
     boundary: Boundary | None = None
     weights: Weights | None = None

@@ -5,15 +5,24 @@ counts it. The gradient of a value with several readers, or of one read long aft
 of its last reader to that of its maker. A gradient from another rank lies there from the beginning of the backward: it comes
 from what was run last.
 
-Leaves out: that gradients may be views of one storage, as those of a concatenation's operands or of a residual sum's.
+Leaves out: that gradients of two values may be one storage, as those of a residual sum's operands.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from parsim.model.component import Component, Value
+
+
+class Wait(NamedTuple):
+    """Bytes that are there while the components of a rank from number `first` to number `last` run; none if that is less."""
+
+    first: int
+    last: int
+    size_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,16 +45,16 @@ def waiting_bytes(
     components: Sequence[Component],
     values: Mapping[str, Value],
     size_bytes: Callable[[Value], float],
-    gradients: Mapping[str, Sequence[tuple[int, float]]] | None = None,
+    gradients: Mapping[str, Sequence[Wait]] | None = None,
+    waits: Mapping[str, Sequence[Wait]] | None = None,
 ) -> Waiting:
     """What waits on a rank while each of its components runs.
 
     Args:
         components: of the rank, in execution order. values: of the model by name, as kept under the plan.
         size_bytes: of one microbatch of a value on this rank.
-        gradients: by value the gradients that wait here for its maker: the number of the component in whose backward each
-            begins (that of all components where it comes from a later rank), and its bytes. None: one of all readers here, as
-            large as the value.
+        gradients: by value those that wait here for its maker. None: one of all readers here, as large as the value.
+        waits: by value where it waits here, for those that lie here in several layouts.
     """
     place = {component.name: number for number, component in enumerate(components)}
     readers: dict[str, list[int]] = {}
@@ -56,19 +65,21 @@ def waiting_bytes(
     for name, reads in readers.items():
         value = values[name]
         made = -1 if value.producer is None else place.get(value.producer, -1)
-        until = _counted_at(value, place, reads[-1])
-        for number in range(made + 1, until + 1):
-            forward[number] += size_bytes(value)
+        if waits is None or name not in waits:
+            _add(forward, Wait(made + 1, _counted_at(value, place, reads[-1]), size_bytes(value)))
         if gradients is None and value.differentiable and value.producer is not None:
-            for number in range((made if made >= 0 else reads[0]) + 1, reads[-1]):
-                backward[number] += size_bytes(value)
-    for name, parts in (gradients or {}).items():
-        made = place.get(values[name].producer or "", -1)
-        for begins, size in parts:
-            for number in range((made if made >= 0 else readers[name][0]) + 1, begins):
-                backward[number] += size
+            _add(backward, Wait((made if made >= 0 else reads[0]) + 1, reads[-1] - 1, size_bytes(value)))
+    for into, known in ((forward, waits), (backward, gradients)):
+        for own in (known or {}).values():
+            for wait in own:
+                _add(into, wait)
     names = [component.name for component in components]
     return Waiting(values=dict(zip(names, forward, strict=True)), gradients=dict(zip(names, backward, strict=True)))
+
+
+def _add(sizes: list[float], wait: Wait) -> None:
+    for number in range(wait.first, wait.last + 1):
+        sizes[number] += wait.size_bytes
 
 
 def _counted_at(value: Value, place: Mapping[str, int], last_read: int) -> int:

@@ -88,7 +88,10 @@ def _add_receives(rooms: TransferRooms, groups: Sequence[_Group], order: _Order)
 
 
 def _add_sends(rooms: TransferRooms, groups: Sequence[_Group], order: _Order, *, waits: bool) -> None:
-    """A group that no computation here stands for is held to the end of the step, and nothing waits for it."""
+    """A group that no computation here stands for is held to the end of the step, and nothing waits for it.
+
+    A forward that runs again waits until the value of its microbatch is sent, as the backward behind it does.
+    """
     for number, group in enumerate(groups):
         following = groups[number + 1].place if number + 1 < len(groups) else None
         made = group.place is not None and following is not None and following >= group.place
@@ -98,7 +101,9 @@ def _add_sends(rooms: TransferRooms, groups: Sequence[_Group], order: _Order, *,
             continue
         index = order.computations[at].index
         rooms.forgotten.setdefault(index, []).extend(task.index for task in group.tasks)
-        if waits and made and at == after:
+        computed = order.computations[at].work
+        again = isinstance(computed, Compute) and computed.phase is Phase.RECOMPUTE  # a backward has to wait in any case
+        if waits and ((made and at == after) or again):
             rooms.awaited.setdefault(index, []).extend(task.index for task in group.tasks)
 
 

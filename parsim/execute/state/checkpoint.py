@@ -200,7 +200,7 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
     """
     import torch
 
-    from parsim.execute.state.fragments import WHOLE, Fragment, join, join_state
+    from parsim.execute.state.fragments import WHOLE, fragment_from, join, join_state
 
     entries, problem = _inspect(checkpoint.folder, digests=False)
     if problem is not None:
@@ -212,7 +212,7 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
         for section in _SECTIONS if entry.rank == rank else _SHARED:
             for name in entry.names.get(section, ()):  # checkpoints of before have no progress
                 given = entry.fragments.get(section, {}).get(name)
-                part = WHOLE if given is None else Fragment(*given[:6], *map(tuple, given[6:]))
+                part = WHOLE if given is None else fragment_from(given)
                 if part not in found[section].get(name, {}) and (section in _UNNAMED or wanted is None or name in wanted):
                     missing.append((section, name, part))
         if not missing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -18,6 +18,7 @@ class Fragment(NamedTuple):
     """Elements `start` to `stop` (flat; stop -1: all) of shard `shard` of `ways`, which has `shape` (empty: as it comes).
 
     Shards are cut along `dim` in `blocks` runs (or `runs` of these sizes), as `parsim.model.shard.pieces` does.
+    `size`: of a dim whose pieces are padded; else 0.
     """
 
     dim: int = 0
@@ -28,6 +29,18 @@ class Fragment(NamedTuple):
     stop: int = -1
     shape: tuple[int, ...] = ()
     runs: tuple[int, ...] = ()
+    size: int = 0
+
+    @property
+    def part(self) -> ParameterShard:
+        """How the whole is cut."""
+        return ParameterShard(name="", dim=self.dim, blocks=self.blocks, runs=self.runs, size=self.size)
+
+
+def fragment_from(entries: Sequence[Any]) -> Fragment:
+    """From a fragment as a plain list; the last entries may be left out, as older checkpoints do."""
+    values: Any = (tuple(entry) if isinstance(entry, list | tuple) else entry for entry in entries)
+    return Fragment(*values)
 
 
 WHOLE = Fragment()
@@ -37,7 +50,12 @@ def fragment_of(held: HeldParameter) -> Fragment:
     """What a rank holds of a parameter."""
     if held.part is None:
         return WHOLE
-    return Fragment(dim=held.part.dim, blocks=held.part.blocks, shard=held.shard, ways=held.ways, runs=held.part.runs)
+    return piece_of(held.part, held.shard, held.ways)
+
+
+def piece_of(part: ParameterShard, shard: int, ways: int) -> Fragment:
+    """Shard `shard` of `ways` of what is cut so."""
+    return Fragment(dim=part.dim, blocks=part.blocks, shard=shard, ways=ways, runs=part.runs, size=part.size)
 
 
 def is_per_element(value: object, key: str) -> TypeGuard[Tensor]:
@@ -64,7 +82,7 @@ def join(name: str, parts: Mapping[Fragment, Tensor]) -> Tensor:
     pieces = [_joined_range(name, shards[shard]) for shard in range(first.ways)]
     if first.ways == 1:
         return pieces[0]
-    return assemble(pieces, ParameterShard(name=name, dim=first.dim, blocks=first.blocks, runs=first.runs))
+    return assemble(pieces, first.part)
 
 
 def _joined_range(name: str, parts: Mapping[Fragment, Tensor]) -> Tensor:

@@ -114,14 +114,14 @@ def _is_table_of(value: object, kind: type) -> bool:
 
 
 def _is_fragment(given: object) -> bool:
-    """`[dim, blocks, shard, ways, start, stop, shape, runs]`, of which the last may be absent."""
-    if not isinstance(given, list) or not 1 <= len(given) <= 8:
+    """`[dim, blocks, shard, ways, start, stop, shape, runs, size]`, of which the last may be absent."""
+    if not isinstance(given, list) or not 1 <= len(given) <= 9:
         return False
     least = (0, 1, 0, 1, 0, -1)
     below = (64, MOST_RANKS, MOST_RANKS, MOST_RANKS, _LARGEST, _LARGEST)
     numbers = all(_is_number(value, low, high) for value, low, high in zip(given[:6], least, below, strict=False))
     lists = all(
         isinstance(part, list) and len(part) <= MOST_RANKS and all(_is_number(value, 0, _LARGEST) for value in part)
-        for part in given[6:]
+        for part in given[6:8]
     )
-    return numbers and lists
+    return numbers and lists and all(_is_number(size, 0, _LARGEST) for size in given[8:])

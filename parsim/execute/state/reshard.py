@@ -18,7 +18,7 @@ from torch import Tensor
 from parsim.execute.processes.exchange import gather_values
 from parsim.execute.stage import StageReplica
 from parsim.execute.state.checkpoint import RankState
-from parsim.execute.state.fragments import WHOLE, Fragment, is_per_element, join, join_state
+from parsim.execute.state.fragments import WHOLE, Fragment, fragment_from, is_per_element, join, join_state
 from parsim.execute.state.weight_averages import averaged_state
 
 
@@ -105,7 +105,7 @@ def _catalogue(state: RankState) -> dict[str, dict[str, _Holders]]:
     for rank, sections in enumerate(everyone):
         for section, names in sections.items():
             for name, (given, content) in names.items():
-                fragment = Fragment(*given[:6], *map(tuple, given[6:]))
+                fragment = fragment_from(given)
                 merged[section].setdefault(name, {}).setdefault(fragment, _Holder(rank, _decoded(content)))
     return merged
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from parsim.graph.plan_index import PlanIndex, Reading
 from parsim.graph.task import Task
+from parsim.model.shard.pieces import padded_piece
 from parsim.plans.redistribution import LOCAL_HOPS, PIECES, Hop, ValueLayout, conversion
 from parsim.work import Collective, Compute, Phase, SendRecv
 
@@ -41,12 +42,6 @@ def batch_piece(tensor: Tensor, pieces: int, number: int) -> Tensor:
     """Piece `number` of `pieces` along dim 0, a view."""
     size = tensor.shape[0] // pieces
     return tensor.narrow(0, number * size, size)
-
-
-def dim_piece(tensor: Tensor, dim: int, pieces: int, number: int) -> Tensor:
-    """Piece `number` of `pieces` along `dim`, contiguous."""
-    size = tensor.shape[dim] // pieces
-    return tensor.narrow(dim, number * size, size).contiguous()
 
 
 class Ordering(Protocol):
@@ -135,7 +130,7 @@ class Store:
             case "split_batch":
                 return batch_piece(source, hop.source.ways // hop.target.ways, self._group_within(hop))
             case "split_dim":
-                return dim_piece(source, hop.target.dim, hop.target.ways, self.shard % hop.target.ways)
+                return padded_piece(source, hop.target.dim, self.shard % hop.target.ways, hop.target.ways)
             case "scatter":
                 return batch_piece(source, self.tp, self.shard)
             case "gather":

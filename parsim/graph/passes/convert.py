@@ -266,7 +266,7 @@ def _keeps(draft: Draft, layout: PlanIndex, replica: int, shard: int, *stages: i
 def hop_collective(hop: Hop, ranks: tuple[int, ...], size_bytes: int, tp: int) -> Collective:
     """The work of a hop that is a collective; `size_bytes` is the value of the whole microbatch."""
     all_to_all = hop.operation == "all_to_all"  # its S is what one rank holds
-    whole = 1 / tp if all_to_all else max(hop.source.ways, hop.target.ways) / tp
+    whole = (1 / tp if all_to_all else max(hop.source.ways, hop.target.ways) / tp) * hop.padding
     packed = hop.operation in ("all_gather_dim", "reduce_scatter_dim")
     operation = COLLECTIVE_OF_HOP[hop.operation]
     return Collective(operation=operation, group=ranks, size_bytes=round(size_bytes * whole), packed=packed)

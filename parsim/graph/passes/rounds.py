@@ -69,7 +69,7 @@ def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
         return
     neighbours = neighbours_of(layout, number)
     for bucket in layout.buckets:
-        for rank in bucket.group:
+        for rank in draft.kept(bucket.group):
             work = Mix(elements=bucket.elements, copies=1)
             updated: TaskKey = (Phase.OPTIMIZER, rank)
             draft.add(("pack", bucket.number, rank), work, [Resource(rank, COMPUTE)], [updated], _origin(bucket))
@@ -82,6 +82,8 @@ def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
     for bucket in layout.buckets:
         for peers in mixing_peers(layout, bucket):
             for replica, rank in enumerate(peers):
+                if not draft.keeps(rank):
+                    continue
                 arrays = 1 + len(neighbours[replica]) + outer_arrays(layout)
                 after: list[TaskKey] = [("average", bucket.number, peers[0])]
                 if rule.kind == "gossip":
@@ -98,7 +100,7 @@ def _origin(bucket: Bucket, replica: int | None = None) -> Origin:
 
 
 def _add_average(draft: Draft, bucket: Bucket, peers: tuple[int, ...]) -> None:
-    after: list[TaskKey] = [("pack", bucket.number, rank) for rank in peers]
+    after: list[TaskKey] = [("pack", bucket.number, rank) for rank in draft.kept(peers)]
     work = Collective(operation="all_reduce", group=peers, size_bytes=bucket.size_bytes)
     streams = [Resource(rank, DP_STREAM) for rank in peers]
     draft.add(("average", bucket.number, peers[0]), work, streams, after, _origin(bucket))

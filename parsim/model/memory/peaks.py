@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,14 +40,22 @@ class Recorded:
     counted_inputs: tuple[int, ...] = ()
 
 
-def component_peaks(small: Recorded, large: Recorded) -> tuple[Peaks, Peaks]:
+class CountedPeaks(NamedTuple):
+    """Of one component. `views`: (input, output) by position, where the first's gradient is a part of the second's."""
+
+    forward: Peaks
+    backward: Peaks
+    views: tuple[tuple[int, int], ...]
+
+
+def component_peaks(small: Recorded, large: Recorded) -> CountedPeaks:
     """Forward and backward of one component as recorded at two batches.
 
     Empty where the two recordings differ in more than the batch; of the backward, too, where there is none.
     """
-    both = zip(moments(small), moments(large), strict=True)
-    forward, backward = (lines(less, more, small.samples, large.samples) for less, more in both)
-    return forward, backward
+    less, more = counted_moments(small), counted_moments(large)
+    forward, backward = (lines(one, other, small.samples, large.samples) for one, other in zip(less[:2], more[:2], strict=True))
+    return CountedPeaks(forward, backward, less[2] if less[2] == more[2] else ())
 
 
 def lines(less: Sequence[int], more: Sequence[int], small: int, large: int) -> Peaks:
@@ -95,6 +103,11 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 def moments(recorded: Recorded) -> tuple[list[int], list[int]]:
     """After every storage that is made: bytes that the forward has made, and bytes beyond the saved ones in the backward."""
+    return counted_moments(recorded)[:2]
+
+
+def counted_moments(recorded: Recorded) -> tuple[list[int], list[int], tuple[tuple[int, int], ...]]:
+    """The same, and `CountedPeaks.views`."""
     program = recorded.program
     environment: list[Any] = [None] * program.slots
     with recorded.fakes, torch.enable_grad():
@@ -134,15 +147,28 @@ def moments(recorded: Recorded) -> tuple[list[int], list[int]]:
             del outputs, environment
             forward = [moment - inputs for moment in live.moments]
             if not any(edges):
-                return forward, []
+                return forward, [], ()
             saved = live.current_bytes
             live.moments = []
             gradients = [
                 None if edge is None else torch.ones(shape, dtype=dtype)
                 for edge, (shape, dtype) in zip(edges, shapes, strict=True)
             ]
-            backward_component(Saved(tuple(entries), edges), gradients)
-            return forward, [moment - saved for moment in live.moments]
+            found = backward_component(Saved(tuple(entries), edges), gradients)
+            return forward, [moment - saved for moment in live.moments], _parts(found, gradients)
+
+
+def _parts(found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> tuple[tuple[int, int], ...]:
+    """The (found, given) by position of which the first is a smaller part of the second's memory."""
+    return tuple(
+        (place, number)
+        for place, part in enumerate(found)
+        for number, whole in enumerate(given)
+        if part is not None
+        and whole is not None
+        and part.untyped_storage()._cdata == whole.untyped_storage()._cdata
+        and part.numel() < whole.numel()
+    )
 
 
 def like(kind: TensorKind) -> Tensor:

@@ -21,9 +21,9 @@ from parsim.model.component import Component, Selective, Sharding, ShardPeak, Sh
 from parsim.model.memory.live_memory import LiveBytes
 from parsim.model.memory.peaks import Recorded, autocast_as, like, lines
 from parsim.model.runnable import CallProgram, run_op
+from parsim.model.shard.narrow import ways_of
 from parsim.model.shard.peaks import affine, fullest, local_program, shards_are_alike
 from parsim.model.tracing.operators import OperatorMode, RawOperator
-from parsim.units import divisors
 
 Pair = tuple[int, int]
 
@@ -166,7 +166,8 @@ def shard_selective(small: Recorded, large: Recorded, sharding: Sharding) -> Sha
     Args:
         small, large: the whole component. sharding: the rule.
     """
-    widths = divisors(sharding.limit)[1:]
+    widths = ways_of(sharding)
+    shares = [sharding.share(ways) for ways in widths]
     batches = small.samples, large.samples
     found: dict[str, set[ShardPeak]] = {"kept": set(), "again": set(), "first": set(), "second": set()}
     for shard in (0,) if shards_are_alike(small.program, sharding, widths[0]) else (0, 1):
@@ -187,12 +188,12 @@ def shard_selective(small: Recorded, large: Recorded, sharding: Sharding) -> Sha
                 key: [count.kept] if name == "kept" else [count.again] if name == "again" else getattr(count, name)
                 for key, count in counted.items()
             }
-            moments.update(affine(at, widths[:2], batches))
+            moments.update(affine(at, widths[:2], shares[:2], batches))
     return ShardSelective(
         kept=max(found["kept"]),
         again=max(found["again"]),
-        first_peaks=fullest(found["first"], widths),
-        second_peaks=fullest(found["second"], widths),
+        first_peaks=fullest(found["first"], shares),
+        second_peaks=fullest(found["second"], shares),
     )
 
 

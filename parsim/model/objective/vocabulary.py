@@ -48,10 +48,13 @@ def total_in_parts(logits: Tensor, target: Tensor, begin: Callable[[str], None])
 
 
 class ClassSums(torch.autograd.Function):
-    """Part 2 for the classes of one shard; keeps the exponentials alone for the backward."""
+    """Part 2 for the classes of one shard; keeps the exponentials alone for the backward.
+
+    `classes`: of all shards, if the last one ends in logits that stand for no class. They count nothing.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, maximum: Tensor, target: Tensor, shard: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, maximum: Tensor, target: Tensor, shard: int, classes: int | None = None) -> Tensor:
         kind = torch.promote_types(logits.dtype, torch.float32)
         shifted = logits.to(kind) - maximum.to(kind)
         own = target - shard * logits.shape[-1]
@@ -59,6 +62,8 @@ class ClassSums(torch.autograd.Function):
         place = own.masked_fill(foreign, 0).unsqueeze(-1)
         label = shifted.gather(-1, place).squeeze(-1).masked_fill(foreign, 0.0)
         exponentials = shifted.exp_()
+        if classes is not None and (shard + 1) * logits.shape[-1] > classes:
+            exponentials[..., classes - shard * logits.shape[-1] :] = 0.0
         ctx.save_for_backward(exponentials, place, foreign)
         ctx.kind = logits.dtype
         return torch.stack((exponentials.sum(-1), label), -1)
@@ -69,8 +74,8 @@ class ClassSums(torch.autograd.Function):
         of_sum, of_label = gradients[0].unbind(-1)
         made = exponentials * of_sum.unsqueeze(-1)
         made.scatter_add_(-1, place, of_label.masked_fill(foreign, 0.0).unsqueeze(-1))
-        return made.to(ctx.kind), None, None, None
+        return made.to(ctx.kind), None, None, None, None
 
 
-class_sums: Callable[[Tensor, Tensor, Tensor, int], Tensor] = ClassSums.apply
-"""(logits, maximum, target, shard) -> [B, ..., 2]; a shard holds classes [shard * n, (shard + 1) * n)."""
+class_sums: Callable[..., Tensor] = ClassSums.apply
+"""(logits, maximum, target, shard, classes=None) -> [B, ..., 2]; a shard holds classes [shard * n, (shard + 1) * n)."""

@@ -8,7 +8,7 @@ has and the whole has not (taking its piece of a full operand, masking tokens).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from parsim.model.component import Operator, OperatorShard, ParameterShard, Sharding
 from parsim.model.runnable import CallProgram, TensorKind, run_op
 from parsim.model.shard.content import SHARD, Content, Refused, Undecided
+from parsim.model.shard.padding import vocabulary_size
 from parsim.model.shard.propagation import Propagation, propagate
 from parsim.model.shard.sharded import localise
 from parsim.model.shard.variants import Variant, variants
@@ -71,13 +72,19 @@ class _Divided(NamedTuple):
 
 
 def divide(
-    small: WholeComponent, large: WholeComponent, step: int, split: Split, saved: tuple[int, int], cuttable: Sequence[bool]
+    small: WholeComponent,
+    large: WholeComponent,
+    step: int,
+    split: Split,
+    saved: tuple[int, int],
+    cuttable: Sequence[bool],
+    logits: Collection[str] = (),
 ) -> Division:
     """Operators per sample and shardings of a component measured at two batches that differ by `step` samples.
 
     Args:
         split: (bytes at the small batch, at the large one, what) -> (per sample, fixed). saved: what the whole saves, so.
-        cuttable: per input whether dim 0 is the batch in both.
+        cuttable: per input whether dim 0 is the batch in both. logits: the values that the parts of a cross-entropy read.
     """
     raws = grow(small.operators, large.operators, step)
     grown = _numbered(raws)
@@ -98,6 +105,7 @@ def divide(
         _sharding(
             small.program,
             divided,
+            vocabulary_size(small.program, divided.variant.found, logits),
             tuple(
                 OperatorShard(number=number, dim=cut.dim, activation_bytes=cut.activation_bytes)
                 for number, (_, mark) in enumerate(counts)
@@ -109,12 +117,13 @@ def divide(
     return Division(operators, shardings, tuple(number_of.get(id(raw), -1) for raw in small.operators))
 
 
-def _sharding(program: CallProgram, divided: _Divided, operators: tuple[OperatorShard, ...]) -> Sharding:
+def _sharding(program: CallProgram, divided: _Divided, size: int, operators: tuple[OperatorShard, ...]) -> Sharding:
+    """`size`: of a vocabulary that may be cut into pieces that do not divide it; else 0."""
     found = divided.variant.found
 
     def parts(kind: str) -> tuple[ParameterShard, ...]:
         names = dict.fromkeys(key.name for key, _ in program.state if key.kind == kind)
-        return tuple(found.parts[name] for name in names if name in found.parts)
+        return tuple(replace(found.parts[name], size=size) for name in names if name in found.parts)
 
     return Sharding(
         rule=found.rule,
@@ -126,6 +135,7 @@ def _sharding(program: CallProgram, divided: _Divided, operators: tuple[Operator
         operators=operators,
         saved_activation_bytes=divided.saved_activation_bytes,
         saved_fixed_bytes=divided.saved_fixed_bytes,
+        size=size,
     )
 
 

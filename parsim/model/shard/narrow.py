@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from parsim.errors import ModelError
-from parsim.model.component import Component, Operator, OperatorShard, Parameter, Sharding
+from parsim.model.component import MOST_PADDED, Component, Operator, OperatorShard, Sharding, Share
+from parsim.units import divisors
 
 
 @lru_cache(maxsize=65536)
@@ -28,15 +29,16 @@ def narrow(component: Component, rule: str, ways: int) -> Component:
     cut = {part.number: part for part in sharding.operators}
     saved = component.saved_activation_bytes - sharding.saved_activation_bytes
     fixed = component.saved_fixed_bytes - sharding.saved_fixed_bytes
+    share = sharding.share(ways)
     shard = replace(
         component,
-        parameters=tuple(_part(p, ways) if p.name in divided else p for p in component.parameters),
+        parameters=tuple(replace(p, elements=share.of(p.elements)) if p.name in divided else p for p in component.parameters),
         operators=tuple(
-            _divided(operator, ways, cut[number]) if number in cut else operator
+            _divided(operator, share, cut[number]) if number in cut else operator
             for number, operator in enumerate(component.operators)
         ),
-        saved_activation_bytes=saved + sharding.saved_activation_bytes // ways,
-        saved_fixed_bytes=fixed + sharding.saved_fixed_bytes // ways,
+        saved_activation_bytes=saved + share.of(sharding.saved_activation_bytes),
+        saved_fixed_bytes=fixed + share.of(sharding.saved_fixed_bytes),
         shardings=(),
     )
     half = component.half
@@ -46,18 +48,18 @@ def narrow(component: Component, rule: str, ways: int) -> Component:
         half = replace(half, cast_bytes=half.cast_bytes * own // elements if elements else 0)
     return replace(
         shard,
-        forward_peaks=tuple(peak.at(ways) for peak in sharding.forward_peaks),
-        backward_peaks=tuple(peak.at(ways) for peak in sharding.backward_peaks),
+        forward_peaks=tuple(peak.at(share) for peak in sharding.forward_peaks),
+        backward_peaks=tuple(peak.at(share) for peak in sharding.backward_peaks),
         half=half,
         selective=None
         if component.selective is None or sharding.selective is None
-        else sharding.selective.at(ways, component.selective),
+        else sharding.selective.at(share, component.selective),
         inside=None
         if component.inside is None
         else replace(
             component.inside,
-            context_bytes=component.inside.context_bytes // ways,
-            expert_bytes=component.inside.expert_bytes // ways,
+            context_bytes=share.of(component.inside.context_bytes),
+            expert_bytes=share.of(component.inside.expert_bytes),
         ),
     )
 
@@ -85,32 +87,35 @@ def check_ways(component: str, sharding: Sharding, ways: int, others: Iterable[S
         ModelError: what is cut, the nearest ways that divide it, and the rules that allow these ways.
     """
     limit = sharding.limit
-    if ways >= 1 and limit % ways == 0:
+    if sharding.allows(ways):
         return
     cut = ", ".join(dict.fromkeys(_CUT.get(name, name) for name in sharding.rule.split("+")))
-    possible = [number for number in range(2, limit + 1) if limit % number == 0]
+    possible = ways_of(sharding)
     below = max((number for number in possible if number < ways), default=None)
     above = min((number for number in possible if number > ways), default=None)
     nearest = " or ".join(str(number) for number in (below, above) if number is not None) or "none but 1"
-    rules = [other.rule for other in others if ways >= 1 and other.limit % ways == 0]
+    rules = [other.rule for other in others if other.allows(ways)]
+    padded = f"or be at most {MOST_PADDED} and leave no shard empty " if sharding.size else ""
     instead = f"; rule {' or '.join(rules)} allows {ways}" if rules else ""
     raise ModelError(
         f"component {component} cannot be cut into {ways} shards by rule {sharding.rule}: {ways} must divide {limit} "
-        f"(what its {cut} have in common); nearest: {nearest}{instead}"
+        f"{padded}(what its {cut} have in common); nearest: {nearest}{instead}"
     )
 
 
-def _part(parameter: Parameter, ways: int) -> Parameter:
-    return replace(parameter, elements=parameter.elements // ways)
+def ways_of(sharding: Sharding) -> list[int]:
+    """All ways but one that it allows, ascending."""
+    most = min(sharding.size, MOST_PADDED)
+    return sorted(ways for ways in {*range(2, most + 1), *divisors(sharding.limit)} if ways > 1 and sharding.allows(ways))
 
 
-def _divided(operator: Operator, ways: int, how: OperatorShard) -> Operator:
+def _divided(operator: Operator, share: Share, how: OperatorShard) -> Operator:
     shape = dict(operator.shape)
-    shape[how.dim] //= ways
+    shape[how.dim] = share.of(shape[how.dim])
     return replace(
         operator,
         shape=tuple(shape.items()),
-        forward_flop=operator.forward_flop / ways,
-        activation_bytes=operator.activation_bytes - how.activation_bytes + how.activation_bytes // ways,
-        parameter_bytes=operator.parameter_bytes // ways,
+        forward_flop=operator.forward_flop * share.own / share.whole,
+        activation_bytes=operator.activation_bytes - how.activation_bytes + share.of(how.activation_bytes),
+        parameter_bytes=share.of(operator.parameter_bytes),
     )

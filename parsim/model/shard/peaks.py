@@ -1,6 +1,7 @@
 """Live bytes while a shard of a component runs, for every number of ways: counted on fake tensors at two of them.
 
-Every size in a shard is a whole one or a piece of one, so every moment's bytes are affine in 1 / ways as they are in the batch.
+Every size in a shard is a whole one or a piece of one. So every moment's bytes are affine in the share of a shard (1 / ways, or
+a little more with padding) as they are in the batch.
 """
 
 from __future__ import annotations
@@ -8,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from parsim.model.component import Sharding, ShardPeak
+from parsim.model.component import Sharding, ShardPeak, Share
 from parsim.model.memory.peaks import Recorded, moments, upper_envelope
 from parsim.model.runnable import CallProgram, TensorKind
 from parsim.model.shard.content import SHARD, Content
+from parsim.model.shard.narrow import ways_of
 from parsim.model.shard.sharded import content_of, shard_program
-from parsim.units import divisors
 
 ShardPeaks = tuple[ShardPeak, ...]
 
@@ -25,7 +26,8 @@ def shard_peaks(small: Recorded, large: Recorded, sharding: Sharding) -> tuple[S
 
     Empty where the two batches differ in more than their sizes; of the backward, too, where there is none.
     """
-    widths = divisors(sharding.limit)[1:]
+    widths = ways_of(sharding)
+    shares = [sharding.share(ways) for ways in widths]
     forward: set[ShardPeak] = set()
     backward: set[ShardPeak] = set()
     for shard in (0,) if shards_are_alike(small.program, sharding, widths[0]) else (0, 1):
@@ -38,8 +40,8 @@ def shard_peaks(small: Recorded, large: Recorded, sharding: Sharding) -> tuple[S
             lists = {at: both[phase] for at, both in counted.items()}
             if any(len(lists[ways, small.samples]) != len(lists[ways, large.samples]) for ways in widths[:2]):
                 return (), ()
-            found.update(affine(lists, widths[:2], (small.samples, large.samples)))
-    return fullest(forward, widths), fullest(backward, widths)
+            found.update(affine(lists, widths[:2], shares[:2], (small.samples, large.samples)))
+    return fullest(forward, shares), fullest(backward, shares)
 
 
 def shards_are_alike(program: CallProgram, sharding: Sharding, ways: int) -> bool:
@@ -65,14 +67,14 @@ def local_program(program: CallProgram, sharding: Sharding, shard: int, ways: in
     held = [(slot, parts[key.name]) for key, slot in program.state if key.name in parts]
     tensors = list(program.tensors)
     for slot, content in (*given, *held):
-        tensors[slot] = _piece(tensors[slot], content, ways)
+        tensors[slot] = _piece(tensors[slot], content, sharding.share(ways))
     return replace(shard_program(program, sharding, shard, ways), tensors=tuple(tensors))
 
 
-def _piece(kind: TensorKind, content: Content, ways: int) -> TensorKind:
+def _piece(kind: TensorKind, content: Content, share: Share) -> TensorKind:
     if content.form != SHARD:
         return kind
-    shape = tuple(size // ways if dim == content.dim else size for dim, size in enumerate(kind.shape))
+    shape = tuple(share.of(size) if dim == content.dim else size for dim, size in enumerate(kind.shape))
     return kind._replace(shape=shape)
 
 
@@ -88,45 +90,51 @@ def _lines(lists: dict[tuple[int, int], list[int]], ways: int, batches: tuple[in
     ]
 
 
-def affine(lists: dict[tuple[int, int], list[int]], widths: list[int], batches: tuple[int, int]) -> Iterator[ShardPeak]:
+def affine(
+    lists: dict[tuple[int, int], list[int]], widths: list[int], shares: list[Share], batches: tuple[int, int]
+) -> Iterator[ShardPeak]:
     """Moments of a shard for every number of ways and samples.
 
     Args:
-        lists: bytes of the moments at (ways, samples). widths: the ways. batches: the samples.
+        lists: bytes of the moments at (ways, samples). widths: the ways. shares: of a shard at these. batches: the samples.
     """
-    return _affine([_lines(lists, ways, batches) for ways in widths], widths)
+    return _affine([_lines(lists, ways, batches) for ways in widths], shares)
 
 
-def _affine(lines: list[Lines], widths: list[int]) -> Iterator[ShardPeak]:
+def _affine(lines: list[Lines], shares: list[Share]) -> Iterator[ShardPeak]:
     """Per moment the bytes that are whole and those that are divided, from those at two numbers of ways.
 
     Where the last of a dim's entries is alone, copies fall away and the moments differ: then the fullest ones are paired.
     """
-    if len(widths) == 1:  # a prime limit: no other ways exist
+    if len(shares) == 1:  # a prime limit: no other ways exist
         yield from (ShardPeak(rate, fixed, 0, 0) for rate, fixed in lines[0])
         return
-    first, second = widths
+    first = shares[0]
     if len(lines[0]) != len(lines[1]):
         lines = [sorted(upper_envelope(set(entry))) for entry in lines]
         longest = max(map(len, lines))
         lines = [entry + entry[-1:] * (longest - len(entry)) for entry in lines]
     for (rate, fixed), (other_rate, other_fixed) in zip(*lines, strict=True):
-        divided_rate = (rate - other_rate) * first * second // (second - first)
-        divided_fixed = (fixed - other_fixed) * first * second // (second - first)
-        yield ShardPeak(rate - divided_rate // first, fixed - divided_fixed // first, divided_rate, divided_fixed)
+        divided_rate, divided_fixed = (_divided(rate, other_rate, *shares), _divided(fixed, other_fixed, *shares))
+        yield ShardPeak(rate - first.of(divided_rate), fixed - first.of(divided_fixed), divided_rate, divided_fixed)
 
 
-def fullest(peaks: Iterable[ShardPeak], widths: list[int]) -> ShardPeaks:
+def _divided(size: int, other: int, first: Share, second: Share) -> int:
+    """Of what has these sizes in shards with these shares, the part that is divided."""
+    return (size - other) * first.whole * second.whole // (first.own * second.whole - second.own * first.whole)
+
+
+def fullest(peaks: Iterable[ShardPeak], shares: list[Share]) -> ShardPeaks:
     """Those that are the fullest for some batch and some ways.
 
     Args:
-        peaks: of a shard. widths: the ways that occur.
+        peaks: of a shard. shares: those that occur.
     """
     ordered, found = sorted(peaks), set[ShardPeak]()
-    for ways in widths:
+    for share in shares:
         lines: dict[tuple[int, int], ShardPeak] = {}
         for peak in ordered:
-            line = peak.at(ways)
+            line = peak.at(share)
             if line not in lines or peak in found:
                 lines[line] = peak
         found.update(lines[line] for line in upper_envelope(set(lines)))

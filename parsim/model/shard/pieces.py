@@ -18,6 +18,8 @@ def piece(tensor: Tensor, part: ParameterShard, shard: int, ways: int) -> Tensor
     """
     if part.runs:
         return _piece_of_runs(tensor, part, shard, ways)
+    if part.size:
+        return padded_piece(tensor, part.dim, shard, ways)
     size, rest = divmod(tensor.shape[part.dim], part.blocks * ways)
     if rest:
         raise ModelError(
@@ -25,6 +27,19 @@ def piece(tensor: Tensor, part: ParameterShard, shard: int, ways: int) -> Tensor
         )
     runs = _split(tensor, part.dim, (part.blocks, ways, size))
     return runs.select(part.dim + 1, shard).flatten(part.dim, part.dim + 1).clone()
+
+
+def padded_piece(tensor: Tensor, dim: int, shard: int, ways: int) -> Tensor:
+    """Piece `shard` of `ways` equal ones along `dim`; zeros where the tensor ends before the last piece does. A copy."""
+    size = tensor.shape[dim]
+    own = -(-size // ways)
+    start = min(shard * own, size)
+    stop = min(start + own, size)
+    found = tensor.narrow(dim, start, stop - start)
+    if stop - start == own:
+        return found.clone(memory_format=torch.contiguous_format)
+    padding = found.new_zeros((*found.shape[:dim], own - (stop - start), *found.shape[dim + 1 :]))
+    return torch.cat([found, padding], dim)
 
 
 def _piece_of_runs(tensor: Tensor, part: ParameterShard, shard: int, ways: int) -> Tensor:
@@ -42,6 +57,8 @@ def assemble(pieces: Sequence[Tensor], part: ParameterShard) -> Tensor:
     if part.runs:
         local = [torch.split(entry, [size // len(pieces) for size in part.runs], part.dim) for entry in pieces]
         return torch.cat([torch.cat(run, part.dim) for run in zip(*local, strict=True)], part.dim)
+    if part.size:
+        return torch.cat(list(pieces), part.dim).narrow(part.dim, 0, part.size)
     runs = [_split(entry, part.dim, (part.blocks, entry.shape[part.dim] // part.blocks)) for entry in pieces]
     return torch.stack(runs, dim=part.dim + 1).flatten(part.dim, part.dim + 2)
 

@@ -292,8 +292,8 @@ _SUMS: Functions = (
     *(Tensor.add, Tensor.add_, torch.add, Tensor.sub, Tensor.sub_, torch.sub),
     *(Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, Tensor.__sub__, Tensor.__isub__),
 )
-_PRODUCTS: Functions = (Tensor.mul, Tensor.mul_, torch.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__)
-_QUOTIENTS: Functions = (Tensor.div, Tensor.div_, torch.div, Tensor.true_divide, torch.true_divide)
+PRODUCTS: Functions = (Tensor.mul, Tensor.mul_, torch.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__)
+QUOTIENTS: Functions = (Tensor.div, Tensor.div_, torch.div, Tensor.true_divide, torch.true_divide)
 _POINTWISE: Functions = (
     *(functional.relu, torch.relu, torch.relu_, Tensor.relu, functional.relu6, functional.leaky_relu, functional.hardtanh),
     *(functional.elu, functional.selu, functional.celu, functional.gelu, functional.silu, functional.mish),
@@ -305,6 +305,11 @@ _POINTWISE: Functions = (
     *(torch.where, Tensor.where, torch.masked_fill, Tensor.masked_fill, torch.maximum, torch.minimum),
     *(Tensor.eq, Tensor.ne, Tensor.lt, Tensor.le, Tensor.gt, Tensor.ge, Tensor.__eq__, Tensor.__ne__),
 )
+SAME: Functions = (
+    *(torch.neg, Tensor.neg, Tensor.contiguous, Tensor.clone, torch.clone, Tensor.to),
+    *(Tensor.float, Tensor.double, Tensor.type, Tensor.type_as, Tensor.detach),
+)
+"""Shapes and places of elements stay."""
 DROPOUTS: Functions = (functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d)
 
 RULES: dict[Callable[..., Any], Rule] = {
@@ -327,12 +332,11 @@ RULES: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys((functional.avg_pool2d, functional.adaptive_avg_pool2d), pool(2, linear=True)),
     **dict.fromkeys((functional.avg_pool3d, functional.adaptive_avg_pool3d), pool(3, linear=True)),
     **dict.fromkeys(_SUMS, _sum),
-    **dict.fromkeys(_PRODUCTS, _product),
-    **dict.fromkeys(_QUOTIENTS, _quotient),
+    **dict.fromkeys(PRODUCTS, _product),
+    **dict.fromkeys(QUOTIENTS, _quotient),
     **dict.fromkeys(_POINTWISE, _pointwise),
     **dict.fromkeys(DROPOUTS, _dropout),
-    **dict.fromkeys((torch.neg, Tensor.neg, Tensor.contiguous, Tensor.clone, torch.clone, Tensor.to), moving(same)),
-    **dict.fromkeys((Tensor.float, Tensor.double, Tensor.type, Tensor.type_as, Tensor.detach), moving(same)),
+    **dict.fromkeys(SAME, moving(same)),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), moving(reshaped)),
     **dict.fromkeys((Tensor.unflatten, torch.unflatten, Tensor.view_as, Tensor.reshape_as), moving(reshaped)),
     **dict.fromkeys((Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze), moving(reshaped)),

@@ -42,7 +42,7 @@ def shard_program(program: CallProgram, sharding: Sharding, shard: int, ways: in
         raise ModelError(f"{program.name} has shards 0 to {ways - 1} of {ways}, got {shard}")
     decided: dict[str, ParameterShard | None] = {key.name: None for key, _ in program.state}
     decided.update({part.name: part for part in (*sharding.parameters, *sharding.buffers)})
-    given = {name: part for name, part in decided.items() if part is not None}
+    given = {name: replace(part, size=0) for name, part in decided.items() if part is not None}
     mismatch = f"{program.name} as recorded does not have the sharding {sharding.rule}"
     try:
         found = propagate(program, tuple(content_of(text) for text in sharding.inputs), decided, ways)

@@ -21,10 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from parsim.errors import TraceError
 from parsim.model.component import LOSS, MAXIMUM, PARTIAL, Component, Parameter, Selective, Sharding, ShardSelective, Value
 from parsim.model.memory.pairs import compares_samples, square_peaks, square_size
-from parsim.model.memory.peaks import Peaks, Recorded, autocast_as, component_peaks
+from parsim.model.memory.peaks import CountedPeaks, Peaks, Recorded, autocast_as, component_peaks
 from parsim.model.memory.selective import gains, selective_of, shard_selective
 from parsim.model.model import SUBLAYER, Model
 from parsim.model.objective.settle import OpenLoss
+from parsim.model.objective.vocabulary import MAXIMUM as MAXIMUM_OF_LOGITS
 from parsim.model.runnable import CallProgram, StateKey
 from parsim.model.shard.divisions import Division, WholeComponent, divide
 from parsim.model.shard.peaks import ShardPeaks, shard_peaks
@@ -268,11 +269,12 @@ class Counted:
 
     def __init__(self, small: TracedForward, large: TracedForward) -> None:
         self._small, self._large = small, large
+        self._logits = {name for part in small.programs if part.name == MAXIMUM_OF_LOGITS for name, _, _ in part.inputs}
         self._divisions: dict[Hashable, tuple[tuple[StateKey, ...], Division]] = {}
         self._selective: dict[str, Selective | None] = {}
         self._names: dict[str, tuple[str, ...]] = {}
         self._shards_selective: dict[tuple[str, str], ShardSelective | None] = {}
-        self._components: dict[str, tuple[Peaks, Peaks]] = {}
+        self._components: dict[str, CountedPeaks] = {}
         self._shards: dict[tuple[str, str], tuple[ShardPeaks, ShardPeaks]] = {}
 
     def division(self, place: int, saved: tuple[int, int], cuttable: tuple[bool, ...]) -> Division:
@@ -284,21 +286,31 @@ class Counted:
         """
         small, large = self._small.whole(place), self._large.whole(place)
         batches = (self._small.batch, self._large.batch)
+        logits = self._logits & {name for name, _, _ in (*small.program.inputs, *small.program.outputs)}
         key = (
             saved,
             cuttable,
+            tuple(number for number, (name, _, _) in enumerate(small.program.outputs) if name in logits),
             *((program_key(whole.program), tuple(whole.operators), whole.counted_inputs) for whole in (small, large)),
         )
         state = tuple(entry for entry, _ in small.program.state)
         if key not in self._divisions:
             split_here = partial(_split_at, batches, bool(self._small.recording.decisions))
-            self._divisions[key] = state, divide(small, large, batches[1] - batches[0], split_here, saved, cuttable)
+            self._divisions[key] = state, divide(small, large, batches[1] - batches[0], split_here, saved, cuttable, logits)
         known, found = self._divisions[key]
         renamed = {old.name: new.name for old, new in zip(known, state, strict=True)}
         return found._replace(shardings=tuple(_with_names(sharding, renamed) for sharding in found.shardings))
 
     def of_component(self, component: Component, place: int) -> tuple[Peaks, Peaks]:
         """Forward and backward of the component at that place."""
+        return self._counted(component, place)[:2]
+
+    def gradient_views(self, component: Component, place: int) -> tuple[tuple[str, str], ...]:
+        """Of the component at that place, as `Component.gradient_views` has them."""
+        views = self._counted(component, place).views
+        return tuple((component.inputs[number], component.outputs[whole]) for number, whole in views)
+
+    def _counted(self, component: Component, place: int) -> CountedPeaks:
         key = component.fingerprint
         if key not in self._components:
             self._components[key] = component_peaks(self._small.recorded(place), self._large.recorded(place))
@@ -464,10 +476,11 @@ def _component(
     )
     if largest is None:
         forward, backward = peaks.of_component(component, place)
+        views = peaks.gradient_views(component, place)
         selective = peaks.selective(component, place, division.numbers, values)
     else:
         forward, backward, most = square_peaks([run.recorded(place) for run in (small, large, largest)], one.name)
-        pairs, selective = (saved, *most), None
+        pairs, selective, views = (saved, *most), None, ()
     counted = (peaks.of_shards(component, place, sharding) for sharding in shardings)
     return replace(
         component,
@@ -475,6 +488,7 @@ def _component(
         backward_peaks=backward,
         pair_bytes=pairs,
         selective=selective,
+        gradient_views=views,
         shardings=tuple(
             replace(
                 sharding,

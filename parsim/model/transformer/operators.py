@@ -20,7 +20,7 @@ class Layer:
 
     Attributes:
         weight_bytes: of one parameter as stored. casts: inputs of products are cast to 8 bits.
-        gradient_arrays: as in Software.
+        gradient_arrays, early_stop: as in Software.
         saved, saved_divided: bytes kept for the backward, and the part of them that a shard has its share of.
         given, given_divided: of it what lies in the storage of the component's input.
         again, again_divided: of it what runs again where the component is recomputed by operator; by the operators `repeated`.
@@ -32,6 +32,7 @@ class Layer:
     weight_bytes: int = 2
     casts: bool = False
     gradient_arrays: float = 0.0
+    early_stop: bool = False
     operators: list[Operator] = field(default_factory=list)
     cut: list[OperatorShard] = field(default_factory=list)
     parameters: list[Parameter] = field(default_factory=list)
@@ -76,6 +77,15 @@ class Layer:
         self.repeated += range(begin, len(self.operators))
         self.again += size
         self.again_divided += size if divided else 0
+
+    def stop_early(self) -> None:
+        """Everything up to the last product runs again, and makes all that is kept beside the component's input.
+
+        Leaves out: nothing of the memory. The last product saves its input before it runs, and its result is not kept.
+        """
+        last = max(number for number, operator in enumerate(self.operators) if operator.kind == "matmul")
+        self.repeated = list(range(last))
+        self.again, self.again_divided = self.saved - self.given, self.saved_divided - self.given_divided
 
     def linear(
         self, name: str, rows: int, outputs: int, inputs: int, *, split: str, bias: bool = False, problems: int = 1

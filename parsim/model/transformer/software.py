@@ -23,6 +23,8 @@ class Software:
         aligned: channels of a head by a multiple of which unfused attention keeps its tensor cores; 0: by any number.
         attention_work: seconds of its flash attention over those of the kernel that parts know (FlashAttention-2, cuDNN).
         casts: inputs of products are cast to 8 bits, in both orders.
+        early_stop: a second forward ends once the backward has all that it reads, so the last product of a layer does not run
+            again: torch's checkpoint without reentry, from torch 2.1 on (`torch.utils.checkpoint.set_checkpoint_early_stop`).
     """
 
     flash: bool = False
@@ -40,6 +42,7 @@ class Software:
     loss_arrays: float = 8.0
     gradient_arrays: float = 0.0
     aligned: int = 0
+    early_stop: bool = False
 
 
 UNFUSED = Software(flash=False, dropout=True)

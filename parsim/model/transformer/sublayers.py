@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from parsim.model.component import (
+    ALONE,
     UNALIGNED,
     Component,
     Operator,
@@ -47,7 +48,13 @@ class SamplePart:
 
 def new_layer(prefix: str, software: Software, part: SamplePart) -> Layer:
     """A component under construction."""
-    return Layer(prefix, weight_bytes=part.element_bytes, casts=software.casts, gradient_arrays=software.gradient_arrays)
+    return Layer(
+        prefix,
+        weight_bytes=part.element_bytes,
+        casts=software.casts,
+        gradient_arrays=software.gradient_arrays,
+        early_stop=software.early_stop,
+    )
 
 
 def attention(layer: Layer, shape: Shape, software: Software, part: SamplePart, *, norm: bool, residual: bool) -> None:
@@ -300,8 +307,12 @@ def component_of(
 def _by_operator(layer: Layer, inputs: tuple[str, ...]) -> tuple[Selective | None, ShardSelective | None]:
     """With unfused attention its core runs again, as in Megatron-LM; else norms, activation functions and rotations do.
 
+    A second forward that stops early runs again whole, up to its last product (`Layer.stop_early`).
+
     Leaves out: gradients beside what the second forward makes, and what it makes and lets go of.
     """
+    if layer.early_stop and layer.given:
+        layer.stop_early()
     if not layer.again:
         return None, None
     kept = _shard_peak(
@@ -315,10 +326,10 @@ def _by_operator(layer: Layer, inputs: tuple[str, ...]) -> tuple[Selective | Non
     shard = ShardSelective(kept=kept, again=again, first_peaks=(first,), second_peaks=(again,))
     whole = Selective(
         values=inputs[:1] if layer.given else (),
-        kept=kept.at(1),
-        again=again.at(1),
-        first_peaks=(first.at(1),),
-        second_peaks=(again.at(1),),
+        kept=kept.at(ALONE),
+        again=again.at(ALONE),
+        first_peaks=(first.at(ALONE),),
+        second_peaks=(again.at(ALONE),),
         operators=tuple((number, 1) for number in sorted(layer.repeated)),
     )
     return whole, shard

@@ -216,10 +216,15 @@ def _added(order: Sequence[int], own_s: Sequence[float], waits: Waits, moving_s:
 def _crossing(waits: Waits, moving_s: Sequence[float], n: int) -> Floats:
     """By cut before a component, the dearest conversion between both sides of it."""
     found = np.zeros(n)
-    for number, own in enumerate(waits):
-        for other, way in own:
-            first, last = min(number, other) + 1, max(number, other) + 1
-            found[first:last] = np.maximum(found[first:last], moving_s[way])
+    pairs = np.array([(number, other, way) for number, own in enumerate(waits) for other, way in own], dtype=np.int64)
+    if not len(pairs):
+        return found
+    first, last = pairs[:, :2].min(axis=1) + 1, pairs[:, :2].max(axis=1) + 1
+    seconds = np.array(moving_s)[pairs[:, 2]]
+    alone = last - first == 1  # between neighbours
+    np.maximum.at(found, first[alone], seconds[alone])
+    for begin, end, moving in zip(first[~alone], last[~alone], seconds[~alone], strict=True):
+        found[begin:end] = np.maximum(found[begin:end], moving)
     return found
 
 

@@ -5,7 +5,7 @@ Part of the lower bound of a step: `parsim.schedule.bounds.step`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -187,13 +187,13 @@ class _Computation:
         within: dict[str, float] = {}
         for chunk in chunks:
             names = [name for name in self.plan.stages[chunk].components if self.layout.runs_on(rank, name)]
-            forward = self._forward_s(chunk, names, rank)
+            forward = max(self._forward_ends(chunk, names, rank).values(), default=0.0)
             ends, clock = self._backward_ends(chunk, names, rank)
             seconds[chunk] = (forward, clock)
             within.update({name: clock - end for name, end in ends.items()})
         return seconds, within
 
-    def _forward_s(self, chunk: int, names: Sequence[str], rank: int) -> float:
+    def _forward_ends(self, chunk: int, names: Sequence[str], rank: int) -> dict[str, float]:
         clock = 0.0
         ends: dict[str, float] = {}
         for name in names:
@@ -204,7 +204,7 @@ class _Computation:
                 clock = max(clock, ends[producer] + self._conversion_s(value, chunk, made, read))
             clock += self._compute_s(name, Phase.FORWARD, rank)
             ends[name] = clock
-        return clock
+        return ends
 
     def _made_in(self, chunk: int, name: str) -> list[Value]:
         """The inputs of a component that its own chunk makes."""
@@ -378,16 +378,23 @@ class _Computation:
             return 0.0
         stages = [stage.components for stage in self.plan.stages]
         turned = [[name for name in reversed(names) if name in self.layout.differentiable] for names in stages]
-        forward_s = [sum(self._least_s(name, Phase.FORWARD) for name in names) for names in stages]
-        backward_s = [sum(map(self._least_backward_s, names)) for names in turned]
-        ahead = lags(stages, lambda name: self._least_s(name, Phase.FORWARD), self._inputs_from_others)
-        back = lags(turned, self._least_backward_s, self._gradients_from_others)
+        forward_s, made = self._least_ends(stages, self._forward_ends)
+        backward_s, made_back = self._least_ends(stages, lambda *block: self._backward_ends(*block)[0])
+        ahead = lags(stages, made, self._inputs_from_others)
+        back = lags(turned, made_back, self._gradients_from_others)
         early_s = [self._ahead_s(chunk) for chunk in range(len(stages))]
         return last_block_s(self.plan, forward_s, backward_s, ahead, back, early_s)
 
-    def _least_backward_s(self, name: str) -> float:
-        again = self._least_s(name, Phase.RECOMPUTE) if self.layout.recomputes(name) else 0.0
-        return again + self._least_s(name, Phase.BACKWARD)
+    def _least_ends(
+        self, stages: Sequence[Sequence[str]], ends_of: Callable[[int, Sequence[str], int], Mapping[str, float]]
+    ) -> tuple[list[float], dict[str, float]]:
+        """Per stage the seconds of its block; by component its end after the block begins, on the fastest rank."""
+        seconds, ends = [], dict[str, float]()
+        for chunk, names in enumerate(stages):
+            found = [ends_of(chunk, names, rank) for rank in self._unlike_ranks(self.plan.stage_places[chunk])]
+            ends |= {name: min(each[name] for each in found) for name in found[0]}
+            seconds.append(min(max(each.values(), default=0.0) for each in found))
+        return seconds, ends
 
     def _inputs_from_others(self, name: str) -> list[tuple[int, str, float]]:
         """What a component reads from other stages of the plan: the stage, the maker, the seconds on the way."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from parsim.model.component import Component
+from parsim.model.shard.narrow import ways_of
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES
@@ -71,8 +72,8 @@ def _ways(component: Component, devices: int) -> list[Placement]:
         *(
             Placement("shard", rule=each.rule, ways=ways)
             for each in component.shardings
-            for ways in divisors(each.limit)
-            if 1 < ways <= devices
+            for ways in ways_of(each)
+            if ways <= devices
         ),
     ]
 

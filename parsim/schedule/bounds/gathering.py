@@ -14,6 +14,7 @@ from parsim.graph.passes.gradients import gathering_work
 from parsim.graph.plan_index import PlanIndex
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.computation import prices_of
+from parsim.schedule.options import Prices
 from parsim.work import BY_OPERATOR_PART, Phase
 
 
@@ -46,10 +47,10 @@ def _lots(
     no parameters, and of its own."""
     lots: list[tuple[float, float, float]] = []
     needed: dict[int, None] | None = None
-    between = 0.0
+    between, prices = 0.0, prices_of(problem, layout.plan)
     for name in names:
         buckets = {bucket.number: bucket for bucket in layout.unsharded_buckets(name) if rank in bucket.group}
-        own = _compute_s(problem, layout, rank, name, phase)
+        own = _compute_s(prices, layout, rank, name, phase)
         if not buckets:
             between += own
             continue
@@ -77,9 +78,9 @@ def _block_s(lots: list[tuple[float, float, float]], *, ahead: bool) -> float:
     return ends[-1] if ends else 0.0
 
 
-def _compute_s(problem: PlanningProblem, layout: PlanIndex, rank: int, name: str, phase: Phase) -> float:
+def _compute_s(prices: Prices, layout: PlanIndex, rank: int, name: str, phase: Phase) -> float:
     """Of a forward, or of a backward with what runs again."""
-    prices, component, placement = prices_of(problem, layout.plan), problem.model.component(name), layout.placement[name]
+    component, placement = prices.problem.model.component(name), layout.placement[name]
     again = 0.0
     if phase is Phase.BACKWARD and layout.recomputes(name):
         part = BY_OPERATOR_PART if layout.recomputes_by_operator(name) else ""

@@ -8,11 +8,12 @@ Leaves out: workspace and buffers, unequal stages, tied parameters, replicas tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from parsim.arrays import Floats
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import in_flight
 from parsim.plans.placement import BATCH, Placement
@@ -20,7 +21,8 @@ from parsim.plans.plan import ZERO_STAGES
 from parsim.plans.recompute import AUTO
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.chain import ChainSeconds
-from parsim.schedule.bounds.memory import HeldTotals, held_totals
+from parsim.schedule.bounds.memory import HeldTotals, held_totals, memory_floor
+from parsim.schedule.parts.least_kept import least_kept
 from parsim.schedule.stages import crossing_bytes
 from parsim.work import Collective, OptimizerStep, SendRecv, Work
 
@@ -29,15 +31,21 @@ INFINITE = float("inf")
 USED = 0.94
 """Of a device's memory, the share that weights and activations are counted on to have."""
 
+STEPS = 24
+"""Lengths of the longest stage that are tried, each an eighth of the mean more than the one before."""
+
 UNCOVERED = 0.85
 """Of the gathers and sums of ZeRO 3, the share that nothing covers where norms are components: they run too shortly."""
 
 
 @dataclass
 class _Known:
-    """Of one problem: bytes that cross the middle of the model per microbatch of one sample."""
+    """Of one problem: bytes that cross the middle of the model, by samples of a microbatch; trainable scalars; by tp and
+    placements the samples of each component over those of a microbatch."""
 
     middle: dict[int, int] = field(default_factory=dict)
+    elements: int | None = None
+    local: dict[tuple[int, tuple[Placement, ...]], Floats] = field(default_factory=dict)
 
 
 def estimated_s(
@@ -59,12 +67,14 @@ def estimated_s(
     held = held_totals(problem, mesh, samples, placed)
     forward_s, backward_s = float(chain.forward_s.sum()), float(chain.backward_s.sum())
     rounds = count + (mesh.pp - 1) / order[1]
-    passing_s = 2 * (mesh.pp * order[1] - 1) * _transfer_s(problem, mesh, samples)
+    passing_s = 2 * (mesh.pp * order[1] - 1) * transfer_s(problem, mesh, samples)
     stages = (problem.zero_stage,) if isinstance(problem.zero_stage, int) else ZERO_STAGES
     best = INFINITE
     for stage in stages if mesh.copies > 1 else stages[:1]:
-        again = _recomputed_share(problem, mesh, count, order, held, stage)
-        stage_s = max((forward_s * (1 + again) + backward_s) / mesh.pp, chain.longest_s)
+        again, slowest = _recomputed_share(problem, mesh, count, order, placed, held, stage), 1.0
+        if again > 1:
+            again, slowest = 1.0, _slowest_share(problem, mesh, count, order, placed, stage)
+        stage_s = max(slowest * (forward_s * (1 + again) + backward_s) / mesh.pp, chain.longest_s)
         sums_s, late_s = _sent_s(problem, mesh, count, held, stage)
         hidden_s = backward_s / mesh.pp if stage < 2 else count * stage_s
         exposed_s = UNCOVERED * sums_s if stage == 3 else max(0.0, sums_s - hidden_s) + late_s
@@ -73,9 +83,15 @@ def estimated_s(
 
 
 def _recomputed_share(
-    problem: PlanningProblem, mesh: Mesh, count: int, order: tuple[str, int], held: HeldTotals, stage: int
+    problem: PlanningProblem,
+    mesh: Mesh,
+    count: int,
+    order: tuple[str, int],
+    placed: Sequence[Placement],
+    held: HeldTotals,
+    stage: int,
 ) -> float:
-    """Of the forwards that must run again; infinite where that is not enough."""
+    """Of the forwards that must run again; infinite where that is not enough with equal stages."""
     devices = problem.cluster.devices[: mesh.size]
     room = USED * min(device.type.memory_bytes - device.type.context_bytes for device in devices) * mesh.pp
     name, chunks = order
@@ -83,11 +99,55 @@ def _recomputed_share(
     over = held.weights[stage] + alive * held.saved - room
     if over <= 0 or problem.recompute != AUTO:
         return 0.0
-    freed = alive * (held.saved - held.kept)
+    kept = float(least_bytes(problem, mesh, problem.global_batch // (mesh.dp * count), placed).sum())
+    freed = alive * (held.saved - max(held.kept, kept))
     return over / freed if over <= freed else INFINITE
 
 
-def _transfer_s(problem: PlanningProblem, mesh: Mesh, samples: int) -> float:
+def least_bytes(problem: PlanningProblem, mesh: Mesh, samples: int, placed: Sequence[Placement]) -> Floats:
+    """float64 [n]: what each component keeps of one microbatch where a rank recomputes so that it keeps least.
+
+    Args:
+        problem: model and cluster. mesh: its tp. samples: of a replica's microbatch. placed: by component.
+    """
+    known = problem.remembered(_Known).local
+    key = mesh.tp, tuple(placed)
+    if key not in known:
+        known[key] = np.array([placement.batch_ways(mesh.tp) / mesh.tp for placement in placed])
+    local: Floats = least_kept(problem).kept * known[key] * samples
+    return local
+
+
+def _slowest_share(
+    problem: PlanningProblem, mesh: Mesh, count: int, order: tuple[str, int], placed: Sequence[Placement], stage: int
+) -> float:
+    """How much longer than the others' mean the slowest stage takes, where stages that hold fewer microbatches are longer.
+
+    Infinite where no cut makes all stages fit. Every component is taken to keep least, and to take its share of bytes.
+    """
+    name, chunks = order
+    if chunks > 1 or problem.recompute != AUTO:
+        return INFINITE
+    samples = problem.global_batch // (mesh.dp * count)
+    floor = memory_floor(problem, mesh, samples, tuple((placement,) for placement in placed))
+    weights, kept = floor.weights.of(stage), least_bytes(problem, mesh, samples, placed)
+    up_to = np.concatenate([np.zeros((2, 1)), np.cumsum([weights, kept], axis=1)], axis=1)
+    components = len(kept)
+
+    def reaches(share: float) -> bool:
+        taken = 0
+        for place, room in enumerate(floor.rooms.tolist()):
+            alive = in_flight(name, place, mesh.pp, count, chunks)
+            held = up_to[0] - up_to[0][taken] + alive * (up_to[1] - up_to[1][taken])
+            most = int(np.searchsorted(held, USED * room - floor.largest_bytes, side="right")) - 1
+            taken = min(most, round(taken + share * components / mesh.pp))
+        return taken >= components
+
+    tried = [1.0 + 0.125 * step for step in range(STEPS)]
+    return next((share for share in tried if reaches(share)), INFINITE)
+
+
+def transfer_s(problem: PlanningProblem, mesh: Mesh, samples: int) -> float:
     """Of what crosses the middle of the model, between the first two places."""
     if mesh.pp == 1:
         return 0.0
@@ -95,7 +155,7 @@ def _transfer_s(problem: PlanningProblem, mesh: Mesh, samples: int) -> float:
     if samples not in known:
         known[samples] = int(np.median(crossing_bytes(problem, samples)))
     work = SendRecv(source=0, destination=mesh.copies * mesh.tp, size_bytes=max(1, known[samples] // mesh.tp))
-    return _price_s(problem, mesh, work)
+    return price_s(problem, mesh, work)
 
 
 def _sent_s(problem: PlanningProblem, mesh: Mesh, count: int, held: HeldTotals, stage: int) -> tuple[float, float]:
@@ -106,7 +166,7 @@ def _sent_s(problem: PlanningProblem, mesh: Mesh, count: int, held: HeldTotals, 
     size = max(1, round(held.parameters / mesh.pp))
 
     def seconds(operation: str) -> float:
-        return _price_s(problem, mesh, Collective(operation=operation, group=group, size_bytes=size))
+        return price_s(problem, mesh, Collective(operation=operation, group=group, size_bytes=size))
 
     if stage == 0:
         return seconds("all_reduce"), 0.0
@@ -117,10 +177,12 @@ def _sent_s(problem: PlanningProblem, mesh: Mesh, count: int, held: HeldTotals, 
 
 
 def _update_s(problem: PlanningProblem, mesh: Mesh, held: HeldTotals, stage: int) -> float:
-    elements = sum(parameter.elements for parameter in problem.model.trainable_parameters)
-    own = elements / (mesh.pp * mesh.tp * (mesh.copies if stage else 1))
-    return _price_s(problem, mesh, OptimizerStep(elements=max(1, round(own)), tensors=1))
+    known = problem.remembered(_Known)
+    if known.elements is None:
+        known.elements = sum(parameter.elements for parameter in problem.model.trainable_parameters)
+    own = known.elements / (mesh.pp * mesh.tp * (mesh.copies if stage else 1))
+    return price_s(problem, mesh, OptimizerStep(elements=max(1, round(own)), tensors=1))
 
 
-def _price_s(problem: PlanningProblem, mesh: Mesh, work: Work) -> float:
+def price_s(problem: PlanningProblem, mesh: Mesh, work: Work) -> float:
     return problem.price([(work, 0)], mesh)[0].median_s

@@ -22,6 +22,7 @@ class Node:
         over_bytes: by how much the single plan is known not to fit; 0 where it might.
         late: to be opened once the best plan of all other parts is known, and only if it may be faster than that one.
         promise_s: what its best plan is likely to take; it decides nothing but the order of the parts of large problems.
+        fits: whether the single plan is known to fit.
         visits: what opening it costs, in visits of all components (`parsim.schedule.parts.usual.Allowance`).
     """
 
@@ -34,6 +35,7 @@ class Node:
     over_bytes: float = 0.0
     late: bool = False
     promise_s: float = float("inf")
+    fits: bool = False
     visits: int = 1
 
     def promising(self, promise_s: float) -> Node:

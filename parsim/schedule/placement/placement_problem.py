@@ -144,7 +144,7 @@ def _weights_key(component: Component) -> tuple[object, ...]:
     number = {parameter.name: place for place, parameter in enumerate(component.parameters)}
     sizes = tuple((each.elements, each.element_bytes, each.trainable) for each in component.parameters)
     divided = tuple(
-        (each.rule, each.limit, tuple(sorted(number[part.name] for part in each.parameters if part.name in number)))
+        (each.rule, each.limit, each.size, tuple(sorted(number[part.name] for part in each.parameters if part.name in number)))
         for each in component.shardings
     )
     saved = component.saved_activation_bytes, component.saved_fixed_bytes, component.buffer_bytes

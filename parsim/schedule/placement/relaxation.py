@@ -6,7 +6,7 @@ Memory enters with a price per byte and tp rank. For any non-negative prices the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,11 +44,25 @@ class Frontiers:
 
     @cached_property
     def before(self) -> list[tuple[int, ...]]:
-        return [tuple(sorted({one for one, two in self.cost if one < cut <= two})) for cut in range(self.count + 1)]
+        last = dict[int, int]()
+        for one, two in self.cost:
+            last[one] = max(two, last.get(one, 0))
+        return self._crossing((one, one + 1, end) for one, end in last.items())
 
     @cached_property
     def after(self) -> list[tuple[int, ...]]:
-        return [tuple(sorted({two for one, two in self.cost if one < cut <= two})) for cut in range(self.count + 1)]
+        first = dict[int, int]()
+        for one, two in self.cost:
+            first[two] = min(one, first.get(two, one))
+        return self._crossing((two, begin + 1, two) for two, begin in first.items())
+
+    def _crossing(self, spans: Iterable[tuple[int, int, int]]) -> list[tuple[int, ...]]:
+        """By cut the components, ascending, each of which counts from one cut to another."""
+        found: list[list[int]] = [[] for _ in range(self.count + 1)]
+        for component, first, last in sorted(spans):
+            for cut in range(first, last + 1):
+                found[cut].append(component)
+        return [tuple(own) for own in found]
 
     def size(self, component: int) -> int:
         return len(self.placing.options[component])

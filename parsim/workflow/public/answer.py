@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from parsim.report.tables import ReportTable
     from parsim.workflow.large.faster import WhatWould
+    from parsim.workflow.relaxed.to_target import TargetRanking
 
 PLANS_SHOWN = 8
 
@@ -209,6 +211,28 @@ class Answer:
 
         with progress("Planning on changed clusters"):
             return what_would(self, faster)
+
+    def to_target(
+        self, accuracy: float, *, rules: Sequence[str] | None = None, seeds: int = 3, most_steps: int = 2000
+    ) -> TargetRanking:
+        """Synchronous training and relaxed rules, ranked by simulated seconds to a test accuracy.
+
+        Steps are counted on virtual replicas at this scale, of the model asked for or of a stand-in that `learner` names;
+        seconds of a step are those of each rule's fastest plan.
+
+        Args:
+            accuracy: between 0 and 1. rules: as `plan.synchronisation` takes them; None: five usual ones.
+            seeds: trainings of each. most_steps: after which a training is given up.
+
+        Raises:
+            ConfigError: an accuracy that is none, or the question asks for a relaxed rule itself. PlanError: an unknown rule.
+            MissingDependencyError: without torch or scikit-learn.
+        """
+        from parsim.workflow.progress import progress
+        from parsim.workflow.relaxed.to_target import RULES, to_target
+
+        with progress("Training virtual replicas"):
+            return to_target(self, accuracy, rules=RULES if rules is None else rules, seeds=seeds, most_steps=most_steps)
 
     def _given(self) -> dict[str, Any]:
         """A plan that was given, as the search would show it."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
@@ -70,17 +73,25 @@ def largest(step: Step) -> RuleOutcome:
     if content.dim in over:
         if step.tensors[step.op.outputs[0][1]].differentiable:
             raise Refused(f"amax runs over dim {content.dim}, which is cut, and has a gradient")
-        return RuleOutcome(contents=(LARGEST_OF_PART,), label="vocabulary")
+        classes = step.shape(given)[content.dim]
+        own = (given, dims, bool(step.given("keepdim", 2, False)), content.dim, classes, ShardNumber())
+        return RuleOutcome(contents=(LARGEST_OF_PART,), function=largest_of_shard, arguments=own, label="vocabulary")
     return reduced(step, content)
+
+
+def largest_of_shard(logits: Tensor, dims: Any, keepdim: bool, cut: int, classes: int, shard: int) -> Tensor:
+    """amax over the entries [shard * n, ...) of dim `cut` that there are of `classes`: the last shard may end in padding."""
+    size = logits.shape[cut]
+    return torch.amax(logits.narrow(cut, 0, min(size, classes - shard * size)), dims, keepdim)
 
 
 def class_sums_of_shard(step: Step) -> RuleOutcome:
     """The sums of a cross-entropy over the classes that a shard has."""
-    logits, maximum, target, _ = step.op.arguments
+    logits, maximum, target = step.op.arguments[:3]
     contents = [step.content(entry) for entry in (logits, maximum, target)]
     if contents == [WHOLE] * 3:
         return step.same(WHOLE)
     if contents != [cut_along(len(step.shape(logits)) - 1), WHOLE, WHOLE]:
         raise Refused("the sums of a cross-entropy over logits that are cut, but not by classes")
-    own = (logits, maximum, target, ShardNumber())
+    own = (logits, maximum, target, ShardNumber(), step.shape(logits)[-1])
     return RuleOutcome(contents=(SUMMAND,), function=class_sums, arguments=own, label="vocabulary")

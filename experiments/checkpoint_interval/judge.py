@@ -1,0 +1,32 @@
+"""Claims of checkpoint intervals, from results.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.common.claims import Claim, of_every
+
+AS_ASSUMED = "as the formulas assume"
+
+
+def claims(document: dict[str, Any]) -> list[Claim]:
+    """The formulas where their assumptions hold.
+
+    Args:
+        document: results.json; an empty one compares nothing.
+    """
+    rows = document.get("rows", [])
+    return [
+        of_every(
+            "Where their assumptions hold, Young's and Daly's intervals cost less than .1% against the best simulated one",
+            [row for row in rows if row["case"].startswith(AS_ASSUMED)],
+            lambda row: max(row["young_costs_percent"], row["daly_costs_percent"]) < 0.1,
+            lambda row: row["case"],
+        ),
+        of_every(
+            "Nowhere do they cost more than 2%, whatever fails of the assumptions",
+            rows,
+            lambda row: max(row["young_costs_percent"], row["daly_costs_percent"]) <= 2.0,
+            lambda row: f"{row['case']} ({max(row['young_costs_percent'], row['daly_costs_percent']):.1f}%)",
+        ),
+    ]

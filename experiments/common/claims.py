@@ -1,0 +1,87 @@
+"""A claim of an experiment and what its committed results say of it. Needs the standard library alone.
+
+Every experiment has a `judge.py` with `claims(document) -> list[Claim]`: a pure function of its results.json. So a verdict can
+be worked out again from what is committed, and a run never judges itself.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MET, MISSED, UNRESOLVED, NOT_CHECKED = "met", "missed", "unresolved", "not checked"
+VERDICTS = (MET, MISSED, UNRESOLVED, NOT_CHECKED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What was to hold.
+
+    Attributes:
+        text: one sentence without a verdict. verdict: one of VERDICTS. found: the figure behind the verdict, or why nothing
+            was compared.
+    """
+
+    text: str
+    verdict: str
+    found: str = ""
+
+    def __post_init__(self) -> None:
+        if self.verdict not in VERDICTS:
+            raise ValueError(f"verdict {self.verdict!r} of {self.text!r} is none of {', '.join(VERDICTS)}")
+        if self.verdict == NOT_CHECKED and not self.found:
+            raise ValueError(f"{self.text!r} is not checked; say why in `found`")
+
+
+def claim(text: str, holds: bool | None, found: str = "") -> Claim:
+    """A claim from a comparison.
+
+    Args:
+        text: what was to hold. holds: whether it does; None where nothing was compared. found: the figure, or the reason.
+    """
+    verdict = NOT_CHECKED if holds is None else MET if holds else MISSED
+    return Claim(text=text, verdict=verdict, found=found or ("nothing was compared" if holds is None else ""))
+
+
+def of_every(text: str, rows: Iterable[Any], holds: Callable[[Any], bool], name: Callable[[Any], str] = str) -> Claim:
+    """A claim about every row. Without a row nothing was compared; `all([])` would call it met.
+
+    Args:
+        text: what was to hold. rows: to compare. holds: the comparison of one. name: what a row is called where it fails.
+    """
+    compared = list(rows)
+    if not compared:
+        return claim(text, None, "no row to compare")
+    failed = [name(row) for row in compared if not holds(row)]
+    told = f"{len(compared) - len(failed)} of {len(compared)}"
+    return claim(text, not failed, f"{told}; not {', '.join(failed)}" if failed else told)
+
+
+def within(text: str, scores: Sequence[float], wanted: float, tolerance: float, seeds: int) -> Claim:
+    """A claim that the mean over the seeds fixed in advance lies near a figure. Later seeds do not count.
+
+    Args:
+        text: what was to hold. scores: by seed, in order. wanted, tolerance: the figure and how near. seeds: how many were
+            fixed in advance.
+    """
+    if len(scores) < seeds:
+        return claim(text, None, f"{len(scores)} of {seeds} seeds were run")
+    mean = statistics.mean(scores[:seeds])
+    return claim(text, abs(mean - wanted) <= tolerance, f"{mean:.4f} over {seeds} seeds, wanted {wanted:g} ± {tolerance:g}")
+
+
+def unchecked(claims: Iterable[Claim], why: str) -> list[Claim]:
+    """The same claims without their verdicts.
+
+    Args:
+        claims: of any verdict. why: nothing was compared.
+    """
+    return [Claim(text=each.text, verdict=NOT_CHECKED, found=why) for each in claims]
+
+
+def counts(claims: Iterable[Claim]) -> dict[str, int]:
+    """How many claims have each verdict, verdicts without claims left out."""
+    found = [each.verdict for each in claims]
+    return {verdict: found.count(verdict) for verdict in VERDICTS if verdict in found}

@@ -1,0 +1,200 @@
+"""RESULTS.md, and the table of claims of every experiment's README, from the committed results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from experiments.common.catalogue import CATALOGUE, FOLDER, Experiment
+from experiments.common.claims import VERDICTS, Claim, counts, unchecked
+
+PAGE = FOLDER / "RESULTS.md"
+MARKS = {name: (f"<!-- {name}: begin -->", f"<!-- {name}: end -->") for name in ("claims", "tables")}
+REFUTED_BY = "**What would refute it**"
+NOT_RECORDED = "not recorded"
+
+
+def judge_of(each: Experiment) -> ModuleType | None:
+    """The experiment's `judge.py`, read under a name of its own; None where it has none."""
+    path = each.folder / "judge.py"
+    if not path.is_file():
+        return None
+    name = f"experiments.{each.name}.judge"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{path} cannot be imported")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def results_of(each: Experiment) -> dict[str, Any] | None:
+    """What is committed, None where nothing is. Results from before runs were recorded say less of their run."""
+    if not each.results.is_file():
+        return None
+    found: dict[str, Any] = json.loads(each.results.read_text(encoding="utf-8"))
+    if not isinstance(found.get("run"), dict):
+        found["run"] = {}
+    for key in ("machine", "date", "seed"):
+        if isinstance(found.get(key), (str, int)):
+            found["run"].setdefault(key, found[key])
+    return found
+
+
+def claims_of(each: Experiment, document: dict[str, Any] | None) -> list[Claim]:
+    """The claims of an experiment with their verdicts.
+
+    Args:
+        each: the experiment. document: its results; None where there are none. Those of a small version compare nothing.
+    """
+    judge = judge_of(each)
+    if judge is None:
+        return []
+    found: list[Claim] = judge.claims({} if document is None else document)
+    if document is None:
+        return unchecked(found, "no results are committed")
+    if document["run"].get("quick"):
+        return unchecked(found, "a small version compares nothing")
+    return found
+
+
+def finding_of(each: Experiment) -> str:
+    """The opening of its README: the paragraph below the title."""
+    text = (each.folder / "README.md").read_text(encoding="utf-8")
+    paragraphs = [part.strip() for part in text.split("\n\n")[1:] if part.strip() and not part.startswith("<!--")]
+    return " ".join(paragraphs[0].split())
+
+
+def claims_table(claims: Sequence[Claim]) -> str:
+    """Markdown; failed claims stay in, marked."""
+    rows = [f"| {each.text} | {_marked(each.verdict)} | {each.found} |" for each in claims]
+    return "\n".join(["| claim | verdict | found |", "|---|---|---|", *rows])
+
+
+def _marked(verdict: str) -> str:
+    return verdict if verdict == "met" else f"**{verdict}**"
+
+
+def run_line(run: dict[str, Any]) -> str:
+    """With what the results were made. What an older run did not record is said so."""
+    seconds = run.get("wall_s")
+    took = NOT_RECORDED if seconds is None else f"{seconds:,.0f} s ({run['cpu_s']:,.0f} CPU-s, load {run['load']} at its begin)"
+    parts = {
+        "command": f"`{run['command']}`" if "command" in run else NOT_RECORDED,
+        "machine": run.get("machine", run.get("processor", NOT_RECORDED)),
+        "date": run.get("date", NOT_RECORDED),
+        "commit": run.get("commit") or NOT_RECORDED,
+        "seeds": _seeds(run),
+        "run time": took,
+    }
+    return "; ".join(f"{name}: {value}" for name, value in parts.items())
+
+
+def _seeds(run: dict[str, Any]) -> str:
+    if "seed" in run:
+        return str(run["seed"])
+    words = str(run.get("command", "")).split()
+    named = [f"{word} {value}" for word, value in pairwise(words) if word in ("--seed", "--seeds")]
+    return ", ".join(named) or ("as run.py has them" if words else NOT_RECORDED)
+
+
+def made_anew() -> dict[Path, str]:
+    """READMEs with their table of claims and their other tables, where they have the marks for them."""
+    pages = {}
+    for each in CATALOGUE:
+        path = each.folder / "README.md"
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        document = results_of(each)
+        made = _between(text, "claims", lambda each=each, document=document: _claims_text(each, document))
+        made = _between(made, "tables", lambda each=each, document=document: _tables_text(each, document))
+        if made != text or MARKS["claims"][0] in text:
+            pages[path] = made
+    return pages
+
+
+def _between(text: str, name: str, made: Callable[[], str]) -> str:
+    """The text with something else between its marks, if it has them."""
+    begin, end = MARKS[name]
+    if begin not in text:
+        return text
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{made()}\n{end}{rest.split(end)[1]}"
+
+
+def _claims_text(each: Experiment, document: dict[str, Any] | None) -> str:
+    told = "no results are committed." if document is None else f"{run_line(document['run'])}."
+    return f"{claims_table(claims_of(each, document))}\n\n{told[0].upper()}{told[1:]}"
+
+
+def _tables_text(each: Experiment, document: dict[str, Any] | None) -> str:
+    judge = judge_of(each)
+    if document is None or judge is None:
+        return "No results are committed."
+    return str(judge.tables(document))
+
+
+def page() -> str:
+    """RESULTS.md."""
+    rows, sections = [], []
+    for each in CATALOGUE:
+        document = results_of(each)
+        claims = claims_of(each, document)
+        numbers = counts(claims)
+        cells = " | ".join(str(numbers.get(verdict, "")) for verdict in VERDICTS)
+        rows.append(f"| [{each.name}]({each.name}/README.md) | {each.question} | {cells} |")
+        sections.append(_section(each, document, claims))
+    total = counts(claim for each in CATALOGUE for claim in claims_of(each, results_of(each)))
+    sums = " | ".join(str(total.get(verdict, 0)) for verdict in VERDICTS)
+    head = [
+        "# Results of all experiments",
+        "",
+        "This page is made by `python experiments/results.py` from the results that are committed; nothing on it is written by",
+        "hand. A verdict is worked out from an experiment's `results.json` by its `judge.py`. A claim that fails stays in,",
+        'marked. "Not checked" says that nothing was compared, and why. Seeds are fixed in advance, and further ones change no',
+        "verdict.",
+        "",
+        f"| experiment | question | {' | '.join(VERDICTS)} |",
+        f"|---|---|{'---|' * len(VERDICTS)}",
+        *rows,
+        f"| all | | {sums} |",
+    ]
+    return "\n".join(["\n".join(head), *sections]) + "\n"
+
+
+def _section(each: Experiment, document: dict[str, Any] | None, claims: Sequence[Claim]) -> str:
+    lines = ["", f"## {each.name}", "", _relinked(finding_of(each), each.name)]
+    if claims:
+        lines += ["", claims_table(claims)]
+    if document is not None:
+        lines += ["", f"*{run_line(document['run'])}*"]
+    else:
+        reason = f": {each.why}" if each.why else ""
+        lines += ["", f"*No results are committed{reason}. The figures of its README are as they came out then.*"]
+    return "\n".join(lines)
+
+
+def _relinked(text: str, folder: str) -> str:
+    """Links from a README, as seen from the folder above."""
+    return re.sub(r"\]\((?!http|#)([^)]+)\)", rf"]({folder}/\1)", text)
+
+
+def quick_page(some: Sequence[Experiment], outcomes: dict[str, str], taken_s: float) -> str:
+    """What a check that all runs prints: no claim is compared.
+
+    Args:
+        some: the experiments. outcomes: by name, what became of each. taken_s: by all.
+    """
+    lines = ["| experiment | small version | claims |", "|---|---|---|"]
+    for each in some:
+        claims = unchecked(claims_of(each, None), "a small version compares nothing")
+        lines.append(f"| {each.name} | {outcomes[each.name]} | {len(claims)} not checked |")
+    return "\n".join([*lines, "", f"{taken_s:.0f} s. Nothing was compared, and nothing is kept."])

@@ -1,0 +1,88 @@
+"""Run one experiment as a process of its own, and put beside its results what they were run with."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from parsim.execute.processes.environment import describe_environment, machine_line
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSIONS = ("python", "torch", "numpy")
+
+
+class ExperimentError(Exception):
+    """An experiment that did not end with results."""
+
+
+def documented(name: str, arguments: Sequence[str], *, quick: bool, out: Path, limit_s: float | None = None) -> dict[str, Any]:
+    """Run `experiments/NAME/run.py`, and read the JSON that it prints.
+
+    Args:
+        name: of the folder. arguments: of run.py, without --json and --out. quick: whether these make the small version.
+        out: where tables and figures go. limit_s: seconds after which it is stopped.
+
+    Returns:
+        `run` (command, machine, versions, date, commit, load, quick, wall_s, cpu_s) and what the experiment printed; a
+        document that is a list stands under `rows`.
+
+    Raises:
+        ExperimentError: it failed, took too long, or printed no JSON.
+    """
+    command = [sys.executable, f"experiments/{name}/run.py", *arguments, "--json", *_out(name, out)]
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    load = os.getloadavg()[0]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise ExperimentError(f"{name} was stopped after {limit_s:g} s; give it more, or leave it out") from None
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise ExperimentError(f"{name} ended with status {done.returncode}: {last[0]}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    try:
+        found = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        raise ExperimentError(f"{name} printed no JSON document, but {done.stdout[:80]!r}") from None
+    described = describe_environment()
+    run = {
+        "command": " ".join(["python", f"experiments/{name}/run.py", *arguments]),
+        "machine": machine_line(described),
+        "versions": {key: described["versions"][key] for key in VERSIONS if key in described["versions"]},
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "load": round(load, 1),
+        "quick": quick,
+        "wall_s": round(time.perf_counter() - began, 1),
+        "cpu_s": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
+    }
+    return {"run": run, **(found if isinstance(found, dict) else {"rows": found})}
+
+
+def _out(name: str, out: Path) -> tuple[str, ...]:
+    """--out DIR where the experiment has it."""
+    script = ROOT / "experiments" / name / "run.py"
+    return ("--out", str(out)) if '"--out", type=Path, default' in script.read_text(encoding="utf-8") else ()
+
+
+def commit() -> str:
+    """The commit of the working tree, with a + where parsim or the experiments' code differ from it; "" outside git."""
+    try:
+        head = _git("rev-parse", "--short=7", "HEAD")
+        changed = _git("status", "--porcelain", "--", "parsim", "calibration", "experiments/*.py", "experiments/*/*.py")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return head + ("+" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,0 +1,93 @@
+"""Claims of decentralised training, from results.json. Parts that were not run compare nothing."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.common.claims import Claim, claim, of_every
+
+SEEDS = 5
+"""Fixed in advance; more are run for the spread, and change no verdict."""
+TOLERANCE = 0.02
+
+Row = dict[str, Any]
+
+
+def claims(document: dict[str, Any]) -> list[Claim]:
+    """Specified accuracies, orderings on sorted shards, and published scaling.
+
+    Args:
+        document: results.json; an empty one compares nothing.
+    """
+    figures = [row for row in document.get("figures", []) if len(row["scores"]) >= SEEDS]
+    sorted_shards = {row["graph"]: row for row in figures if row["sharding"] == "label_sorted"}
+    scores = {name: mean_of(row, "scores") for name, row in sorted_shards.items()}
+    distance = {name: row["consensus_before"] for name, row in sorted_shards.items()}
+    sent = {name: row["sent_in_weights"] for name, row in sorted_shards.items()}
+    scaling = {row["way"]: row["efficiency"] for row in document.get("scaling", [])}
+    return [
+        *_accuracies(figures),
+        _rising("Accuracy on label-sorted shards: ring < Ada < complete", scores, ("ring", "ada", "complete")),
+        _rising(
+            "Accuracy on label-sorted shards: ring < lattice of 6 < exponential <= complete",
+            scores,
+            ("ring", "lattice6", "exponential", "complete"),
+        ),
+        _rising(
+            "Distance between replicas: complete < exponential < lattice of 6 < ring",
+            distance,
+            ("complete", "exponential", "lattice6", "ring"),
+        ),
+        _rising("Bytes sent: ring < Ada < complete", sent, ("ring", "ada", "complete")),
+        *_scaling(scaling),
+    ]
+
+
+def _accuracies(figures: list[Row]) -> list[Claim]:
+    """Of the averaged model, and of the replicas themselves."""
+
+    def name(row: Row, scores: str, specified: str) -> str:
+        return f"{row['sharding']} {row['graph']} ({mean_of(row, scores):.3f}, {row[specified]:.3f})"
+
+    return [
+        of_every(
+            f"Every specified accuracy {of} is met within {TOLERANCE} over {SEEDS} seeds",
+            [row for row in figures if row[specified] is not None],
+            lambda row, scores=scores, specified=specified: abs(mean_of(row, scores) - row[specified]) <= TOLERANCE,
+            lambda row, scores=scores, specified=specified: name(row, scores, specified),
+        )
+        for of, scores, specified in (
+            ("of the averaged model", "scores", "specified"),
+            ("of the replicas", "replica_scores", "specified_replicas"),
+        )
+    ]
+
+
+def _scaling(found: Mapping[str, float]) -> list[Claim]:
+    central, peers = found.get("all_reduce after the backward"), found.get("one-peer, machine level, combine_adapt")
+    return [
+        claim(
+            "all_reduce scales to 66% (± 12 points) at 128 GPUs, as published",
+            None if central is None else abs(central - 0.66) <= 0.12,
+            "" if central is None else f"{100 * central:.0f}%",
+        ),
+        claim(
+            "Gossip of machines with one peer scales to at least 92% there, as published",
+            None if peers is None else peers >= 0.92,
+            "" if peers is None else f"{100 * peers:.0f}%",
+        ),
+    ]
+
+
+def _rising(text: str, values: Mapping[str, float], names: tuple[str, ...]) -> Claim:
+    if not set(names) <= set(values):
+        return claim(text, None)
+    own = [values[name] for name in names]
+    return claim(text, own == sorted(own), ", ".join(f"{value:.3f}" if value < 10 else f"{value:,.0f}" for value in own))
+
+
+def mean_of(row: Row, scores: str) -> float:
+    """Over the seeds fixed in advance."""
+    return statistics.mean(row[scores][:SEEDS])

@@ -1,0 +1,140 @@
+"""Factors and intervals from the errors of other rows: fitted, held out by source, and whether they hold."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from intervals import Ends, Spread, ends_of, reach_of, spread_of
+from predict import Facts, Predicted, key_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A prediction beside the measurement: `log_error` is log(predicted seconds / measured seconds)."""
+
+    predicted: Predicted
+    log_error: float
+    key: str
+    group: str
+    source: str
+
+
+def facts_of(row: Judged) -> Facts:
+    """Of the question; a judged row has one."""
+    assert row.predicted.facts is not None
+    return row.predicted.facts
+
+
+PRIOR_ROWS = 4
+PRIOR_SOURCES = 1
+STATED_SOURCES = 3
+
+
+def _informative(rows: Sequence[Judged]) -> list[Judged]:
+    """Rows whose errors say most of a GPU, by GPU and precision.
+
+    Where at least three sources have rows on one node, only these count: there is no network and hardly a split. Else, where
+    three have complete rows, only those: what a rule assumes says little of a GPU. Else all.
+    """
+    one_node: dict[str, set[str]] = defaultdict(set)
+    stated: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        if facts_of(row).one_node:
+            one_node[row.key].add(row.source)
+        if row.predicted.row.complete:
+            stated[row.key].add(row.source)
+
+    def counts(row: Judged) -> bool:
+        if len(one_node[row.key]) >= STATED_SOURCES:
+            return facts_of(row).one_node
+        return row.predicted.row.complete or len(stated[row.key]) < STATED_SOURCES
+
+    return [row for row in rows if counts(row)]
+
+
+def fitted_factors(rows: Sequence[Judged]) -> dict[str, tuple[float, int]]:
+    """By GPU and precision: minus a weighted mean over sources of the median log error, and the number of sources.
+
+    A source of n rows weighs n / (n + 4), so that none decides by its number of rows, and one row decides little. The mean is
+    shrunk towards no factor as if one more source had shown none. Not all rows count (`_informative`).
+    """
+    by_source: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in _informative(rows):
+        by_source[row.key][row.source].append(row.log_error)
+    found = {}
+    for key, sources in by_source.items():
+        weights = [len(errors) / (len(errors) + PRIOR_ROWS) for errors in sources.values()]
+        total = sum(weight * median(errors) for weight, errors in zip(weights, sources.values(), strict=True))
+        found[key] = (-total / (sum(weights) + PRIOR_SOURCES / 2), len(sources))
+    return found
+
+
+FEW_ROWS = 8
+
+
+END_ROWS = 19
+LEVELS = (("place", END_ROWS), ("kind", FEW_ROWS), ("framework", FEW_ROWS), ("family", FEW_ROWS))
+"""What rows have in common, the most first, and how many of them a spread needs."""
+
+
+def _like(row: Judged, others: Sequence[Judged]) -> list[Judged]:
+    """The rows that have the most in common with it, all where these are few."""
+    for name, least in LEVELS:
+        found = [other for other in others if getattr(facts_of(other), name) == getattr(facts_of(row), name)]
+        if len(found) >= least:
+            return found
+    return list(others)
+
+
+def _reaches(rows: Sequence[Judged], errors: Mapping[str, float]) -> tuple[dict[str, Spread], dict[bool, float]]:
+    """By row the spread of the others like it; and for rows with blanks and complete ones how many scales hold most of them."""
+    spreads: dict[str, Spread] = {}
+    away: dict[bool, list[float]] = {False: [], True: []}
+    for row in rows:
+        others = _like(row, [other for other in rows if other is not row])
+        name = row.predicted.row.id
+        spreads[name] = spread_of([errors[other.predicted.row.id] for other in others] or [0.0])
+        away[row.predicted.row.complete].append(spreads[name].scales_away(errors[name]))
+    return spreads, {complete: reach_of(distances) for complete, distances in away.items() if distances}
+
+
+def interval_ends(rows: Sequence[Judged], factors: Mapping[str, tuple[float, int]]) -> dict[str, Ends]:
+    """By place and by kind of row, complete or not, the ends of its interval, from the errors that its factor leaves."""
+    own = {row.predicted.row.id: row.log_error + factors.get(row.key, (0.0, 0))[0] for row in rows}
+    _, reaches = _reaches(rows, own)
+    found: dict[str, Ends] = {}
+    for row in rows:
+        facts = facts_of(row)
+        same = [own[other.predicted.row.id] for other in rows if facts_of(other).kind == facts.kind]
+        for complete, reach in reaches.items():
+            spread = spread_of([own[other.predicted.row.id] for other in _like(row, rows)])
+            found.setdefault(key_of(facts.place, complete), ends_of(spread, reach))
+            if len(same) >= FEW_ROWS:
+                found.setdefault(key_of(facts.kind, complete), ends_of(spread_of(same), reach))
+    return found
+
+
+def covered(rows: Sequence[Judged], outside: Mapping[str, float]) -> dict[str, tuple[bool, float]]:
+    """By row whether its held-out error lies in the interval of the other rows like it, and the width over the prediction."""
+    found = {}
+    spreads, reaches = _reaches(rows, outside)
+    for row in rows:
+        name = row.predicted.row.id
+        low, high = ends_of(spreads[name], reaches[row.predicted.row.complete])
+        found[name] = (low <= -outside[name] <= high, math.exp(high) - math.exp(low))
+    return found
+
+
+def held_out(rows: Sequence[Judged]) -> dict[str, float]:
+    """By row the log error with factors fitted on all other sources."""
+    found = {}
+    for source in {row.source for row in rows}:
+        factors = fitted_factors([row for row in rows if row.source != source])
+        for row in rows:
+            if row.source == source:
+                found[row.predicted.row.id] = row.log_error + factors.get(row.key, (0.0, 0))[0]
+    return found

@@ -1,0 +1,73 @@
+"""What a rank holds of a value or a gradient while it is converted from one layout to another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from parsim.graph.plan_index import PlanIndex
+from parsim.model.component import Value
+from parsim.plans.redistribution import Hop, ValueLayout, conversion
+from parsim.predict.kept_activations import VIEWS
+from parsim.predict.rank_traffic import local_bytes
+
+
+def bytes_here(layout: PlanIndex, value: Value, how: ValueLayout, rank: int) -> float:
+    """Bytes of one microbatch of a value on a rank; 0 where the rank holds nothing in that layout.
+
+    Args:
+        layout: the plan and its model. value: of the model. how: the layout of the value. rank: global number.
+    """
+    return local_bytes(layout, value, how) if layout.plan.shard_of_rank(rank) in how.holders(layout.plan.mesh.tp) else 0.0
+
+
+def is_view(hop: Hop, shard: int) -> bool:
+    """Whether what a tp rank has after the hop lies in what it had before: pieces of the batch, and the whole of which a rank
+    has sent pieces or copies to the others.
+
+    Args:
+        hop: of a conversion. shard: the tp rank.
+    """
+    return hop.operation in VIEWS or (hop.operation in ("scatter", "broadcast") and shard == hop.source.rank)
+
+
+def storage_of(hops: Sequence[Hop], made: ValueLayout, shard: int) -> ValueLayout:
+    """The layout whose memory the result of the hops lies in on a tp rank.
+
+    Args:
+        hops: a conversion. made: what it starts from. shard: the tp rank.
+    """
+    for hop in reversed(hops):
+        if not is_view(hop, shard):
+            return hop.target
+    return made
+
+
+def gradient_bytes(layout: PlanIndex, values: Mapping[str, Value], name: str, rank: int) -> tuple[float, float]:
+    """Gradients of a component's outputs on a rank as it wants them; and at most, in the fullest step of a conversion to that.
+
+    Args:
+        layout: the plan and its model. values: by name, as kept under the plan. name: of the component. rank: global number.
+    """
+    total = all_wanted = 0.0
+    for output in layout.model.component(name).outputs:
+        value, wanted = values[output], layout.source[output].gradient
+        if value.differentiable:
+            steps = [
+                _step_bytes(layout, value, hop, rank)
+                for reading in layout.readings[output]
+                for hop in conversion(reading.ends.gradient, wanted, layout.plan.mesh.tp)
+            ]
+            all_wanted += local_bytes(layout, value, wanted)
+            total += max(local_bytes(layout, value, wanted), *steps, 0.0)
+    return all_wanted, total
+
+
+def _step_bytes(layout: PlanIndex, value: Value, hop: Hop, rank: int) -> float:
+    """What the rank holds of a value at the fullest moment of a hop: what it had and what it has then.
+
+    A rank that gathers has the pieces of all before it joins them.
+    """
+    before, after = (bytes_here(layout, value, how, rank) for how in (hop.source, hop.target))
+    if is_view(hop, layout.plan.shard_of_rank(rank)):
+        return max(before, after)
+    return 2 * after if hop.operation == "gather" and after else before + after

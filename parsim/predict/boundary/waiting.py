@@ -1,0 +1,116 @@
+"""Values that wait on a rank for their readers, and gradients for their makers, in every layout in which they lie there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from parsim.costs.memory.waiting import Wait
+from parsim.graph.plan_index import PlanIndex, Reading
+from parsim.model.component import Value
+from parsim.plans.redistribution import LOCAL_HOPS, ValueLayout, conversion
+from parsim.predict.boundary.conversions import bytes_here, is_view, storage_of
+from parsim.predict.rank_traffic import local_bytes
+
+
+def waiting_values(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> dict[str, list[Wait]]:
+    """Values that a rank has while it runs forward, before a component there keeps them (`waiting_bytes`).
+
+    Every layout of a value is a storage of its own, from when the value is made to the last component that reads it there, or
+    to the first that keeps it. A piece of a dim is cut when it is read, so until then all that it is cut from waits.
+
+    Args:
+        layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
+
+    Returns:
+        By value. Leaves out batches, and values of which the Model does not say who keeps them.
+    """
+    names = layout.rank_components(rank)
+    place = {name: number for number, name in enumerate(names)}
+    here = [layout.model.component(name) for name in names]
+    found: dict[str, list[Wait]] = {}
+    for name in dict.fromkeys(value for component in here for value in (*component.inputs, *component.outputs)):
+        value = values[name]
+        if value.producer is not None and value.savers is not None:
+            found[name] = _waits(layout, value, value.savers, place, rank)
+    return found
+
+
+def _waits(layout: PlanIndex, value: Value, savers: tuple[str, ...], place: Mapping[str, int], rank: int) -> list[Wait]:
+    shard, tp, order = layout.plan.shard_of_rank(rank), layout.plan.mesh.tp, layout.model.component_index
+    assert value.producer is not None
+    made, here = layout.source[value.name].value, value.producer in place
+    begins = sum(order[name] <= order[value.producer] for name in place)
+    last: dict[ValueLayout, int] = {}
+    kept: dict[ValueLayout, int] = {made: place[value.producer]} if here and value.producer in savers else {}
+    cut: list[Wait] = []
+    for reading in layout.readings[value.name]:
+        for name in reading.components:
+            if name not in place:
+                continue
+            hops = conversion(made, reading.ends.value, tp) if here else ()
+            storage = storage_of(hops, made, shard) if here else reading.ends.value
+            while hops and hops[-1].operation in LOCAL_HOPS:
+                hops = hops[:-1]
+            whole = storage_of(hops, made, shard) if here else storage
+            if whole != storage and not is_view(conversion(made, reading.ends.value, tp)[-1], shard):
+                last[whole] = max(last.get(whole, 0), place[name] - 1)
+                cut.append(Wait(place[name], place[name], bytes_here(layout, value, storage, rank)))
+            elif name in savers:
+                kept[storage] = min(kept.get(storage, place[name]), place[name])
+            else:
+                last[storage] = max(last.get(storage, 0), place[name])
+    ends = {storage: kept.get(storage, last.get(storage, -1)) for storage in dict.fromkeys((*last, *kept))}
+    waits = [Wait(begins, end, bytes_here(layout, value, storage, rank)) for storage, end in ends.items()]
+    return [wait for wait in (*waits, *cut) if wait.first <= wait.last and wait.size_bytes]
+
+
+def waiting_gradients(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> dict[str, list[Wait]]:
+    """Gradients that a rank has while other components than their reader and their maker run (`waiting_bytes`).
+
+    One that is a part of a larger gradient keeps all of that, until another reader adds to it.
+
+    Args:
+        layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
+    """
+    names = layout.rank_components(rank)
+    place = {name: number for number, name in enumerate(names)}
+    order = layout.model.component_index
+    here = [layout.model.component(name) for name in names]
+    found: dict[str, list[Wait]] = {}
+    for value in dict.fromkeys(value for component in here for value in (*component.outputs, *component.inputs)):
+        entry = values[value]
+        if not entry.differentiable or entry.producer is None:
+            continue
+        first_reader = min((place[name] for name in layout.consumers[value] if name in place), default=0)
+        ends = place.get(entry.producer, first_reader) + 1
+        for reading in layout.readings[value]:
+            readers = [name for name in reading.components if name in layout.differentiable]
+            local = sorted(place[name] for name in readers if name in place)
+            if not readers or not (local or entry.producer in place):
+                continue
+            begins = local[-1] if local else sum(order[name] < min(map(order.__getitem__, readers)) for name in names)
+            size = _gradient_size(layout, entry, reading)
+            whole = 0.0
+            if local and not layout.is_halved(names[local[-1]]):  # else what waits between the halves keeps it
+                whole = _whole_bytes(layout, values, value, names[local[-1]])
+            again = local[-2] if len(local) > 1 else ends
+            stays = reading.stage == layout.stage_of_value[value] and reading.ends.gradient == layout.source[value].gradient
+            if whole > size and (stays or len(local) > 1):  # what is sent is copied, and what is converted made anew
+                found.setdefault(value, []).append(Wait(max(again, ends), begins - 1, whole))
+                begins = max(again, ends)
+            found.setdefault(value, []).append(Wait(ends, begins - 1, size))
+    return found
+
+
+def _whole_bytes(layout: PlanIndex, values: Mapping[str, Value], value: str, reader: str) -> float:
+    """Of the gradient of an output of the reader that its gradient of the value is a part of; 0: of none."""
+    output = dict(layout.model.component(reader).gradient_views).get(value)
+    return local_bytes(layout, values[output], layout.source[output].gradient) if output else 0.0
+
+
+def _gradient_size(layout: PlanIndex, value: Value, reading: Reading) -> float:
+    """Of the gradient of one reading, converted as far as that sends something: what sends nothing is made when it is read."""
+    storage = reading.ends.gradient
+    for hop in conversion(storage, layout.source[value.name].gradient, layout.plan.mesh.tp):
+        storage = storage if hop.operation in LOCAL_HOPS else hop.target
+    return local_bytes(layout, value, storage)

@@ -1,0 +1,230 @@
+"""Seconds of thousands of plans in closed form: a first look before any of them is lowered. It proves nothing.
+
+An outline is a mesh, microbatches, a pipeline order, a ZeRO stage and whether every component is recomputed. All components
+are cut over all tp ranks, and stages hold equal numbers of components. With t_r the seconds of a microbatch on rank r of the
+pipeline and v chunks per rank,
+
+    step = microbatches * max t_r + (sum t_r - max t_r) / v + transfers + exposed sums and gathers + optimizer
+
+A microbatch on one stage is `parsim.schedule.bounds.chain`, worked out once per (tp, cp, ep, samples). What is exposed of sums
+and gathers follows `parsim.schedule.parts.estimate`. `benchmarks/bench_screening.py` compares the order with the simulator's.
+
+Leaves out: memory, contention that depends on where the shards of other stages lie, and overlap that slows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from parsim.arrays import Floats
+from parsim.errors import PlanError
+from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import PIPELINE_ORDERS, rank_of_stage
+from parsim.plans.placement import BATCH, Placement
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
+from parsim.plans.recompute import FULL, NONE
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.bounds.chain import chain_seconds
+from parsim.schedule.options import Prices
+from parsim.schedule.parts.estimate import UNCOVERED, price_s, transfer_s
+from parsim.work import Collective, OptimizerStep, Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """What a closed form knows of a plan. recompute: every component runs its forward again. chunks: stages per rank."""
+
+    mesh: Mesh
+    microbatches: int
+    order: str = "1f1b"
+    chunks: int = 1
+    zero_stage: int = 0
+    recompute: bool = False
+
+    def check(self, problem: PlanningProblem) -> None:
+        """Raises PlanError if the batch, the components or the order do not divide so."""
+        per_replica, rest = divmod(problem.global_batch, self.mesh.dp)
+        if rest or per_replica % self.microbatches:
+            raise PlanError(
+                f"global_batch ({problem.global_batch}) does not divide over dp ({self.mesh.dp}) * microbatches "
+                f"({self.microbatches}); use a multiple of {self.mesh.dp * self.microbatches}"
+            )
+        stages, components = self.mesh.pp * self.chunks, len(problem.model.components)
+        if stages > components:
+            raise PlanError(f"{stages} stages want as many components, {problem.model.name} has {components}; use fewer stages")
+        if not PIPELINE_ORDERS[self.order].takes(self.chunks):
+            raise PlanError(f"order {self.order} does not take {self.chunks} chunks per rank; use another number")
+
+
+@dataclass
+class _Known:
+    """Of one problem. chains: by (tp, cp, ep, samples) running totals of the components' forward and backward seconds, and of
+    what their second forward adds."""
+
+    chains: dict[tuple[int, int, int, int], tuple[Floats, Floats, Floats]] = field(default_factory=dict)
+    placements: dict[int, dict[str, Placement]] = field(default_factory=dict)
+    sent: dict[tuple[Mesh, int], tuple[float, float]] = field(default_factory=dict)
+    updates: dict[tuple[int, int], float] = field(default_factory=dict)
+    passed: dict[tuple[Mesh, int], float] = field(default_factory=dict)
+    parameters: tuple[int, int] | None = None
+
+
+def screened_s(problem: PlanningProblem, outlines: Sequence[Outline]) -> Floats:
+    """Seconds of a step of each outline.
+
+    Args:
+        problem: model, cluster and batch. outlines: of plans for it.
+
+    Returns:
+        float64 [outlines]. Leaves out memory: an outline may not fit.
+
+    Raises:
+        PlanError: an outline does not divide. CostError: a component without a price.
+    """
+    return np.array([_step_s(problem, outline) for outline in outlines])
+
+
+def plan_of(problem: PlanningProblem, outline: Outline) -> Plan:
+    """The plan that an outline stands for.
+
+    Args:
+        problem: model and batch. outline: of a plan for it.
+
+    Raises:
+        PlanError: the outline does not divide.
+    """
+    outline.check(problem)
+    names, mesh = [component.name for component in problem.model.components], outline.mesh
+    placed = _placements(problem, mesh.tp)
+    places = rank_of_stage(outline.order, mesh.pp, outline.chunks)
+    cuts = _cuts(len(names), mesh.pp * outline.chunks)
+    return Plan(
+        strategy="custom",
+        mesh=mesh,
+        stages=tuple(
+            Stage(
+                components=tuple(names[first:last]),
+                ranks=mesh.stage_ranks(places[number]),
+                placements=tuple(placed[name] for name in names[first:last]) if mesh.tp > 1 else (),
+            )
+            for number, (first, last) in enumerate(itertools.pairwise(cuts))
+        ),
+        global_batch=problem.global_batch,
+        microbatches=outline.microbatches,
+        pipeline_order=outline.order,
+        zero_stage=outline.zero_stage if mesh.copies > 1 else 0,
+        recompute=FULL if outline.recompute else NONE,
+    )
+
+
+def _cuts(components: int, stages: int) -> list[int]:
+    return [round(components * number / stages) for number in range(stages + 1)]
+
+
+def _placements(problem: PlanningProblem, tp: int) -> dict[str, Placement]:
+    """Every component cut in the first way that it can be."""
+    known = problem.remembered(_Known).placements
+    if tp not in known:
+        known[tp] = {
+            component.name: Placement("shard", rule=component.shardings[0].rule, ways=tp)
+            if tp > 1 and component.shardings
+            else BATCH
+            for component in problem.model.components
+        }
+    return known[tp]
+
+
+def _step_s(problem: PlanningProblem, outline: Outline) -> float:
+    outline.check(problem)
+    mesh, count = outline.mesh, outline.microbatches
+    samples = problem.global_batch // (mesh.dp * count)
+    forward_s, backward_s, again_s = _running_s(problem, mesh, count, samples)
+    cuts = np.array(_cuts(len(forward_s) - 1, mesh.pp * outline.chunks))
+    own = np.diff(forward_s[cuts]) + np.diff(backward_s[cuts])
+    if outline.recompute:
+        own += np.diff(again_s[cuts])
+    by_rank = np.bincount(np.array(rank_of_stage(outline.order, mesh.pp, outline.chunks)), weights=own, minlength=mesh.pp)
+    longest, whole = float(by_rank.max()), float(by_rank.sum())
+    step_s = count * longest + (whole - longest) / outline.chunks
+    if mesh.pp > 1:
+        step_s += 2 * (mesh.pp * outline.chunks - 1) * _passed_s(problem, mesh, samples)
+    return step_s + _exposed_s(problem, outline, longest, float(np.diff(backward_s[cuts]).max())) + _update_s(problem, outline)
+
+
+def _running_s(problem: PlanningProblem, mesh: Mesh, count: int, samples: int) -> tuple[Floats, Floats, Floats]:
+    known, key = problem.remembered(_Known).chains, (mesh.tp, mesh.cp, mesh.ep, samples)
+    if key not in known:
+        placed = _placements(problem, mesh.tp)
+        chain = chain_seconds(problem, mesh, count, placed if mesh.tp > 1 else {})
+        prices = Prices(problem=problem, mesh=mesh, samples=samples, bucket_bytes=DEFAULT_BUCKET_BYTES)
+        alike: dict[str, tuple[float, float]] = {}
+        for component in problem.model.components:
+            if component.fingerprint not in alike:
+                one, two = (
+                    prices.compute_s(component, placed[component.name], phase, fastest=True)
+                    for phase in (Phase.FORWARD, Phase.BACKWARD)
+                )
+                alike[component.fingerprint] = one, two if component.name in prices.differentiable else 0.0
+        own = np.array([alike[component.fingerprint] for component in problem.model.components])
+        again = np.maximum(0.0, own[:, 0] - (chain.backward_s - own[:, 1]))  # it runs while the gradient is on its way
+        forward_s, backward_s, again_s = (
+            np.concatenate([[0.0], np.cumsum(part)]) for part in (chain.forward_s, chain.backward_s, again)
+        )
+        known[key] = forward_s, backward_s, again_s
+    return known[key]
+
+
+def _passed_s(problem: PlanningProblem, mesh: Mesh, samples: int) -> float:
+    known, key = problem.remembered(_Known).passed, (mesh, samples)
+    if key not in known:
+        known[key] = transfer_s(problem, mesh, samples)
+    return known[key]
+
+
+def _exposed_s(problem: PlanningProblem, outline: Outline, stage_s: float, backward_s: float) -> float:
+    """Of the sums of gradients and of gathered parameters."""
+    mesh, count, stage = outline.mesh, outline.microbatches, outline.zero_stage
+    if mesh.copies == 1:
+        return 0.0
+    summed_s, gathered_s = _sent_s(problem, mesh, stage)
+    if stage == 3:
+        return UNCOVERED * count * (summed_s + 2 * gathered_s)
+    hidden_s = count * stage_s if stage == 2 else backward_s
+    return max(0.0, (count if stage == 2 else 1) * summed_s - hidden_s) + gathered_s
+
+
+def _sent_s(problem: PlanningProblem, mesh: Mesh, stage: int) -> tuple[float, float]:
+    """Seconds to sum the gradients of a rank, and to gather its parameters."""
+    known, key = problem.remembered(_Known).sent, (mesh, min(stage, 1))
+    if key not in known:
+        group = tuple(mesh.rank(stage=0, replica=copy, shard=0) for copy in range(mesh.copies))
+        size = max(1, round(_parameters(problem)[0] / (mesh.pp * mesh.tp)))
+
+        def seconds(operation: str) -> float:
+            return price_s(problem, mesh, Collective(operation=operation, group=group, size_bytes=size))
+
+        known[key] = (seconds("reduce_scatter"), seconds("all_gather")) if stage else (seconds("all_reduce"), 0.0)
+    return known[key]
+
+
+def _update_s(problem: PlanningProblem, outline: Outline) -> float:
+    mesh = outline.mesh
+    own = mesh.pp * mesh.tp * (mesh.copies if outline.zero_stage else 1)
+    known, key = problem.remembered(_Known).updates, (own, mesh.size)
+    if key not in known:
+        elements = max(1, round(_parameters(problem)[1] / own))
+        known[key] = price_s(problem, mesh, OptimizerStep(elements=elements, tensors=1))
+    return known[key]
+
+
+def _parameters(problem: PlanningProblem) -> tuple[int, int]:
+    """Bytes and elements of those that are trained."""
+    known = problem.remembered(_Known)
+    if known.parameters is None:
+        trained = problem.model.trainable_parameters
+        known.parameters = sum(entry.size_bytes for entry in trained), sum(entry.elements for entry in trained)
+    return known.parameters

@@ -1,0 +1,195 @@
+"""A vocabulary that the shards do not divide: pieces with padding equal the whole, alone and in training on real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the torch extra")
+
+import torch.nn.functional as functional  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from parsim.errors import ModelError  # noqa: E402
+from parsim.model.component import ParameterShard, Sharding, share_of  # noqa: E402
+from parsim.model.load import load_model  # noqa: E402
+from parsim.model.model import Model  # noqa: E402
+from parsim.model.objective.vocabulary import class_sums  # noqa: E402
+from parsim.model.shard.calls.vocabulary import largest_of_shard, own_rows  # noqa: E402
+from parsim.model.shard.narrow import narrow  # noqa: E402
+from parsim.model.shard.pieces import assemble, piece  # noqa: E402
+from parsim.model.spec import ModelSpec  # noqa: E402
+from parsim.plans.mesh import Mesh  # noqa: E402
+from parsim.plans.placement import parse_placement  # noqa: E402
+from parsim.plans.plan import Plan, Stage  # noqa: E402
+from parsim.plans.redistribution import ValueLayout, parse_layout  # noqa: E402
+from tests.execute.equality import Case, compare_case, run_cases  # noqa: E402
+from tests.hugging_face_configs import SMALL  # noqa: E402
+
+VOCABULARY = 37
+SPEC = ModelSpec(name="gpt_small", args=(("heads", 2), ("hidden", 16), ("layers", 1), ("seq", 6), ("vocab", VOCABULARY)))
+
+
+def allowed(size: int, ways: int) -> bool:
+    return Sharding(rule="vocabulary", limit=size, inputs=(), outputs=(), size=size).allows(ways)
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[int, int]:
+    """A vocabulary and ways that leave no shard empty."""
+    size = draw(st.integers(2, 40))
+    return size, draw(st.sampled_from([ways for ways in range(1, 9) if allowed(size, ways)]))
+
+
+@given(cut=cuts(), dim=st.integers(0, 1))
+def test_pieces_make_the_whole_again(cut: tuple[int, int], dim: int) -> None:
+    size, ways = cut
+    whole = torch.randn((size, 3) if dim == 0 else (3, size))
+    part = ParameterShard(name="x", dim=dim, size=size)
+    pieces = [piece(whole, part, shard, ways) for shard in range(ways)]
+    assert {entry.shape[dim] for entry in pieces} == {share_of(size, ways).of(size)}
+    assert torch.equal(assemble(pieces, part), whole)
+    assert torch.cat(pieces, dim).narrow(dim, size, ways * pieces[0].shape[dim] - size).eq(0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut=cuts(), seed=st.integers(0, 999), scale=st.sampled_from([1.0, 60.0, 5e3]))
+def test_shards_of_logits_equal_the_cross_entropy(cut: tuple[int, int], seed: int, scale: float) -> None:
+    """Value and gradients in float64; below zero everywhere, so that padding would be the largest if it counted."""
+    size, ways = cut
+    torch.manual_seed(seed)
+    logits = (scale * torch.randn(2, 3, size, dtype=torch.float64) - 9e4).requires_grad_()
+    target = torch.randint(size, (2, 3))
+    expected = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
+    (wanted,) = torch.autograd.grad(expected, logits)
+    part = ParameterShard(name="logits", dim=2, size=size)
+    pieces = [piece(logits.detach(), part, shard, ways).requires_grad_() for shard in range(ways)]
+    maxima = [largest_of_shard(entry.detach(), -1, True, 2, size, shard) for shard, entry in enumerate(pieces)]
+    maximum = torch.stack(maxima).amax(0)
+    sums = torch.stack([class_sums(entry, maximum, target, shard, size) for shard, entry in enumerate(pieces)]).sum(0)
+    found = (torch.log(sums[..., 0]) - sums[..., 1]).sum()
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    gradients = torch.autograd.grad(found, pieces)
+    torch.testing.assert_close(assemble(gradients, part), wanted, rtol=1e-9, atol=1e-10)
+    assert not torch.cat(gradients, 2)[..., size:].any()
+
+
+@given(cut=cuts(), seed=st.integers(0, 999))
+def test_shards_of_a_table_equal_the_look_up(cut: tuple[int, int], seed: int) -> None:
+    size, ways = cut
+    torch.manual_seed(seed)
+    table, tokens = torch.randn(size, 3, dtype=torch.float64), torch.randint(size, (2, 4))
+    part = ParameterShard(name="table", dim=0, size=size)
+    found = sum(own_rows(tokens, piece(table, part, shard, ways), shard) for shard in range(ways))
+    assert torch.equal(found, functional.embedding(tokens, table))
+
+
+@given(size=st.integers(0, 99), ways=st.integers(1, 9), dim=st.integers(0, 3))
+def test_a_layout_reads_back(size: int, ways: int, dim: int) -> None:
+    layout = ValueLayout("shard", ways, dim=dim, size=size)
+    assert parse_layout(str(layout)) == layout
+    held = -(-size // ways) / size if size else 1 / ways
+    assert layout.local_share(ways) == pytest.approx(held, rel=1e-12)
+
+
+def test_only_a_vocabulary_is_padded() -> None:
+    model = load_model(SPEC, granularity="sublayer")
+    padded = {(component.name, each.rule) for component in model.components for each in component.shardings if each.size}
+    assert padded == {("wte", "vocabulary"), ("lm_head", "column"), ("loss.maximum", "vocabulary"), ("loss.sums", "vocabulary")}
+    head = model.component("lm_head")
+    rows = narrow(head, "column", 4).parameters[0].elements // 16
+    assert rows == 10, "ceil(37 / 4)"
+    with pytest.raises(ModelError, match="36 must divide 37 or be at most 128 and leave no shard empty"):
+        narrow(head, "column", 36)
+    with pytest.raises(ModelError, match="3 must divide 2"):
+        narrow(model.component("h.0.attn"), "heads+row", 3)
+    assert Model.from_json(model.to_json()) == model
+
+
+def plan_of(model: Model, tp: int, chosen: dict[str, str], **more: object) -> Plan:
+    """The vocabulary in `tp` shards; the other components, and what `chosen` names, otherwise."""
+    rules = {"wte": "vocabulary", "lm_head": "column", "loss.maximum": "vocabulary", "loss.sums": "vocabulary"}
+    placements = [
+        parse_placement(chosen.get(name) or (f"shard:{rules[name]}/{tp}" if name in rules else "replicate"))
+        for name in (component.name for component in model.components)
+    ]
+    names = tuple(component.name for component in model.components)
+    stage = Stage(components=names, ranks=tuple(range(tp)), placements=tuple(placements))
+    plan = Plan(strategy="custom", mesh=Mesh(tp=tp), stages=(stage,), global_batch=8, microbatches=2)
+    return replace(plan, **more)  # type: ignore[arg-type]
+
+
+def assert_equal_to_one_process(cases: Sequence[Case], folder: Path, steps: int) -> None:
+    for case, run in zip(cases, run_cases(cases, folder, steps=steps), strict=True):
+        difference = compare_case(case, run, folder, steps=steps)
+        assert difference.worst <= 1e-10, f"{case}: {difference}"
+
+
+CONVERSIONS: tuple[dict[str, str], ...] = (
+    {},
+    {"loss.maximum": "replicate", "loss.sums": "batch"},
+    {"wte": "replicate", "lm_head": "replicate"},
+    {"wte": "batch", "lm_head": "batch"},
+    {"h.0.attn": "batch", "loss": "batch"},
+)
+"""Logits stay in pieces; are gathered or exchanged for pieces of the batch; are cut from whole ones or from such pieces."""
+
+
+@pytest.mark.xdist_group("launch")
+def test_two_processes_share_a_vocabulary_of_37(tmp_path: Path) -> None:
+    """A tied table, every conversion of padded pieces, AdamW with weight decay: weights, moments and losses in float64."""
+    model = load_model(SPEC, granularity="sublayer")
+    cases = [
+        Case(
+            spec=SPEC,
+            plan=plan_of(model, 2, chosen),
+            granularity="sublayer",
+            dataset="synthetic",
+            optimizer="adamw" if number == 0 else "sgd_momentum",
+            learning_rate=0.01,
+        )
+        for number, chosen in enumerate(CONVERSIONS)
+    ]
+    assert_equal_to_one_process(cases, tmp_path, steps=3)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("launch")
+def test_four_processes_share_a_vocabulary_of_37(tmp_path: Path) -> None:
+    """Pieces of 10, 10, 10 and 7 rows; alone, beside ZeRO over two replicas, and over 100 steps."""
+    model = load_model(SPEC, granularity="sublayer")
+    plans = [plan_of(model, 4, {}), plan_of(model, 2, {}, mesh=Mesh(dp=2, tp=2), zero_stage=2)]
+    names = plans[1].stages[0]
+    plans[1] = replace(plans[1], stages=(replace(names, ranks=(0, 1, 2, 3)),))
+    cases = [
+        Case(spec=SPEC, plan=plan, granularity="sublayer", dataset="synthetic", optimizer="adamw", learning_rate=0.01)
+        for plan in plans
+    ]
+    assert_equal_to_one_process(cases, tmp_path, steps=100)
+
+
+@pytest.mark.slow
+@pytest.mark.hf
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+@pytest.mark.xdist_group("launch")
+def test_hugging_face_models_share_an_odd_vocabulary(name: str, tmp_path: Path) -> None:
+    import json
+
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps({**SMALL[name], "vocab_size": 61}))
+    spec = ModelSpec(name=str(path), args=(("seq", 6),))
+    model = load_model(spec, granularity="sublayer")
+    placements = []
+    for component in model.components:
+        padded = [each.rule for each in component.shardings if each.size]
+        placements.append(parse_placement(f"shard:{padded[0]}/2" if padded else "replicate"))
+    assert sum(placement.kind == "shard" for placement in placements) >= 4
+    names = tuple(component.name for component in model.components)
+    stage = Stage(components=names, ranks=(0, 1), placements=tuple(placements))
+    plan = Plan(strategy="custom", mesh=Mesh(tp=2), stages=(stage,), global_batch=8, microbatches=2)
+    case = Case(spec=spec, plan=plan, granularity="sublayer", dataset="synthetic", learning_rate=0.02)
+    assert_equal_to_one_process([case], tmp_path, steps=3)

@@ -1,0 +1,117 @@
+"""What lies on a rank of values and gradients between its components, in every layout: by hand on small models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from parsim.costs.memory.waiting import Wait
+from parsim.graph.plan_index import PlanIndex
+from parsim.model.component import Component, Parameter, Value
+from parsim.model.model import Model
+from parsim.plans.mesh import Mesh
+from parsim.plans.placement import BATCH, REPLICATE, Placement
+from parsim.plans.plan import Plan, Stage
+from parsim.plans.redistribution import ValueLayout, conversion
+from parsim.predict.boundary.conversions import gradient_bytes, storage_of
+from parsim.predict.boundary.waiting import waiting_gradients, waiting_values
+from parsim.predict.plan_memory import rank_boundary
+
+SAMPLES, RATE = 8, 100
+WHOLE = SAMPLES * RATE
+FIRST, SECOND = Placement("place", shard=0), Placement("place", shard=1)
+
+
+def branched(*, views: bool = False) -> Model:
+    """a -> b -> c -> loss, and c reads what a makes too; c concatenates, so its gradients may be parts of one."""
+    parameter = (Parameter(name="w", elements=4),)
+    made = [
+        Component(name="a", inputs=("input:0",), outputs=("a:0",), parameters=parameter),
+        Component(name="b", inputs=("a:0",), outputs=("b:0",), parameters=(replace(parameter[0], name="v"),)),
+        Component(
+            name="c", inputs=("a:0", "b:0"), outputs=("c:0",), gradient_views=(("a:0", "c:0"), ("b:0", "c:0")) if views else ()
+        ),
+        Component(name="loss", inputs=("c:0", "target"), outputs=("loss:0",)),
+    ]
+    values = [
+        Value(name="input:0", producer=None, bytes_per_sample=10, differentiable=False, savers=()),
+        Value(name="target", producer=None, bytes_per_sample=10, differentiable=False, savers=()),
+        Value(name="a:0", producer="a", bytes_per_sample=RATE, savers=("b",)),
+        Value(name="b:0", producer="b", bytes_per_sample=RATE, savers=("b", "c")),
+        Value(name="c:0", producer="c", bytes_per_sample=2 * RATE, savers=()),
+        Value(name="loss:0", producer="loss", bytes_per_sample=0, fixed_bytes=4, savers=()),
+    ]
+    return Model(
+        name="branched",
+        granularity="layer",
+        components=tuple(made),
+        values=tuple(values),
+        inputs=("input:0", "target"),
+        outputs=("loss:0",),
+    )
+
+
+def placed(model: Model, *placements: Placement) -> PlanIndex:
+    mesh = Mesh(tp=2)
+    names = tuple(component.name for component in model.components)
+    stage = Stage(components=names, ranks=mesh.stage_ranks(0), placements=placements)
+    return PlanIndex(Plan(strategy="custom", mesh=mesh, stages=(stage,), global_batch=SAMPLES), model)
+
+
+@pytest.mark.parametrize("operation", ["broadcast", "scatter"])
+def test_who_sends_copies_or_pieces_keeps_its_own_tensor(operation: str) -> None:
+    made = ValueLayout("placed", 2, rank=0)
+    wanted = ValueLayout("full", 2 if operation == "broadcast" else 1)
+    hops = conversion(made, wanted, 2)
+    assert [hop.operation for hop in hops] == [operation]
+    assert storage_of(hops, made, 0) == made
+    assert storage_of(hops, made, 1) == wanted
+
+
+def test_a_broadcast_value_is_held_once_by_its_maker() -> None:
+    """b makes it on rank 0 and keeps it; c reads it on both ranks and keeps it. Rank 1 has a copy, rank 0 none."""
+    model = branched()
+    layout = placed(model, FIRST, FIRST, REPLICATE, REPLICATE)
+    held = [rank_boundary(layout, model.value, rank).held_bytes for rank in range(2)]
+    assert held == [0.0, WHOLE], "what b saves on rank 0 is its own; c's copy on rank 1 is nobody's"
+
+
+def test_a_gradient_that_moves_is_on_one_rank_at_a_time() -> None:
+    """Of c's output: from loss on rank 1 to c on rank 0. Neither rank ever has it twice."""
+    model = branched()
+    layout = placed(model, FIRST, FIRST, FIRST, SECOND)
+    assert gradient_bytes(layout, model.value, "c", 0) == (2 * WHOLE, 2 * WHOLE)
+
+
+def test_a_rank_that_gathers_has_the_pieces_and_the_whole() -> None:
+    model = branched()
+    layout = placed(model, FIRST, FIRST, FIRST, BATCH)
+    assert gradient_bytes(layout, model.value, "c", 0) == (2 * WHOLE, 4 * WHOLE)
+
+
+def test_a_copy_for_another_layout_waits_for_its_reader() -> None:
+    """a's output is read on rank 1 by b, which keeps it, and later by c on all ranks: that copy waits while b runs."""
+    model = branched()
+    layout = placed(model, BATCH, SECOND, REPLICATE, REPLICATE)
+    waits = waiting_values(layout, model.value, 1)["a:0"]
+    assert Wait(1, 1, WHOLE) in waits, "b counts it from its forward on"
+    assert Wait(1, 2, WHOLE) in waits, "the whole that c reads"
+    assert waiting_values(layout, model.value, 0)["a:0"] == [Wait(1, 1, WHOLE)], "rank 0 runs a and c alone"
+
+
+def test_a_gradient_that_is_a_part_of_another_keeps_all_of_it() -> None:
+    """The gradient of a's output from c waits beside b, as large as that of c's output; b's addition makes it anew."""
+    model = branched(views=True)
+    layout = placed(model, REPLICATE, REPLICATE, REPLICATE, REPLICATE)
+    assert [wait for wait in waiting_gradients(layout, model.value, 0)["a:0"] if wait.first <= wait.last] == [
+        Wait(1, 1, 2 * WHOLE)
+    ]
+    plain = branched()
+    layout = placed(plain, REPLICATE, REPLICATE, REPLICATE, REPLICATE)
+    assert [wait for wait in waiting_gradients(layout, plain.value, 0)["a:0"] if wait.first <= wait.last] == [Wait(1, 1, WHOLE)]
+
+
+def test_gradient_views_are_in_the_file_of_a_model_only_where_there_are_any() -> None:
+    assert Model.from_json(branched(views=True).to_json()) == branched(views=True)
+    assert "gradient_views" not in branched().to_json()

@@ -1,0 +1,157 @@
+"""Time to an accuracy: steps on virtual replicas times simulated seconds, and what cannot be reached or asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import parsim
+from parsim.cli import main
+from parsim.data import BatchOrder
+from parsim.errors import AlgorithmError, ConfigError, PlanError
+from parsim.plans.synchronisation import ALL_REDUCE, parse_synchronisation
+from parsim.virtual.local import LocalOptimizer, LocalTraining
+from parsim.virtual.problems import load_problem, perceptron
+from parsim.virtual.to_target import LearningCourse, course_to, learnt_steps
+from parsim.workflow.public.answer import Answer
+
+
+@pytest.fixture(scope="module")
+def answer() -> Answer:
+    return parsim.plan("mlp", cluster="dgx1-v100-32gb", devices=4, global_batch=64, args={"width": 16}, optimizer="sgd")
+
+
+def training() -> tuple[LocalTraining, BatchOrder]:
+    problem = load_problem("digits", dtype=torch.float64)
+    model = perceptron(problem, (32,), seed=0, dtype=torch.float64)
+    return LocalTraining(model, problem, LocalOptimizer(learning_rate=0.2)), BatchOrder(n=len(problem), global_batch=64)
+
+
+def test_synchronous_training_learns_as_replicas_that_average_every_step_of_sgd() -> None:
+    """So one replica stands for all of them."""
+    learner, order = training()
+    alone = course_to(0.9, ALL_REDUCE, 1, learner, order, most_steps=200)
+    four = course_to(0.9, parse_synchronisation("average/1"), 4, learner, order, most_steps=200)
+    assert alone.steps == four.steps is not None
+    assert [score for _, score in alone.scores] == pytest.approx([score for _, score in four.scores])
+
+
+def test_a_course_ends_at_the_target_or_after_the_most_steps() -> None:
+    learner, order = training()
+    reached = course_to(0.5, ALL_REDUCE, 1, learner, order, most_steps=400)
+    assert reached.steps == reached.scores[-1][0] < 400
+    assert all(score < 0.5 for _, score in reached.scores[:-1])
+    never = course_to(0.999, ALL_REDUCE, 1, learner, order, most_steps=20)
+    assert never.steps is None
+    assert [step for step, _ in never.scores] == [5, 10, 15, 20]
+    assert never.best == max(score for _, score in never.scores)
+    with pytest.raises(AlgorithmError, match="looked for every 5 steps, got 3"):
+        course_to(0.5, ALL_REDUCE, 1, learner, order, most_steps=3)
+
+
+def test_the_best_rate_reaches_the_target_first_and_half_of_the_seeds_must() -> None:
+    def course(rate: float, seed: int) -> LearningCourse:
+        steps = None if rate > 0.3 and seed else int(100 / rate)
+        return LearningCourse(steps=steps, best=rate, best_step=5, scores=((5, rate),))
+
+    assert learnt_steps(course, (0.1, 0.2, 0.4), range(3)).learning_rate == 0.2
+    only = learnt_steps(course, (0.4,), range(3))
+    assert only.steps is None
+    assert only.spread == (250, None)
+
+
+def test_seconds_are_steps_of_the_rules_own_plan(answer: Answer) -> None:
+    ranking = answer.to_target(0.6, rules=["average/4", "gossip/1 ring"], seeds=1, most_steps=300)
+    assert ranking.learner == "mlp on digits, the model asked for"
+    assert {str(entry.rule) for entry in ranking.contenders} == {"all_reduce", "average/4", "gossip/1 ring"}
+    seconds = [entry.seconds for entry in ranking.contenders]
+    assert seconds == sorted(seconds)  # type: ignore[type-var]
+    for entry in ranking.contenders:
+        assert entry.result is not None
+        assert entry.learnt is not None
+        assert entry.result.plan.synchronisation == entry.rule
+        assert entry.seconds == entry.learnt.steps * entry.result.step_s.median  # type: ignore[operator]
+        assert entry.curve()[-1][1] >= 0.6
+    assert len(ranking.figure().data) == 3
+
+
+def test_what_is_never_reached_says_how_near_it_came_and_when(answer: Answer) -> None:
+    ranking = answer.to_target(0.999, rules=["average/4"], seeds=1, most_steps=20)
+    assert "no way reaches it" in ranking.lines()[0]
+    for entry, line in zip(ranking.contenders, ranking.lines()[1:], strict=True):
+        assert entry.seconds is None
+        assert entry.learnt is not None
+        best = entry.learnt.best
+        assert f"not reached; {best.best:.3f} at most, after" in line
+        assert f"({best.best_step} steps)" in line
+
+
+def test_a_rule_without_a_plan_stays_in_with_its_reason(answer: Answer) -> None:
+    single = parsim.plan("mlp", cluster="dgx1-v100-32gb", devices=1, global_batch=64, args={"width": 16}, optimizer="sgd")
+    last = single.to_target(0.3, rules=["gossip/1 ring"], seeds=1, most_steps=50).contenders[-1]
+    assert last.seconds is None
+    assert "no plan has synchronisation gossip/1 ring" in last.line()
+
+
+@pytest.mark.parametrize("target", [0.0, 1.0, 95.0, -1.0])
+def test_a_target_that_is_no_accuracy_is_refused(answer: Answer, target: float) -> None:
+    with pytest.raises(ConfigError, match="lies between 0 and 1"):
+        answer.to_target(target)
+
+
+def test_bad_questions_are_refused(answer: Answer) -> None:
+    with pytest.raises(PlanError, match="unknown"):
+        answer.to_target(0.9, rules=["gossip/1 rings"])
+    relaxed = parsim.plan(
+        "mlp",
+        cluster="dgx1-v100-32gb",
+        devices=4,
+        global_batch=64,
+        args={"width": 16},
+        settings={"plan.synchronisation": "average/4"},
+    )
+    with pytest.raises(ConfigError, match="asks for synchronisation average/4 already"):
+        relaxed.to_target(0.9)
+
+
+def test_a_model_that_replicas_cannot_train_has_a_named_stand_in() -> None:
+    asked = parsim.plan("resnet_small", cluster="dgx1-v100-32gb", devices=2, global_batch=32, strategy="dp")
+    ranking = asked.to_target(0.5, rules=[], seeds=1, most_steps=100)
+    assert ranking.learner.startswith("the digits MLP (64-64-10), 32 samples a step, sgd: a stand-in for resnet_small, because")
+    assert "running statistics" in ranking.learner
+
+
+def run_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("sys.argv", ["parsim", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_the_command_ranks_and_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "curves.html"
+    words = [
+        "plan",
+        "mlp",
+        "--on",
+        "dgx1-v100-32gb",
+        "--batch",
+        "64",
+        "--set",
+        "cluster.devices=2",
+        "--set",
+        "plan.strategy=dp",
+    ]
+    words += ["--set", "training.optimizer=sgd", "--set", "model.args.width=16"]
+    asked = ["--target-accuracy", "0.4", "--rule", "average/4", "--curves", str(page), "--json"]
+    assert run_command([*words, *asked], monkeypatch) == 0
+    found = json.loads(capsys.readouterr().out)["to_target"]
+    assert found["target_accuracy"] == 0.4
+    assert {entry["synchronisation"] for entry in found["contenders"]} == {"all_reduce", "average/4"}
+    assert "plotly" in page.read_text(encoding="utf-8")
+    assert run_command([*words, "--rule", "average/4"], monkeypatch) == 2
