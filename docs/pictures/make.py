@@ -3,9 +3,11 @@
     make demo
     .venv/bin/python docs/pictures/make.py parsim-demo/report.html
     .venv/bin/python docs/pictures/make.py nvlink/explorer.html --curve nvlink
+    .venv/bin/python docs/pictures/make.py measured/report.html --model nets:Reader --strategy adaptive --name measured
 
 The first writes predicted-and-measured.png beside this file: one plan of the demo, predicted and measured. The second writes
-nvlink.png: the scaling curve of a sweep. Needs Chromium (`apt-get install chromium`).
+nvlink.png: the scaling curve of a sweep. The third writes measured.png: the run of a tutorial. Needs Chromium
+(`apt-get install chromium`).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ def main() -> None:
     parser.add_argument("report", type=Path, help="report.html of `parsim demo`, or explorer.html")
     parser.add_argument("--model", default="vit_small", help="of the demo's trained models")
     parser.add_argument("--strategy", default="mp", help="of the plans that were trained")
+    parser.add_argument("--name", default=PICTURE.stem, help="of the picture")
     parser.add_argument("--curve", metavar="NAME", help="of an explorer page instead: its scaling curve, as NAME.png")
     asked = parser.parse_args()
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
@@ -50,7 +53,7 @@ def main() -> None:
         if top is None or figure is None:
             parser.error(f"the report draws no timeline of {asked.strategy} for {asked.model}")
         page.screenshot(
-            path=PICTURE,
+            path=PICTURE.with_name(f"{asked.name}.png"),
             full_page=True,
             clip={
                 "x": figure["x"] - MARGIN,

@@ -44,7 +44,11 @@ MEASURES = "it measures this machine for minutes"
 CATALOGUE = (
     Experiment(name="adaptive_parallelism", question="Do Table I and the claims of the adaptive scheduling paper hold?"),
     Experiment(name="epoch_averaging", question="What does averaging rarely cost in accuracy, and save with uneven workers?"),
-    Experiment(name="decentralized", question="How do gossip graphs rank, and does Ada help?"),
+    Experiment(
+        name="decentralized",
+        question="How do gossip graphs rank, and does Ada help?",
+        quick=("--quick", "--parts", "figures,times"),
+    ),
     Experiment(name="stale_gradients", question="What do decoupled stages lose in accuracy, and gain in time?"),
     Experiment(
         name="relaxed",

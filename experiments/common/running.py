@@ -39,7 +39,7 @@ def documented(name: str, arguments: Sequence[str], *, quick: bool, out: Path, l
     """
     command = [sys.executable, f"experiments/{name}/run.py", *arguments, "--json", *_out(name, out)]
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    load = os.getloadavg()[0]
+    load, began_at = os.getloadavg()[0], commit()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     try:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
@@ -59,7 +59,7 @@ def documented(name: str, arguments: Sequence[str], *, quick: bool, out: Path, l
         "machine": machine_line(described),
         "versions": {key: described["versions"][key] for key in VERSIONS if key in described["versions"]},
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": commit(),
+        "commit": began_at,
         "load": round(load, 1),
         "quick": quick,
         "wall_s": round(time.perf_counter() - began, 1),

@@ -45,6 +45,36 @@ def claims(document: dict[str, Any]) -> list[Claim]:
     ]
 
 
+RATIOS_AT = (6, 96, 1008)
+"""GPUs at which a way is compared with all_reduce."""
+
+
+def tables(document: dict[str, Any]) -> str:
+    """A step at the largest number of GPUs, term by term, with its ratio to all_reduce at several.
+
+    Args:
+        document: results.json.
+    """
+    rows: list[Row] = document.get("times", [])
+    if not rows:
+        return "No times are committed."
+    most = max(row["gpus"] for row in rows)
+    ratios = {(row["gpus"], row["algorithm"]): row["against_all_reduce"] for row in rows}
+    terms = ("compute_ms", "barrier_ms", "latency_ms", "volume_ms", "hidden_ms", "step_ms")
+    lines = [
+        "| algorithm | compute | barrier | latency | volume | hidden | step | epoch s | against all_reduce |",
+        "|---|" + "---|" * 8,
+    ]
+    for row in rows:
+        if row["gpus"] == most:
+            cells = [f"{row[term]:.2f}" if term == "latency_ms" else f"{abs(row[term]):.1f}" for term in terms]
+            against = [
+                f"{ratios[gpus, row['algorithm']]:.2f}" if (gpus, row["algorithm"]) in ratios else "-" for gpus in RATIOS_AT
+            ]
+            lines.append(f"| {row['algorithm']} | {' | '.join(cells)} | {row['epoch_s']:.2f} | {' / '.join(against)} |")
+    return "\n".join(lines)
+
+
 def _accuracies(figures: list[Row]) -> list[Claim]:
     """Of the averaged model, and of the replicas themselves."""
 

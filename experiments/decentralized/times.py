@@ -16,13 +16,14 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from parsim.algorithms.ada import Ada
 from parsim.algorithms.arrivals import merge_events
 from parsim.algorithms.graphs import MixingGraph, mixing_graph
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
@@ -40,6 +41,8 @@ STEP_SIGMA = 0.05
 ROUNDS = 40
 IMAGES = 1_281_167
 BATCH = 32
+ADA_START, ADA_GRAPHS, ADA_LEAST = 64, 6, 8
+"""Ada's lattices have 64, 32, ..., 2 neighbours; from more than so many GPUs on."""
 MODULES = 3
 """Decoupled modules of the stale-gradient row: three GPUs of a socket."""
 
@@ -123,14 +126,16 @@ def all_reduce_s(cluster: Cluster, size_bytes: float, group: tuple[int, ...] | N
     return estimate_collective(work, cluster).median_s
 
 
-def gossip_terms(cluster: Cluster, graph: MixingGraph, timing: str, compute_s: float, machines: int = 0) -> Terms:
-    """A round of gossip: the mean over ROUNDS noisy rounds."""
+def gossip_terms(
+    cluster: Cluster, graph: MixingGraph, timing: str, compute_s: float, machines: int = 0, more_bytes: int = 0
+) -> Terms:
+    """A round of gossip: the mean over ROUNDS noisy rounds. `more_bytes` beside the weights: push-sum sends a number too."""
     n = cluster.size
 
     def seconds(sigma: float, exchange: Callable[[NDArray[np.float64]], Any]) -> float:
         return round_seconds(timing, graph, noisy(n, compute_s, sigma), exchange, n=n, rounds=ROUNDS)
 
-    empty, full = Exchange(cluster, 0.0, machines), Exchange(cluster, weight_bytes(), machines)
+    empty, full = Exchange(cluster, 0.0, machines), Exchange(cluster, weight_bytes() + more_bytes, machines)
     latency = float(np.mean([empty(graph(t)).max() for t in range(graph.period)]))
     whole = float(np.mean([full(graph(t)).max() for t in range(graph.period)]))
     return Terms(
@@ -187,51 +192,69 @@ def noisy_epoch_s(compute_s: float, steps: int, worker: int, epoch: int) -> floa
     return compute_s * (steps + STEP_SIGMA * steps**0.5 * draw)
 
 
-def stale_terms(cluster: Cluster, batch: int) -> Terms | None:
-    """Decoupled modules (fdg) of MODULES GPUs each, gradients all_reduced among equal modules; a tick is 3 x 32 samples.
+def ada_terms(cluster: Cluster, timing: str, compute_s: float) -> Terms:
+    """Ada on ring lattices that begin with ADA_START neighbours and halve: the mean over its graphs, each counted alike."""
+    ada = Ada(n=cluster.size, kind="exponential", start=min(ADA_START, cluster.size - 2), rate=0.5)
+    graphs = [ada.graph(epoch) for epoch in range(ADA_GRAPHS)]
+    found = [gossip_terms(cluster, graph, timing, compute_s) for graph in graphs]
+    return Terms(**{entry.name: float(np.mean([getattr(own, entry.name) for own in found])) for entry in fields(Terms)})
+
+
+def stale_terms(cluster: Cluster, batch: int, schedule: str) -> Terms | None:
+    """Decoupled modules of MODULES GPUs each, gradients all_reduced among equal modules; a tick is 3 x 32 samples.
+
+    fdg    every module runs a forward and a backward, each of another batch
+    ddg    a batch's forward passes through all modules first, then all run their backward
+    fr     as ddg, and every backward runs its forward again
 
     None where the GPUs do not divide. Exchanges follow the computation of their tick; modules differ in work, so the
-    barrier holds that difference too.
+    barrier holds that difference too, and with ddg and fr the wait for the forwards before.
     """
     n = cluster.size
     if n % MODULES:
         return None
-    seconds = [forward + backward for forward, backward in phase_seconds(cluster, MODULES * batch)]
-    edges = balanced_edges(seconds)
-    busy = np.array([sum(seconds[first:last]) for first, last in itertools.pairwise(edges)])
-    steps = np.tile(busy, n // MODULES)
-    waited = float(np.mean([(noisy(n, 1.0)(t) * steps).max() for t in range(ROUNDS)]))
+    phases = phase_seconds(cluster, MODULES * batch)
+    edges = balanced_edges([forward + backward for forward, backward in phases])
+    forward, backward = (
+        np.array([sum(entry[side] for entry in phases[first:last]) for first, last in itertools.pairwise(edges)])
+        for side in (0, 1)
+    )
+    own = {"fdg": forward + backward, "ddg": backward, "fr": forward + backward}[schedule]
+    before = np.zeros(MODULES) if schedule == "fdg" else forward
+
+    def tick_s(factors: NDArray[np.float64]) -> float:
+        """Of one draw of noise: the forwards of a chain one after another, then the slowest module."""
+        by_chain = factors.reshape(-1, MODULES)
+        slowest: np.float64 = ((by_chain @ before)[:, None] + by_chain * own).max()
+        return float(slowest)
+
+    waited = float(np.mean([tick_s(noisy(n, 1.0)(t)) for t in range(ROUNDS)]))
+    busy = float((own + (0.0 if schedule == "fdg" else forward)).mean())
+    latency, whole = (_stale_exchange_s(cluster, edges, batch, share, in_turn=schedule != "fdg") for share in (0.0, 1.0))
+    return Terms(compute_s=busy, barrier_s=waited - busy, latency_s=latency, volume_s=whole - latency, step_s=waited + whole)
+
+
+def _stale_exchange_s(cluster: Cluster, edges: list[int], batch: int, share: float, *, in_turn: bool) -> float:
+    """Sums of gradients among equal modules, and activations between them: at once, or one after another."""
     model = resnet50()
     parameters = [4 * sum(entry.elements for entry in component.parameters) for component in model.components]
-    groups = tuple(tuple(range(k, n, MODULES)) for k in range(MODULES))
+    groups = tuple(tuple(range(k, cluster.size, MODULES)) for k in range(MODULES))
     cuts = [model.value[model.components[last - 1].outputs[0]] for last in edges[1:-1]]
-    boundary = [value.bytes_per_sample * MODULES * batch for value in cuts]
-
-    def communicated(share: float) -> float:
-        reduced = [
-            estimate_collective(
-                Collective(
-                    operation="all_reduce", group=group, size_bytes=int(share * sum(parameters[edges[k] : edges[k + 1]]))
-                ),
-                cluster,
-                groups,
-            ).median_s
-            for k, group in enumerate(groups)
-        ]
-        sent = [
-            estimate_send_recv(SendRecv(source=k, destination=k + 1, size_bytes=int(share * size)), cluster).median_s
-            for k, size in enumerate(boundary)
-        ]
-        return max(reduced) + max(sent)
-
-    latency, whole = communicated(0.0), communicated(1.0)
-    return Terms(
-        compute_s=float(busy.mean()),
-        barrier_s=waited - float(busy.mean()),
-        latency_s=latency,
-        volume_s=whole - latency,
-        step_s=waited + whole,
-    )
+    reduced = [
+        estimate_collective(
+            Collective(operation="all_reduce", group=group, size_bytes=int(share * sum(parameters[edges[k] : edges[k + 1]]))),
+            cluster,
+            groups,
+        ).median_s
+        for k, group in enumerate(groups)
+    ]
+    sent = [
+        estimate_send_recv(
+            SendRecv(source=k, destination=k + 1, size_bytes=int(share * cut.bytes_per_sample * MODULES * batch)), cluster
+        ).median_s
+        for k, cut in enumerate(cuts)
+    ]
+    return max(reduced) + (sum(sent) if in_turn else max(sent))
 
 
 def balanced_edges(seconds: list[float]) -> list[int]:
@@ -265,8 +288,16 @@ def algorithms(cluster: Cluster, batch: int) -> dict[str, Terms]:
     machines = mixing_graph("hierarchical_one_peer", n, per_node=per_node)
     for timing in ("adapt_combine", "combine_adapt"):
         found[f"machine one-peer, {timing}"] = gossip_terms(cluster, machines, timing, compute_s, per_node)
-    stale = stale_terms(cluster, batch)
-    return found | ({"stale gradients (fdg, 3 modules)": stale} if stale is not None else {})
+    if n > ADA_LEAST:
+        for timing in ("adapt_combine", "combine_adapt"):
+            found[f"Ada, {timing}"] = ada_terms(cluster, timing, compute_s)
+    peers = mixing_graph("one_peer_exponential", n)
+    found["push-sum, one peer, adapt_combine"] = gossip_terms(cluster, peers, "adapt_combine", compute_s, more_bytes=4)
+    for schedule in ("fdg", "ddg", "fr"):
+        stale = stale_terms(cluster, batch, schedule)
+        if stale is not None:
+            found[f"stale gradients ({schedule}, 3 modules)"] = stale
+    return found
 
 
 def time_rows(nodes: tuple[int, ...]) -> list[Row]:

@@ -1,6 +1,6 @@
 """How far is the predicted peak memory from the measured one?
 
-    python experiments/memory/run.py [--quick] [--models A,B] [--seconds N] [--predict] [--write]
+    python experiments/memory/run.py [--quick] [--models A,B] [--ranks N] [--seconds N] [--predict] [--write]
 
 Ten models under named plans and plans drawn at random, on two and four processes: one device, replicas, pipelines of every
 order, shards, ZeRO 1 to 3, components placed by themselves or recomputed; and plain steps under autocast. Predicted from the
@@ -8,7 +8,8 @@ Model and the Plan alone. Measured by counting the bytes of every live tensor, o
 run. What no tensor accounts for (the process itself, gloo's scratch copies) is on neither side.
 
 What was measured of a plan is kept in the folder of `--out` under a key of the model and the plan, and is not measured again:
-`--predict` measures nothing. Remove the folder after a change of the executor. `--write` puts all of it into results.json.
+`--predict` measures nothing. Remove the folder after a change of the executor. `--write` puts all of it into results.json. A
+case that is not in the folder keeps the measured peaks that results.json has of it, and is predicted anew.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -48,6 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two models")
     parser.add_argument("--models", help="some of them, by name")
+    parser.add_argument("--ranks", type=int, help="measure plans of so many ranks alone")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many, and go on at the next call")
     parser.add_argument("--predict", action="store_true", help="measure nothing")
     parser.add_argument("--write", action="store_true", help="results.json, of all models that were measured")
@@ -60,8 +62,9 @@ def main() -> None:
     failed: set[str] = set()
     open_ = list(questions)
     while open_ and time.monotonic() < until:
-        open_ = [question for question in open_ if measure_some(question, asked.out, failed)]
-    rows = [row for question in questions for row in answers(question, asked.out)]
+        open_ = [question for question in open_ if measure_some(question, asked.out, failed, asked.ranks)]
+    before = peaks_before(json.loads(RESULTS.read_text())["rows"] if RESULTS.is_file() else ())
+    rows = [row for question in questions for row in answers(question, asked.out, before)]
     for row in sorted(rows, key=lambda row: -abs(row["error_percent"])):
         print(f"{row['error_percent']:+7.2f}%  {row['model']:22} {row['case']:45} {row['plan']}")
     print(json.dumps(summary(rows), indent=1))
@@ -72,11 +75,12 @@ def main() -> None:
         write_text_atomically(RESULTS, f'{{"run": {head},\n"rows": [\n{text}\n]}}\n')
 
 
-def measure_some(question: Question, out: Path, failed: set[str]) -> int:
+def measure_some(question: Question, out: Path, failed: set[str], ranks: int | None = None) -> int:
     """Measure the next few cases, in an order that mixes their kinds.
 
     Args:
         out: with a folder per question. failed: names of runs that failed; the next one is added.
+        ranks: of plans that are measured; None: all.
 
     Returns:
         How many are left.
@@ -86,6 +90,7 @@ def measure_some(question: Question, out: Path, failed: set[str]) -> int:
         (job_of(question, case, folder) for case in cases(model)), key=lambda run: (run.plan.world_size > 2, run.name)
     )
     open_ = [run for run in runs if run.name not in failed and not is_measured(folder, run)]
+    open_ = [run for run in open_ if ranks in (None, run.plan.world_size)]
     try:
         measure(model, open_[:AT_ONCE], folder)
     except ProcessRaisedException as error:
@@ -101,12 +106,39 @@ def measure_some(question: Question, out: Path, failed: set[str]) -> int:
     return left
 
 
-def answers(question: Question, out: Path) -> list[dict[str, Any]]:
-    """A row for every case of the question that was measured."""
+Peaks = Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]]
+"""What was measured on every rank, by model, case and plan."""
+
+
+def peaks_before(rows: Sequence[Mapping[str, Any]]) -> Peaks:
+    """Of rows of results.json: the peaks of all ranks, and the lines of the one of which the row has them."""
+    return {
+        (row["model"], row["case"], row["plan"]): [
+            {"peak_bytes": peak, "by_line": row["measured_lines"] if sum(row.get("measured_lines", ())) == peak else None}
+            for _, _, _, peak in row["ranks"]
+        ]
+        for row in rows
+        if row["kind"] != "autocast"
+    }
+
+
+def answers(question: Question, out: Path, before: Peaks) -> list[dict[str, Any]]:
+    """A row for every case of the question that was measured, now or before."""
     model, folder = _traced(question, out)
-    pairs = [(case, job_of(question, case, folder)) for case in cases(model)]
-    rows = [answer(question, model, case, measured(folder, run)) for case, run in pairs if is_measured(folder, run)]
+    rows = []
+    for case in cases(model):
+        run = job_of(question, case, folder)
+        if is_measured(folder, run):
+            found = [{**entry, "by_line": by_line(entry["lines"])} for entry in measured(folder, run)]
+            rows.append(answer(question, model, case, found))
+        elif known := before.get((question.label, case.label, plan_text(case))):
+            rows.append(answer(question, model, case, known))
     return rows + under_autocast(question, model, folder)
+
+
+def plan_text(case: Case) -> str:
+    """Of the plan and its optimizer."""
+    return f"{case.plan.summary()}, {case.optimizer}"
 
 
 @cache
@@ -135,7 +167,7 @@ def job_of(question: Question, case: Case, folder: Path) -> RunSpec:
     )
 
 
-def answer(question: Question, model: Model, case: Case, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def answer(question: Question, model: Model, case: Case, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of the rank whose error is largest, of those with `SMALLEST_BYTES`; and of every rank the prediction with its interval,
     and the measured peak."""
     problem = PlanningProblem(model=model, cluster=processes(), global_batch=BATCH_SAMPLES, optimizer=case.optimizer)
@@ -144,7 +176,7 @@ def answer(question: Question, model: Model, case: Case, found: Sequence[dict[st
         predicted, peak = sum(entry.tensor_lines.values()), found[entry.rank]["peak_bytes"]
         beside = entry.total_bytes - predicted
         bounds = entry.low_bytes - beside, predicted, entry.high_bytes - beside, peak
-        lines = by_line(entry.tensor_lines), by_line(found[entry.rank]["lines"])
+        lines = by_line(entry.tensor_lines), found[entry.rank]["by_line"]
         ranks.append((100 * (predicted - peak) / peak, bounds, lines))
     judged = [rank for rank in ranks if rank[1][3] >= SMALLEST_BYTES] or ranks
     error, _, (foreseen, seen) = max(judged, key=lambda rank: abs(rank[0]))
@@ -153,12 +185,11 @@ def answer(question: Question, model: Model, case: Case, found: Sequence[dict[st
         "tuned": question.tuned,
         "case": case.label,
         "kind": case.kind,
-        "plan": f"{case.plan.summary()}, {case.optimizer}",
+        "plan": plan_text(case),
         "error_percent": round(error, 3),
         "fullest_percent": round(max(ranks, key=lambda rank: rank[1][3])[0], 3),
         "ranks": [bounds for _, bounds, _ in ranks],
-        "predicted_lines": foreseen,
-        "measured_lines": seen,
+        **({"predicted_lines": foreseen, "measured_lines": seen} if seen is not None else {}),
     }
 
 

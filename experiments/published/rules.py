@@ -187,7 +187,8 @@ WITHOUT: dict[str, Callable[[Framework], Framework]] = {
     "metrics of Composer": lambda rule: replace(rule, software=replace(rule.software, loss_arrays=2.0)),
     "unfused AdamW of Composer": lambda rule: replace(rule, optimizer="adam_fused", one_array=False),
     "overlap of tensor parallelism": lambda rule: replace(rule, tensor_overlap=False),
-    "early stop": lambda rule: replace(rule, software=replace(rule.software, early_stop=False)),
+    "early stop, A100": lambda rule: replace(rule, software=replace(rule.software, early_stop=False)),
+    "early stop, H100": lambda rule: replace(rule, software=replace(rule.software, early_stop=False)),
     "sequence parallelism": lambda rule: replace(rule, sequence=False),
 }
 """A piece of the model, and the rule without it: what it is worth."""

@@ -211,7 +211,8 @@ WORTH: dict[str, str] = {
     "unaligned heads": r"^bloom-tune-(00[0-2]|0073|010[479])",
     "metrics of Composer": r"^mosaic-0(0[4-6]|1[12389])",
     "unfused AdamW of Composer": r"^mosaic-003",
-    "early stop": r"^mosaic-00(2[0-9]|8[3-8]|9[3-9])",
+    "early stop, A100": r"^mosaic-0(08[3-9]|09|1[0-3])",
+    "early stop, H100": r"^mosaic-00([0-6]|7[01])",
     "overlap of tensor parallelism": r"^(megatron-h100|nemo2407-00(02|04|07|10))",
 }
 """By piece the rows on which its worth is measured."""

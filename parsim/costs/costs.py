@@ -178,17 +178,7 @@ class Costs:
         if work.phase is Phase.RECOMPUTE:
             work = replace(work, phase=Phase.FORWARD)
         component = self._component(work.component)
-        key = (
-            self._alike[work.component],
-            work.phase,
-            work.samples,
-            work.rule,
-            work.ways,
-            device.type.name,
-            work.part,
-            work.parts,
-            component.selective.operators if work.part == BY_OPERATOR_PART and component.selective is not None else (),
-        )
+        key = (self.same_computation(work), device.type.name)
         if key not in self._computed:
             if work.part:
                 whole = self._compute(replace(work, part="", parts=1), device)
@@ -198,6 +188,21 @@ class Costs:
                     work, component, device, input_gradient=self.model.has_input_gradient(component)
                 )
         return self._computed[key]
+
+    def same_computation(self, work: Compute) -> tuple[object, ...]:
+        """Equal for computation that takes as long on the same device: of components that do the same work in the same shards.
+
+        Args:
+            work: of a component of the model.
+
+        Raises:
+            CostError: the model has no such component.
+        """
+        component = self._component(work.component)
+        selective = component.selective if work.part == BY_OPERATOR_PART else None
+        operators = () if selective is None else selective.operators
+        alike = self._alike[work.component]
+        return alike, work.phase, work.samples, work.rule, work.ways, work.part, work.parts, operators
 
     @cached_property
     def _computed(self) -> dict[tuple[object, ...], Estimate]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
-from parsim.work import Collective, LoadBatch, SendRecv, Work
+from parsim.work import Collective, Compute, LoadBatch, SendRecv, Work
 
 Priced = tuple[Work, int] | tuple[Work, int, bool]
 Concurrent = Callable[[Work], tuple[tuple[int, ...], ...]]
@@ -23,7 +23,7 @@ def price(
     concurrent: Concurrent | None = None,
 ) -> list[Estimate]:
     """Estimates in the order given, memoised per distinct work and device type (communication: per work, which names its
-    ranks; loading: per device, whose path to the host it takes).
+    ranks; loading: per device, whose path to the host it takes; computation: components that do the same are one).
 
     Args:
         work_of_ranks: (work, rank) per task; for communication any rank of it will do. A third entry says whether it is
@@ -59,5 +59,7 @@ def _key(work: Work, rank: int, costs: Costs) -> Hashable:
     """Of what no link carries."""
     if not 0 <= rank < costs.cluster.size:
         return work, rank
+    if isinstance(work, Compute) and not costs.differ_by_rank:
+        return costs.same_computation(work), costs.device_kind(rank)
     device = costs.cluster.devices[rank]
     return (work, device.index) if isinstance(work, LoadBatch) else (work, costs.device_kind(rank))

@@ -342,13 +342,12 @@ def _bucket_works(layout: PlanIndex) -> Iterator[Sequence[Work]]:
     buckets: dict[Hashable, list[Bucket]] = {}
     for bucket in layout.buckets:
         if len(bucket.group) > 1:
-            buckets.setdefault((bucket.stages, bucket.parameters[0].name), []).append(bucket)
-    groups: dict[Hashable, int] = {}  # a number for each, to compare groups of thousands once
+            buckets.setdefault((bucket.stages, bucket.first[0].name), []).append(bucket)
     asked: set[Hashable] = set()
     for shards in buckets.values():
         kinds = tuple(
             (
-                groups.setdefault(bucket.group, len(groups)),
+                id(bucket.group),  # buckets of the same ranks share one tuple: groups of thousands are not compared
                 bucket.padded_bytes if layout.is_divided(bucket) else bucket.size_bytes,
             )
             for bucket in shards

@@ -50,6 +50,10 @@ class Draft:
     def keeps(self, rank: int) -> bool:
         return self.ranks is None or rank in self.ranks
 
+    def keeps_any(self, group: Sequence[int]) -> bool:
+        """Whether some rank of a group is kept."""
+        return bool(group) if self.ranks is None else not self.ranks.isdisjoint(group)
+
     def kept(self, group: Sequence[int]) -> list[int]:
         """Those of a group that are kept, in its order."""
         if self.ranks is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from parsim.model.component import Component, Parameter, ParameterShard, share_of
@@ -26,21 +28,27 @@ class HeldParameter(NamedTuple):
         return self.elements * self.element_bytes
 
 
-class Bucket(NamedTuple):
-    """Gradients summed together over `group` (all ranks that hold these very parameters, or pieces)."""
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Gradients summed together over `group` (all ranks that hold these very parameters, or pieces). Known by its number.
+
+    Attributes:
+        first: what tp rank 0 holds of the parameters, or of those in the same places of another shard's bucket.
+        shard: the first tp rank of the group. elements, size_bytes: what every shard holds, the same for all.
+    """
 
     number: int
     stages: tuple[int, ...]
     group: tuple[int, ...]
-    parameters: tuple[HeldParameter, ...]
+    first: tuple[HeldParameter, ...]
+    shard: int
+    elements: int
+    size_bytes: int
 
-    @property
-    def elements(self) -> int:
-        return sum(parameter.elements for parameter in self.parameters)
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(parameter.size_bytes for parameter in self.parameters)
+    @cached_property
+    def parameters(self) -> tuple[HeldParameter, ...]:
+        """What the first rank of the group holds."""
+        return tuple(_held_by(self.shard, entry) for entry in self.first) if self.shard else self.first
 
     @property
     def chunk_elements(self) -> int:
@@ -49,7 +57,7 @@ class Bucket(NamedTuple):
 
     @property
     def padded_bytes(self) -> int:
-        return self.chunk_elements * len(self.group) * self.parameters[0].element_bytes
+        return self.chunk_elements * len(self.group) * self.first[0].element_bytes
 
 
 def hold(component: Component, placement: Placement, parameter: Parameter, shard: int) -> HeldParameter:
@@ -145,9 +153,9 @@ def gradient_buckets(
         if not entries:
             return
         lead = entries[0]
-        tp = plan.mesh.tp
+        tp, held = plan.mesh.tp, tuple(entry.held for entry in entries)
+        elements, size_bytes = sum(entry.elements for entry in held), sum(entry.size_bytes for entry in held)
         for shards in alike(lead.component, placements[lead.component.name], lead.parameter.name, tp):
-            held = tuple(_held_by(shards[0], entry.held) for entry in entries)
             ways = lead.parameter.expert_ways
             for first_copy in range(ways):
                 place = (lead.stages, shards, first_copy, ways)
@@ -158,7 +166,8 @@ def gradient_buckets(
                         for replica in range(first_copy, plan.mesh.copies, ways)
                         for shard in shards
                     )
-                buckets.append(Bucket(len(buckets), lead.stages, groups[place], held))
+                group = groups[place]
+                buckets.append(Bucket(len(buckets), lead.stages, group, held, shards[0], elements, size_bytes))
 
     def fill(entries: Sequence[_Open]) -> None:
         open_by_kind: dict[tuple[object, ...], list[_Open]] = {}

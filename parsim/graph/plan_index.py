@@ -330,19 +330,20 @@ class PlanIndex:
 
     @cached_property
     def _held(self) -> dict[tuple[int, int], tuple[HeldParameter, ...]]:
-        held: dict[tuple[int, int], tuple[HeldParameter, ...]] = {}
-        for place, names in self._rank_components.items():
-            found: dict[str, HeldParameter] = {}
-            for name in names:
-                component = self.model.component(name)
-                for parameter in component.parameters:
-                    found.setdefault(parameter.name, hold(component, self.placement[name], parameter, place[1]))
-            held[place] = tuple(found.values())
-        return held
+        return {}
 
     def rank_parameters(self, rank: int) -> tuple[HeldParameter, ...]:
         """What the rank holds of every parameter it has, each once."""
-        return self._held[self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank)]
+        place, shard = self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank)
+        if (place, shard) not in self._held:
+            found: dict[str, HeldParameter] = {}
+            for name in self._rank_components[place, shard]:
+                component = self.model.component(name)
+                for parameter in component.parameters:
+                    if parameter.name not in found:
+                        found[parameter.name] = hold(component, self.placement[name], parameter, shard)
+            self._held[place, shard] = tuple(found.values())
+        return self._held[place, shard]
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -382,16 +383,16 @@ class PlanIndex:
             return 0
         if self.plan.zero_stage < 2:
             return self.plan.zero_stage
-        users = [name for parameter in bucket.parameters for name in self._users[parameter.name]]
+        users = [name for parameter in bucket.first for name in self._users[parameter.name]]
         alone = len({self.chunk_of[name] for name in users}) == 1
         return self.plan.zero_stage if alone and not self.differentiable.isdisjoint(users) else 1
 
     @cached_property
     def _unsharded(self) -> dict[str, tuple[Bucket, ...]]:
         found: dict[str, dict[int, Bucket]] = {component.name: {} for component in self.model.components}
-        for bucket in self.buckets:
+        for bucket in self.buckets if self.plan.zero_stage >= 2 else ():
             if self.zero_stage_of(bucket) >= 2:
-                for parameter in bucket.parameters:
+                for parameter in bucket.first:
                     for name in self._users[parameter.name]:
                         found[name][bucket.number] = bucket
         return {name: tuple(buckets.values()) for name, buckets in found.items()}
@@ -404,7 +405,7 @@ class PlanIndex:
     def completes(self, bucket: Bucket, stage: int) -> tuple[str, ...]:
         """The components whose backward is the last of their chunk in `stage` to add to the bucket."""
         found: dict[int, str] = {}
-        for parameter in bucket.parameters:
+        for parameter in bucket.first:
             for name in self._users[parameter.name]:
                 chunk = self.chunk_of[name]
                 if self.stage_of[name] == stage and name in self.differentiable:
@@ -415,7 +416,7 @@ class PlanIndex:
 
     def users_of(self, bucket: Bucket) -> tuple[str, ...]:
         """The components that use a bucket's parameters, each once."""
-        return tuple(dict.fromkeys(name for parameter in bucket.parameters for name in self._users[parameter.name]))
+        return tuple(dict.fromkeys(name for parameter in bucket.first for name in self._users[parameter.name]))
 
     @cached_property
     def _users(self) -> dict[str, tuple[str, ...]]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from parsim.costs.memory.chunks import HeldMoment
-from parsim.plans.pipeline import in_few_rounds, pipeline_actions, stages_by_rank
+from parsim.plans.few_actions import few_actions
+from parsim.plans.pipeline import pipeline_actions, stages_by_rank
 from parsim.plans.stage_transfers import Pipeline, StageLink, beside_actions
 from parsim.work import Phase
 
@@ -29,12 +30,13 @@ def held_moments(pipeline: Pipeline, rank: int, *, apart: bool = False) -> tuple
     messages = zip(*beside_actions(pipeline, rank), strict=True)
     alive, waiting, unread = [0] * chunks, [0] * chunks, [microbatches] * chunks
     seen: dict[tuple[int, Phase, int], dict[tuple[int, ...], HeldMoment]] = {}
-    for action, (arriving, leaving) in zip(pipeline_actions(order, rank, ranks, microbatches, chunks), messages, strict=True):
+    actions = pipeline_actions(order, rank, ranks, microbatches, chunks)
+    numbers = few_actions(order, rank, ranks, microbatches, chunks).microbatches if apart else (0,) * len(actions)
+    for action, number, (arriving, leaving) in zip(actions, numbers, messages, strict=True):
         chunk, phase = chunk_of[action.stage], action.phase
         alive[chunk] += phase is Phase.FORWARD
         unread[chunk] -= phase is Phase.FORWARD
         there, sent = _counts(arriving, inward), _counts(leaving, outward)
-        number = in_few_rounds(order, ranks, microbatches, action.microbatch) if apart else 0
         moment = HeldMoment(chunk, phase, tuple(alive), tuple(waiting), there, sent, tuple(unread), number)
         seen.setdefault((chunk, phase, number), {}).setdefault((*alive, *waiting, *there, *sent), moment)
         waiting[chunk] += (phase is Phase.BACKWARD_INPUT) - (phase is Phase.BACKWARD_WEIGHT)

@@ -25,11 +25,11 @@ from parsim.model.component import Value
 from parsim.plans.held import held_moments, links_of
 from parsim.plans.pipeline import PIPELINE_ORDERS, in_flight
 from parsim.plans.redistribution import ValueLayout, conversion
-from parsim.predict.boundary.conversions import bytes_here, gradient_bytes, storage_of
+from parsim.predict.boundary.conversions import bytes_here, gradient_bytes, handed_bytes, storage_of
 from parsim.predict.boundary.waiting import waiting_gradients, waiting_values
 from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.rank_traffic import local_bytes, made_before, messages_by_link, rank_traffic
-from parsim.predict.round_memory import batches_held, with_relaxed_lines
+from parsim.predict.round_memory import Scored, batches_held, with_evaluation_line, with_relaxed_lines
 from parsim.predict.unsharded_memory import unsharded_bytes
 
 
@@ -41,6 +41,7 @@ def plan_memory(
     optimizer: str,
     master_weights: bool = True,
     ema: bool = False,
+    scored: Scored = "",
 ) -> tuple[RankMemory, ...]:
     """Peak memory of every rank of a plan.
 
@@ -50,6 +51,7 @@ def plan_memory(
     Args:
         layout: the plan and its model. cluster: devices by rank.
         precision, optimizer, master_weights: as in RUN.toml. ema: whether averages of the weights are kept.
+        scored: what is validated between steps.
 
     Returns:
         One RankMemory per rank, in rank order, bytes. Leaves out conversions of earlier values while a later component
@@ -95,7 +97,8 @@ def plan_memory(
                 ema=ema,
                 traffic=rank_traffic(kept, rank, cluster.profile.communication.backend),
             )
-        memories.append(with_relaxed_lines(replace(known[place], rank=rank), kept, rank))
+        own = with_relaxed_lines(replace(known[place], rank=rank), kept, rank)
+        memories.append(with_evaluation_line(own, kept, scored))
     return tuple(memories)
 
 
@@ -192,6 +195,7 @@ def rank_boundary(
         loaded_bytes=sum(size for size, _ in loaded_of.values()),
         loaded_saved_bytes=sum(size for _, size in loaded_of.values()),
         loaded_of=loaded_of,
+        handed_bytes={name: handed_bytes(layout, values, name) for name in gradients_of},
         gradient_bytes={name: max(found) for name, found in gradients_of.items()},
         wanted_bytes={name: found[0] for name, found in gradients_of.items()},
         waiting=waiting_bytes(

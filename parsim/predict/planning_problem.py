@@ -28,6 +28,7 @@ from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan
 from parsim.plans.recompute import AUTO, NONE, Recompute
 from parsim.predict.plan_memory import plan_memory
+from parsim.predict.round_memory import Scored
 
 KeptPrices = TypeVar("KeptPrices")
 
@@ -37,6 +38,7 @@ class PlanningProblem:
     """Attributes:
     model: its values are as wide as the precision sends them. global_batch: samples per step.
     precision, optimizer, master_weights: as in RUN.toml. ema: moving averages of the weights are kept.
+    scored: what is validated during the training.
     corrections: learnt from a run. scale: of hardware that would be faster.
     zero_stage: that plans are to have; "auto": any. recompute: likewise; "auto": where a plan would not fit, as little as
         makes it fit. constraints: what else plans must keep.
@@ -53,6 +55,7 @@ class PlanningProblem:
     optimizer: str = "sgd_momentum"
     master_weights: bool = True
     ema: bool = False
+    scored: Scored = ""
     corrections: RunCorrections = NO_RUN_CORRECTIONS
     scale: HardwareScale = AS_IT_IS
     history: History = NO_HISTORY
@@ -175,6 +178,7 @@ class PlanningProblem:
                 optimizer=self.optimizer,
                 master_weights=self.master_weights,
                 ema=self.ema,
+                scored=self.scored,
             )
         return self._memories[plan]
 

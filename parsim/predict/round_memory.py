@@ -1,23 +1,34 @@
-"""What relaxed synchronisation keeps on a rank beside a synchronous step: lines of memory of their own.
+"""What a rank keeps beside a synchronous step, for relaxed synchronisation and for validation: lines of memory of their own.
 
 outer_state        of average with an outer optimizer: the weights of the last round, and its momentum
 neighbour_buffers  of gossip: what arrives from the neighbours of a round, as far as it exceeds what the step has let go by then
 receive_buffers    of stale: also what arrives in a step for the next one
 stashed_weights    of stale: a copy of a stage's weights for every batch that it holds, unless it runs backward in the same step
+evaluation         of [training.evaluation]: whole weights and the batch that is scored, as far as that exceeds what is let go
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 from parsim.costs.memory.records import RankMemory
+from parsim.costs.memory.waiting import waiting_bytes
 from parsim.graph.passes.rounds import neighbours_of, outer_arrays
 from parsim.graph.plan_index import PlanIndex
+from parsim.model.component import Value
 from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.rank_traffic import next_step_bytes
 
 LET_GO = ("activations", "casts", "boundary_values", "unsharded", "workspace")
 """Lines of the step whose memory is free when a round begins."""
+BETWEEN_STEPS = (*LET_GO, "inputs", "receive_buffers")
+"""Those whose memory is free between two steps."""
+MOST_SCORED = 64
+"""Samples of a batch that is scored, at most (`parsim.execute.training.evaluation`)."""
+Scored = Literal["", "weights", "averages"]
+"""What is validated during the training; "": nothing."""
 
 
 def batches_held(layout: PlanIndex, stage: int) -> int:
@@ -53,3 +64,42 @@ def with_relaxed_lines(memory: RankMemory, kept: KeptActivations, rank: int) -> 
         free = sum(memory.line(name) for name in LET_GO)
         lines.append(("neighbour_buffers", max(0, arriving - free)))
     return replace(memory, lines=(*memory.lines, *lines))
+
+
+def with_evaluation_line(memory: RankMemory, kept: KeptActivations, scored: Scored) -> RankMemory:
+    """The memory of a rank with the line `evaluation`; unchanged where nothing is validated.
+
+    A rank builds the module, which then takes the gathered weights in place of its own. Replicas whose weights are whole in
+    any case gather none, unless averages are scored.
+
+    Args:
+        memory: of the step. kept: values under the plan. scored: what is validated.
+
+    Returns:
+        The line is 0 where the step needs more. Leaves out what the library keeps while it gathers.
+    """
+    if not scored:
+        return memory
+    plan, model = kept.layout.plan, kept.layout.model
+    whole = sum(parameter.size_bytes for parameter in model.parameters)
+    buffers = sum(component.buffer_bytes for component in model.components)
+    is_whole = plan.mesh.dp == plan.world_size and plan.zero_stage < 3 and scored == "weights"
+    gathered = (0 if is_whole else whole) + buffers
+    scoring = _scored_bytes(kept, min(MOST_SCORED, max(1, plan.microbatch_samples)))
+    needed = gathered + buffers + max(whole, scoring)
+    free = sum(memory.line(name) for name in BETWEEN_STEPS)
+    return replace(memory, lines=(*memory.lines, ("evaluation", max(0, needed - free))))
+
+
+def _scored_bytes(kept: KeptActivations, samples: int) -> int:
+    """Of one forward of the whole model, of which nothing is kept: at most what its components have made, and what waits."""
+    model = kept.layout.model
+    values: Mapping[str, Value] = {value.name: replace(value, savers=()) for value in model.values}
+    waits = waiting_bytes(model.components, values, lambda value: value.size_bytes(samples)).values
+    batch = sum(value.size_bytes(samples) for value in values.values() if value.producer is None)
+    return batch + max(
+        round(waits[component.name])
+        - sum(values[name].size_bytes(samples) for name in component.inputs if values[name].producer is None)
+        + max((rate * samples + fixed for rate, fixed in component.forward_peaks), default=0)
+        for component in model.components
+    )

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from parsim.graph.passes.unsharded import gradient_windows, parameter_windows, uses_of
 from parsim.graph.plan_index import PlanIndex
-from parsim.plans.pipeline import few_rounds
+from parsim.plans.few_actions import few_actions
 from parsim.work import Phase
 
 
@@ -23,24 +23,23 @@ def unsharded_bytes(layout: PlanIndex, rank: int) -> dict[tuple[Phase, str, int]
         layout: the plan and its model. rank: global number.
 
     Returns:
-        Of a few rounds of microbatches, by which `HeldMoment.microbatch` counts too. A forward that is computed again is a
-        phase of its own: gradients that are still being sent then may be gone in the backward. Leaves out temporary copies of
-        the communication library.
+        Of a few actions (`parsim.plans.few_actions`), by which `HeldMoment.microbatch` counts too. A forward that is computed
+        again is a phase of its own: gradients that are still being sent then may be gone in the backward. Leaves out temporary
+        copies of the communication library.
     """
     if layout.plan.zero_stage < 2:
         return {}
     plan = layout.plan
-    uses = uses_of(
-        layout, plan.stage_of_rank(rank), few_rounds(plan.pipeline_order, plan.mesh.pp, plan.microbatches)
-    )  # buckets come and go by what runs right before and after, and every round is like the one before
+    place, pipeline = plan.stage_of_rank(rank), (plan.mesh.pp, plan.microbatches, plan.chunks)
+    # buckets come and go by what runs right before and after
+    uses = uses_of(layout, place, few_actions(plan.pipeline_order, place, *pipeline).actions)
     found: dict[tuple[Phase, str, int], float] = {}
-    windows = [
-        window for window in (*gradient_windows(layout, uses), *parameter_windows(layout, uses)) if rank in window.bucket.group
-    ]
     sizes = {bucket.number: bucket.padded_bytes for bucket in layout.rank_buckets(rank)}
     changes = [0] * (len(uses) + 1)  # of the bytes that are whole, from one use to the next
-    for window in windows:
-        size = sizes[window.bucket.number]
+    for window in (*gradient_windows(layout, uses, in_order=False), *parameter_windows(layout, uses, in_order=False)):
+        size = sizes.get(window.bucket.number)
+        if size is None:  # of another shard
+            continue
         begins, ends = (window.ahead, window.last) if window.parameters else (window.first, window.freed)
         if begins > ends:
             continue

@@ -134,7 +134,8 @@ def judged_best_first(
     Args:
         nodes: the family. excess_bytes: by how much a plan does not fit. judge: seconds of a plan's step.
         incumbents: the best so far, read and added to.
-        late: receives the parts that are put aside; None: none are. most: parts that are opened, once some plan fits.
+        late: receives the parts that are put aside; None: none are. most: parts that are opened, once some plan fits; those
+            that cost nothing apart.
         spare: of a large problem, what may be spent: the parts come one by one, and none that does not fit is judged.
 
     Returns:
@@ -165,7 +166,7 @@ def judged_best_first(
         if (taken >= most and (known or spare is None)) or (spare is not None and not spare.lasts(known=known)):
             break
         _, _, node = heapq.heappop(queue)
-        taken += 1
+        taken += node.visits > 0
         if spare is not None:
             spare.open(node.visits)
         try:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from parsim.hardware.profile import Profile
     from parsim.model.model import Model
     from parsim.predict.planning_problem import PlanningProblem
+    from parsim.predict.round_memory import Scored
     from parsim.schedule.search import Search
+    from parsim.workflow.training.section import TrainingSection
 
 
 def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluster | None = None) -> PlanningProblem:
@@ -45,6 +47,7 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
         precision=config.training.precision,
         master_weights=config.training.keeps_master_weights,
         ema=config.training.ema is not None,
+        scored=scored_of(config.training),
         optimizer=config.training.optimizer,
         clip_gradients=config.training.clip_norm is not None,
         history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),
@@ -55,6 +58,17 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
         capacity_factor=config.plan.capacity_factor or 0.0,
         forbids=forbids_by_pattern(config.plan.forbid, model, pins),
     )
+
+
+def scored_of(training: TrainingSection) -> Scored:
+    """What a run validates on the way, which takes memory (`parsim.predict.round_memory`).
+
+    Args:
+        training: the section of the run file.
+    """
+    if training.evaluation is None:
+        return ""
+    return "averages" if training.ema is not None and training.ema.evaluate else "weights"
 
 
 def cluster_of(config: RunConfig, profile: Profile | None = None) -> Cluster:

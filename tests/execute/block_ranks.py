@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+
+from tests.execute.forked import fork_context
 
 WAIT_S = 20
 
@@ -20,7 +21,7 @@ class RankPool:
 
     def __init__(self, ranks: int, folder: Path) -> None:
         self._stuck = ""  # why nothing more can be asked
-        context = multiprocessing.get_context("fork")
+        context = fork_context()
         pipes = [context.Pipe() for _ in range(ranks)]
         self._pipes: list[Connection] = [mine for mine, _ in pipes]
         self._processes = [

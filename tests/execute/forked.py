@@ -1,4 +1,8 @@
-"""A few gloo ranks forked from the process of the test: nothing is imported twice, so they start at once."""
+"""A few gloo ranks forked from the process of the test: nothing is imported twice, so they start at once.
+
+A CUDA build of torch starts threads with the first backward, and autograd refuses to work in a fork after that. There the ranks
+are forked from a server that has imported everything and differentiated nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,13 @@ import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkContext, ForkServerContext
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import set_sharing_strategy
 from torch.multiprocessing.spawn import start_processes
 
 from parsim.execute.job import Job
@@ -20,10 +26,20 @@ from parsim.execute.processes.group import error_path, read_error, worker_main
 from parsim.execute.worker import main
 
 
+def fork_context() -> ForkContext | ForkServerContext:
+    """How ranks are forked here."""
+    if not torch.backends.cuda.is_built():
+        return get_context("fork")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["parsim.execute.worker"])
+    set_sharing_strategy("file_system")  # the server takes 256 file descriptors, and each tensor would be one
+    return context
+
+
 def run_ranks(work: Callable[..., Any], world_size: int, folder: Path, *arguments: Any) -> list[Any]:
     """What `work(rank, *arguments)` returned on every rank of a gloo group; an exception on a rank is raised here."""
     start_processes(  # type: ignore[no-untyped-call]
-        _rank, args=(work, world_size, folder, arguments), nprocs=world_size, start_method="fork"
+        _rank, args=(work, world_size, folder, arguments), nprocs=world_size, start_method=fork_context().get_start_method()
     )
     return [torch.load(folder / f"result-{rank}.pt") for rank in range(world_size)]
 
@@ -44,7 +60,7 @@ def run_job(job_path: Path, *, timeout_s: float = 500.0) -> None:
     """
     world_size = Job.load(job_path).world_size
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = get_context("fork")
+    context = fork_context()
     ranks = [context.Process(target=_worker, args=(rank, world_size, store.port, job_path)) for rank in range(world_size)]
     until = time.monotonic() + timeout_s
     try:

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
+from parsim.errors import TraceError  # noqa: E402
 from parsim.model.memory import fake_tensors  # noqa: E402
 from parsim.model.memory.fake_tensors import QuickFakeMode  # noqa: E402
 from parsim.model.tracing import recording  # noqa: E402
@@ -151,3 +152,35 @@ def test_the_first_trace_of_a_recurrent_network_equals_later_ones(monkeypatch: p
     monkeypatch.setattr(fake_tensors, "_ANSWERS", {})
     found = [trace(_Recurrent(), torch.zeros(4, 6, 8), loss="cross_entropy").model for _ in range(3)]
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_products_of_two_types_fail_as_real_ones_do(dims: int, dtype: torch.dtype) -> None:
+    """torch's own fake products of an input of the wrong type succeed, and a plan would be made of what cannot run."""
+    shape = (2, 3, 8)[-dims:]
+
+    def products() -> list[Callable[[], Any]]:
+        given, weight = torch.ones(shape, dtype=dtype), torch.ones(5, 8)
+        return [lambda: F.linear(given, weight), lambda: F.linear(given, weight, weight[:, 0]), lambda: given @ weight.t()]
+
+    for product in products():
+        with pytest.raises(RuntimeError):
+            product()
+    with QuickFakeMode():
+        for product in products():
+            with pytest.raises(RuntimeError, match="multiplies tensors of one dtype"):
+                product()
+
+
+def test_an_input_of_the_wrong_type_is_refused_with_the_way_round() -> None:
+    """The module, the line, the operator and what to do; indices and numbers taken for one another."""
+    for module, given in ((nn.Linear(8, 5), torch.ones(2, 8, dtype=torch.int64)), (nn.Embedding(5, 8), torch.ones(2, 8))):
+        whole = nn.Sequential(module)
+        with pytest.raises(TraceError) as refused:
+            trace(whole, given)
+        text = str(refused.value)
+        assert f"the forward of 0 ({type(module).__name__}) failed on the example inputs" in text
+        assert "aten.addmm" in text or "indices" in text
+        assert "in [model] inputs" in text
+        assert "or cast it in forward" in text

@@ -136,9 +136,9 @@ def test_a_finished_training_and_the_ways_to_go_on_with_it(tmp_path: Path, capsy
     assert damaged.read_bytes() != content
     capsys.readouterr()
     longer = parsim.run(config_text(tmp_path, steps=5), out=kept, resume=True)
-    assert len(longer.losses) == 1, "one step before the end"
-    assert longer.losses[0] == pytest.approx(first.losses[4], abs=1e-6)
-    assert "rank-0001.json cannot be read" in capsys.readouterr().err
+    assert "resumed at step 4" in (printed := capsys.readouterr().err), "one step before the end"
+    assert longer.losses == pytest.approx(first.losses[:5], abs=1e-6)
+    assert "rank-0001.json cannot be read" in printed
     assert any("rank-0001.json cannot be read" in warning for warning in longer.warnings)
     assert parsim.open_run(kept).step_s == longer.step_s
 

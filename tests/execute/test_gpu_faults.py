@@ -120,10 +120,10 @@ def test_a_failing_step_says_what_it_means(
 ) -> None:
     rank_run.step(keep=True)
 
-    def fails() -> None:
+    def fails() -> bool:
         raise error
 
-    monkeypatch.setattr(rank_run.stage, "optimizer_step", fails)
+    monkeypatch.setattr(rank_run.stage, "overflowed", fails)  # called by the optimizer step
     with pytest.raises(wanted, match=message):
         rank_run.step(keep=True)
 

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from parsim.execute.job import Job, RunSpec
+from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.records.measurement import RankRecord
+from parsim.execute.records.memory_lines import watching
+from parsim.execute.state.reshard import whole_weights
+from parsim.execute.training.evaluation import scores
+from parsim.execute.training.rank_run import ProcessGroups, RankRun, run_dataset
+from parsim.graph.lower import lower
+from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.allocator import NO_ALLOCATOR
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
@@ -17,7 +24,7 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.planning_problem import PlanningProblem
-from tests.execute.forked import run_job
+from tests.execute.forked import run_job, run_ranks
 
 SPEC = ModelSpec(name="mlp", args=(("width", 256),))
 MODEL = load_model(SPEC, granularity="layer")
@@ -105,3 +112,42 @@ def test_peaks_of_tensors_are_as_predicted_and_so_are_the_verdicts(tmp_path: Pat
         for share, fits in ((1 / 1.05, False), (1.05, True)):
             tight = replace(problem, cluster=two_processes(round(share * (max(measured) + beside))))
             assert all(entry.fits for entry in tight.memory(plan)) == fits, plan.summary()
+
+
+@pytest.mark.xdist_group("launch")
+@pytest.mark.parametrize("plan", [replicas(0), replicas(3), stages("1f1b")], ids=["replicas", "zero 3", "stages"])
+def test_whole_weights_of_a_validation_are_as_predicted(tmp_path: Path, plan: Plan) -> None:
+    """Two models' weights at most: those that are gathered, and the module that is built to take them."""
+    MODEL.save(tmp_path / "model.json")
+    run = RunSpec(
+        name="scored",
+        model=SPEC,
+        model_path=str(tmp_path / "model.json"),
+        plan=plan,
+        optimizer="sgd",
+        learning_rate=1e-3,
+        dataset="digits",
+    )
+    problem = PlanningProblem(model=MODEL, cluster=two_processes(), global_batch=SAMPLES, optimizer="sgd", scored="weights")
+    without = replace(problem, scored="").memory(plan)
+    for entry, before, (step, scored) in zip(
+        problem.memory(plan), without, run_ranks(_peaks_of_step_and_score, 2, tmp_path, run), strict=True
+    ):
+        assert sum(entry.tensor_lines.values()) == pytest.approx(max(step, scored), rel=0.01)
+        assert (entry.line("evaluation") > 0) == (scored > step)
+        assert "evaluation" not in before.tensor_lines
+
+
+def _peaks_of_step_and_score(rank: int, run: RunSpec) -> tuple[int, int]:
+    layout, graph = PlanIndex(run.plan, MODEL), lower(run.plan, MODEL)
+    groups = ProcessGroups(timeout_s=60.0)
+    groups.make(graph, run.precision)
+    place = ProcessPlace(rank=rank, world_size=2, local_rank=rank, local_world_size=2, attempt=0)
+    entry = RankRun(run, layout, graph, place, groups.mine, steps=1)
+    data = run_dataset(run, "test")
+    entry.measure_memory()
+    with watching(entry.stage) as watch:
+        weights, buffers = whole_weights(entry.stage)
+        scores(run, weights, buffers, data, (), device=entry.stage.device, rank=rank, ranks=2)
+    entry.close()
+    return entry.peak_bytes, watch.live.peak_bytes

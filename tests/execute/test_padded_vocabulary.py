@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +29,9 @@ from parsim.plans.mesh import Mesh  # noqa: E402
 from parsim.plans.placement import parse_placement  # noqa: E402
 from parsim.plans.plan import Plan, Stage  # noqa: E402
 from parsim.plans.redistribution import ValueLayout, parse_layout  # noqa: E402
+from parsim.workflow.public.functions import open_run, run  # noqa: E402
 from tests.execute.equality import Case, compare_case, run_cases  # noqa: E402
+from tests.execute.test_bad_run import cpu_profile  # noqa: E402
 from tests.hugging_face_configs import SMALL  # noqa: E402
 
 VOCABULARY = 37
@@ -124,8 +128,8 @@ def plan_of(model: Model, tp: int, chosen: dict[str, str], **more: object) -> Pl
 
 
 def assert_equal_to_one_process(cases: Sequence[Case], folder: Path, steps: int) -> None:
-    for case, run in zip(cases, run_cases(cases, folder, steps=steps), strict=True):
-        difference = compare_case(case, run, folder, steps=steps)
+    for case, made in zip(cases, run_cases(cases, folder, steps=steps), strict=True):
+        difference = compare_case(case, made, folder, steps=steps)
         assert difference.worst <= 1e-10, f"{case}: {difference}"
 
 
@@ -177,8 +181,6 @@ def test_four_processes_share_a_vocabulary_of_37(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
 @pytest.mark.xdist_group("launch")
 def test_hugging_face_models_share_an_odd_vocabulary(name: str, tmp_path: Path) -> None:
-    import json
-
     path = tmp_path / f"{name}.json"
     path.write_text(json.dumps({**SMALL[name], "vocab_size": 61}))
     spec = ModelSpec(name=str(path), args=(("seq", 6),))
@@ -193,3 +195,57 @@ def test_hugging_face_models_share_an_odd_vocabulary(name: str, tmp_path: Path) 
     plan = Plan(strategy="custom", mesh=Mesh(tp=2), stages=(stage,), global_batch=8, microbatches=2)
     case = Case(spec=spec, plan=plan, granularity="sublayer", dataset="synthetic", learning_rate=0.02)
     assert_equal_to_one_process([case], tmp_path, steps=3)
+
+
+RUN = """\
+[model]
+name = "gpt_small"
+granularity = "sublayer"
+args = {{ heads = 2, hidden = 16, layers = 1, seq = 6, vocab = 37 }}
+[cluster]
+profile = "profile.json"
+devices = 2
+[training]
+global_batch = 8
+dataset = "synthetic"
+optimizer = "sgd_momentum"
+learning_rate = 0.05
+steps = {steps}
+[plan]
+{plan}
+"""
+SHARED = 'strategy = "custom"\nmesh = { tp = 2 }\nplacements = { "wte" = "shard:vocabulary/2", "lm_head" = "shard:column/2" }'
+APART = 'strategy = "dp"\nmesh = { dp = 2 }'
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("launch")
+def test_a_run_resumes_under_other_plans_and_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints hold the whole table without padding: from pieces to replicas and back, as one run of replicas goes.
+
+    Without Adam: the gradient of a bias of keys is nothing but rounding, and Adam divides it by its own size.
+    """
+    profile = cpu_profile()
+    fits = profile["communication"]["fits"]
+    fits += [{**fits[0], "operation": operation} for operation in ("reduce_scatter", "all_gather", "all_to_all")]
+    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    monkeypatch.chdir(tmp_path)
+
+    def trained(steps: int, plan: str, out: str, **more: bool) -> dict[str, Any]:
+        file = tmp_path / "run.toml"
+        file.write_text(RUN.format(steps=steps, plan=plan))
+        return run(file, out=out, **more).to_dict()
+
+    straight = trained(9, APART, "straight")
+    assert "shard:vocabulary/2" in str(trained(3, SHARED, "changing")["plan"])
+    trained(6, APART, "changing", resume=True)
+    trained(9, SHARED, "changing", resume=True)
+    expected, found = (
+        torch.load(open_run(tmp_path / out).export_weights(format="state_dict"), weights_only=True)
+        for out in ("straight", "changing")
+    )
+    assert len(straight["losses"]) == 9
+    assert found["wte.weight"].shape == (VOCABULARY, 16)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)

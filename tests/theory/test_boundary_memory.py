@@ -115,3 +115,11 @@ def test_a_gradient_that_is_a_part_of_another_keeps_all_of_it() -> None:
 def test_gradient_views_are_in_the_file_of_a_model_only_where_there_are_any() -> None:
     assert Model.from_json(branched(views=True).to_json()) == branched(views=True)
     assert "gradient_views" not in branched().to_json()
+
+
+def test_who_only_receives_has_room_as_soon_as_its_communication_before_has_ended() -> None:
+    """b runs on rank 0 alone. Rank 1 waits for its output from the beginning, and for its gradient since the loss."""
+    model = branched()
+    layout = placed(model, REPLICATE, FIRST, REPLICATE, REPLICATE)  # rank 1: a, c, loss
+    assert waiting_values(layout, model.value, 1)["b:0"] == [Wait(0, 1, WHOLE)]
+    assert Wait(1, 2, WHOLE) in waiting_gradients(layout, model.value, 1)["a:0"]

@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.errors import PlanError
+from parsim.graph.passes.unsharded import uses_of
 from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
+from parsim.plans.few_actions import FewActions, few_actions
 from parsim.plans.mesh import Mesh
-from parsim.plans.pipeline import few_rounds, in_few_rounds, pipeline_actions
+from parsim.plans.pipeline import Action, few_rounds, pipeline_actions
 from parsim.predict import unsharded_memory
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.stages import balanced_plan
@@ -31,7 +33,7 @@ ORDERS = (("1f1b", 1), ("interleaved", 2), ("interleaved", 3))
     zero_stage=st.sampled_from((2, 3)),
     data=st.data(),
 )
-def test_buckets_are_whole_as_long_with_four_rounds(
+def test_buckets_are_whole_as_long_with_few_actions(
     order: tuple[str, int], pp: int, rounds: int, zero_stage: int, data: st.DataObject
 ) -> None:
     order = ("1f1b", 1) if pp == 1 else order
@@ -49,11 +51,27 @@ def test_buckets_are_whole_as_long_with_four_rounds(
     layout = PlanIndex(replace(plan, zero_stage=zero_stage, bucket_bytes=size), problem.model)
     short = [unsharded_memory.unsharded_bytes(layout, rank) for rank in range(plan.world_size)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unsharded_memory, "few_rounds", lambda order, ranks, microbatches: microbatches)
+        patch.setattr(unsharded_memory, "few_actions", every_action)
         whole = [unsharded_memory.unsharded_bytes(layout, rank) for rank in range(plan.world_size)]
-    for few, every in zip(short, whole, strict=True):
-        for (phase, name, microbatch), held in every.items():
-            assert few[phase, name, in_few_rounds(order[0], pp, pp * rounds, microbatch)] == held
+    for rank, (few, every) in enumerate(zip(short, whole, strict=True)):
+        pipeline = order[0], plan.stage_of_rank(rank), pp, plan.microbatches, order[1]
+        uses = [(uses_of(layout, pipeline[1], [action]), number) for action, number in zip(*standing(pipeline), strict=True)]
+        held = {
+            (use.phase, use.component, use.microbatch): few[use.phase, use.component, number]
+            for made, number in uses
+            for use in made
+        }
+        assert held == every
+
+
+def every_action(order: str, place: int, ranks: int, microbatches: int, chunks: int) -> FewActions:
+    actions = tuple(pipeline_actions(order, place, ranks, microbatches, chunks))
+    return FewActions(actions, tuple(action.microbatch for action in actions))
+
+
+def standing(pipeline: tuple[str, int, int, int, int]) -> tuple[tuple[Action, ...], tuple[int, ...]]:
+    """All actions of a place, and by action the microbatch that stands for its own."""
+    return every_action(*pipeline).actions, few_actions(*pipeline).microbatches
 
 
 @pytest.mark.parametrize(("order", "chunks"), ORDERS)

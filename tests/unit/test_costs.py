@@ -25,6 +25,10 @@ from parsim.hardware.profile import (
     Regime,
     load_profile,
 )
+from parsim.model.transformer.build import transformer
+from parsim.model.transformer.shape import Shape
+from parsim.model.transformer.software import Software
+from parsim.model.transformer.sublayers import SamplePart
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.evaluate import evaluate
@@ -37,6 +41,7 @@ MODEL = chain_model()
 FORWARD = ComputeWork(component="c0", phase=Phase.FORWARD, samples=32)
 BACKWARD = ComputeWork(component="c0", phase=Phase.BACKWARD, samples=32)
 STEP = OptimizerStep(elements=10**6, tensors=4)
+SMALL = Shape(name="small", layers=3, hidden=256, heads=4, vocab=1000)
 
 
 @pytest.fixture(scope="module")
@@ -409,3 +414,20 @@ def test_estimates_are_plain_values(v100: Cluster) -> None:
     estimate = Costs(MODEL, v100).estimate(FORWARD, 0)
     assert estimate == Estimate(**{field.name: getattr(estimate, field.name) for field in dataclasses.fields(Estimate)})
     assert hash(estimate) == hash(Costs(MODEL, v100).estimate(FORWARD, 1))
+
+
+def test_components_that_do_the_same_are_priced_once(v100: Cluster) -> None:
+    """Equal to the last digit to every one by itself, and one object: 80 layers cost what one does."""
+    model = transformer(SMALL, Software(flash=True), SamplePart(tokens=256, context=256), "sublayer")
+    costs, alone = (Costs(model, v100, precision="amp_fp16") for _ in range(2))
+    works = [
+        (ComputeWork(component=component.name, phase=phase, samples=2, rule=rule, ways=ways), 0)
+        for component in model.components
+        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE)
+        for rule, ways in (("", 1), ("tensor", 2))
+    ]
+    found = price(works, costs)
+    assert found == [alone.estimate(work, rank) for work, rank in works]
+    layers = [estimate for (work, _), estimate in zip(works, found, strict=True) if ".attn" in work.component]
+    assert len(layers) == 6 * SMALL.layers
+    assert len({id(estimate) for estimate in layers}) == 4, "a second forward is priced as the first"

@@ -17,11 +17,12 @@ def test_the_tables_are_those_of_the_results() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_fullest_rank_of_a_plan_is_within_half_a_percent_in_the_mean() -> None:
+def test_the_fullest_rank_of_a_plan_is_within_half_a_percent_in_the_mean_and_three_at_worst() -> None:
     """What decides whether a plan fits; ZeRO without other axes is within 3% on every rank."""
     errors = [abs(row["fullest_percent"]) for row in ROWS]
     assert len(errors) >= 400
     assert statistics.mean(errors) <= 0.5
+    assert max(errors) <= 3.0
     divided = [abs(row["error_percent"]) for row in ROWS if row["kind"].startswith("ZeRO")]
     assert len(divided) >= 60
     assert max(divided) <= 3.0

@@ -18,13 +18,14 @@ TUTORIALS = sorted(ROOT.glob("docs/tutorial-*.md"))
 def followed(page: Path, folder: Path) -> list[str]:
     """Write the page's files, run its commands, and return what they printed."""
     text = page.read_text(encoding="utf-8")
-    for name, content in re.findall(r"```python\n# (\S+\.py)\n(.*?)```", text, re.DOTALL):
+    for name, content in re.findall(r"```(?:python|toml)\n# (\S+\.(?:py|toml))\n(.*?)```", text, re.DOTALL):
         (folder / name).write_text(content, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     printed = []
     for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
         for line in block.splitlines():
-            words = [sys.executable, "-m", *shlex.split(line)]
+            words = shlex.split(line)
+            words = [sys.executable, *words[1:]] if words[0] == "python" else [sys.executable, "-m", *words]
             done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
             assert done.returncode == 0, f"{line}\n{done.stderr}"
             printed.append(done.stdout)
@@ -32,7 +33,7 @@ def followed(page: Path, folder: Path) -> list[str]:
 
 
 def test_there_are_tutorials_and_their_pictures_exist() -> None:
-    assert len(TUTORIALS) >= 2
+    assert len(TUTORIALS) >= 3
     for page in TUTORIALS:
         for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / picture).is_file(), f"{page.name} shows {picture}"

@@ -30,7 +30,7 @@ class HeldMoment(NamedTuple):
         arriving: by link to this rank the messages for which there is room that the action does not read.
         leaving: by link from this rank those held that an earlier action has made.
         unread: per chunk the microbatches whose forward has not begun.
-        microbatch: of the action, as numbered in a few rounds (`parsim.plans.pipeline.in_few_rounds`).
+        microbatch: of the action that stands for this one (`parsim.plans.few_actions`).
     """
 
     chunk: int
@@ -84,7 +84,8 @@ class ComponentMoments:
         kept: from its forward to the end of its backward. again: what its second forward saves anew.
         forward: the fullest moment of its forward, beyond what it and those before it in its chunk keep.
         second: beyond all that is kept, while it runs forward again; with what waits beside it.
-        alive: likewise while it runs backward. gradients: of its outputs, as it reads them.
+        alive: likewise while it runs backward. gradients: of its outputs, as it reads them. handed: of its inputs, as it makes
+            them, with what waits beside it.
         whole: buckets that are whole meanwhile, by phase and microbatch.
     """
 
@@ -96,6 +97,7 @@ class ComponentMoments:
     second: float
     alive: float
     gradients: float
+    handed: float = 0.0
     whole: Mapping[tuple[Phase, int], float] = field(default_factory=dict)
 
     def moment(self, size: float, microbatch: int, *phases: Phase) -> Moment:
@@ -184,7 +186,7 @@ def _for_inputs(own: Sequence[ComponentMoments], chunks: Chunks, element_bytes: 
     for part in reversed(own):
         waits = _waiting(part, chunks, element_bytes)
         if part.component.name not in chunks.for_weights:
-            ended = part.moment(so_far + waits + part.gradients, microbatch, Phase.BACKWARD, Phase.BACKWARD_INPUT)
+            ended = part.moment(so_far + waits + part.handed, microbatch, Phase.BACKWARD, Phase.BACKWARD_INPUT)
             found = max(found, part.backward(so_far, microbatch), ended)
         so_far += waits
     return found

@@ -244,6 +244,14 @@ def _uniform_boundary(
             for component in components
         },
         waiting=waiting_bytes(components, values, lambda value: value.size_bytes(samples), gradients),
+        handed_bytes={
+            component.name: sum(
+                values[name].size_bytes(samples)
+                for name in dict.fromkeys(component.inputs)
+                if values[name].differentiable and values[name].producer is not None
+            )
+            for component in components
+        },
     )
 
 
@@ -299,6 +307,7 @@ def _moments(
                 second=second,
                 alive=alive + beside,
                 gradients=wanted,
+                handed=boundary.handed_bytes.get(name, 0.0) + beside,
                 whole=whole.get(name, {}),
             )
         )

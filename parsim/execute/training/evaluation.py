@@ -1,7 +1,8 @@
 """Validation on all ranks: every rank takes whole weights, scores its share of the samples, and the sums are added up.
 
-Between two steps a rank holds the whole weights beside its own part, and no activations of the training. The sums of batches
-are joined exactly (`math.fsum`), so the score depends on no number of ranks.
+Between two steps a rank holds the whole weights beside its own part, and no activations of the training. Predicted as the line
+`evaluation` (`parsim.predict.round_memory`). The sums of batches are joined exactly (`math.fsum`), so the score depends on no
+number of ranks.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def _own_sums(
     """Of every batch of this rank's share."""
     dtype = torch.float64 if run.dtype == "float64" else torch.float32
     module = seeded_module(run.model, run.seed, dtype, device)
-    checkpoint.restore_tensors({name: value for name, value in module.named_parameters() if name in weights}, weights)
+    for name, value in module.named_parameters():
+        if name in weights:
+            value.data = weights[name].to(device=device, dtype=dtype)  # not a copy: it would be one more of the whole model
     checkpoint.restore_tensors({name: value for name, value in module.named_buffers() if name in buffers}, buffers)
     module.eval()
     interface = interface_of(run.model)

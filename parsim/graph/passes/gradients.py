@@ -56,7 +56,8 @@ def summed_groups(layout: PlanIndex, bucket: Bucket) -> dict[int | None, tuple[i
 
 def add_gradient_reduction(draft: Draft, layout: PlanIndex) -> None:
     """One all_reduce (ZeRO 1: reduce_scatter) per bucket over all ranks that hold its parameters; none where one rank does."""
-    groups = [(bucket, *entry) for bucket in layout.buckets for entry in summed_groups(layout, bucket).items()]
+    kept_buckets = [bucket for bucket in layout.buckets if draft.keeps_any(bucket.group)]
+    groups = [(bucket, *entry) for bucket in kept_buckets for entry in summed_groups(layout, bucket).items()]
     for bucket, replica, group in groups:
         if len(group) == 1 or layout.zero_stage_of(bucket) >= 2:
             continue
@@ -100,7 +101,7 @@ def updated_by(layout: PlanIndex, rank: int) -> tuple[int, int]:
     for bucket in layout.rank_buckets(rank):
         divided = layout.is_divided(bucket)
         elements += bucket.chunk_elements if divided else bucket.elements
-        tensors += 1 if divided else len(bucket.parameters)
+        tensors += 1 if divided else len(bucket.first)
     return elements, tensors
 
 
@@ -156,11 +157,11 @@ def add_gathering_ahead(draft: Draft, layout: PlanIndex) -> None:
 
 def add_parameter_gathering(draft: Draft, layout: PlanIndex) -> None:
     """ZeRO 1 and 2: one all_gather per divided bucket after every rank of its group has updated its part."""
+    if layout.plan.gather_ahead:
+        return
     for bucket in layout.buckets:
-        if layout.zero_stage_of(bucket) in (1, 2) and not layout.plan.gather_ahead:
+        if draft.keeps_any(bucket.group) and layout.zero_stage_of(bucket) in (1, 2):
             kept = draft.kept(bucket.group)
-            if not kept:
-                continue
             work = gathering_work(bucket)
             after: list[TaskKey] = [(Phase.OPTIMIZER, rank) for rank in kept]
             resources = [Resource(rank, DP_STREAM) for rank in kept]

@@ -30,7 +30,7 @@ from parsim.graph.passes.gradients import DP_STREAM, bucket_work, gathering_work
 from parsim.graph.passes.inside import first_key
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import Origin, Resource
-from parsim.plans.pipeline import pipeline_actions
+from parsim.plans.pipeline import Action, pipeline_actions
 from parsim.work import Collective, Phase
 
 
@@ -65,12 +65,14 @@ class Window(NamedTuple):
         return (2 * self.ahead if self.parameters else 2 * self.last + 1, self.first, self.bucket.number)
 
 
-def uses_of(layout: PlanIndex, place: int, microbatches: int | None = None) -> tuple[Use, ...]:
-    """All computations at a place on the pp axis, in order; of so many microbatches, where a number is given."""
+def uses_of(layout: PlanIndex, place: int, actions: Sequence[Action] | None = None) -> tuple[Use, ...]:
+    """All computations at a place on the pp axis, in order; those of some actions, where these are given."""
     plan = layout.plan
+    if actions is None:
+        actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
     known: dict[tuple[int, Phase], list[tuple[Phase, str]]] = {}
     found: list[Use] = []
-    for action in pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, microbatches or plan.microbatches, plan.chunks):
+    for action in actions:
         key = action.stage, action.phase
         if key not in known:
             known[key] = list(computations(layout, *key))
@@ -78,8 +80,8 @@ def uses_of(layout: PlanIndex, place: int, microbatches: int | None = None) -> t
     return tuple(found)
 
 
-def gradient_windows(layout: PlanIndex, uses: Sequence[Use]) -> list[Window]:
-    """When gradients are whole, by the order in which they are complete."""
+def gradient_windows(layout: PlanIndex, uses: Sequence[Use], *, in_order: bool = True) -> list[Window]:
+    """When gradients are whole; `in_order`: by the order in which they are complete."""
     spans: dict[tuple[int, int], tuple[Bucket, int, int]] = {}
     known: dict[str, tuple[Phase, tuple[Bucket, ...]]] = {}
     for number, (phase, name, microbatch) in enumerate(uses):
@@ -107,11 +109,11 @@ def gradient_windows(layout: PlanIndex, uses: Sequence[Use]) -> list[Window]:
             later = bisect_left(begins[bucket.group], closed[after] + 1)
             freed = begins[bucket.group][later] - 1 if later < len(begins[bucket.group]) else freed
         windows.append(Window(bucket, False, first, first, last, freed))
-    return sorted(windows, key=lambda window: window.place)
+    return sorted(windows, key=lambda window: window.place) if in_order else windows
 
 
-def parameter_windows(layout: PlanIndex, uses: Sequence[Use]) -> list[Window]:
-    """When parameters are whole (ZeRO 3), by the order in which they are gathered."""
+def parameter_windows(layout: PlanIndex, uses: Sequence[Use], *, in_order: bool = True) -> list[Window]:
+    """When parameters are whole (ZeRO 3); `in_order`: by the order in which they are gathered."""
     if layout.plan.zero_stage < 3:
         return []
     windows: list[Window] = []
@@ -120,7 +122,7 @@ def parameter_windows(layout: PlanIndex, uses: Sequence[Use]) -> list[Window]:
     before, current = -1, -1  # the last uses of the lot before the current one, and of the current one
 
     def release(numbers: frozenset[int], last: int) -> None:
-        for number in sorted(numbers):
+        for number in sorted(numbers) if len(numbers) > 1 else numbers:
             bucket, ahead, first = whole.pop(number)
             windows.append(Window(bucket, True, ahead, first, last, last))
 
@@ -140,7 +142,7 @@ def parameter_windows(layout: PlanIndex, uses: Sequence[Use]) -> list[Window]:
             before, needed = current, numbers
         current = number
     release(needed, current)
-    return sorted(windows, key=lambda window: window.place)
+    return sorted(windows, key=lambda window: window.place) if in_order else windows
 
 
 def add_unsharded_buckets(draft: Draft, layout: PlanIndex) -> None:

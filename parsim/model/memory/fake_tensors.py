@@ -96,9 +96,17 @@ _COMPUTING = tuple(
 )
 _SELECT, _SELECT_BACKWARD = torch.ops.aten.select.int, torch.ops.aten.select_backward.default
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+_PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "mv", "addmv"))
 _UNKNOWN: Any = object()
 _ANSWERS: dict[Hashable, _Answer | None] = {}
 """Of every mode, by the question. None: torch keeps none."""
+
+
+def _check_types(func: Any, args: Sequence[Any]) -> None:
+    """Raises RuntimeError for a product of two types, as the real kernel does; the one for fake tensors multiplies them."""
+    kinds = dict.fromkeys(arg.dtype for arg in args if isinstance(arg, Tensor))
+    if len(kinds) > 1:
+        raise RuntimeError(f"{func} multiplies tensors of one dtype, got {' and '.join(map(str, kinds))}")
 
 
 class QuickFakeMode(FakeTensorMode):
@@ -160,6 +168,8 @@ class QuickFakeMode(FakeTensorMode):
 
     def _ask(self, key: Hashable, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The answer of torch, which is kept if torch itself would keep it."""
+        if func in _PRODUCTS:
+            _check_types(func, args)
         if func in _DISPATCH_HANDLE_DIRECTLY or not self.cache_enabled:
             return super().__torch_dispatch__(func, types, args, kwargs)
         result = self._dispatch_impl(func, types, args, kwargs)

@@ -25,6 +25,7 @@ from parsim.model.shard.sharded import localise
 from parsim.model.shard.variants import Variant, variants
 from parsim.model.tracing.operators import OperatorMode, RawOperator, grow
 from parsim.model.tracing.recorder import storage_key
+from parsim.units import divisors
 
 Split = Callable[[int, int, str], tuple[int, int]]
 
@@ -153,7 +154,7 @@ def _divided(
     grown: list[tuple[Hashable, Operator]],
 ) -> _Divided | None:
     """None if the larger batch does not allow the same."""
-    ways = next(ways for ways in range(2, variant.found.limit + 1) if variant.found.limit % ways == 0)
+    ways = divisors(variant.found.limit)[1]
     try:
         one, other = (propagate(whole.program, variant.inputs, variant.decided, ways) for whole in (small, large))
     except (Refused, Undecided):

@@ -105,8 +105,8 @@ def check_ways(component: str, sharding: Sharding, ways: int, others: Iterable[S
 
 def ways_of(sharding: Sharding) -> list[int]:
     """All ways but one that it allows, ascending."""
-    most = min(sharding.size, MOST_PADDED)
-    return sorted(ways for ways in {*range(2, most + 1), *divisors(sharding.limit)} if ways > 1 and sharding.allows(ways))
+    possible = {*divisors(sharding.limit), *range(2, min(sharding.size, MOST_PADDED) + 1)}
+    return sorted(ways for ways in possible if ways > 1 and sharding.allows(ways))
 
 
 def _divided(operator: Operator, share: Share, how: OperatorShard) -> Operator:

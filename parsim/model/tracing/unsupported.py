@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 import torch
@@ -56,6 +57,11 @@ def hint(module: nn.Module, message: str) -> str:
         return (
             "; flex_attention has no backward on a CPU, where modules are recorded: write it as scaled_dot_product_attention "
             "with attn_mask, which is priced alike"
+        )
+    if re.search(r"dtype|scalar type|type \(torch", message) and not torch.is_autocast_enabled("cpu"):
+        return (
+            '; if an input has the wrong type, give it another one in [model] inputs (dtype = "float32" for numbers, dtype = '
+            '"int64" with high for indices), or cast it in forward'
         )
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:
         return "; with momentum=None its running average depends on how many batches it has seen: give it a momentum"

@@ -62,6 +62,20 @@ def gradient_bytes(layout: PlanIndex, values: Mapping[str, Value], name: str, ra
     return all_wanted, total
 
 
+def handed_bytes(layout: PlanIndex, values: Mapping[str, Value], name: str) -> float:
+    """Gradients of a component's inputs on a rank that runs it, as it makes them.
+
+    Args:
+        layout: the plan and its model. values: by name, as kept under the plan. name: of the component.
+    """
+    total = 0.0
+    for number, value in enumerate(layout.model.component(name).inputs):
+        entry = values[value]
+        if entry.differentiable and entry.producer is not None and value not in layout.model.component(name).inputs[:number]:
+            total += local_bytes(layout, entry, layout.reads_in(name, value).gradient)
+    return total
+
+
 def _step_bytes(layout: PlanIndex, value: Value, hop: Hop, rank: int) -> float:
     """What the rank holds of a value at the fullest moment of a hop: what it had and what it has then.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from parsim.costs.memory.waiting import Wait
+from parsim.graph.hops import hop_pairs
+from parsim.graph.passes.convert import POINT_TO_POINT_HOPS
 from parsim.graph.plan_index import PlanIndex, Reading
 from parsim.model.component import Value
 from parsim.plans.redistribution import LOCAL_HOPS, ValueLayout, conversion
@@ -40,6 +42,8 @@ def _waits(layout: PlanIndex, value: Value, savers: tuple[str, ...], place: Mapp
     assert value.producer is not None
     made, here = layout.source[value.name].value, value.producer in place
     begins = sum(order[name] <= order[value.producer] for name in place)
+    if not here and layout.stage_of_value[value.name] == layout.plan.stage_of_rank(rank):
+        begins = _room_from(layout, value, rank, begins)
     last: dict[ValueLayout, int] = {}
     kept: dict[ValueLayout, int] = {made: place[value.producer]} if here and value.producer in savers else {}
     cut: list[Wait] = []
@@ -89,6 +93,8 @@ def waiting_gradients(layout: PlanIndex, values: Mapping[str, Value], rank: int)
             if not readers or not (local or entry.producer in place):
                 continue
             begins = local[-1] if local else sum(order[name] < min(map(order.__getitem__, readers)) for name in names)
+            if not local and reading.stage == layout.stage_of_value[value]:
+                begins = _room_until(layout, entry, rank, begins)
             size = _gradient_size(layout, entry, reading)
             whole = 0.0
             if local and not layout.is_halved(names[local[-1]]):  # else what waits between the halves keeps it
@@ -100,6 +106,62 @@ def waiting_gradients(layout: PlanIndex, values: Mapping[str, Value], rank: int)
                 begins = max(again, ends)
             found.setdefault(value, []).append(Wait(ends, begins - 1, size))
     return found
+
+
+def _room_from(layout: PlanIndex, value: Value, rank: int, begins: int) -> int:
+    """The first component beside which there is room for a value that another tp rank makes.
+
+    A rank that only receives makes room as soon as its communication before has ended, long before the other one sends.
+
+    Args:
+        begins: components of the rank before the maker of the value.
+    """
+    names, order = layout.rank_components(rank), layout.model.component_index
+    assert value.producer is not None
+    found = 0
+    for other in layout.values_at[layout.plan.stage_of_rank(rank)]:
+        entry = layout.model.value[other]
+        before = entry.producer is not None and order[entry.producer] < order[value.producer]
+        if before and _communicates(layout, other, rank, gradient=False):
+            assert entry.producer is not None
+            found = max(found, sum(order[name] <= order[entry.producer] for name in names))
+    return min(found, begins)
+
+
+def _room_until(layout: PlanIndex, value: Value, rank: int, begins: int) -> int:
+    """One more than the last component whose backward runs beside the room for a gradient of another tp rank's making.
+
+    Args:
+        begins: components of the rank before the reader whose gradient it is.
+    """
+    names, order = layout.rank_components(rank), layout.model.component_index
+    assert value.producer is not None
+    later = [
+        sum(order[name] < order[entry.producer] for name in names) + (entry.producer in names)
+        for entry in map(layout.model.value.__getitem__, layout.values_at[layout.plan.stage_of_rank(rank)])
+        if entry.producer is not None
+        and entry.differentiable
+        and order[entry.producer] > order[value.producer]
+        and _communicates(layout, entry.name, rank, gradient=True)
+    ]
+    return max(begins, min(later, default=len(names)))
+
+
+def _communicates(layout: PlanIndex, value: str, rank: int, *, gradient: bool) -> bool:
+    """Whether the rank takes part in converting a value of its stage, or its gradient, on the tp axis."""
+    shard, tp, stage = layout.plan.shard_of_rank(rank), layout.plan.mesh.tp, layout.plan.stage_of_rank(rank)
+    if layout.stage_of_value[value] != stage:
+        return False
+    source = layout.source[value]
+    for reading in layout.readings[value]:
+        ends = (reading.ends.gradient, source.gradient) if gradient else (source.value, reading.ends.value)
+        for hop in conversion(*ends, tp):
+            if hop.operation in POINT_TO_POINT_HOPS:
+                if any(shard in pair for pair in hop_pairs(hop, tp)):
+                    return True
+            elif hop.operation not in LOCAL_HOPS:
+                return True
+    return False
 
 
 def _whole_bytes(layout: PlanIndex, values: Mapping[str, Value], value: str, reader: str) -> float:

@@ -52,7 +52,7 @@ def other_cuts(cutting: Cutting, size: int, bound_s: float, of_cut: OfCut) -> li
         if found is None:
             return []
         least = found[0] * least_noise(cutting.problem, cutting.mesh.size) * ROUNDING
-        rest = Node(least, size * (left - 1), lambda: following(left - 1), late=True)
+        rest = Node(least, size * (left - 1), lambda: following(left - 1), late=True, visits=0)
         return [Node(least, size, partial(of_cut, cutting, found[1]), late=True), rest]
 
     return [Node(bound_s, size * most, begun, late=True)]
@@ -101,7 +101,7 @@ def _choices(cutting: Cutting, cut: Bounds, options: Sequence[Sequence[Placement
             return []
         bound_s = float(bounds[number])
         chosen = [own[row] for own, row in zip(options, rows[number], strict=True)]
-        rest = Node(bound_s, size * (len(bounds) - number - 1), partial(following, number + 1), late=True)
+        rest = Node(bound_s, size * (len(bounds) - number - 1), partial(following, number + 1), late=True, visits=0)
         if all(placement == BATCH for placement in chosen):
             return [rest]  # more replicas, by another name
         return [Node(bound_s, size, partial(_of_choice, cutting, cut, chosen, of_cut), late=True), rest]
