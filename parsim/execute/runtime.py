@@ -205,7 +205,7 @@ class RankProgram:
         return float(sum(loss.item() for loss in self._loss)), times
 
     def _operations_of(self, script: StepScript) -> list[Callable[[], None]]:
-        """What every task of a script runs, made once per script. Scripts are kept, so that none takes the identity of another."""
+        """What every task of a script runs, made once per script. Scripts are kept: none takes the identity of another."""
         if id(script) not in self._operations:
             made: list[Callable[[], None]] = []
             self._operations[id(script)] = script, made
