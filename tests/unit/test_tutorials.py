@@ -25,7 +25,10 @@ def followed(page: Path, folder: Path) -> list[str]:
     for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
         for line in block.splitlines():
             words = shlex.split(line)
-            words = [sys.executable, *words[1:]] if words[0] == "python" else [sys.executable, "-m", *words]
+            if words[0] == "parsim":
+                words.insert(0, "python")
+                words.insert(1, "-m")
+            words = [sys.executable if word == "python" else word for word in words]
             done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
             assert done.returncode == 0, f"{line}\n{done.stderr}"
             printed.append(done.stdout)
