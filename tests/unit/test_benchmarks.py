@@ -16,6 +16,7 @@ SAYS = {
     "bench_sweep": "searched, half dp",
     "bench_search": "plans considered",
     "bench_large_search": "not tried",
+    "bench_screening": "rank correlation",
     "bench_virtual": "exponential",
 }
 """Per benchmark something of the last thing it prints."""
