@@ -7,6 +7,7 @@ Plans are drawn at random through the search's own families and run for real ove
 number of processes, in which the processes train under one plan after another. Weights, optimizer state, running statistics
 and the loss of every step are compared with single-process training. What was compared already lies in the folder of `--out`
 and is not run again. Remove the folder after a change of the executor. `--only` runs some plans, whatever is known of them.
+Needs a CPU build of torch: the processes are forked after a trace, and under a CUDA build autograd refuses to work in them.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="results.json and the tables of the README")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
+    if torch.backends.cuda.is_built():
+        parser.error(f"forks processes that differentiate, which torch {torch.__version__} refuses: use a CPU build of torch")
     plans, steps = (2, 5) if asked.quick else (asked.plans, asked.steps)
     until = time.monotonic() + asked.seconds
     numbers = [int(part) for part in asked.only.split(",")] if asked.only else list(range(plans))

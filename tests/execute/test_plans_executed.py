@@ -31,6 +31,11 @@ PLANS, STEPS = 50, 100
 MODELS = [pytest.param(name, marks=[pytest.mark.hf] if name == "llama" else []) for name in SUBJECTS]
 
 
+FORKS = pytest.mark.skipif(
+    torch.backends.cuda.is_built(), reason="a CUDA build of torch: autograd refuses to work in processes forked after a trace"
+)
+
+
 def told(outcomes: list[Outcome]) -> str:
     """The plans that differ, with their seeds and how to repeat them."""
     return "\n".join(outcome.describe() for outcome in outcomes if not outcome.holds)
@@ -44,6 +49,7 @@ def test_the_same_number_is_the_same_plan_and_numbers_differ() -> None:
     assert "--models mlp --nproc 4 --seed 0 --only 3" in some[3].describe()
 
 
+@FORKS
 @pytest.mark.xdist_group("launch")
 def test_some_plans_equal_one_process(tmp_path: Path) -> None:
     """Four of the smallest model, in one launch of four processes; then the same with a fault that is there on purpose."""
@@ -59,6 +65,7 @@ def test_some_plans_equal_one_process(tmp_path: Path) -> None:
     assert TOLERANCE < faulty[0].difference.worst < LEAST_MOVED
 
 
+@FORKS
 @pytest.mark.xdist_group("launch")
 def test_a_plan_that_fails_is_named_and_those_behind_it_still_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from parsim.execute.stage import StageReplica
@@ -76,6 +83,7 @@ def test_a_plan_that_fails_is_named_and_those_behind_it_still_run(tmp_path: Path
     assert some[1].name in told(outcomes)
 
 
+@FORKS
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 @pytest.mark.parametrize("processes", [2, 4])

@@ -97,13 +97,21 @@ _COMPUTING = tuple(
 _SELECT, _SELECT_BACKWARD = torch.ops.aten.select.int, torch.ops.aten.select_backward.default
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "mv", "addmv"))
+_LOOK_UP = torch.ops.aten.embedding.default
 _UNKNOWN: Any = object()
 _ANSWERS: dict[Hashable, _Answer | None] = {}
 """Of every mode, by the question. None: torch keeps none."""
 
 
 def _check_types(func: Any, args: Sequence[Any]) -> None:
-    """Raises RuntimeError for a product of two types, as the real kernel does; the one for fake tensors multiplies them."""
+    """Raises RuntimeError for a product of two types, and for indices that are none, as the real kernels do.
+
+    Those for fake tensors multiply any types, and in torch 2.11 look up any index.
+    """
+    if func is _LOOK_UP:
+        if args[1].dtype not in (torch.int32, torch.int64):
+            raise RuntimeError(f"{func} takes indices of dtype int32 or int64, got {args[1].dtype}")
+        return
     kinds = dict.fromkeys(arg.dtype for arg in args if isinstance(arg, Tensor))
     if len(kinds) > 1:
         raise RuntimeError(f"{func} multiplies tensors of one dtype, got {' and '.join(map(str, kinds))}")
@@ -168,7 +176,7 @@ class QuickFakeMode(FakeTensorMode):
 
     def _ask(self, key: Hashable, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The answer of torch, which is kept if torch itself would keep it."""
-        if func in _PRODUCTS:
+        if func is _LOOK_UP or func in _PRODUCTS:
             _check_types(func, args)
         if func in _DISPATCH_HANDLE_DIRECTLY or not self.cache_enabled:
             return super().__torch_dispatch__(func, types, args, kwargs)
