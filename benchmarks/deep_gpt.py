@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from typing import Any
 
@@ -11,7 +10,8 @@ from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import BATCH, REPLICATE, Placement
-from parsim.plans.plan import Plan, Stage
+from parsim.plans.plan import Plan
+from parsim.plans.staged import even_parts, stages_of
 
 
 def deep_gpt(layers: int, *, hidden: int = 2048, heads: int = 16, vocab: int = 51200, seq: int = 1024) -> Model:
@@ -45,19 +45,11 @@ def _after_the_last(entry: dict[str, Any], last: str, layers: int) -> dict[str, 
 def even_plan(model: Model, mesh: Mesh, *, microbatches: int, order: str = "1f1b", chunks: int = 1) -> Plan:
     """As many components per stage; every component cut over all tp ranks where it can be, replicated where not."""
     names = [component.name for component in model.components]
-    count = mesh.pp * chunks
-    cuts = [round(len(names) * number / count) for number in range(count + 1)]
+    parts = even_parts(names, mesh.pp * chunks)
     return Plan(
         strategy="custom",
         mesh=mesh,
-        stages=tuple(
-            Stage(
-                components=tuple(names[first:last]),
-                ranks=mesh.stage_ranks(number),
-                placements=tuple(_placement(model, name, mesh.tp) for name in names[first:last]),
-            )
-            for number, (first, last) in enumerate(itertools.pairwise(cuts))
-        ),
+        stages=stages_of(mesh, parts, lambda name: _placement(model, name, mesh.tp), order=order, chunks=chunks),
         global_batch=mesh.dp * microbatches,
         microbatches=microbatches,
         pipeline_order=order,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,10 +16,10 @@ from parsim.model.inputs import ModelInput
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
-from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.placement import BATCH, REPLICATE, Placement
-from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan
 from parsim.plans.recompute import BY_OPERATOR, NONE, SELECTIVE, Recompute
+from parsim.plans.staged import even_parts, stages_of
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.tensor import uniform_placements
 
@@ -219,22 +218,12 @@ def staged(
     placements: dict[str, Placement] | None = None,
 ) -> Plan:
     """Stages of as equal a number of components as can be."""
-    names = names_of(model)
-    count = mesh.pp * chunks
-    cuts = [round(number * len(names) / count) for number in range(count + 1)]
-    places = rank_of_stage(order, mesh.pp, chunks)
-    stages = tuple(
-        Stage(
-            components=tuple(names[first:last]),
-            ranks=mesh.stage_ranks(places[number]),
-            placements=tuple((placements or {}).get(name, BATCH) for name in names[first:last]) if mesh.tp > 1 else (),
-        )
-        for number, (first, last) in enumerate(itertools.pairwise(cuts))
-    )
+    chosen = placements or {}
+    placement = (lambda name: chosen.get(name, BATCH)) if mesh.tp > 1 else None
     return Plan(
         strategy="custom",
         mesh=mesh,
-        stages=stages,
+        stages=stages_of(mesh, even_parts(names_of(model), mesh.pp * chunks), placement, order=order, chunks=chunks),
         global_batch=BATCH_SAMPLES,
         microbatches=microbatches,
         pipeline_order=order,

@@ -10,9 +10,10 @@ from parsim.errors import PlanError
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
-from parsim.plans.pipeline import PIPELINE_ORDERS, rank_of_stage
+from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.placement import BATCH, REPLICATE, Placement
-from parsim.plans.plan import Plan, Stage
+from parsim.plans.plan import Plan
+from parsim.plans.staged import stages_of
 
 MESHES = {
     2: (Mesh(dp=2), Mesh(pp=2), Mesh(tp=2), Mesh(tp=2)),
@@ -46,18 +47,16 @@ def _draw(model: Model, ranks: int, batch: int, random: Random) -> Plan:
     chunks = random.choice([count for count in (1, 2) if row.takes(count)]) if mesh.pp > 1 else 1
     stages = mesh.pp * chunks
     cuts = [0, *sorted(random.sample(range(1, len(names)), stages - 1)), len(names)]
-    places = rank_of_stage(order, mesh.pp, chunks)
     recompute = random.choice(["none", "none", "full", tuple(name for name in names if random.random() < 0.5)])
     return Plan(
         strategy="custom",
         mesh=mesh,
-        stages=tuple(
-            Stage(
-                components=tuple(names[first:last]),
-                ranks=mesh.stage_ranks(places[number]),
-                placements=tuple(_placement(model, name, mesh.tp, random) for name in names[first:last]),
-            )
-            for number, (first, last) in enumerate(itertools.pairwise(cuts))
+        stages=stages_of(
+            mesh,
+            (names[first:last] for first, last in itertools.pairwise(cuts)),
+            lambda name: _placement(model, name, mesh.tp, random),
+            order=order,
+            chunks=chunks,
         ),
         global_batch=batch,
         microbatches=random.choice([1, 2, 4]),

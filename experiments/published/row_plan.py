@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from blanks import Batch, CannotExpressError, Split, States
 from rows import Row
@@ -13,10 +14,10 @@ from rules import Framework
 from parsim.model.model import Model
 from parsim.model.transformer.shape import Shape
 from parsim.plans.mesh import Mesh
-from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.placement import BATCH, Placement
-from parsim.plans.plan import Plan, Stage
+from parsim.plans.plan import Plan
 from parsim.plans.recompute import BY_OPERATOR
+from parsim.plans.staged import stages_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +45,17 @@ def plan_of(model: Model, given: Given) -> Plan:
     mesh = Mesh(pp=split.pp, dp=split.dp, tp=split.tp, cp=split.cp, ep=given.ep)
     copies = mesh.copies
     order = "interleaved" if given.chunks > 1 else "1f1b"
-    places = rank_of_stage(order, split.pp, given.chunks)
     names = [component.name for component in model.components]
     again, segments = _recomputed(stages, names, given)
     return Plan(
         strategy="custom",
         mesh=mesh,
-        stages=tuple(
-            Stage(
-                components=components,
-                ranks=mesh.stage_ranks(places[number]),
-                placements=tuple(_placement(name, model, split.tp) for name in components) if split.tp > 1 else (),
-            )
-            for number, components in enumerate(stages)
+        stages=stages_of(
+            mesh,
+            stages,
+            partial(_placement, model=model, tp=split.tp) if split.tp > 1 else None,
+            order=order,
+            chunks=given.chunks,
         ),
         global_batch=given.batch.size,
         microbatches=given.batch.per_replica // given.batch.micro,

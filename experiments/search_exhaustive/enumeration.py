@@ -22,10 +22,10 @@ from parsim.graph.passes.gradients import DP_STREAM
 from parsim.graph.plan_index import differentiable_components
 from parsim.model.component import Component
 from parsim.plans.mesh import Mesh
-from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.placement import BATCH, REPLICATE, Placement
-from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage, check_plan
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan
 from parsim.plans.recompute import NONE
+from parsim.plans.staged import stages_of
 from parsim.predict.evaluate import REPEATED_STEPS, simulated_step
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.work import Compute, OptimizerStep, Phase
@@ -181,17 +181,15 @@ def _plan(
     """None where the parts do not go together."""
     names = [component.name for component in problem.model.components]
     try:
-        places = rank_of_stage(order, mesh.pp, chunks)
         plan = Plan(
             strategy="custom",
             mesh=mesh,
-            stages=tuple(
-                Stage(
-                    components=tuple(names[first:last]),
-                    ranks=mesh.stage_ranks(places[number]),
-                    placements=tuple(chosen[first:last]) if mesh.tp > 1 else (),
-                )
-                for number, (first, last) in enumerate(bounds)
+            stages=stages_of(
+                mesh,
+                (names[first:last] for first, last in bounds),
+                dict(zip(names, chosen, strict=True)).__getitem__ if mesh.tp > 1 else None,
+                order=order,
+                chunks=chunks,
             ),
             global_batch=problem.global_batch,
             microbatches=microbatches,

@@ -19,8 +19,9 @@ from parsim.plans.concurrent import concurrent_with
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, moments, rank_of_stage, stages_by_rank
 from parsim.plans.placement import BATCH, Placement
-from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan
 from parsim.plans.recompute import Recompute
+from parsim.plans.staged import stages_of
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.cuts import Bounds, are_listed, count_cuts, cuts_by_bound
 from parsim.schedule.options import Prices
@@ -100,17 +101,12 @@ class Cutting:
     def plan(self, bounds: Bounds) -> Plan:
         """With these stages: of each its first component, and one past its last."""
         components = self.problem.model.components
-        places = rank_of_stage(self.order, self.mesh.pp, self.chunks)
+        parts = ([component.name for component in components[first:last]] for first, last in bounds)
         return Plan(
             strategy=self.strategy,
             mesh=self.mesh,
-            stages=tuple(
-                Stage(
-                    components=tuple(component.name for component in components[first:last]),
-                    ranks=self.mesh.stage_ranks(places[number]),
-                    placements=tuple(self.placements.get(component.name, BATCH) for component in components[first:last]),
-                )
-                for number, (first, last) in enumerate(bounds)
+            stages=stages_of(
+                self.mesh, parts, lambda name: self.placements.get(name, BATCH), order=self.order, chunks=self.chunks
             ),
             global_batch=self.problem.global_batch,
             microbatches=self.microbatches,

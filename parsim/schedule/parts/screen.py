@@ -14,7 +14,6 @@ Leaves out: memory, contention that depends on where the shards of other stages 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,8 +24,9 @@ from parsim.errors import PlanError
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, rank_of_stage
 from parsim.plans.placement import BATCH, Placement
-from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan
 from parsim.plans.recompute import FULL, NONE
+from parsim.plans.staged import even_cuts, even_parts, stages_of
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.chain import chain_seconds
 from parsim.schedule.options import Prices
@@ -99,30 +99,18 @@ def plan_of(problem: PlanningProblem, outline: Outline) -> Plan:
     """
     outline.check(problem)
     names, mesh = [component.name for component in problem.model.components], outline.mesh
-    placed = _placements(problem, mesh.tp)
-    places = rank_of_stage(outline.order, mesh.pp, outline.chunks)
-    cuts = _cuts(len(names), mesh.pp * outline.chunks)
+    placement = _placements(problem, mesh.tp).__getitem__ if mesh.tp > 1 else None
+    parts = even_parts(names, mesh.pp * outline.chunks)
     return Plan(
         strategy="custom",
         mesh=mesh,
-        stages=tuple(
-            Stage(
-                components=tuple(names[first:last]),
-                ranks=mesh.stage_ranks(places[number]),
-                placements=tuple(placed[name] for name in names[first:last]) if mesh.tp > 1 else (),
-            )
-            for number, (first, last) in enumerate(itertools.pairwise(cuts))
-        ),
+        stages=stages_of(mesh, parts, placement, order=outline.order, chunks=outline.chunks),
         global_batch=problem.global_batch,
         microbatches=outline.microbatches,
         pipeline_order=outline.order,
         zero_stage=outline.zero_stage if mesh.copies > 1 else 0,
         recompute=FULL if outline.recompute else NONE,
     )
-
-
-def _cuts(components: int, stages: int) -> list[int]:
-    return [round(components * number / stages) for number in range(stages + 1)]
 
 
 def _placements(problem: PlanningProblem, tp: int) -> dict[str, Placement]:
@@ -143,7 +131,7 @@ def _step_s(problem: PlanningProblem, outline: Outline) -> float:
     mesh, count = outline.mesh, outline.microbatches
     samples = problem.global_batch // (mesh.dp * count)
     forward_s, backward_s, again_s = _running_s(problem, mesh, count, samples)
-    cuts = np.array(_cuts(len(forward_s) - 1, mesh.pp * outline.chunks))
+    cuts = np.array(even_cuts(len(forward_s) - 1, mesh.pp * outline.chunks))
     own = np.diff(forward_s[cuts]) + np.diff(backward_s[cuts])
     if outline.recompute:
         own += np.diff(again_s[cuts])
