@@ -25,7 +25,8 @@ from parsim.hardware.profile import load_profile
 from parsim.model.model import Model
 from parsim.plans.plan import Plan
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.live.controller import Controller, Replan
+from parsim.schedule.live.controller import Controller
+from parsim.schedule.live.decisions import Replan
 from parsim.schedule.live.planning import controller_for, observation_of, search_planner, task_seconds
 
 REBUILD_S = 2.0

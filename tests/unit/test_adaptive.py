@@ -10,7 +10,8 @@ import pytest
 from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, CommunicationClass, RunCorrections
 from parsim.errors import ScheduleError
 from parsim.plans.plan import Plan
-from parsim.schedule.live.controller import Controller, ControllerConfig, Keep, PlanChoice, Replan
+from parsim.schedule.live.controller import Controller
+from parsim.schedule.live.decisions import ControllerConfig, Keep, PlanChoice, Replan
 from tests.adaptive_toy import Toy, ToyPlan, seen
 
 CHATTY = ToyPlan(0, 1.0, 0.5)
@@ -24,6 +25,7 @@ CONFIG = ControllerConfig(
     least_improvement=0.05,
     margin=1.0,
     settle_windows=2,
+    duration_tail=0.0,
     ask_probes=False,
 )
 
@@ -233,13 +235,16 @@ def test_a_failed_planning_keeps_the_plan_and_says_why() -> None:
 
 def test_equal_observations_give_equal_decisions() -> None:
     rng = np.random.default_rng(1)
-    factors = np.exp(0.3 * rng.standard_normal((60, 3)))
+    factors = np.exp(0.05 * rng.standard_normal((60, 3)))
+    factors[20:, 2] *= 6.0
     courses = []
     for _ in range(2):
         controller, decisions = TOY.controller(replace(CONFIG, patience=1, settle_windows=0)), []
         for window, (rank0, rank1, links) in enumerate(factors.tolist()):
             toy = TOY.toy_of(controller.plan)
-            controller, decision = controller.observe(seen(toy, window, compute=(rank0, rank1), communication=links))
+            controller, decision = controller.observe(
+                seen(toy, window, compute=(rank0, rank1), communication=links, steps_left=9_000 - window)
+            )
             decisions.append(decision)
         courses.append((decisions, controller.belief, controller.tracks))
     assert courses[0] == courses[1]

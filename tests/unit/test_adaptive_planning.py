@@ -19,7 +19,7 @@ from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.families import dp_plans, single_plans
-from parsim.schedule.live.controller import Keep, Replan
+from parsim.schedule.live.decisions import Keep, Replan
 from parsim.schedule.live.planning import (
     controller_for,
     expected_seconds,

@@ -36,7 +36,8 @@ from parsim.plans.plan import Plan
 from parsim.predict.evaluate import REPEATED_STEPS, Evaluation, evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.families import FAMILIES
-from parsim.schedule.live.controller import Controller, ControllerConfig, Observation, PlanChoice, PlanFor, SwitchCost
+from parsim.schedule.live.controller import Controller
+from parsim.schedule.live.decisions import ControllerConfig, Observation, PlanChoice, PlanFor, SwitchCost
 from parsim.schedule.search import search
 from parsim.timeline import Timeline
 from parsim.work import SendRecv

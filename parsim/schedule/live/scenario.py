@@ -26,7 +26,8 @@ from parsim.hardware.topology import Topology
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import REPEATED_STEPS
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.live.controller import Controller, Keep, Observation, Replan, SwitchCost
+from parsim.schedule.live.controller import Controller
+from parsim.schedule.live.decisions import Keep, Observation, Replan, SwitchCost
 from parsim.schedule.live.planning import PricedPlan
 
 
