@@ -113,6 +113,7 @@ class Case:
                 switch_cost_s=self.cost_s,
                 plan=first.plan,
                 expected=first.expected,
+                planning_s=self.course.scenario.planning_s,
             ),
         )
 

@@ -6,6 +6,7 @@ its decision. Every rank changes plan at the same step, or none does (Algorithm 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -103,7 +104,10 @@ class Steering:
             steps_left=self._steps - step,
             epoch_ended=step % self._spec.epoch_steps == 0,
         )
+        began = time.monotonic()
         self._controller, decided = self._controller.observe(seen)
+        if isinstance(decided, Replan) or decided.planned:
+            self._controller = replace(self._controller, planning_s=time.monotonic() - began)
         chosen = decided.plan.to_json() if isinstance(decided, Replan) else None
         return Decision(step=step, reason=decided.reason, plan=chosen, step_s=step_s)
 

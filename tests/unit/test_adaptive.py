@@ -107,6 +107,16 @@ def test_a_gain_below_the_least_improvement_is_left_alone() -> None:
     assert "below the 40% that a switch must gain" in decisions[-1].reason
 
 
+def test_a_change_that_cannot_save_its_planning_is_not_planned_for() -> None:
+    """An epoch's end sees 6%: of 1.5 s over 100 steps that is at most 9 s, of which a planning of 30 s leaves nothing."""
+    slow = replace(TOY.controller(CONFIG), planning_s=30.0)
+    for steps_left, planned in ((100, False), (10_000, True)):
+        decision = slow.observe(seen(CHATTY, 0, communication=1.06, epoch_ended=True, steps_left=steps_left))[1]
+        assert isinstance(decision, Keep)
+        assert decision.planned is planned
+        assert ("planning takes 30 s" in decision.reason) is not planned
+
+
 def test_no_second_switch_within_the_settling_windows() -> None:
     """Right after a switch the links recover: the way back waits until more than `settle_windows` have passed."""
     hasty = replace(CONFIG, patience=1)

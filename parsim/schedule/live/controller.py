@@ -16,10 +16,10 @@ The rule (written for this project; the paper's Algorithm 1 says only that commu
     the switch, and of the way back where the change ends before the run.
  5. A change is expected to last as `durations` says. An offer that would pay only if it lasts longer waits, and is weighed
     again after every window of the same change. What was there from the first window on is no change: it lasts to the end.
- 6. After a switch, `settle_windows` windows pass before the next one.
+ 6. Nothing is planned for a change that could not save the seconds of planning over the steps left.
+ 7. After a switch, `settle_windows` windows pass before the next one.
 
-Leaves out: the recovery of an unused link is not noticed, though a driver may give probes at any window. The seconds of
-planning itself are not counted.
+Leaves out: the recovery of an unused link is not noticed, though a driver may give probes at any window.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Controller:
         question: why a planning is due with the next window. asked: probes were asked for with the last decision.
         last_window, last_switch: numbers of windows. last_left: steps left after the last window.
         home: the factors that the run began with. history: which changes there were, and how long they lasted.
-        offer: waits for the present change to have lasted.
+        offer: waits for the present change to have lasted. planning_s: that training waits for a planning.
     """
 
     config: ControllerConfig
@@ -88,6 +88,7 @@ class Controller:
     home: RunCorrections = NO_RUN_CORRECTIONS
     history: MachineHistory | None = None
     offer: Offer | None = None
+    planning_s: float = 0.0
 
     @property
     def belief(self) -> RunCorrections:
@@ -130,6 +131,11 @@ class Controller:
             return replace(state, asked=soon), Keep(reason=reason, probe=soon)
         if seen.steps_left <= 0:
             return state, Keep(reason=f"{why}; but no steps are left")
+        at_stake_s = self._most_moved(tracks, weighty | probed.keys()) * seen.step_s * seen.steps_left
+        if at_stake_s <= config.margin * self.planning_s and not self.question and not self._waits_for(lasting):
+            stake = f"{format_seconds(at_stake_s)} over the {seen.steps_left} steps left"
+            reason = f"{why}; but that is at most {stake}, and planning takes {format_seconds(self.planning_s)}"
+            return state, Keep(reason=reason)
         if config.ask_probes and not seen.probes and not self.asked and not state._waits_for(lasting):
             reason = f"{why}; other plans' communication is probed first"
             return replace(state, question=why, asked=True), Keep(reason=reason, probe=True)
@@ -206,6 +212,10 @@ class Controller:
 
     def _moved(self, tracks: Mapping[FactorKey, Track], key: FactorKey) -> float:
         return abs(tracks[key].average / self._before(key) - 1)
+
+    def _most_moved(self, tracks: Mapping[FactorKey, Track], keys: Iterable[FactorKey]) -> float:
+        """The largest relative change: no step has become longer, or could be shorter, by more."""
+        return max((abs((tracks[key].recent or tracks[key].average) / self._before(key) - 1) for key in keys), default=0.0)
 
     def _largest(self, tracks: Mapping[FactorKey, Track], keys: Iterable[FactorKey]) -> str:
         """The change of the factor among `keys` that has moved most, in words."""
