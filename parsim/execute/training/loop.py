@@ -39,7 +39,7 @@ def train(job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups, 
     if job.resume:
         _resume(entry, folder, place)
     said = time.monotonic()
-    steering = Steering(job.adaptive, entry.run, job.steps, place) if job.adaptive is not None else None
+    steering = Steering(job.adaptive, entry.run, job.steps, place, built_s=entry.built_s) if job.adaptive is not None else None
     validation = _validation(job, entry)
     stopped: int | None = None
     log = TrainingLog(Path(job.output), entry, job.steps)
@@ -178,7 +178,10 @@ def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, gr
         return entry
     if place.rank == 0:
         write_progress({"step": entry.step_number, "new plan": plan.summary(), "because": steering.decisions[-1].reason})
-    return entry.switched(plan, place, groups)
+    began = time.monotonic()
+    after = entry.switched(plan, place, groups)
+    steering.has_switched(time.monotonic() - began)
+    return after
 
 
 def mean_round_s(rounds: Sequence[tuple[float, float, int]], steps: int) -> float:

@@ -215,7 +215,7 @@ class Controller:
 
     def _most_moved(self, tracks: Mapping[FactorKey, Track], keys: Iterable[FactorKey]) -> float:
         """The largest relative change: no step has become longer, or could be shorter, by more."""
-        return max((abs((tracks[key].recent or tracks[key].average) / self._before(key) - 1) for key in keys), default=0.0)
+        return max((self._moved(tracks, key) for key in keys), default=0.0)
 
     def _largest(self, tracks: Mapping[FactorKey, Track], keys: Iterable[FactorKey]) -> str:
         """The change of the factor among `keys` that has moved most, in words."""
@@ -249,7 +249,12 @@ class Controller:
                 considered, plan=choice.plan, expected=choice.expected, last_switch=seen.window, switches=self.switches + 1
             )
             return switched, Replan(
-                plan=choice.plan, step_s=choice.step_s, saving_s=weighed.saving_s, cost_s=weighed.cost_s, reason=reason
+                plan=choice.plan,
+                step_s=choice.step_s,
+                saving_s=weighed.saving_s,
+                cost_s=weighed.cost_s,
+                reason=reason,
+                planned=not waiting,
             )
         times = f", and must save {self.config.margin:g} times that" if self.config.margin != 1 else ""
         if weighed.would_pay:

@@ -108,6 +108,7 @@ class Replan:
 
     Attributes:
         saving_s: as long as the change is expected to last, before the switch's cost_s is taken off.
+        planned: a planner was asked now; False: the offer had waited.
     """
 
     plan: Plan
@@ -115,6 +116,7 @@ class Replan:
     saving_s: float
     cost_s: float
     reason: str
+    planned: bool = True
 
 
 PlanFor = Callable[[RunCorrections, Plan], PlanChoice]
