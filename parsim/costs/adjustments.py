@@ -185,7 +185,7 @@ def _queueing(subject: Subject, context: PriceContext) -> Term | None:
         return None
     device = format_seconds(subject.so_far_s)
     why = f"the host takes longer to queue it than the device to run it ({device})"
-    return Term(QUEUEING, "at least", subject.base.issue_s, "measured", why)
+    return Term(QUEUEING, "at least", subject.base.issue_s, subject.base.source, why)
 
 
 def _host_overhead(subject: Subject, context: PriceContext) -> Term | None:
