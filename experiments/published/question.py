@@ -86,6 +86,8 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
         raise CannotExpressError(f"{shape.heads} heads do not divide over tp {split.tp}")
     precision = precision_of(row, framework, notes)
     software = replace(framework.software, selective=states.recompute == "selective")
+    if framework.bf16_gradients and row.precision.lower().startswith("bf16"):
+        software = replace(software, gradient_arrays=framework.bf16_gradients)
     if precision == "fp8":
         software = replace(software, casts=True)
     granularity = "layer" if split.tp == 1 else "sequence" if states.sequence else "sublayer"

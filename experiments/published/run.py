@@ -1,6 +1,6 @@
 """How far are predictions of published training runs from what was measured, judged on sources that nothing was fitted on?
 
-    python experiments/published/run.py --rows TRAINING.csv [--quick] [--json] [--only REGEX]
+    python experiments/published/run.py --rows TRAINING.csv [--quick] [--json] [--only REGEX] [--keep FILE]
 
 Predicts every row (`predict.py`), then fits at most one factor per GPU type and precision on the rows of the other sources
 and judges each source with it (cross-validation over sources). Writes results.json and README.md beside this file. The rows
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import pickle
 import re
 import sys
 from collections import defaultdict
@@ -26,7 +27,11 @@ from readme import readme
 from rows import Row, read_rows
 from rules import WITHOUT
 
+from parsim.files import write_atomically
+
 HERE = Path(__file__).parent
+KEPT_AT_ONCE = 40
+"""Rows between two writes of `--keep`."""
 NOT_JUDGED = {"CHECK"}
 """Rows whose notes hold such a word are left out: their source is in doubt."""
 
@@ -240,6 +245,20 @@ def worth(rows: Sequence[Row]) -> dict[str, Any]:
     return found
 
 
+def predictions_of(rows: Sequence[Row], options: argparse.Namespace) -> list[Predicted]:
+    """Of all rows without factors; with `--keep` they are kept as they come, and a run that was stopped goes on."""
+    if options.keep is None:
+        return predict_all(rows, options.jobs, options.without, raw=True)
+    known: dict[str, Predicted] = pickle.loads(options.keep.read_bytes()) if options.keep.is_file() else {}
+    missing = [row for row in rows if row.id not in known]
+    for begin in range(0, len(missing), KEPT_AT_ONCE):
+        part = missing[begin : begin + KEPT_AT_ONCE]
+        known |= {entry.row.id: entry for entry in predict_all(part, options.jobs, options.without, raw=True)}
+        content = pickle.dumps(known)
+        write_atomically(options.keep, lambda file, content=content: file.write(content))
+    return [known[row.id] for row in rows]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -249,6 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--without", default="", choices=("", *WITHOUT), help="a piece to leave out; then nothing is written")
     parser.add_argument("--worth", action="store_true", help="measure what each piece is worth; writes worth.json")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--keep", type=Path, help="keep predictions here (pickled), and go on from it; of this source alone")
     parser.add_argument("--json", action="store_true", help="print results.json")
     options = parser.parse_args(arguments)
     if not options.rows.is_file():
@@ -262,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.quick:
         rows = rows[::10]
-    predictions = predict_all(rows, options.jobs, options.without, raw=True)
+    predictions = predictions_of(rows, options)
     document = results(predictions)
     if not options.quick and options.only == "." and not options.without:
         write(predictions, document)
