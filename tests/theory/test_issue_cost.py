@@ -205,7 +205,7 @@ def test_of_what_was_not_measured_the_launches_say_how_long_the_host_takes() -> 
     assert composed_issue_s(parts(30), without) == 0.0
 
 
-@pytest.mark.parametrize("gpu, launch_s", [("h100-sxm", 13.48e-6), ("gb200", 37.08e-6)])
+@pytest.mark.parametrize(("gpu", "launch_s"), [("h100-sxm", 13.48e-6), ("gb200", 37.08e-6)])
 def test_a_machine_of_parts_queues_a_small_layer_at_its_hosts_pace(gpu: str, launch_s: float) -> None:
     """A layer of 64 channels takes its launches times the host's seconds; one of 8192 channels does not wait for the host."""
     cluster = cluster_from_profile(profile_from_parts(gpu, 1), 1)

@@ -330,7 +330,7 @@ def teardown_module() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, precision, expected, element_bytes",
+    ("name", "precision", "expected", "element_bytes"),
     [
         ("sailor-x-1", "fp16?", "tf32", 4),
         ("sailor-x-1", "fp16", "bf16", 2),
