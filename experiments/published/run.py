@@ -218,6 +218,9 @@ WORTH: dict[str, str] = {
     "unfused AdamW of Composer": r"^mosaic-003",
     "early stop, A100": r"^mosaic-0(08[3-9]|09|1[0-3])",
     "early stop, H100": r"^mosaic-00([0-6]|7[01])",
+    "host launch rate": r"^sailor-clariden",
+    "fp32 of Sailor": r"^sailor-clariden",
+    "gradients of bf16 in fp32": r"^(mtnlg|bloom-tune-(000[56]|013[0479]|0142))",
     "overlap of tensor parallelism": r"^(megatron-h100|nemo2407-00(02|04|07|10))",
 }
 """By piece the rows on which its worth is measured."""
