@@ -150,10 +150,10 @@ NOT_EXPLAINED = """- 39B on 512 A100 with tp 2 and pp 16 takes 1.7 times as long
   pipeline. Its rows of 2022, FSDP's of 2023 and vTrain's 175B do not. The tables that products are fitted to are of 2023
   to 2026. Libraries that became faster in between would look so; no table of 2021 was found to tell. One factor for the
   A100 cannot serve both. It comes from rows on one node.
-- BLOOM's tuning takes 9 to 29% longer than predicted. It grows with the samples: 34 ms per sample and layer with tp 8, of
-  predicted 28.5, and hardly any constant beside it. At like shapes vTrain's 175B reaches 168 TFLOP/s (tp 8) and 196 (tp
-  4) in a full pipeline, BLOOM 154 and 175. GPUs that are held at 1,275 instead of 1,410 MHz would look so. Nothing says
-  so.
+- BLOOM's tuning is predicted 10 to 29% too fast. What is missing grows with the samples: 34 ms per sample and layer with
+  tp 8, of predicted 28.5, and hardly any constant beside it. At like shapes vTrain's 175B reaches 168 TFLOP/s (tp 8) and
+  196 (tp 4) in a full pipeline, BLOOM 154 and 175. GPUs that are held at 1,275 instead of 1,410 MHz would look so.
+  Nothing says so.
 - "gathering ahead" and "early stop" on H100 look bad without a factor, because all rows of that GPU are too fast, and
   both shorten steps. After one factor of these rows both bring them nearer: 4.5 to 4.4% and 3.5 to 2.4%. So they stay.
 - GPT 175B by NeMo 23.07 on A100 takes 1.5 times as long as predicted. Full recomputation would explain it, and nothing
@@ -172,8 +172,8 @@ TRIED = """- One network card for all rings of a communicator (vTrain, tp 2 and 
   are missing.
 - Transfers between stages, or a constant per step (39B with tp 2, pp 16). What is missing is 75.1 ms per sample and place
   of the pipeline with microbatches of 2, and 75.2 with 3. So it is no constant. As a transfer it would be 4 to 7 GB/s per
-  node, where tp 1 and 8 have 100 on that machine. The same split with tp 4 is right. A slow link or GPU in these runs
-  would look so.
+  node, where tp 1 and 8 have 100 on that machine. The same pipeline with tp 4 and microbatches of 2 is right. A slow link
+  or GPU in these runs would look so.
 - Blocking launches (BLOOM). Its training script sets CUDA_LAUNCH_BLOCKING=1 (tr11-176B-ml.slurm). The 52 launches that
   are priced per layer would be 1.3 ms of 76 to 127 at 25 us each. Microbatches of 1 would lose most, and they take no
   longer per sample than those of 2.
