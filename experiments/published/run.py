@@ -226,15 +226,15 @@ WORTH: dict[str, str] = {
 """By piece the rows on which its worth is measured."""
 
 
-def worth(rows: Sequence[Row]) -> dict[str, Any]:
+def worth(rows: Sequence[Row], pieces: Sequence[str]) -> dict[str, Any]:
     """By piece, without it and with it: mean error and bias without a factor, and mean error after a factor of the rows' own.
 
     The last is what a piece is judged by where all rows of a GPU are too fast: any piece that shortens a step would look bad.
     Processes are not started, which would take longer.
     """
     found = {}
-    for piece, pattern in WORTH.items():
-        chosen = [row for row in rows if re.search(pattern, row.id)]
+    for piece in pieces:
+        chosen = [row for row in rows if re.search(WORTH[piece], row.id)]
         numbers = {}
         for name, without in (("before", piece), ("after", "")):
             errors = [relative(row.log_error) for row in judged(predict_all(chosen, 1, without, raw=True))]
@@ -268,8 +268,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=Path, required=True, help="the csv file of published runs")
     parser.add_argument("--only", default=".", help="ids to predict, a regular expression; then nothing is written")
     parser.add_argument("--quick", action="store_true", help="every tenth row; nothing is written")
-    parser.add_argument("--without", default="", choices=("", *WITHOUT), help="a piece to leave out; then nothing is written")
-    parser.add_argument("--worth", action="store_true", help="measure what each piece is worth; writes worth.json")
+    parser.add_argument("--without", default="", choices=("", *WITHOUT), help="a piece to leave out; no results are written")
+    parser.add_argument(
+        "--worth", action="store_true", help="what each piece is worth, or that of --without; writes worth.json"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--keep", type=Path, help="keep predictions here (pickled), and go on from it; of this source alone")
     parser.add_argument("--json", action="store_true", help="print results.json")
@@ -279,7 +281,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     rows = [row for row in read_rows(options.rows) if re.search(options.only, row.id)]
     if options.worth:
-        (HERE / "worth.json").write_text(json.dumps(worth(rows), indent=1) + "\n")
+        path = HERE / "worth.json"
+        known = json.loads(path.read_text()) if options.without and path.is_file() else {}
+        found = worth(rows, [options.without] if options.without else list(WORTH))
+        path.write_text(json.dumps(known | found, indent=1) + "\n")
         known = json.loads((HERE / "results.json").read_text())
         (HERE / "README.md").write_text(readme(known))
         return 0

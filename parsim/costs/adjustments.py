@@ -244,7 +244,7 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         applies_to=COMPUTATION,
         term=_queueing,
         sentence="A GPU cannot compute faster than the host queues its kernels.",
-        source="`issue_s` of the profile's components, compositions and optimizers",
+        source="`issue_s` of the profile's components, compositions and optimizers; of parts, launches times `host.launch_s`",
     ),
     Adjustment(
         name="host overhead",
