@@ -232,5 +232,6 @@ def precision_of(row: Row, framework: Framework, notes: Notes) -> str:
         notes.assumed.append(f"precision {row.precision}: products at the FP8 rate")
         return "fp8"
     if not text or text.endswith("?"):
+        notes.assumed.append(f"precision {framework.precision}")
         return framework.precision
     return "bf16"

@@ -345,6 +345,7 @@ def test_a_precision_that_is_not_stated_is_the_frameworks(name: str, precision: 
 
     asked = question_of(row_of(row(id=name, precision=precision, hardware="H100 SXM")))
     assert asked.precision == expected
+    assert any(text.startswith("precision") for text in asked.assumed) == (precision in ("", "fp16?", "fp8"))
     assert {parameter.element_bytes for parameter in asked.model.component("h.0.attn").parameters} <= {element_bytes}
 
 
