@@ -1,4 +1,4 @@
-"""What is said is so: printed figures, the user's own functions, "infeasible", and the certificate of the paper's formulation."""
+"""What is said is so: printed figures, the user's functions, "infeasible", the certificate of the paper's formulation."""
 
 from __future__ import annotations
 
