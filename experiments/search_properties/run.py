@@ -18,20 +18,24 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import hypothesis
+
 from experiments.search_properties.asking import SHAPES, TINY
 from experiments.search_properties.counting import counted, features_used
 from experiments.search_properties.properties import PROPERTIES
+from parsim.execute.processes.environment import describe_environment, machine_line
 from parsim.files import write_text_atomically
 
 RESULTS = Path(__file__).parent / "results.json"
-EXAMPLES = 100
+COMMAND = "python experiments/search_properties/run.py"
+EXAMPLES = 60
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three tiny problems of each property")
     parser.add_argument("--examples", type=int, default=EXAMPLES, help="problems to compare, of each property")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="properties with commas between, run again whatever is known of them")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none later, and go on at the next call")
     parser.add_argument("--out", type=Path, help=f"default: {RESULTS.name} beside this file; --quick writes none")
@@ -45,13 +49,13 @@ def main() -> None:
     if out is not None and out.is_file():
         rows = {row["property"]: row for row in json.loads(out.read_text(encoding="utf-8"))["rows"]}
     begin_s = time.monotonic()
-    for name, check in PROPERTIES.items():
-        if (name not in only) if only else (name in rows):
+    for name in only or PROPERTIES:
+        if name in rows and not only:
             continue
         if time.monotonic() - begin_s > asked.seconds:
             break
         examples, shapes = (3, TINY) if asked.quick else (asked.examples, SHAPES)
-        counts = counted(name, check, examples, shapes=shapes, begin=asked.seed)
+        counts = counted(name, PROPERTIES[name], examples, shapes=shapes, begin=asked.seed)
         print(counts, file=sys.stderr, flush=True)
         rows[name] = counts.to_dict()
         if out is not None:
@@ -76,7 +80,8 @@ def document(rows: dict[str, dict[str, Any]], seed: int) -> dict[str, Any]:
         "cpu_s": round(sum(row["cpu_s"] for row in ordered), 1),
         "used": features_used(ordered),
     }
-    return {"seed": seed, "summary": summary, "rows": ordered}
+    run = {"command": COMMAND, "seed": seed, "date": time.strftime("%Y-%m-%d"), "machine": machine_line(describe_environment())}
+    return {"run": run | {"hypothesis": hypothesis.__version__}, "summary": summary, "rows": ordered}
 
 
 if __name__ == "__main__":

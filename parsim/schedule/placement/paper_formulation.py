@@ -153,9 +153,8 @@ def solve_paper_milp(problem: PaperProblem) -> Solution:
     scale = np.where(problem.limit_bytes > 1.0, problem.limit_bytes, 1.0)  # a limit may be 0, or below where a context fills it
     seconds = np.concatenate([problem.seconds(number) for number in range(len(sizes))])
     unit_s = float(seconds.mean()) or 1.0  # HiGHS' tolerances are absolute, made for coefficients around 1
-    question = cvxpy.Problem(
-        cvxpy.Minimize((seconds / unit_s) @ x), [one_each @ x == 1, (memory / scale[:, None]) @ x <= problem.limit_bytes / scale]
-    )
+    room = (memory / scale[:, None]) @ x <= problem.limit_bytes / scale
+    question = cvxpy.Problem(cvxpy.Minimize((seconds / unit_s) @ x), [one_each @ x == 1, room])
     try:
         question.solve(solver="HIGHS", highs_options={"mip_rel_gap": 1e-9, "mip_abs_gap": 1e-12})
     except cvxpy.SolverError as error:
