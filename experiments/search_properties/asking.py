@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from experiments.search_exhaustive.problems import ClusterDraw, ProblemDraw, random_problem
+from experiments.search_exhaustive.problems import GIB, ClusterDraw, ProblemDraw, random_problem
 from parsim.plans.placement import BATCH
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan
 from parsim.predict.evaluate import Evaluation
@@ -31,15 +31,18 @@ SHAPES = (
     (2, 3, (2, 4)),
     (3, 1, (6, 12)),
     (3, 2, (3, 6)),
-    (4, 1, (2, 4, 8, 16)),
+    (4, 1, (2, 4, 8)),
     (4, 1, (6, 12)),
-    (4, 2, (4, 8)),
+    (4, 2, (4,)),
 )
 """Most devices, most components beside the loss, batches. A problem of four devices and three components takes up to 15
 CPU-seconds: its search opens as many late parts as it may."""
 
 TINY = ((2, 1, (2, 4)), (3, 1, (3, 6)), (2, 2, (2, 4)))
 """For a check at every change."""
+
+HUNGRY = 0.4
+"""Share of the problems of several components whose activations are large beside everything else."""
 
 Shapes = tuple[tuple[int, int, tuple[int, ...]], ...]
 
@@ -77,7 +80,24 @@ def drawn(random: Random, shapes: Shapes = SHAPES) -> ProblemDraw:
         random: what is drawn from. shapes: as SHAPES.
     """
     devices, components, batches = random.choice(shapes)
-    return random_problem(random, most_devices=devices, most_components=components, batches=batches)
+    draw = random_problem(random, most_devices=devices, most_components=components, batches=batches)
+    several = len(draw.model.flop) > 1
+    return hungry(draw, random.choice((0.9, 0.75, 0.6))) if several and random.random() < HUNGRY else draw
+
+
+def hungry(draw: ProblemDraw, share: float) -> ProblemDraw:
+    """The same, but a sample keeps 4 GiB, alike in all components, and devices have room for the weights and a share of that.
+
+    So microbatches cannot be small enough: components are recomputed, or divided over devices.
+
+    Args:
+        draw: of a problem with two components or more, since one that runs again is whole for a while. share: of what a
+            sample keeps.
+    """
+    model = draw.model
+    saved = (4 * GIB // len(model.flop),) * len(model.flop)
+    memory = 16 * sum(model.elements) + GIB // 2 + int(share * 4 * GIB)
+    return on(replace(draw, model=replace(model, saved_bytes=saved)), memory_bytes=(memory, int(1.25 * memory)))
 
 
 def on(draw: ProblemDraw, **changes: Any) -> ProblemDraw:

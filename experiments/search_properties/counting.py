@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
-from hypothesis.errors import Unsatisfiable
+from hypothesis.errors import HypothesisException, Unsatisfiable
 
 from experiments.search_properties.asking import SEEN, SHAPES, Check, Seen, Shapes, drawn
 
@@ -75,7 +75,7 @@ def counted(
         patient: whether to go on after a failure.
 
     Returns:
-        What was compared. Failures are counted and not raised. Any other error is raised: it is a fault of its own.
+        What was compared. Failures are counted and not raised, errors of the search among them.
     """
     counts = Counts(name)
 
@@ -95,8 +95,10 @@ def counted(
         before_s, failed = time.process_time(), ""
         try:
             made = check(draw, random)
-        except AssertionError as error:
-            made, failed = 1, f"{error}\n{draw}"
+        except HypothesisException:
+            raise
+        except Exception as error:
+            made, failed = 1, f"{type(error).__name__}: {error}\n{draw}"
         taken_s = time.process_time() - before_s
         counts.cpu_s += taken_s
         counts.slowest_s = max(counts.slowest_s, taken_s)
