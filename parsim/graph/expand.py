@@ -15,7 +15,7 @@ group, on which the price depends, and their place in the queues.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -151,6 +151,8 @@ class _Expansion:
         self._edges: list[tuple[Ints, Ints]] = []
         self._uses: list[tuple[Ints, Ints]] = []
         self._unit = np.zeros(count + len(end), dtype=np.int64)
+        self._rows: dict[tuple[Hashable, ...], list[int]] = {}
+        self._replica_row = {replica: row for row, replica in enumerate(folding.replicas)}
 
     def columns(self, view: Callable[[], TaskGraph] | None) -> Columns:
         """`view`: makes the task graph; None: these columns as tasks."""
@@ -204,21 +206,28 @@ class _Expansion:
 
     def _finish(self) -> None:
         """Buckets, optimizer steps and what follows them: one task each."""
-        for offset, (work, resources, after, _) in enumerate(self._end.entries()):
-            task = self._count + offset
-            self._uses.append(
-                (np.full(len(resources), task), np.array([self._resource(entry) for entry in resources], dtype=np.int64))
-            )
+        using: list[int] = []
+        used: list[int] = []
+        waiting: list[int] = []
+        before: list[int] = []
+        queues: dict[tuple[Resource, ...], list[int]] = {}
+        for task, (work, resources, after, _) in enumerate(self._end.entries(), self._count):
+            if resources not in queues:
+                queues[resources] = [self._resource(entry) for entry in resources]
+            using += [task] * len(resources)
+            used += queues[resources]
             self._unit[task] = len(self._units)
             self._units.append(Unit(work, resources[0].rank))
-            self._edges.append((np.full(len(after), task), np.array(self._numbers(after), dtype=np.int64)))
-        waiting, before = (self._numbers(pair[end] for pair in self._end.waits()) for end in (0, 1))
+            numbers = self._numbers(after)
+            waiting += [task] * len(numbers)
+            before += numbers
+        for number, pair in zip((waiting, before), zip(*self._end.waits(), strict=True), strict=False):
+            number += self._numbers(pair)
+        self._uses.append((np.array(using, dtype=np.int64), np.array(used, dtype=np.int64)))
         self._edges.append((np.array(waiting, dtype=np.int64), np.array(before, dtype=np.int64)))
 
     def _numbers(self, keys: Iterable[TaskKey]) -> list[int]:
-        """Of tasks at the end, and of backwards of any kept replica and any microbatch."""
-        mesh = self._plan.mesh
-        number = {replica: place for place, replica in enumerate(self._folding.replicas)}
+        """Of tasks at the end, and of computation of any kept replica and any microbatch."""
         found = []
         for key in keys:
             if key in self._end:
@@ -227,11 +236,20 @@ class _Expansion:
             phase, rank, name, microbatch, *part = key
             assert isinstance(rank, int)
             assert isinstance(microbatch, int)
-            stage, replica = self._plan.stage_of_rank(rank), self._plan.replica_of_rank(rank)
-            first = mesh.rank(stage=stage, replica=0, shard=self._plan.shard_of_rank(rank))
-            place = self._where[(phase, first, name, 0, *part)]
-            found.append(int(self._blocks[place.block].starts[number[replica], microbatch]) + place.offset)
+            task = (phase, rank, name, *part)
+            if task not in self._rows:
+                self._rows[task] = self._row(phase, rank, name, part)
+            found.append(self._rows[task][microbatch])
         return found
+
+    def _row(self, phase: Hashable, rank: int, name: Hashable, part: Sequence[Hashable]) -> list[int]:
+        """The numbers of a computation of a kept rank, by microbatch."""
+        plan = self._plan
+        stage, replica = plan.stage_of_rank(rank), plan.replica_of_rank(rank)
+        first = plan.mesh.rank(stage=stage, replica=0, shard=plan.shard_of_rank(rank))
+        place = self._where[(phase, first, name, 0, *part)]
+        row: list[int] = (self._blocks[place.block].starts[self._replica_row[replica]] + place.offset).tolist()
+        return row
 
     def _graph(self, columns: Columns) -> TaskGraph:
         """The same program as tasks, for people."""

@@ -383,9 +383,17 @@ class PlanIndex:
             return 0
         if self.plan.zero_stage < 2:
             return self.plan.zero_stage
-        users = [name for parameter in bucket.first for name in self._users[parameter.name]]
-        alone = len({self.chunk_of[name] for name in users}) == 1
-        return self.plan.zero_stage if alone and not self.differentiable.isdisjoint(users) else 1
+        if bucket.number not in self._zero_stages:
+            users = [name for parameter in bucket.first for name in self._users[parameter.name]]
+            alone = len({self.chunk_of[name] for name in users}) == 1
+            divided = alone and not self.differentiable.isdisjoint(users)
+            self._zero_stages[bucket.number] = self.plan.zero_stage if divided else 1
+        return self._zero_stages[bucket.number]
+
+    @cached_property
+    def _zero_stages(self) -> dict[int, int]:
+        """Of buckets that were asked for."""
+        return {}
 
     @cached_property
     def _unsharded(self) -> dict[str, tuple[Bucket, ...]]:
