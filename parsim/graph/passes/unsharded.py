@@ -211,7 +211,7 @@ class _Collectives:
 def _latest(layout: PlanIndex, uses: Sequence[Use], rank: int, ahead: int) -> list[TaskKey]:
     """The last thing the rank computes before use `ahead`, if anything."""
     for number in range(ahead - 1, -1, -1):
-        if layout.runs_on(rank, uses[number].component):
+        if layout.placement[uses[number].component].runs_on(layout.plan.shard_of_rank(rank)):
             return [uses[number].key(rank)]
     return []
 
