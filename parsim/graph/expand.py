@@ -14,7 +14,6 @@ group, on which the price depends, and their place in the queues.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -311,8 +310,8 @@ def _moved_resource(resource: Resource, step: int) -> Resource:
     """The same queue of another replica; `pp>3` names a rank of the same replica."""
     if not step:
         return resource
-    match = re.fullmatch(r"(pp[<>])(\d+)", resource.stream)
-    stream = f"{match[1]}{int(match[2]) + step}" if match else resource.stream
+    axis, peer = resource.stream[:3], resource.stream[3:]
+    stream = f"{axis}{int(peer) + step}" if axis in ("pp>", "pp<") else resource.stream
     return Resource(resource.rank + step, stream)
 
 

@@ -277,8 +277,8 @@ def with_interval(problem: PlanningProblem, evaluation: Evaluation, *, samples: 
     return replace(evaluation, result=result)
 
 
-def _communication_s(problem: PlanningProblem, plan: Plan, work: Work) -> float:
-    return problem.price([(work, 0)], plan.mesh)[0].median_s
+def _communication_s(problem: PlanningProblem, plan: Plan, works: Sequence[Work]) -> list[float]:
+    return [estimate.median_s for estimate in problem.price([(work, 0) for work in works], plan.mesh)]
 
 
 def sampled_steps_s(evaluation: Evaluation, samples: int) -> NDArray[np.float64]:
