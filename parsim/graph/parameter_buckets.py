@@ -106,12 +106,16 @@ def alike(component: Component, placement: Placement, parameter: str, tp: int) -
 
 
 class _Open(NamedTuple):
-    """A parameter on its way into a bucket: the component that decides how it is held, what tp rank 0 holds, its stages."""
+    """A parameter on its way into a bucket: the component that decides how it is held, what tp rank 0 holds, its stages.
+
+    `kind`: equal for parameters whose gradients are summed over the same ranks.
+    """
 
     parameter: Parameter
     component: Component
     held: HeldParameter
     stages: tuple[int, ...]
+    kind: tuple[object, ...]
 
 
 def gradient_buckets(
@@ -145,9 +149,12 @@ def gradient_buckets(
             first.setdefault((parameter.name, stage_of[component.name]), component)
     buckets: list[Bucket] = []
     groups: dict[tuple[tuple[int, ...], tuple[int, ...], int, int], tuple[int, ...]] = {}
+    shards_of: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = {}
 
     def opened(name: str, component: Component, stages: tuple[int, ...]) -> _Open:
-        return _Open(parameters[name], component, hold(component, placements[component.name], parameters[name], 0), stages)
+        parameter, placement = parameters[name], placements[component.name]
+        held, kind = hold(component, placement, parameter, 0), holding(component, placement, name)
+        return _Open(parameter, component, held, stages, (*kind[:2], parameter.expert_ways))
 
     def close(entries: list[_Open]) -> None:
         if not entries:
@@ -155,7 +162,9 @@ def gradient_buckets(
         lead = entries[0]
         tp, held = plan.mesh.tp, tuple(entry.held for entry in entries)
         elements, size_bytes = sum(entry.elements for entry in held), sum(entry.size_bytes for entry in held)
-        for shards in alike(lead.component, placements[lead.component.name], lead.parameter.name, tp):
+        if lead.kind not in shards_of:
+            shards_of[lead.kind] = alike(lead.component, placements[lead.component.name], lead.parameter.name, tp)
+        for shards in shards_of[lead.kind]:
             ways = lead.parameter.expert_ways
             for first_copy in range(ways):
                 place = (lead.stages, shards, first_copy, ways)
@@ -173,7 +182,7 @@ def gradient_buckets(
         open_by_kind: dict[tuple[object, ...], list[_Open]] = {}
         held_bytes: dict[tuple[object, ...], int] = {}
         for entry in entries:
-            key = _key(entry, placements)
+            key = entry.kind
             open_by_kind.setdefault(key, []).append(entry)
             held_bytes[key] = held_bytes.get(key, 0) + entry.held.size_bytes
             if held_bytes[key] >= plan.bucket_bytes:
@@ -197,13 +206,7 @@ def gradient_buckets(
     for entries in tied.values():
         kinds: dict[tuple[object, ...], list[_Open]] = {}
         for entry in entries:
-            kinds.setdefault(_key(entry, placements), []).append(entry)
+            kinds.setdefault(entry.kind, []).append(entry)
         for rest in kinds.values():
             close(rest)
     return tuple(buckets)
-
-
-def _key(entry: _Open, placements: Mapping[str, Placement]) -> tuple[object, ...]:
-    """Equal for parameters whose gradients are summed over the same ranks."""
-    kind, *rest = holding(entry.component, placements[entry.component.name], entry.parameter.name)
-    return (kind, rest[0] if rest else 0, entry.parameter.expert_ways)
