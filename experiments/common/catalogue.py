@@ -104,6 +104,11 @@ CATALOGUE = (
         writes=True,
     ),
     Experiment(
+        name="search_properties",
+        question="Do the properties of the search hold, from more memory to other names?",
+        writes=True,
+    ),
+    Experiment(
         name="published",
         question="How far are predictions of published training runs from what was measured?",
         whole=("--rows", f"{DATA}/large/training.csv"),
