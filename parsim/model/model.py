@@ -100,6 +100,11 @@ class Model:
         return {component.name: number for number, component in enumerate(self.components)}
 
     @cached_property
+    def fingerprints(self) -> tuple[str, ...]:
+        """Of the components, in their order: a fingerprint hashes all operators each time it is asked for."""
+        return tuple(component.fingerprint for component in self.components)
+
+    @cached_property
     def value(self) -> Mapping[str, Value]:
         return {value.name: value for value in self.values}
 
