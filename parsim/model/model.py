@@ -119,6 +119,18 @@ class Model:
         return any(value.producer is not None and value.differentiable for value in values)
 
     @cached_property
+    def work_kind(self) -> Mapping[str, int]:
+        """Per component a number, equal for those that do the same work in the same shards, whatever their names."""
+        numbers: dict[object, int] = {}
+        return {
+            component.name: numbers.setdefault(
+                (component.fingerprint, component.divisions, component.inside, self.has_input_gradient(component)),
+                len(numbers),
+            )
+            for component in self.components
+        }
+
+    @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """Every parameter once, tied or not."""
         return tuple({p.name: p for component in self.components for p in component.parameters}.values())

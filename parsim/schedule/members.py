@@ -26,7 +26,7 @@ from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.devices import DeviceSeconds
 from parsim.schedule.bounds.plan_floor import floor_excess_bytes, plan_floor
 from parsim.schedule.bounds.step import ROUNDING, computation_bound_s, least_noise, order_bound_s, step_bound_s
-from parsim.schedule.choose_recompute import are_few, every_set_that_fits, recomputed_to_fit
+from parsim.schedule.choose_recompute import are_few, recomputed_to_fit
 from parsim.schedule.cuts import Bounds
 from parsim.schedule.partition import least_round_s
 from parsim.schedule.parts.estimate import least_bytes
@@ -34,7 +34,7 @@ from parsim.schedule.parts.least import least_missing_bytes, least_seconds
 from parsim.schedule.parts.least_kept import least_kept
 from parsim.schedule.parts.node import Node, PosedPlacement
 from parsim.schedule.parts.outlines import outlines
-from parsim.schedule.parts.refinements import every_choice, other_cuts
+from parsim.schedule.parts.refinements import every_choice, other_cuts, sets_that_fit
 from parsim.schedule.parts.usual import is_large
 from parsim.schedule.space import (
     bucket_sizes,
@@ -401,11 +401,7 @@ class Members:
             least_s = bound_s if floor is None else max(bound_s, floor.recomputing_bound_s(plan.zero_stage))
             yield Node(least_s, 1, lambda: of(self._recomputed(plan, cutting), fits=True), visits=TRIED)
             if are_few(problem, plan):
-
-                def every_set() -> list[Node]:
-                    return [Node(step_bound_s(problem, each), 1, None, each) for each in every_set_that_fits(problem, plan)]
-
-                yield Node(least_s, 0, every_set, late=True)
+                yield Node(least_s, 0, lambda: sets_that_fit(problem, plan), late=True)
 
     def _recomputed(self, plan: Plan, cutting: Cutting | None) -> Plan | None:
         """With recomputation, of large problems also with longer stages where fewer microbatches are held."""

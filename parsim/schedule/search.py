@@ -127,7 +127,7 @@ def search(
         opening.misfit(own)
     judged, steps, tally = opening.judged, opening.steps, opening.tally
     found = {entry.plan.strategy for entry in judged}
-    for name in owners.keys() - found - ({"adaptive"} if found else set()):
+    for name in [name for name in owners if parts[name] and name not in found and not (found and name == "adaptive")]:
         skipped[name] = most_frequent(opening.impossible[name]) if opening.impossible[name] else NOT_TRIED
     if not judged:
         raise _nothing_to_choose(tally, skipped)
