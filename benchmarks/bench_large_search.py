@@ -9,12 +9,14 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from bench_search import GLOBAL_BATCH, machine
 from machine import QUICK_NOTE, add_quick, machine_line
 
 from parsim.model.presets import load_preset
+from parsim.plans.constraints import PlanConstraints
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.search import search
 from parsim.workflow.load import problem_of
@@ -28,6 +30,11 @@ def preset(name: str, nodes: int) -> PlanningProblem:
     return PlanningProblem(model=load_preset(name, "block"), cluster=machine(nodes, 0), global_batch=GLOBAL_BATCH)
 
 
+def of_stages(name: str, stages: int) -> PlanningProblem:
+    """A preset on 8 V100 with `mesh = { pp = stages }`: the order of the pipeline is left free."""
+    return replace(preset(name, 1), constraints=PlanConstraints(pp=stages))
+
+
 def named(name: str, gpus: str, batch: int, *more: str) -> PlanningProblem:
     """What `parsim plan NAME --gpus GPUS --network infiniband-400g --batch N` asks."""
     return problem_of(question_of(name, cluster=gpus, global_batch=batch, overrides=[NETWORK, *more]).config)
@@ -38,6 +45,8 @@ DEEP = ("model.args.layers=1024", "model.args.hidden=1024")
 QUESTIONS: tuple[tuple[str, Callable[[], PlanningProblem]], ...] = (
     ("ResNet-50, 8 V100", partial(preset, "resnet50", 1)),
     ("ViT-B/16, 8 V100", partial(preset, "vit_b_16", 1)),
+    ("ViT-B/16, 8 V100, pp = 4", partial(of_stages, "vit_b_16", 4)),
+    ("ResNet-50, 8 V100, pp = 4", partial(of_stages, "resnet50", 4)),
     ("VGG-16, 16 V100", partial(preset, "vgg16", 2)),
     ("BERT, 16 V100", partial(preset, "bert", 2)),
     ("ViT-B/16, 1024 V100", partial(preset, "vit_b_16", 128)),

@@ -140,7 +140,7 @@ def search(
         ranked = sorted([*ranked, _renamed(ranked[0], "adaptive")], key=_rank)
     shown = ranked[:top] if top is not None else _best_of_each(ranked)
     kept = [_evaluated(problem, entry.plan, full, steps) for entry in shown]
-    candidates = tuple(_with_interval(problem, entry, kept[0], samples) for entry in kept)
+    candidates = _with_intervals(problem, kept, samples)
     chosen = candidates[0] if candidates[0].result.fits else None
     if mixes and chosen is not None:
         chosen = replace(chosen, result=_result_named(chosen, "adaptive"))
@@ -158,8 +158,11 @@ def search(
 
 NOT_TRIED = "none of its plans that were tried fits; others were more promising, and not all plans of a large problem are tried"
 
-MOST_DRAWN, FEWEST_DRAWS = 2**25, 40
-"""Durations that are drawn for the interval of a plan that lost, and draws at least: those of large programs are fewer."""
+MOST_DRAWN = 2**25
+"""Durations that are drawn for the interval of a plan: a program of more than 168,000 tasks gets fewer than 200 draws."""
+
+FEWEST_DRAWS, OF_A_LOSER = 64, 40
+"""Draws at least, for the plan that is chosen and for one that lost."""
 
 
 def most_frequent(reasons: Mapping[str, int], where: str = "") -> str:
@@ -335,14 +338,29 @@ def _distinct(ranked: Sequence[JudgedPlan]) -> list[JudgedPlan]:
     return list(found.values())
 
 
-def _with_interval(problem: PlanningProblem, entry: Evaluation, first: Evaluation, samples: int) -> Evaluation:
-    """With draws, and why the plan won or lost against the first of the ranking.
+def _with_intervals(problem: PlanningProblem, kept: Sequence[Evaluation], samples: int) -> tuple[Evaluation, ...]:
+    """With draws, and why each plan won or lost against the first of the ranking.
 
-    A plan that lost gets fewer draws where its program is large.
+    A program that has several names is drawn once. Large programs get fewer draws, above all those of plans that lost.
     """
-    large = entry is not first and entry.compiled is not first.compiled
-    most = max(FEWEST_DRAWS, MOST_DRAWN // max(1, entry.compiled.size)) if large else samples
-    return with_interval(problem, entry, samples=min(samples, most), reason=_reason(entry, first, problem.recompute))
+    first, found = kept[0], list[Evaluation]()
+    for entry in kept:
+        reason = _reason(entry, first, problem.recompute)
+        drawn = next((other.result for other in found if other.compiled is entry.compiled), None)
+        if drawn is not None:
+            result = replace(
+                entry.result,
+                reason=reason,
+                step_s=drawn.step_s,
+                throughput_samples_per_s=drawn.throughput_samples_per_s,
+                interval_correction=drawn.interval_correction,
+            )
+            found.append(replace(entry, result=result))
+            continue
+        fewest = FEWEST_DRAWS if entry.compiled is first.compiled else OF_A_LOSER
+        most = max(fewest, MOST_DRAWN // max(1, entry.compiled.size))
+        found.append(with_interval(problem, entry, samples=min(samples, most), reason=reason))
+    return tuple(found)
 
 
 def _recomputed_text(plan: Plan) -> str:
