@@ -136,7 +136,7 @@ def outlined(problem: PlanningProblem, space: Space) -> Iterator[Plan]:
                     for chosen in itertools.product(*choices):
                         if mesh.tp > 1 and set(chosen) == {BATCH} and replica % (mesh.tp * microbatches) == 0:
                             continue  # more replicas, by another name
-                        plan = _plan(problem, mesh, order, chunks, bounds, microbatches, chosen)
+                        plan = plan_of(problem, mesh, order, chunks, bounds, microbatches, chosen)
                         if plan is not None:
                             yield plan
 
@@ -169,7 +169,7 @@ def placements(component: Component, tp: int) -> tuple[Placement, ...]:
     return (BATCH, REPLICATE, *(Placement("place", shard=shard) for shard in range(tp)), *cut)
 
 
-def _plan(
+def plan_of(
     problem: PlanningProblem,
     mesh: Mesh,
     order: str,
@@ -178,7 +178,12 @@ def _plan(
     microbatches: int,
     chosen: Sequence[Placement],
 ) -> Plan | None:
-    """None where the parts do not go together."""
+    """The plan with these parts; None where they do not go together.
+
+    Args:
+        problem, mesh: of the plan. order, chunks: of its pipeline. bounds: first and last component of every stage.
+        microbatches: per replica. chosen: placements by component.
+    """
     names = [component.name for component in problem.model.components]
     try:
         plan = Plan(

@@ -15,7 +15,7 @@ from random import Random
 
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compute_records import ComputeRecords
-from parsim.hardware.network import load_network
+from parsim.hardware.network import Network, load_network
 from parsim.hardware.profile import (
     AllocatorEntry,
     DeviceEntry,
@@ -322,5 +322,9 @@ def _links(draw: ClusterDraw) -> list[LinkEntry]:
 
 def built_cluster(draw: ClusterDraw) -> Cluster:
     """The cluster of a draw. Its prices are kept for clusters equal to it."""
-    network = load_network(draw.network) if draw.nodes > 1 else None
-    return cluster_from_profile(built_profile(draw), len(draw.kinds), nodes=draw.nodes, network=network)
+    return cluster_from_profile(built_profile(draw), len(draw.kinds), nodes=draw.nodes, network=network_of(draw))
+
+
+def network_of(draw: ClusterDraw) -> Network | None:
+    """What joins the nodes; None where there is one."""
+    return load_network(draw.network) if draw.nodes > 1 else None

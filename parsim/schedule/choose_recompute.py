@@ -4,7 +4,7 @@ Of every place on the pp axis steps are taken in the order of what a second of r
 few as make its ranks fit. A step recomputes a component by operator, or whole, or goes from the one to the other.
 
 Leaves out: other sets of components than the first of that order, some of which may be cheaper. Of a model of few components
-all sets are tried (`every_set_that_fits`).
+all sets are tried (`every_set`).
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def _holding_least(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
                 yield replace(plan, recompute=tuple(some))
 
 
-def every_set_that_fits(problem: PlanningProblem, plan: Plan) -> list[Plan]:
-    """The plan with every set of recomputed components that fits, none of which recomputes what another does and more.
+def every_set(problem: PlanningProblem, plan: Plan) -> list[Plan]:
+    """The plan with every set of recomputed components, the smallest sets first. By operator, too, where these are few.
 
     Args:
         problem: model, cluster and batch. plan: of this model, without recomputation.
 
     Returns:
-        None for larger models. By operator, too, where these sets are few.
+        None for larger models.
     """
     if not are_few(problem, plan):
         return []
@@ -98,16 +98,18 @@ def every_set_that_fits(problem: PlanningProblem, plan: Plan) -> list[Plan]:
     ways = [(0, 1, 2) if some.recomputes_by_operator(name) else (0, 2) for name in backwards]
     if prod(map(len, ways)) > MOST_SETS:
         ways = [(0, 2)] * len(backwards)
-    fitting: list[tuple[int, ...]] = []
-    found = []
-    for levels in sorted(product(*ways), key=sum):
-        if any(all(less <= more for less, more in zip(other, levels, strict=True)) for other in fitting):
-            continue
-        tried = replace(plan, recompute=_entries(zip(backwards, levels, strict=True)))
-        if not any(place_excess_bytes(problem, tried)):
-            fitting.append(levels)
-            found.append(tried)
-    return found
+    levels = sorted(product(*ways), key=sum)
+    return [replace(plan, recompute=_entries(zip(backwards, each, strict=True))) for each in levels]
+
+
+def recomputes_more(one: Plan, other: Plan) -> bool:
+    """Whether a plan recomputes all that another one does.
+
+    Args:
+        one, other: plans of `every_set`, which differ in nothing else.
+    """
+    whole, some = set(one.recomputed), set(one.recomputed_by_operator)
+    return set(other.recomputed) <= whole and set(other.recomputed_by_operator) <= whole | some
 
 
 def are_few(problem: PlanningProblem, plan: Plan) -> bool:

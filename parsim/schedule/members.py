@@ -26,7 +26,7 @@ from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.devices import DeviceSeconds
 from parsim.schedule.bounds.plan_floor import floor_excess_bytes, plan_floor
 from parsim.schedule.bounds.step import ROUNDING, computation_bound_s, least_noise, order_bound_s, step_bound_s
-from parsim.schedule.choose_recompute import are_few, every_set_that_fits, recomputed_to_fit
+from parsim.schedule.choose_recompute import are_few, recomputed_to_fit
 from parsim.schedule.cuts import Bounds
 from parsim.schedule.partition import least_round_s
 from parsim.schedule.parts.estimate import least_bytes
@@ -34,7 +34,7 @@ from parsim.schedule.parts.least import least_missing_bytes, least_seconds
 from parsim.schedule.parts.least_kept import least_kept
 from parsim.schedule.parts.node import Node, PosedPlacement
 from parsim.schedule.parts.outlines import outlines
-from parsim.schedule.parts.refinements import every_choice, other_cuts
+from parsim.schedule.parts.refinements import every_choice, other_cuts, sets_that_fit
 from parsim.schedule.parts.usual import is_large
 from parsim.schedule.space import (
     bucket_sizes,
@@ -291,25 +291,35 @@ class Members:
         return Mesh(dp=1 if is_long(self.problem.model) else mesh.dp, tp=mesh.tp)
 
     def _of_cut(self, cutting: Cutting, bounds: Bounds | None = None) -> list[Node]:
+        """The plans of one cut behind bounds that cost more and more: of its stages alone, of the plan, of its memory."""
+        least_s = cutting.least_s(bounds) * least_noise(self.problem, cutting.mesh.size) * ROUNDING
+        return [Node(least_s, self._ways(cutting.mesh), lambda: self._placed_cut(cutting, bounds), visits=0)]
+
+    def _placed_cut(self, cutting: Cutting, bounds: Bounds | None) -> list[Node]:
         plan, size = self._fastest(cutting, bounds), self._ways(cutting.mesh)
-        missing, closest = self._missing_of_cut(plan, cutting if bounds is None else None)
+        whole = None if bounds is not None else cutting
+        bound_s = computation_bound_s(self.problem, plan)
+        return [Node(bound_s, size, lambda: self._of_ways_that_fit(plan, whole, bound_s), visits=0)]
+
+    def _of_ways_that_fit(self, plan: Plan, cutting: Cutting | None, bound_s: float) -> list[Node]:
+        """The ZeRO stages and bucket sizes of one cut; where none can fit, the plan that is closest to fitting."""
+        size = self._ways(plan.mesh)
+        missing, closest = self._missing_of_cut(plan, cutting)
         if missing:
             return [Node(0.0, size, plan=closest, missing_bytes=lambda: missing)]
-        bound_s = computation_bound_s(self.problem, plan)
-        whole = None if bounds is not None else cutting
         first = self._sizes[:1] if is_large(self.problem) else self._sizes
 
         def resized() -> list[Node]:
             sizes = other_bucket_sizes(self.problem, self.problem.layout(plan))
             sizes = [*self._sizes[len(first) :], *sizes]
-            return [self._counted(each, whole, bound_s) for each in self._of_ways(plan, sizes)] if sizes else []
+            return [self._counted(each, cutting, bound_s) for each in self._of_ways(plan, sizes)] if sizes else []
 
         def in_order() -> list[Node]:
             least_s = max(bound_s, order_bound_s(self.problem, plan))
             tried = size * len(first) // len(self._sizes) if size > 1 else size
 
             def every_way() -> list[Node]:
-                return [self._counted(each, whole, least_s) for each in self._of_ways(plan, first)]
+                return [self._counted(each, cutting, least_s) for each in self._of_ways(plan, first)]
 
             return [Node(least_s, tried, every_way, visits=BOUNDED), Node(least_s, size - tried, resized, late=True)]
 
@@ -391,11 +401,7 @@ class Members:
             least_s = bound_s if floor is None else max(bound_s, floor.recomputing_bound_s(plan.zero_stage))
             yield Node(least_s, 1, lambda: of(self._recomputed(plan, cutting), fits=True), visits=TRIED)
             if are_few(problem, plan):
-
-                def every_set() -> list[Node]:
-                    return [Node(step_bound_s(problem, each), 1, None, each) for each in every_set_that_fits(problem, plan)]
-
-                yield Node(least_s, 0, every_set, late=True)
+                yield Node(least_s, 0, lambda: sets_that_fit(problem, plan), late=True)
 
     def _recomputed(self, plan: Plan, cutting: Cutting | None) -> Plan | None:
         """With recomputation, of large problems also with longer stages where fewer microbatches are held."""

@@ -44,10 +44,18 @@ def test_adaptive_is_never_predicted_slower_than_what_is_printed_beside_it(**pro
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
-@PROBLEMS
-def test_adaptive_is_never_slower_on_many_problems(**problem: Any) -> None:
-    assert_adaptive_first(**problem)
+def test_adaptive_is_never_slower_on_many_problems() -> None:
+    """Half as many problems as once: those of eight devices take up to 15 CPU-seconds each."""
+    rows: list[int] = []
+
+    @settings(max_examples=30, deadline=None)
+    @PROBLEMS
+    def run(**problem: Any) -> None:
+        rows.append(assert_adaptive_first(**problem))
+
+    run()
+    print(f"{len(rows)} problems, {sum(rows)} rows compared with adaptive's")
+    assert sum(rows) > 30
 
 
 def assert_adaptive_first(
@@ -60,7 +68,8 @@ def assert_adaptive_first(
     batch: int,
     zero_stage: int | Literal["auto"],
     top: int | None,
-) -> None:
+) -> int:
+    """How many rows were compared with that of adaptive."""
     cluster = cluster_from_profile(MACHINES[machine], devices)
     if memory_gib is not None:
         small = tuple(replace(each, type=replace(each.type, memory_bytes=memory_gib * 2**30)) for each in cluster.devices)
@@ -79,6 +88,7 @@ def assert_adaptive_first(
             assert best.step_s.median <= other.step_s.median
     if found.chosen is not None:
         assert found.chosen.result.step_s.median == best.step_s.median
+    return len(printed) - len(adaptive)
 
 
 def test_adaptive_is_not_slower_than_a_family_that_is_asked_alone() -> None:

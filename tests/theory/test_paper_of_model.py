@@ -59,6 +59,13 @@ def test_short_memory_asks_for_other_strategies_and_still_agrees() -> None:
     assert solve_paper_milp(replace(paper, limit_bytes=0.01 * used)).status == "infeasible"
 
 
+def test_devices_that_a_context_alone_fills_are_infeasible_and_no_error() -> None:
+    """Their limit is below 0, which HiGHS once refused with an error."""
+    found = paper_certificate(question("mlp", devices=2, batch=8, memory_bytes=2**28))
+    assert found["verdict"] == "agree"
+    assert found["exact"]["status"] == found["milp"]["status"] == "infeasible"
+
+
 def test_too_many_labels_are_no_optimum() -> None:
     paper, _ = paper_problem_of(question("resnet50", batch=8))
     free = solve_paper_milp(paper)

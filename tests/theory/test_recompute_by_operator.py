@@ -19,8 +19,9 @@ from parsim.plans.words import plan_in_words
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.by_hand import recompute_by_pattern
-from parsim.schedule.choose_recompute import every_set_that_fits, recomputed_to_fit
+from parsim.schedule.choose_recompute import every_set, recomputed_to_fit, recomputes_more
 from parsim.schedule.families import FAMILIES
+from parsim.schedule.parts.refinements import sets_that_fit
 from parsim.schedule.search import search
 from parsim.work import Compute, Phase
 
@@ -127,10 +128,19 @@ def test_sets_of_small_models_mix_both_ways() -> None:
     asked = problem(llama("fused", "block", layers=1))
     plan = replace(plain(asked), recompute="none")
     tight = problem(asked.model, asked.memory(replace(plan, recompute="selective"))[0].high_bytes)
-    found = every_set_that_fits(tight, plan)
+    queue, found = sets_that_fit(tight, plan), []
+    while queue:
+        node = queue.pop(0)
+        queue += [] if node.opened is None else node.opened()
+        found += [] if node.plan is None else [(node.bound_s, node.plan)]
     assert found
-    assert all(tight.memory(entry)[0].fits for entry in found)
-    assert any(entry.recomputed_by_operator for entry in found)
+    assert [bound for bound, _ in found] == sorted(bound for bound, _ in found)
+    plans = [entry for _, entry in found]
+    assert all(tight.memory(entry)[0].fits for entry in plans)
+    assert any(entry.recomputed_by_operator for entry in plans)
+    least = [each for each in every_set(tight, plan) if tight.memory(each)[0].fits]
+    least = [each for each in least if not any(other != each and recomputes_more(each, other) for other in least)]
+    assert {str(entry.recompute) for entry in plans} == {str(entry.recompute) for entry in least}
 
 
 def llama(kernels: str, granularity: str, layers: int = 2) -> Model:

@@ -80,6 +80,14 @@ def test_tp_that_nothing_divides_by_is_an_error_that_names_what_divides() -> Non
         ask("mesh = { tp = 7 }", devices=7, model="gpt_small", batch=28)
 
 
+def test_an_error_does_not_blame_parts_that_adaptive_does_not_have() -> None:
+    """With tp given no placements are mixed. The error once said that plans of a large problem were not tried."""
+    with pytest.raises(ScheduleError) as error:
+        ask("mesh = { tp = 7 }", devices=7, model="gpt_small", batch=28)
+    assert "large problem" not in str(error.value)
+    assert "adaptive:" not in str(error.value)
+
+
 def test_axes_that_do_not_divide_the_devices() -> None:
     with pytest.raises(ConfigError, match=r"mesh pp \(3\) = 3 must divide the devices \(4\)"):
         ask("mesh = { pp = 3 }")

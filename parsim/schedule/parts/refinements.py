@@ -2,20 +2,23 @@
 
 cuts          beside the cut whose slowest stage is fastest, every other one, the least bound first
 placements    of a model of few components, every joint choice
+recomputation of a model of few components, every set that fits and recomputes no more than another one
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 
 from parsim.errors import PlanError
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.placement import BATCH, Placement
-from parsim.plans.plan import DEFAULT_BUCKET_BYTES
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.bounds.step import ROUNDING, least_noise
+from parsim.schedule.bounds.step import ROUNDING, least_noise, step_bound_s
+from parsim.schedule.choose_recompute import every_set, place_excess_bytes, recomputes_more
 from parsim.schedule.cuts import Bounds, are_listed, count_cuts, every_cut
 from parsim.schedule.options import Prices
 from parsim.schedule.parts.least import LeastSeconds, least_missing_bytes
@@ -117,3 +120,28 @@ def _of_choice(cutting: Cutting, cut: Bounds, chosen: Sequence[Placement], of_cu
     except PlanError:  # components that share a parameter hold it differently, or a value cannot be cut
         return []
     return of_cut(placed, cut)
+
+
+def sets_that_fit(problem: PlanningProblem, plan: Plan) -> list[Node]:
+    """The plan with every set of recomputed components that fits and does not recompute more than another one.
+
+    The least bound first, and one by one: memory takes longer to work out than a bound, and most sets are too slow.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model, without recomputation.
+    """
+    tried = sorted(((step_bound_s(problem, each), each) for each in every_set(problem, plan)), key=itemgetter(0))
+    fitting: list[Plan] = []
+
+    def from_on(number: int) -> list[Node]:
+        more = number < len(tried)
+        return [Node(tried[number][0], 0, partial(judged, number), late=True, visits=0)] if more else []
+
+    def judged(number: int) -> list[Node]:
+        bound_s, each = tried[number]
+        if any(recomputes_more(each, less) for less in fitting) or any(place_excess_bytes(problem, each)):
+            return from_on(number + 1)
+        fitting.append(each)
+        return [Node(bound_s, 1, plan=each), *from_on(number + 1)]
+
+    return from_on(0)

@@ -150,14 +150,19 @@ def solve_paper_milp(problem: PaperProblem) -> Solution:
     for number, (start, end) in enumerate(itertools.pairwise(first)):
         one_each[number, start:end] = 1.0
     memory = np.concatenate(problem.memory_bytes, axis=0).T
-    scale = np.maximum(problem.limit_bytes, 1e-30)
+    scale = np.where(problem.limit_bytes > 1.0, problem.limit_bytes, 1.0)  # a limit may be 0, or below where a context fills it
     seconds = np.concatenate([problem.seconds(number) for number in range(len(sizes))])
-    question = cvxpy.Problem(
-        cvxpy.Minimize(seconds @ x), [one_each @ x == 1, (memory / scale[:, None]) @ x <= problem.limit_bytes / scale]
-    )
-    question.solve(solver="HIGHS", highs_options={"mip_rel_gap": 1e-9})
+    unit_s = float(seconds.mean()) or 1.0  # HiGHS' tolerances are absolute, made for coefficients around 1
+    room = (memory / scale[:, None]) @ x <= problem.limit_bytes / scale
+    question = cvxpy.Problem(cvxpy.Minimize((seconds / unit_s) @ x), [one_each @ x == 1, room])
+    try:
+        question.solve(solver="HIGHS", highs_options={"mip_rel_gap": 1e-9, "mip_abs_gap": 1e-12})
+    except cvxpy.SolverError as error:
+        return Solution(choice=(), seconds=np.inf, lower_bound_s=0.0, status="inaccurate", reason=f"HiGHS: {error}")
     if question.status in ("infeasible", "infeasible_or_unbounded"):
         return _infeasible()
+    if x.value is None:
+        return Solution(choice=(), seconds=np.inf, lower_bound_s=0.0, status="inaccurate", reason=f"HiGHS: {question.status}")
     values = np.asarray(x.value)
     choice = tuple(int(values[start:end].argmax()) for start, end in itertools.pairwise(first))
     if question.status != "optimal" or not paper_fits(problem, choice):

@@ -1,0 +1,74 @@
+"""Claims and tables of the search's properties, from results.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.common.claims import Claim, claim, of_every
+
+PROPERTIES, COMPARED, MOST_CPU_S = 19, 50, 240
+"""Properties there are, problems that each is to compare, and CPU-seconds that each may take."""
+
+FREE = (
+    *("ZeRO 1", "ZeRO 2", "ZeRO 3", "recomputation", "microbatches", "other buckets", "gpipe", "chunks", "dp", "tp", "pp"),
+    *("shards", "one device", "mixed", "uneven stages", "idle devices"),
+)
+"""What a search is free to choose beyond the plainest plan; each is to be in some answer that was compared."""
+
+
+def claims(document: dict[str, Any]) -> list[Claim]:
+    """What every property is to show.
+
+    Args:
+        document: results.json; an empty one compares nothing.
+    """
+    rows = document.get("rows", [])
+    used = document.get("summary", {}).get("used", {})
+    never = [name for name in FREE if not used.get(name)]
+    return [
+        claim(f"All {PROPERTIES} properties were run", None if not rows else len(rows) == PROPERTIES, f"{len(rows)} were"),
+        of_every(
+            "Each holds on every problem that was compared",
+            rows,
+            lambda row: row["compared"] > 0 and row["passed"] == row["compared"],
+            lambda row: f"{row['property']} ({row['passed']} of {row['compared']})",
+        ),
+        of_every(
+            f"Each compared at least {COMPARED} problems",
+            rows,
+            lambda row: row["compared"] >= COMPARED,
+            lambda row: f"{row['property']} ({row['compared']})",
+        ),
+        of_every(
+            f"Each takes at most {MOST_CPU_S} CPU-seconds",
+            rows,
+            lambda row: row["cpu_s"] <= MOST_CPU_S,
+            lambda row: f"{row['property']} ({row['cpu_s']:.0f})",
+        ),
+        claim(
+            "Whatever the search may choose, some of the answers chose",
+            None if not rows else not never,
+            f"never: {', '.join(never)}" if never else f"all {len(FREE)} kinds of choices",
+        ),
+    ]
+
+
+def tables(document: dict[str, Any]) -> str:
+    """Counts per property, and what the chosen plans use, as Markdown.
+
+    Args:
+        document: results.json.
+    """
+    rows, summary = document["rows"], document["summary"]
+    keys = ("drawn", "compared", "passed", "comparisons", "searches", "infeasible", "untried")
+    lines = [
+        "| property | drawn | compared | passed | comparisons | searches | nothing fits | not all tried | CPU-s | slowest |",
+        "|---|" + "---:|" * 9,
+    ]
+    for row in rows:
+        numbers = " | ".join(f"{row[key]:,}" for key in keys)
+        lines.append(f"| {row['property'].replace('_', ' ')} | {numbers} | {row['cpu_s']:.0f} | {row['slowest_s']:.1f} |")
+    total = " | ".join(f"{sum(row[key] for row in rows):,}" for key in keys)
+    lines.append(f"| all | {total} | {summary['cpu_s']:.0f} | {max((row['slowest_s'] for row in rows), default=0):.1f} |")
+    used = ", ".join(f"{name} {summary['used'].get(name, 0):,}" for name in FREE)
+    return "\n".join([*lines, "", f"Answers whose plan uses: {used}."])
