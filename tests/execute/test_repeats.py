@@ -170,8 +170,8 @@ class Hooked(Stack):
         self.blocks[3].register_forward_hook(lambda module, args, output: output * 2.0)
 
 
-def copies(module: nn.Module) -> int:
-    """Calls of blocks that were not run in one recorded forward."""
+def copies(module: nn.Module, samples: int = 2, trusted: frozenset[Any] = frozenset()) -> int:
+    """Calls of blocks that were not run in one recorded forward. `trusted`: what another recording has confirmed."""
     found: list[Repeats] = []
     opened = Repeats.open
 
@@ -181,7 +181,8 @@ def copies(module: nn.Module) -> int:
 
     Repeats.open = noted  # type: ignore[method-assign]
     try:
-        run_recorded(module, (torch.zeros(2, WIDTH),), {}, loss="cross_entropy", repeats=True)
+        given = (torch.zeros(samples, WIDTH),)
+        run_recorded(module, given, {}, loss="cross_entropy", repeats=True, trusted=trusted)
     finally:
         Repeats.open = opened  # type: ignore[method-assign]
     return found[-1].copied
@@ -280,6 +281,16 @@ def test_the_model_equals_that_of_the_full_trace(name: str, granularity: str, mo
 def test_how_many_blocks_are_copied(name: str) -> None:
     make, expected = CASES[name]
     assert copies(make()) == expected
+
+
+@pytest.mark.parametrize(("name", "more"), [("equal", 1), ("reads its number", 0), ("counts itself", 0), ("frozen", 1)])
+def test_one_run_is_enough_where_another_batch_has_confirmed_the_kind(name: str, more: int) -> None:
+    make, expected = CASES[name]
+    module = make()
+    confirmed = run_recorded(module, (torch.zeros(2, WIDTH),), {}, loss="cross_entropy", repeats=True).confirmed
+    assert copies(module, 3) == expected
+    assert copies(module, 3, confirmed) >= expected + more
+    assert bool(confirmed) == bool(more)
 
 
 def test_a_failing_forward_says_what_the_full_trace_says() -> None:

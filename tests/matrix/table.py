@@ -46,8 +46,12 @@ def table_text() -> str:
 
 
 def write_table() -> None:
-    """Put the table between its markers in docs/models.md."""
-    text = DOCUMENT.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{table_text()}\n{END}{after}")
+    """Put the matrix into docs/models.md."""
+    put_table(BEGIN, END, table_text())
+
+
+def put_table(begin: str, end: str, table: str) -> None:
+    """Put a table between its markers in docs/models.md."""
+    before, _, rest = DOCUMENT.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    DOCUMENT.write_text(f"{before}{begin}\n{table}\n{end}{after}")

@@ -80,6 +80,10 @@ def localise(program: CallProgram, found: Propagation, shard: int, ways: int) ->
                 swap[slot] = slots
                 slots += 1
         rewritten = outcome.arguments is not None
+        if not (swap or rewritten or outcome.function):
+            ops.append(op)
+            origins.append(number)
+            continue
         ops.append(
             replace(
                 op,

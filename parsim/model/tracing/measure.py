@@ -116,10 +116,11 @@ def measure(
     example: bool = False,
     answers: Sequence[bool] | None = None,
     repeats: bool = True,
+    trusted: frozenset[Hashable] = frozenset(),
 ) -> TracedForward:
     """One fake forward of `module` in the mode it is in, under the CPU's autocast to a half-precision type if one is given.
 
-    `example`, `answers`: as for `run_recorded`.
+    `example`, `answers`, `trusted`: as for `run_recorded`.
     """
     whole: frozenset[str] = frozenset()
     watchers: list[Watch] = []
@@ -139,6 +140,7 @@ def measure(
             example=example,
             answers=answers,
             repeats=repeats,
+            trusted=trusted,
         )
         if recording.decisions:
             parts = granularity == SUBLAYER

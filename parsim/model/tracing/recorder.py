@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +94,7 @@ class Recording:
         loss_form: what the loss gave, as `parsim.model.objective.total` names it.
         ends: of every call. decisions: where the forward looked at values. assumed: whole numbers that rest on an assumption
             about the data, by value number; `assumptions` says which.
+        confirmed: kinds of blocks two of which made the same record each time that they were compared.
     """
 
     ops: list[RecordedOp] = field(default_factory=list)
@@ -119,6 +120,7 @@ class Recording:
     samples: int = 1
     answers: list[bool] = field(default_factory=list)
     is_example: bool = False
+    confirmed: frozenset[Hashable] = frozenset()
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
@@ -148,6 +148,7 @@ def run_recorded(
     example: bool = False,
     answers: Sequence[bool] | None = None,
     repeats: bool = False,
+    trusted: frozenset[Hashable] = frozenset(),
 ) -> Recording:
     """One forward of `module` on fakes of the given inputs, then the loss on its output.
 
@@ -158,7 +159,7 @@ def run_recorded(
         skew: take choices of experts that are not balanced, or another example, to find what depends on them.
         example: code that depends on data follows the data given. answers: to its questions, as another recording gave them.
         repeats: copy the records of equal blocks (`parsim.model.tracing.repeats.blocks`), unless the forward depends on data;
-            the recording is for counting only.
+            the recording is for counting only. trusted: `Recording.confirmed` of another batch.
 
     Raises:
         TraceError: if the forward fails, looks at tensor values, or returns something a tensor cannot be found in.
@@ -166,7 +167,9 @@ def run_recorded(
     check_supported(module)
     if repeats and not example:
         with contextlib.suppress(TraceError):  # whatever is wrong, the forward without copies says it best
-            copied = _run_recorded(module, args, kwargs, loss, watch, loss_in_parts, skew=skew, answers=answers, repeats=True)
+            copied = _run_recorded(
+                module, args, kwargs, loss, watch, loss_in_parts, skew=skew, answers=answers, repeats=True, trusted=trusted
+            )
             if not copied.decisions:
                 return copied
     return _run_recorded(module, args, kwargs, loss, watch, loss_in_parts, skew=skew, example=example, answers=answers)
@@ -184,6 +187,7 @@ def _run_recorded(
     example: bool = False,
     answers: Sequence[bool] | None = None,
     repeats: bool = False,
+    trusted: frozenset[Hashable] = frozenset(),
 ) -> Recording:
     leaves, spec = flatten_inputs(args, kwargs)
     existing = [leaf for leaf in (*module.parameters(), *module.buffers(), *leaves) if isinstance(leaf, Tensor)]
@@ -200,7 +204,7 @@ def _run_recorded(
                 recorder.known.follow(_example_values(recorder, leaves, other=skew))
             watcher = None if watch is None else watch(recorder)
             if repeats:
-                stack.enter_context(Repeats(recorder, watcher).open())
+                stack.enter_context(Repeats(recorder, watcher, trusted).open())
             stack.enter_context(_module_hooks(recorder))
             stack.enter_context(_autograd_functions(recorder))
             stack.enter_context(torch.enable_grad())

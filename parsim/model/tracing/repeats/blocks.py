@@ -3,7 +3,8 @@
 A block is copied if its forward has to make the same calls. That holds if all that the forward can depend on is equal: class,
 attributes, kinds of parameters and buffers (`signature`), kinds of its inputs and how these share memory, autocast, and
 whether gradients are on. Attributes that differ between blocks, such as the number of a layer, are withheld while a block
-runs. They may differ if nobody has asked for them. A record is copied only after two blocks in a row made the same one.
+runs. They may differ if nobody has asked for them. A record is copied only after two blocks in a row made the same one. Where
+all blocks of a kind did so at one batch, the first record at another batch or precision is copied (`trusted`).
 Blocks that ask for values are always run, and a forward that depends on data is recorded again without copies.
 
 Left out: a forward that reads global variables which change between two blocks.
@@ -66,7 +67,13 @@ class _Kind:
 class Repeats:
     """The blocks of one forward while it is recorded. `copied`: how many calls of blocks were not run."""
 
-    def __init__(self, recorder: Recorder, watcher: Watcher | None) -> None:
+    def __init__(self, recorder: Recorder, watcher: Watcher | None, trusted: frozenset[Hashable] = frozenset()) -> None:
+        """
+        Args:
+            trusted: `Recording.confirmed` of another recording of the module.
+        """
+        self._trusted = trusted
+        self._outcomes: dict[Hashable, set[bool]] = {}
         self._recorder = recorder
         self._watcher = watcher
         self._kinds: dict[Hashable, list[_Kind]] = {}
@@ -87,6 +94,8 @@ class Repeats:
             for path, block in blocks.items():
                 block.__dict__["forward"] = self._forward(path, block, block.forward)
             yield
+            alike = frozenset(skeleton for skeleton, outcomes in self._outcomes.items() if outcomes == {True})
+            self._recorder.recording.confirmed = self._trusted | alike
         finally:
             nn.Module.__getattr__ = _GETATTR  # type: ignore[method-assign]
             for block in blocks.values():
@@ -138,7 +147,8 @@ class Repeats:
                 else:
                     form, inputs = given
                     kind = self._kind((own.skeleton, form), own)
-                    if kind.record and kind.confirmed and may_copy(kind.record, recorder.recording, state, inputs):
+                    confirmed = kind.confirmed or own.skeleton in self._trusted
+                    if kind.record and confirmed and may_copy(kind.record, recorder.recording, state, inputs):
                         self.copied += 1
                         self._ask_for(block, own, kind.unread)
                         return copy_record(kind.record, recorder, watcher, path=path, state=state, inputs=inputs)
@@ -164,7 +174,9 @@ class Repeats:
     def _learn(self, kind: _Kind, own: Signature, record: BlockRecord | None, unread: frozenset[Plain]) -> None:
         before = kind.record
         kind.confirmed = before is not None and record is not None and (before.form, kind.unread) == (record.form, unread)
-        kind.failures += (before is not None or record is None) and not kind.confirmed
+        if before is not None or record is None:
+            kind.failures += not kind.confirmed
+            self._outcomes.setdefault(own.skeleton, set()).add(kind.confirmed)
         kind.plain, kind.unread, kind.record = own.plain, unread, record
 
     def _kind(self, key: Hashable, own: Signature) -> _Kind:

@@ -1,0 +1,200 @@
+"""The kinds of modules that people train, before and now: `python -m tests.matrix.kinds [--only NAME] [--write]`.
+
+The first fourteen are those of the issue that asked for them. What was before is what the issue and the changelog say of it.
+"-" means that neither says anything. What is now is asked of parsim anew: the best plan on 8 V100s, the loss that the answer
+names, flop against torch's counter, and what the answer assumed. With --write it renews kinds.json and docs/models.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from parsim.errors import ParsimError
+from parsim.model.inputs import ModelInput
+from parsim.model.spec import ModelSpec
+from tests.execute.module_kinds import WIDTH, Adversaries
+from tests.matrix.catalogue import catalogue
+from tests.matrix.checks import Subject, flop, simulate
+from tests.matrix.table import DOCUMENT, put_table
+
+RESULTS = Path(__file__).with_suffix(".json")
+BEGIN, END = "<!-- kinds: begin -->", "<!-- kinds: end -->"
+ROOT = f"{Path(__file__).parents[2]}/"
+LINE = re.compile(r"(\.py):\d+ ")
+
+
+class Game(Adversaries):
+    """One step of a GAN as a module that returns its loss, one number per sample."""
+
+    def forward(self, real: Tensor, noise: Tensor) -> Tensor:
+        return super().forward(real, noise).squeeze(1)
+
+
+GAME = ModelSpec(name="tests.matrix.kinds:Game", inputs=(ModelInput("real", (WIDTH,)), ModelInput("noise", (4,))), loss="own")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One kind of module.
+
+    Attributes:
+        before: what the issue or the changelog says; "-" for nothing. now: in words.
+        row: of the matrix, which stands for it. spec: instead of a row.
+    """
+
+    name: str
+    before: str
+    now: str
+    row: str = ""
+    spec: ModelSpec | None = None
+
+
+_SAME = "the same"
+KINDS: tuple[Kind, ...] = (
+    Kind(name="MLP", before="planned", now=_SAME, row="MLP"),
+    Kind(
+        name="CNN",
+        before="planned",
+        now="the same; the running average of a BatchNorm without `momentum` is refused with the fix",
+        row="residual CNN",
+    ),
+    Kind(name="ViT", before="planned", now=_SAME, row="vit_small"),
+    Kind(
+        name="GPT",
+        before="planned",
+        now="the same; tied and transposed tables are one parameter, bitwise",
+        row="gpt_small",
+    ),
+    Kind(name="BERT", before="planned", now=_SAME, row="bert_small"),
+    Kind(
+        name="LSTM, GRU, RNN",
+        before="0 flop",
+        now="flop of every step; bidirectional, layers, first states, loops over cells: bitwise. Packed sequences are refused "
+        "with the fix",
+        row="LSTM",
+    ),
+    Kind(
+        name="U-Net",
+        before="trained by a cross-entropy over the width of the image",
+        now="an image leaves the loss open: parsim asks for it; bitwise",
+        row="U-Net",
+    ),
+    Kind(
+        name="mixture of experts",
+        before="refused, or half the cost of its dense twin",
+        now="routing with balanced experts, and the answer says so; bitwise for seven ways of routing",
+        row="experts, loop in Python",
+    ),
+    Kind(
+        name="diffusion net (x, t)",
+        before="refused: one input only",
+        now="several inputs by name; bitwise",
+        row="diffusion net",
+    ),
+    Kind(
+        name="nn.Transformer, nn.TransformerEncoder",
+        before="refused: `copy.deepcopy` of weights without data, comparison of masks",
+        now="bitwise, with masks, padding, `norm_first`",
+        row="nn.TransformerEncoder",
+    ),
+    Kind(name="GAN", before="refused", now="one step as one module (below): bitwise", spec=GAME),
+    Kind(
+        name="LoRA, frozen parameters",
+        before="priced, summed and kept as if they were trained",
+        now="no gradient, optimizer state, communication or flop of their gradients; bitwise",
+        row="LoRA",
+    ),
+    Kind(
+        name="module that returns its own loss",
+        before="its first output taken for logits",
+        now='`loss = "own"`',
+        row="VAE",
+    ),
+    Kind(
+        name="code that looks at values",
+        before="refused with its line",
+        now='refused with its line and the way round, or `control_flow = "example"` (the row shows it)',
+        row="branch on values, by example",
+    ),
+    Kind(name="weight tying", before="-", now="one parameter, counted and sent once", row="causal decoder, tied"),
+    Kind(name="BatchNorm, depthwise convolutions", before="-", now="buffers as the module's own", row="depthwise CNN"),
+    Kind(name="dict of inputs", before="-", now="names with dots", row="dict of inputs"),
+    Kind(name="dataclass of outputs", before="-", now='`output = "..."` says which the loss reads', row="dataclass of outputs"),
+    Kind(
+        name="contrastive pair",
+        before="-",
+        now="planned; says that its loss is no sum over samples",
+        row="self-supervised pair",
+    ),
+    Kind(name="Hugging Face config", before="-", now="by its path (below)", row="llama"),
+)
+
+
+class Found(NamedTuple):
+    """What parsim says of one kind now; "refused: ..." where it does."""
+
+    plan: str
+    loss: str
+    flop: str
+    assumed: str
+
+
+def specs(folder: Path) -> dict[str, ModelSpec]:
+    """Of every kind, by its name.
+
+    Args:
+        folder: where Hugging Face configs are written.
+    """
+    rows = {row.name: row.spec for row in catalogue(folder)}
+    return {kind.name: kind.spec or rows[kind.row] for kind in KINDS}
+
+
+def ask(spec: ModelSpec) -> Found:
+    """Plan it."""
+    subject = Subject(spec)
+    try:
+        assumed = LINE.sub(r"\1 ", "; ".join(subject.model.assumptions).replace(ROOT, ""))
+        return Found(simulate(subject), subject.model.loss, flop(subject), assumed or "nothing")
+    except ParsimError as error:
+        return Found(f"refused: {error}", "-", "-", "-")
+
+
+def table_text() -> str:
+    """The table of docs/models.md, from what is kept."""
+    known: dict[str, list[str]] = json.loads(RESULTS.read_text())
+    lines = ["| kind | before | now | plan | loss | forward flop | assumed |", "|---|---|---|---|---|---|---|"]
+    for kind in KINDS:
+        cells = (kind.name, kind.before, kind.now, *Found(*known[kind.name]))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Ask for every kind, and print it; --write keeps it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="kinds whose name contains this")
+    parser.add_argument("--write", action="store_true", help=f"renew {RESULTS.name} and {DOCUMENT.name}")
+    asked = parser.parse_args()
+    known: dict[str, list[str]] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, spec in specs(Path(folder)).items():
+            if asked.only is None or asked.only in name:
+                before = next(kind.before for kind in KINDS if kind.name == name)
+                found = Found(*(text.replace(folder, "...") for text in ask(spec)))
+                known[name] = list(found)
+                print(f"{name}: before {before}; now " + "; ".join(f"{key} {text}" for key, text in found._asdict().items()))
+    if asked.write:
+        RESULTS.write_text(json.dumps({kind.name: known[kind.name] for kind in KINDS if kind.name in known}, indent=1) + "\n")
+        put_table(BEGIN, END, table_text())
+
+
+if __name__ == "__main__":
+    main()
