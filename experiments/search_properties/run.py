@@ -28,7 +28,7 @@ from parsim.files import write_text_atomically
 
 RESULTS = Path(__file__).parent / "results.json"
 COMMAND = "python experiments/search_properties/run.py"
-EXAMPLES = 50
+EXAMPLES = 40
 
 
 def main() -> None:
