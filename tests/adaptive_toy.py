@@ -9,7 +9,8 @@ from parsim.costs.feedback.run_corrections import CommunicationClass, ComputeCla
 from parsim.errors import ScheduleError
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
-from parsim.schedule.live.controller import Controller, ControllerConfig, Observation, PlanChoice
+from parsim.schedule.live.controller import Controller
+from parsim.schedule.live.decisions import ControllerConfig, Observation, PlanChoice
 from parsim.work import Phase
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from parsim.model.component import LOSS, Component, Operator, OperatorShard, Parameter, ParameterShard, Sharding, Value
 from parsim.model.model import Model
 
@@ -100,6 +102,44 @@ def sharded_model(*, width: int = 64, elements: int = 1024) -> Model:
             )
         )
     return _with_loss("sharded", components, values, "d:0")
+
+
+def deep_model(layers: int, *, positions: bool = False, differentiable: bool = True) -> Model:
+    """The blocks of `sharded_model` one behind the other. `positions`: a value that all first components of blocks read."""
+    block, first = sharded_model().components[:-1], "input:0"
+    values = [Value(name=first, producer=None, bytes_per_sample=256, differentiable=False)]
+    components = []
+    if positions:
+        values.append(Value(name="positions:0", producer="positions", bytes_per_sample=256, differentiable=differentiable))
+        components.append(
+            Component(
+                name="positions",
+                inputs=(first,),
+                outputs=("positions:0",),
+                parameters=(Parameter(name="positions.weight", elements=64),),
+            )
+        )
+    for layer in range(layers):
+        renamed = {"input:0": first} | {f"{one.name}:0": f"{layer}.{one.name}:0" for one in block}
+        for one in block:
+            name = f"{layer}.{one.name}"
+            reads_positions = positions and one.name == "a"
+            sharding = one.shardings[0]
+            parts = tuple(replace(part, name=f"{layer}.{part.name}") for part in sharding.parameters)
+            inputs = (*sharding.inputs, "full") if reads_positions else sharding.inputs
+            components.append(
+                replace(
+                    one,
+                    name=name,
+                    inputs=(*(renamed[value] for value in one.inputs), *(("positions:0",) if reads_positions else ())),
+                    outputs=(f"{name}:0",),
+                    parameters=tuple(replace(entry, name=f"{layer}.{entry.name}") for entry in one.parameters),
+                    shardings=(replace(sharding, inputs=inputs, parameters=parts),),
+                )
+            )
+            values.append(Value(name=f"{name}:0", producer=name, bytes_per_sample=256))
+        first = f"{layer}.d:0"
+    return _with_loss("deep", components, values, first)
 
 
 def _with_loss(name: str, components: list[Component], values: list[Value], last: str) -> Model:

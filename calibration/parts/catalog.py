@@ -245,6 +245,20 @@ CONTEXT_BYTES = 700 * 2**20
 IDLE: Mapping[str, tuple[float, str]] = {
     "h200": (80.3, "api.serialalice.pt, GPU energy benchmark: H200 SXM idle (80.3 W), measured in 2026"),
 }
+LAUNCHES = "NVIDIA/TransformerEngine issue 2053 (thread text, 2025-08-11)"
+X86_LAUNCH = (
+    "assumption",
+    f"as on an H100 DGX (Xeon 8480C), 13.48 us of the host for a forward of torch.nn.Linear: {LAUNCHES}; "
+    "no measurement of this machine's host was found",
+    13.48e-6,
+)
+LINEAR = "host time of a forward of torch.nn.Linear, hidden 2048, 8192 tokens, bf16, on"
+LAUNCH: Mapping[str, tuple[str, str, float]] = {
+    "h100-sxm": ("measurement", f"{LINEAR} an H100 DGX (Xeon 8480C): {LAUNCHES}", 13.48e-6),
+    "gb200": ("measurement", f"{LINEAR} a GB200 (Grace): {LAUNCHES}", 37.08e-6),
+    **dict.fromkeys(("h200", "b200", "a100-sxm-80gb", "a100-sxm-40gb"), X86_LAUNCH),
+}
+"""Host seconds per operator of eager torch: kind of source, its text, seconds."""
 BUSY_ROWS: Mapping[str, tuple[str, str]] = {
     "h200": ("H200-SXM-141GB", "gemm bf16"),
     "b200": ("B200-SXM", "gemm bf16"),

@@ -9,7 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from calibration.parts.catalog import BUSY_ROWS, CONTEXT_BYTES, ECC_SHARE, IDLE, REPORTED_SHARE, ZEUS_ROWS, CatalogGpu
+from calibration.parts.catalog import (
+    BUSY_ROWS,
+    CONTEXT_BYTES,
+    ECC_SHARE,
+    IDLE,
+    LAUNCH,
+    REPORTED_SHARE,
+    ZEUS_ROWS,
+    CatalogGpu,
+)
 from calibration.parts.gpus import DEPTHS, HALF_PRECISIONS, OTHERS, SOURCE, digits, peaks_of
 
 
@@ -48,6 +57,10 @@ def part_of(gpu: CatalogGpu, folder: Path, fits: list[dict[str, Any]]) -> dict[s
     if row["tdp_w"]:
         part["board_limit_w"] = {"value": float(row["tdp_w"]), "source": "peaks"}
     part |= economics(gpu, row, folder, sources)
+    if gpu.name in LAUNCH:
+        kind, text, seconds = LAUNCH[gpu.name]
+        sources["launch"] = {"kind": kind, "text": text}
+        part["launch_s"] = {"value": seconds, "source": "launch"}
     part |= {"link": gpu.link, "host_link": gpu.host_link, "gpus_per_node": gpu.gpus_per_node}
     part["fits"] = [fit for fit in fits if set(fit["precisions"]) & set(peaks)]
     return part

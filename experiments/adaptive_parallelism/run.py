@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from figures import draw
 from fitted import CONSTANTS, bandwidth_rows, choice_rows, constants_rows, fitted_rows
@@ -23,6 +26,7 @@ from paper import MODELS
 from reading import reading_rows
 from region import BATCHES, LINKS, region_rows
 
+from experiments.common.running import add_parts
 from parsim.files import write_csv
 
 Tables = dict[str, Any]
@@ -63,16 +67,13 @@ PARTS: dict[str, Callable[[bool, Path], Tables]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few points and one seed: a check that all runs")
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    add_parts(parser, tuple(PARTS))
     parser.add_argument("--out", type=Path, default=Path("runs/adaptive_parallelism"))
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     asked = parser.parse_args()
-    wanted = asked.parts.split(",")
-    if unknown := sorted(set(wanted) - set(PARTS)):
-        parser.error(f"unknown parts {', '.join(unknown)}; known: {', '.join(PARTS)}")
     asked.out.mkdir(parents=True, exist_ok=True)
     tables: Tables = {"printed": printed(), "fitted_constants": CONSTANTS}
-    for part in wanted:
+    for part in asked.parts:
         tables |= PARTS[part](asked.quick, asked.out / "seeds")
     draw(asked.out, tables)
     for name, rows in tables.items():

@@ -32,7 +32,8 @@ from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.families import dp_plans
-from parsim.schedule.live.controller import Controller, ControllerConfig, SwitchCost
+from parsim.schedule.live.controller import Controller
+from parsim.schedule.live.decisions import ControllerConfig, SwitchCost
 from parsim.schedule.live.planning import PricedPlan, pool_planner, priced, switch_cost
 from parsim.schedule.live.scenario import (
     Disturbance,
@@ -59,9 +60,17 @@ REBUILD_S, PLANNING_S, PROBE_S = 10.0, 2.5, 1.0
 
 NOISE = (0.03, 0.10)
 FIRST = ControllerConfig(
-    smoothing=0.9, threshold=0.15, patience=3, epoch_threshold=0.05, least_improvement=0.05, margin=1.0, settle_windows=2
+    smoothing=0.9,
+    threshold=0.15,
+    patience=3,
+    epoch_threshold=0.05,
+    least_improvement=0.05,
+    margin=1.0,
+    settle_windows=2,
+    duration_tail=0.0,
 )
-"""The rule as first written: average 0.9, 15% for 3 windows, 5% better, saving above the cost, 2 windows of rest."""
+"""The rule as first written: average 0.9, 15% for 3 windows, 5% better, saving above the cost, 2 windows of rest; a change
+lasts to the end."""
 
 CHOICES: dict[str, tuple[float, ...]] = {
     "smoothing": (0.0, 0.5, 0.9),
@@ -71,6 +80,7 @@ CHOICES: dict[str, tuple[float, ...]] = {
     "least_improvement": (0.02, 0.05, 0.1),
     "margin": (1.0, 2.0, 4.0),
     "settle_windows": (0, 2, 8),
+    "duration_tail": (0.0, 0.5, 1.0, 2.0),
 }
 
 QUIET = "nothing"
@@ -103,6 +113,7 @@ class Case:
                 switch_cost_s=self.cost_s,
                 plan=first.plan,
                 expected=first.expected,
+                planning_s=self.course.scenario.planning_s,
             ),
         )
 

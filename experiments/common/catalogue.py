@@ -59,6 +59,12 @@ CATALOGUE = (
     ),
     Experiment(name="mixing", question="Does it ever pay to place components differently?"),
     Experiment(name="adaptive_tuning", question="Which parameters should the controller have?"),
+    Experiment(
+        name="live_replanning",
+        question="Does changing the plan pay when a rank is throttled in the middle of a run?",
+        quick=None,
+        why="it measures this machine for more than an hour",
+    ),
     Experiment(name="checkpoint_interval", question="How often should a run write a checkpoint?"),
     Experiment(
         name="closed_loop",

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -147,15 +148,16 @@ def _tables_text(each: Experiment, document: dict[str, Any] | None) -> str:
 def page() -> str:
     """RESULTS.md."""
     rows, sections = [], []
+    total: Counter[str] = Counter()
     for each in CATALOGUE:
         document = results_of(each)
         claims = claims_of(each, document)
         numbers = counts(claims)
+        total.update(numbers)
         cells = " | ".join(str(numbers.get(verdict, "")) for verdict in VERDICTS)
         rows.append(f"| [{each.name}]({each.name}/README.md) | {each.question} | {cells} |")
         sections.append(_section(each, document, claims))
-    total = counts(claim for each in CATALOGUE for claim in claims_of(each, results_of(each)))
-    sums = " | ".join(str(total.get(verdict, 0)) for verdict in VERDICTS)
+    sums = " | ".join(str(total[verdict]) for verdict in VERDICTS)
     head = [
         "# Results of all experiments",
         "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -19,6 +20,22 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRESS = "parsim-progress "
 """Lines of ranks that an experiment started itself, on its stdout."""
 VERSIONS = ("python", "torch", "numpy")
+
+
+def add_parts(parser: argparse.ArgumentParser, known: Sequence[str]) -> None:
+    """`--parts A,B` of an experiment: a list of names, all of them where it is left out.
+
+    Args:
+        parser: of its run.py. known: the names. Others end the command with status 2.
+    """
+
+    def parts(text: str) -> list[str]:
+        wanted = text.split(",")
+        if unknown := sorted(set(wanted) - set(known)):
+            raise argparse.ArgumentTypeError(f"unknown parts {', '.join(unknown)}; known: {', '.join(known)}")
+        return wanted
+
+    parser.add_argument("--parts", type=parts, default=list(known), help=f"of {', '.join(known)}")
 
 
 class ExperimentError(Exception):

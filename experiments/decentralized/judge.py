@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.claims import Claim, claim, of_every
+from experiments.common.claims import SEEDS, Claim, Row, claim, mean_of, of_every
 
-SEEDS = 5
-"""Fixed in advance; more are run for the spread, and change no verdict."""
 TOLERANCE = 0.02
-
-Row = dict[str, Any]
 
 
 def claims(document: dict[str, Any]) -> list[Claim]:
@@ -116,8 +111,3 @@ def _rising(text: str, values: Mapping[str, float], names: tuple[str, ...]) -> C
         return claim(text, None)
     own = [values[name] for name in names]
     return claim(text, own == sorted(own), ", ".join(f"{value:.3f}" if value < 10 else f"{value:,.0f}" for value in own))
-
-
-def mean_of(row: Row, scores: str) -> float:
-    """Over the seeds fixed in advance."""
-    return statistics.mean(row[scores][:SEEDS])

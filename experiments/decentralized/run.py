@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from curves import curve_rows
@@ -24,6 +27,7 @@ from learning import ada_rows, figure_rows, gap_rows
 from times import scaling_rows, time_rows
 from whole_epochs import epoch_rows
 
+from experiments.common.running import add_parts
 from parsim.files import write_csv
 
 Row = dict[str, Any]
@@ -93,18 +97,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, few epochs and scales: a check that all runs")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, default=0, help="how many; 0 for each part's usual number")
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    add_parts(parser, tuple(PARTS))
     parser.add_argument("--out", type=Path, default=Path("runs/decentralized"))
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     arguments = parser.parse_args()
-    wanted = arguments.parts.split(",")
-    if unknown := sorted(set(wanted) - set(PARTS)):
-        parser.error(f"unknown parts {', '.join(unknown)}; known: {', '.join(PARTS)}")
     torch.set_num_threads(1)
     began = time.perf_counter()
     tables: Tables = {}
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for part in wanted:
+    for part in arguments.parts:
         made = PARTS[part](arguments)
         for name, rows in made.items():
             write_csv(arguments.out / f"{name}.csv", [rounded(row) for row in rows])

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from itertools import pairwise
 from typing import Any
 
-from experiments.common.claims import Claim, claim, of_every
+from experiments.common.claims import SEEDS, Claim, Row, claim, mean_of, of_every
 
-SEEDS = 5
-"""Fixed in advance; more are run for the spread, and change no verdict."""
 TOLERANCE = 0.02
 EPOCHS = 20
-
-Row = dict[str, Any]
 
 
 def claims(document: dict[str, Any]) -> list[Claim]:
@@ -63,8 +58,3 @@ def claims(document: dict[str, Any]) -> list[Claim]:
             "" if merged is None else f"{merged:.3f} of the rate",
         ),
     ]
-
-
-def mean_of(row: Row) -> float:
-    """Over the seeds fixed in advance."""
-    return statistics.mean(row["scores"][:SEEDS])

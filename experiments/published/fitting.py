@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from intervals import Ends, Spread, ends_of, reach_of, spread_of
+from intervals import Ends, ends_of, reach_of, spread_of
 from predict import Facts, Predicted, key_of
 
 
@@ -90,41 +90,55 @@ def _like(row: Judged, others: Sequence[Judged]) -> list[Judged]:
     return list(others)
 
 
-def _reaches(rows: Sequence[Judged], errors: Mapping[str, float]) -> tuple[dict[str, Spread], dict[bool, float]]:
-    """By row the spread of the others like it; and for rows with blanks and complete ones how many scales hold most of them."""
-    spreads: dict[str, Spread] = {}
+def _reaches(rows: Sequence[Judged], errors: Mapping[str, float]) -> dict[bool, float]:
+    """For rows with blanks and for complete ones, how many scales of the rows like it hold most of them."""
     away: dict[bool, list[float]] = {False: [], True: []}
     for row in rows:
         others = _like(row, [other for other in rows if other is not row])
-        name = row.predicted.row.id
-        spreads[name] = spread_of([errors[other.predicted.row.id] for other in others] or [0.0])
-        away[row.predicted.row.complete].append(spreads[name].scales_away(errors[name]))
-    return spreads, {complete: reach_of(distances) for complete, distances in away.items() if distances}
+        spread = spread_of(_errors(others, errors) or [0.0])
+        away[row.predicted.row.complete].append(spread.scales_away(errors[row.predicted.row.id]))
+    return {complete: reach_of(distances) for complete, distances in away.items() if distances}
+
+
+def _errors(rows: Sequence[Judged], errors: Mapping[str, float]) -> list[float]:
+    return [errors[row.predicted.row.id] for row in rows]
+
+
+def _ends(alike: Sequence[Judged], complete: bool, errors: Mapping[str, float], reaches: Mapping[bool, float]) -> Ends:
+    """From rows that have the most in common with one that is complete or not.
+
+    Where enough of them are as complete as it, they also say how many of their scales hold most of them. Else all rows do.
+    """
+    own = _errors([row for row in alike if row.predicted.row.complete == complete], errors)
+    if len(own) >= END_ROWS:
+        spread = spread_of(own)
+        return ends_of(spread, reach_of([spread.scales_away(error) for error in own]))
+    return ends_of(spread_of(_errors(alike, errors) or [0.0]), reaches[complete])
 
 
 def interval_ends(rows: Sequence[Judged], factors: Mapping[str, tuple[float, int]]) -> dict[str, Ends]:
     """By place and by kind of row, complete or not, the ends of its interval, from the errors that its factor leaves."""
-    own = {row.predicted.row.id: row.log_error + factors.get(row.key, (0.0, 0))[0] for row in rows}
-    _, reaches = _reaches(rows, own)
+    errors = {row.predicted.row.id: row.log_error + factors.get(row.key, (0.0, 0))[0] for row in rows}
+    reaches = _reaches(rows, errors)
     found: dict[str, Ends] = {}
     for row in rows:
         facts = facts_of(row)
-        same = [own[other.predicted.row.id] for other in rows if facts_of(other).kind == facts.kind]
-        for complete, reach in reaches.items():
-            spread = spread_of([own[other.predicted.row.id] for other in _like(row, rows)])
-            found.setdefault(key_of(facts.place, complete), ends_of(spread, reach))
+        same = [other for other in rows if facts_of(other).kind == facts.kind]
+        for complete in reaches:
+            found.setdefault(key_of(facts.place, complete), _ends(_like(row, rows), complete, errors, reaches))
             if len(same) >= FEW_ROWS:
-                found.setdefault(key_of(facts.kind, complete), ends_of(spread_of(same), reach))
+                found.setdefault(key_of(facts.kind, complete), _ends(same, complete, errors, reaches))
     return found
 
 
 def covered(rows: Sequence[Judged], outside: Mapping[str, float]) -> dict[str, tuple[bool, float]]:
     """By row whether its held-out error lies in the interval of the other rows like it, and the width over the prediction."""
     found = {}
-    spreads, reaches = _reaches(rows, outside)
+    reaches = _reaches(rows, outside)
     for row in rows:
         name = row.predicted.row.id
-        low, high = ends_of(spreads[name], reaches[row.predicted.row.complete])
+        alike = _like(row, [other for other in rows if other is not row])
+        low, high = _ends(alike, row.predicted.row.complete, outside, reaches)
         found[name] = (low <= -outside[name] <= high, math.exp(high) - math.exp(low))
     return found
 

@@ -2,7 +2,8 @@
 
 Two doubts are kept apart. What rows of a framework err by, their middle and their scale, is doubt of the model. How many scales
 an interval reaches is settled twice over all rows: for complete ones, and for those whose blanks a rule has filled. The
-second is larger by what the assumptions add.
+second is larger by what the assumptions add. A kind with enough rows settles it by itself: where its errors have no outliers,
+it needs no room for those of other kinds.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.network import Network, load_network
 from parsim.hardware.parts.compose import profile_from_parts
 from parsim.hardware.parts.load import load_gpu
-from parsim.hardware.profile import Profile
+from parsim.hardware.profile import Profile, Sourced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,7 @@ class Machine:
     gpu: a part. chip: its name where the part is that of another. per_node: GPUs joined by NVLink.
     cards, gbit: network cards per node, and Gb/s of each. memory_gb: of one GPU where it is not the part's.
     bandwidth, clock: of the part's, where it is another board of that chip.
+    launch_s: of the host per launch, where it is not the part's; 0: the host is left out.
     """
 
     gpu: str
@@ -31,6 +32,7 @@ class Machine:
     bandwidth: float = 1.0
     clock: float = 1.0
     chip: str = ""
+    launch_s: float | None = None
 
 
 def chip_of(machine: Machine) -> str:
@@ -38,12 +40,18 @@ def chip_of(machine: Machine) -> str:
     return machine.chip or machine.gpu.split("-")[0].upper()
 
 
+GRACE_LAUNCH_S = 33.17e-6
+"""Host time of a forward of torch.nn.Linear on a GH200 (NVIDIA/TransformerEngine issue 2053); 13.48e-6 on an H100 DGX."""
+
 GPUS: tuple[tuple[str, Machine], ...] = (
     (r"GB300", Machine(gpu="gb200", per_node=72, cards=72, gbit=800, memory_gb=288, chip="GB300")),
     (r"GB200", Machine(gpu="gb200", per_node=72, cards=72, gbit=400)),
     (r"B300", Machine(gpu="b200", cards=8, gbit=800, memory_gb=288, chip="B300")),
     (r"B200", Machine(gpu="b200", cards=8, gbit=400)),
-    (r"GH-?96|GH200", Machine(gpu="h100-sxm", per_node=4, cards=4, gbit=200, memory_gb=96, chip="GH200")),
+    (
+        r"GH-?96|GH200",
+        Machine(gpu="h100-sxm", per_node=4, cards=4, gbit=200, memory_gb=96, chip="GH200", launch_s=GRACE_LAUNCH_S),
+    ),
     (r"H200", Machine(gpu="h200", cards=8, gbit=400)),
     (r"H100 96GB", Machine(gpu="h100-sxm", cards=8, gbit=400, memory_gb=96, bandwidth=2.4 / 3.35, clock=0.85)),
     (r"H100", Machine(gpu="h100-sxm", cards=8, gbit=400)),
@@ -119,6 +127,9 @@ def profile_of(machine: Machine, count: int) -> Profile:
     if machine.bandwidth != 1.0:
         rate = part.memory_bandwidth_bytes_per_s
         changes["memory_bandwidth_bytes_per_s"] = rate.model_copy(update={"value": machine.bandwidth * rate.value})
+    if machine.launch_s is not None:
+        known = part.launch_s or Sourced(value=0.0, source="peaks")
+        changes["launch_s"] = known.model_copy(update={"value": machine.launch_s})
     peaks, fits = dict(part.peak_flop_per_s), list(part.fits)
     if "bf16" not in peaks:
         peaks["bf16"] = peaks["amp_fp16"]

@@ -70,6 +70,8 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
         framework = WITHOUT[without](framework)
     notes = Notes()
     machine = machine_of(row)
+    if machine is not None and not framework.host:
+        machine = replace(machine, launch_s=0.0)
     if machine is None:
         raise CannotExpressError(f"no single kind of GPU that parsim has a part for: {row.hardware!r}")
     shape = shape_of(row, framework, notes)
@@ -82,12 +84,15 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
         raise CannotExpressError(f"seq {seq} does not divide over cp {split.cp}")
     if split.tp > 1 and shape.heads % split.tp:
         raise CannotExpressError(f"{shape.heads} heads do not divide over tp {split.tp}")
-    precision = precision_of(row, notes)
+    precision = precision_of(row, framework, notes)
     software = replace(framework.software, selective=states.recompute == "selective")
+    if framework.bf16_gradients and row.precision.lower().startswith("bf16"):
+        software = replace(software, gradient_arrays=framework.bf16_gradients)
     if precision == "fp8":
         software = replace(software, casts=True)
     granularity = "layer" if split.tp == 1 else "sequence" if states.sequence else "sublayer"
-    model = transformer(shape, software, SamplePart(tokens=seq, context=seq), granularity)
+    part = SamplePart(tokens=seq, context=seq, element_bytes=4 if precision == "tf32" else 2)
+    model = transformer(shape, software, part, granularity)
     chunks = chunks_of(row, framework, shape, split, batch, notes)
     given = Given(
         row=row, framework=framework, shape=shape, split=split, batch=batch, states=states, ep=expert_ways, chunks=chunks

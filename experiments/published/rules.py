@@ -45,19 +45,25 @@ class Framework:
     Attributes:
         name, software: what it is and runs. recompute: "full", "selective" or "none".
         zero: stage of divided states. sequence: norms and residuals divided along the sequence where tp > 1.
-        precision: "fp16" or "bf16" where the row says nothing. micro: samples of a microbatch; 0: `micro_of`.
+        precision: where the row says nothing, or doubts what it says: "bf16" (or fp16), "tf32" (fp32).
+        micro: samples of a microbatch; 0: `micro_of`.
         seq: tokens of a sample. chunks: per rank, where interleaving is on and its depth is not stated.
         optimizer: one kernel, or a few per array. gather_ahead: ZeRO 1 gathers parameters while the next forward runs.
         batch, tp, heads: of a row that does not state them; 0: by size. depth: chunks per rank of an interleaved schedule.
         backward_prefetch, blocking_transfers, scatter_gather, tensor_overlap: as in `parsim.plans.plan.Plan`.
         alternate: selective recomputation is that of every second layer (torchtitan's default).
         one_array: the optimizer goes from array to array, so it holds temporary copies of one at a time.
+        host: its time to launch kernels counts.
+        bf16_gradients: `gradient_arrays` of a row that states bf16, where gradients are added up in fp32; 0: as in fp16.
         repeats_sums: full recomputation repeats the sums of tensor parallelism, whole layers at once.
     """
 
     name: str
     software: Software = MEGATRON_2021
     recompute: str = "full"
+    precision: str = "bf16"
+    bf16_gradients: float = 0.0
+    host: bool = True
     zero: int = 0
     sequence: bool = False
     micro: int = 0
@@ -81,8 +87,14 @@ class Framework:
 
 MEGATRON_2020 = Framework(name="Megatron-LM 2020", recompute="full", seq=1024, blocking_transfers=True, scatter_gather=True)
 MEGATRON = Framework(
-    name="Megatron-LM 2021 and Megatron-DeepSpeed", recompute="full", blocking_transfers=True, scatter_gather=True
+    name="Megatron-LM 2021 and Megatron-DeepSpeed",
+    recompute="full",
+    bf16_gradients=5.0,
+    blocking_transfers=True,
+    scatter_gather=True,
 )
+"""In bf16 both add a microbatch's gradients to an array in fp32 (2 bytes read, 4 read, 4 written): Megatron-LM's arguments.py
+turns accumulate_allreduce_grads_in_fp32 on, and DeepSpeed has a BF16_Optimizer."""
 MEGATRON_SELECTIVE = Framework(
     name="Megatron-LM 2022", recompute="full", sequence=True, batch=4, tp=8, blocking_transfers=True, scatter_gather=True
 )
@@ -118,7 +130,21 @@ TITAN = Framework(
     gather_ahead=True,
 )
 INTERNEVO = Framework(name="InternEvo", software=FIRST_FLASH, recompute="none", zero=1, bucket_bytes=512 * 2**20)
-SAILOR = replace(MEGATRON, name="Megatron-DeepSpeed, no recomputation", recompute="none", micro=1)
+FULL_PRECISION = replace(UNFUSED, dropout=False, score_arrays=5.0, residual_arrays=3.0, gradient_arrays=6.0, loss_arrays=10.0)
+"""fp32 with products in TF32, the default of NVIDIA's containers. Megatron's fused softmax takes 16-bit scores alone, so mask
+and softmax are torch's own. They pass over the scores 4.5 times forward and 8.2 times backward (NeuSight's timings in training
+graphs on A100 and H100: filling 2.3 and 2.3, softmax 2.2 and 5.9), so 5 times and half as much again. Attention has no dropout:
+Sailor's megatron/model/gpt_neo_model.py, and the configs of OPT-350M and GPT-Neo."""
+SAILOR = replace(
+    MEGATRON,
+    name="Megatron-DeepSpeed, no recomputation",
+    recompute="none",
+    precision="tf32",
+    software=FULL_PRECISION,
+    micro=1,
+)
+"""No row states its precision. The stated memory peaks do. The predicted ones are 0.7 to 1.0 of them in fp32 without attention
+dropout (0.9 to 1.0 with 8 samples), and half of them in 16 bits."""
 SIMUMAX = replace(MEGATRON_CORE, tensor_overlap=False, name="Megatron-Core under SimuMax", seq=4096, zero=1)
 EAGER_DDP = Framework(name="PyTorch DDP with FlashAttention", software=replace(EAGER, dropout=True), recompute="none", micro=8)
 
@@ -190,6 +216,9 @@ WITHOUT: dict[str, Callable[[Framework], Framework]] = {
     "early stop, A100": lambda rule: replace(rule, software=replace(rule.software, early_stop=False)),
     "early stop, H100": lambda rule: replace(rule, software=replace(rule.software, early_stop=False)),
     "sequence parallelism": lambda rule: replace(rule, sequence=False),
+    "host launch rate": lambda rule: replace(rule, host=False),
+    "gradients of bf16 in fp32": lambda rule: replace(rule, bf16_gradients=0.0),
+    "fp32 of Sailor": lambda rule: replace(rule, precision="bf16", software=MEGATRON_2021),
 }
 """A piece of the model, and the rule without it: what it is worth."""
 

@@ -1,6 +1,6 @@
 """How far are predictions of published training runs from what was measured, judged on sources that nothing was fitted on?
 
-    python experiments/published/run.py --rows TRAINING.csv [--quick] [--json] [--only REGEX]
+    python experiments/published/run.py --rows TRAINING.csv [--quick] [--json] [--only REGEX] [--keep FILE]
 
 Predicts every row (`predict.py`), then fits at most one factor per GPU type and precision on the rows of the other sources
 and judges each source with it (cross-validation over sources). Writes results.json and README.md beside this file. The rows
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import pickle
 import re
 import sys
 from collections import defaultdict
@@ -26,7 +27,11 @@ from readme import readme
 from rows import Row, read_rows
 from rules import WITHOUT
 
+from parsim.files import write_atomically
+
 HERE = Path(__file__).parent
+KEPT_AT_ONCE = 40
+"""Rows between two writes of `--keep`."""
 NOT_JUDGED = {"CHECK"}
 """Rows whose notes hold such a word are left out: their source is in doubt."""
 
@@ -213,20 +218,23 @@ WORTH: dict[str, str] = {
     "unfused AdamW of Composer": r"^mosaic-003",
     "early stop, A100": r"^mosaic-0(08[3-9]|09|1[0-3])",
     "early stop, H100": r"^mosaic-00([0-6]|7[01])",
+    "host launch rate": r"^sailor-clariden",
+    "fp32 of Sailor": r"^sailor-clariden",
+    "gradients of bf16 in fp32": r"^(mtnlg|bloom-tune-(000[56]|013[0479]|0142))",
     "overlap of tensor parallelism": r"^(megatron-h100|nemo2407-00(02|04|07|10))",
 }
 """By piece the rows on which its worth is measured."""
 
 
-def worth(rows: Sequence[Row]) -> dict[str, Any]:
+def worth(rows: Sequence[Row], pieces: Sequence[str]) -> dict[str, Any]:
     """By piece, without it and with it: mean error and bias without a factor, and mean error after a factor of the rows' own.
 
     The last is what a piece is judged by where all rows of a GPU are too fast: any piece that shortens a step would look bad.
     Processes are not started, which would take longer.
     """
     found = {}
-    for piece, pattern in WORTH.items():
-        chosen = [row for row in rows if re.search(pattern, row.id)]
+    for piece in pieces:
+        chosen = [row for row in rows if re.search(WORTH[piece], row.id)]
         numbers = {}
         for name, without in (("before", piece), ("after", "")):
             errors = [relative(row.log_error) for row in judged(predict_all(chosen, 1, without, raw=True))]
@@ -240,15 +248,32 @@ def worth(rows: Sequence[Row]) -> dict[str, Any]:
     return found
 
 
+def predictions_of(rows: Sequence[Row], options: argparse.Namespace) -> list[Predicted]:
+    """Of all rows without factors; with `--keep` they are kept as they come, and a run that was stopped goes on."""
+    if options.keep is None:
+        return predict_all(rows, options.jobs, options.without, raw=True)
+    known: dict[str, Predicted] = pickle.loads(options.keep.read_bytes()) if options.keep.is_file() else {}
+    missing = [row for row in rows if row.id not in known]
+    for begin in range(0, len(missing), KEPT_AT_ONCE):
+        part = missing[begin : begin + KEPT_AT_ONCE]
+        known |= {entry.row.id: entry for entry in predict_all(part, options.jobs, options.without, raw=True)}
+        content = pickle.dumps(known)
+        write_atomically(options.keep, lambda file, content=content: file.write(content))
+    return [known[row.id] for row in rows]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, required=True, help="the csv file of published runs")
     parser.add_argument("--only", default=".", help="ids to predict, a regular expression; then nothing is written")
     parser.add_argument("--quick", action="store_true", help="every tenth row; nothing is written")
-    parser.add_argument("--without", default="", choices=("", *WITHOUT), help="a piece to leave out; then nothing is written")
-    parser.add_argument("--worth", action="store_true", help="measure what each piece is worth; writes worth.json")
+    parser.add_argument("--without", default="", choices=("", *WITHOUT), help="a piece to leave out; no results are written")
+    parser.add_argument(
+        "--worth", action="store_true", help="what each piece is worth, or that of --without; writes worth.json"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--keep", type=Path, help="keep predictions here (pickled), and go on from it; of this source alone")
     parser.add_argument("--json", action="store_true", help="print results.json")
     options = parser.parse_args(arguments)
     if not options.rows.is_file():
@@ -256,13 +281,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     rows = [row for row in read_rows(options.rows) if re.search(options.only, row.id)]
     if options.worth:
-        (HERE / "worth.json").write_text(json.dumps(worth(rows), indent=1) + "\n")
+        path = HERE / "worth.json"
+        known = json.loads(path.read_text()) if options.without and path.is_file() else {}
+        found = worth(rows, [options.without] if options.without else list(WORTH))
+        path.write_text(json.dumps(known | found, indent=1) + "\n")
         known = json.loads((HERE / "results.json").read_text())
         (HERE / "README.md").write_text(readme(known))
         return 0
     if options.quick:
         rows = rows[::10]
-    predictions = predict_all(rows, options.jobs, options.without, raw=True)
+    predictions = predictions_of(rows, options)
     document = results(predictions)
     if not options.quick and options.only == "." and not options.without:
         write(predictions, document)

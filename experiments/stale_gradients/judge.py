@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
-from experiments.common.claims import Claim, claim, of_every
+from experiments.common.claims import SEEDS, Claim, Row, claim, mean_of, of_every
 
-SEEDS = 5
-"""Fixed in advance; more are run for the spread, and change no verdict."""
 TOLERANCE = 0.02
 EPOCH_TOLERANCE = 0.10
-
-Row = dict[str, Any]
 
 
 def claims(document: dict[str, Any]) -> list[Claim]:
@@ -53,8 +48,3 @@ def claims(document: dict[str, Any]) -> list[Claim]:
             lambda row: f"{row['algorithm']} K={row['K']} ({100 * row['error']:+.1f}%)",
         ),
     ]
-
-
-def mean_of(row: Row) -> float:
-    """Over the seeds fixed in advance."""
-    return statistics.mean(row["scores"][:SEEDS])

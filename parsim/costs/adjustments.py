@@ -185,7 +185,7 @@ def _queueing(subject: Subject, context: PriceContext) -> Term | None:
         return None
     device = format_seconds(subject.so_far_s)
     why = f"the host takes longer to queue it than the device to run it ({device})"
-    return Term(QUEUEING, "at least", subject.base.issue_s, "measured", why)
+    return Term(QUEUEING, "at least", subject.base.issue_s, subject.base.source, why)
 
 
 def _host_overhead(subject: Subject, context: PriceContext) -> Term | None:
@@ -244,7 +244,7 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         applies_to=COMPUTATION,
         term=_queueing,
         sentence="A GPU cannot compute faster than the host queues its kernels.",
-        source="`issue_s` of the profile's components, compositions and optimizers",
+        source="`issue_s` of the profile's components, compositions and optimizers; of parts, launches times `host.launch_s`",
     ),
     Adjustment(
         name="host overhead",

@@ -201,24 +201,12 @@ class Costs:
         component = self._component(work.component)
         selective = component.selective if work.part == BY_OPERATOR_PART else None
         operators = () if selective is None else selective.operators
-        alike = self._alike[work.component]
+        alike = self.model.work_kind[work.component]
         return alike, work.phase, work.samples, work.rule, work.ways, work.part, work.parts, operators
 
     @cached_property
     def _computed(self) -> dict[tuple[object, ...], Estimate]:
         return {}
-
-    @cached_property
-    def _alike(self) -> dict[str, int]:
-        """Per component a number, equal for those that do the same work in the same shards."""
-        numbers: dict[object, int] = {}
-        return {
-            component.name: numbers.setdefault(
-                (component.fingerprint, component.divisions, component.inside, self.model.has_input_gradient(component)),
-                len(numbers),
-            )
-            for component in self.model.components
-        }
 
     @cached_property
     def _computation(self) -> ComputeCosts:

@@ -6,6 +6,7 @@ its decision. Every rank changes plan at the same step, or none does (Algorithm 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,21 +26,30 @@ from parsim.hardware.profile import load_profile
 from parsim.model.model import Model
 from parsim.plans.plan import Plan
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.live.controller import Controller, Replan
+from parsim.schedule.live.controller import Controller
+from parsim.schedule.live.decisions import Keep
 from parsim.schedule.live.planning import controller_for, observation_of, search_planner, task_seconds
 
-REBUILD_S = 2.0
-"""Assumed seconds of a switch beside the moving of weights: recording components anew, process groups, first steps."""
+PLANNING_S = 2.0
+"""Assumed seconds of a planning, until the first has been timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The decision after `step` steps; `plan` is None if the plan was kept."""
+    """The decision after `step` steps.
+
+    Attributes:
+        plan: to go on with; None if the plan was kept. step_s: mean of the window. planning_s: that a planner took; 0 if it was
+            not asked. switch_s, predicted_switch_s: seconds that a change of plan took on this rank, and should have taken.
+    """
 
     step: int
     reason: str
     plan: str | None
     step_s: float
+    planning_s: float = 0.0
+    predicted_switch_s: float | None = None
+    switch_s: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -48,7 +58,8 @@ class Decision:
 class Steering:
     """The controller on rank 0, and everyone's part in asking it."""
 
-    def __init__(self, spec: AdaptiveSpec, run: RunSpec, steps: int, place: ProcessPlace) -> None:
+    def __init__(self, spec: AdaptiveSpec, run: RunSpec, steps: int, place: ProcessPlace, *, built_s: float) -> None:
+        """`built_s`: that this rank took to build what runs the first plan; a switch builds as much again."""
         self._spec = spec
         self._place = place
         self._steps = steps
@@ -58,7 +69,7 @@ class Steering:
         if place.rank == 0:
             problem = problem_of(spec, run)
             planner = search_planner(problem, ("adaptive",), world_size=run.plan.world_size)
-            controller = controller_for(problem, run.plan, plan_for=planner, rebuild_s=REBUILD_S)
+            controller = controller_for(problem, run.plan, plan_for=planner, rebuild_s=built_s, planning_s=PLANNING_S)
             by_hand = run.plan.strategy == "custom"  # no search has stood behind it yet
             self._controller = replace(controller, question="the plan was written by hand") if by_hand else controller
 
@@ -102,9 +113,26 @@ class Steering:
             steps_left=self._steps - step,
             epoch_ended=step % self._spec.epoch_steps == 0,
         )
+        began = time.monotonic()
         self._controller, decided = self._controller.observe(seen)
-        chosen = decided.plan.to_json() if isinstance(decided, Replan) else None
-        return Decision(step=step, reason=decided.reason, plan=chosen, step_s=step_s)
+        planning_s = 0.0
+        if decided.planned:
+            planning_s = time.monotonic() - began
+            self._controller = replace(self._controller, planning_s=planning_s)
+        if isinstance(decided, Keep):
+            return Decision(step=step, reason=decided.reason, plan=None, step_s=step_s, planning_s=planning_s)
+        return Decision(
+            step=step,
+            reason=decided.reason,
+            plan=decided.plan.to_json(),
+            step_s=step_s,
+            planning_s=planning_s,
+            predicted_switch_s=decided.cost_s,
+        )
+
+    def has_switched(self, seconds: float) -> None:
+        """The last decision is carried out. Args: seconds: that it took on this rank."""
+        self.decisions[-1] = replace(self.decisions[-1], switch_s=seconds)
 
 
 def problem_of(spec: AdaptiveSpec, run: RunSpec) -> PlanningProblem:

@@ -5,11 +5,11 @@ Tasks that do the same work on the same rank are one *unit*, priced once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex, TypeVar, overload
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from parsim.arrays import Bools, Ints
 from parsim.graph.task import COMPUTE, Resource
 from parsim.graph.taskgraph import TaskGraph
 from parsim.work import LoadBatch, SendRecv, Work, is_communication
+
+T = TypeVar("T")
 
 
 class RaggedTable(NamedTuple):
@@ -34,8 +36,7 @@ class RaggedTable(NamedTuple):
     @classmethod
     def from_pairs(cls, rows: Ints, values: Ints, count: int) -> RaggedTable:
         """`values[k]` belongs to row `rows[k]` < count; the order within a row is kept."""
-        order = np.argsort(rows, kind="stable")
-        return cls(_offsets(np.bincount(rows, minlength=count)), values[order])
+        return cls(_offsets(np.bincount(rows, minlength=count)), values[_stable_order(rows, count)])
 
     @property
     def row_numbers(self) -> Ints:
@@ -48,6 +49,14 @@ class RaggedTable(NamedTuple):
 
     def row(self, number: int) -> Ints:
         return self.values[self.offsets[number] : self.offsets[number + 1]]
+
+
+def _stable_order(numbers: Ints, count: int) -> Ints:
+    """The stable order of numbers < count, 16 bits at a time: numpy sorts those by counting, wider ones by comparing."""
+    order = np.argsort(numbers.astype(np.uint16), kind="stable")
+    if count > 2**16:
+        order = order[_stable_order((numbers >> 16)[order], ((count - 1) >> 16) + 1)]
+    return order
 
 
 def _offsets(lengths: Ints) -> Ints:
@@ -67,6 +76,46 @@ class Unit(NamedTuple):
     resumes: bool = False
 
 
+class Units(Sequence[Unit]):
+    """The units of a program, in their order. Of many that differ by the name of a component alone each is made when asked for.
+
+    Args:
+        kinds: units that cost what others do; one of each kind. kind: int64 [units], the kind of each. make: all units.
+    """
+
+    def __init__(self, kinds: tuple[Unit, ...], kind: Ints, make: Callable[[], tuple[Unit, ...]]) -> None:
+        self.kinds = kinds
+        self.kind = kind
+        self._make = make
+
+    @classmethod
+    def of(cls, units: Iterable[Unit]) -> Units:
+        """Units of which each is a kind of its own."""
+        every = tuple(units)
+        return cls(every, np.arange(len(every), dtype=np.int64), lambda: every)
+
+    def each(self, of_kinds: Sequence[T]) -> list[T]:
+        """What is said of the kinds, for every unit."""
+        return [of_kinds[number] for number in self.kind.tolist()]
+
+    @cached_property
+    def _every(self) -> tuple[Unit, ...]:
+        return self._make()
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @overload
+    def __getitem__(self, number: SupportsIndex) -> Unit: ...
+    @overload
+    def __getitem__(self, number: slice) -> tuple[Unit, ...]: ...
+    def __getitem__(self, number: SupportsIndex | slice) -> Unit | tuple[Unit, ...]:
+        return self._every[number]
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self._every)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Columns:
     """Attributes:
@@ -81,7 +130,7 @@ class Columns:
     issued: RaggedTable
     dependencies: RaggedTable
     unit: Ints
-    units: tuple[Unit, ...]
+    units: Units
     view: Callable[[], TaskGraph]
 
     @property
@@ -103,8 +152,8 @@ class Columns:
         return np.array([resource.stream == COMPUTE for resource in self.resources], dtype=np.bool_)
 
     def is_work(self, test: Callable[[Work], bool]) -> Bools:
-        """bool [n]: which tasks' work passes the test (asked once per unit)."""
-        return np.array([test(unit.work) for unit in self.units], dtype=np.bool_)[self.unit]
+        """bool [n]: which tasks' work passes the test (asked once per kind of unit, so not of the names of components)."""
+        return np.array([test(unit.work) for unit in self.units.kinds], dtype=np.bool_)[self.units.kind[self.unit]]
 
     @cached_property
     def communicates(self) -> Bools:
@@ -126,7 +175,7 @@ class Columns:
         waits &= ~self.communicates & ~self.loads
         found, numbers = np.unique(2 * self.unit + waits, return_inverse=True)
         units = tuple(self.units[key // 2]._replace(resumes=bool(key % 2)) for key in found.tolist())
-        return replace(self, unit=np.asarray(numbers, dtype=np.int64).reshape(self.size), units=units)
+        return replace(self, unit=np.asarray(numbers, dtype=np.int64).reshape(self.size), units=Units.of(units))
 
     @cached_property
     def first_rank(self) -> Ints:
@@ -150,6 +199,6 @@ def columns_of(graph: TaskGraph) -> Columns:
         issued=RaggedTable.from_rows([graph.issue_order[resource] for resource in graph.resources]),
         dependencies=RaggedTable.from_rows([task.dependencies for task in graph.tasks]),
         unit=np.array(unit, dtype=np.int64),
-        units=tuple(units),
+        units=Units.of(units),
         view=lambda: graph,
     )

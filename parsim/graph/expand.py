@@ -1,11 +1,11 @@
-"""Lowering by templates: every replica and microbatch repeats the same block of tasks, so each block is lowered once.
+"""Lowering by templates: replicas, microbatches and equal components repeat the same tasks, so each kind is lowered once.
 
-A block is the work of one stage in one replica for one phase of one microbatch, with the communication behind it. The
-passes write it for replica 0 and microbatch 0; its copies differ by ranks and task numbers alone, which is arithmetic on
-arrays. What replicas share (gradient buckets, optimizer steps) is written once at the end. The result is the same program
-as `lower` makes, task for task.
+The passes write the tasks of one component for one phase of a microbatch of replica 0, for every kind of component
+(`parsim.graph.pieces`). Their copies differ by names, ranks and task numbers alone, which is arithmetic on arrays. What
+replicas share (gradient buckets, optimizer steps) is written once at the end. The result is the same program as `lower` makes,
+task for task.
 
-Where copies communicate inside components (cp, ep), a block is no longer one copy's. Then one copy stands for its whole
+Where copies communicate inside components (cp, ep), a piece is no longer one copy's. Then one copy stands for its whole
 team, or all tasks are made one by one.
 
 With a Folding only the ranks that represent others are lowered. Their collectives with represented ranks keep the whole
@@ -14,50 +14,27 @@ group, on which the price depends, and their place in the queues.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from parsim.arrays import Ints
 from parsim.errors import GraphError
-from parsim.graph.columns import Columns, RaggedTable, Unit, columns_of
+from parsim.graph.columns import Columns, RaggedTable, Unit, Units, columns_of
 from parsim.graph.fold import Folding, unfolded
 from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.lower import PASSES_AT_THE_END, lower
-from parsim.graph.passes.compute import add_action, add_loads, phases_of
 from parsim.graph.passes.rounds import add_round
+from parsim.graph.pieces import LoweredPiece, Pieces
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import Origin, Resource, Task
+from parsim.graph.task_numbers import TaskNumbers
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.model import Model
-from parsim.plans.pipeline import pipeline_actions
 from parsim.plans.plan import Plan
-from parsim.work import Collective, Phase, SendRecv, Work
-
-
-class TemplatePlace(NamedTuple):
-    """A task of a template: which block, and where in it."""
-
-    block: int
-    offset: int
-
-
-class _Part(NamedTuple):
-    """What a block is a copy of: one phase of one of the plan's stages, or (phase None) the loads of a place on the pp axis."""
-
-    stage: int
-    phase: Phase | None
-
-
-@dataclass(slots=True)
-class _Block:
-    """A template and the numbers of the first tasks of its copies: int64 [replicas, microbatches] (loads: one column)."""
-
-    draft: Draft
-    starts: Ints
+from parsim.work import Collective, Compute, Phase, SendRecv, Work
 
 
 def lower_columns(
@@ -81,81 +58,72 @@ def lower_columns(
     if not folding.has_whole_teams or rule.kind == "stale" or rule.participation < 1:
         return columns_of(lower(plan, model, layout, mixing_round=mixing_round, local=local))
     kept = frozenset(folding.ranks) if folding.is_folded else None
-    blocks: dict[_Part, _Block] = {}
-    for place in range(plan.mesh.pp):
-        for part, draft in _templates(layout, place, kept).items():
-            columns = 1 if part.phase is None else plan.microbatches
-            blocks[part] = _Block(draft, np.zeros((len(folding.replicas), columns), dtype=np.int64))
-    count = _number(plan, blocks)
-    drafts = list(blocks.values())
-    where = {
-        key: TemplatePlace(number, offset)
-        for number, block in enumerate(drafts)
-        for offset, key in enumerate(block.draft.keys())
-    }
     end = Draft(world_size=plan.world_size, ranks=kept)
     for add in PASSES_AT_THE_END:
         add(end, layout)
     if not local:
         add_round(end, layout, mixing_round)
-    return _Expansion(plan, folding, drafts, where, end, count).columns(
+    return _Expansion(layout, folding, Pieces(layout, kept), end).columns(
         None if folding.is_folded else lambda: lower(plan, model, mixing_round=mixing_round, local=local)
     )
 
 
-def _templates(layout: PlanIndex, place: int, kept: frozenset[int] | None) -> dict[_Part, Draft]:
-    """Loads and every phase of every stage at a place on the pp axis, for replica 0 and microbatch 0."""
-    plan = layout.plan
-    drafts = {_Part(place, None): Draft(world_size=plan.world_size, ranks=kept)}
-    add_loads(drafts[_Part(place, None)], layout, place, 0)
-    for stage in plan.place_stages(place):
-        for phase in phases_of(plan):
-            drafts[_Part(stage, phase)] = draft = Draft(world_size=plan.world_size, ranks=kept)
-            add_action(draft, layout, stage, 0, phase, 0)
-    return drafts
+class _Copies(NamedTuple):
+    """The copies of a piece (None: of the loads of a place).
 
+    Attributes:
+        components, places: those that have it, and where they run.
+        starts: int64 [components, replicas, microbatches], the first tasks of the copies.
+    """
 
-def _number(plan: Plan, blocks: dict[_Part, _Block]) -> int:
-    """Fill the blocks' starts as `lower` numbers tasks: place, replica, then the rank's actions. Returns their count."""
-    base = 0
-    for place in range(plan.mesh.pp):
-        load = blocks[_Part(place, None)]
-        inside = len(load.draft)
-        for action in pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks):
-            block = blocks[_Part(action.stage, action.phase)]
-            block.starts[:, action.microbatch] = inside
-            inside += len(block.draft)
-        replicas = base + inside * np.arange(len(load.starts), dtype=np.int64)[:, None]
-        load.starts[:] = replicas
-        for stage in plan.place_stages(place):
-            for phase in phases_of(plan):
-                blocks[_Part(stage, phase)].starts += replicas
-        base += inside * len(load.starts)
-    return base
+    draft: Draft
+    piece: LoweredPiece | None
+    components: tuple[int, ...]
+    places: tuple[int, ...]
+    starts: Ints
 
 
 class _Expansion:
-    """Copies of the blocks, put together."""
+    """Copies of the pieces, put together."""
 
-    def __init__(
-        self, plan: Plan, folding: Folding, blocks: list[_Block], where: dict[TaskKey, TemplatePlace], end: Draft, count: int
-    ) -> None:
-        self._plan = plan
+    def __init__(self, layout: PlanIndex, folding: Folding, pieces: Pieces, end: Draft) -> None:
+        self._layout = layout
+        self._plan = layout.plan
         self._folding = folding
-        self._blocks = blocks
-        self._where = where
+        self._pieces = pieces
+        self._numbers = TaskNumbers(layout, folding, pieces)
         self._end = end
-        self._count = count
+        self._count = self._numbers.count
         self._resources: dict[Resource, int] = {}
-        self._units: list[Unit] = []
         self._edges: list[tuple[Ints, Ints]] = []
         self._uses: list[tuple[Ints, Ints]] = []
-        self._unit = np.zeros(count + len(end), dtype=np.int64)
+        self._unit = np.zeros(self._count + len(end), dtype=np.int64)
+        self._copies: list[_Copies] = []
+        self._kinds: list[Unit] = []
+        self._kind: list[Ints] = []
+        self._rows: dict[tuple[Hashable, ...], list[int]] = {}
+        mesh = self._plan.mesh
+        self._place = [layout.stage_of[component.name] for component in layout.model.components]
+        self._step = mesh.copies * mesh.tp  # from the ranks of a place to those of the next
+        self._steps = [replica * mesh.tp for replica in folding.replicas]
+        self._replica_row = {replica: row for row, replica in enumerate(folding.replicas)}
 
     def columns(self, view: Callable[[], TaskGraph] | None) -> Columns:
         """`view`: makes the task graph; None: these columns as tasks."""
-        for block in self._blocks:
-            self._copy(block)
+        for place, draft in self._pieces.loads.items():
+            if len(draft):
+                self._copy(draft, None, (place,), (place,), self._numbers.loads[place][None, :, None])
+        alike: dict[tuple[Phase, int], list[int]] = {}
+        for sequence in self._pieces.sequences.values():
+            for phase, component in sequence:
+                alike.setdefault((phase, self._pieces.of(phase, component).component), []).append(component)
+        for (phase, first), components in alike.items():
+            piece = self._pieces.of(phase, first)
+            if len(piece.draft):
+                starts = self._numbers.of(phase, np.array(components, dtype=np.int64))
+                places = tuple(self._place[component] for component in components)
+                self._copy(piece.draft, piece, tuple(components), places, starts)
+                self._wait(piece, np.array(components, dtype=np.int64), places, starts)
         self._finish()
         n = len(self._unit)
         uses = _table(self._uses, n)
@@ -166,81 +134,131 @@ class _Expansion:
             issued=uses.inverted(len(self._resources)),
             dependencies=_table(self._edges, n),
             unit=self._unit,
-            units=tuple(self._units),
+            units=Units(tuple(self._kinds), np.concatenate([np.zeros(0, dtype=np.int64), *self._kind]), self._units),
             view=view or (lambda: self._graph(made)),
         )
         return made
 
-    def _copy(self, block: _Block) -> None:
-        steps = [replica * self._plan.mesh.tp for replica in self._folding.replicas]
-        using: list[int] = []
-        used: list[list[int]] = []
-        units: list[int] = []
-        waiting: dict[int, tuple[list[int], list[int]]] = {}
-        for offset, (work, resources, after, _) in enumerate(block.draft.entries()):
+    def _copy(
+        self, draft: Draft, piece: LoweredPiece | None, components: tuple[int, ...], places: tuple[int, ...], starts: Ints
+    ) -> None:
+        """Units and queues of the copies of a piece (None: of the loads of a place). Units of one place are of one kind."""
+        home, size = places[0] if piece is None else self._place[piece.component], len(draft)
+        count = len(self._steps) * size
+        shapes = {place: len(self._kinds) + number * count for number, place in enumerate(dict.fromkeys(places))}
+        names = dict(zip(reversed(places), reversed(components), strict=True))
+        queues: dict[Resource, int] = {}
+        using, used, works = [], [], []
+        for offset, (work, resources, _, _) in enumerate(draft.entries()):
+            works.append((work, resources[0].rank))
             for resource in resources:
                 using.append(offset)
-                used.append([self._resource(_moved_resource(resource, step)) for step in steps])
-            units.append(len(self._units))
-            self._units.extend(Unit(moved_work(work, step), resources[0].rank + step) for step in steps)
-            for key in after:
-                if key not in self._where:
-                    if self._folding.is_folded:  # of a rank that another stands for: what that one does comes before, too
-                        continue
-                    raise GraphError(f"task {offset} of a block depends on {key}, which no pass added")
-                place = self._where[key]
-                offsets, earlier = waiting.setdefault(place.block, ([], []))
-                offsets.append(offset)
-                earlier.append(place.offset)
-        starts = block.starts[:, :, None]
-        if units:
-            numbers = np.array(units, dtype=np.int64) + np.arange(len(steps), dtype=np.int64)[:, None, None]
-            self._unit[starts + np.arange(len(units), dtype=np.int64)] = numbers
-        if using:
-            _add_pairs(self._uses, starts + np.array(using, dtype=np.int64), np.array(used, dtype=np.int64).T[:, None, :])
-        for other, (offsets, earlier) in waiting.items():
-            before = self._blocks[other].starts[:, :, None] + np.array(earlier, dtype=np.int64)
-            _add_pairs(self._edges, starts + np.array(offsets, dtype=np.int64), before)
+                used.append(queues.setdefault(resource, len(queues)))
+        table = np.empty((len(places), len(self._steps), len(queues)), dtype=np.int64)
+        for place in shapes:
+            moves = [(place - home) * self._step + step for step in self._steps]
+            numbers = [[self._resource(_moved_resource(resource, move)) for resource in queues] for move in moves]
+            table[[number for number, other in enumerate(places) if other == place]] = numbers
+            renamed = None if piece is None else self._layout.model.components[names[place]].name
+            self._kinds += [Unit(moved_work(work, move, renamed), rank + move) for move in moves for work, rank in works]
+        first = sum(map(len, self._kind))
+        inside = np.arange(count, dtype=np.int64)
+        self._kind.append((np.array([shapes[place] for place in places], dtype=np.int64)[:, None] + inside).ravel())
+        units = first + np.arange(len(places) * count, dtype=np.int64).reshape(len(places), len(self._steps), 1, size)
+        self._unit[starts[..., None] + np.arange(size, dtype=np.int64)] = units
+        _add_pairs(self._uses, starts[..., None] + np.array(using, dtype=np.int64), table[:, :, None, used])
+        self._copies.append(_Copies(draft, piece, components, places, starts))
+
+    def _wait(self, piece: LoweredPiece, components: Ints, places: Sequence[int], starts: Ints) -> None:
+        for awaited, (offsets, earlier) in piece.waits.items():
+            if awaited.phase is None:
+                before = self._numbers.loads[list(places)][:, :, None]
+            elif awaited.by_number:
+                before = self._numbers.of(awaited.phase, np.array([awaited.component]))
+            else:
+                before = self._numbers.of(awaited.phase, components + awaited.component)
+            _add_pairs(self._edges, starts[..., None] + np.array(offsets), before[..., None] + np.array(earlier))
 
     def _finish(self) -> None:
         """Buckets, optimizer steps and what follows them: one task each."""
-        for offset, (work, resources, after, _) in enumerate(self._end.entries()):
-            task = self._count + offset
-            self._uses.append(
-                (np.full(len(resources), task), np.array([self._resource(entry) for entry in resources], dtype=np.int64))
-            )
-            self._unit[task] = len(self._units)
-            self._units.append(Unit(work, resources[0].rank))
-            self._edges.append((np.full(len(after), task), np.array(self._numbers(after), dtype=np.int64)))
-        waiting, before = (self._numbers(pair[end] for pair in self._end.waits()) for end in (0, 1))
+        using: list[int] = []
+        used: list[int] = []
+        waiting: list[int] = []
+        before: list[int] = []
+        queues: dict[tuple[Resource, ...], list[int]] = {}
+        units: dict[Hashable, int] = {}
+        first, begin = sum(map(len, self._kind)), len(self._kinds)
+        for task, (work, resources, after, _) in enumerate(self._end.entries(), self._count):
+            if resources not in queues:
+                queues[resources] = [self._resource(entry) for entry in resources]
+            using += [task] * len(resources)
+            used += queues[resources]
+            number = units.setdefault((_identity(work), resources[0].rank), len(units))
+            if number == len(self._kinds) - begin:
+                self._kinds.append(Unit(work, resources[0].rank))
+            self._unit[task] = first + number
+            numbers = self._numbers_of(after)
+            waiting += [task] * len(numbers)
+            before += numbers
+        self._kind.append(np.arange(begin, len(self._kinds), dtype=np.int64))
+        for found, pair in zip((waiting, before), zip(*self._end.waits(), strict=True), strict=False):
+            found += self._numbers_of(pair)
+        self._uses.append((np.array(using, dtype=np.int64), np.array(used, dtype=np.int64)))
         self._edges.append((np.array(waiting, dtype=np.int64), np.array(before, dtype=np.int64)))
 
-    def _numbers(self, keys: Iterable[TaskKey]) -> list[int]:
-        """Of tasks at the end, and of backwards of any kept replica and any microbatch."""
-        mesh = self._plan.mesh
-        number = {replica: place for place, replica in enumerate(self._folding.replicas)}
+    def _numbers_of(self, keys: Iterable[TaskKey]) -> list[int]:
+        """Of tasks at the end, and of computation of any kept replica and any microbatch."""
         found = []
         for key in keys:
             if key in self._end:
                 found.append(self._count + self._end.number(key))
                 continue
             phase, rank, name, microbatch, *part = key
-            assert isinstance(rank, int)
             assert isinstance(microbatch, int)
-            stage, replica = self._plan.stage_of_rank(rank), self._plan.replica_of_rank(rank)
-            first = mesh.rank(stage=stage, replica=0, shard=self._plan.shard_of_rank(rank))
-            place = self._where[(phase, first, name, 0, *part)]
-            found.append(int(self._blocks[place.block].starts[number[replica], microbatch]) + place.offset)
+            task = (phase, rank, name, *part)
+            if task not in self._rows:
+                self._rows[task] = self._row(phase, rank, name, part)
+            found.append(self._rows[task][microbatch])
         return found
+
+    def _row(self, phase: Hashable, rank: Hashable, name: Hashable, part: Sequence[Hashable]) -> list[int]:
+        """The numbers of a computation of a kept rank, by microbatch."""
+        assert isinstance(phase, Phase)
+        assert isinstance(rank, int)
+        assert isinstance(name, str)
+        plan = self._plan
+        stage, replica = plan.stage_of_rank(rank), plan.replica_of_rank(rank)
+        first = plan.mesh.rank(stage=stage, replica=0, shard=plan.shard_of_rank(rank))
+        offset = self._pieces.offset(phase, first, name, part)
+        if offset is None:
+            raise GraphError(f"{phase} of {name} on rank {rank} is no task of the program")
+        starts = self._numbers.of(phase, np.array([self._layout.model.component_index[name]]))
+        row: list[int] = (starts[0, self._replica_row[replica]] + offset).tolist()
+        return row
+
+    def _units(self) -> tuple[Unit, ...]:
+        """Every unit by itself, with the names of its own component."""
+        found: list[Unit] = []
+        for copies in self._copies:
+            home = copies.places[0] if copies.piece is None else self._place[copies.piece.component]
+            entries = [(work, resources[0].rank) for work, resources, _, _ in copies.draft.entries()]
+            for component, place in zip(copies.components, copies.places, strict=True):
+                name = None if copies.piece is None else self._layout.model.components[component].name
+                for step in self._steps:
+                    move = (place - home) * self._step + step
+                    found += [Unit(moved_work(work, move, name), rank + move) for work, rank in entries]
+        return (*found, *self._kinds[len(self._kinds) - len(self._kind[-1]) :])
 
     def _graph(self, columns: Columns) -> TaskGraph:
         """The same program as tasks, for people."""
         origins: dict[int, Origin] = {}
-        for block in self._blocks:
-            for offset, (_, _, _, origin) in enumerate(block.draft.entries()):
-                for (row, microbatch), start in np.ndenumerate(block.starts):
-                    number = None if origin.microbatch is None else microbatch
-                    origins[int(start) + offset] = replace(origin, replica=self._folding.replicas[row], microbatch=number)
+        for copies in self._copies:
+            for number, component in enumerate(copies.components):
+                made = [self._origin(origin, copies, component) for _, _, _, origin in copies.draft.entries()]
+                for (row, microbatch), start in np.ndenumerate(copies.starts[number]):
+                    for offset, origin in enumerate(made):
+                        own = None if origin.microbatch is None else microbatch
+                        origins[int(start) + offset] = replace(origin, replica=self._folding.replicas[row], microbatch=own)
         for offset, (_, _, _, origin) in enumerate(self._end.entries()):
             origins[self._count + offset] = origin
         tasks = tuple(
@@ -255,8 +273,26 @@ class _Expansion:
         )
         return TaskGraph(tasks=tasks, world_size=columns.world_size)
 
+    def _origin(self, origin: Origin, copies: _Copies, component: int) -> Origin:
+        """As a copy's, whose component, values and place on the pp axis have other names."""
+        if copies.piece is None:
+            return origin
+        first, own = (self._layout.model.components[number] for number in (copies.piece.component, component))
+        names = dict(zip((*first.inputs, *first.outputs), (*own.inputs, *own.outputs), strict=True))
+        return replace(
+            origin,
+            stage=origin.stage + self._place[component] - self._place[copies.piece.component],
+            component=None if origin.component is None else own.name,
+            value=None if origin.value is None else names[origin.value],
+        )
+
     def _resource(self, resource: Resource) -> int:
         return self._resources.setdefault(resource, len(self._resources))
+
+
+def _identity(work: Work) -> Hashable:
+    """Equal for equal work at the end; buckets of the same ranks share one tuple, so groups of thousands are not compared."""
+    return (work.operation, id(work.group), work.size_bytes, work.packed) if isinstance(work, Collective) else work
 
 
 def _add_pairs(pairs: list[tuple[Ints, Ints]], rows: Ints, values: Ints) -> None:
@@ -274,17 +310,20 @@ def _moved_resource(resource: Resource, step: int) -> Resource:
     """The same queue of another replica; `pp>3` names a rank of the same replica."""
     if not step:
         return resource
-    match = re.fullmatch(r"(pp[<>])(\d+)", resource.stream)
-    stream = f"{match[1]}{int(match[2]) + step}" if match else resource.stream
+    axis, peer = resource.stream[:3], resource.stream[3:]
+    stream = f"{axis}{int(peer) + step}" if axis in ("pp>", "pp<") else resource.stream
     return Resource(resource.rank + step, stream)
 
 
-def moved_work(work: Work, step: int) -> Work:
-    """The same work of another replica.
+def moved_work(work: Work, step: int, component: str | None = None) -> Work:
+    """The same work on other ranks.
 
     Args:
-        work: of one replica. step: from a rank of that replica to the same place of the other one.
+        work: of one replica at one place on the pp axis. step: from a rank of these to the same one of the others.
+        component: of computation, that of the others (None: the same).
     """
+    if isinstance(work, Compute):
+        return work if component in (None, work.component) else replace(work, component=component)
     if not step:
         return work
     match work:

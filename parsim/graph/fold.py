@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from parsim.costs.costs import Costs
@@ -117,8 +117,11 @@ def merged(folding: Folding, costs: Costs) -> Folding | None:
     return Folding(mesh=mesh, replica_of=(0,) * mesh.copies, shards=folding.shards) if len(alone) == 1 else None
 
 
-WorkSeconds = Callable[[Work], float]
-"""What a communication costs."""
+WorkSeconds = Callable[[Sequence[Work]], list[float]]
+"""What communications cost."""
+
+InsideSeconds = Callable[[int], list[list[float]]]
+"""Of a replica, per kind of communication inside it what that of each tp shard costs."""
 
 
 def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = None) -> Folding:
@@ -126,31 +129,35 @@ def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = No
 
     Args:
         layout: the plan and its model. costs: prices of the cluster.
-        seconds: median of a communication, to share a cache of prices (None: asks `costs`).
+        seconds: medians of communications, to share a cache of prices (None: asks `costs`).
 
     Raises:
         CostError: as `Costs.estimate`.
     """
-    seconds = seconds or (lambda work: costs.estimate(work, 0).median_s)
+    price = seconds or (lambda works: [costs.estimate(work, 0).median_s for work in works])
     mesh = layout.plan.mesh
     if costs.differ_by_rank:  # learnt per rank and link
         return unfolded(mesh)
     kinds = _Kinds(costs)
     exchanges = _exchanges(layout)
-    replica_of = _replicas_of(layout, kinds, seconds, exchanges)
+
+    @cache
+    def inside(replica: int) -> list[list[float]]:
+        return [price(works) for works in _works_inside(layout, exchanges, replica)]
+
+    replica_of = _replicas_of(layout, kinds, inside)
     whole = Folding(mesh=mesh, replica_of=replica_of, shards=tuple(range(mesh.tp)))
-    if mesh.team > 1 and not (whole.has_whole_teams and _pay_alike(seconds, _bucket_works(layout))):
+    if mesh.team > 1 and not (whole.has_whole_teams and _pay_alike(map(price, _bucket_works(layout)))):
         return replace(whole, is_exact=False)
     if mesh.tp == 1 or not _shards_do_alike(layout):
         return whole
-    alike = _pay_alike(seconds, _bucket_works(layout)) and all(
-        _shards_sit_alike(layout, kinds, replica) and _pay_alike(seconds, _works_inside(layout, exchanges, replica))
-        for replica in whole.replicas
+    alike = _pay_alike(map(price, _bucket_works(layout))) and all(
+        _shards_sit_alike(layout, kinds, replica) and _pay_alike(inside(replica)) for replica in whole.replicas
     )
     return Folding(mesh=mesh, replica_of=replica_of, shards=(0,)) if alike else whole
 
 
-def _replicas_of(layout: PlanIndex, kinds: _Kinds, seconds: WorkSeconds, exchanges: Sequence[_Exchange]) -> tuple[int, ...]:
+def _replicas_of(layout: PlanIndex, kinds: _Kinds, inside: InsideSeconds) -> tuple[int, ...]:
     """Per replica the first in which everything costs the same: by where its ranks sit, else by asking for every price.
 
     Where groups that run at once slow one another, what a replica pays depends on its neighbours: then every price is asked.
@@ -166,9 +173,7 @@ def _replicas_of(layout: PlanIndex, kinds: _Kinds, seconds: WorkSeconds, exchang
     for replica in by_place.values() if len(by_place) > 1 else ():
         ranks = _ranks_of_replica(mesh, replica)
         alone = tuple((kinds.device(rank), kinds.path(rank)) for rank in ranks)
-        together = tuple(
-            tuple(_rounded(seconds(work)) for work in works) for works in _works_inside(layout, exchanges, replica)
-        )
+        together = tuple(tuple(map(_rounded, seconds)) for seconds in inside(replica))
         priced[replica] = by_price.setdefault((alone, together), replica)
     return tuple(priced.get(replica, replica) for replica in placed)
 
@@ -264,13 +269,9 @@ def _shards_sit_alike(layout: PlanIndex, kinds: _Kinds, replica: int) -> bool:
     return True
 
 
-def _pay_alike(price: WorkSeconds, side_by_side: Iterable[Sequence[Work]]) -> bool:
+def _pay_alike(side_by_side: Iterable[Sequence[float]]) -> bool:
     """Whether works that are done side by side cost the same, up to rounding."""
-    for works in side_by_side:
-        seconds = [price(work) for work in works]
-        if max(seconds) - min(seconds) > 1e-12 * max(seconds):
-            return False
-    return True
+    return all(max(seconds) - min(seconds) <= 1e-12 * max(seconds) for seconds in side_by_side)
 
 
 class _Exchange(NamedTuple):

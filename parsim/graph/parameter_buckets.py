@@ -106,12 +106,72 @@ def alike(component: Component, placement: Placement, parameter: str, tp: int) -
 
 
 class _Open(NamedTuple):
-    """A parameter on its way into a bucket: the component that decides how it is held, what tp rank 0 holds, its stages."""
+    """A parameter on its way into a bucket: the component that decides how it is held, what tp rank 0 holds, its stages.
+
+    `kind`: equal for parameters whose gradients are summed over the same ranks.
+    """
 
     parameter: Parameter
     component: Component
     held: HeldParameter
     stages: tuple[int, ...]
+    kind: tuple[object, ...]
+
+
+class _Buckets:
+    """Buckets as they are closed, one after the other."""
+
+    def __init__(self, plan: Plan, placements: Mapping[str, Placement]) -> None:
+        self.closed: list[Bucket] = []
+        self._plan = plan
+        self._placements = placements
+        self._groups: dict[tuple[tuple[int, ...], tuple[int, ...], int, int], tuple[int, ...]] = {}
+        self._shards: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = {}
+
+    def fill(self, entries: Sequence[_Open]) -> None:
+        """Parameters in the order in which their gradients are complete, into buckets of the plan's size."""
+        open_by_kind: dict[tuple[object, ...], list[_Open]] = {}
+        held_bytes: dict[tuple[object, ...], int] = {}
+        for entry in entries:
+            key = entry.kind
+            open_by_kind.setdefault(key, []).append(entry)
+            held_bytes[key] = held_bytes.get(key, 0) + entry.held.size_bytes
+            if held_bytes[key] >= self._plan.bucket_bytes:
+                self.close(open_by_kind.pop(key))
+                held_bytes[key] = 0
+        for rest in open_by_kind.values():
+            self.close(rest)
+
+    def close(self, entries: Sequence[_Open]) -> None:
+        """One bucket for every set of ranks that holds these parameters, which are of one kind."""
+        if not entries:
+            return
+        lead = entries[0]
+        held = tuple(entry.held for entry in entries)
+        elements, size_bytes = sum(entry.elements for entry in held), sum(entry.size_bytes for entry in held)
+        for shards in self._shards_of(lead):
+            for first_copy in range(lead.parameter.expert_ways):
+                group = self._group(lead, shards, first_copy)
+                self.closed.append(Bucket(len(self.closed), lead.stages, group, held, shards[0], elements, size_bytes))
+
+    def _shards_of(self, lead: _Open) -> tuple[tuple[int, ...], ...]:
+        if lead.kind not in self._shards:
+            placement = self._placements[lead.component.name]
+            self._shards[lead.kind] = alike(lead.component, placement, lead.parameter.name, self._plan.mesh.tp)
+        return self._shards[lead.kind]
+
+    def _group(self, lead: _Open, shards: tuple[int, ...], first_copy: int) -> tuple[int, ...]:
+        """The ranks that sum a gradient: of every stage, each `ways`-th copy from the first on, and these shards."""
+        mesh, ways = self._plan.mesh, lead.parameter.expert_ways
+        place = (lead.stages, shards, first_copy, ways)
+        if place not in self._groups:
+            self._groups[place] = tuple(
+                mesh.rank(stage=stage, replica=replica, shard=shard)
+                for stage in lead.stages
+                for replica in range(first_copy, mesh.copies, ways)
+                for shard in shards
+            )
+        return self._groups[place]
 
 
 def gradient_buckets(
@@ -143,44 +203,12 @@ def gradient_buckets(
             parameters[parameter.name] = parameter
             chunks.setdefault(parameter.name, {})[chunk_of[component.name]] = None
             first.setdefault((parameter.name, stage_of[component.name]), component)
-    buckets: list[Bucket] = []
-    groups: dict[tuple[tuple[int, ...], tuple[int, ...], int, int], tuple[int, ...]] = {}
+    buckets = _Buckets(plan, placements)
 
     def opened(name: str, component: Component, stages: tuple[int, ...]) -> _Open:
-        return _Open(parameters[name], component, hold(component, placements[component.name], parameters[name], 0), stages)
-
-    def close(entries: list[_Open]) -> None:
-        if not entries:
-            return
-        lead = entries[0]
-        tp, held = plan.mesh.tp, tuple(entry.held for entry in entries)
-        elements, size_bytes = sum(entry.elements for entry in held), sum(entry.size_bytes for entry in held)
-        for shards in alike(lead.component, placements[lead.component.name], lead.parameter.name, tp):
-            ways = lead.parameter.expert_ways
-            for first_copy in range(ways):
-                place = (lead.stages, shards, first_copy, ways)
-                if place not in groups:
-                    groups[place] = tuple(
-                        plan.mesh.rank(stage=stage, replica=replica, shard=shard)
-                        for stage in lead.stages
-                        for replica in range(first_copy, plan.mesh.copies, ways)
-                        for shard in shards
-                    )
-                group = groups[place]
-                buckets.append(Bucket(len(buckets), lead.stages, group, held, shards[0], elements, size_bytes))
-
-    def fill(entries: Sequence[_Open]) -> None:
-        open_by_kind: dict[tuple[object, ...], list[_Open]] = {}
-        held_bytes: dict[tuple[object, ...], int] = {}
-        for entry in entries:
-            key = _key(entry, placements)
-            open_by_kind.setdefault(key, []).append(entry)
-            held_bytes[key] = held_bytes.get(key, 0) + entry.held.size_bytes
-            if held_bytes[key] >= plan.bucket_bytes:
-                close(open_by_kind.pop(key))
-                held_bytes[key] = 0
-        for rest in open_by_kind.values():
-            close(rest)
+        parameter, placement = parameters[name], placements[component.name]
+        held, kind = hold(component, placement, parameter, 0), holding(component, placement, name)
+        return _Open(parameter, component, held, stages, (*kind[:2], parameter.expert_ways))
 
     for stage in range(plan.mesh.pp):
         runs: dict[tuple[int, ...], list[_Open]] = {}
@@ -188,7 +216,7 @@ def gradient_buckets(
             run = tuple(chunks[name]) if plan.zero_stage >= 2 else ()
             runs.setdefault(run, []).append(opened(name, first[name, stage], (stage,)))
         for entries in runs.values():
-            fill(entries)
+            buckets.fill(entries)
     tied: dict[tuple[int, ...], list[_Open]] = {}
     for name in parameters:
         stages = holders[name]
@@ -197,13 +225,7 @@ def gradient_buckets(
     for entries in tied.values():
         kinds: dict[tuple[object, ...], list[_Open]] = {}
         for entry in entries:
-            kinds.setdefault(_key(entry, placements), []).append(entry)
+            kinds.setdefault(entry.kind, []).append(entry)
         for rest in kinds.values():
-            close(rest)
-    return tuple(buckets)
-
-
-def _key(entry: _Open, placements: Mapping[str, Placement]) -> tuple[object, ...]:
-    """Equal for parameters whose gradients are summed over the same ranks."""
-    kind, *rest = holding(entry.component, placements[entry.component.name], entry.parameter.name)
-    return (kind, rest[0] if rest else 0, entry.parameter.expert_ways)
+            buckets.close(rest)
+    return tuple(buckets.closed)

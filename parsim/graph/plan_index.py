@@ -275,6 +275,15 @@ class PlanIndex:
             found[value] = tuple(Reading(stage, ends, tuple(group)) for (stage, ends), group in groups.items())
         return found
 
+    def first_reader(self, value: str, reading: Reading) -> str:
+        """The first component of a stage that reads a value in the layout of a reading, whatever gradient it makes."""
+        alike = [
+            other.components[0]
+            for other in self.readings[value]
+            if (other.stage, other.ends.value) == (reading.stage, reading.ends.value)
+        ]
+        return min(alike, key=self.model.component_index.__getitem__)
+
     @cached_property
     def values_at(self) -> dict[int, tuple[str, ...]]:
         """Per place on the pp axis the values that are made or read there, in the order of the model."""
@@ -360,14 +369,19 @@ class PlanIndex:
 
     @cached_property
     def _rank_buckets(self) -> dict[int, tuple[Bucket, ...]]:
-        found: dict[int, list[Bucket]] = {rank: [] for rank in range(self.plan.world_size)}
-        for bucket in self.buckets:
-            for rank in bucket.group:
-                found[rank].append(bucket)
-        return {rank: tuple(buckets) for rank, buckets in found.items()}
+        """Of ranks that were asked for."""
+        return {}
+
+    @cached_property
+    def _bucket_groups(self) -> dict[int, tuple[int, ...]]:
+        """The groups of all buckets by their identity: those of the same ranks share one tuple."""
+        return {id(bucket.group): bucket.group for bucket in self.buckets}
 
     def rank_buckets(self, rank: int) -> tuple[Bucket, ...]:
         """The buckets that hold the gradients of a rank's parameters."""
+        if rank not in self._rank_buckets:
+            own = {number for number, group in self._bucket_groups.items() if rank in group}
+            self._rank_buckets[rank] = tuple(bucket for bucket in self.buckets if id(bucket.group) in own)
         return self._rank_buckets[rank]
 
     def is_divided(self, bucket: Bucket) -> bool:
@@ -383,9 +397,17 @@ class PlanIndex:
             return 0
         if self.plan.zero_stage < 2:
             return self.plan.zero_stage
-        users = [name for parameter in bucket.first for name in self._users[parameter.name]]
-        alone = len({self.chunk_of[name] for name in users}) == 1
-        return self.plan.zero_stage if alone and not self.differentiable.isdisjoint(users) else 1
+        if bucket.number not in self._zero_stages:
+            users = [name for parameter in bucket.first for name in self._users[parameter.name]]
+            alone = len({self.chunk_of[name] for name in users}) == 1
+            divided = alone and not self.differentiable.isdisjoint(users)
+            self._zero_stages[bucket.number] = self.plan.zero_stage if divided else 1
+        return self._zero_stages[bucket.number]
+
+    @cached_property
+    def _zero_stages(self) -> dict[int, int]:
+        """Of buckets that were asked for."""
+        return {}
 
     @cached_property
     def _unsharded(self) -> dict[str, tuple[Bucket, ...]]:
@@ -447,7 +469,7 @@ _OF_SHAPE = (
 )
 """What an index works out from mesh, stages, placements and order alone."""
 
-_OF_BUCKETS = ("buckets", "_rank_buckets")
+_OF_BUCKETS = ("buckets", "_rank_buckets", "_bucket_groups")
 """From the bucket size too, and from whether buckets come and go with every microbatch."""
 
 

@@ -311,6 +311,7 @@ class HostOverhead(ProfileRecord):
             rank on each core; 1 where none is shared.
         load_s, load_seconds_per_byte: of bringing a batch from the data in memory to the rank; None: not measured.
         load_part_s: of each further part of a batch that comes right after the first, instead of load_s; None: as much.
+        launch_s: of the host per launch of a component on a GPU that was not measured; 0: not known.
     """
 
     task_s: NonNegative
@@ -320,6 +321,7 @@ class HostOverhead(ProfileRecord):
     load_s: NonNegative | None = None
     load_seconds_per_byte: NonNegative | None = None
     load_part_s: NonNegative | None = None
+    launch_s: NonNegative = 0.0
     source: str
 
 

@@ -44,13 +44,14 @@ def model_from_module(
         control_flow: "refuse" or "example", as for `parsim.model.trace`; without `example_inputs` the example is drawn.
 
     Raises:
-        ModelError: not a module, neither inputs nor a shape, or an output that leaves the loss open. TraceError: the module
-            cannot be cut into components.
+        ModelError: not a module, neither inputs nor a shape, an output that leaves the loss open, or integers that no table has
+            rows for. TraceError: the module cannot be cut into components.
         MissingDependencyError: without torch.
     """
     require_torch("trace a module")
     from torch import nn
 
+    from parsim.model.tracing.refused.index_ranges import seen_ranges
     from parsim.model.tracing.traced import model_of
 
     if not isinstance(module, nn.Module):
@@ -58,8 +59,10 @@ def model_from_module(
             f"{type(module).__name__} is no model: give the name of one, a run file, a parsim.Model or a torch.nn.Module"
         )
     called, tokens = name or type(module).__name__, None
+    declared: tuple[ModelInput | None, ...]
     if example_inputs is not None:
         args, kwargs = split_inputs(example_inputs)
+        declared = seen_ranges(args, kwargs)
     elif input_shape is None and inputs is None:
         raise ModelError(
             f"{called} needs an input: give input_shape, the shape of one sample such as (3, 224, 224), inputs by name, or "
@@ -70,13 +73,14 @@ def model_from_module(
         whole, positional = module_inputs(module, described, input_shape, called)
         kind = Interface(inputs=whole, output=(), loss="", target=None, positional=positional)
         args, kwargs = kind.arguments(drawn_batch(whole) if follows_example(control_flow) else zero_batch(whole))
-        tokens = kind.takes_tokens
+        tokens, declared = kind.takes_tokens, kind.inputs_in_order
     objective = parse_objective(loss) if isinstance(loss, str) else loss
     example = follows_example(control_flow)
     settled = settle_module(module, args, kwargs, objective, name=called, tokens=tokens, output=output, example=example)
     with naming_coupled_losses():
         text = str(settled.objective)
-        model = model_of(module, args, kwargs, granularity=granularity, name=name, loss=text, example=example)
+        about = {"granularity": granularity, "name": name, "loss": text, "example": example, "declared": declared}
+        model = model_of(module, args, kwargs, **about)  # type: ignore[arg-type]
     if example_inputs is None:
         kind = replace(kind, output=settled.output, loss=model.loss, target=settled.target)
         return replace(model, loss_form=checked_form(model, lambda: module, kind))

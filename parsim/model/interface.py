@@ -56,6 +56,15 @@ class Interface:
         """Whether a sample is one row of token numbers."""
         return len(self.inputs) == 1 and self.inputs[0].is_integer and len(self.input_shape) == 1
 
+    @property
+    def inputs_in_order(self) -> tuple[ModelInput, ...]:
+        """As a forward is given them. Needs torch."""
+        from parsim.model.tracing.recording import flatten_inputs
+
+        entries = {entry.name: entry for entry in self.inputs}
+        names, _ = flatten_inputs(*self.arguments({name: name for name in entries}))
+        return tuple(entries[name] for name in names)
+
     def arguments(self, values: Mapping[str, InputLeaf]) -> tuple[tuple[InputLeaf, ...], dict[str, Any]]:
         """Positional and keyword arguments of the module.
 

@@ -45,7 +45,7 @@ def load_model(spec: ModelSpec, *, granularity: str = "block", weights: str = "f
         spec: of the model. granularity: "block" or "layer". weights: torch's name of their type.
 
     Raises:
-        ModelError: an unknown name, argument, shape or granularity.
+        ModelError: an unknown name, argument, shape or granularity, or integers declared that no table has rows for.
         TraceError: a module that cannot be cut.
         MissingDependencyError: no preset matches and torch is not installed.
     """
@@ -155,6 +155,7 @@ def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -
             name=_model_name(spec),
             loss=kind.loss if asked is None else asked.loss,
             example=example,
+            declared=kind.inputs_in_order,
             source=f"trace of {spec.name}({arguments}), one sample {inputs_text(spec, kind.inputs)}{chosen}",
         )
     if asked is not None and settled is not None:

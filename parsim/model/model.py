@@ -100,6 +100,11 @@ class Model:
         return {component.name: number for number, component in enumerate(self.components)}
 
     @cached_property
+    def fingerprints(self) -> tuple[str, ...]:
+        """Of the components, in their order: a fingerprint hashes all operators each time it is asked for."""
+        return tuple(component.fingerprint for component in self.components)
+
+    @cached_property
     def value(self) -> Mapping[str, Value]:
         return {value.name: value for value in self.values}
 
@@ -112,6 +117,18 @@ class Model:
         """Whether its backward hands a gradient on: not that of a component which reads the batch alone."""
         values = (self.value[name] for name in component.inputs)
         return any(value.producer is not None and value.differentiable for value in values)
+
+    @cached_property
+    def work_kind(self) -> Mapping[str, int]:
+        """Per component a number, equal for those that do the same work in the same shards, whatever their names."""
+        numbers: dict[object, int] = {}
+        return {
+            component.name: numbers.setdefault(
+                (component.fingerprint, component.divisions, component.inside, self.has_input_gradient(component)),
+                len(numbers),
+            )
+            for component in self.components
+        }
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:

@@ -207,7 +207,9 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
     else:
         folding, columns, estimates = nearly
     medians = medians_s(estimates)[columns.unit]
-    overlap = costs.overlap([unit.work for unit in columns.units], _seconds(estimates, columns, folding))
+    measured = problem.cluster.profile.overlap is not None
+    works = [unit.work for unit in columns.units] if measured else []
+    overlap = costs.overlap(works, _seconds(estimates, columns, folding) if measured else [])
     compiled = compile_graph(columns)
     if not is_one_step(plan):
         period = mixing_period(problem, layout, folding=folding)
@@ -275,8 +277,8 @@ def with_interval(problem: PlanningProblem, evaluation: Evaluation, *, samples: 
     return replace(evaluation, result=result)
 
 
-def _communication_s(problem: PlanningProblem, plan: Plan, work: Work) -> float:
-    return problem.price([(work, 0)], plan.mesh)[0].median_s
+def _communication_s(problem: PlanningProblem, plan: Plan, works: Sequence[Work]) -> list[float]:
+    return [estimate.median_s for estimate in problem.price([(work, 0) for work in works], plan.mesh)]
 
 
 def sampled_steps_s(evaluation: Evaluation, samples: int) -> NDArray[np.float64]:
@@ -395,8 +397,8 @@ def _seconds(estimates: Sequence[Estimate], columns: Columns, folding: Folding) 
     weight[list(folding.ranks)] = folding.weights
     rows = columns.uses.row_numbers
     ranks = np.bincount(rows, weights=weight[columns.resource_rank[columns.uses.values]], minlength=columns.size)
-    taking_part = np.array([len(ranks_of_work(unit.work)) or 1 for unit in columns.units])
-    copies = np.bincount(columns.unit, weights=ranks, minlength=len(estimates)) / taking_part
+    taking_part = np.array([len(ranks_of_work(unit.work)) or 1 for unit in columns.units.kinds])
+    copies = np.bincount(columns.unit, weights=ranks, minlength=len(estimates)) / taking_part[columns.units.kind]
     seconds: NDArray[np.float64] = medians_s(estimates) * copies
     return seconds
 

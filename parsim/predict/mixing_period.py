@@ -26,7 +26,7 @@ from parsim.engines import static
 from parsim.engines.compile import CompiledGraph, compile_graph
 from parsim.engines.program import Part, Program, unrolled
 from parsim.engines.steps import carried_by_steps, mean_step_s
-from parsim.graph.columns import Columns, Unit, columns_of
+from parsim.graph.columns import Columns, Unit, Units, columns_of
 from parsim.graph.expand import lower_columns
 from parsim.graph.fold import Folding
 from parsim.graph.lower import lower
@@ -258,7 +258,7 @@ def _apart_by_round(columns: Columns, program: Program) -> Columns:
     keys = columns.unit * rounds + messages[columns.unit] * (1 + _rounds_of_tasks(program))
     found, numbers = np.unique(keys, return_inverse=True)
     units = tuple(columns.units[key // rounds] for key in found.tolist())
-    return replace(columns, unit=np.asarray(numbers, dtype=np.int64).reshape(columns.size), units=units)
+    return replace(columns, unit=np.asarray(numbers, dtype=np.int64).reshape(columns.size), units=Units.of(units))
 
 
 def _rounds_of_units(cycle: Columns, program: Program, count: int) -> Ints:
@@ -282,7 +282,7 @@ def priced_units(problem: PlanningProblem, plan: Plan, units: Sequence[Unit], *,
     Returns:
         One Estimate per unit. Leaves out, on machines without a link model, what messages of one round cost one another.
     """
-    estimates = beside_products(problem.model, plan, units, problem.price(units, plan.mesh))
+    estimates = beside_products(problem.model, plan, units, problem.price_units(units, plan.mesh))
     rule, cluster = plan.synchronisation, problem.cluster
     if rule.kind != "gossip" or cluster.profile.communication.link_model is None:
         return estimates

@@ -63,16 +63,19 @@ def nearly_alike(problem: PlanningProblem, layout: PlanIndex, folding: Folding, 
     if one is None:
         return None
     columns = lowered(problem, layout, one)
-    prices = problem.price(columns.units, mesh)
+    kinds = columns.units.kinds
+    prices = problem.price(kinds, mesh)
     bounds: dict[Work, tuple[Estimate, Estimate]] = {}
-    for unit in columns.units:
+    for unit in kinds:
         if unit.work in bounds or not is_communication(unit.work):
             continue
         if likes := _likes(mesh, unit.work, folding.replicas):
             paid = problem.price([(work, 0) for work in likes], mesh)
             bounds[unit.work] = (min(paid, key=attrgetter("median_s")), max(paid, key=attrgetter("median_s")))
     ends = (
-        [bounds[unit.work][end] if unit.work in bounds else own for unit, own in zip(columns.units, prices, strict=True)]
+        columns.units.each(
+            [bounds[unit.work][end] if unit.work in bounds else own for unit, own in zip(kinds, prices, strict=True)]
+        )
         for end in (0, 1)
     )
     low, high = (tuple(beside_products(problem.model, layout.plan, columns.units, end)) for end in ends)

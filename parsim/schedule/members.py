@@ -291,25 +291,35 @@ class Members:
         return Mesh(dp=1 if is_long(self.problem.model) else mesh.dp, tp=mesh.tp)
 
     def _of_cut(self, cutting: Cutting, bounds: Bounds | None = None) -> list[Node]:
+        """The plans of one cut behind bounds that cost more and more: of its stages alone, of the plan, of its memory."""
+        least_s = cutting.least_s(bounds) * least_noise(self.problem, cutting.mesh.size) * ROUNDING
+        return [Node(least_s, self._ways(cutting.mesh), lambda: self._placed_cut(cutting, bounds), visits=0)]
+
+    def _placed_cut(self, cutting: Cutting, bounds: Bounds | None) -> list[Node]:
         plan, size = self._fastest(cutting, bounds), self._ways(cutting.mesh)
-        missing, closest = self._missing_of_cut(plan, cutting if bounds is None else None)
+        whole = None if bounds is not None else cutting
+        bound_s = computation_bound_s(self.problem, plan)
+        return [Node(bound_s, size, lambda: self._of_ways_that_fit(plan, whole, bound_s), visits=0)]
+
+    def _of_ways_that_fit(self, plan: Plan, cutting: Cutting | None, bound_s: float) -> list[Node]:
+        """The ZeRO stages and bucket sizes of one cut; where none can fit, the plan that is closest to fitting."""
+        size = self._ways(plan.mesh)
+        missing, closest = self._missing_of_cut(plan, cutting)
         if missing:
             return [Node(0.0, size, plan=closest, missing_bytes=lambda: missing)]
-        bound_s = computation_bound_s(self.problem, plan)
-        whole = None if bounds is not None else cutting
         first = self._sizes[:1] if is_large(self.problem) else self._sizes
 
         def resized() -> list[Node]:
             sizes = other_bucket_sizes(self.problem, self.problem.layout(plan))
             sizes = [*self._sizes[len(first) :], *sizes]
-            return [self._counted(each, whole, bound_s) for each in self._of_ways(plan, sizes)] if sizes else []
+            return [self._counted(each, cutting, bound_s) for each in self._of_ways(plan, sizes)] if sizes else []
 
         def in_order() -> list[Node]:
             least_s = max(bound_s, order_bound_s(self.problem, plan))
             tried = size * len(first) // len(self._sizes) if size > 1 else size
 
             def every_way() -> list[Node]:
-                return [self._counted(each, whole, least_s) for each in self._of_ways(plan, first)]
+                return [self._counted(each, cutting, least_s) for each in self._of_ways(plan, first)]
 
             return [Node(least_s, tried, every_way, visits=BOUNDED), Node(least_s, size - tried, resized, late=True)]
 

@@ -22,6 +22,7 @@ from parsim.registry import is_reference
 from parsim.schedule.branch_and_bound import Incumbents, JudgedPlan, Tally, judged_best_first, judged_misfit
 from parsim.schedule.families import FAMILIES, Strategy, mixed_meshes, nodes_of
 from parsim.schedule.members import Members
+from parsim.schedule.parts.collector import rare_collections
 from parsim.schedule.parts.node import Node, PosedPlacement
 from parsim.schedule.parts.one_by_one import open_one_by_one
 from parsim.schedule.parts.usual import Allowance, allowance, is_large, most_late
@@ -71,6 +72,7 @@ class Search:
         }
 
 
+@rare_collections()
 def search(
     problem: PlanningProblem, strategies: Sequence[str] = tuple(FAMILIES), *, samples: int = SAMPLES, top: int | None = None
 ) -> Search:

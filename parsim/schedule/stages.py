@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,15 +117,20 @@ class Cutting:
 
     def fastest(self) -> Plan:
         """The plan whose slowest stage is fastest, whatever memory it takes. Raises ScheduleError, PlanError, CostError."""
+        return self.plan(self.fastest_cut)
+
+    @cached_property
+    def fastest_cut(self) -> Bounds:
+        """By stage its first component and one past its last. Raises ScheduleError, CostError."""
         if self.mesh.pp * self.chunks == 1:
-            return self.plan(((0, len(self.problem.model.components)),))
+            return ((0, len(self.problem.model.components)),)
         return self._cut(self._costs.seconds)
 
-    def _cut(self, stage_s: Callable[[int], Floats]) -> Plan:
+    def _cut(self, stage_s: Callable[[int], Floats]) -> Bounds:
         places = self._costs.places
         crossing_s = self._costs.cuts_s()
         cut = partition(len(places) - 1, self.mesh.pp * self.chunks, stage_s, [crossing_s[place] for place in places[:-1]])
-        return self.plan(tuple((places[first], places[last]) for first, last in cut))
+        return tuple((places[first], places[last]) for first, last in cut)
 
     def placing(self, placements: Mapping[str, Placement]) -> Cutting:
         """The same with other placements, by component."""
@@ -143,17 +147,30 @@ class Cutting:
     def others_by_bound(self) -> Iterator[tuple[float, Bounds]]:
         """Every cut but the fastest, with a lower bound of the pipeline without transfers; bounds ascending."""
         count, components = self.mesh.pp * self.chunks, len(self.problem.model.components)
-        halved = PIPELINE_ORDERS[self.order].halves  # the gradient that goes back to the first stage need not wait for both
-        alone = halved or not is_chain(self.problem)
-        before = np.zeros(components + 1) if alone else self._costs.before_s()
-        first = self._bounds_of(self.fastest())
+        before = self._costs.before_s
+        first = self.fastest_cut
         for bound, cut in cuts_by_bound(components, count, self._costs.seconds, before, self.microbatches):
             if cut != first:
                 yield bound, cut
 
-    def _bounds_of(self, plan: Plan) -> Bounds:
-        ends = np.cumsum([0, *(len(stage.components) for stage in plan.stages)]).tolist()
-        return tuple(pairwise(ends))
+    def least_s(self, cut: Bounds | None = None) -> float:
+        """A lower bound of a pipeline without conversions and transfers: a place computes its stages, after what comes before.
+
+        Args:
+            cut: by stage its first component and one past its last; None: the cut whose slowest stage is fastest.
+
+        Raises:
+            ScheduleError: there is no such cut. CostError: a component without a price.
+        """
+        if any(placement.kind == "place" for placement in self.placements.values()):
+            return 0.0
+        runs = self.fastest_cut if cut is None else cut
+        seconds = self._costs.runs_s(runs)
+        before = self._costs.before_s
+        return max(
+            float(before[runs[own[0]][0]]) + self.microbatches * sum(seconds[stage] for stage in own)
+            for own in stages_by_rank(self.order, self.mesh.pp, self.chunks)
+        )
 
     def fitting(self) -> Plan | None:
         """The plan whose slowest stage is fastest among those whose stages fit; None where none was found."""
@@ -168,7 +185,7 @@ class Cutting:
                 if count == 1:
                     return None
                 limits = [limit - 1.02 * over / self.chunks for limit, over in zip(limits, excess, strict=True)]
-                tried = self._cut(partial(self._costs.fitting_s, limits))
+                tried = self.plan(self._cut(partial(self._costs.fitting_s, limits)))
             return None if any(_excess_bytes(self.problem, tried)) else tried
         return None
 
@@ -183,11 +200,12 @@ class Cutting:
         limits = [USUALLY_LEFT * limit for limit in self._costs.limits_bytes()]
         with contextlib.suppress(ScheduleError):
             for _ in range(TIGHTENINGS):
-                tried = replace(self._cut(partial(self._costs.fitting_s, limits, kept_bytes=kept_bytes)), recompute=recompute)
+                cut = self._cut(partial(self._costs.fitting_s, limits, kept_bytes=kept_bytes))
+                tried = replace(self.plan(cut), recompute=recompute)
                 excess = _excess_bytes(self.problem, tried)
                 if not any(excess):
                     return tried
-                for stage, (run, over) in enumerate(zip(self._bounds_of(tried), excess, strict=True)):
+                for stage, (run, over) in enumerate(zip(cut, excess, strict=True)):
                     if over:  # less than what it was taken to hold, which leaves out buffers
                         limits[stage] = min(limits[stage], self._costs.held_bytes(stage, run, kept_bytes)) - 1.02 * over
         return None
@@ -211,6 +229,7 @@ class _KnownStages:
     """Of one problem, by mesh and samples: seconds of all runs of components (by placements too), and of transfers."""
 
     seconds: dict[tuple[Mesh, int, tuple[tuple[str, Placement], ...], int], dict[str, Floats]] = field(default_factory=dict)
+    up_to_s: dict[tuple[Mesh, int, tuple[tuple[str, Placement], ...]], dict[str, Floats]] = field(default_factory=dict)
     places: tuple[int, ...] = ()
     cuts_s: dict[tuple[Mesh, int], list[float]] = field(default_factory=dict)
 
@@ -237,31 +256,52 @@ class _StageCosts:
         return self.problem.remembered(_KnownStages)
 
     @cached_property
-    def _seconds(self) -> dict[str, Floats]:
-        """Per device kind: forward and backward of one microbatch of components first..last-1, at [last, first]."""
-        key = self.mesh, self.samples, tuple(self.placements.items()), len(self.places)
-        if key not in self._known.seconds:
-            self._known.seconds[key] = self._found_seconds()
-        return self._known.seconds[key]
+    def _up_to_s(self) -> dict[str, Floats]:
+        """Per device kind: forward and backward of one microbatch of the first i components."""
+        known, key = self._known.up_to_s, (self.mesh, self.samples, tuple(self.placements.items()))
+        if key not in known:
+            known[key] = self._found_up_to_s()
+        return known[key]
 
-    def _found_seconds(self) -> dict[str, Floats]:
+    def _found_up_to_s(self) -> dict[str, Floats]:
         prices = self._prices(in_flight=1)
         chosen = [(component, self.placements.get(component.name, BATCH)) for component in self.problem.model.components]
-        totals: dict[str, Floats] = {}
+        found: dict[str, Floats] = {}
         for rank in range(self.mesh.size):
             kind = self._costs.device_kind(rank)
-            if kind not in totals:
-                running = _running(
-                    [
-                        prices.compute_on_s(component, placement, Phase.FORWARD, rank)
-                        + prices.compute_on_s(component, placement, Phase.BACKWARD, rank)
-                        for component, placement in chosen
-                    ]
-                )
-                totals[kind] = np.where(
-                    _some_components(len(self.places) - 1), sums_between(running[list(self.places)]), INFINITE
-                )
-        return totals
+            if kind in found:
+                continue
+            own = []
+            for component, placement in chosen:
+                seconds = prices.compute_on_s(component, placement, Phase.FORWARD, rank)
+                if component.name in prices.differentiable:
+                    seconds += prices.compute_on_s(component, placement, Phase.BACKWARD, rank)
+                own.append(seconds)
+            found[kind] = _running(own)
+        return found
+
+    @cached_property
+    def _seconds(self) -> dict[str, Floats]:
+        """Per device kind: forward and backward of one microbatch of components first..last-1, at [last, first]."""
+        known, key = self._known.seconds, (self.mesh, self.samples, tuple(self.placements.items()), len(self.places))
+        if key not in known:
+            places = list(self.places)
+            known[key] = {
+                kind: np.where(_some_components(len(places) - 1), sums_between(running[places]), INFINITE)
+                for kind, running in self._up_to_s.items()
+            }
+        return known[key]
+
+    def runs_s(self, cut: Bounds) -> list[float]:
+        """By stage the seconds of one microbatch on the slowest device of the stage.
+
+        Args:
+            cut: by stage its first component and one past its last.
+        """
+        return [
+            max(float(self._up_to_s[kind][last] - self._up_to_s[kind][first]) for kind in kinds)
+            for (first, last), kinds in zip(cut, self._kinds, strict=True)
+        ]
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -284,12 +324,15 @@ class _StageCosts:
         slowest: Floats = np.max([self._seconds[kind] for kind in self._kinds[stage]], axis=0)
         return slowest
 
+    @cached_property
     def before_s(self) -> Floats:
-        """By number of components, what the first so many take at least, each on the fastest kind of device."""
-        count = len(self.problem.model.components)
-        alone = np.arange(count)
-        least: Floats = np.min([of_kind[alone + 1, alone] for of_kind in self._seconds.values()], axis=0)
-        return _running(least.tolist())
+        """By first component of a stage, what a microbatch takes before it and, going back, behind it at least.
+
+        Each component on the fastest kind of device; nothing where stages do not wait for one another, or for halves alone.
+        """
+        alone = PIPELINE_ORDERS[self.order].halves or not is_chain(self.problem)
+        least: Floats = np.min([np.diff(of_kind) for of_kind in self._up_to_s.values()], axis=0)
+        return _running([0.0] * len(least) if alone else least.tolist())
 
     def _prices(self, *, in_flight: int) -> Prices:
         return Prices(

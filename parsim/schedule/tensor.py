@@ -25,7 +25,8 @@ from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.options import Prices, placements_of
 from parsim.schedule.placement.exact import solve_exactly
 from parsim.schedule.placement.objective import Solution, step_s
-from parsim.schedule.placement.placement_problem import PlacementProblem, placement_problem_of
+from parsim.schedule.placement.placement_problem import PlacementProblem, converted, placement_problem_of, unconverted
+from parsim.schedule.placement.reach import numbers_among, options_in_reach
 from parsim.schedule.placement.relaxation import Frontiers, Relaxation
 
 TIGHTENINGS = 6
@@ -142,7 +143,14 @@ def posed_placement(
     Raises:
         ScheduleError: pins and forbids leave a component no placement.
     """
-    mesh = mesh or Mesh(tp=problem.cluster.size)
+    prices, placing, hints = _unconverted(problem, microbatches, mesh or Mesh(tp=problem.cluster.size), zero_stage)
+    return converted(placing, prices, microbatches), hints
+
+
+def _unconverted(
+    problem: PlanningProblem, microbatches: int, mesh: Mesh, zero_stage: int | None
+) -> tuple[Prices, PlacementProblem, list[tuple[int, ...]]]:
+    """The same without conversions, with the prices that it was made by. Raises ScheduleError."""
     stages, mesh = mesh.pp, Mesh(dp=mesh.dp, tp=mesh.tp)
     samples = problem.global_batch // (mesh.dp * microbatches)
     prices = Prices(
@@ -155,8 +163,8 @@ def posed_placement(
     options = [_allowed(problem, component, mesh, samples) for component in problem.model.components]
     devices = problem.cluster.devices[: mesh.tp]
     limits = [stages * float(device.type.memory_bytes - device.type.context_bytes) for device in devices]
-    placing = placement_problem_of(prices, options, microbatches=microbatches, limit_bytes=limits)
-    return placing, list(_uniform_choices(placing, problem, mesh))
+    placing = unconverted(prices, options, microbatches=microbatches, limit_bytes=limits)
+    return prices, placing, list(_uniform_choices(placing, problem, mesh))
 
 
 def best_placement(
@@ -170,15 +178,18 @@ def best_placement(
     """
     mesh = mesh or Mesh(tp=problem.cluster.size)
     stage = problem.fixed_zero_stage if zero_stage is None else zero_stage
-    placing, hints = posed_placement(problem, microbatches, mesh, zero_stage=stage)
-    most = np.sum([own.max(axis=0) for own in placing.memory_bytes], axis=0)
-    limited = bool((most > placing.limit_bytes).any())
-    solution = solve_exactly(placing, hints=hints, most_labels=MOST_LABELS)
+    prices, every, hints = _unconverted(problem, microbatches, mesh, stage)
+    limited = bool((np.sum([own.max(axis=0) for own in every.memory_bytes], axis=0) > every.limit_bytes).any())
+    kept = options_in_reach(every, hints, lambda some: converted(some, prices, microbatches))
+    some = converted(every.restricted(kept), prices, microbatches)
+    solution = solve_exactly(some, hints=numbers_among(kept, hints), most_labels=MOST_LABELS)
     if not solution.choice:
         return BestPlacement(solution, None, limited)
-    placements = _named(placing, solution.choice)
+    solution = replace(solution, choice=tuple(own[number] for own, number in zip(kept, solution.choice, strict=True)))
+    placements = _named(every, solution.choice)
     if mesh.pp > 1 or mesh.dp > 1 or fits(problem, _plan(problem, mesh, placements, microbatches, stage)):
         return BestPlacement(solution, placements, limited)
+    placing = converted(every, prices, microbatches)
     return BestPlacement(*_within_memory(problem, mesh, placing, microbatches, solution.lower_bound_s, stage), limited=True)
 
 

@@ -12,12 +12,19 @@ from calibration.fit.composition import MeasuredComponent, fit_compositions
 from parsim.costs.adjustments import adjusted, price_context
 from parsim.costs.compute.composition import Parts, composed_issue_s
 from parsim.costs.compute.compute import ComputeCosts
+from parsim.costs.compute.kernel_model import component_kernels
+from parsim.costs.compute.operator_model import ComputeRequest
 from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compute_records import ComponentPoint, OptimizerPoint
+from parsim.hardware.parts.compose import profile_from_parts
 from parsim.hardware.profile import HostOverhead, Noise, PaceToday, ProbeSeconds, Profile, load_profile
 from parsim.model.model import Model
+from parsim.model.transformer.build import transformer
+from parsim.model.transformer.shape import Shape
+from parsim.model.transformer.software import EAGER
+from parsim.model.transformer.sublayers import SamplePart
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.evaluate import evaluate
@@ -196,3 +203,26 @@ def test_of_what_was_not_measured_the_launches_say_how_long_the_host_takes() -> 
     without, _ = fit_compositions([replace(entry, issue_s=None) for entry in seen], "gpu", "fp32", "drift")
     assert (without.issue_component_s, without.issue_launch_s) == (None, None)
     assert composed_issue_s(parts(30), without) == 0.0
+
+
+@pytest.mark.parametrize(("gpu", "launch_s"), [("h100-sxm", 13.48e-6), ("gb200", 37.08e-6)])
+def test_a_machine_of_parts_queues_a_small_layer_at_its_hosts_pace(gpu: str, launch_s: float) -> None:
+    """A layer of 64 channels takes its launches times the host's seconds; one of 8192 channels does not wait for the host."""
+    cluster = cluster_from_profile(profile_from_parts(gpu, 1), 1)
+    work = Compute(component="h.0", phase=Phase.FORWARD, samples=1)
+
+    def layer(hidden: int) -> tuple[Estimate, int]:
+        shape = Shape(name="gpt", layers=1, hidden=hidden, heads=hidden // 64, vocab=1024)
+        model = transformer(shape, EAGER, SamplePart(tokens=2048, context=2048), "layer")
+        request = ComputeRequest(component=model.component("h.0"), phase=Phase.FORWARD, samples=1)
+        launches = sum(kernel.count for kernel in component_kernels(request, "bf16", "cuda", fused_attention=True))
+        return Costs(model, cluster, precision="bf16").estimate(work, 0), launches
+
+    small, launches = layer(64)
+    assert small.host_bound
+    assert small.median_s == small.issue_s == pytest.approx(launches * launch_s)
+    large, launches = layer(8192)
+    assert not large.host_bound
+    assert large.median_s > large.issue_s == pytest.approx(launches * launch_s)
+    v100 = cluster_from_profile(profile_from_parts("v100-sxm-32gb", 1), 1)
+    assert v100.profile.host is None

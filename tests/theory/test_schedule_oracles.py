@@ -21,6 +21,7 @@ from parsim.schedule.placement.paper_formulation import (
     solve_paper_milp,
 )
 from parsim.schedule.placement.placement_problem import PlacementProblem
+from parsim.schedule.placement.reach import numbers_among, options_in_reach
 
 CLOSE = 1e-9
 
@@ -78,6 +79,26 @@ def assert_milp_is_brute_force(seed: int) -> None:
 def test_the_dynamic_programme_equals_brute_force() -> None:
     for seed in range(400):
         assert_exact_is_brute_force(seed)
+
+
+@given(seed=st.integers(0, 10**9))
+@settings(max_examples=100, deadline=None)
+def test_options_out_of_reach_are_in_no_best_choice(seed: int) -> None:
+    """Of problems whose conversions are dear, so that many options are left out."""
+    placing, rng = random_placing(seed), np.random.default_rng(seed)
+    bare = replace(placing, conversion_s={})
+    hints = [tuple(int(rng.integers(len(own))) for own in placing.options) for _ in range(3)]
+
+    def converted(some: PlacementProblem) -> PlacementProblem:
+        kept = [[own.index(option) for option in left] for own, left in zip(placing.options, some.options, strict=True)]
+        return placing.restricted(kept)
+
+    kept = options_in_reach(bare, hints, converted)
+    for choice in numbers_among(kept, hints):
+        assert tuple(own[number] for own, number in zip(kept, choice, strict=True)) in hints
+    every, some = solve_brute_force(placing), solve_brute_force(placing.restricted(kept))
+    assert (every.status, every.seconds) == (some.status, some.seconds)
+    assert tuple(own[number] for own, number in zip(kept, some.choice, strict=False)) == every.choice
 
 
 def test_the_milp_equals_brute_force() -> None:

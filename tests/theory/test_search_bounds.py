@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import accumulate, combinations, pairwise
 
 import numpy as np
 import pytest
@@ -20,11 +20,11 @@ from parsim.plans.plan import ZERO_STAGES, Plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.memory import missing_bytes
-from parsim.schedule.bounds.step import computation_bound_s, step_bound_s
+from parsim.schedule.bounds.step import ROUNDING, computation_bound_s, least_noise, step_bound_s
 from parsim.schedule.families import FAMILIES
 from parsim.schedule.partition import least_round_s
 from parsim.schedule.search import search
-from parsim.schedule.stages import balanced_plan
+from parsim.schedule.stages import Cutting
 from parsim.schedule.tensor import uniform_options, uniform_placements
 from parsim.units import divisors
 from tests.models import chain_model
@@ -65,14 +65,38 @@ def test_no_plan_is_simulated_below_its_bound(
     step_s = evaluate(problem, plan, samples=0, fold=True).result.step_s.median
     assert computation_bound_s(problem, plan) <= step_bound_s(problem, plan) * (1 + 1e-12)
     assert step_bound_s(problem, plan) <= step_s
+    least_s = some_cutting(problem, mesh, microbatches, order).least_s(cut_of(plan))
+    assert least_s * least_noise(problem, mesh.size) * ROUNDING <= step_s
+
+
+def some_cutting(problem: PlanningProblem, mesh: Mesh, microbatches: int, order: tuple[str, int]) -> Cutting:
+    return Cutting(
+        problem=problem,
+        strategy="custom",
+        mesh=mesh,
+        microbatches=microbatches,
+        order=order[0],
+        chunks=order[1],
+        placements=uniform_placements(problem, Mesh(dp=mesh.dp, tp=mesh.tp)) if mesh.tp > 1 else {},
+    )
 
 
 def some_plan(problem: PlanningProblem, mesh: Mesh, microbatches: int, order: tuple[str, int]) -> Plan:
-    placements = uniform_placements(problem, Mesh(dp=mesh.dp, tp=mesh.tp)) if mesh.tp > 1 else None
-    name, chunks = order
-    return balanced_plan(
-        problem, "custom", mesh, microbatches=microbatches, pipeline_order=name, chunks=chunks, placements=placements
-    )
+    cutting = some_cutting(problem, mesh, microbatches, order)
+    return cutting.fitting() or cutting.fastest()
+
+
+def cut_of(plan: Plan) -> tuple[tuple[int, int], ...]:
+    return tuple(pairwise(accumulate((len(stage.components) for stage in plan.stages), initial=0)))
+
+
+def test_a_cut_is_bounded_by_its_stages_without_being_laid_out() -> None:
+    """The bound of the plan adds conversions and transfers to that of its stages."""
+    problem = PlanningProblem(model=chain_model(), cluster=cluster_from_profile(MACHINES["dgx1-v100-32gb"], 4), global_batch=16)
+    for order in (("1f1b", 1), ("gpipe", 1), ("interleaved", 1)):
+        cutting = some_cutting(problem, Mesh(pp=4), 8, order)
+        assert cutting.least_s() == cutting.least_s(cut_of(cutting.fastest()))
+        assert 0 < cutting.least_s() * ROUNDING <= computation_bound_s(problem, cutting.fastest())
 
 
 @pytest.mark.parametrize("seed", range(40))

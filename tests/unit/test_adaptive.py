@@ -10,7 +10,8 @@ import pytest
 from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, CommunicationClass, RunCorrections
 from parsim.errors import ScheduleError
 from parsim.plans.plan import Plan
-from parsim.schedule.live.controller import Controller, ControllerConfig, Keep, PlanChoice, Replan
+from parsim.schedule.live.controller import Controller
+from parsim.schedule.live.decisions import ControllerConfig, Keep, PlanChoice, Replan
 from tests.adaptive_toy import Toy, ToyPlan, seen
 
 CHATTY = ToyPlan(0, 1.0, 0.5)
@@ -24,6 +25,7 @@ CONFIG = ControllerConfig(
     least_improvement=0.05,
     margin=1.0,
     settle_windows=2,
+    duration_tail=0.0,
     ask_probes=False,
 )
 
@@ -103,6 +105,16 @@ def test_a_gain_below_the_least_improvement_is_left_alone() -> None:
         _, decisions = windows(TOY.controller(config), 0, 3, communication=4.0)
         assert isinstance(decisions[-1], Replan) == switches
     assert "below the 40% that a switch must gain" in decisions[-1].reason
+
+
+def test_a_change_that_cannot_save_its_planning_is_not_planned_for() -> None:
+    """An epoch's end sees 6%: of 1.5 s over 100 steps that is at most 9 s, of which a planning of 30 s leaves nothing."""
+    slow = replace(TOY.controller(CONFIG), planning_s=30.0)
+    for steps_left, planned in ((100, False), (10_000, True)):
+        decision = slow.observe(seen(CHATTY, 0, communication=1.06, epoch_ended=True, steps_left=steps_left))[1]
+        assert isinstance(decision, Keep)
+        assert decision.planned is planned
+        assert ("planning takes 30 s" in decision.reason) is not planned
 
 
 def test_no_second_switch_within_the_settling_windows() -> None:
@@ -233,13 +245,16 @@ def test_a_failed_planning_keeps_the_plan_and_says_why() -> None:
 
 def test_equal_observations_give_equal_decisions() -> None:
     rng = np.random.default_rng(1)
-    factors = np.exp(0.3 * rng.standard_normal((60, 3)))
+    factors = np.exp(0.05 * rng.standard_normal((60, 3)))
+    factors[20:, 2] *= 6.0
     courses = []
     for _ in range(2):
         controller, decisions = TOY.controller(replace(CONFIG, patience=1, settle_windows=0)), []
         for window, (rank0, rank1, links) in enumerate(factors.tolist()):
             toy = TOY.toy_of(controller.plan)
-            controller, decision = controller.observe(seen(toy, window, compute=(rank0, rank1), communication=links))
+            controller, decision = controller.observe(
+                seen(toy, window, compute=(rank0, rank1), communication=links, steps_left=9_000 - window)
+            )
             decisions.append(decision)
         courses.append((decisions, controller.belief, controller.tracks))
     assert courses[0] == courses[1]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from parsim.costs.feedback.run_corrections import CommunicationClass, RunCorrections, class_of
 from parsim.errors import ScheduleError
+from parsim.execute.training.loop import mean_round_s
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.optimizers import OPTIMIZERS
@@ -19,7 +20,7 @@ from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.families import dp_plans, single_plans
-from parsim.schedule.live.controller import Keep, Replan
+from parsim.schedule.live.decisions import Keep, Replan
 from parsim.schedule.live.planning import (
     controller_for,
     expected_seconds,
@@ -174,3 +175,10 @@ def test_a_controller_on_a_real_search_moves_away_from_a_slow_network() -> None:
     assert isinstance(decisions[-1], Replan), decisions[-1].reason
     assert decisions[-1].plan.mesh != DP.mesh
     assert decisions[-1].step_s < entry.step_s(truth)
+
+
+def test_what_passes_between_the_steps_of_a_window_is_no_part_of_them() -> None:
+    """A planning of 5 s after the second step."""
+    rounds = [(0.0, 9.0, 1), (10.0, 10.2, 1), (15.2, 15.6, 1)]
+    assert mean_round_s(rounds, 2) == pytest.approx(0.3)
+    assert mean_round_s(rounds, 0) == 0.0

@@ -10,7 +10,8 @@ import pytest
 
 from parsim.errors import ScheduleError
 from parsim.predict.evaluate import evaluate
-from parsim.schedule.live.controller import Controller, ControllerConfig, Keep, Replan
+from parsim.schedule.live.controller import Controller
+from parsim.schedule.live.decisions import ControllerConfig, Keep, Replan
 from parsim.schedule.live.planning import pool_planner, priced, switch_cost
 from parsim.schedule.live.scenario import (
     Disturbance,

@@ -263,3 +263,48 @@ def test_inputs_that_cannot_be(refused: Refused, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delitem(sys.modules, "described_net", raising=False)
     found = plan(refused, "model.name=described_net:Net", *changes)
     assert message in found
+
+
+TABLE = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.time = nn.Linear(4, 3), nn.Embedding(50, 3)
+
+    def forward(self, x, t):
+        return self.layer(x) + self.time(t)
+
+
+def wrong_classes(output, target):
+    return nn.functional.cross_entropy(output, target)
+"""
+INPUTS = 'model.inputs={ x = { shape = [4] }, t = { shape = [], dtype = "int64", high = %d } }'
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_declared_integers_beyond_a_table(refused: Refused, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """Both commands end before a process starts: `run` with the same words as `plan`."""
+    pytest.importorskip("torch")
+    Path("table_net.py").write_text(TABLE)
+    monkeypatch.syspath_prepend(".")
+    monkeypatch.delitem(sys.modules, "table_net", raising=False)
+    status, message = refused(command, "RUN.toml", "--set=model.name=table_net:Net", f"--set={INPUTS % 1000}")
+    assert status == 1
+    assert (
+        "input t holds integers from 0 to 999, and module time uses it as an index into an embedding of 50 entries" in message
+    )
+    assert "give t high = 50" in message
+    own = "model.target={ shape = [], dtype = 'int64', high = 7 }"
+    status, message = refused(
+        command,
+        "RUN.toml",
+        "--set=model.name=table_net:Net",
+        f"--set={INPUTS % 50}",
+        "--set=model.loss=table_net:wrong_classes",
+        f"--set={own}",
+    )
+    assert (status, "input target holds integers from 0 to 6" in message, "classes of a loss, 3" in message) == (1, True, True)

@@ -67,7 +67,14 @@ def test_a_checkpoint_belongs_to_weights(tmp_path: Path) -> None:
 def test_deepspeed_reads_back_to_the_keys_of_the_plan(
     answers: Answers, tmp_path: Path, zero: int, precision: str, optimizer: str
 ) -> None:
-    keys = [*SMALL, "plan.strategy=dp", f"plan.zero_stage={zero}", "plan.microbatches=2", "plan.recompute=none"]
+    keys = [
+        *SMALL,
+        "plan.strategy=dp",
+        f"plan.zero_stage={zero}",
+        "plan.microbatches=2",
+        "plan.recompute=none",
+        "plan.mesh.dp=8",
+    ]
     keys += [f"training.precision={precision}", f"training.optimizer={optimizer}", "training.learning_rate=0.002"]
     folder = answers("transformer", "8xh100-sxm", 64, keys)
     plan = RunFolder(folder).read_config() and json.loads((folder / "plan.json").read_text())

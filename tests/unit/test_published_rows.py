@@ -327,3 +327,45 @@ def teardown_module() -> None:
     """Names as common as `rows` must not shadow those of other experiments."""
     for name in ("rows", "shapes", "rules", "machines", "question", "quoted", "answer", "predict", "intervals"):
         sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "expected", "element_bytes"),
+    [
+        ("sailor-x-1", "fp16?", "tf32", 4),
+        ("sailor-x-1", "fp16", "bf16", 2),
+        ("sailor-x-1", "", "tf32", 4),
+        ("megatron-x-1", "", "bf16", 2),
+        ("megatron-x-1", "fp8", "fp8", 2),
+    ],
+)
+def test_a_precision_that_is_not_stated_is_the_frameworks(name: str, precision: str, expected: str, element_bytes: int) -> None:
+    from question import question_of
+    from rows import row_of
+
+    asked = question_of(row_of(row(id=name, precision=precision, hardware="H100 SXM")))
+    assert asked.precision == expected
+    assert any(text.startswith("precision") for text in asked.assumed) == (precision in ("", "fp16?", "fp8"))
+    assert {parameter.element_bytes for parameter in asked.model.component("h.0.attn").parameters} <= {element_bytes}
+
+
+def test_the_host_of_a_gh200_is_a_grace_and_can_be_left_out() -> None:
+    from question import question_of
+    from rows import row_of
+
+    given = row_of(row(id="sailor-x-1", hardware="GH-96 (4 per node, Alps Clariden)", precision="fp16?"))
+    grace, none = (question_of(given, without=piece).cluster.profile.host for piece in ("", "host launch rate"))
+    assert grace is not None
+    assert none is not None
+    assert (grace.launch_s, none.launch_s) == (33.17e-6, 0.0)
+
+
+def test_bf16_of_megatron_adds_gradients_up_in_fp32() -> None:
+    from question import question_of
+    from rows import row_of
+
+    moved = []
+    for precision, piece in (("fp16", ""), ("bf16", ""), ("bf16", "gradients of bf16 in fp32")):
+        asked = question_of(row_of(row(id="mtnlg-0001", precision=precision, tp="1", dp="4")), without=piece)
+        moved.append(sum(entry.activation_bytes for entry in asked.model.component("h.0").operators))
+    assert moved[0] == moved[2] < moved[1]

@@ -7,6 +7,8 @@ roofline: max(flop / (50% of the peak), bytes / (75% of the bandwidth)). The eff
 reach of the throughput of their operators, 1 where the profile has none. No launch is below
 `parsim.costs.compute.roofline.kernel_roofline_s`.
 
+The host queues one launch after the other, `host.launch_s` each (`Estimate.issue_s`): a component costs the larger of the two.
+
 Leaves out: launch gaps between the kernels of one component, cache reuse across operators, clock changes under load. The
 roofline also leaves out the launches themselves, so small kernels come out too fast.
 """
@@ -108,7 +110,13 @@ class KernelModel:
             parameters=(drift, *spread, *((f"operator:{kind}", spreads[kind] / total) for kind in sorted(spreads))),
             detail=f"sum of operators: {shares}",
             extrapolated=outside_s > EXTRAPOLATED_SHARE * total,
+            issue_s=self.launch_s * sum(launches for _, launches, _, _ in sums.values()),
         )
+
+    @cached_property
+    def launch_s(self) -> float:
+        """Of the host per launch; 0 where the profile does not know it."""
+        return 0.0 if self.profile.host is None else self.profile.host.launch_s
 
     def price(self, kernel: Kernel) -> KernelPrice:
         """By the fit of its kind and phase, else by the roofline. Equal launches are priced once."""

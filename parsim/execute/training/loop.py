@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def train(job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups, 
     if job.resume:
         _resume(entry, folder, place)
     said = time.monotonic()
-    steering = Steering(job.adaptive, entry.run, job.steps, place) if job.adaptive is not None else None
+    steering = Steering(job.adaptive, entry.run, job.steps, place, built_s=entry.built_s) if job.adaptive is not None else None
     validation = _validation(job, entry)
     stopped: int | None = None
     log = TrainingLog(Path(job.output), entry, job.steps)
@@ -169,16 +170,28 @@ def _scored(entry: RankRun, folder: Path) -> dict[str, float]:
 def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
     """Show the controller the last window; change plan if it says so."""
     assert job.adaptive is not None
-    rounds = entry.rounds[-job.adaptive.window_steps :]
-    step_s = (rounds[-1][1] - rounds[0][0]) / len(rounds) if rounds else 0.0
     times = entry.recorded[-job.adaptive.window_steps :]
+    step_s = mean_round_s(entry.rounds, len(times))
     plan = steering.decide(entry.run.plan, entry.layout.model, entry.step_number, times, step_s)
     entry.forget_times()
     if plan is None:
         return entry
     if place.rank == 0:
         write_progress({"step": entry.step_number, "new plan": plan.summary(), "because": steering.decisions[-1].reason})
-    return entry.switched(plan, place, groups)
+    began = time.monotonic()
+    after = entry.switched(plan, place, groups)
+    steering.has_switched(time.monotonic() - began)
+    return after
+
+
+def mean_round_s(rounds: Sequence[tuple[float, float, int]], steps: int) -> float:
+    """Of the last rounds, a step each. What passes between them (a decision, a planning) is no part of it.
+
+    Args:
+        rounds: (begin, end, steps) in seconds. steps: how many of the last ones count; 0: the mean is 0.
+    """
+    last = rounds[len(rounds) - steps :]
+    return sum(end - start for start, end, _ in last) / len(last) if last else 0.0
 
 
 def _speaker(layout: PlanIndex) -> tuple[int, float]:

@@ -106,6 +106,7 @@ class RankRun:
         *,
         steps: int,
     ) -> None:
+        began = time.perf_counter()
         device = torch.device(place.device)
         numerics = numerics_of(run, device)
         self.run = run
@@ -164,6 +165,7 @@ class RankRun:
         self.memory_lines: dict[str, int] = {}
         self.memory: MemoryUse | None = None
         self.counters = counters_of(device)
+        self.built_s = time.perf_counter() - began
 
     def switched(self, plan: Plan, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
         """The same training under another plan: weights, optimizer state, buffers, random state, data order and records stay.

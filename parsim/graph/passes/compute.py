@@ -53,17 +53,22 @@ def add_loads(draft: Draft, layout: PlanIndex, stage: int, replica: int) -> None
 def add_action(draft: Draft, layout: PlanIndex, stage: int, replica: int, phase: Phase, microbatch: int) -> None:
     """One phase of one microbatch on one replica of a stage (one of `Plan.stages`)."""
     for own, name in computations(layout, stage, phase):
-        match own:
-            case Phase.FORWARD:
-                _add_forward(draft, layout, replica, name, microbatch)
-            case Phase.RECOMPUTE if layout.segment_of(name):
-                _add_again(draft, layout, replica, name, microbatch)
-            case Phase.RECOMPUTE:
-                _add_following(draft, layout, replica, name, microbatch, Phase.FORWARD, Phase.RECOMPUTE)
-            case Phase.BACKWARD_WEIGHT:
-                _add_following(draft, layout, replica, name, microbatch, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
-            case _:
-                _add_backward(draft, layout, replica, name, microbatch)
+        add_component(draft, layout, replica, own, name, microbatch)
+
+
+def add_component(draft: Draft, layout: PlanIndex, replica: int, own: Phase, name: str, microbatch: int) -> None:
+    """One computation of a component for one microbatch, and the communication that it needs or that follows it."""
+    match own:
+        case Phase.FORWARD:
+            _add_forward(draft, layout, replica, name, microbatch)
+        case Phase.RECOMPUTE if layout.segment_of(name):
+            _add_again(draft, layout, replica, name, microbatch)
+        case Phase.RECOMPUTE:
+            _add_following(draft, layout, replica, name, microbatch, Phase.FORWARD, Phase.RECOMPUTE)
+        case Phase.BACKWARD_WEIGHT:
+            _add_following(draft, layout, replica, name, microbatch, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+        case _:
+            _add_backward(draft, layout, replica, name, microbatch)
 
 
 def computations(layout: PlanIndex, stage: int, phase: Phase) -> Iterator[tuple[Phase, str]]:
@@ -128,7 +133,8 @@ def _add_forward(draft: Draft, layout: PlanIndex, replica: int, name: str, micro
         after: list[TaskKey] = []
         for value in dict.fromkeys(component.inputs):
             reading = next(entry for entry in layout.readings[value] if name in entry.components)
-            add_arriving_value(draft, layout, Moving(value, microbatch, replica), reading)
+            if name == layout.first_reader(value, reading):  # for all of them
+                add_arriving_value(draft, layout, Moving(value, microbatch, replica), reading)
             after.extend(value_keys(layout, Moving(value, microbatch, replica), reading, shard))
         add_parts(draft, layout, rank, work, microbatch, after, origin)
     for value in component.outputs:

@@ -20,7 +20,8 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from parsim.graph.graph_builder import Draft, TaskKey
@@ -93,21 +94,21 @@ def gradient_windows(layout: PlanIndex, uses: Sequence[Use], *, in_order: bool =
                 key = (bucket.number, microbatch)
                 span = spans.get(key)
                 spans[key] = (bucket, number if span is None else span[1], number)
-    ends: dict[tuple[int, ...], list[int]] = {}
-    begins: dict[tuple[int, ...], list[int]] = {}
-    for bucket, first, last in spans.values():
-        begins.setdefault(bucket.group, []).append(first)
-        ends.setdefault(bucket.group, []).append(last)
+    ends: dict[int, list[int]] = {}
+    begins: dict[int, list[int]] = {}
+    for bucket, first, last in spans.values():  # buckets of the same ranks share one tuple: thousands are not compared
+        begins.setdefault(id(bucket.group), []).append(first)
+        ends.setdefault(id(bucket.group), []).append(last)
     ends = {group: sorted(set(numbers)) for group, numbers in ends.items()}
     begins = {group: sorted(set(numbers)) for group, numbers in begins.items()}
     windows = []
     for bucket, first, last in spans.values():
-        closed = ends[bucket.group]
+        closed, opened = ends[id(bucket.group)], begins[id(bucket.group)]
         after = bisect_left(closed, last) + 1
         freed = len(uses) - 1
         if after < len(closed):  # whoever begins a bucket once the next lot is closed waits for this one
-            later = bisect_left(begins[bucket.group], closed[after] + 1)
-            freed = begins[bucket.group][later] - 1 if later < len(begins[bucket.group]) else freed
+            later = bisect_left(opened, closed[after] + 1)
+            freed = opened[later] - 1 if later < len(opened) else freed
         windows.append(Window(bucket, False, first, first, last, freed))
     return sorted(windows, key=lambda window: window.place) if in_order else windows
 
@@ -149,55 +150,81 @@ def add_unsharded_buckets(draft: Draft, layout: PlanIndex) -> None:
     """The collectives of all buckets that come and go, place by place."""
     if layout.plan.zero_stage < 2:
         return
+    groups = {id(bucket.group): bucket.group for bucket in layout.buckets}
+    kept = {number: draft.kept(group) for number, group in groups.items()}
     for place in range(layout.plan.mesh.pp):
         uses = uses_of(layout, place)
         gradients, parameters = (
-            [window for window in windows if any(map(draft.keeps, window.bucket.group))]
+            [window for window in windows if kept[id(window.bucket.group)]]
             for windows in (gradient_windows(layout, uses), parameter_windows(layout, uses))
         )
-        works: dict[tuple[int, bool], Collective] = {}
-        for window in sorted([*gradients, *parameters], key=lambda window: window.place):
-            kind = (window.bucket.number, window.parameters)
-            if kind not in works:
-                works[kind] = gathering_work(window.bucket) if window.parameters else bucket_work(layout, window.bucket)
-            _add_collective(draft, layout, uses, window, works[kind])
-        _wait_for_room(draft, layout, uses, gradients)
+        collectives = _Collectives(draft, layout, uses, kept)
+        for window in sorted([*gradients, *parameters], key=attrgetter("place")):
+            collectives.add(window)
+        _wait_for_room(draft, layout, uses, gradients, kept)
 
 
-def _add_collective(draft: Draft, layout: PlanIndex, uses: Sequence[Use], window: Window, work: Collective) -> None:
-    bucket, microbatch = window.bucket, uses[window.first].microbatch
-    ranks = [rank for rank in bucket.group if draft.keeps(rank)]
-    if window.parameters:
-        key: TaskKey = ("gather", bucket.number, window.first)
-        after = [entry for rank in ranks for entry in _latest(layout, uses, rank, window.ahead)]
-    else:
-        key = reduction_key(layout, bucket, microbatch)
-        after = [uses[window.last].key(rank) for rank in ranks]
-    origin = Origin(stage=bucket.stages[0], bucket=bucket.number, microbatch=microbatch)
-    draft.add(key, work, [Resource(rank, DP_STREAM) for rank in ranks], after, origin)
-    if window.parameters:
-        for use in uses[window.first : window.last + 1]:
-            if bucket in layout.unsharded_buckets(use.component):
-                for rank in ranks:
-                    draft.wait(first_key(layout, use.phase, rank, use.component, use.microbatch), key)
+class _Collectives:
+    """What a place on the pp axis sends of its buckets, window by window.
+
+    `kept`: by the identity of a group, which all its buckets share, those of its ranks that are lowered.
+    """
+
+    def __init__(self, draft: Draft, layout: PlanIndex, uses: Sequence[Use], kept: Mapping[int, list[int]]) -> None:
+        self._draft = draft
+        self._layout = layout
+        self._uses = uses
+        self._kept = kept
+        self._streams = {group: tuple(Resource(rank, DP_STREAM) for rank in ranks) for group, ranks in kept.items()}
+        self._works: dict[tuple[int, bool], Collective] = {}
+        self._needing: dict[str, frozenset[int]] = {}
+
+    def add(self, window: Window) -> None:
+        layout, uses, bucket = self._layout, self._uses, window.bucket
+        ranks, microbatch = self._kept[id(bucket.group)], uses[window.first].microbatch
+        if window.parameters:
+            key: TaskKey = ("gather", bucket.number, window.first)
+            after = [entry for rank in ranks for entry in _latest(layout, uses, rank, window.ahead)]
+        else:
+            key = reduction_key(layout, bucket, microbatch)
+            after = [uses[window.last].key(rank) for rank in ranks]
+        origin = Origin(stage=bucket.stages[0], bucket=bucket.number, microbatch=microbatch)
+        self._draft.add(key, self._work(window), self._streams[id(bucket.group)], after, origin)
+        if window.parameters:
+            for use in uses[window.first : window.last + 1]:
+                if bucket.number in self._buckets_of(use.component):
+                    for rank in ranks:
+                        self._draft.wait(first_key(layout, use.phase, rank, use.component, use.microbatch), key)
+
+    def _work(self, window: Window) -> Collective:
+        kind = (window.bucket.number, window.parameters)
+        if kind not in self._works:
+            self._works[kind] = gathering_work(window.bucket) if window.parameters else bucket_work(self._layout, window.bucket)
+        return self._works[kind]
+
+    def _buckets_of(self, component: str) -> frozenset[int]:
+        if component not in self._needing:
+            self._needing[component] = frozenset(bucket.number for bucket in self._layout.unsharded_buckets(component))
+        return self._needing[component]
 
 
 def _latest(layout: PlanIndex, uses: Sequence[Use], rank: int, ahead: int) -> list[TaskKey]:
     """The last thing the rank computes before use `ahead`, if anything."""
     for number in range(ahead - 1, -1, -1):
-        if layout.runs_on(rank, uses[number].component):
+        if layout.placement[uses[number].component].runs_on(layout.plan.shard_of_rank(rank)):
             return [uses[number].key(rank)]
     return []
 
 
-def _wait_for_room(draft: Draft, layout: PlanIndex, uses: Sequence[Use], windows: Sequence[Window]) -> None:
+def _wait_for_room(
+    draft: Draft, layout: PlanIndex, uses: Sequence[Use], windows: Sequence[Window], kept: Mapping[int, list[int]]
+) -> None:
     """Of every group, whoever begins a bucket waits for the last of those that are not to outlast this."""
-    freed = {(window.bucket.group, window.freed): window for window in windows}
-    for group, first in dict.fromkeys((window.bucket.group, window.first) for window in windows):
+    freed = {(id(window.bucket.group), window.freed): window for window in windows}
+    for group, first in dict.fromkeys((id(window.bucket.group), window.first) for window in windows):
         sent = freed.get((group, first - 1))
         if sent is not None:
-            for rank in group:
-                if draft.keeps(rank):
-                    key = reduction_key(layout, sent.bucket, uses[sent.last].microbatch)
-                    use = uses[first]
-                    draft.wait(first_key(layout, use.phase, rank, use.component, use.microbatch), key)
+            for rank in kept[group]:
+                key = reduction_key(layout, sent.bucket, uses[sent.last].microbatch)
+                use = uses[first]
+                draft.wait(first_key(layout, use.phase, rank, use.component, use.microbatch), key)

@@ -30,6 +30,7 @@ from parsim.hardware.profile import (
     Communication,
     DeviceEntry,
     DeviceTypeEntry,
+    HostOverhead,
     LinkEntry,
     LinkKindEntry,
     LinkModel,
@@ -120,7 +121,15 @@ def profile_from_parts(gpu: str | GpuPart, count: int | None = None, link: str |
             ],
         ),
         noise=Noise(drift_sigma=DRIFT_SIGMA, source=COMPOSED),
+        host=_host_of(part),
     )
+
+
+def _host_of(part: GpuPart) -> HostOverhead | None:
+    """What the host takes per launch, where the part knows it; nothing else of a host is known of parts."""
+    if part.launch_s is None:
+        return None
+    return HostOverhead(task_s=0.0, step_s=0.0, launch_s=part.launch_s.value, source=_key(part.name, part.launch_s.source))
 
 
 def node_of_parts(text: str) -> Profile:

@@ -74,6 +74,7 @@ class GpuPart(ProfileRecord):
         multiprocessors: units that each run one tile at a time.
         link: the part that joins its GPUs in the usual machine; host_link: the PCIe generation.
         gpus_per_node: of the usual machine.
+        launch_s: of the usual machine's host, for an operator of eager torch; None: not known.
         busy_power_w: of the board in training or a like load. Prices and watts are left out where nobody published them.
     """
 
@@ -90,6 +91,7 @@ class GpuPart(ProfileRecord):
     board_limit_w: Sourced | None = None
     busy_power_w: Sourced | None = None
     idle_power_w: Sourced | None = None
+    launch_s: Sourced | None = None
     usd_per_hour: DatedPrice | None = None
     link: str
     host_link: str

@@ -30,8 +30,8 @@ from parsim.model.objective.settle import Settled
 from parsim.model.runnable import PLAIN, Context, Nested, Ref, StateKey
 from parsim.model.tracing.known_values import KnownValues, Routing, UnknownValueError
 from parsim.model.tracing.masked_calls import sets_by_mask, with_index_arrays
-from parsim.model.tracing.refusals import at_line, value_message
-from parsim.model.tracing.unsupported import hint
+from parsim.model.tracing.refused.messages import at_line, value_message
+from parsim.model.tracing.refused.unsupported import hint
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,10 @@ from parsim.model.objective.settle import OpenLoss, settle
 from parsim.model.objective.total import entries, output_kinds, total_and_form
 from parsim.model.runnable import Ref, StateKey
 from parsim.model.tracing.recorder import Recorder, Recording
-from parsim.model.tracing.refusals import at_line, value_message
+from parsim.model.tracing.refused.messages import at_line, value_message
+from parsim.model.tracing.refused.unsupported import check_supported, eager, hint
 from parsim.model.tracing.repeats.block_record import Watcher
 from parsim.model.tracing.repeats.blocks import Repeats
-from parsim.model.tracing.unsupported import check_supported, eager, hint
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from parsim.errors import TraceError
+from parsim.model.inputs import ModelInput
 from parsim.model.model import COUPLED, SUBLAYER, Model
 from parsim.model.objective.settle import OpenLoss, Settled
 from parsim.model.objective.total import SUM
@@ -21,6 +22,7 @@ from parsim.model.tracing.half_precision import HALF, with_half_precision
 from parsim.model.tracing.measure import TracedForward, combine, has_pairs, measure
 from parsim.model.tracing.recorder import Recording
 from parsim.model.tracing.recording import flatten_inputs, run_recorded
+from parsim.model.tracing.refused.index_ranges import check_index_ranges
 from parsim.model.tracing.sublayers import CallInterval
 from parsim.model.tracing.whole_calls import collapse, whole_modules
 
@@ -132,12 +134,21 @@ def model_of(
     loss: str | None = None,
     source: str = "",
     example: bool = False,
+    declared: Sequence[ModelInput | None] = (),
 ) -> Model:
     """The Model of a module in training mode, independent of the batch of the example inputs.
 
-    `example`: code that depends on data does what it does with the example inputs.
+    `example`: code that depends on data does what it does with the example inputs. `declared`: what is known of each input, in
+    the order of the forward's arguments; integers that no table has rows for are a ModelError.
     """
-    given = {"granularity": granularity, "name": name, "loss": loss, "source": source, "example": example}
+    given = {
+        "granularity": granularity,
+        "name": name,
+        "loss": loss,
+        "source": source,
+        "example": example,
+        "declared": declared,
+    }
     return settled_model(module, args, kwargs, **given)[0]  # type: ignore[arg-type]
 
 
@@ -151,6 +162,7 @@ def settled_model(
     loss: str | OpenLoss | None = None,
     source: str = "",
     example: bool = False,
+    declared: Sequence[ModelInput | None] = (),
 ) -> tuple[Model, Settled | None]:
     """As `model_of`, with the loss that the first forward settled; an OpenLoss cannot follow an example."""
     kind = type(module).__name__
@@ -179,6 +191,7 @@ def settled_model(
     finally:
         for part, mode in modes:
             part.training = mode
+    check_index_ranges(small.recording, large.recording, declared, name or kind)
     about = {"name": name or kind, "granularity": granularity, "source": source or f"trace of {kind}"}
     model = combine(small, large, **about, largest=largest)
     form = small.recording.loss_form if largest is None else COUPLED

@@ -16,6 +16,7 @@ class Software:
         flash: attention is one kernel. dropout: after attention, after the two sublayers and inside attention.
         activation_arrays: moved by the activation function's kernels per element of the MLP's inside, gated or not.
         residual_arrays: moved by the addition of the residual. activation_saved: copies of the MLP's inside that are kept.
+        score_arrays: moved between the two products of unfused attention; 2 where scale, mask and softmax are one kernel.
         norm_arrays: moved by a norm. selective: the inside of attention is computed again.
         loss_bytes: kept per logit. loss_peak: of gradients per logit at the fullest moment.
         loss_arrays: of 2 bytes per logit that the loss moves in its forward.
@@ -34,6 +35,7 @@ class Software:
     activation_saved: float = 2.0
     rope_arrays: float = 2.0
     norm_arrays: float = 2.0
+    score_arrays: float = 2.0
     attention_work: float = 1.0
     casts: bool = False
     selective: bool = False

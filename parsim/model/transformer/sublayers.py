@@ -133,7 +133,7 @@ def scores_of(layer: Layer, shape: Shape, software: Software, part: SamplePart, 
     whole = not software.aligned or dim % software.aligned == 0
     first = _batched(heads, n, keys, dim, whole)
     layer.add(first, "problems", first.activation_bytes)
-    layer.moved(scores, 2, divided=True)
+    layer.moved(scores, software.score_arrays, divided=True)
     if software.dropout:
         layer.moved(scores, 2.5, divided=True)
     second = _batched(heads, n, dim, keys, whole)

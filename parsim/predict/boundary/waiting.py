@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 
 from parsim.costs.memory.waiting import Wait
@@ -28,20 +29,25 @@ def waiting_values(layout: PlanIndex, values: Mapping[str, Value], rank: int) ->
     """
     names = layout.rank_components(rank)
     place = {name: number for number, name in enumerate(names)}
+    order = layout.model.component_index
+    numbers = [order[name] for name in names]  # ascending
     here = [layout.model.component(name) for name in names]
     found: dict[str, list[Wait]] = {}
     for name in dict.fromkeys(value for component in here for value in (*component.inputs, *component.outputs)):
         value = values[name]
         if value.producer is not None and value.savers is not None:
-            found[name] = _waits(layout, value, value.savers, place, rank)
+            begins = bisect_right(numbers, order[value.producer])
+            found[name] = _waits(layout, value, value.savers, place, rank, begins)
     return found
 
 
-def _waits(layout: PlanIndex, value: Value, savers: tuple[str, ...], place: Mapping[str, int], rank: int) -> list[Wait]:
-    shard, tp, order = layout.plan.shard_of_rank(rank), layout.plan.mesh.tp, layout.model.component_index
+def _waits(
+    layout: PlanIndex, value: Value, savers: tuple[str, ...], place: Mapping[str, int], rank: int, begins: int
+) -> list[Wait]:
+    """`begins`: components of the rank up to the maker of the value."""
+    shard, tp = layout.plan.shard_of_rank(rank), layout.plan.mesh.tp
     assert value.producer is not None
     made, here = layout.source[value.name].value, value.producer in place
-    begins = sum(order[name] <= order[value.producer] for name in place)
     if not here and layout.stage_of_value[value.name] == layout.plan.stage_of_rank(rank):
         begins = _room_from(layout, value, rank, begins)
     last: dict[ValueLayout, int] = {}
@@ -79,6 +85,7 @@ def waiting_gradients(layout: PlanIndex, values: Mapping[str, Value], rank: int)
     names = layout.rank_components(rank)
     place = {name: number for number, name in enumerate(names)}
     order = layout.model.component_index
+    numbers = [order[name] for name in names]  # ascending
     here = [layout.model.component(name) for name in names]
     found: dict[str, list[Wait]] = {}
     for value in dict.fromkeys(value for component in here for value in (*component.outputs, *component.inputs)):
@@ -92,7 +99,7 @@ def waiting_gradients(layout: PlanIndex, values: Mapping[str, Value], rank: int)
             local = sorted(place[name] for name in readers if name in place)
             if not readers or not (local or entry.producer in place):
                 continue
-            begins = local[-1] if local else sum(order[name] < min(map(order.__getitem__, readers)) for name in names)
+            begins = local[-1] if local else bisect_left(numbers, min(map(order.__getitem__, readers)))
             if not local and reading.stage == layout.stage_of_value[value]:
                 begins = _room_until(layout, entry, rank, begins)
             size = _gradient_size(layout, entry, reading)

@@ -17,6 +17,7 @@ from operator import mul
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from parsim.arrays import Floats
 from parsim.graph.parameter_buckets import alike, hold
@@ -122,19 +123,18 @@ def memory_floor(problem: PlanningProblem, mesh: Mesh, samples: int, options: Op
     key = (*held, samples)
     if key not in known.floors:
         if held not in known.weights:
-            known.weights[held] = _Weights(problem, mesh, options)
+            known.weights[held] = _Weights(problem, mesh, held[0])
         devices = problem.cluster.devices
         rooms = [
             max(devices[rank].type.memory_bytes - devices[rank].type.context_bytes for rank in mesh.stage_ranks(place))
             for place in range(mesh.pp)
         ]
-        every = _least_saved(problem, mesh, samples, options)
-        saved = np.array([mean for mean, _ in every])
+        saved, largest_bytes = _least_saved(problem, mesh, samples, held[0])
         known.floors[key] = MemoryFloor(
             weights=known.weights[held],
             kept=saved if problem.recompute == NONE else _always_kept(problem, mesh, samples),
             saved=saved,
-            largest_bytes=max((alone for _, alone in every), default=0.0),
+            largest_bytes=largest_bytes,
             rooms=np.array(rooms, dtype=np.float64),
         )
     return known.floors[key]
@@ -168,6 +168,8 @@ class _Least:
     saved: dict[tuple[str, tuple[Placement, ...], int, int], tuple[float, float]] = field(default_factory=dict)
     floors: dict[tuple[tuple[tuple[Placement, ...], ...], Mesh, int], MemoryFloor] = field(default_factory=dict)
     rates: Floats | None = None
+    prints: tuple[tuple[str, str], ...] = ()
+    alike: dict[tuple[tuple[Placement, ...], ...], _Alike] = field(default_factory=dict)
     kinds: dict[tuple[int, tuple[Placement, ...]], list[tuple[int, Component, Placement, _Parts]]] = field(default_factory=dict)
 
 
@@ -186,21 +188,43 @@ class _Weights:
         return self.stages[stage]
 
     def _of(self, stage: int) -> Floats:
-        known: dict[object, float] = {}
-        found = []
+        alike = _alike(self.problem, self.options)
         parts, copies = self.problem.remembered(_Least).parts, self.mesh.copies
-        for component, choices in zip(_untied(self.problem), self.options, strict=True):
-            key = (component.fingerprint, choices)
-            if key not in known:
-                least = float("inf")
-                for choice in choices:
-                    held = component.fingerprint, choice, self.mesh.tp
-                    if held not in parts:
-                        parts[held] = _weight_parts(self.problem, self.mesh.tp, component, choice)
-                    least = min(least, parts[held].bytes_at(stage, copies))
-                known[key] = least if choices else 0.0
-            found.append(known[key])
-        return np.array(found)
+        untied, found = _untied(self.problem), []
+        for number in alike.first:
+            component, least = untied[number], float("inf")
+            for choice in self.options[number]:
+                held = component.fingerprint, choice, self.mesh.tp
+                if held not in parts:
+                    parts[held] = _weight_parts(self.problem, self.mesh.tp, component, choice)
+                least = min(least, parts[held].bytes_at(stage, copies))
+            found.append(least if self.options[number] else 0.0)
+        own: Floats = np.array(found)[alike.kinds]
+        return own
+
+
+class _Alike(NamedTuple):
+    """Components that do the same work, have the same parameters to themselves, and have the same options.
+
+    Attributes: first: by kind the number of its first component. kinds: int64 [n], by component.
+    """
+
+    first: tuple[int, ...]
+    kinds: NDArray[np.int64]
+
+
+def _alike(problem: PlanningProblem, options: Options) -> _Alike:
+    known = problem.remembered(_Least)
+    key = tuple(options)
+    if key not in known.alike:
+        if not known.prints:
+            own = [component.fingerprint for component in _untied(problem)]
+            known.prints = tuple(zip(problem.model.fingerprints, own, strict=True))
+        numbers: dict[object, int] = {}
+        kinds = [numbers.setdefault(each, len(numbers)) for each in zip(known.prints, key, strict=True)]
+        first = np.unique(kinds, return_index=True)[1]
+        known.alike[key] = _Alike(tuple(first.tolist()), np.array(kinds, dtype=np.int64))
+    return known.alike[key]
 
 
 class _Parts(NamedTuple):
@@ -271,9 +295,11 @@ def held_totals(problem: PlanningProblem, mesh: Mesh, samples: int, placed: Sequ
     key = (mesh.tp, tuple(placed))
     if key not in known.kinds:
         kinds: dict[tuple[str, Placement], tuple[Component, int]] = {}
-        for component, placement in zip(_untied(problem), placed, strict=True):
+        untied, alike = _untied(problem), _alike(problem, [(placement,) for placement in placed])
+        for kind, of_kind in zip(alike.first, np.bincount(alike.kinds).tolist(), strict=True):
+            component, placement = untied[kind], placed[kind]
             first, number = kinds.get((component.fingerprint, placement), (component, 0))
-            kinds[component.fingerprint, placement] = first, number + 1
+            kinds[component.fingerprint, placement] = first, number + of_kind
         known.kinds[key] = [
             (number, component, placement, _weight_parts(problem, mesh.tp, component, placement))
             for (_, placement), (component, number) in kinds.items()
@@ -291,18 +317,20 @@ def held_totals(problem: PlanningProblem, mesh: Mesh, samples: int, placed: Sequ
     )
 
 
-def _least_saved(problem: PlanningProblem, mesh: Mesh, samples: int, options: Options) -> list[tuple[float, float]]:
-    """By component what it saves of one microbatch: on the mean tp rank, and on one that has the component."""
-    known = problem.remembered(_Least).saved
+def _least_saved(problem: PlanningProblem, mesh: Mesh, samples: int, options: Options) -> tuple[Floats, float]:
+    """By component what it saves of one microbatch on the mean tp rank; and the most that one saves on a rank that has it."""
+    known, alike = problem.remembered(_Least).saved, _alike(problem, options)
     found = []
-    for component, choices in zip(problem.model.components, options, strict=True):
+    for number in alike.first:
+        component, choices = problem.model.components[number], options[number]
         key = component.fingerprint, choices, mesh.tp, samples
         if key not in known:
             every = [_saved_bytes(problem, mesh, samples, component, choice) for choice in choices]
             means = [size / mesh.tp if choice.kind == "place" else size for size, choice in zip(every, choices, strict=True)]
             known[key] = min(means, default=0.0), min(every, default=0.0)
         found.append(known[key])
-    return found
+    saved: Floats = np.array([mean for mean, _ in found])[alike.kinds]
+    return saved, max((alone for _, alone in found), default=0.0)
 
 
 def _saved_bytes(problem: PlanningProblem, mesh: Mesh, samples: int, component: Component, placement: Placement) -> float:

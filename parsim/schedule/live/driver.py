@@ -9,7 +9,8 @@ from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, Communicat
 from parsim.engines.scenario.controlled import Change, Probe, RunnableStep, WindowSeen
 from parsim.errors import ScheduleError
 from parsim.plans.plan import Plan
-from parsim.schedule.live.controller import Controller, Keep, Replan
+from parsim.schedule.live.controller import Controller
+from parsim.schedule.live.decisions import Keep, Replan
 from parsim.schedule.live.planning import PricedPlan, observation_of
 
 

@@ -36,7 +36,8 @@ from parsim.plans.plan import Plan
 from parsim.predict.evaluate import REPEATED_STEPS, Evaluation, evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.families import FAMILIES
-from parsim.schedule.live.controller import Controller, ControllerConfig, Observation, PlanChoice, PlanFor, SwitchCost
+from parsim.schedule.live.controller import Controller
+from parsim.schedule.live.decisions import ControllerConfig, Observation, PlanChoice, PlanFor, SwitchCost
 from parsim.schedule.search import search
 from parsim.timeline import Timeline
 from parsim.work import SendRecv
@@ -108,11 +109,13 @@ def controller_for(
     config: ControllerConfig | None = None,
     plan_for: PlanFor | None = None,
     rebuild_s: float = 0.0,
+    planning_s: float = 0.0,
 ) -> Controller:
     """A controller at the start of a run of `plan`; left out: the tuned parameters, and `search_planner` over all families.
 
     Args:
         rebuild_s: seconds of a switch beside the moving of weights: process groups, graphs, first steps.
+        planning_s: that training waits for a planning.
     """
     return Controller(
         config=config or ControllerConfig(),
@@ -120,6 +123,7 @@ def controller_for(
         switch_cost_s=switch_cost(problem, rebuild_s),
         plan=plan,
         expected=expected_seconds(problem, plan),
+        planning_s=planning_s,
     )
 
 

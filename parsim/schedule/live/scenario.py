@@ -26,7 +26,8 @@ from parsim.hardware.topology import Topology
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import REPEATED_STEPS
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.live.controller import Controller, Keep, Observation, Replan, SwitchCost
+from parsim.schedule.live.controller import Controller
+from parsim.schedule.live.decisions import Keep, Observation, Replan, SwitchCost
 from parsim.schedule.live.planning import PricedPlan
 
 
@@ -252,13 +253,13 @@ def drive(course: PoolCourse, controller: Controller) -> Path:
         if isinstance(decision, Replan):
             total_s += decision.cost_s
             plan = course.place[decision.plan]
-        if isinstance(decision, Replan) or decision.planned:
+        if decision.planned:
             total_s += scenario.planning_s
     return Path(
         plans=tuple(plans),
         total_s=total_s,
         switches=controller.switches,
-        plannings=sum(isinstance(entry, Replan) or entry.planned for entry in decisions),
+        plannings=sum(entry.planned for entry in decisions),
         decisions=tuple(decisions),
     )
 

@@ -69,16 +69,22 @@ def estimated_s(
     rounds = count + (mesh.pp - 1) / order[1]
     passing_s = 2 * (mesh.pp * order[1] - 1) * transfer_s(problem, mesh, samples)
     stages = (problem.zero_stage,) if isinstance(problem.zero_stage, int) else ZERO_STAGES
-    best = INFINITE
-    for stage in stages if mesh.copies > 1 else stages[:1]:
-        again, slowest = _recomputed_share(problem, mesh, count, order, placed, held, stage), 1.0
-        if again > 1:
-            again, slowest = 1.0, _slowest_share(problem, mesh, count, order, placed, stage)
+
+    def step_s(stage: int, again: float, slowest: float) -> float:
         stage_s = max(slowest * (forward_s * (1 + again) + backward_s) / mesh.pp, chain.longest_s)
         sums_s, late_s = _sent_s(problem, mesh, count, held, stage)
         hidden_s = backward_s / mesh.pp if stage < 2 else count * stage_s
         exposed_s = UNCOVERED * sums_s if stage == 3 else max(0.0, sums_s - hidden_s) + late_s
-        best = min(best, rounds * stage_s + passing_s + exposed_s + _update_s(problem, mesh, held, stage))
+        return rounds * stage_s + passing_s + exposed_s + _update_s(problem, mesh, held, stage)
+
+    shares = {
+        stage: _recomputed_share(problem, mesh, count, order, placed, held, stage)
+        for stage in (stages if mesh.copies > 1 else stages[:1])
+    }
+    best = min((step_s(stage, again, 1.0) for stage, again in shares.items() if again <= 1), default=INFINITE)
+    for stage, again in shares.items():
+        if again > 1 and step_s(stage, 1.0, 1.0) < best:  # longer stages only take longer
+            best = min(best, step_s(stage, 1.0, _slowest_share(problem, mesh, count, order, placed, stage)))
     return best
 
 

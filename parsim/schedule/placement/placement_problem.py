@@ -89,19 +89,44 @@ def placement_problem_of(
         prices: of the model on its mesh. microbatches: per step.
         options: per component, in the model's order; none may be empty. limit_bytes: per tp rank.
     """
-    model = prices.problem.model
-    place = model.component_index
+    return converted(unconverted(prices, options, microbatches=microbatches, limit_bytes=limit_bytes), prices, microbatches)
+
+
+def unconverted(
+    prices: Prices, options: Sequence[Sequence[Placement]], *, microbatches: int, limit_bytes: Sequence[float]
+) -> PlacementProblem:
+    """The problem without its conversions, which are most of what there is to price.
+
+    Args:
+        prices, options, microbatches, limit_bytes: as `placement_problem_of` takes them.
+    """
     known: dict[object, tuple[Floats, Floats, Floats, Floats]] = {}
     rows = []
-    for component, choices in zip(model.components, options, strict=True):
+    for component, choices in zip(prices.problem.model.components, options, strict=True):
         key = (prices.same_work(component), _weights_key(component), component.name in prices.differentiable, tuple(choices))
         if key not in known:
             known[key] = _figures(prices, component, choices)
         rows.append(known[key])
-    forward = [microbatches * ahead + (microbatches - 1) * back + rest[0] for ahead, back, rest, _ in rows]
-    backward = [back for _, back, _, _ in rows]
-    summed = [rest[1] for _, _, rest, _ in rows]
-    memory = [own for _, _, _, own in rows]
+    return PlacementProblem(
+        components=tuple(component.name for component in prices.problem.model.components),
+        options=tuple(tuple(choices) for choices in options),
+        forward_s=tuple(microbatches * ahead + (microbatches - 1) * back + rest[0] for ahead, back, rest, _ in rows),
+        backward_s=tuple(back for _, back, _, _ in rows),
+        synchronisation_s=tuple(rest[1] for _, _, rest, _ in rows),
+        conversion_s={},
+        memory_bytes=tuple(own for _, _, _, own in rows),
+        limit_bytes=np.array(limit_bytes, dtype=np.float64),
+        allowed=_ties(prices, options),
+    )
+
+
+def converted(placing: PlacementProblem, prices: Prices, microbatches: int) -> PlacementProblem:
+    """The problem with the conversions between its options.
+
+    Args:
+        placing: from `unconverted`, perhaps restricted. prices, microbatches: as that one took them.
+    """
+    place, options = prices.problem.model.component_index, placing.options
     conversions: dict[tuple[int, int], tuple[Floats, Floats]] = {}
     matrices: dict[object, tuple[Floats, Floats]] = {}
     for value, maker, reader in _neighbours(prices):
@@ -110,17 +135,7 @@ def placement_problem_of(
         total = (microbatches * ahead + (microbatches - 1) * back, back)
         before = conversions.get(pair)
         conversions[pair] = total if before is None else (before[0] + total[0], before[1] + total[1])
-    return PlacementProblem(
-        components=tuple(component.name for component in model.components),
-        options=tuple(tuple(choices) for choices in options),
-        forward_s=tuple(forward),
-        backward_s=tuple(backward),
-        synchronisation_s=tuple(summed),
-        conversion_s=conversions,
-        memory_bytes=tuple(memory),
-        limit_bytes=np.array(limit_bytes, dtype=np.float64),
-        allowed=_ties(prices, options),
-    )
+    return replace(placing, conversion_s=conversions)
 
 
 def _figures(prices: Prices, component: Component, choices: Sequence[Placement]) -> tuple[Floats, Floats, Floats, Floats]:

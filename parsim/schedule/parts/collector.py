@@ -1,0 +1,26 @@
+"""Rare garbage collections while a search runs.
+
+A search keeps what it has worked out: layouts, prices, memories. Python's collector walks through all of that again and again,
+and finds next to nothing. It took a fifth of a search over 64 GPUs.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+NEW_OBJECTS = 2**18
+"""New objects after which the youngest are collected; Python's default is 700."""
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Collect garbage rarely, and as before afterwards. Leaves a collector alone that is switched off."""
+    before = gc.get_threshold()
+    if before[0]:
+        gc.set_threshold(max(NEW_OBJECTS, before[0]), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
