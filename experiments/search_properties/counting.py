@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -13,7 +13,11 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import HypothesisException, Unsatisfiable
 
-from experiments.search_properties.asking import SEEN, SHAPES, Check, Seen, Shapes, drawn
+from experiments.search_properties.asking import SEEN, SHAPES, Check, Seen, Shape, drawn
+
+UNLIKELY = st.sampled_from((False, False, False, True))
+"""Whether Hypothesis draws a problem: ends of ranges and equal numbers. The others are drawn evenly from a number of its, since
+it repeats itself: of 40 problems up to 29 had one device, or 19 alone were different."""
 
 
 @dataclass
@@ -22,6 +26,7 @@ class Counts:
 
     Attributes:
         name: of the property. drawn: problems. compared: those of them in which anything was compared.
+        several: those of these with several devices. different: those that are not one another's equal.
         comparisons: of two figures or answers. failed: of the problems that were compared, what each says, with its draw.
         cpu_s: of all of them. slowest_s: of one. seen: what the searches answered.
     """
@@ -29,6 +34,8 @@ class Counts:
     name: str
     drawn: int = 0
     compared: int = 0
+    several: int = 0
+    different: int = 0
     comparisons: int = 0
     failed: list[str] = field(default_factory=list)
     cpu_s: float = 0.0
@@ -41,7 +48,8 @@ class Counts:
 
     def __str__(self) -> str:
         told = (
-            f"{self.name}: {self.drawn} problems drawn, {self.compared} compared ({self.comparisons} comparisons), "
+            f"{self.name}: {self.drawn} problems drawn, {self.compared} compared ({self.different} different, "
+            f"{self.several} on several devices; {self.comparisons} comparisons), "
             f"{self.passed} passed; {self.seen.searches} searches, {self.cpu_s:.0f} CPU-s, one took {self.slowest_s:.1f}"
         )
         return told if self.compared else f"{told}; NOTHING WAS COMPARED"
@@ -52,6 +60,8 @@ class Counts:
             "property": self.name,
             "drawn": self.drawn,
             "compared": self.compared,
+            "several": self.several,
+            "different": self.different,
             "comparisons": self.comparisons,
             "passed": self.passed,
             "failed": self.failed,
@@ -65,7 +75,7 @@ class Counts:
 
 
 def counted(
-    name: str, check: Check, examples: int, *, shapes: Shapes = SHAPES, begin: int | None = None, patient: bool = True
+    name: str, check: Check, examples: int, *, shapes: Sequence[Shape] = SHAPES, begin: int | None = None, patient: bool = True
 ) -> Counts:
     """Draw problems until so many were compared, or ten times as many were drawn.
 
@@ -78,6 +88,7 @@ def counted(
         What was compared. Failures are counted and not raised, errors of the search among them.
     """
     counts = Counts(name)
+    problems: set[str] = set()
 
     @settings(
         max_examples=examples,
@@ -86,11 +97,13 @@ def counted(
         suppress_health_check=list(HealthCheck),
         phases=(Phase.generate,),  # a draw is small as it is, and shrinking it takes minutes
     )
-    @given(random=st.randoms(use_true_random=False))
-    def run(random: Random) -> None:
+    @given(number=st.integers(1, 2**60), unlikely=UNLIKELY, random=st.randoms(use_true_random=False))
+    def run(number: int, unlikely: bool, random: Random) -> None:
         if counts.failed and not patient:
             return
-        draw = drawn(random, shapes)
+        random = random if unlikely else Random(number)
+        shape = shapes[number % len(shapes)] if unlikely else random.choice(shapes)
+        draw = drawn(random, shape)
         counts.drawn += 1
         before_s, failed = time.process_time(), ""
         try:
@@ -104,6 +117,10 @@ def counted(
         counts.slowest_s = max(counts.slowest_s, taken_s)
         counts.comparisons += made
         counts.compared += made > 0
+        counts.several += made > 0 and draw.cluster.nodes * len(draw.cluster.kinds) > 1
+        if made:
+            problems.add(repr(draw))
+            counts.different = len(problems)
         if failed:
             counts.failed.append(failed)
         assume(made > 0)

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import hypothesis
 
+from experiments.common.running import commit
 from experiments.search_properties.asking import SHAPES, TINY
 from experiments.search_properties.counting import counted, features_used
 from experiments.search_properties.properties import PROPERTIES
@@ -28,7 +29,7 @@ from parsim.files import write_text_atomically
 
 RESULTS = Path(__file__).parent / "results.json"
 COMMAND = "python experiments/search_properties/run.py"
-EXAMPLES = 50
+EXAMPLES = 40
 
 
 def main() -> None:
@@ -59,18 +60,18 @@ def main() -> None:
         print(counts, file=sys.stderr, flush=True)
         rows[name] = counts.to_dict()
         if out is not None:
-            write_text_atomically(out, json.dumps(document(rows, asked.seed), indent=1) + "\n")
-    found = document(rows, asked.seed)
+            write_text_atomically(out, json.dumps(document(rows, asked.seed, asked.examples), indent=1) + "\n")
+    found = document(rows, asked.seed, asked.examples)
     print(json.dumps(found) if asked.json else json.dumps(found["summary"], indent=1))
     if found["summary"]["failed"]:
         sys.exit(1)
 
 
-def document(rows: dict[str, dict[str, Any]], seed: int) -> dict[str, Any]:
+def document(rows: dict[str, dict[str, Any]], seed: int, examples: int) -> dict[str, Any]:
     """Results.json, the properties in their own order.
 
     Args:
-        rows: by property. seed: of all of them.
+        rows: by property. seed: of all of them. examples: of those that this call has run.
     """
     ordered = [rows[name] for name in PROPERTIES if name in rows]
     summary = {
@@ -80,7 +81,14 @@ def document(rows: dict[str, dict[str, Any]], seed: int) -> dict[str, Any]:
         "cpu_s": round(sum(row["cpu_s"] for row in ordered), 1),
         "used": features_used(ordered),
     }
-    run = {"command": COMMAND, "seed": seed, "date": time.strftime("%Y-%m-%d"), "machine": machine_line(describe_environment())}
+    told = f"{COMMAND} --examples {examples} --seed {seed}"
+    run = {
+        "command": told,
+        "commit": commit(),
+        "seed": seed,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine_line(describe_environment()),
+    }
     return {"run": run | {"hypothesis": hypothesis.__version__}, "summary": summary, "rows": ordered}
 
 

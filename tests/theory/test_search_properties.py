@@ -6,23 +6,24 @@ each runs on few problems at every change, and on more in the slow set.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
 
 from experiments.search_exhaustive.problems import ProblemDraw
-from experiments.search_properties.asking import SHAPES, TINY, Shapes
+from experiments.search_properties.asking import SHAPES, TINY, Shape
 from experiments.search_properties.counting import Counts, assert_holds, counted
 from experiments.search_properties.properties import PROPERTIES
 
-QUICK, MANY = 2, 50
+QUICK, MANY = 2, 40
 """Problems that each property compares: in the tests at every change, and in the slow ones."""
 
 TRIED_ELSEWHERE = "the_papers_optimum_is_certified", "the_papers_optimum_of_real_models_is_certified"
 """In `test_paper_of_model`, at every change."""
 
 
-def holds_on(name: str, problems: int, shapes: Shapes) -> Counts:
+def holds_on(name: str, problems: int, shapes: Sequence[Shape]) -> Counts:
     counts = counted(name, PROPERTIES[name], problems, shapes=shapes, patient=False)
     print(counts)
     assert_holds(counts)

@@ -59,7 +59,16 @@ def search() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("texts", [published, memory, search])
+def properties() -> list[str]:
+    found = results("search_properties")["summary"]
+    assert not found["failed"]
+    return [
+        f"{found['properties']} properties of the search hold on {found['compared']:,} drawn problems, "
+        f"by {found['searches']:,} searches"
+    ]
+
+
+@pytest.mark.parametrize("texts", [published, memory, search, properties])
 def test_figures_follow_from_results(texts: Any) -> None:
     pages = [" ".join((ROOT / name).read_text(encoding="utf-8").split()) for name in ("README.md", "docs/accuracy.md")]
     for text in texts():
