@@ -1,6 +1,8 @@
 """CPU time of one evaluated plan of an 80-layer llama with a Model at hand, part by part. Prints, asserts nothing.
 
-python benchmarks/bench_plan.py [--layers 80] [--repeats 7] [--quick]
+python benchmarks/bench_plan.py [--layers 80] [--repeats 7] [--deep] [--quick]
+
+--deep: plans of a narrow llama of 1,024 layers under ZeRO 2 and 3 instead.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.parts.compose import profile_from_parts
 from parsim.model.named.names import named
 from parsim.model.transformer.build import transformer
+from parsim.model.transformer.shape import Shape
 from parsim.model.transformer.software import Software
 from parsim.model.transformer.sublayers import SamplePart
 from parsim.plans.mesh import Mesh
@@ -36,6 +39,10 @@ PLANS = (
 )
 """Granularity of the Model, mesh, microbatches of two samples."""
 
+DEEP_LAYERS, DEEP_HIDDEN = 1024, 1024
+DEEP_PLANS = (("layer", Mesh(dp=32), 4, 3), ("layer", Mesh(pp=4, dp=8), 8, 2))
+"""The same, and the ZeRO stage."""
+
 
 def milliseconds(call: Callable[[], object], repeats: int) -> float:
     """Median of the CPU time, without the collection of what earlier calls left."""
@@ -50,11 +57,7 @@ def milliseconds(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def row(granularity: str, mesh: Mesh, microbatches: int, layers: int, repeats: int) -> None:
-    known = named("llama3-70b")
-    whole = None if known is None else known.shape
-    assert whole is not None, "llama3-70b has a row with a shape"
-    shape = replace(whole, layers=layers)
+def row(shape: Shape, granularity: str, mesh: Mesh, microbatches: int, repeats: int, zero_stage: int = 1) -> None:
     model = transformer(shape, Software(flash=True, dropout=False), SamplePart(tokens=SEQ, context=SEQ), granularity)
     nodes, batch = max(1, mesh.size // PER_NODE), 2 * mesh.dp * microbatches
     machine: Cluster = cluster_from_profile(
@@ -65,7 +68,7 @@ def row(granularity: str, mesh: Mesh, microbatches: int, layers: int, repeats: i
         return PlanningProblem(model=model, cluster=machine, global_batch=batch, precision="bf16", optimizer="adamw")
 
     posed = asked()
-    plan = plan_of(posed, Outline(mesh=mesh, microbatches=microbatches, zero_stage=1))
+    plan = plan_of(posed, Outline(mesh=mesh, microbatches=microbatches, zero_stage=zero_stage))
     found = evaluate(posed, plan, samples=0, fold=True)
     first = milliseconds(lambda: evaluate(asked(), plan, samples=0, fold=True), repeats)
     again = milliseconds(lambda: evaluate(posed, plan, samples=0, fold=True), repeats)
@@ -74,21 +77,35 @@ def row(granularity: str, mesh: Mesh, microbatches: int, layers: int, repeats: i
     print(f"{what} {first:,.0f} | {again:,.0f} | {drawn:,.0f} |")
 
 
+def shape_of(name: str, layers: int, hidden: int = 0) -> Shape:
+    known = named(name)
+    whole = None if known is None else known.shape
+    assert whole is not None, f"{name} has a row with a shape"
+    return replace(whole, layers=layers, hidden=hidden or whole.hidden)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--deep", action="store_true")
     add_quick(parser)
     arguments = parser.parse_args()
     plans = PLANS
     if arguments.quick:
         arguments.layers, arguments.repeats, plans = 2, 1, (("layer", Mesh(dp=4, cp=2), 2),)
     print(f"{machine_line()}\n")
-    print(f"A llama of {arguments.layers} layers, ZeRO 1 where there are replicas, on h100-sxm nodes. CPU time:\n")
+    what = "1,024 layers, ZeRO 3, then 2" if arguments.deep else f"{arguments.layers} layers, ZeRO 1 where there are replicas"
+    print(f"A llama of {what}, on h100-sxm nodes. CPU time:\n")
     print("| GPUs | mesh | components | ranks simulated | tasks | first question, ms | again, ms | with 200 draws, ms |")
     print("|---:|---|---:|---:|---:|---:|---:|---:|")
+    if arguments.deep:
+        for granularity, mesh, microbatches, zero_stage in DEEP_PLANS:
+            shape = shape_of("llama3-8b", DEEP_LAYERS, DEEP_HIDDEN)
+            row(shape, granularity, mesh, microbatches, arguments.repeats, zero_stage)
+        return
     for granularity, mesh, microbatches in plans:
-        row(granularity, mesh, microbatches, arguments.layers, arguments.repeats)
+        row(shape_of("llama3-70b", arguments.layers), granularity, mesh, microbatches, arguments.repeats)
     if arguments.quick:
         print(QUICK_NOTE)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.common.claims import Claim, of_every
+from parsim.units import format_seconds
 
 AS_ASSUMED = "as the formulas assume"
 
@@ -30,3 +31,18 @@ def claims(document: dict[str, Any]) -> list[Claim]:
             lambda row: f"{row['case']} ({max(row['young_costs_percent'], row['daly_costs_percent']):.1f}%)",
         ),
     ]
+
+
+def tables(document: dict[str, Any]) -> str:
+    """Intervals of every case, and what the formulas' cost, as Markdown.
+
+    Args:
+        document: results.json.
+    """
+    head = ("case", "M", "d", "Young", "Daly", "simulated", "mean run", "Young's costs", "Daly's costs")
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for row in document["rows"]:
+        times = [format_seconds(row[key]) for key in ("M_s", "d_s", "young_s", "daly_s", "simulated_s", "run_s")]
+        costs = [f"{row[f'{name}_costs_percent']:+.2f}% ± {row[f'{name}_error_percent']:.2f}" for name in ("young", "daly")]
+        lines.append(f"| {row['case']} | {' | '.join([*times, *costs])} |")
+    return "\n".join(lines)

@@ -64,7 +64,7 @@ parallelism can cut.
 of Megatron-LM, NeMo or torchtitan. `[cluster]` takes `usd_per_hour`, `device_mtbf_hours`, `checkpoint_s` and `restart_s`.
 
 How far such predictions are from published runs stands in `experiments/published/README.md`. Without a fitted factor they
-were 13 to 18% too fast on average for FSDP on H100, and 8 to 9% for Megatron-LM on A100.
+were 13 to 18% too fast on average for FSDP on H100, and 7 to 9% for Megatron-LM on A100.
 
 This page is written by `python experiments/large_models/run.py`."""
 

@@ -86,55 +86,63 @@ class ComponentKinds:
             yield from (self._number[reader] for reader in layout.consumers[name])
 
     def _signature(self, number: int, component: Component) -> Hashable:
-        layout, name = self._layout, component.name
-        place = self._places[number]
+        layout, name, place = self._layout, component.name, self._places[number]
         by_operator = component.selective if layout.recomputes_by_operator(name) else None
         own = (
             layout.model.work_kind[name],
             layout.placement[name],
             name in layout.differentiable,
             layout.is_halved(name),
-            layout.wants_input_gradient(name),
             layout.recomputes(name),
             by_operator is not None and by_operator.operators,
             tuple(self._number[other] - number for other in layout.segment_of(name)),
-            layout.inside(name),
+            None if component.inside is None else layout.inside(name),
         )
-        reads = tuple(self._read(number, component, layout.model.value[value], place) for value in component.inputs)
-        makes = tuple(self._made(number, layout.model.value[value], place) for value in component.outputs)
+        reads = tuple([self._read(number, component, value, place) for value in component.inputs])
+        makes = tuple([value if self.is_far(value) else self._laid_out(value) for value in component.outputs])
         return own, reads, makes
 
-    def _read(self, number: int, component: Component, value: Value, place: int) -> Hashable:
-        layout = self._layout
+    def _read(self, number: int, component: Component, name: str, place: int) -> Hashable:
+        layout, value = self._layout, self._layout.model.value[name]
         if value.producer is None:
             return self._loading[place]
         maker = self._number[value.producer]
-        remade = layout.is_remade(value.name, component.name)
-        if not self.is_far(value.name):
-            makes = layout.model.components[maker].outputs
-            what = (number - maker, makes.index(value.name), self._places[maker] - place, remade)
-            return what, self._laid_out(number, value, place)
-        reading = self._reading(component, value.name)
+        remade = bool(layout.plan.segments) and layout.is_remade(name, component.name)
+        if not self.is_far(name):
+            output = layout.model.components[maker].outputs.index(name)
+            return number - maker, place - self._places[maker], output, self._laid_out(name), remade
+        reading = self._reading(component, name)
         first = self._readers(number, reading) if number in self._first_of(value) else ()
         neighbours = frozenset(self._neighbours(number, component))
-        near = tuple(number - other for other in self._ways_to(number, component, value.name) if other in neighbours)
-        return value.name, place, reading.ends, first, near, remade
+        near = tuple(number - other for other in self._ways_to(number, component, name) if other in neighbours)
+        return name, place, reading.ends, first, near, remade
 
-    def _made(self, number: int, value: Value, place: int) -> Hashable:
-        return value.name if self.is_far(value.name) else self._laid_out(number, value, place)
+    def _laid_out(self, name: str) -> int:
+        """A number, equal for values with few readers that are laid out alike: seen from their makers, all that is theirs."""
+        if name not in self._known:
+            value, layout = self._layout.model.value[name], self._layout
+            assert value.producer is not None
+            maker = self._number[value.producer]
+            readings = tuple(
+                (reading.stage - self._places[maker], reading.ends, self._readers(maker, reading))
+                for reading in layout.readings[name]
+            )
+            shape = value.bytes_per_sample, value.fixed_bytes, value.differentiable, layout.source[name], readings
+            self._known[name] = self._shapes.setdefault(shape, len(self._shapes))
+        return self._known[name]
 
-    def _laid_out(self, number: int, value: Value, place: int) -> Hashable:
-        """A value with few readers, as a component that makes or reads it sees them."""
-        readings = tuple(
-            (reading.stage - place, reading.ends, self._readers(number, reading))
-            for reading in self._layout.readings[value.name]
-        )
-        return value.bytes_per_sample, value.fixed_bytes, value.differentiable, self._layout.source[value.name], readings
+    @cached_property
+    def _known(self) -> dict[str, int]:
+        return {}
+
+    @cached_property
+    def _shapes(self) -> dict[Hashable, int]:
+        return {}
 
     def _readers(self, number: int, reading: Reading) -> tuple[tuple[int, bool], ...]:
         """How far each reader is away, and whether it has a backward."""
         differentiable = self._layout.differentiable
-        return tuple((self._number[reader] - number, reader in differentiable) for reader in reading.components)
+        return tuple([(self._number[reader] - number, reader in differentiable) for reader in reading.components])
 
     def _reading(self, component: Component, value: str) -> Reading:
         return next(reading for reading in self._layout.readings[value] if component.name in reading.components)

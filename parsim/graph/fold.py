@@ -346,13 +346,8 @@ def _bucket_works(layout: PlanIndex) -> Iterator[Sequence[Work]]:
             buckets.setdefault((bucket.stages, bucket.first[0].name), []).append(bucket)
     asked: set[Hashable] = set()
     for shards in buckets.values():
-        kinds = tuple(
-            (
-                id(bucket.group),  # buckets of the same ranks share one tuple: groups of thousands are not compared
-                bucket.padded_bytes if layout.is_divided(bucket) else bucket.size_bytes,
-            )
-            for bucket in shards
-        )
+        # buckets of the same ranks share one tuple: groups of thousands are not compared
+        kinds = tuple([(id(bucket.group), bucket.elements, bucket.size_bytes) for bucket in shards])
         if len(shards) > 1 and kinds not in asked:
             asked.add(kinds)
             yield [bucket_work(layout, bucket) for bucket in shards]

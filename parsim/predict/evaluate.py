@@ -202,15 +202,15 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
     nearly = nearly_alike(problem, layout, folding, REPEATED_STEPS) if bounded and not sigma and is_one_step(plan) else None
     if nearly is None:
         folding = folding if folding.is_exact else unfolded(plan.mesh)
-        columns = lowered(problem, layout, folding)
-        estimates = tuple(priced_units(problem, plan, columns.units))
+        compiled = compile_graph(lowered(problem, layout, folding))
+        estimates = tuple(priced_units(problem, plan, compiled.columns.units))
     else:
-        folding, columns, estimates = nearly
+        folding, compiled, estimates = nearly
+    columns = compiled.columns
     medians = medians_s(estimates)[columns.unit]
     measured = problem.cluster.profile.overlap is not None
     works = [unit.work for unit in columns.units] if measured else []
     overlap = costs.overlap(works, _seconds(estimates, columns, folding) if measured else [])
-    compiled = compile_graph(columns)
     if not is_one_step(plan):
         period = mixing_period(problem, layout, folding=folding)
         steady_s, step_s = _period_s(period, sigma if plan.world_size > 1 else 0.0)

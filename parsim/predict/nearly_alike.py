@@ -19,7 +19,7 @@ import numpy as np
 
 from parsim.costs.estimate import Estimate
 from parsim.costs.uncertainty.draws import medians_s
-from parsim.engines.compile import compile_graph
+from parsim.engines.compile import CompiledGraph, compile_graph
 from parsim.engines.steps import mean_step_s
 from parsim.graph.columns import Columns
 from parsim.graph.expand import lower_columns, moved_work
@@ -34,7 +34,7 @@ from parsim.work import Collective, Work, is_communication, ranks_of_work
 NEARLY = 1e-4
 """Replicas are simulated as one if their prices leave the step open by no more than this share of it."""
 
-OneReplica = tuple[Folding, Columns, tuple[Estimate, ...]]
+OneReplica = tuple[Folding, CompiledGraph, tuple[Estimate, ...]]
 
 
 def lowered(problem: PlanningProblem, layout: PlanIndex, folding: Folding) -> Columns:
@@ -80,8 +80,9 @@ def nearly_alike(problem: PlanningProblem, layout: PlanIndex, folding: Folding, 
     )
     low, high = (tuple(beside_products(problem.model, layout.plan, columns.units, end)) for end in ends)
     rows = np.array([medians_s(low), medians_s(high)])
-    shortest_s, longest_s = mean_step_s(compile_graph(columns), rows, overlap, steps=steps, unit=columns.unit)
-    return (one, columns, high) if longest_s <= shortest_s * (1 + NEARLY) else None
+    compiled = compile_graph(columns)
+    shortest_s, longest_s = mean_step_s(compiled, rows, overlap, steps=steps, unit=columns.unit)
+    return (one, compiled, high) if longest_s <= shortest_s * (1 + NEARLY) else None
 
 
 def _likes(mesh: Mesh, work: Work, replicas: Sequence[int]) -> list[Work]:

@@ -56,6 +56,8 @@ def calibration_table(profile: Profile, *, title: str | None = None) -> ReportTa
         host = f"{format_seconds(profile.host.task_s)} per task, {format_seconds(profile.host.step_s)} per step"
         if profile.host.post_wait_s:
             host += f", {format_seconds(profile.host.post_wait_s)} after a wait"
+        if profile.host.launch_s:
+            host += f", {format_seconds(profile.host.launch_s)} per launch"
         if profile.host.core_sharing > 1:
             host += f"; computing x{profile.host.core_sharing:.3g} where ranks share a core"
         rows.append(("host", NOTHING, host, NOTHING))
