@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.common.claims import UNRESOLVED, Claim, claim
+from experiments.common.claims import UNRESOLVED, Claim, Row, claim
+
+SHORT = "link slow for 4 windows"
+POLICIES = {
+    "first values": "rule as first written",
+    "tuned": "tuned",
+    "default": "default",
+    "no probes": "default, never probing other plans' links",
+    "probes at epoch ends too": "default, probing at every epoch's end too",
+}
 
 
 def claims(document: dict[str, Any]) -> list[Claim]:
@@ -26,4 +35,38 @@ def claims(document: dict[str, Any]) -> list[Claim]:
     return [
         first,
         claim("The tuned controller does not switch when nothing happens", None if quiet is None else quiet == 0, told),
+        short(document.get("by_scenario", [])),
     ]
+
+
+def short(rows: list[Row]) -> Claim:
+    """The belief about durations where it is meant to help.
+
+    Args:
+        rows: regret by scenario and policy.
+    """
+    text = f"The default controller loses less than half of what the tuned one does where a {SHORT}"
+    found = next((row for row in rows if row["scenario"] == SHORT), None)
+    if found is None:
+        return claim(text, None)
+    told = f"{100 * found['default']:.1f}% beside {100 * found['tuned']:.1f}%"
+    return claim(text, found["default"] < found["tuned"] / 2, told)
+
+
+def tables(document: dict[str, Any]) -> str:
+    """Policies over all held-out cases, and regret by scenario, as Markdown.
+
+    Args:
+        document: results.json.
+    """
+    whole, rows = document["held_out"], document["by_scenario"]
+    lines = ["| policy, held out | regret | switches | plannings |", "|---|---:|---:|---:|"]
+    for name, text in (("stay", "stay with the first plan"), ("best static", "best single plan, known afterwards")):
+        lines.append(f"| {text} | {100 * rows[-1][name]:.2f}% | 0 | 0 |")
+    for name, text in POLICIES.items():
+        row = whole[name]
+        lines.append(f"| {text} | {100 * row['regret']:.2f}% | {row['switches']:.2f} | {row['plannings']:.2f} |")
+    shown = ("stay", "best static", "first values", "tuned", "default")
+    lines += ["", f"| scenario, held out | {' | '.join(shown)} |", "|---|" + "---:|" * len(shown)]
+    lines += [f"| {row['scenario']} | {' | '.join(f'{100 * row[name]:.2f}%' for name in shown)} |" for row in rows]
+    return "\n".join(lines)
