@@ -11,6 +11,7 @@ import argparse
 import json
 import re
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -168,13 +169,17 @@ def ask(spec: ModelSpec) -> Found:
 
 
 def table_text() -> str:
-    """The table of docs/models.md, from what is kept."""
+    """The two tables of docs/models.md, from what is kept: side by side they are wider than a page."""
     known: dict[str, list[str]] = json.loads(RESULTS.read_text())
-    lines = ["| kind | before | now | plan | loss | forward flop | assumed |", "|---|---|---|---|---|---|---|"]
-    for kind in KINDS:
-        cells = (kind.name, kind.before, kind.now, *Found(*known[kind.name]))
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines)
+    changed = table(("kind", "before", "now"), [(kind.name, kind.before, kind.now) for kind in KINDS])
+    asked = table(("kind", "plan", "loss", "forward flop", "assumed"), [(kind.name, *known[kind.name]) for kind in KINDS])
+    return f"{changed}\n\n{asked}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown. Args: head: names of columns. rows: their cells."""
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
 def main() -> None:
