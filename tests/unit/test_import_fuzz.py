@@ -62,7 +62,7 @@ def replaced(document: Any, draw: st.DrawFn) -> Any:
             if not isinstance(inner, dict | list) or not inner or (draw(st.booleans()) and steps > 1):
                 match draw(st.sampled_from(("put", "drop", "double"))):
                     case "put":
-                        node[key] = draw(st.sampled_from(ODD))
+                        node[key] = copy.deepcopy(draw(st.sampled_from(ODD)))  # later changes may be made inside it
                     case "drop":
                         del node[key]
                     case _ if isinstance(node, list):
