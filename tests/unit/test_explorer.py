@@ -201,7 +201,9 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
         assert "metric=usd_per_million_samples" in address
         assert "theme=dark" in address
         tab.locator("summary").click()
-        assert tab.locator("#table tbody tr").count() == 2
+        playwright.expect(tab.locator("#table tbody tr")).to_have_count(
+            2
+        )  # the table is filled once the browser says it is open
         other = browser.new_page(viewport={"width": width, "height": 900})
         other.goto(f"{path.as_uri()}{address}")
         other.wait_for_selector("body[data-ready]", state="attached")
