@@ -114,16 +114,16 @@ def test_only_a_vocabulary_is_padded() -> None:
     assert Model.from_json(model.to_json()) == model
 
 
-def plan_of(model: Model, tp: int, chosen: dict[str, str], **more: object) -> Plan:
-    """The vocabulary in `tp` shards; the other components, and what `chosen` names, otherwise."""
+def plan_of(model: Model, tp: int, chosen: dict[str, str], *, dp: int = 1, **more: object) -> Plan:
+    """The vocabulary in `tp` shards; the other components, and what `chosen` names, otherwise. All on `dp` replicas."""
     rules = {"wte": "vocabulary", "lm_head": "column", "loss.maximum": "vocabulary", "loss.sums": "vocabulary"}
     placements = [
         parse_placement(chosen.get(name) or (f"shard:{rules[name]}/{tp}" if name in rules else "replicate"))
         for name in (component.name for component in model.components)
     ]
     names = tuple(component.name for component in model.components)
-    stage = Stage(components=names, ranks=tuple(range(tp)), placements=tuple(placements))
-    plan = Plan(strategy="custom", mesh=Mesh(tp=tp), stages=(stage,), global_batch=8, microbatches=2)
+    stage = Stage(components=names, ranks=tuple(range(dp * tp)), placements=tuple(placements))
+    plan = Plan(strategy="custom", mesh=Mesh(dp=dp, tp=tp), stages=(stage,), global_batch=8, microbatches=2)
     return replace(plan, **more)  # type: ignore[arg-type]
 
 
@@ -166,9 +166,7 @@ def test_two_processes_share_a_vocabulary_of_37(tmp_path: Path) -> None:
 def test_four_processes_share_a_vocabulary_of_37(tmp_path: Path) -> None:
     """Pieces of 10, 10, 10 and 7 rows; alone, beside ZeRO over two replicas, and over 100 steps."""
     model = load_model(SPEC, granularity="sublayer")
-    plans = [plan_of(model, 4, {}), plan_of(model, 2, {}, mesh=Mesh(dp=2, tp=2), zero_stage=2)]
-    names = plans[1].stages[0]
-    plans[1] = replace(plans[1], stages=(replace(names, ranks=(0, 1, 2, 3)),))
+    plans = [plan_of(model, 4, {}), plan_of(model, 2, {}, dp=2, zero_stage=2)]
     cases = [
         Case(spec=SPEC, plan=plan, granularity="sublayer", dataset="synthetic", optimizer="adamw", learning_rate=0.01)
         for plan in plans
