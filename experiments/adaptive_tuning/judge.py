@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.common.claims import UNRESOLVED, Claim, Row, claim
+from experiments.common.markdown import table
 
 SHORT = "link slow for 4 windows"
 POLICIES = {
@@ -60,13 +61,14 @@ def tables(document: dict[str, Any]) -> str:
         document: results.json.
     """
     whole, rows = document["held_out"], document["by_scenario"]
-    lines = ["| policy, held out | regret | switches | plannings |", "|---|---:|---:|---:|"]
-    for name, text in (("stay", "stay with the first plan"), ("best static", "best single plan, known afterwards")):
-        lines.append(f"| {text} | {100 * rows[-1][name]:.2f}% | 0 | 0 |")
+    policies = [
+        ["stay with the first plan", f"{100 * rows[-1]['stay']:.2f}%", "0", "0"],
+        ["best single plan, known afterwards", f"{100 * rows[-1]['best static']:.2f}%", "0", "0"],
+    ]
     for name, text in POLICIES.items():
         row = whole[name]
-        lines.append(f"| {text} | {100 * row['regret']:.2f}% | {row['switches']:.2f} | {row['plannings']:.2f} |")
+        policies.append([text, f"{100 * row['regret']:.2f}%", f"{row['switches']:.2f}", f"{row['plannings']:.2f}"])
     shown = ("stay", "best static", "first values", "tuned", "default")
-    lines += ["", f"| scenario, held out | {' | '.join(shown)} |", "|---|" + "---:|" * len(shown)]
-    lines += [f"| {row['scenario']} | {' | '.join(f'{100 * row[name]:.2f}%' for name in shown)} |" for row in rows]
-    return "\n".join(lines)
+    scenarios = [[row["scenario"], *(f"{100 * row[name]:.2f}%" for name in shown)] for row in rows]
+    first = table(("policy, held out", "regret", "switches", "plannings"), policies, words=1)
+    return f"{first}\n\n{table(('scenario, held out', *shown), scenarios, words=1)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.common.claims import Claim, of_every
+from experiments.common.markdown import table
 from parsim.units import format_seconds
 
 AS_ASSUMED = "as the formulas assume"
@@ -40,9 +41,9 @@ def tables(document: dict[str, Any]) -> str:
         document: results.json.
     """
     head = ("case", "M", "d", "Young", "Daly", "simulated", "mean run", "Young's costs", "Daly's costs")
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    lines = []
     for row in document["rows"]:
         times = [format_seconds(row[key]) for key in ("M_s", "d_s", "young_s", "daly_s", "simulated_s", "run_s")]
         costs = [f"{row[f'{name}_costs_percent']:+.2f}% ± {row[f'{name}_error_percent']:.2f}" for name in ("young", "daly")]
-        lines.append(f"| {row['case']} | {' | '.join([*times, *costs])} |")
-    return "\n".join(lines)
+        lines.append([row["case"], *times, *costs])
+    return table(head, lines)

@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from experiments.common.claims import Claim, Row, claim
+from experiments.common.markdown import table
 
 PAIRS = 10
 SOONER = 8
@@ -69,10 +70,8 @@ def too_few(rows: list[Any]) -> str:
 
 def tables(document: dict[str, Any]) -> str:
     """Markdown: seconds of every pair, and switches as predicted and as measured."""
-    lines = [
-        "| pair | adaptive | start | other | changed after step | switch predicted | switch measured |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    head = ("pair", "adaptive", "start", "other", "changed after step", "switch predicted", "switch measured")
+    lines = []
     for name, pair in by_pair(document["rows"]).items():
         seconds = [f"{pair[way]['seconds']:.1f} s" if way in pair else "" for way in ("adaptive", "start", "other")]
         changes = pair.get("adaptive", {}).get("switches", [])
@@ -81,5 +80,5 @@ def tables(document: dict[str, Any]) -> str:
             ", ".join(f"{1e3 * entry['predicted_switch_s']:.0f} ms" for entry in changes),
             ", ".join(f"{1e3 * entry['switch_s']:.0f} ms" for entry in changes),
         ]
-        lines.append("| " + " | ".join([name, *seconds, *told]) + " |")
-    return "\n".join(lines)
+        lines.append([name, *seconds, *told])
+    return table(head, lines)

@@ -23,9 +23,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from throttle import Throttle, process_of_rank
+from throttle import Throttle
 
 from parsim.costs.feedback.run_corrections import RunCorrections
+from parsim.execute.processes.processes import rank_processes
 from parsim.files import read_json, write_json_atomically
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
@@ -196,7 +197,7 @@ def parsim(*arguments: str, slow_from: int | None = None) -> dict[str, Any]:
             lines.append(line)
             step = STEP.search(line)
             if not slowed and step and slow_from is not None and int(step[1]) >= slow_from:
-                pid = process_of_rank(SLOW_RANK, process.pid)
+                pid = rank_processes(process.pid).get(SLOW_RANK)
                 if pid is None:
                     raise RuntimeError(f"no process of rank {SLOW_RANK} below {process.pid}")
                 stack.enter_context(Throttle(pid, FACTOR))

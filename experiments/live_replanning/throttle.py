@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 PERIOD_S = 0.02
 
@@ -52,30 +51,3 @@ def _go_on(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
     except ProcessLookupError:
         return
-
-
-def process_of_rank(rank: int, below: int) -> int | None:
-    """The process of a rank among the descendants of a process; None while there is none.
-
-    Args:
-        rank: of the training. below: process id of whoever started it.
-    """
-    wanted = f"RANK={rank}".encode()
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            named = wanted in (folder / "environ").read_bytes().split(b"\0")
-            if named and _descends(int(folder.name), below):
-                return int(folder.name)
-        except (FileNotFoundError, PermissionError, ProcessLookupError):
-            continue  # it ended meanwhile, or belongs to somebody else
-    return None
-
-
-def _descends(pid: int, ancestor: int) -> bool:
-    while pid > 1:
-        if pid == ancestor:
-            return True
-        pid = int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
-    return False

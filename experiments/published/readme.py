@@ -14,11 +14,15 @@ these rows), multi-node A100 14.7% (calculon 11.1% on 103 of them, vTrain 14.7%)
 
 RULES_TEXT = """\
 One rule per framework (`rules.py`), for what a row leaves blank. The first version was written before any row was
-predicted. These were settled after errors had been seen: the slowdown of early attention kernels, FSDP's BACKWARD_POST,
-torchtitan's alternate recomputation, scatter-gather, Llama 3's depth and saving of activations, Megatron 2022's batch and
-split, the retry with more recomputation where a plan would not fit, sums of gradients, heads without tensor cores, Composer's
-metrics and optimizer, BLOOM's heads, the recipes of NeMo's launcher, the overlap of tensor parallelism, which of Composer's
-tables stop recomputation early, chunks that cut evenly, gradients of bf16 in fp32, and that factors come from rows on one node.
+predicted. These were settled after errors had been seen:
+
+- the slowdown of early attention kernels, heads without tensor cores, sums of gradients, gradients of bf16 in fp32,
+- FSDP's BACKWARD_POST, torchtitan's alternate recomputation, scatter-gather, chunks that cut evenly,
+- Llama 3's depth and saving of activations, Megatron 2022's batch and split, BLOOM's heads, the recipes of NeMo's launcher,
+- Composer's metrics and optimizer, and which of its tables stop recomputation early,
+- the overlap of tensor parallelism, the retry with more recomputation where a plan would not fit,
+- that factors come from rows on one node.
+
 So was the precision of Sailor's rows, by their stated memory peaks. The column "held out" holds out factors, not rules."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.common.claims import Claim, claim, of_every
+from experiments.common.markdown import table
 
 PROPERTIES, COMPARED, MOST_CPU_S = 19, 20, 240
 """Properties there are, problems that each is to compare, and CPU-seconds that each may take."""
@@ -67,12 +68,18 @@ def tables(document: dict[str, Any]) -> str:
     """
     rows, summary = document["rows"], document["summary"]
     keys = ("drawn", "compared", "several", "passed", "comparisons", "searches", "infeasible", "untried")
-    heads = "drawn | compared | on several devices | passed | comparisons | searches | nothing fits | not all tried"
-    lines = [f"| property | {heads} | CPU-s | slowest |", "|---|" + "---:|" * 10]
-    for row in rows:
-        numbers = " | ".join(f"{row[key]:,}" for key in keys)
-        lines.append(f"| {row['property'].replace('_', ' ')} | {numbers} | {row['cpu_s']:.0f} | {row['slowest_s']:.1f} |")
-    total = " | ".join(f"{sum(row[key] for row in rows):,}" for key in keys)
-    lines.append(f"| all | {total} | {summary['cpu_s']:.0f} | {max((row['slowest_s'] for row in rows), default=0):.1f} |")
+    heads = ("drawn", "compared", "on several devices", "passed", "comparisons", "searches", "nothing fits", "not all tried")
+    lines = [
+        [
+            row["property"].replace("_", " "),
+            *(f"{row[key]:,}" for key in keys),
+            f"{row['cpu_s']:.0f}",
+            f"{row['slowest_s']:.1f}",
+        ]
+        for row in rows
+    ]
+    total = [f"{sum(row[key] for row in rows):,}" for key in keys]
+    slowest_s = max((row["slowest_s"] for row in rows), default=0)
+    lines.append(["all", *total, f"{summary['cpu_s']:.0f}", f"{slowest_s:.1f}"])
     used = ", ".join(f"{name} {summary['used'].get(name, 0):,}" for name in FREE)
-    return "\n".join([*lines, "", f"Answers whose plan uses: {used}."])
+    return f"{table(('property', *heads, 'CPU-s', 'slowest'), lines, words=1)}\n\nAnswers whose plan uses: {used}."

@@ -149,7 +149,9 @@ class Pieces:
             return (Awaited(None), draft.number(key)) if key in draft else None
         if isinstance(key[0], Phase):
             phase, rank, name, _, *part = key
-            assert isinstance(phase, Phase) and isinstance(rank, int) and isinstance(name, str)  # noqa: PT018
+            assert isinstance(phase, Phase)
+            assert isinstance(rank, int)
+            assert isinstance(name, str)
             number, offset = self._number[name], self.offset(phase, rank, name, part)
             return None if offset is None else (_awaited(phase, number, waiting, far), offset)
         for number in self._may_send(key) if key not in self._where else ():

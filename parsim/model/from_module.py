@@ -79,8 +79,9 @@ def model_from_module(
     settled = settle_module(module, args, kwargs, objective, name=called, tokens=tokens, output=output, example=example)
     with naming_coupled_losses():
         text = str(settled.objective)
-        about = {"granularity": granularity, "name": name, "loss": text, "example": example, "declared": declared}
-        model = model_of(module, args, kwargs, **about)  # type: ignore[arg-type]
+        model = model_of(
+            module, args, kwargs, granularity=granularity, name=name, loss=text, example=example, declared=declared
+        )
     if example_inputs is None:
         kind = replace(kind, output=settled.output, loss=model.loss, target=settled.target)
         return replace(model, loss_form=checked_form(model, lambda: module, kind))

@@ -11,7 +11,7 @@ Leaves out: that the slowest of unequal replicas need not be the same one in a l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -26,7 +26,7 @@ from parsim.engines import static
 from parsim.engines.compile import CompiledGraph, compile_graph
 from parsim.engines.program import Part, Program, unrolled
 from parsim.engines.steps import carried_by_steps, mean_step_s
-from parsim.graph.columns import Columns, Unit, Units, columns_of
+from parsim.graph.columns import Columns, Units, columns_of
 from parsim.graph.expand import lower_columns
 from parsim.graph.fold import Folding
 from parsim.graph.lower import lower
@@ -226,7 +226,7 @@ def mixing_period(
     local = None
     if simulated < rule.period_steps:
         local = _resuming(columns_of(_graph(layout, folding, 0, local=True)), problem, plan)
-    units = (*cycle.units, *(() if local is None else local.units))
+    units = Units.of((*cycle.units, *(() if local is None else local.units)))
     estimates = tuple(priced_units(problem, plan, units, rounds=_rounds_of_units(cycle, program, len(units))))
     seconds = medians_s(estimates)[cycle.unit]
     factors = overlap or costs.overlap([cycle.units[number].work for number in cycle.unit.tolist()], seconds)
@@ -272,7 +272,7 @@ def _resuming(columns: Columns, problem: PlanningProblem, plan: Plan) -> Columns
     return columns.resuming() if problem.costs(plan.world_size).post_wait_s else columns
 
 
-def priced_units(problem: PlanningProblem, plan: Plan, units: Sequence[Unit], *, rounds: Ints | None = None) -> list[Estimate]:
+def priced_units(problem: PlanningProblem, plan: Plan, units: Units, *, rounds: Ints | None = None) -> list[Estimate]:
     """Prices of the units of a plan: overlapped where it says so, and the messages of a round of mixing share links.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal, TypeVar
@@ -15,7 +15,7 @@ from parsim.costs.hardware_scale import AS_IT_IS, HardwareScale
 from parsim.costs.memory.rank_memory import optimizer_bytes
 from parsim.costs.memory.records import RankMemory
 from parsim.costs.pricing import Priced, price
-from parsim.graph.columns import Unit, Units
+from parsim.graph.columns import Units
 from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import Cluster
 from parsim.model.axes.divided import divided_model
@@ -227,14 +227,12 @@ class PlanningProblem:
         group, costs = self._costs_of(mesh.size, mesh.cp, mesh.ep)
         return price(work_of_ranks, costs, self._known.setdefault(group, {}), partial(concurrent_with, mesh))
 
-    def price_units(self, units: Sequence[Unit], mesh: Mesh) -> list[Estimate]:
-        """Estimates of the units of a program, in their order. Of `Units` that are alike one is priced. Raises CostError.
+    def price_units(self, units: Units, mesh: Mesh) -> list[Estimate]:
+        """Estimates of the units of a program, in their order. Of those that are alike one is priced. Raises CostError.
 
         Args:
             units: of the program of a plan on this mesh.
         """
-        if not isinstance(units, Units):
-            return self.price(units, mesh)
         return units.each(self.price(units.kinds, mesh))
 
     @cached_property

@@ -11,6 +11,7 @@ from typing import Any
 from parsim.analyze.bounds import busiest_resource_s
 from parsim.costs.uncertainty.draws import medians_s
 from parsim.errors import ScheduleError, near_matches
+from parsim.garbage import rare_collections
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
@@ -22,7 +23,6 @@ from parsim.registry import is_reference
 from parsim.schedule.branch_and_bound import Incumbents, JudgedPlan, Tally, judged_best_first, judged_misfit
 from parsim.schedule.families import FAMILIES, Strategy, mixed_meshes, nodes_of
 from parsim.schedule.members import Members
-from parsim.schedule.parts.collector import rare_collections
 from parsim.schedule.parts.node import Node, PosedPlacement
 from parsim.schedule.parts.one_by_one import open_one_by_one
 from parsim.schedule.parts.usual import Allowance, allowance, is_large, most_late

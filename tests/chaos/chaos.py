@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from parsim.execute.processes.processes import descendants
+from parsim.execute.processes.processes import descendants, rank_processes
 from parsim.execute.state.checkpoint import latest_checkpoint
 from tests.chaos.outcomes import Outcome, add_outcome, recorded, table
 from tests.execute.test_bad_run import cpu_profile
@@ -289,12 +289,7 @@ def _ranks(process: subprocess.Popen[str], kept: Path, step: int) -> dict[int, i
         if process.poll() is not None:
             raise AssertionError(process.communicate()[1])
         time.sleep(0.005)
-    found = {}
-    for pid in descendants([process.pid]):
-        with contextlib.suppress(OSError, StopIteration):
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            found[int(next(entry for entry in variables if entry.startswith(b"RANK="))[5:])] = pid
-    return found
+    return rank_processes(process.pid)
 
 
 def _alive(pid: int) -> bool:

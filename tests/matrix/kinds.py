@@ -11,13 +11,13 @@ import argparse
 import json
 import re
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
+from experiments.common.markdown import table
 from parsim.errors import ParsimError
 from parsim.model.inputs import ModelInput
 from parsim.model.spec import ModelSpec
@@ -174,12 +174,6 @@ def table_text() -> str:
     changed = table(("kind", "before", "now"), [(kind.name, kind.before, kind.now) for kind in KINDS])
     asked = table(("kind", "plan", "loss", "forward flop", "assumed"), [(kind.name, *known[kind.name]) for kind in KINDS])
     return f"{changed}\n\n{asked}"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown. Args: head: names of columns. rows: their cells."""
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (head, *rows)]
-    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ import pytest
 
 from experiments.common.claims import MET, MISSED, NOT_CHECKED
 from experiments.live_replanning.judge import PAIRS, claims
-from experiments.live_replanning.throttle import Throttle, process_of_rank
+from experiments.live_replanning.throttle import Throttle
+from parsim.execute.processes.processes import rank_processes
 
 
 @pytest.fixture
@@ -46,14 +47,26 @@ def test_a_process_that_ends_meanwhile_is_no_error(busy: subprocess.Popen[bytes]
         busy.kill()
         busy.wait()
         time.sleep(0.05)
+    assert busy.returncode == -signal.SIGKILL
 
 
 def test_the_process_of_a_rank_is_found_among_descendants_only(busy: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 10
-    while process_of_rank(1, os.getpid()) is None and time.monotonic() < deadline:
+    while 1 not in rank_processes(os.getpid()) and time.monotonic() < deadline:
         time.sleep(0.01)  # its environment can be read once it has been executed
-    assert process_of_rank(1, os.getpid()) == busy.pid
-    assert process_of_rank(7, os.getpid()) is None
+    assert rank_processes(os.getpid())[1] == busy.pid
+    assert 7 not in rank_processes(os.getpid())
+
+
+def test_what_a_rank_has_started_is_no_rank() -> None:
+    """A worker of a loader has its rank's variables."""
+    starts = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(flush=True); input()'])"
+    with subprocess.Popen(
+        [sys.executable, "-c", starts], env=os.environ | {"RANK": "1"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()  # the child runs
+        assert rank_processes(os.getpid())[1] == rank.pid
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, float("nan")])

@@ -64,10 +64,27 @@ def marked(mark: str) -> set[int]:
     wanted = f"{MARK_VARIABLE}={mark}".encode()
     found = set()
     for pid in _living():
-        with contextlib.suppress(OSError):  # it has just ended, or belongs to somebody else
-            if wanted in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
-                found.add(pid)
+        if wanted in _variables(pid):
+            found.add(pid)
     return found - {os.getpid()}
+
+
+def rank_processes(root: int) -> dict[int, int]:
+    """The processes of ranks below `root`, by rank. Of what a rank has started itself, and what has its variables, none."""
+    parents = _living()
+    ranks = {}
+    for pid in descendants([root]):
+        own = next((entry[5:] for entry in _variables(pid) if entry.startswith(b"RANK=")), b"")
+        if own.isdigit():
+            ranks[pid] = int(own)
+    return {rank: pid for pid, rank in ranks.items() if ranks.get(parents.get(pid, 0)) != rank}
+
+
+def _variables(pid: int) -> list[bytes]:
+    """What a process was started with, NAME=VALUE each; nothing if it has just ended, or belongs to somebody else."""
+    with contextlib.suppress(OSError):
+        return (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    return []
 
 
 def _living() -> dict[int, int]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from parsim.errors import TraceError
+from parsim.garbage import rare_collections
 from parsim.model.inputs import ModelInput
 from parsim.model.model import COUPLED, SUBLAYER, Model
 from parsim.model.objective.settle import OpenLoss, Settled
@@ -29,7 +28,6 @@ from parsim.model.tracing.sublayers import CallInterval
 from parsim.model.tracing.whole_calls import collapse, whole_modules
 
 BATCHES = (2, 3)
-OBJECTS_PER_COLLECTION = 100_000
 
 
 class Traced:
@@ -168,20 +166,8 @@ def settled_model(
     declared: Sequence[ModelInput | None] = (),
 ) -> tuple[Model, Settled | None]:
     """As `model_of`, with the loss that the first forward settled; an OpenLoss cannot follow an example."""
-    with _collecting_rarely():
+    with rare_collections():
         return _settled_model(module, args, kwargs, granularity, name, loss, source, example, declared)
-
-
-@contextlib.contextmanager
-def _collecting_rarely() -> Iterator[None]:
-    """A trace makes many objects that stay, and next to no cycles: looking through them took an eighth of its time."""
-    usual = gc.get_threshold()
-    if usual[0]:  # 0: nothing is collected
-        gc.set_threshold(max(usual[0], OBJECTS_PER_COLLECTION), *usual[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*usual)
 
 
 def _settled_model(

@@ -40,10 +40,13 @@ UNCOVERED = 0.85
 
 @dataclass
 class _Known:
-    """Of one problem: bytes that cross the middle of the model, by samples of a microbatch; trainable scalars; by tp and
-    placements the samples of each component over those of a microbatch."""
+    """Of one problem: bytes that cross the middle of the model, by samples of a microbatch; seconds of their transfer by mesh
+    and samples, and of updates by shares of the model and ranks; trainable scalars; by tp and placements the samples of each
+    component over those of a microbatch."""
 
     middle: dict[int, int] = field(default_factory=dict)
+    transfers: dict[tuple[Mesh, int], float] = field(default_factory=dict)
+    updates: dict[tuple[int, int], float] = field(default_factory=dict)
     elements: int | None = None
     local: dict[tuple[int, tuple[Placement, ...]], Floats] = field(default_factory=dict)
 
@@ -75,7 +78,7 @@ def estimated_s(
         sums_s, late_s = _sent_s(problem, mesh, count, held, stage)
         hidden_s = backward_s / mesh.pp if stage < 2 else count * stage_s
         exposed_s = UNCOVERED * sums_s if stage == 3 else max(0.0, sums_s - hidden_s) + late_s
-        return rounds * stage_s + passing_s + exposed_s + _update_s(problem, mesh, held, stage)
+        return rounds * stage_s + passing_s + exposed_s + update_s(problem, mesh, stage)
 
     shares = {
         stage: _recomputed_share(problem, mesh, count, order, placed, held, stage)
@@ -157,11 +160,13 @@ def transfer_s(problem: PlanningProblem, mesh: Mesh, samples: int) -> float:
     """Of what crosses the middle of the model, between the first two places."""
     if mesh.pp == 1:
         return 0.0
-    known = problem.remembered(_Known).middle
-    if samples not in known:
-        known[samples] = int(np.median(crossing_bytes(problem, samples)))
-    work = SendRecv(source=0, destination=mesh.copies * mesh.tp, size_bytes=max(1, known[samples] // mesh.tp))
-    return price_s(problem, mesh, work)
+    known, key = problem.remembered(_Known), (mesh, samples)
+    if key not in known.transfers:
+        if samples not in known.middle:
+            known.middle[samples] = int(np.median(crossing_bytes(problem, samples)))
+        size = max(1, known.middle[samples] // mesh.tp)
+        known.transfers[key] = price_s(problem, mesh, SendRecv(source=0, destination=mesh.copies * mesh.tp, size_bytes=size))
+    return known.transfers[key]
 
 
 def _sent_s(problem: PlanningProblem, mesh: Mesh, count: int, held: HeldTotals, stage: int) -> tuple[float, float]:
@@ -182,12 +187,16 @@ def _sent_s(problem: PlanningProblem, mesh: Mesh, count: int, held: HeldTotals, 
     return (count if stage == 2 else 1) * summed, gathered
 
 
-def _update_s(problem: PlanningProblem, mesh: Mesh, held: HeldTotals, stage: int) -> float:
-    known = problem.remembered(_Known)
-    if known.elements is None:
-        known.elements = sum(parameter.elements for parameter in problem.model.trainable_parameters)
-    own = known.elements / (mesh.pp * mesh.tp * (mesh.copies if stage else 1))
-    return price_s(problem, mesh, OptimizerStep(elements=max(1, round(own)), tensors=1))
+def update_s(problem: PlanningProblem, mesh: Mesh, stage: int) -> float:
+    """Of the update of a rank's equal share of the model, at a ZeRO stage."""
+    shares = mesh.pp * mesh.tp * (mesh.copies if stage else 1)
+    known, key = problem.remembered(_Known), (shares, mesh.size)
+    if key not in known.updates:
+        if known.elements is None:
+            known.elements = sum(parameter.elements for parameter in problem.model.trainable_parameters)
+        own = max(1, round(known.elements / shares))
+        known.updates[key] = price_s(problem, mesh, OptimizerStep(elements=own, tensors=1))
+    return known.updates[key]
 
 
 def price_s(problem: PlanningProblem, mesh: Mesh, work: Work) -> float:

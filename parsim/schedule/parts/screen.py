@@ -30,8 +30,8 @@ from parsim.plans.staged import even_cuts, even_parts, stages_of
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.chain import chain_seconds
 from parsim.schedule.options import Prices
-from parsim.schedule.parts.estimate import UNCOVERED, price_s, transfer_s
-from parsim.work import Collective, OptimizerStep, Phase
+from parsim.schedule.parts.estimate import UNCOVERED, price_s, transfer_s, update_s
+from parsim.work import Collective, Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +68,7 @@ class _Known:
     chains: dict[tuple[int, int, int, int], tuple[Floats, Floats, Floats]] = field(default_factory=dict)
     placements: dict[int, dict[str, Placement]] = field(default_factory=dict)
     sent: dict[tuple[Mesh, int], tuple[float, float]] = field(default_factory=dict)
-    updates: dict[tuple[int, int], float] = field(default_factory=dict)
-    passed: dict[tuple[Mesh, int], float] = field(default_factory=dict)
-    parameters: tuple[int, int] | None = None
+    trained_bytes: int | None = None
 
 
 def screened_s(problem: PlanningProblem, outlines: Sequence[Outline]) -> Floats:
@@ -139,8 +137,12 @@ def _step_s(problem: PlanningProblem, outline: Outline) -> float:
     longest, whole = float(by_rank.max()), float(by_rank.sum())
     step_s = count * longest + (whole - longest) / outline.chunks
     if mesh.pp > 1:
-        step_s += 2 * (mesh.pp * outline.chunks - 1) * _passed_s(problem, mesh, samples)
-    return step_s + _exposed_s(problem, outline, longest, float(np.diff(backward_s[cuts]).max())) + _update_s(problem, outline)
+        step_s += 2 * (mesh.pp * outline.chunks - 1) * transfer_s(problem, mesh, samples)
+    return (
+        step_s
+        + _exposed_s(problem, outline, longest, float(np.diff(backward_s[cuts]).max()))
+        + update_s(problem, mesh, outline.zero_stage)
+    )
 
 
 def _running_s(problem: PlanningProblem, mesh: Mesh, count: int, samples: int) -> tuple[Floats, Floats, Floats]:
@@ -166,13 +168,6 @@ def _running_s(problem: PlanningProblem, mesh: Mesh, count: int, samples: int) -
     return known[key]
 
 
-def _passed_s(problem: PlanningProblem, mesh: Mesh, samples: int) -> float:
-    known, key = problem.remembered(_Known).passed, (mesh, samples)
-    if key not in known:
-        known[key] = transfer_s(problem, mesh, samples)
-    return known[key]
-
-
 def _exposed_s(problem: PlanningProblem, outline: Outline, stage_s: float, backward_s: float) -> float:
     """Of the sums of gradients and of gathered parameters."""
     mesh, count, stage = outline.mesh, outline.microbatches, outline.zero_stage
@@ -190,7 +185,7 @@ def _sent_s(problem: PlanningProblem, mesh: Mesh, stage: int) -> tuple[float, fl
     known, key = problem.remembered(_Known).sent, (mesh, min(stage, 1))
     if key not in known:
         group = tuple(mesh.rank(stage=0, replica=copy, shard=0) for copy in range(mesh.copies))
-        size = max(1, round(_parameters(problem)[0] / (mesh.pp * mesh.tp)))
+        size = max(1, round(_trained_bytes(problem) / (mesh.pp * mesh.tp)))
 
         def seconds(operation: str) -> float:
             return price_s(problem, mesh, Collective(operation=operation, group=group, size_bytes=size))
@@ -199,20 +194,8 @@ def _sent_s(problem: PlanningProblem, mesh: Mesh, stage: int) -> tuple[float, fl
     return known[key]
 
 
-def _update_s(problem: PlanningProblem, outline: Outline) -> float:
-    mesh = outline.mesh
-    own = mesh.pp * mesh.tp * (mesh.copies if outline.zero_stage else 1)
-    known, key = problem.remembered(_Known).updates, (own, mesh.size)
-    if key not in known:
-        elements = max(1, round(_parameters(problem)[1] / own))
-        known[key] = price_s(problem, mesh, OptimizerStep(elements=elements, tensors=1))
-    return known[key]
-
-
-def _parameters(problem: PlanningProblem) -> tuple[int, int]:
-    """Bytes and elements of those that are trained."""
+def _trained_bytes(problem: PlanningProblem) -> int:
     known = problem.remembered(_Known)
-    if known.parameters is None:
-        trained = problem.model.trainable_parameters
-        known.parameters = sum(entry.size_bytes for entry in trained), sum(entry.elements for entry in trained)
-    return known.parameters
+    if known.trained_bytes is None:
+        known.trained_bytes = sum(entry.size_bytes for entry in problem.model.trainable_parameters)
+    return known.trained_bytes
