@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +16,16 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 
 from torch import Tensor, nn  # noqa: E402
 
+from parsim.model.load import load_model  # noqa: E402
 from parsim.model.loops.counts import items_with, moments_with, size_with  # noqa: E402
 from parsim.model.loops.repeated_calls import FEWEST, KEPT  # noqa: E402
 from parsim.model.memory.peaks import Recorded, counted_moments  # noqa: E402
 from parsim.model.memory.selective import _counts  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
+from parsim.model.spec import ModelSpec  # noqa: E402
 from parsim.model.tracing import measure, traced  # noqa: E402
 from parsim.model.tracing.measure import TracedForward  # noqa: E402
+from tests.hugging_face_configs import SMALL  # noqa: E402
 
 WIDTH, LENGTH = 8, 20
 
@@ -327,6 +332,22 @@ def test_the_model_of_a_loop_with_its_shards(monkeypatch: pytest.MonkeyPatch) ->
     fast = made()
     monkeypatch.setattr(measure, "shortened", lambda program: None)
     assert fast == made()
+
+
+@pytest.mark.slow
+@pytest.mark.hf
+def test_the_model_of_a_mamba(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scan of transformers, with shards and under autocast."""
+    pytest.importorskip("transformers", reason="needs the hf extra")
+    monkeypatch.setenv("PARSIM_MODEL_CACHE", "off")
+    models = []
+    for number, shorten in enumerate((measure.shortened, lambda program: None)):
+        monkeypatch.setattr(measure, "shortened", shorten)
+        path = tmp_path / f"{number}.json"  # of another name, so that nothing is known of it
+        path.write_text(json.dumps({**SMALL["mamba"], "num_hidden_layers": 3}))
+        models.append(load_model(ModelSpec(name=str(path), args=(("seq", 40),)), granularity="sublayer"))
+    fast, slow = models
+    assert (fast.components, fast.values) == (slow.components, slow.values)
 
 
 @st.composite

@@ -38,8 +38,9 @@ def moments_with(lists: Sequence[Sequence[int]], times: int) -> list[int] | None
         step, growth = _differences(added, before), _differences(five[place + 2 * more :], three[place:])
         if _differences(last, added) != step or any(size % 2 for size in growth):
             continue
-        slope = [size // 2 for size in growth]
-        moments = partial(_moments, three[:place], list(zip(added, step, strict=True)), list(zip(three[place:], slope, strict=True)))
+        pieces = list(zip(added, step, strict=True))
+        after = [(size, both // 2) for size, both in zip(three[place:], growth, strict=True)]
+        moments = partial(_moments, three[:place], pieces, after)
         if all(entry == moments(4) for entry in four):
             return moments(times)
     return None
