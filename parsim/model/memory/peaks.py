@@ -26,7 +26,7 @@ from parsim.model.runnable import CallProgram, TensorKind, run_op
 
 Peaks = tuple[tuple[int, int], ...]
 """(bytes per sample, fixed bytes) of moments."""
-Numbers = TypeVar("Numbers")
+_Told = TypeVar("_Told")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +47,7 @@ class Recorded:
     shorter: Shortened | None = None
     change: Callable[[CallProgram], CallProgram] | None = None
 
-    def counted(self, count: Callable[[CallProgram], Numbers], together: Callable[[list[Numbers], int], Numbers | None]) -> Numbers:
+    def counted(self, count: Callable[[CallProgram], _Told], together: Callable[[list[_Told], int], _Told | None]) -> _Told:
         """What `count` says of the program: from shortened ones if that can be shown to be the same.
 
         Shards of a program make its calls, so they are counted with two numbers of groups, and the program itself with three.
