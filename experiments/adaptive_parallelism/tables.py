@@ -123,8 +123,9 @@ def region(rows: list[Row]) -> str:
         head = ("memory", *(f"links 1/{1 / link:.0f}" if link < 1 else "links as they are" for link in links))
         parts.append(f"{model}, batch {batch}:\n\n" + markdown(head, lines))
     legend = (
-        "**The map: under which links, batch and memory would the paper's order and its 18% hold?** A cell names the fastest "
-        "uniform family, what adaptive gains over hybrid, and over the fastest uniform family; * is the paper's order."
+        "**The map: under which links, batch and memory would the paper's order and its 18% hold?** "
+        "A cell names the fastest uniform family, then what adaptive gains over hybrid, and over the fastest uniform family. "
+        "A star marks the paper's order."
     )
     return "\n\n".join([legend, *parts]) if parts else ""
 

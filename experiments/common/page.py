@@ -15,6 +15,7 @@ from typing import Any
 
 from experiments.common.catalogue import CATALOGUE, FOLDER, Experiment
 from experiments.common.claims import VERDICTS, Claim, counts, unchecked
+from experiments.common.markdown import table
 
 PAGE = FOLDER / "RESULTS.md"
 SITE_PAGE = FOLDER.parent / "docs" / "results.md"
@@ -79,8 +80,7 @@ def finding_of(each: Experiment) -> str:
 
 def claims_table(claims: Sequence[Claim]) -> str:
     """Markdown; failed claims stay in, marked."""
-    rows = [f"| {each.text} | {_marked(each.verdict)} | {each.found} |" for each in claims]
-    return "\n".join(["| claim | verdict | found |", "|---|---|---|", *rows])
+    return table(("claim", "verdict", "found"), ((each.text, _marked(each.verdict), each.found) for each in claims))
 
 
 def _marked(verdict: str) -> str:
