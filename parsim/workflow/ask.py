@@ -162,7 +162,7 @@ def check_loss(model: Model, plan: Plan, *, allowed: bool) -> None:
     if model.loss_form != COUPLED or allowed or smallest == plan.global_batch:
         return
     raise PlanError(
-        f"the loss of {model.name} ({model.loss}) is no sum over samples, and the plan ({plan.summary()}) takes it of "
+        f"the loss of {model.name} ({model.loss}) is no sum over samples. The plan ({plan.summary()}) takes it of "
         f"{smallest} of {plan.global_batch} samples at a time, which is another loss; plan with strategy = 'single', or set "
         "training.allow_coupled_loss = true to train by it"
     )

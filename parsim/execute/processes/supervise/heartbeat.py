@@ -35,7 +35,7 @@ _LONGEST_POLL_S = 1.0
 
 
 class Doing(enum.IntEnum):
-    """What a rank is at. A rank that has never said so (NOTHING) is watched for being stopped only."""
+    """What a rank is at. A rank that has never reported (NOTHING) is watched for being stopped only."""
 
     NOTHING = 0
     PREPARING = 1
@@ -146,8 +146,8 @@ def process_state(pid: int) -> ProcessState | None:
 
 @dataclass(slots=True, kw_only=True)
 class _Seen:
-    """Of one rank: seconds that it has been stopped, seconds since its last beat, its processor seconds at that, and whether
-    it was seen running, or waiting for a core, since then."""
+    """Of one rank: seconds that it has been stopped, seconds since its last beat, and its processor seconds at that. Also
+    whether it was seen running, or waiting for a core, since then."""
 
     stopped_s: float = 0.0
     still_s: float = 0.0
