@@ -28,7 +28,7 @@ from parsim.execute.state.store import Instance, Store, ValueKey, batch_piece
 from parsim.execute.streams import Streams
 from parsim.graph.passes.clipping import sums_norm
 from parsim.graph.passes.gradients import DP_STREAM
-from parsim.graph.plan_index import Reading
+from parsim.graph.placed_model import Reading
 from parsim.graph.task import COMPUTE, HOST, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.autograd.cut import Saved, backward_component, forward_component
