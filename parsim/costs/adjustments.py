@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from parsim.costs.estimate import QUEUEING, Estimate, Term
@@ -139,12 +140,11 @@ def adjusted(estimate: Estimate, work: Work, rank: int, context: PriceContext) -
     """
     terms: list[Term] = []
     subject = Subject(work, rank, estimate, estimate.median_s)
-    for adjustment in ADJUSTMENTS:
-        if isinstance(work, adjustment.applies_to):
-            term = adjustment.term(subject, context)
-            if term is not None:
-                terms.append(term)
-                subject = subject._replace(so_far_s=term.applied(subject.so_far_s))
+    for adjustment in _applying_to(type(work)):
+        term = adjustment.term(subject, context)
+        if term is not None:
+            terms.append(term)
+            subject = subject._replace(so_far_s=term.applied(subject.so_far_s))
     if not terms:
         return estimate
     remarks = (_remark(term) for term in terms if term.operation != "plus")
@@ -157,6 +157,11 @@ def adjusted(estimate: Estimate, work: Work, rank: int, context: PriceContext) -
         extrapolated=estimate.extrapolated,
         issue_s=estimate.issue_s,
     )
+
+
+@cache
+def _applying_to(work: type) -> tuple[Adjustment, ...]:
+    return tuple(adjustment for adjustment in ADJUSTMENTS if issubclass(work, adjustment.applies_to))
 
 
 def _remark(term: Term) -> str:

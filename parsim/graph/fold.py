@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 from parsim.costs.costs import Costs
 from parsim.graph.hops import hop_groups, hop_pairs
-from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message, transfer_bytes
 from parsim.graph.passes.gradients import bucket_work
 from parsim.graph.passes.inside import CONTEXT_STREAM, inner_steps
@@ -340,14 +339,10 @@ def _works_inside(layout: PlanIndex, exchanges: Sequence[_Exchange], replica: in
 
 def _bucket_works(layout: PlanIndex) -> Iterator[Sequence[Work]]:
     """Per parameters in a gradient bucket, the sums of all shards that hold pieces (or whole ones, each for itself)."""
-    buckets: dict[Hashable, list[Bucket]] = {}
-    for bucket in layout.buckets:
-        if len(bucket.group) > 1:
-            buckets.setdefault((bucket.stages, bucket.first[0].name), []).append(bucket)
     asked: set[Hashable] = set()
-    for shards in buckets.values():
-        # buckets of the same ranks share one tuple: groups of thousands are not compared
-        kinds = tuple([(id(bucket.group), bucket.elements, bucket.size_bytes) for bucket in shards])
-        if len(shards) > 1 and kinds not in asked:
+    for family in layout.buckets.families:
+        places = [place for place, (_, group) in enumerate(family.groups) if len(group) > 1]
+        kinds = (id(family.groups), family.elements, family.size_bytes)  # one tuple of groups for all that are held alike
+        if len(places) > 1 and kinds not in asked:
             asked.add(kinds)
-            yield [bucket_work(layout, bucket) for bucket in shards]
+            yield [bucket_work(layout, layout.buckets.of(family, place)) for place in places]

@@ -17,7 +17,6 @@ from parsim.costs.costs import Costs
 from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.parameter_buckets import alike, hold
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective
-from parsim.graph.plan_index import differentiable_components
 from parsim.model.component import Component, Value
 from parsim.model.precision import cast_bytes, component_in
 from parsim.model.shard.narrow import narrow
@@ -197,7 +196,7 @@ class Prices:
         """Components that have a backward."""
         known = self.problem.remembered(_Kinds)
         if known.differentiable is None:
-            known.differentiable = differentiable_components(self.problem.model)
+            known.differentiable = self.problem.model.differentiable_components
         return known.differentiable
 
     def conversion_s(self, value: Value, source: ValueLayout, target: ValueLayout) -> float:
