@@ -95,6 +95,7 @@ class Recording:
         ends: of every call. decisions: where the forward looked at values. assumed: whole numbers that rest on an assumption
             about the data, by value number; `assumptions` says which.
         confirmed: kinds of blocks two of which made the same record each time that they were compared.
+        changed_attributes: of modules, numbers and words that the forward has changed.
     """
 
     ops: list[RecordedOp] = field(default_factory=list)
@@ -121,6 +122,7 @@ class Recording:
     answers: list[bool] = field(default_factory=list)
     is_example: bool = False
     confirmed: frozenset[Hashable] = frozenset()
+    changed_attributes: tuple[str, ...] = ()
 
 
 def storage_key(tensor: Tensor) -> int:
