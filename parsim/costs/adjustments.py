@@ -140,7 +140,8 @@ def adjusted(estimate: Estimate, work: Work, rank: int, context: PriceContext) -
     """
     terms: list[Term] = []
     subject = Subject(work, rank, estimate, estimate.median_s)
-    for adjustment in _applying_to(type(work)):
+    kind: type = type(work)
+    for adjustment in _applying_to(kind):
         term = adjustment.term(subject, context)
         if term is not None:
             terms.append(term)

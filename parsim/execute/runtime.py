@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from parsim.errors import ExecutionError
-from parsim.execute.operations.communicating import Communicating, Groups
+from parsim.execute.operations.communicating import Communicating, ProcessGroups
 from parsim.execute.operations.computing import BatchSource, Computing
 from parsim.execute.operations.values import StepValues
 from parsim.execute.records.memory_lines import StepWatch
@@ -67,7 +67,7 @@ class RankProgram:
         graph: TaskGraph,
         stage: StageReplica,
         streams: Streams,
-        groups: Groups,
+        groups: ProcessGroups,
         mixing: MixingRounds | None = None,
         stale: StaleStage | None = None,
     ) -> None:

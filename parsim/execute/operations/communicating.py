@@ -20,7 +20,7 @@ from parsim.graph.passes.gradients import DP_STREAM
 from parsim.graph.task import Task
 from parsim.work import NORM, ClipGradients, Collective, SendRecv
 
-Groups = Mapping[tuple[str, tuple[int, ...]], dist.ProcessGroup]
+ProcessGroups = Mapping[tuple[str, tuple[int, ...]], dist.ProcessGroup]
 """Process group by (stream, ranks in ascending order)."""
 
 
@@ -31,7 +31,7 @@ class Communicating:
         values: of the step. stale: where stages are decoupled, what waits on this one between steps.
     """
 
-    def __init__(self, values: StepValues, groups: Groups, stale: StaleStage | None) -> None:
+    def __init__(self, values: StepValues, groups: ProcessGroups, stale: StaleStage | None) -> None:
         self._values, self._groups, self._stale = values, groups, stale
         self._stage, self._streams, self._store = values.stage, values.streams, values.store
         self._norm: Tensor | None = None

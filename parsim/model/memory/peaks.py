@@ -26,7 +26,7 @@ from parsim.model.runnable import CallProgram, TensorKind, run_op
 
 Peaks = tuple[tuple[int, int], ...]
 """(bytes per sample, fixed bytes) of moments."""
-Count = TypeVar("Count")
+Counted = TypeVar("Counted")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +47,9 @@ class Recorded:
     shorter: Shortened | None = None
     change: Callable[[CallProgram], CallProgram] | None = None
 
-    def counted(self, count: Callable[[CallProgram], Count], together: Callable[[list[Count], int], Count | None]) -> Count:
+    def counted(
+        self, count: Callable[[CallProgram], Counted], together: Callable[[list[Counted], int], Counted | None]
+    ) -> Counted:
         """What `count` says of the program: from shortened ones if that can be shown to be the same.
 
         Args:
@@ -137,7 +139,8 @@ def counted_moments(recorded: Recorded) -> Moments:
 
 
 def _together(counts: list[Moments], times: int) -> Moments | None:
-    forward, backward = (moments_with([count[phase] for count in counts], times) for phase in (0, 1))
+    forward = moments_with([count[0] for count in counts], times)
+    backward = moments_with([count[1] for count in counts], times)
     views = {count[2] for count in counts}
     return None if forward is None or backward is None or len(views) > 1 else (forward, backward, views.pop())
 
