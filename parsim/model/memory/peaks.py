@@ -26,7 +26,7 @@ from parsim.model.runnable import CallProgram, TensorKind, run_op
 
 Peaks = tuple[tuple[int, int], ...]
 """(bytes per sample, fixed bytes) of moments."""
-Counted = TypeVar("Counted")
+Tally = TypeVar("Tally")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,9 +47,7 @@ class Recorded:
     shorter: Shortened | None = None
     change: Callable[[CallProgram], CallProgram] | None = None
 
-    def counted(
-        self, count: Callable[[CallProgram], Counted], together: Callable[[list[Counted], int], Counted | None]
-    ) -> Counted:
+    def counted(self, count: Callable[[CallProgram], Tally], together: Callable[[list[Tally], int], Tally | None]) -> Tally:
         """What `count` says of the program: from shortened ones if that can be shown to be the same.
 
         Args:
