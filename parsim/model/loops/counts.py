@@ -1,13 +1,15 @@
-"""What a program counts with all groups of its loop, from counts with three, four and five.
+"""What a program counts with all groups of its loop, from counts with three, five and four.
 
 Every group beyond the third adds the same. So a size grows by equal steps. A list of sizes, one per moment, has one piece more
 per group. A piece differs from the one before by equal steps, and what follows the loop by the same step for every group.
-Three counts show whether that holds: two of them say what the third is, entry by entry. Where it does not, nothing is returned.
+The third, fourth and fifth piece show whether that holds. A count with four groups, if there is one, must be what the other two
+say it is, entry by entry. Where it does not hold, nothing is returned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
@@ -17,58 +19,59 @@ def size_with(sizes: Sequence[int], times: int) -> int | None:
     """A size with so many groups.
 
     Args:
-        sizes: with KEPT groups. times: how many the loop has.
+        sizes: with KEPT groups, or the first two of them. times: how many the loop has.
     """
-    three, four, five = sizes
-    return three + (times - 3) * (four - three) if five - four == four - three else None
+    three, five, *four = sizes
+    slope, rest = divmod(five - three, 2)
+    return None if rest or any(size != three + slope for size in four) else three + (times - 3) * slope
 
 
 def moments_with(lists: Sequence[Sequence[int]], times: int) -> list[int] | None:
     """Sizes at all moments of a program with so many groups, in order.
 
     Args:
-        lists: with KEPT groups. times: how many the loop has.
+        lists: with KEPT groups, or the first two of them. times: how many the loop has.
     """
-    three, four, five = map(list, lists)
-    more = len(four) - len(three)
-    if more < 0 or len(five) - len(four) != more:
-        return None
-    for place in _places(three, four, more):
-        before, added, next_added = (
-            three[place - more : place],
-            four[place : place + more],
-            five[place + more : place + 2 * more],
-        )
-        ends = three[place:], four[place + more :], five[place + 2 * more :]
-        step, slope = _differences(added, before), _differences(ends[1], ends[0])
-        if five[: place + more] != four[: place + more]:
+    three, five, *four = map(list, lists)
+    for place, more in _places(three, five):
+        before, added, last = three[place - more : place], five[place : place + more], five[place + more : place + 2 * more]
+        step, growth = _differences(added, before), _differences(five[place + 2 * more :], three[place:])
+        if _differences(last, added) != step or any(size % 2 for size in growth):
             continue
-        if _differences(next_added, added) == step and _differences(ends[2], ends[1]) == slope:
-            groups = [size + number * growth for number in range(times - 3) for size, growth in zip(added, step, strict=True)]
-            after = [size + (times - 3) * growth for size, growth in zip(ends[0], slope, strict=True)]
-            return [*three[:place], *groups, *after]
+        slope = [size // 2 for size in growth]
+        moments = partial(_moments, three[:place], list(zip(added, step, strict=True)), list(zip(three[place:], slope, strict=True)))
+        if all(entry == moments(4) for entry in four):
+            return moments(times)
     return None
+
+
+def _moments(head: list[int], added: list[tuple[int, int]], after: list[tuple[int, int]], groups: int) -> list[int]:
+    """With so many groups. `added`, `after`: sizes in the fourth group and behind three, and what each further group adds."""
+    inside = [size + number * step for number in range(groups - 3) for size, step in added]
+    return [*head, *inside, *(size + (groups - 3) * slope for size, slope in after)]
 
 
 def items_with(lists: Sequence[Sequence[Item]], times: int) -> list[Item] | None:
     """All items of a program with so many groups, each of which adds the same ones.
 
     Args:
-        lists: with KEPT groups. times: how many the loop has.
+        lists: with KEPT groups, or the first two of them. times: how many the loop has.
     """
-    three, four, five = map(list, lists)
-    more = len(four) - len(three)
-    for place in _places(three, four, more) if more >= 0 else ():
-        added, after = four[place : place + more], three[place:]
-        if four[place + more :] == after and five == [*three[:place], *added, *added, *after]:
-            return [*three[:place], *added * (times - 3), *after]
+    three, five, *four = map(list, lists)
+    for place, more in _places(three, five):
+        head, added, tail = three[:place], five[place : place + more], three[place:]
+        if five == [*head, *added * 2, *tail] and all(entry == [*head, *added, *tail] for entry in four):
+            return [*head, *added * (times - 3), *tail]
     return None
 
 
-def _places(three: Sequence[Any], four: Sequence[Any], more: int) -> range:
-    """Where the fourth group may have been put in: what is before it is the same, and holds another group."""
-    same = next((place for place, (one, other) in enumerate(zip(three, four, strict=False)) if one != other), len(three))
-    return range(same, max(same - more, more) - 1, -1)
+def _places(three: Sequence[Any], five: Sequence[Any]) -> Iterator[tuple[int, int]]:
+    """Where two groups may have been put in, and what each adds: what is before them is the same, and holds another group."""
+    more, rest = divmod(len(five) - len(three), 2)
+    if more < 0 or rest:
+        return
+    same = next((place for place, (one, other) in enumerate(zip(three, five, strict=False)) if one != other), len(three))
+    yield from ((place, more) for place in range(same, max(same - more, more) - 1, -1))
 
 
 def _differences(more: Sequence[int], less: Sequence[int]) -> list[int]:

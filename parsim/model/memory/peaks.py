@@ -50,13 +50,16 @@ class Recorded:
     def counted(self, count: Callable[[CallProgram], Tally], together: Callable[[list[Tally], int], Tally | None]) -> Tally:
         """What `count` says of the program: from shortened ones if that can be shown to be the same.
 
+        Shards of a program make its calls, so they are counted with two numbers of groups, and the program itself with three.
+
         Args:
             together: from the counts of `shorter.programs` that of the whole; None: they do not tell.
         """
         change = self.change or (lambda program: program)
         if self.shorter is not None:
             with contextlib.suppress(ModelError):  # a sharding that only the whole loop has
-                found = together([count(change(program)) for program in self.shorter.programs], self.shorter.times)
+                programs = self.shorter.programs[: 3 if self.change is None else 2]
+                found = together([count(change(program)) for program in programs], self.shorter.times)
                 if found is not None:
                     return found
         return count(change(self.program))
