@@ -143,7 +143,9 @@ class Buckets(Sequence[Bucket]):
 
 def hold(component: Component, placement: Placement, parameter: Parameter, shard: int) -> HeldParameter:
     """What tp rank `shard` holds of a parameter of one of its components."""
-    return _hold(parameter, _cut_by(component, placement).get(parameter.name), placement.ways, shard)
+    parts = component.sharding(placement.rule).parameters if placement.kind == "shard" else ()
+    own = next((part for part in parts if part.name == parameter.name), None)
+    return _hold(parameter, own, placement.ways, shard)
 
 
 def _cut_by(component: Component, placement: Placement) -> Mapping[str, ParameterShard]:
