@@ -108,12 +108,11 @@ class Buckets(Sequence[Bucket]):
             test: of a bucket's group.
         """
         passed = {number for number, group in self.groups.items() if test(group)}
-        return [
-            self.of(family, place)
-            for family in self.families
-            for place, (_, group) in enumerate(family.groups)
-            if id(group) in passed
-        ]
+        places: dict[int, list[int]] = {}
+        for family in self.families:
+            if id(family.groups) not in places:
+                places[id(family.groups)] = [n for n, (_, group) in enumerate(family.groups) if id(group) in passed]
+        return [self.of(family, place) for family in self.families for place in places[id(family.groups)]]
 
     @cached_property
     def groups(self) -> dict[int, Ranks]:
