@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 from parsim.costs.estimate import QUEUEING, Estimate, Term
@@ -140,8 +139,7 @@ def adjusted(estimate: Estimate, work: Work, rank: int, context: PriceContext) -
     """
     terms: list[Term] = []
     subject = Subject(work, rank, estimate, estimate.median_s)
-    kind: type = type(work)
-    for adjustment in _applying_to(kind):
+    for adjustment in _OF_WORK[type(work)]:
         term = adjustment.term(subject, context)
         if term is not None:
             terms.append(term)
@@ -158,11 +156,6 @@ def adjusted(estimate: Estimate, work: Work, rank: int, context: PriceContext) -
         extrapolated=estimate.extrapolated,
         issue_s=estimate.issue_s,
     )
-
-
-@cache
-def _applying_to(work: type) -> tuple[Adjustment, ...]:
-    return tuple(adjustment for adjustment in ADJUSTMENTS if issubclass(work, adjustment.applies_to))
 
 
 def _remark(term: Term) -> str:
@@ -296,3 +289,7 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
     ),
 )
 """In the order in which they are applied."""
+
+_OF_WORK: dict[type, tuple[Adjustment, ...]] = {
+    work: tuple(adjustment for adjustment in ADJUSTMENTS if work in adjustment.applies_to) for work in EVERYTHING
+}

@@ -108,12 +108,11 @@ class Buckets(Sequence[Bucket]):
             test: of a bucket's group.
         """
         passed = {number for number, group in self.groups.items() if test(group)}
-        return [
-            self.of(family, place)
-            for family in self.families
-            for place, (_, group) in enumerate(family.groups)
-            if id(group) in passed
-        ]
+        places: dict[int, list[int]] = {}
+        for family in self.families:
+            if id(family.groups) not in places:
+                places[id(family.groups)] = [n for n, (_, group) in enumerate(family.groups) if id(group) in passed]
+        return [self.of(family, place) for family in self.families for place in places[id(family.groups)]]
 
     @cached_property
     def groups(self) -> dict[int, Ranks]:
@@ -143,7 +142,9 @@ class Buckets(Sequence[Bucket]):
 
 def hold(component: Component, placement: Placement, parameter: Parameter, shard: int) -> HeldParameter:
     """What tp rank `shard` holds of a parameter of one of its components."""
-    return _hold(parameter, _cut_by(component, placement).get(parameter.name), placement.ways, shard)
+    parts = component.sharding(placement.rule).parameters if placement.kind == "shard" else ()
+    own = next((part for part in parts if part.name == parameter.name), None)
+    return _hold(parameter, own, placement.ways, shard)
 
 
 def _cut_by(component: Component, placement: Placement) -> Mapping[str, ParameterShard]:

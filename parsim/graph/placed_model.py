@@ -89,10 +89,25 @@ class PlacedModel:
         stage, copy, shard = plan.stage_of_rank(rank), plan.replica_of_rank(rank), plan.shard_of_rank(rank)
         return tuple(self.rank(stage, copy // ways * ways + place, shard) for place in range(ways))
 
+    @cached_property
+    def microbatch_samples(self) -> int:
+        """Samples of one microbatch on one replica."""
+        return self.plan.microbatch_samples
+
+    def local_share(self, how: ValueLayout) -> float:
+        """Bytes that a rank has of a value in a layout, as a share of the value of the whole microbatch."""
+        if how not in self._shares:
+            self._shares[how] = how.local_share(self.plan.mesh.tp)
+        return self._shares[how]
+
+    @cached_property
+    def _shares(self) -> dict[ValueLayout, float]:
+        return {}
+
     def local_samples(self, component: str) -> int:
         """Samples of one microbatch each rank that runs the component sees."""
         tp = self.plan.mesh.tp
-        return self.plan.microbatch_samples * self.placement[component].batch_ways(tp) // tp
+        return self.microbatch_samples * self.placement[component].batch_ways(tp) // tp
 
     @cached_property
     def stage_of(self) -> dict[str, int]:

@@ -22,8 +22,7 @@ def local_bytes(layout: PlanIndex, value: Value, how: ValueLayout) -> float:
     Args:
         layout: the plan and its model. value: of the model. how: the layout of the value.
     """
-    plan = layout.plan
-    return value.bytes_per_sample * plan.microbatch_samples * how.local_share(plan.mesh.tp) + value.fixed_bytes
+    return value.bytes_per_sample * layout.microbatch_samples * layout.local_share(how) + value.fixed_bytes
 
 
 def rank_traffic(kept: KeptActivations, rank: int, backend: str) -> Traffic:
