@@ -30,8 +30,11 @@ from parsim.model.objective.settle import Settled
 from parsim.model.runnable import PLAIN, Context, Nested, Ref, StateKey
 from parsim.model.tracing.known_values import KnownValues, Routing, UnknownValueError
 from parsim.model.tracing.masked_calls import sets_by_mask, with_index_arrays
-from parsim.model.tracing.refused.messages import at_line, value_message
+from parsim.model.tracing.refused.messages import at_line, gradient_message, value_message
 from parsim.model.tracing.refused.unsupported import hint
+
+_DIFFERENTIATING = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+"""What takes gradients: calls of users, since parsim takes none while it records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +290,8 @@ class Recorder(TorchFunctionMode):
         """Run `function` on fakes; write it down if it makes or changes a tensor."""
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
         name = getattr(function, "__name__", "")
+        if function in _DIFFERENTIATING:
+            raise TraceError(gradient_message(self.where, name))
         in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
         stale = any(self._number.get(id(tensor)) in self._stale for tensor in given)
         if name in _VALUE_QUERIES:

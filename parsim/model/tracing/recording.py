@@ -30,7 +30,7 @@ from parsim.model.runnable import Ref, StateKey
 from parsim.model.tracing.recorder import Recorder, Recording
 from parsim.model.tracing.refused.hidden_state import Generators, changed_attributes, draw_message
 from parsim.model.tracing.refused.messages import at_line, value_message
-from parsim.model.tracing.refused.unsupported import check_supported, eager, hint
+from parsim.model.tracing.refused.unsupported import check_supported, eager, hint, without_log
 from parsim.model.tracing.repeats.block_record import Watcher
 from parsim.model.tracing.repeats.blocks import Repeats
 
@@ -210,6 +210,7 @@ def _run_recorded(
     rng = torch.get_rng_state()
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(without_log())
             stack.enter_context(_fake_state(recorder))
             fake_leaves = [_fake_input(recorder, leaf) for leaf in leaves]
             recorder.count_samples()
@@ -233,7 +234,7 @@ def _run_recorded(
                 _note_loss(recorder, output, loss, in_parts=loss_in_parts)
     except ModelError:  # of parsim itself: a TraceError, or an output that leaves the loss open
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TraceError(_explain(recorder, error)) from error
     finally:
         torch.set_rng_state(rng)
@@ -255,7 +256,7 @@ def _example_values(recorder: Recorder, leaves: list[Any], *, other: bool) -> di
     return values
 
 
-def _explain(recorder: Recorder, error: Exception) -> str:
+def _explain(recorder: Recorder, error: BaseException) -> str:
     kind, line = type(error).__name__, at_line(traceback.extract_tb(error.__traceback__))
     if kind in ("DataDependentOutputException", "DynamicOutputShapeException"):
         return value_message(recorder.where, error, line) + hint(recorder.innermost, "")
