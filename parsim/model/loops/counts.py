@@ -39,7 +39,8 @@ def moments_with(lists: Sequence[Sequence[int]], times: int) -> list[int] | None
         if _differences(last, added) != step or any(size % 2 for size in growth):
             continue
         slope = [size // 2 for size in growth]
-        moments = partial(_moments, three[:place], list(zip(added, step, strict=True)), list(zip(three[place:], slope, strict=True)))
+        begun, steps, rest = three[:place], list(zip(added, step, strict=True)), list(zip(three[place:], slope, strict=True))
+        moments = partial(_moments, begun, steps, rest)
         if all(entry == moments(4) for entry in four):
             return moments(times)
     return None
