@@ -38,9 +38,9 @@ def moments_with(lists: Sequence[Sequence[int]], times: int) -> list[int] | None
         step, growth = _differences(added, before), _differences(five[place + 2 * more :], three[place:])
         if _differences(last, added) != step or any(size % 2 for size in growth):
             continue
-        pieces = list(zip(added, step, strict=True))
-        after = [(size, both // 2) for size, both in zip(three[place:], growth, strict=True)]
-        moments = partial(_moments, three[:place], pieces, after)
+        slope = [size // 2 for size in growth]
+        begun, steps, rest = three[:place], list(zip(added, step, strict=True)), list(zip(three[place:], slope, strict=True))
+        moments = partial(_moments, begun, steps, rest)
         if all(entry == moments(4) for entry in four):
             return moments(times)
     return None

@@ -26,7 +26,7 @@ from parsim.model.runnable import CallProgram, TensorKind, run_op
 
 Peaks = tuple[tuple[int, int], ...]
 """(bytes per sample, fixed bytes) of moments."""
-_Told = TypeVar("_Told")
+CountedValue = TypeVar("CountedValue")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +47,9 @@ class Recorded:
     shorter: Shortened | None = None
     change: Callable[[CallProgram], CallProgram] | None = None
 
-    def counted(self, count: Callable[[CallProgram], _Told], together: Callable[[list[_Told], int], _Told | None]) -> _Told:
+    def counted(
+        self, count: Callable[[CallProgram], CountedValue], together: Callable[[list[CountedValue], int], CountedValue | None]
+    ) -> CountedValue:
         """What `count` says of the program: from shortened ones if that can be shown to be the same.
 
         Shards of a program make its calls, so they are counted with two numbers of groups, and the program itself with three.

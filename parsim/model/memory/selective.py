@@ -1,8 +1,8 @@
 """What a component keeps, and what runs again, if it is recomputed by operator: counted on fake tensors at two batches.
 
 The two forwards are those of the executor (`parsim.model.autograd.recompute`), so the same outputs are kept. A component stays
-as it is (None) where that keeps no less, or where it cannot be counted: sizes that are not linear in the batch, a loop over
-the samples, a write into what it is given.
+as it is (None) where that keeps no less, or where it cannot be counted. That is with sizes that are not linear in the batch, a
+loop over the samples, or a write into what it is given.
 """
 
 from __future__ import annotations
