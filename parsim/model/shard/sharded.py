@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -40,12 +40,11 @@ def shard_program(program: CallProgram, sharding: Sharding, shard: int, ways: in
     check_ways(program.name, sharding, ways)
     if not 0 <= shard < ways:
         raise ModelError(f"{program.name} has shards 0 to {ways - 1} of {ways}, got {shard}")
-    decided: dict[str, ParameterShard | None] = {key.name: None for key, _ in program.state}
-    decided.update({part.name: part for part in (*sharding.parameters, *sharding.buffers)})
-    given = {name: replace(part, size=0) for name, part in decided.items() if part is not None}
+    parts = (*sharding.parameters, *sharding.buffers)
+    given = {part.name: replace(part, size=0) for part in parts}
     mismatch = f"{program.name} as recorded does not have the sharding {sharding.rule}"
     try:
-        found = propagate(program, tuple(content_of(text) for text in sharding.inputs), decided, ways)
+        found = _propagated(program, sharding.inputs, parts, ways)
     except Refused as error:
         raise ModelError(f"{mismatch}: {error}; trace the model again") from error
     if found.outputs != sharding.outputs or dict(found.parts) != given:
@@ -54,6 +53,14 @@ def shard_program(program: CallProgram, sharding: Sharding, shard: int, ways: in
             f"{sharding.outputs}; trace the model again"
         )
     return localise(program, found, shard, ways)[0]
+
+
+@lru_cache(maxsize=32)
+def _propagated(program: CallProgram, inputs: tuple[str, ...], parts: tuple[ParameterShard, ...], ways: int) -> Propagation:
+    """What the calls of every shard work on. Counting asks for each of a few programs, batches and ways several times."""
+    decided: dict[str, ParameterShard | None] = {key.name: None for key, _ in program.state}
+    decided.update({part.name: part for part in parts})
+    return propagate(program, tuple(map(content_of, inputs)), decided, ways)
 
 
 def content_of(text: str) -> Content:

@@ -21,6 +21,7 @@ from parsim.model.component import LOSS
 from parsim.model.model import GRANULARITIES
 from parsim.model.runnable import CallProgram, Nested, Op, Ref, Runnable, TensorKind, renumber
 from parsim.model.tracing.recorder import Call, RecordedOp, Recording, storage_key
+from parsim.model.tracing.repeats.copied_intervals import originals, renamed
 from parsim.model.tracing.sublayers import CallInterval, sublayers
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -254,7 +255,12 @@ def programs(recording: Recording, intervals: list[CallInterval]) -> tuple[CallP
     """One Program per interval. What was assumed about the data is constant in it."""
     names = value_names(recording, intervals)
     writers = _buffer_writers(recording, intervals)
-    return tuple(_program(recording, interval, names, writers.get(place, [])) for place, interval in enumerate(intervals))
+    state = {key: number for number, key in recording.state.items()}
+    found: list[CallProgram] = []
+    for place, (interval, original) in enumerate(zip(intervals, originals(recording, intervals), strict=True)):
+        again = original and renamed(found[original.place], original.numbers, recording, interval, names, state)
+        found.append(again or _program(recording, interval, names, writers.get(place, [])))
+    return tuple(found)
 
 
 def _buffer_writers(recording: Recording, intervals: list[CallInterval]) -> dict[int, list[tuple[str, int]]]:

@@ -34,7 +34,7 @@ from parsim.model.tracing.cut import cut, final_values, programs, value_names
 from parsim.model.tracing.operators import RawOperator, grow
 from parsim.model.tracing.recorder import Recorder, Recording, storage_key
 from parsim.model.tracing.recording import run_recorded
-from parsim.model.tracing.repeats.canonical import program_key
+from parsim.model.tracing.repeats.canonical import calls_key, program_key
 from parsim.model.tracing.sublayers import CallInterval
 from parsim.model.tracing.watch import Watch
 from parsim.model.tracing.whole_calls import assumptions, call_module, collapse, whole_modules
@@ -279,6 +279,8 @@ class Counted:
         self._small, self._large = small, large
         self._logits = {name for part in small.programs if part.name == MAXIMUM_OF_LOGITS for name, _, _ in part.inputs}
         self._divisions: dict[Hashable, tuple[tuple[StateKey, ...], Division]] = {}
+        self._calls: dict[tuple[int, int], int] = {}
+        self._numbers: dict[Hashable, int] = {}
         self._selective: dict[str, Selective | None] = {}
         self._names: dict[str, tuple[str, ...]] = {}
         self._shards_selective: dict[tuple[str, str], ShardSelective | None] = {}
@@ -299,7 +301,7 @@ class Counted:
             saved,
             cuttable,
             tuple(number for number, (name, _, _) in enumerate(small.program.outputs) if name in logits),
-            *((program_key(whole.program), tuple(whole.operators), whole.counted_inputs) for whole in (small, large)),
+            *((self._program_key(whole.program), tuple(whole.operators), whole.counted_inputs) for whole in (small, large)),
         )
         state = tuple(entry for entry, _ in small.program.state)
         if key not in self._divisions:
@@ -308,6 +310,13 @@ class Counted:
         known, found = self._divisions[key]
         renamed = {old.name: new.name for old, new in zip(known, state, strict=True)}
         return found._replace(shardings=tuple(_with_names(sharding, renamed) for sharding in found.shardings))
+
+    def _program_key(self, program: CallProgram) -> Hashable:
+        """As `program_key`, with a number for the calls, which copied blocks share. (The forwards keep them alive.)"""
+        own = id(program.ops), id(program.tensors)
+        if own not in self._calls:
+            self._calls[own] = self._numbers.setdefault(calls_key(program), len(self._numbers))
+        return program_key(program, self._calls[own])
 
     def of_component(self, component: Component, place: int) -> tuple[Peaks, Peaks]:
         """Forward and backward of the component at that place."""

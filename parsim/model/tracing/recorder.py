@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,15 @@ class RecordedOp:
     measured: tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]] | None = None
 
 
+class Copied(NamedTuple):
+    """Calls `start` <= number < `stop` are those from `source` on again. `numbers`: its value numbers with theirs."""
+
+    start: int
+    stop: int
+    source: int
+    numbers: Mapping[int, int]
+
+
 @dataclass(slots=True)
 class Recording:
     """All of one forward (and of the loss, from op `loss_start` on).
@@ -98,7 +107,7 @@ class Recording:
         ends: of every call. decisions: where the forward looked at values. assumed: whole numbers that rest on an assumption
             about the data, by value number; `assumptions` says which.
         confirmed: kinds of blocks two of which made the same record each time that they were compared.
-        changed_attributes: of modules, numbers and words that the forward has changed.
+        changed_attributes: of modules, numbers and words that the forward has changed. copies: of blocks, in order.
     """
 
     ops: list[RecordedOp] = field(default_factory=list)
@@ -126,6 +135,7 @@ class Recording:
     is_example: bool = False
     confirmed: frozenset[Hashable] = frozenset()
     changed_attributes: tuple[str, ...] = ()
+    copies: list[Copied] = field(default_factory=list)
 
 
 def storage_key(tensor: Tensor) -> int:

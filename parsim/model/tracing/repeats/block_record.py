@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from parsim.model.runnable import Ref, renumber
-from parsim.model.tracing.recorder import Call, CallEnds, RecordedOp, Recorder, Recording, storage_key
+from parsim.model.tracing.recorder import Call, CallEnds, Copied, RecordedOp, Recorder, Recording, storage_key
 from parsim.model.tracing.repeats.canonical import PLAIN_TYPES, canonical, canonical_function
 
 _stand_in_keys = count(-2, -1)
@@ -300,6 +300,7 @@ def copy_record(
         if old in recording.differentiable:
             recording.differentiable[number[old]] = recording.differentiable[old]
     _copy_calls(record, recorder, path, here, number)
+    recording.copies.append(Copied(here.ops, len(recording.ops), record.start.ops, number))
     if watcher is not None:
         watcher.copy(record.start.watched, record.stop.watched, here.ops - record.start.ops, storage)
     return record.spec.unflatten([tensors[number[leaf.slot]] if type(leaf) is Ref else leaf for leaf in record.outputs])

@@ -55,9 +55,8 @@ def canonical_function(function: Any) -> Hashable:
     return type(function), function
 
 
-def program_key(program: CallProgram) -> Hashable:
-    """Equal for programs that make the same calls on tensors of the same kinds, whatever their values are named."""
-    names = {key.name: place for place, (key, _) in enumerate(program.state)}
+def calls_key(program: CallProgram) -> Hashable:
+    """Equal for programs with the same calls between the same slots, on tensors of the same kinds."""
     return (
         tuple(
             (
@@ -70,11 +69,23 @@ def program_key(program: CallProgram) -> Hashable:
             )
             for op in program.ops
         ),
+        program.tensors,
+    )
+
+
+def program_key(program: CallProgram, calls: Hashable) -> Hashable:
+    """Equal for programs that make the same calls on tensors of the same kinds, whatever their values are named.
+
+    Args:
+        calls: `calls_key` of the program, or what stands for it.
+    """
+    names = {key.name: place for place, (key, _) in enumerate(program.state)}
+    return (
+        calls,
         program.slots,
         tuple(entry[1:] for entry in program.inputs),
         tuple(entry[1:] for entry in program.outputs),
         tuple((key.kind, slot) for key, slot in program.state),
         tuple((id(constant), slot) for constant, slot in program.constants),
         tuple((names.get(name), slot) for name, slot in program.buffer_writes),
-        program.tensors,
     )
