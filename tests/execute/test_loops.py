@@ -451,11 +451,22 @@ class Drawn(Scanning):
         return getattr(last, kind)()  # type: ignore[no-any-return]
 
 
-@given(steps())
-@settings(max_examples=12, deadline=None)
-def test_loops_of_any_steps(drawn: tuple[tuple[tuple[str, int], ...], frozenset[int], int]) -> None:
+def check_loop(drawn: tuple[tuple[tuple[str, int], ...], frozenset[int], int]) -> None:
     calls, leaving, length = drawn
     run = recorded(Drawn(calls, leaving), length)
     fast = counts(run)
     run.loops[0] = None
     assert fast == counts(run)
+
+
+@given(steps())
+@settings(max_examples=4, deadline=None)
+def test_loops_of_any_steps(drawn: tuple[tuple[tuple[str, int], ...], frozenset[int], int]) -> None:
+    check_loop(drawn)
+
+
+@pytest.mark.slow
+@given(steps())
+@settings(max_examples=40, deadline=None)
+def test_many_loops_of_any_steps(drawn: tuple[tuple[tuple[str, int], ...], frozenset[int], int]) -> None:
+    check_loop(drawn)

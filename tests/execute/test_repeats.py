@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import random
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +14,11 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 
 from torch import Tensor, nn  # noqa: E402
 
+from parsim.errors import ParsimError  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
+from parsim.model.runnable import CallProgram  # noqa: E402
 from parsim.model.tracing import traced  # noqa: E402
+from parsim.model.tracing.cut import cut, programs  # noqa: E402
 from parsim.model.tracing.measure import measure  # noqa: E402
 from parsim.model.tracing.recording import run_recorded  # noqa: E402
 from parsim.model.tracing.repeats.blocks import Repeats  # noqa: E402
@@ -250,7 +255,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "reads its number": (lambda: Stack(ReadsItsNumber), 0),
     "shared state": (SharedStack, 0),
     "counts itself": (lambda: Stack(CountsItself), 0),
-    "throws dice": (lambda: Stack(ThrowsDice), 0),
     "returns two": (KeptStack, DEPTH - 3),
     "buffers": (lambda: Stack(Normalised), DEPTH - 3),
     "one block": (OneBlock, DEPTH - 3),
@@ -283,6 +287,25 @@ def test_how_many_blocks_are_copied(name: str) -> None:
     assert copies(make()) == expected
 
 
+def program_values(program: CallProgram) -> dict[str, Any]:
+    values = {entry.name: getattr(program, entry.name) for entry in dataclasses.fields(program)}
+    return {**values, "constants": [(id(constant), slot) for constant, slot in program.constants]}
+
+
+@pytest.mark.parametrize("granularity", ["block", "sublayer", "layer"])
+@pytest.mark.parametrize("name", ["equal", "shared state", "returns two", "buffers", "one block", "widening", "frozen", "tied"])
+def test_programs_of_copies_equal_those_made_of_their_calls(name: str, granularity: str) -> None:
+    module = CASES[name][0]()
+    recording = run_recorded(module, (torch.zeros(2, WIDTH),), {}, loss="cross_entropy", repeats=True)
+    intervals = cut(recording, module, granularity)
+    shared = programs(recording, intervals)
+    assert bool(recording.copies) == bool(CASES[name][1])
+    if name == "equal":
+        assert len({id(program.ops) for program in shared}) < len(shared)
+    recording.copies.clear()
+    assert list(map(program_values, shared)) == list(map(program_values, programs(recording, intervals)))
+
+
 @pytest.mark.parametrize(("name", "more"), [("equal", 1), ("reads its number", 0), ("counts itself", 0), ("frozen", 1)])
 def test_one_run_is_enough_where_another_batch_has_confirmed_the_kind(name: str, more: int) -> None:
     make, expected = CASES[name]
@@ -291,6 +314,13 @@ def test_one_run_is_enough_where_another_batch_has_confirmed_the_kind(name: str,
     assert copies(module, 3) == expected
     assert copies(module, 3, confirmed) >= expected + more
     assert bool(confirmed) == bool(more)
+
+
+@pytest.mark.parametrize("granularity", ["block", "layer"])
+def test_blocks_that_throw_dice_are_refused_with_their_line(granularity: str) -> None:
+    line = inspect.getsourcelines(ThrowsDice.forward)[1] + 1
+    with pytest.raises(ParsimError, match=rf"random.*test_repeats\.py:{line}"):
+        traced.model_of(Stack(ThrowsDice), (torch.zeros(2, WIDTH),), {}, granularity=granularity, loss="cross_entropy")
 
 
 def test_a_failing_forward_says_what_the_full_trace_says() -> None:

@@ -1,4 +1,4 @@
-"""Components that are copies of an earlier one, because the block around them was copied: their programs differ in names alone."""
+"""Components that copy an earlier one, because the block around them was copied: only names differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Original(NamedTuple):
 
 
 def originals(recording: Recording, intervals: Sequence[CallInterval]) -> list[Original | None]:
-    """Per component the earlier one that has the same calls; None for one that ran, or that is cut otherwise.    """
+    """Per component the earlier one that has the same calls; None for one that ran, or that is cut otherwise."""
     places = {(interval.start, interval.end): place for place, interval in enumerate(intervals)}
     found: list[Original | None] = []
     for interval in intervals:
