@@ -303,6 +303,7 @@ def test_programs_of_copies_equal_those_made_of_their_calls(name: str, granulari
     if name == "equal":
         assert len({id(program.ops) for program in shared}) < len(shared)
     recording.copies.clear()
+    assert intervals == cut(recording, module, granularity)
     assert list(map(program_values, shared)) == list(map(program_values, programs(recording, intervals)))
 
 

@@ -21,8 +21,8 @@ from parsim.model.component import LOSS
 from parsim.model.model import GRANULARITIES
 from parsim.model.runnable import CallProgram, Nested, Op, Ref, Runnable, TensorKind, renumber
 from parsim.model.tracing.recorder import Call, RecordedOp, Recording, storage_key
-from parsim.model.tracing.repeats.copied_intervals import originals, renamed
-from parsim.model.tracing.sublayers import CallInterval, sublayers
+from parsim.model.tracing.repeats.copied_intervals import originals, pieces_of, renamed
+from parsim.model.tracing.sublayers import CallInterval
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -42,7 +42,7 @@ def cut(recording: Recording, module: nn.Module, granularity: str, whole: frozen
     labels = (_layer_labels if granularity == "layer" else _block_labels)(recording, module, whole)
     intervals = _intervals(recording, module, labels)
     if granularity == "sublayer":
-        intervals = [piece for interval in intervals for piece in sublayers(recording, interval)]
+        intervals = pieces_of(recording, intervals)
     intervals = _merge_in_place(recording, intervals)
     _unique_names(intervals)
     _boundaries(recording, intervals)

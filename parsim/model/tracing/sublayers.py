@@ -61,6 +61,11 @@ def sublayers(recording: Recording, block: CallInterval) -> list[CallInterval]:
     """
     adds = _residual_adds(recording, block)
     ends = [*_kept(recording, block, sorted({*adds, *_inner_sums(recording, block, adds)})), block.end]
+    return pieces_at(recording, block, ends)
+
+
+def pieces_at(recording: Recording, block: CallInterval, ends: Sequence[int]) -> list[CallInterval]:
+    """The pieces of a block that end at these calls, named as `sublayers` says."""
     if len(ends) == 1:
         return [block]
     starts = [block.start, *ends[:-1]]

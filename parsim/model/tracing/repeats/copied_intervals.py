@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from parsim.model.runnable import CallProgram, StateKey
 from parsim.model.tracing.recorder import Copied, Recording
-from parsim.model.tracing.sublayers import CallInterval
+from parsim.model.tracing.sublayers import CallInterval, pieces_at, sublayers
 
 
 class Original(NamedTuple):
@@ -23,9 +23,40 @@ def originals(recording: Recording, intervals: Sequence[CallInterval]) -> list[O
     places = {(interval.start, interval.end): place for place, interval in enumerate(intervals)}
     found: list[Original | None] = []
     for interval in intervals:
-        copy = next((copy for copy in recording.copies if copy.start <= interval.start and interval.end <= copy.stop), None)
+        copy = _copy_around(recording, interval)
         found.append(None if copy is None else _original(recording, intervals, places, interval, copy))
     return found
+
+
+def _copy_around(recording: Recording, interval: CallInterval) -> Copied | None:
+    return next((copy for copy in recording.copies if copy.start <= interval.start and interval.end <= copy.stop), None)
+
+
+def _same_calls(recording: Recording, intervals: Sequence[CallInterval]) -> list[int | None]:
+    """Per interval the place of an earlier one that lies in a copied block and has the same calls, boundaries aside."""
+    places = {(interval.start, interval.end): place for place, interval in enumerate(intervals)}
+    state = recording.state
+    found: list[int | None] = []
+    for interval in intervals:
+        copy = _copy_around(recording, interval)
+        place = None
+        if copy is not None and all((one in state) == (other in state) for one, other in copy.numbers.items()):
+            shift = copy.start - copy.source
+            place = places.get((interval.start - shift, interval.end - shift))
+        found.append(place)
+    return found
+
+
+def pieces_of(recording: Recording, blocks: Sequence[CallInterval]) -> list[CallInterval]:
+    """The sublayers of every block. A copied block is cut where its original is."""
+    found: list[list[CallInterval]] = []
+    for block, place in zip(blocks, _same_calls(recording, blocks), strict=True):
+        if place is None:
+            found.append(sublayers(recording, block))
+            continue
+        shift = block.start - blocks[place].start
+        found.append(pieces_at(recording, block, [piece.end + shift for piece in found[place]]))
+    return [piece for pieces in found for piece in pieces]
 
 
 def _original(
