@@ -23,7 +23,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from parsim.costs.communication.same_price import alike_collectives
+from parsim.costs.communication.equivalent_groups import alike_collectives
 from parsim.costs.costs import Costs
 from parsim.graph.folding.inside import InsideSeconds, WorkSeconds, exchanges_of
 from parsim.graph.folding.rank_kinds import RankKinds, ranks_of_replica

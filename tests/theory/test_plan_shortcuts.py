@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from parsim.analyze.spans import union
-from parsim.costs.communication.same_price import alike_collectives, alike_transfers
+from parsim.costs.communication.equivalent_groups import alike_collectives, alike_transfers
 from parsim.costs.compute.compute import ComputeCosts, compute_costs
 from parsim.costs.costs import Costs
 from parsim.errors import PlanError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from parsim.costs.communication.same_price import alike_collectives, alike_transfers
+from parsim.costs.communication.equivalent_groups import alike_collectives, alike_transfers
 from parsim.costs.costs import Costs
 from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message, transfer_bytes
