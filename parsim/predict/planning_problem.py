@@ -121,18 +121,15 @@ class PlanningProblem:
     def _divided_by(self, cp: int, ep: int, exchange: str = "ring") -> Model:
         if self.is_divided:
             return self.model
-        key = (cp, ep, exchange == "ring" or cp == 1)
-        if key not in self._divided:
-            kind = number_format(self.precision)
-            self._divided[key] = divided_model(
-                self.model,
-                cp=cp,
-                ep=ep,
-                element_bytes=kind.element_bytes if kind.autocast else kind.weight_bytes,
-                ring=key[2],
-                capacity_factor=self.capacity_factor,
+        kind, ring = number_format(self.precision), exchange == "ring" or cp == 1
+        element_bytes = kind.element_bytes if kind.autocast else kind.weight_bytes
+        key = ("divided", cp, ep, element_bytes, ring, self.capacity_factor)
+        known = self.model.derived
+        if key not in known:
+            known[key] = divided_model(
+                self.model, cp=cp, ep=ep, element_bytes=element_bytes, ring=ring, capacity_factor=self.capacity_factor
             )
-        return self._divided[key]
+        return known[key]
 
     def on(self, mesh: Mesh) -> PlanningProblem:
         """The same question with the model that a rank of this mesh has: for whoever compares plans of the same cp and ep.
@@ -143,10 +140,6 @@ class PlanningProblem:
         if self.is_divided or mesh.cp == mesh.ep == 1:
             return self
         return replace(self, model=self.model_on(mesh), is_divided=True)
-
-    @cached_property
-    def _divided(self) -> dict[tuple[int, int, bool], Model]:
-        return {}
 
     @cached_property
     def _shapes(self) -> dict[Plan, PlanIndex]:
