@@ -1,8 +1,8 @@
 """The static engine: an array program over issue-ordered graphs, exact and fast.
 
-Same-instant rule (both engines): each resource runs its tasks in issue order; a task starts when its dependencies have
-ended and it is at the head of every resource it needs, which are then all free; it holds them all until it ends. So
-what happens in one instant never depends on which event is looked at first.
+Same-instant rule (both engines): each resource runs its tasks in issue order. A task starts when its dependencies have ended
+and it is at the head of every resource it needs, which are then all free. It holds them all until it ends. So what happens in
+one instant never depends on which event is looked at first.
 
 Without slowdown the schedule is the longest path over dependencies and issue orders: start = max(ends before), end =
 start + duration. With overlap factors the engine follows the rates from instant to instant. While a rank computes and
@@ -93,8 +93,8 @@ def step_times_s(
     the whole run are divided among the steps; `steps=1` gives the makespan. Nothing is unrolled: only the resources'
     frontiers are carried over.
 
-    Leaves out: dependencies between tasks of different repeats beyond issue order, the slowdown (`overlap`) between
-    tasks of different repeats, and noise from step to step (a row holds for all its repeats).
+    Leaves out: dependencies between tasks of different repeats beyond issue order, the slowdown (`overlap`) between tasks of
+    different repeats. Also noise from step to step: a row holds for all its repeats.
 
     Raises GraphError for steps < 1, else as `simulate`.
     """

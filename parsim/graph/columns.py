@@ -95,7 +95,7 @@ class Units(Sequence[Unit]):
         return cls(every, np.arange(len(every), dtype=np.int64), lambda: every)
 
     def each(self, of_kinds: Sequence[T]) -> list[T]:
-        """What is said of the kinds, for every unit."""
+        """The kinds' entries, repeated for every unit."""
         return [of_kinds[number] for number in self.kind.tolist()]
 
     @cached_property

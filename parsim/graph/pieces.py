@@ -2,8 +2,8 @@
 
 A *piece* is the tasks of a component in one phase of one microbatch of a replica, with the communication behind them. Pieces of
 components of one kind differ by names and ranks alone (`parsim.graph.component_kinds`). So the passes write the piece of the
-first component of a kind. What its tasks wait for is kept as a place in another piece: that of a component so many further on
-in the model, or, behind a value with many readers, of this very component.
+first component of a kind. What its tasks wait for is kept as a place in another piece. That is the piece of a component so many
+further on in the model, or, behind a value with many readers, of this very component.
 """
 
 from __future__ import annotations

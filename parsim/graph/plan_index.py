@@ -162,8 +162,8 @@ class PlanIndex(PlacedModel):
         return {name: tuple(buckets.values()) for name, buckets in found.items()}
 
     def unsharded_buckets(self, component: str) -> tuple[Bucket, ...]:
-        """The buckets, of all shards, of the component's parameters that lie whole (unsharded) on a rank for a while only: with
-        ZeRO 2 their gradients, with ZeRO 3 their parameters too."""
+        """The buckets, of all shards, of the component's parameters that lie whole (unsharded) on a rank for a while only. With
+        ZeRO 2 these are gradients, with ZeRO 3 parameters too."""
         return self._unsharded[component]
 
     def completes(self, bucket: Bucket, stage: int) -> tuple[str, ...]:

@@ -41,6 +41,8 @@ from parsim.units import format_count
 SCHEMA_VERSION = 5
 COUPLED = "coupled"
 """`Model.loss_form` of a loss that is no sum over samples."""
+ADDED_UP = "added up"
+"""`Model.loss_form` of a scalar that is the sum over the batch, where the mean is expected."""
 SUBLAYER = "sublayer"
 GRANULARITIES = ("block", SUBLAYER, "layer")
 
@@ -54,7 +56,8 @@ class Model:
         source: how it was made, e.g. "trace of parsim.model.zoo.resnet.resnet50(num_classes=100)".
         loss: by which it trains, the text of a `parsim.model.objective.objective.Objective`; "": unknown, or none.
         loss_form: "": a sum over samples. "mean": a scalar taken as the mean over the batch; "per sample": one number each,
-            added up; either with "unchecked" where nobody has compared batches. "coupled": no sum over samples.
+            added up; either with "unchecked" where nobody has compared batches. "coupled": no sum over samples. "added up":
+            a scalar that is the sum and not the mean.
         assumptions: what its numbers assume about the data, for people: balanced experts, the branch of an example.
         half_refused: why its forward could not be recorded under autocast; "": it was, or nobody tried.
     """

@@ -94,14 +94,14 @@ def device_kinds(problem: PlanningProblem, ranks: int) -> dict[str, int]:
     return known.by_ranks[ranks]
 
 
-SummingShards = tuple[tuple[int, ...], ...]
+ShardRanks = tuple[tuple[int, ...], ...]
 
 
 @dataclass
 class _Gradients:
     """Of one problem, by component, placement and tp."""
 
-    by_placement: dict[tuple[str, Placement, int], dict[SummingShards, int]] = field(default_factory=dict)
+    by_placement: dict[tuple[str, Placement, int], dict[ShardRanks, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class Prices:
                 total += seconds * size_bytes / whole
         return total
 
-    def _gradients(self, component: Component, placement: Placement) -> dict[SummingShards, int]:
+    def _gradients(self, component: Component, placement: Placement) -> dict[ShardRanks, int]:
         """By the tp ranks that sum them together the bytes of a component's gradients."""
         known, key = self.problem.remembered(_Gradients).by_placement, (component.name, placement, self.mesh.tp)
         if key not in known:

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
 from parsim.collectives import COLLECTIVE_KINDS
+from parsim.costs.communication.intranode import link_model_of
 from parsim.costs.communication.traffic import Way, leaf_shares, uplink_rate
 from parsim.costs.communication.transfers import transfer_pace
 from parsim.costs.estimate import Estimate
@@ -18,6 +19,9 @@ from parsim.hardware.nodes import NodeShape
 WAYS: tuple[Way, ...] = ("through", "rails", "pairs")
 NodePart = tuple[tuple[int, ...], bool, int]
 """Numbers of a group's devices on one node, whether it has others elsewhere, how many it has in all."""
+
+GroupsAtOnce = tuple[tuple[int, ...], ...]
+"""Groups, or pairs of a transfer, that run at the same time."""
 
 
 @lru_cache(maxsize=65536)
@@ -75,9 +79,7 @@ def known_estimates(cluster: Cluster) -> dict[Hashable, Estimate]:
     return {}
 
 
-def alike_collectives(
-    cluster: Cluster, operation: str, group: tuple[int, ...], concurrent: Sequence[tuple[int, ...]]
-) -> Hashable | None:
+def alike_collectives(cluster: Cluster, operation: str, group: tuple[int, ...], concurrent: GroupsAtOnce) -> Hashable | None:
     """Equal for groups that pay the same for one operation on as many bytes; None: nothing says so.
 
     Args:
@@ -88,14 +90,13 @@ def alike_collectives(
     return alike(cluster, tuple(sorted(group)), concurrent)
 
 
-def alike_transfers(cluster: Cluster, pair: tuple[int, int], concurrent: tuple[tuple[int, ...], ...]) -> Hashable | None:
+def alike_transfers(cluster: Cluster, pair: tuple[int, int], concurrent: GroupsAtOnce) -> Hashable | None:
     """The same for transfers between nodes; of those inside a node nothing says so.
 
     Args:
         cluster: the machine. pair: (source, destination). concurrent: pairs at the same time, this one among them.
     """
-    model = cluster.profile.communication.link_model
-    if model is None or cluster.places[pair[0]][0] == cluster.places[pair[1]][0]:
+    if cluster.profile.communication.link_model is None or cluster.places[pair[0]][0] == cluster.places[pair[1]][0]:
         return None
-    kind = model.link_kind
+    kind = link_model_of(cluster).link_kind
     return transfer_pace(cluster, kind, pair, concurrent), transfer_pace(cluster, kind, pair), len(concurrent)

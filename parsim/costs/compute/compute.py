@@ -10,8 +10,8 @@ Three sources, never mixed silently:
     published  an operator kind without a fit, on a device whose peaks come from a datasheet or paper: a roofline at a stated
                efficiency and a large uncertainty.
 
-The time of a shard, derived from a larger one, keeps what does not divide (launches, uncut operators) if the operator model
-has it. Without fits, the roofline has no launches, so shards of small components come out too fast.
+The time of a shard, derived from a larger one, holds what does not divide (launches, uncut operators) if the operator model has
+it. Without fits, the roofline has no launches, so shards of small components come out too fast.
 
 Leaves out: the state of caches between components, and clock changes within a run.
 """
@@ -43,8 +43,8 @@ from parsim.work import BY_OPERATOR_PART, NORM, SCALE, ClipGradients, Compute, O
 
 SHARD_SIGMA_PER_DOUBLING = 0.25
 """Of a shard's time taken from that of one twice as large. By the roofline, against 232 measured halves of components of six
-small models at 4 and 16 samples on a busy 2-core virtual machine (2026-11-21): standard deviation 27%, median 18% too fast;
-where the whole takes more than 1 ms, 23% and 12%."""
+small models at 4 and 16 samples (busy 2-core virtual machine, 2026-11-21). The standard deviation was 27%, the median 18% too
+fast; where the whole takes more than 1 ms, 23% and 12%."""
 
 HALF_SIGMA = 0.2
 """Assumed relative spread of half a backward taken from the whole one by operators: halves have not been measured alone."""

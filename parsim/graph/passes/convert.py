@@ -1,6 +1,6 @@
 """Communication of values and gradients between components: hops on the tp axis, then transfers between stages.
 
-A value is converted in the stage that makes it, into each layout in which it is read, and crosses to another stage in that
+A value is converted in the stage that makes it, into each layout in which it is read. It crosses to another stage in that
 layout, tp rank to tp rank. A gradient crosses in the layout in which it was made, and is converted where it is wanted.
 """
 
