@@ -48,7 +48,7 @@ def simulate(graph: AnyGraph, durations_s: ArrayLike, *, overlap: OverlapFactors
         kernels.run_plain(compiled.arrays, durations, floor, start, end)
     else:
         on_core = compiled.resources_of_cores(slowdown.core)
-        kernels.run_with_overlap(compiled.arrays, slowdown, on_core, durations, floor, start, end)
+        kernels.run_with_overlap(compiled.with_rates, slowdown, on_core, durations, floor, start, end)
     return simulated_timeline(compiled.columns, start, end)
 
 
@@ -110,7 +110,6 @@ def step_times_s(
 
     on_core = compiled.resources_of_cores(slowdown.core)
     groups = np.arange(len(compiled.arrays.last)) if together is None else np.ascontiguousarray(together, dtype=np.int64)
-    ends: NDArray[np.float64] = kernels.last_ends(
-        compiled.arrays, slowdown, on_core, slowdown.is_none, durations, column, steps, groups
-    )
+    arrays = compiled.arrays if slowdown.is_none else compiled.with_rates
+    ends: NDArray[np.float64] = kernels.last_ends(arrays, slowdown, on_core, slowdown.is_none, durations, column, steps, groups)
     return ends / steps

@@ -60,6 +60,10 @@ class ComponentRandomness:
             if state is not None:
                 torch.set_rng_state(state)
 
+    def draws(self, component: str) -> bool:
+        """Whether a forward of the component draws random numbers."""
+        return component in self._samples
+
     def begin(self, component: str, microbatch: int) -> None:
         """Before the first forward of a component for a microbatch."""
         if component in self._samples:

@@ -141,7 +141,10 @@ def build_fake(spec: ModelSpec) -> nn.Module:
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by deepcopy, which only compares it
             return build_module(spec)
     except (FactoryError, RuntimeError):  # perhaps it looks at its weights' values: build it for real
-        return build_module(spec)
+        try:
+            return build_module(spec)
+        except RuntimeError as error:
+            raise ModelError(f"{spec.name} cannot be built: {str(error).strip().splitlines()[0]}; correct the sizes") from error
 
 
 _kept_fake: list[tuple[tuple[ModelSpec, str], nn.Module]] = []

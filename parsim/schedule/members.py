@@ -246,7 +246,7 @@ class Members:
     def _of_ways(self, plan: Plan, sizes: Sequence[int] = ()) -> list[Plan]:
         """With every ZeRO stage and every bucket size, those that are tried first where none are given."""
         layout = self.problem.layout(plan)
-        if all(len(bucket.group) == 1 for bucket in layout.buckets):
+        if all(len(group) == 1 for group in layout.buckets.groups.values()):
             sizes = self._sizes[:1]
         stages = zero_stages(self.problem, layout)
         return [replace(plan, zero_stage=stage, bucket_bytes=size) for stage in stages for size in sizes or self._sizes]

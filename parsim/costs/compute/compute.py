@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from parsim.costs.compute.composition import LaunchModel
@@ -31,6 +31,7 @@ from parsim.costs.compute.operators import Kernel
 from parsim.costs.compute.surfaces import surface_models
 from parsim.costs.estimate import Estimate, Term
 from parsim.errors import CostError
+from parsim.hardware.cluster import Cluster
 from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.device import Device, DeviceType
 from parsim.hardware.profile import Profile
@@ -72,6 +73,20 @@ class MeasuredWork(NamedTuple):
     precision: str
 
 
+MOST_KNOWN = 2**15
+"""Estimates that are kept of one machine."""
+
+
+@lru_cache(maxsize=64)
+def compute_costs(cluster: Cluster, precision: str, ranks_active: int | None) -> ComputeCosts:
+    """The prices of computation on a cluster: one object, so that what one question has asked is known for the next.
+
+    Args:
+        cluster: the machine. precision, ranks_active: as `ComputeCosts` has them.
+    """
+    return ComputeCosts(cluster.profile, precision, ranks_active)
+
+
 @dataclass(frozen=True)
 class ComputeCosts:
     """Prices computation by a profile.
@@ -111,6 +126,18 @@ class ComputeCosts:
                 f"a component computes forward or backward over >= 1 sample, got {work.component!r} {work.phase} over "
                 f"{work.samples}; an optimizer step is priced by ComputeCosts.optimizer"
             )
+        key = (component, work.phase, work.samples, work.rule, work.ways, device.type.name, input_gradient)
+        if key not in self._known:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = self._estimate(work, component, device, input_gradient)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[object, ...], Estimate]:
+        return {}
+
+    def _estimate(self, work: Compute, component: Component, device: Device, input_gradient: bool) -> Estimate:
         model = self.operator_model(device.type)
         part = ComputeRequest(
             component=narrow(component, work.rule, work.ways),

@@ -28,7 +28,8 @@ from parsim.plans.plan import Plan
 from parsim.work import Compute, LoadBatch, Phase, SendRecv
 
 if TYPE_CHECKING:
-    from parsim.execute.runtime import BatchSource, RankProgram
+    from parsim.execute.operations.computing import BatchSource
+    from parsim.execute.runtime import RankProgram
 
 
 def runs(task: Task, plan: Plan, rank: int, since: int) -> bool:

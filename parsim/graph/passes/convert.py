@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.hops import hop_groups, hop_pairs
-from parsim.graph.plan_index import PlanIndex, Reading
+from parsim.graph.placed_model import Reading
+from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import COMPUTE, Origin, Resource
 from parsim.plans.redistribution import LOCAL_HOPS, PIECES, Hop, ValueLayout, conversion
 from parsim.work import Collective, Phase, SendRecv

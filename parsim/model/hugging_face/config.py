@@ -271,3 +271,14 @@ def assumptions(spec: ModelSpec, module: nn.Module) -> str:
     if spec.loss is None and kind is not None and kind.targets:
         chosen.append(f"targets: {kind.targets}")
     return "; ".join(chosen)
+
+
+def left_out(spec: ModelSpec) -> tuple[str, ...]:
+    """What a config asks for and a plan of its training does not follow, for the warnings of every answer.
+
+    Args:
+        spec: of a config.
+    """
+    if not read_config(spec).get("quantization_config"):
+        return ()
+    return ("quantization_config is left out: weights are as training.precision says, and all of them train",)

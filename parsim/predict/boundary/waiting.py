@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from parsim.costs.memory.waiting import Wait
 from parsim.graph.hops import hop_pairs
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS
-from parsim.graph.plan_index import PlanIndex, Reading
+from parsim.graph.placed_model import Reading
+from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Value
 from parsim.plans.redistribution import LOCAL_HOPS, ValueLayout, conversion
 from parsim.predict.boundary.conversions import bytes_here, is_view, storage_of

@@ -199,9 +199,11 @@ class RankWatch:
         return max(PATIENCE * self.limit_s, LEAST_PATIENCE_S)
 
     def _stopped(self) -> Hang | None:
-        ranks = tuple(rank for rank, seen in enumerate(self._seen) if seen.stopped_s > self.limit_s)
-        if not ranks:
+        if all(seen.stopped_s <= self.limit_s for seen in self._seen):
             return None
+        # Ranks that were stopped together may be seen so one look apart.
+        least_s = max(self.limit_s - _LONGEST_POLL_S, 0.0)
+        ranks = tuple(rank for rank, seen in enumerate(self._seen) if seen.stopped_s > least_s)
         have = "has" if len(ranks) == 1 else "have"
         text = f"{have} been stopped for {format_seconds(self.limit_s)} (by a SIGSTOP, a debugger, or job control)"
         return Hang(ranks=ranks, text=text)
