@@ -351,7 +351,7 @@ class Members:
         for stage in plan.stages:
             for name, placement in stage.placed():
                 if not self.problem.allows(name, placement):
-                    raise ScheduleError("none of its plans keeps what pin and forbid ask for")
+                    raise ScheduleError("no plan satisfies plan.pin and plan.forbid")
 
     def given(self, plans: Iterable[Plan]) -> list[Node]:
         """One node per plan that a strategy lists; what is impossible about one is counted when it is opened."""

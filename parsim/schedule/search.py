@@ -205,7 +205,7 @@ def _nodes(members: Members, strategy: Strategy | None) -> list[Node]:
     listed = list(plans)
     kept = [plan for plan in listed if _keeps(problem.constraints, plan)]
     if listed and not kept:
-        raise ScheduleError(f"none of the plans of {members.strategy} keeps what [plan] asks for: {problem.constraints}")
+        raise ScheduleError(f"no plan of {members.strategy} satisfies [plan]: {problem.constraints}")
     return members.given(kept)
 
 
