@@ -24,7 +24,7 @@ from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.devices import DeviceSeconds
 from parsim.schedule.bounds.plan_floor import floor_excess_bytes, plan_floor
 from parsim.schedule.bounds.step import order_bound_s
-from parsim.schedule.choose_recompute import recomputed_to_fit
+from parsim.schedule.recomputation.to_fit import recomputed_to_fit
 from parsim.schedule.search import search
 from parsim.schedule.stages import balanced_plan
 from parsim.schedule.tensor import uniform_placements

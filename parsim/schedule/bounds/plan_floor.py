@@ -37,14 +37,15 @@ class PlanFloor:
     floor: MemoryFloor
     places: tuple[HeldRuns, ...]
 
-    def excess_bytes(self, stage: int, *, recomputing: bool) -> float:
+    def excess_bytes(self, stage: int, *, recomputing: bool, segments: bool = False) -> float:
         """By how much the plan does not fit at least; 0 where it might.
 
         Args:
-            stage: of ZeRO. recomputing: whether it may recompute what it likes.
+            stage: of ZeRO. recomputing: whether it may recompute what it likes. segments: and whole runs of components.
         """
         over = max(0.0, self.floor.largest_bytes - float(self.floor.rooms.max()))
-        return max(over, float(self.floor.of_places(stage, self.places, recomputing=recomputing).max()))
+        held = self.floor.of_places(stage, self.places, recomputing=recomputing, segments=segments)
+        return max(over, float(held.max()))
 
     def excess_of_any_cut(self, stage: int, *, recomputing: bool) -> float:
         """The same whatever the cut into stages.
@@ -123,14 +124,17 @@ def plan_floor(problem: PlanningProblem, plan: Plan) -> PlanFloor | None:
     return known[program]
 
 
-def floor_excess_bytes(problem: PlanningProblem, plan: Plan, *, recomputing: bool) -> float:
+def floor_excess_bytes(problem: PlanningProblem, plan: Plan, *, recomputing: bool, segments: bool = False) -> float:
     """By how much a plan does not fit at least; 0 where it might.
 
     Args:
         problem: model, cluster and batch. plan: of this model. recomputing: whether it may recompute what it likes.
+        segments: and whole runs of components.
     """
     floor = plan_floor(problem, plan)
-    return 0.0 if floor is None else max(0.0, floor.excess_bytes(plan.zero_stage, recomputing=recomputing))
+    if floor is None:
+        return 0.0
+    return max(0.0, floor.excess_bytes(plan.zero_stage, recomputing=recomputing, segments=segments))
 
 
 def _made(problem: PlanningProblem, plan: Plan) -> PlanFloor | None:

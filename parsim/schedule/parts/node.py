@@ -9,6 +9,10 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.schedule.placement.objective import Solution
 
+LOOKED_AT, CUT, BOUNDED, REMEMBERED, TRIED = 1, 2, 6, 4, 16
+"""What parts cost to open, in visits of all components: a root; the bound of a cut; those of its ZeRO stages; the memory of a
+plan; and of several plans."""
+
 
 @dataclass(frozen=True)
 class Node:

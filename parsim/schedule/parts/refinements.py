@@ -18,12 +18,13 @@ from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.step import ROUNDING, least_noise, step_bound_s
-from parsim.schedule.choose_recompute import every_set, place_excess_bytes, recomputes_more
 from parsim.schedule.cuts import Bounds, are_listed, count_cuts, every_cut
 from parsim.schedule.options import Prices
 from parsim.schedule.parts.least import LeastSeconds, least_missing_bytes
 from parsim.schedule.parts.node import Node
 from parsim.schedule.placement.every_choice import choices_by_bound, count_choices
+from parsim.schedule.recomputation.every_set import every_set, recomputes_more
+from parsim.schedule.recomputation.steps import place_excess_bytes
 from parsim.schedule.space import orders
 from parsim.schedule.stages import Cutting
 
