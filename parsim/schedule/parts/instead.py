@@ -21,7 +21,7 @@ from parsim.schedule.parts.estimate import least_bytes
 from parsim.schedule.parts.node import REMEMBERED, TRIED, Node
 from parsim.schedule.parts.refinements import sets_that_fit
 from parsim.schedule.parts.usual import is_large
-from parsim.schedule.recomputation.every_set import are_few
+from parsim.schedule.recomputation.every_set import are_few, tries_all_of
 from parsim.schedule.recomputation.least_kept import LeastKept, kept_together, least_kept
 from parsim.schedule.recomputation.segments import segments_of
 from parsim.schedule.recomputation.to_fit import recomputed_to_fit, segmented_to_fit
@@ -83,7 +83,8 @@ def instead_of(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) ->
     floor = plan_floor(problem, plan)
     least_s = bound_s if floor is None else max(bound_s, floor.recomputing_bound_s(plan.zero_stage))
     if recomputed:
-        yield Node(least_s, 1, lambda: of(_recomputed(problem, plan, cutting), fits=True), visits=TRIED)
+        covered = tries_all_of(problem, plan)
+        yield Node(least_s, 1, lambda: of(_recomputed(problem, plan, cutting), fits=True), visits=TRIED, covered=covered)
         if are_few(problem, plan):
             yield Node(least_s, 0, lambda: sets_that_fit(problem, plan), late=True)
     if segmented:

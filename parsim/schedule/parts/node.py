@@ -27,6 +27,7 @@ class Node:
         late: to be opened once the best plan of all other parts is known, and only if it may be faster than that one.
         promise_s: what its best plan is likely to take; it decides nothing but the order of the parts of large problems.
         fits: whether the single plan is known to fit.
+        covered: whether late parts beside it hold all its plans that may win: it is left out where these are opened.
         visits: what opening it costs, in visits of all components (`parsim.schedule.parts.usual.Allowance`).
     """
 
@@ -40,6 +41,7 @@ class Node:
     late: bool = False
     promise_s: float = float("inf")
     fits: bool = False
+    covered: bool = False
     visits: int = 1
 
     def promising(self, promise_s: float) -> Node:

@@ -17,6 +17,7 @@ from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.bounds.plan_floor import plan_floor
 from parsim.schedule.bounds.step import ROUNDING, least_noise, step_bound_s
 from parsim.schedule.cuts import Bounds, are_listed, count_cuts, every_cut
 from parsim.schedule.options import Prices
@@ -131,7 +132,13 @@ def sets_that_fit(problem: PlanningProblem, plan: Plan) -> list[Node]:
     Args:
         problem: model, cluster and batch. plan: of this model, without recomputation.
     """
-    tried = sorted(((step_bound_s(problem, each), each) for each in every_set(problem, plan)), key=itemgetter(0))
+    floor = plan_floor(problem, plan)
+    possible = (
+        each
+        for each in every_set(problem, plan)
+        if floor is None or floor.may_fit_with(plan.zero_stage, each.recomputed, each.recomputed_by_operator)
+    )
+    tried = sorted(((step_bound_s(problem, each), each) for each in possible), key=itemgetter(0))
     fitting: list[Plan] = []
 
     def from_on(number: int) -> list[Node]:

@@ -9,7 +9,7 @@ from math import prod
 from parsim.plans.plan import Plan
 from parsim.plans.recompute import SELECTIVE
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.recomputation.steps import backwards_of, recompute_of
+from parsim.schedule.recomputation.steps import SOME, WHOLE, backwards_of, recompute_of
 
 FEW_COMPONENTS = 6
 """Of a model with at most so many backwards every set is tried."""
@@ -29,13 +29,27 @@ def every_set(problem: PlanningProblem, plan: Plan) -> list[Plan]:
     """
     if not are_few(problem, plan):
         return []
-    backwards = backwards_of(problem, plan)
-    some = problem.layout(replace(plan, recompute=SELECTIVE))
-    ways = [(0, 1, 2) if some.recomputes_by_operator(name) else (0, 2) for name in backwards]
+    backwards, ways = backwards_of(problem, plan), _ways(problem, plan)
     if prod(map(len, ways)) > MOST_SETS:
-        ways = [(0, 2)] * len(backwards)
+        ways = [(0, WHOLE)] * len(backwards)
     levels = sorted(product(*ways), key=sum)
     return [replace(plan, recompute=recompute_of(zip(backwards, each, strict=True))) for each in levels]
+
+
+def tries_all_of(problem: PlanningProblem, plan: Plan) -> bool:
+    """Whether `every_set` holds every set, those by operator too.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model, without recomputation.
+    """
+    return are_few(problem, plan) and prod(map(len, _ways(problem, plan))) <= MOST_SETS
+
+
+def _ways(problem: PlanningProblem, plan: Plan) -> list[tuple[int, ...]]:
+    """By component that has a backward how it may be recomputed."""
+    some = problem.layout(replace(plan, recompute=SELECTIVE))
+    every = backwards_of(problem, plan)
+    return [(0, SOME, WHOLE) if some.recomputes_by_operator(name) else (0, WHOLE) for name in every]
 
 
 def recomputes_more(one: Plan, other: Plan) -> bool:
