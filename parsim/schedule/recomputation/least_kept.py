@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.arrays import Floats
-from parsim.graph.plan_index import differentiable_components
 from parsim.model.model import Model
 from parsim.model.precision import component_in, value_in
 from parsim.plans.recompute import BY_OPERATOR, NONE, Recompute
@@ -95,7 +94,7 @@ def _together(problem: PlanningProblem, ledger: _Ledger, segments: Segments) -> 
     levels = dict.fromkeys(names, AS_IT_IS)
     rest = [entry for entry in entries if entry.removeprefix(BY_OPERATOR) not in number_of]
     levels |= {entry.removeprefix(BY_OPERATOR): SOME if entry.startswith(BY_OPERATOR) else WHOLE for entry in rest}
-    backwards = differentiable_components(problem.model)
+    backwards = problem.model.differentiable_components
     levels |= {name: WHOLE for name in number_of if name in backwards}
     own = list(levels.values())
     return LeastKept(
@@ -107,7 +106,7 @@ def _together(problem: PlanningProblem, ledger: _Ledger, segments: Segments) -> 
 
 
 def _found(model: Model, ledger: _Ledger) -> LeastKept:
-    backwards = differentiable_components(model)
+    backwards = model.differentiable_components
     kinds: dict[str, list[int]] = {}
     for number, component in enumerate(model.components):
         if component.name in backwards:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from parsim.graph.plan_index import differentiable_components
 from parsim.plans.plan import Plan
 from parsim.plans.recompute import AUTO
 from parsim.predict.planning_problem import PlanningProblem
@@ -45,7 +44,7 @@ def segments_of(problem: PlanningProblem) -> tuple[Segments, ...]:
 
 
 def _ways(problem: PlanningProblem) -> Iterator[Segments]:
-    components, backwards = problem.model.components, differentiable_components(problem.model)
+    components, backwards = problem.model.components, problem.model.differentiable_components
     blocks = repeated_blocks(problem.model.fingerprints)
     for together in BLOCKS_TOGETHER:
         joined = (blocks[first : first + together] for first in range(0, len(blocks), together))
