@@ -122,7 +122,7 @@ def test_stages_cut_segments_in_two() -> None:
 
 
 @pytest.mark.parametrize("mesh", [Mesh(dp=2), Mesh(pp=2), Mesh(tp=2)], ids=str)
-@pytest.mark.parametrize("zero_stage", [0, 3])
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_bounds_and_floors_hold_for_segments(mesh: Mesh, zero_stage: int) -> None:
     from parsim.schedule.tensor import uniform_placements
 
@@ -177,8 +177,13 @@ def shares(problem: PlanningProblem) -> tuple[int, int]:
     return held_bytes(problem, plain), held_bytes(problem, replace(plain, recompute="full"))
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("share", [0.02, 0.3, 0.8])
+SLOW = pytest.mark.slow  # some seconds each
+
+
+@pytest.mark.parametrize(
+    ("devices", "share"),
+    [(1, 0.3), (2, 0.02), *(pytest.param(*case, marks=SLOW) for case in ((1, 0.02), (1, 0.8), (2, 0.3), (2, 0.8)))],
+)
 def test_sublayers_are_never_planned_slower_than_layers(devices: int, share: float) -> None:
     """Under memory that makes both recompute; with the same families, since shards need sublayers."""
     most, least = shares(asked("block", 1))
