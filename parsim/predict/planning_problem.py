@@ -42,7 +42,8 @@ class PlanningProblem:
     scored: what is validated during the training.
     corrections: learnt from a run. scale: of hardware that would be faster.
     zero_stage: that plans are to have; "auto": any. recompute: likewise; "auto": where a plan would not fit, as little as
-        makes it fit. constraints: what else plans must keep.
+        makes it fit. segments: whether plans may recompute layers as a whole (`Plan.segments`), which only the simulator can.
+        constraints: what else plans must keep.
     history: of the profile's validations, by which intervals are corrected.
     capacity_factor: of experts, visits that one has room for over their mean; 0: as many as come.
     is_divided: the model is already that of a rank (`on`). clip_gradients: that plans are to clip by the global norm.
@@ -62,6 +63,7 @@ class PlanningProblem:
     history: History = NO_HISTORY
     zero_stage: int | Literal["auto"] = AUTO
     recompute: Recompute = AUTO
+    segments: bool = False
     constraints: PlanConstraints = FREE
     pins: tuple[tuple[str, Placement], ...] = ()
     capacity_factor: float = 0.0

@@ -15,7 +15,7 @@ from parsim.garbage import rare_collections
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
-from parsim.plans.recompute import AUTO, NONE, Recompute
+from parsim.plans.recompute import AUTO, Recompute
 from parsim.predict.evaluate import SAMPLES, Evaluation, SimulatedStep, evaluate, simulated_step, with_interval
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import PlanResult
@@ -334,7 +334,7 @@ def _distinct(ranked: Sequence[JudgedPlan]) -> list[JudgedPlan]:
         plan = entry.plan
         placed = tuple(pair for stage in plan.stages for pair in stage.placed())
         pipeline = plan.mesh, plan.microbatches, plan.pipeline_order, plan.chunks
-        found.setdefault((pipeline, placed, plan.zero_stage, plan.bucket_bytes, plan.recompute), entry)
+        found.setdefault((pipeline, placed, plan.zero_stage, plan.bucket_bytes, plan.recompute, plan.segments), entry)
     return list(found.values())
 
 
@@ -364,10 +364,11 @@ def _with_intervals(problem: PlanningProblem, kept: Sequence[Evaluation], sample
 
 
 def _recomputed_text(plan: Plan) -> str:
-    """`3 of 12 components`, `5 of 12 components, 2 of them by operator`."""
+    """`3 of 12 components`, `5 of 12 components, 2 of them by operator`, `8 of 12 components, in 2 segments`."""
     whole, some = len(plan.recomputed), len(plan.recomputed_by_operator)
     by_operator = f", {some if whole else 'all'} of them by operator" if some else ""
-    return f"{whole + some} of {len(plan.components)} components{by_operator}"
+    together = f", in {len(plan.segments)} segments" if plan.segments else ""
+    return f"{whole + some} of {len(plan.components)} components{by_operator}{together}"
 
 
 def _reason(entry: Evaluation, first: Evaluation, recompute: Recompute) -> str:
@@ -378,7 +379,7 @@ def _reason(entry: Evaluation, first: Evaluation, recompute: Recompute) -> str:
         over = format_bytes(worst.excess_bytes)
         return f"does not fit{tried}: rank {worst.rank} by {over}, mostly {line} ({format_bytes(size)})"
     plan = entry.result.plan
-    again = f"; recomputes {_recomputed_text(plan)}" if plan.recompute != NONE else ""
+    again = f"; recomputes {_recomputed_text(plan)}" if plan.recomputes else ""
     if entry is first:
         return f"fastest plan that fits{again}"
     if same_program(entry.result.plan, first.result.plan):

@@ -19,8 +19,8 @@ from parsim.plans.plan import Plan, check_plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.by_hand import custom_plan
-from parsim.schedule.choose_recompute import recomputed_to_fit
 from parsim.schedule.families import FAMILIES
+from parsim.schedule.recomputation.to_fit import recomputed_to_fit
 from parsim.schedule.search import most_frequent, search
 from parsim.work import Compute, Phase
 from tests.models import chain_model
