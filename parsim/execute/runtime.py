@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from parsim.errors import ExecutionError
-from parsim.execute.operations.communicating import Communicating, Groups
+from parsim.execute.operations.communicating import Communicating
 from parsim.execute.operations.computing import BatchSource, Computing
 from parsim.execute.operations.values import StepValues
 from parsim.execute.records.memory_lines import StepWatch
 from parsim.execute.records.task_time import Operation, TaskTime
-from parsim.execute.relaxed.mixing import MixingRounds
+from parsim.execute.relaxed.mixing import GroupsByStream, MixingRounds
 from parsim.execute.relaxed.scripts import StepScript, StepScripts
 from parsim.execute.relaxed.stale import StaleStage
 from parsim.execute.rooms.buckets import rooms_of
@@ -67,7 +67,7 @@ class RankProgram:
         graph: TaskGraph,
         stage: StageReplica,
         streams: Streams,
-        groups: Groups,
+        groups: GroupsByStream,
         mixing: MixingRounds | None = None,
         stale: StaleStage | None = None,
     ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from parsim.execute.convert import all_gather_flat, reduce_scatter_flat, run_hop
 from parsim.execute.operations.values import StepValues
 from parsim.execute.records.task_time import Operation
+from parsim.execute.relaxed.mixing import GroupsByStream
 from parsim.execute.relaxed.stale import StaleStage
 from parsim.execute.rooms.buckets import BucketOfMicrobatch, Room
 from parsim.execute.state.store import Instance, batch_piece
@@ -19,9 +20,6 @@ from parsim.graph.passes.clipping import sums_norm
 from parsim.graph.passes.gradients import DP_STREAM
 from parsim.graph.task import Task
 from parsim.work import NORM, ClipGradients, Collective, SendRecv
-
-Groups = Mapping[tuple[str, tuple[int, ...]], dist.ProcessGroup]
-"""Process group by (stream, ranks in ascending order)."""
 
 
 class Communicating:
@@ -31,7 +29,7 @@ class Communicating:
         values: of the step. stale: where stages are decoupled, what waits on this one between steps.
     """
 
-    def __init__(self, values: StepValues, groups: Groups, stale: StaleStage | None) -> None:
+    def __init__(self, values: StepValues, groups: GroupsByStream, stale: StaleStage | None) -> None:
         self._values, self._groups, self._stale = values, groups, stale
         self._stage, self._streams, self._store = values.stage, values.streams, values.store
         self._norm: Tensor | None = None
