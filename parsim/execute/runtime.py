@@ -179,14 +179,14 @@ class RankProgram:
     def _issue_of(self, script: StepScript) -> _Issue:
         """Bound once per script. Scripts are kept: none takes the identity of another."""
         if id(script) not in self._issues:
-            stream_of = {task.index: stream for task, stream, _ in script.tasks}
+            places = {task.index: (number, stream) for number, (task, stream, _) in enumerate(script.tasks)}
             bound = []
             for task, stream, before in script.tasks:
                 every = (*before, *self._transfers.awaited.get(task.index, ()))
                 operation = self._operation(task, script)
                 if stream in (COMPUTE, HOST):
                     operation = self._with_room(task, operation)
-                bound.append(_Bound(task=task, stream=stream, before=_last(every, stream_of), operation=operation))
+                bound.append(_Bound(task=task, stream=stream, before=_last(every, places), operation=operation))
             self._issues[id(script)] = _Issue(
                 script=script,
                 computed=tuple(entry for entry in bound if entry.stream in (COMPUTE, HOST)),
@@ -242,14 +242,14 @@ class RankProgram:
         self._ahead = following, self._computing.read(following)
 
 
-def _last(before: Sequence[int], stream_of: Mapping[int, str]) -> tuple[int, ...]:
+def _last(before: Sequence[int], places: Mapping[int, tuple[int, str]]) -> tuple[int, ...]:
     """Of what a task waits for, the last of each stream: streams run in issue order.
 
     Args:
-        before: tasks. stream_of: of every task of the script, in issue order.
+        before: tasks. places: per task of the script its number in issue order, and its stream.
     """
-    wanted = set(before)
-    return tuple({stream: index for index, stream in stream_of.items() if index in wanted}.values())
+    own = sorted(places[index] + (index,) for index in before if index in places)
+    return tuple({stream: index for _, stream, index in own}.values())
 
 
 def required_groups(graph: TaskGraph) -> list[tuple[str, tuple[int, ...]]]:

@@ -83,7 +83,7 @@ def _check_factory(name: str, factory: object) -> None:
     """Raise ModelError for what makes no module, before it is called: a call may do anything.
 
     A class must be an nn.Module. A function must be one of Python, and either the user's own or annotated to return an
-    nn.Module: those of the standard library and of installed packages do all kinds of things.
+    nn.Module. Those of the standard library and of installed packages do all kinds of things.
     """
     from torch import nn
 
@@ -141,7 +141,10 @@ def build_fake(spec: ModelSpec) -> nn.Module:
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by deepcopy, which only compares it
             return build_module(spec)
     except (FactoryError, RuntimeError):  # perhaps it looks at its weights' values: build it for real
-        return build_module(spec)
+        try:
+            return build_module(spec)
+        except RuntimeError as error:
+            raise ModelError(f"{spec.name} cannot be built: {str(error).strip().splitlines()[0]}; correct the sizes") from error
 
 
 _kept_fake: list[tuple[tuple[ModelSpec, str], nn.Module]] = []

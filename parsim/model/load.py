@@ -9,7 +9,7 @@ from pathlib import Path
 from parsim.errors import ModelError
 from parsim.model.build import build_fake, build_module, cast_module, content_of, shared_fake
 from parsim.model.component import Component
-from parsim.model.hugging_face.config import assumptions
+from parsim.model.hugging_face.config import assumptions, left_out
 from parsim.model.inputs import ModelInput
 from parsim.model.interface import (
     checked_form,
@@ -161,7 +161,8 @@ def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -
     if asked is not None and settled is not None:
         kind = asked.with_output(settled)
         keep_interface(spec, content, kind)
-    return replace(model, loss_form=checked_form(model, lambda: build_module(spec), kind))
+    told = (*model.assumptions, *(left_out(spec) if is_config(spec.name) else ()))
+    return replace(model, loss_form=checked_form(model, lambda: build_module(spec), kind), assumptions=told)
 
 
 def inputs_text(spec: ModelSpec, inputs: tuple[ModelInput, ...]) -> str:

@@ -141,7 +141,7 @@ def _grouped(call: TracedCall) -> Dims:
 def _distances(call: TracedCall) -> Dims:
     """Pairwise distances as a product: [.., rows, depth] by [.., columns, depth]."""
     left = call.first(0)
-    right = call.first(1) if call.name == "aten._cdist_forward" else left
+    right = left if call.name == "aten._pdist_forward" else call.first(1)
     return (
         ("m", left.shape[-2]),
         ("n", right.shape[-2]),
@@ -312,6 +312,8 @@ def _decompositions() -> dict[str, OperatorRow]:
 
 
 PASSES = """
+_fused_moving_avg_obs_fq_helper bartlett_window blackman_window embedding_renorm fake_quantize_per_channel_affine_cachemask
+fake_quantize_per_tensor_affine_cachemask hamming_window hann_window kaiser_window
 _adaptive_avg_pool2d _adaptive_avg_pool3d _batch_norm_no_update _batch_norm_with_update _chunk_cat _conj _ctc_loss
 _fused_dropout _fused_rms_norm _histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors
 _linalg_check_errors _local_scalar_dense _log_softmax _log_softmax_backward_data _native_batch_norm_legit
@@ -364,7 +366,7 @@ TABLE: dict[str, OperatorRow] = {
     "transformers.grouped_mm_fallback": _by_shape(_grouped),
     **{f"aten.{name}": _by_shape(_matrix_vector) for name in ("mv", "addmv")},
     **{f"aten.{name}": _by_shape(_dot) for name in ("dot", "vdot")},
-    **{f"aten.{name}": _by_shape(_distances) for name in ("_cdist_forward", "_pdist_forward")},
+    **{f"aten.{name}": _by_shape(_distances) for name in ("_cdist_forward", "_euclidean_dist", "_pdist_forward")},
     "aten.linear": _by_shape(_linear),
     **{f"torch_nn.{name}": _by_shape(_linear) for name in LINEAR_LOSSES},
     "aten.addr": _by_shape(_outer),

@@ -23,7 +23,7 @@ from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.hardware.profile import Profile
 from parsim.hardware.speed_factor import SpeedFactor, speed_beside
-from parsim.model.model import COUPLED, Model
+from parsim.model.model import ADDED_UP, COUPLED, Model
 from parsim.model.named.names import is_transformer
 from parsim.model.number_formats import check_executable
 from parsim.plans.plan import Plan
@@ -159,12 +159,15 @@ def check_loss(model: Model, plan: Plan, *, allowed: bool) -> None:
     Raises PlanError with how the plan divides the batch.
     """
     smallest = min(PlanIndex(plan, model).local_samples(component.name) for component in model.components)
-    if model.loss_form != COUPLED or allowed or smallest == plan.global_batch:
+    if model.loss_form not in (COUPLED, ADDED_UP) or allowed or smallest == plan.global_batch:
         return
+    added = model.loss_form == ADDED_UP
+    kind = "is a scalar that adds up the samples of a batch" if added else "is no sum over samples"
+    way = "return the mean or one number per sample" if added else "plan with strategy = 'single'"
     raise PlanError(
-        f"the loss of {model.name} ({model.loss}) is no sum over samples, and the plan ({plan.summary()}) takes it of "
-        f"{smallest} of {plan.global_batch} samples at a time, which is another loss; plan with strategy = 'single', or set "
-        "training.allow_coupled_loss = true to train by it"
+        f"the loss of {model.name} ({model.loss}) {kind}. The plan ({plan.summary()}) takes it of {smallest} of "
+        f"{plan.global_batch} samples at a time, which is another loss; {way}, or set training.allow_coupled_loss = true to "
+        "train by it"
     )
 
 

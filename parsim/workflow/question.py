@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from parsim.errors import ConfigError, ModelError
-from parsim.model.model import COUPLED, Model
+from parsim.model.model import ADDED_UP, COUPLED, Model
 from parsim.model.named.names import is_transformer
 from parsim.model.spec import is_known
 from parsim.model.zoo import ZOO
@@ -47,7 +47,7 @@ _PREDICTED_FROM: tuple[tuple[str, str, str], ...] = (
     ("plan", "zero_stage", "zero_stage {}"),
     ("plan", "recompute", "recompute {}"),
 )
-"""Keys whose defaults change what is predicted, and how they are told."""
+"""Keys whose defaults change what is predicted, and how they are shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +97,11 @@ def loss_note(model: Model) -> str:
         return (
             "no sum over samples: the loss of a batch is not the mean of its samples' losses, so data parallelism and "
             "microbatches change it"
+        )
+    if model.loss_form == ADDED_UP:
+        return (
+            "a scalar that is the sum over the batch, and a scalar is taken as the mean: replicas and microbatches make its "
+            "gradients smaller; return the mean, or one number per sample"
         )
     form = model.loss_form.removesuffix("unchecked").strip()
     text = {"mean": "a scalar, taken as the mean over the batch", "per sample": "one number per sample, added up"}.get(form, "")

@@ -171,6 +171,24 @@ def test_the_table_lacks_no_operator_of_the_database(place: int) -> None:
     assert lacking == set()
 
 
+BESIDE_THE_DATABASE = {
+    "far distances": lambda: torch.cdist(torch.randn(2, 30, 4), torch.randn(2, 40, 4)),
+    "windows": lambda: torch.stft(torch.randn(2, 64), 16, window=torch.hann_window(16), return_complex=True),
+    "fake quantisation": lambda: torch.fake_quantize_per_tensor_affine(torch.randn(4), 0.1, 0, -128, 127),
+    "rows of bounded norm": lambda: F.embedding(torch.zeros(3, dtype=torch.long), torch.randn(5, 4), max_norm=1.0),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_THE_DATABASE)
+def test_calls_that_the_database_does_not_make_are_listed(name: str) -> None:
+    mode = OperatorMode(lambda: 0, set())
+    with torch.no_grad(), mode:
+        BESIDE_THE_DATABASE[name]()
+    assert [raw.function for raw in mode.operators if raw.function.startswith(UNLISTED)] == []
+    if name == "far distances":
+        assert total(mode.operators, "flop") >= 2 * 2 * 30 * 40 * 4
+
+
 def sized(name: str, s: dict[str, int]) -> Any:
     """A call of the function on fresh tensors of these sizes; returns nothing of interest."""
     b, m, n, k = s["b"], s["m"], s["n"], s["k"]

@@ -14,7 +14,7 @@ from parsim.execute.operations.values import StepValues, component_of
 from parsim.execute.records.task_time import Operation
 from parsim.execute.relaxed.stale import StaleStage
 from parsim.execute.state.store import Instance, ValueKey
-from parsim.graph.plan_index import Reading
+from parsim.graph.placed_model import Reading
 from parsim.graph.task import Task
 from parsim.model.autograd.cut import Saved, backward_component, forward_component
 from parsim.model.autograd.halves import BackwardHalf, backward_inputs, backward_weights

@@ -230,9 +230,9 @@ def default_loss(spec: ModelSpec, module: nn.Module) -> str:
     kind, name = _kind(spec, module), type(module).__name__
     if kind.loss == OWN and not trains_by_contrast(name):
         raise ModelError(
-            f"{name} trains by comparing all samples of a batch with one another. That is no sum over samples, and of such "
-            f"models parsim knows the loss of {', '.join(CONTRASTIVE)} alone; plan one tower with inputs and a loss of your "
-            'own, or give a module that returns its loss (loss = "own")'
+            f"{name} trains by comparing all samples of a batch with one another, which is no sum over samples. Of such models "
+            f"only the loss of {', '.join(CONTRASTIVE)} is known; plan one tower with inputs and a loss of your own, or give a "
+            'module that returns its loss (loss = "own")'
         )
     labels = getattr(module.config, "num_labels", None)
     if kind.name == "text classification" and labels == 1:
@@ -271,3 +271,14 @@ def assumptions(spec: ModelSpec, module: nn.Module) -> str:
     if spec.loss is None and kind is not None and kind.targets:
         chosen.append(f"targets: {kind.targets}")
     return "; ".join(chosen)
+
+
+def left_out(spec: ModelSpec) -> tuple[str, ...]:
+    """What a config asks for and a plan of its training does not follow, for the warnings of every answer.
+
+    Args:
+        spec: of a config.
+    """
+    if not read_config(spec).get("quantization_config"):
+        return ()
+    return ("quantization_config is left out: weights are as training.precision says, and all of them train",)

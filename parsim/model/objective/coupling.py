@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parsim.model.model import COUPLED
+from parsim.model.model import ADDED_UP, COUPLED
 from parsim.model.objective.objective import Objective
-from parsim.model.objective.total import total_loss
+from parsim.model.objective.total import MEAN, total_loss
 
 MOST_ELEMENTS = 30_000_000
 SAMPLES = 4
@@ -37,7 +37,8 @@ def loss_form(
     constants: frozenset[str] = frozenset(),
     call: ArgumentsOf,
 ) -> str:
-    """`form`, COUPLED where the loss is no sum over samples, or `form` and UNCHECKED where that cannot be found out.
+    """`form`, COUPLED where the loss is no sum over samples, ADDED_UP where it is one and was taken as a mean, or `form` and
+    UNCHECKED where that cannot be found out.
 
     Args:
         module: with real weights; it stays as it is. form: what the loss gave, see `total`.
@@ -68,7 +69,13 @@ def loss_form(
         return unchecked
     finally:
         torch.set_rng_state(state)
-    return form if abs(whole - single) <= TOLERANCE * max(abs(whole), abs(single), 1e-12) else COUPLED
+    if _are_close(whole, single):
+        return form
+    return ADDED_UP if form == MEAN and _are_close(whole, samples * single) else COUPLED
+
+
+def _are_close(one: float, other: float) -> bool:
+    return abs(one - other) <= TOLERANCE * max(abs(one), abs(other), 1e-12)
 
 
 def _of(tensor: Tensor, constant: bool, first: int, last: int) -> Tensor:

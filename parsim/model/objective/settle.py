@@ -152,8 +152,9 @@ def own_entry(name: str, outputs: Mapping[str, OutputKind], wanted: str | None) 
 def _sample_of(name: str, entry: str, kind: OutputKind, samples: int) -> tuple[int, ...]:
     if not kind.shape or kind.shape[0] != samples:
         raise ModelError(
-            f"{name} returns {_text(entry, kind)} for {samples} samples: dim 0 is not the batch, so no loss per sample can be "
-            f'taken of it; return [batch, ...], or choose loss = "own" if it is the loss'
+            f"{name} returns {_text(entry, kind)} for {samples} samples (dim 0 of the first input): dim 0 is not the "
+            f'batch, so no loss per sample can be taken of it; take and return [batch, ...], or choose loss = "own" if it is '
+            "the loss"
         )
     return kind.shape[1:]
 
@@ -166,6 +167,11 @@ def _checked_target(name: str, objective: Objective, shape: tuple[int, ...], dty
         raise ModelError(
             f"{name} returns {dtype} {list(shape)} per sample, which has no gradient; {loss} needs floating-point outputs such "
             "as logits: return them before argmax or rounding"
+        )
+    if dtype.startswith("complex") and not row.plain:
+        raise ModelError(
+            f"{name} returns {dtype} {list(shape)} per sample, and {loss} needs real numbers: return .real, .abs(), or both "
+            "parts by torch.view_as_real"
         )
     if objective.classes_dim is not None and row.targets != CLASSES:
         raise ModelError(f"classes_dim is for losses over classes, and {loss} takes {row.targets}; drop classes_dim")

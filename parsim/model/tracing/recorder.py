@@ -30,8 +30,11 @@ from parsim.model.objective.settle import Settled
 from parsim.model.runnable import PLAIN, Context, Nested, Ref, StateKey
 from parsim.model.tracing.known_values import KnownValues, Routing, UnknownValueError
 from parsim.model.tracing.masked_calls import sets_by_mask, with_index_arrays
-from parsim.model.tracing.refused.messages import at_line, value_message
+from parsim.model.tracing.refused.messages import at_line, gradient_message, value_message
 from parsim.model.tracing.refused.unsupported import hint
+
+_DIFFERENTIATING = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+"""What takes gradients: calls of users, since parsim takes none while it records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ class Recording:
         ends: of every call. decisions: where the forward looked at values. assumed: whole numbers that rest on an assumption
             about the data, by value number; `assumptions` says which.
         confirmed: kinds of blocks two of which made the same record each time that they were compared.
+        changed_attributes: of modules, numbers and words that the forward has changed.
     """
 
     ops: list[RecordedOp] = field(default_factory=list)
@@ -121,6 +125,7 @@ class Recording:
     answers: list[bool] = field(default_factory=list)
     is_example: bool = False
     confirmed: frozenset[Hashable] = frozenset()
+    changed_attributes: tuple[str, ...] = ()
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -285,6 +290,8 @@ class Recorder(TorchFunctionMode):
         """Run `function` on fakes; write it down if it makes or changes a tensor."""
         given = [tensor for _, tensor in tensors_in((args, kwargs))]
         name = getattr(function, "__name__", "")
+        if function in _DIFFERENTIATING:
+            raise TraceError(gradient_message(self.where, name))
         in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
         stale = any(self._number.get(id(tensor)) in self._stale for tensor in given)
         if name in _VALUE_QUERIES:

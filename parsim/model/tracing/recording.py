@@ -2,7 +2,7 @@
 
 Fake tensors have shapes and no data, so nothing is computed, no buffer changes and no random number is drawn. A module
 whose Python code looks at the *values* of tensors cannot be recorded: what it decided would be wrong for other data.
-Left out: state that a module keeps in plain attributes from one forward to the next (registered buffers are kept).
+State that a module keeps in plain attributes from one forward to the next is undone, and noted (registered buffers are kept).
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from parsim.model.objective.settle import OpenLoss, settle
 from parsim.model.objective.total import entries, output_kinds, total_and_form
 from parsim.model.runnable import Ref, StateKey
 from parsim.model.tracing.recorder import Recorder, Recording
+from parsim.model.tracing.refused.hidden_state import Generators, changed_attributes, draw_message
 from parsim.model.tracing.refused.messages import at_line, value_message
-from parsim.model.tracing.refused.unsupported import check_supported, eager, hint
+from parsim.model.tracing.refused.unsupported import check_supported, eager, hint, without_log
 from parsim.model.tracing.repeats.block_record import Watcher
 from parsim.model.tracing.repeats.blocks import Repeats
 
@@ -57,6 +58,8 @@ def _fake_state(recorder: Recorder) -> Iterator[None]:
                     entries[key] = known[id(real)]
         yield
         _note_buffer_writes(recorder, kept)
+        parts = ((owner, attributes) for owner, attributes, _, _ in kept)
+        recorder.recording.changed_attributes = changed_attributes(recorder.module, parts)
     finally:
         for owner, attributes, parameters, buffers in kept:
             owner.__dict__.clear()
@@ -126,7 +129,7 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[li
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
-    """Leaves and structure. A dataclass is a structure, too: torch is told of its class when one is met."""
+    """Leaves and structure. A dataclass is a structure, too: its class is registered with torch when one is met."""
     while True:
         leaves, spec = tree_flatten(value)
         unknown = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)}
@@ -162,17 +165,27 @@ def run_recorded(
             the recording is for counting only. trusted: `Recording.confirmed` of another batch.
 
     Raises:
-        TraceError: if the forward fails, looks at tensor values, or returns something a tensor cannot be found in.
+        TraceError: if the forward fails, looks at tensor values, draws from generators that are not torch's, or returns
+            something a tensor cannot be found in.
     """
     check_supported(module)
+    whole = partial(
+        _run_recorded, module, args, kwargs, loss, watch, loss_in_parts, skew=skew, example=example, answers=answers
+    )
+    generators = Generators(module)
+    recording: Recording | None = None
     if repeats and not example:
         with contextlib.suppress(TraceError):  # whatever is wrong, the forward without copies says it best
-            copied = _run_recorded(
+            recording = _run_recorded(
                 module, args, kwargs, loss, watch, loss_in_parts, skew=skew, answers=answers, repeats=True, trusted=trusted
             )
-            if not copied.decisions:
-                return copied
-    return _run_recorded(module, args, kwargs, loss, watch, loss_in_parts, skew=skew, example=example, answers=answers)
+    if recording is None or recording.decisions:
+        recording = whole()
+    if drawn := generators.drawn():
+        message = draw_message(type(module).__name__, drawn, whole)
+        generators.put_back()
+        raise TraceError(message)
+    return recording
 
 
 def _run_recorded(
@@ -197,6 +210,7 @@ def _run_recorded(
     rng = torch.get_rng_state()
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(without_log())
             stack.enter_context(_fake_state(recorder))
             fake_leaves = [_fake_input(recorder, leaf) for leaf in leaves]
             recorder.count_samples()
@@ -220,7 +234,7 @@ def _run_recorded(
                 _note_loss(recorder, output, loss, in_parts=loss_in_parts)
     except ModelError:  # of parsim itself: a TraceError, or an output that leaves the loss open
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TraceError(_explain(recorder, error)) from error
     finally:
         torch.set_rng_state(rng)
@@ -242,7 +256,7 @@ def _example_values(recorder: Recorder, leaves: list[Any], *, other: bool) -> di
     return values
 
 
-def _explain(recorder: Recorder, error: Exception) -> str:
+def _explain(recorder: Recorder, error: BaseException) -> str:
     kind, line = type(error).__name__, at_line(traceback.extract_tb(error.__traceback__))
     if kind in ("DataDependentOutputException", "DynamicOutputShapeException"):
         return value_message(recorder.where, error, line) + hint(recorder.innermost, "")

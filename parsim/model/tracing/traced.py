@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
-from parsim.errors import TraceError
+from parsim.errors import ModelError, TraceError
 from parsim.garbage import rare_collections
 from parsim.model.inputs import ModelInput
 from parsim.model.model import COUPLED, SUBLAYER, Model
@@ -24,6 +23,7 @@ from parsim.model.tracing.measure import TracedForward, combine, has_pairs, meas
 from parsim.model.tracing.recorder import Recording
 from parsim.model.tracing.recording import flatten_inputs, run_recorded
 from parsim.model.tracing.refused.index_ranges import check_index_ranges
+from parsim.model.tracing.refused.unsupported import without_log
 from parsim.model.tracing.sublayers import CallInterval
 from parsim.model.tracing.whole_calls import collapse, whole_modules
 
@@ -209,6 +209,8 @@ def _settled_model(
     finally:
         for part, mode in modes:
             part.training = mode
+    if loss is not None:
+        check_trained(small.recording, name or kind)
     check_index_ranges(small.recording, large.recording, declared, name or kind)
     about = {"name": name or kind, "granularity": granularity, "source": source or f"trace of {kind}"}
     model = combine(small, large, **about, largest=largest)
@@ -216,6 +218,27 @@ def _settled_model(
     assert not isinstance(loss, OpenLoss)
     found = replace(_with_halves(model, halves), loss=loss or "", loss_form="" if form == SUM else form)
     return found, small.recording.settled
+
+
+def check_trained(recording: Recording, name: str) -> None:
+    """Refuse a loss through which no gradient reaches a parameter.
+
+    Args:
+        recording: with its loss. name: of the model, for messages.
+
+    Raises:
+        ModelError: with what to look for.
+    """
+    tensors = recording.tensors
+    parameters = [number for number, key in recording.state.items() if key.kind == "parameter"]
+    assert recording.loss_value is not None
+    if tensors[recording.loss_value].requires_grad and any(tensors[number].requires_grad for number in parameters):
+        return
+    frozen = f"all {len(parameters)} of its parameters are frozen (requires_grad is False)"
+    why = "it has no parameters" if not parameters else frozen
+    if any(tensors[number].requires_grad for number in parameters):
+        why = "no gradient of its loss reaches its parameters (detach, no_grad, argmax, a constant)"
+    raise ModelError(f"{name} has nothing to train: {why}; a plan of training needs a gradient for at least one parameter")
 
 
 def _settled(run: TracedForward) -> Settled:
@@ -229,15 +252,11 @@ Halves = tuple[TracedForward, TracedForward] | TraceError
 
 def _under_autocast(forwards: Callable[[], tuple[TracedForward, TracedForward]]) -> Halves:
     """A forward that fails under autocast alone can still be trained without it; torch's log of the failure is left out."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
     try:
-        return forwards()
+        with without_log():
+            return forwards()
     except TraceError as error:
         return error
-    finally:
-        log.setLevel(level)
 
 
 def _with_halves(model: Model, halves: Halves) -> Model:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from parsim.errors import TraceError
 from parsim.model.runnable import Nested, Ref, StateKey
 from parsim.model.tracing.recorder import Call, RecordedOp, Recording, tensors_in
+from parsim.model.tracing.refused.hidden_state import change_note
 
 MODULE = "module"
 """Kind of a StateKey that stands for a whole module."""
@@ -277,11 +278,16 @@ def _step(key: Any) -> Any:
 
 
 def assumptions(recording: Recording) -> tuple[str, ...]:
-    """What the numbers of a recording assume about the data, for people.
+    """What the numbers of a recording assume about the data and about later steps, for people.
 
     Args:
-        recording: with its decisions.
+        recording: with its decisions and the attributes that it has changed.
     """
+    changed = recording.changed_attributes
+    return (*_assumptions_on_data(recording), *([change_note(changed)] if changed else []))
+
+
+def _assumptions_on_data(recording: Recording) -> tuple[str, ...]:
     if not recording.decisions:
         return ()
     if recording.is_example:

@@ -8,13 +8,19 @@ from pathlib import Path
 
 import torch
 
+import parsim.model.losses
 import parsim.model.memory
+import parsim.model.objective
 import parsim.model.shard
 import parsim.model.tracing
 
 _STANDARD = str(Path(traceback.__file__).parent)
-_LIBRARIES = tuple(
-    str(Path(module.__path__[0])) for module in (torch, parsim.model.tracing, parsim.model.shard, parsim.model.memory)
+_LIBRARIES = (
+    *(
+        str(Path(module.__path__[0]))
+        for module in (torch, parsim.model.tracing, parsim.model.shard, parsim.model.memory, parsim.model.objective)
+    ),
+    str(parsim.model.losses.__file__),
 )
 _PACKED = "pack_padded_sequence"
 
@@ -33,6 +39,15 @@ def value_message(where: str, what: object, line: str = "", why: str = "") -> st
         f"{where} looks at the values of a tensor ({what}){line}, so what it does depends on the data and cannot be "
         f"recorded{because}; rewrite that step with torch.where or masks, keep the value outside the forward, or trace the "
         'branch that an example batch takes (example_inputs with data, and control_flow="example")'
+    )
+
+
+def gradient_message(where: str, what: str) -> str:
+    """Why a forward that takes gradients itself cannot be recorded."""
+    return (
+        f"{where} takes gradients inside its forward ({what}){at_line(traceback.extract_stack())}: a step's backward is cut at "
+        "the ends of components, and cannot be differentiated again; leave the gradient penalty or inner step out of what is "
+        "planned, or write the gradient as ordinary torch functions of the weights"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Iterator
 
@@ -17,6 +18,10 @@ _SYNCED = (
 )
 _SCRIPTED = "is compiled by torch.jit, which hides its calls; give the Python module it was made of"
 _SPARSE = "makes sparse gradients, which no bucket can hold; set sparse=False"
+_QUANTISED = (
+    "holds weights that torch has packed as integers, which cannot be trained; give the module before it is quantised, or one "
+    "prepared for quantisation-aware training (torch.ao.quantization.prepare_qat)"
+)
 _LAZY = "has parameters without a shape; call the module once on a batch before it is traced"
 
 
@@ -42,6 +47,8 @@ def _reason(part: nn.Module) -> str | None:
         return _SYNCED
     if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
         return _SPARSE
+    if type(part).__module__.startswith("torch.ao.nn.quantized"):
+        return _QUANTISED
     if any(isinstance(entry, nn.parameter.UninitializedParameter) for entry in part._parameters.values()):
         return _LAZY
     return None
@@ -53,6 +60,12 @@ def hint(module: nn.Module, message: str) -> str:
     Args:
         module: the innermost one that ran. message: of the error.
     """
+    if "_nested_tensor" in message:
+        return "; nested tensors cannot be recorded: give a padded batch and a mask"
+    if "missing" in message and "required positional argument" in message:
+        return "; give every input by name: [model] inputs = { x = { shape = [...] }, ... }, or example_inputs"
+    if "FakeTensorDeviceMismatch" in message or "meta!" in message:
+        return "; put the example inputs on the device of the weights, such as x.to('meta')"
     if "FlexAttention" in message:
         return (
             "; flex_attention has no backward on a CPU, where modules are recorded: write it as scaled_dot_product_attention "
@@ -78,3 +91,15 @@ def eager() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextlib.contextmanager
+def without_log() -> Iterator[None]:
+    """Without what torch logs of a call that fails on fake tensors, with a traceback: the error says it, too."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
