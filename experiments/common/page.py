@@ -15,7 +15,7 @@ from typing import Any
 
 from experiments.common.catalogue import CATALOGUE, FOLDER, Experiment
 from experiments.common.claims import VERDICTS, Claim, counts, unchecked
-from experiments.common.markdown import table
+from experiments.common.markdown import replaced, table
 
 PAGE = FOLDER / "RESULTS.md"
 SITE_PAGE = FOLDER.parent / "docs" / "results.md"
@@ -131,8 +131,7 @@ def _between(text: str, name: str, made: Callable[[], str]) -> str:
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     if begin not in text:
         return text
-    before, rest = text.split(begin)
-    return f"{before}{begin}\n{made()}\n{end}{rest.split(end)[1]}"
+    return replaced(text, begin, end, made())
 
 
 def _claims_text(each: Experiment, document: dict[str, Any] | None) -> str:
