@@ -1,8 +1,9 @@
 """CPU time of one evaluated plan of an 80-layer llama with a Model at hand, part by part. Prints, asserts nothing.
 
-python benchmarks/bench_plan.py [--layers 80] [--repeats 7] [--deep] [--quick]
+python benchmarks/bench_plan.py [--layers 80] [--repeats 7] [--deep] [--phases] [--only 3] [--quick]
 
---deep: plans of a narrow llama of 1,024 layers under ZeRO 2 and 3 instead.
+--deep: plans of a narrow llama of 1,024 layers under ZeRO 2 and 3 instead. --phases: where the time of a first question goes.
+--only: the plan of that number alone, from 1 on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from machine import QUICK_NOTE, add_quick, machine_line
+from plan_phases import phases_ms, print_phases
 
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.parts.compose import profile_from_parts
@@ -57,7 +59,10 @@ def milliseconds(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def row(shape: Shape, granularity: str, mesh: Mesh, microbatches: int, repeats: int, zero_stage: int = 1) -> None:
+def row(
+    shape: Shape, granularity: str, mesh: Mesh, microbatches: int, repeats: int, zero_stage: int = 1, phases: bool = False
+) -> dict[str, float]:
+    """Prints one line of the table; milliseconds by part, where asked."""
     model = transformer(shape, Software(flash=True, dropout=False), SamplePart(tokens=SEQ, context=SEQ), granularity)
     nodes, batch = max(1, mesh.size // PER_NODE), 2 * mesh.dp * microbatches
     machine: Cluster = cluster_from_profile(
@@ -74,7 +79,8 @@ def row(shape: Shape, granularity: str, mesh: Mesh, microbatches: int, repeats: 
     again = milliseconds(lambda: evaluate(posed, plan, samples=0, fold=True), repeats)
     drawn = milliseconds(lambda: evaluate(posed, plan, samples=200, fold=True), max(1, repeats // 3))
     what = f"| {mesh.size:,} | {mesh} | {len(model.components)} | {len(found.folding.ranks)} | {found.compiled.size:,} |"
-    print(f"{what} {first:,.0f} | {again:,.0f} | {drawn:,.0f} |")
+    print(f"{what} {first:,.1f} | {again:,.1f} | {drawn:,.1f} |", flush=True)
+    return phases_ms(lambda: evaluate(asked(), plan, samples=0, fold=True), repeats) if phases else {}
 
 
 def shape_of(name: str, layers: int, hidden: int = 0) -> Shape:
@@ -89,6 +95,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--deep", action="store_true")
+    parser.add_argument("--phases", action="store_true")
+    parser.add_argument("--only", type=int, default=0)
     add_quick(parser)
     arguments = parser.parse_args()
     plans = PLANS
@@ -104,8 +112,13 @@ def main() -> None:
             shape = shape_of("llama3-8b", DEEP_LAYERS, DEEP_HIDDEN)
             row(shape, granularity, mesh, microbatches, arguments.repeats, zero_stage)
         return
-    for granularity, mesh, microbatches in plans:
-        row(shape_of("llama3-70b", arguments.layers), granularity, mesh, microbatches, arguments.repeats)
+    plans = plans[arguments.only - 1 : arguments.only] if arguments.only else plans
+    found = [
+        row(shape_of("llama3-70b", arguments.layers), *plan, repeats=arguments.repeats, phases=arguments.phases)
+        for plan in plans
+    ]
+    if arguments.phases:
+        print_phases([f"{mesh.size:,}: {mesh}" for _, mesh, _ in plans], found)
     if arguments.quick:
         print(QUICK_NOTE)
 

@@ -1,6 +1,6 @@
 """Operands for repeated calls, taken in turns from one stretch of memory, so that no call finds those of the one before cached.
 
-Every operand begins at a multiple of 256 bytes, as torch's CUDA allocator gives them, whatever its size: tensor cores and wide
+Every operand begins at a multiple of 256 bytes, as torch's CUDA allocator gives them, whatever its size. Tensor cores and wide
 loads want 16 bytes, and a slower kernel is chosen for less.
 """
 

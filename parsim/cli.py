@@ -1,4 +1,4 @@
-"""The command line. Exit status 0; 1 for a user's error, told in one message; 2 for wrong usage; 130 for Ctrl-C.
+"""The command line. Exit status 0; 1 for a user's error, with one message; 2 for wrong usage; 130 for Ctrl-C.
 
 Every command takes --json: one document on stdout, nothing else; progress goes to stderr.
 """

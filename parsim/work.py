@@ -27,6 +27,8 @@ class Phase(StrEnum):
     RECOMPUTE = "recompute"
     OPTIMIZER = "optimizer"
 
+    __hash__ = str.__hash__  # an Enum's own is a function of Python's, and phases are in the keys of every task
+
     @property
     def short(self) -> str:
         return _SHORT[self]

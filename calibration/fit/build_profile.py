@@ -458,8 +458,9 @@ def core_sharing(raw: Mapping[str, Any]) -> float:
 
 
 def loading(raw: Mapping[str, Any], drift: Drift) -> tuple[float, float, float]:
-    """Seconds of loading any batch, and per byte of it: a line through the cases with every rank active; and of each further
-    part right after the first, beside its bytes, the median over all cases (as much as a whole batch where nobody looked)."""
+    """Seconds of loading any batch, per byte of it, and of each further part right after the first, beside its bytes. The first
+    two are a line through the cases with every rank active. The last is the median over all cases, or as much as a whole batch
+    where it was not measured."""
     works, tables = _works(raw), _tables(raw, drift)
     most = max(active for _, _, active in tables)
     points = [

@@ -25,7 +25,7 @@ FACTOR_PRIOR = 0.1
 BYTES_PRIOR = 0.03
 SLOW_BYTES_S = 1e-10
 """Relative weights (of all points together) that hold a factor near 1 and the seconds per byte near 0, in units of a memory of
-10 GB/s: a kind or an amount that the calibrated models hardly have is not extrapolated from noise."""
+10 GB/s. So a kind or an amount that the calibrated models hardly have is not extrapolated from noise."""
 
 UNKNOWN_SIGMA = 0.25
 """Assumed spread of a composition fitted to a single model, which cannot be left out."""

@@ -16,8 +16,8 @@ from parsim.hardware.profile import Noise, ProbeSeconds
 
 MIN_DRIFT_SIGMA = 0.08
 """A calibration of a few minutes cannot see how the machine drifts from one hour to the next. Assumed until a history of
-validations says better: on a 2-core virtual machine, means of 60 steps of one and the same program, launched again some ten
-seconds later, lay between 34.5 and 42.5 ms and between 47.8 and 53.7 ms (2026-11-21), relative deviations of about 8%."""
+validations says better. On a 2-core virtual machine, means of 60 steps of one and the same program were taken again some ten
+seconds later (2026-11-21). They lay between 34.5 and 42.5 ms and between 47.8 and 53.7 ms, relative deviations of about 8%."""
 
 CASE_KEYS = ("model", "samples", "ranks_active", "optimizer")
 PASSES = 20

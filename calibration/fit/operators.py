@@ -73,8 +73,8 @@ MIN_POINTS = 8
 
 NORMAL_MAD = 1.4826
 """Standard deviation of a normal over its median absolute deviation. The sigma of a fit is the robust one of its
-cross-validated residuals: it is drawn once for all kernels of a network, which single outliers (a bad choice of algorithm
-for one shape takes up to ten times as long) do not shift together."""
+cross-validated residuals, because it is drawn once for all kernels of a network. Single outliers do not shift these together: a
+bad choice of algorithm for one shape takes up to ten times as long."""
 
 
 def read_operator_points(data_dir: Path) -> tuple[list[OperatorPoint], dict[str, SourceEntry]]:

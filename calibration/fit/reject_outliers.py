@@ -123,7 +123,7 @@ def _sift_collective(entry: RawEntry, usual: object) -> Sifted:
 
 
 def _sift_overlap(entry: RawEntry, usual: object) -> Sifted:
-    """A factor that is None was not found, which is no nonsense."""
+    """A factor that is None was not found, which is valid."""
     factors = [factor for factor in entry["computation"] if factor is not None]
     return Sifted(entry, 1, int(all(map(_is_time, [*factors, *entry["communication_s"]]))))
 
@@ -192,8 +192,8 @@ class Timed(NamedTuple):
 def contradicted(points: Sequence[Timed]) -> list[int]:
     """Places of the fewest points to leave out so that no more work takes less time, noise aside; `points` ascend in work.
 
-    Among choices that discard equally many points, the one with the least superlinear growth between neighbours is taken,
-    then the one that discards the slowest points, because disturbances make a measurement longer.
+    Among choices that discard equally many points, the one with the least superlinear growth between neighbours is taken. Of
+    several, the one that discards the slowest points is, because disturbances make a measurement longer.
     """
     best: list[tuple[tuple[int, float, float], list[int]]] = []
     for place, point in enumerate(points):

@@ -82,8 +82,8 @@ def most_consistent(against: BoolArray, seconds: Floats) -> BoolArray:
     """bool [n]: the largest set of launches without a contradiction, of several the fastest.
 
     Contradiction is an order (no less work in a fifth of the time, and so on), hence the set is a largest antichain. It is a
-    linear program over a network, whose vertices are whole numbers: a launch is kept where its potential falls from 1 to 0,
-    and behind a launch potentials are no higher than what it left.
+    linear program over a network, whose vertices are whole numbers. A launch is kept where its potential falls from 1 to 0, and
+    behind a launch potentials are no higher than what it left.
 
     Args:
         against: bool [n, n], [a, b]: a, of no less work, took less than `LESS_TIME` of b's time. seconds: [n].

@@ -1,9 +1,10 @@
 """Memory of a rank beyond its live tensors and the framework's context, at the peak of its training steps.
 
-Before anything else is in memory one case after the other is built, trained for a few steps and let go, each in a heap that
-was given back before. Live tensors are counted alike on both kinds of device, operator by operator. On a CPU they are compared
-with the peak of the resident set (Linux alone, which keeps one), on a GPU with what its driver says is taken, less what it said
-before the first model. Of that the raw points keep what torch's allocator was asked for, what it gave out in whole blocks, and
+Before anything else is in memory one case after the other is built, trained for a few steps and let go, each in a heap that was
+given back before. Live tensors are counted alike on both kinds of device, operator by operator. On a CPU they are compared with
+the peak of the resident set (Linux alone, which keeps one). On a GPU they are compared with what its driver reports as taken,
+less what it reported before the first model. Of that the raw points keep what torch's allocator was asked for, what it gave out
+in whole blocks, and
 what it holds: live <= requested <= allocated <= reserved <= driver. Leaves out other processes on the GPU that take or give
 back memory meanwhile: a case of which these figures are not in that order is left out.
 """

@@ -329,7 +329,7 @@ def _steps(
 
 
 def _timed(streams: Pausing, chosen: OptimizerCase, group: dist.ProcessGroup) -> dict[str, float]:
-    """Seconds of one step right after training steps of the same model have displaced its arrays from the caches; on a GPU also
+    """Seconds of one step right after training steps of the same model have displaced its arrays from the caches. On a GPU also
     those of the host (`issue_s`), once it has queued the step before the device began with it, or never can."""
     dist.barrier(group=group)
     for _ in range(HELD_TRIES):

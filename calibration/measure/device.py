@@ -1,7 +1,7 @@
 """The best rates of one device with every rank busy: arithmetic, memory, and the framework's own memory.
 
-On a GPU by events behind a hold (`parsim.execute.cuda.event_timing`), after a second of work, and at sizes that fill it:
-the products and copies of a CPU core would measure its launches and its L2 cache.
+A GPU is measured by events behind a hold (`parsim.execute.cuda.event_timing`), after a second of work, and at sizes that fill
+it. The products and copies of a CPU core would measure its launches and its L2 cache.
 """
 
 from __future__ import annotations

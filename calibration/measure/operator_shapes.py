@@ -1,9 +1,9 @@
 """Which operators are measured: launches spread over the shapes that models ask of one device.
 
-Sizes are drawn evenly in their logarithms from a Halton sequence, so every run measures the same shapes; widths are those
-that networks have (powers of two and halfway between), but no model's own shapes are sought. The range of sizes depends
-on the device (`Reach`). On a CPU core a launch takes a few milliseconds at most. On a GPU it may be as large as those of
-GPT with 12288 channels over 8192 tokens, or of ResNet-50 over 256 images, as far as the memory of the device allows.
+Sizes are drawn evenly in their logarithms from a Halton sequence, so every run measures the same shapes. Widths are those that
+networks have (powers of two and halfway between), but no model's own shapes are sought. The range of sizes depends on the
+device (`Reach`). On a CPU core a launch takes a few milliseconds at most. On a GPU it may be as large as those of GPT with
+12288 channels over 8192 tokens, or of ResNet-50 over 256 images. The memory of the device limits it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Seconds of single calls of operators, forward and backward, with a rank busy on every core.
 
-Operands are not hot as in a tight loop. Weights and saved arrays come from a pool that the calls take in turns, so each
-lies where a training step would have left it (in the last cache, or beyond it). The arrays that the operator before would
-have written are rewritten right before the call, untimed. The first call of a visit, on other operands, is not kept. A
-library prepares kernels per shape and caches some hundreds, and a training step uses the same few again and again. Calls
-go through the framework's dispatcher without autograd, whose work is learned from whole components. Attention, and on a
-GPU batch normalisation, go through autograd, because autograd chooses their kernels. Rounds visit every launch once, so
-that a drift of the machine falls on all of them and is seen.
+Operands are not hot as in a tight loop. Weights and saved arrays come from a pool that the calls take in turns. So each lies
+where a training step would have left it, in the last cache or beyond it. The arrays that the operator before would have written
+are rewritten right before the call, untimed. The first call of a visit, on other operands, is not kept. A library prepares
+kernels per shape and caches some hundreds, and a training step uses the same few again and again. Calls go through the
+framework's dispatcher without autograd, whose work is learned from whole components. Attention, and on a GPU batch
+normalisation, go through autograd, because autograd chooses their kernels. Rounds visit every launch once, so that a drift of
+the machine falls on all of them and is seen.
 
 On a CPU one call is timed at a time by the clock. On a GPU calls are timed by events behind a hold
 (`parsim.execute.cuda.event_timing`), several small ones between two events. The pool is four times as large as the L2 cache,

@@ -173,8 +173,8 @@ def _run(case: Case, bench: Bench, *, steps: int, calls: int, call: Operation, p
 
 
 def computation_factor(pairs: Sequence[tuple[Ran, Ran]], beside: Sequence[Sequence[Ran]]) -> float | None:
-    """How much longer computation takes while it and a call both run: 1 / (1 - share), where share is the time that the steps
-    of one rank lost beside calls over the time that calls took within them.
+    """How much longer computation takes while it and a call both run: 1 / (1 - share). The share is the time that the steps of
+    one rank lost beside calls, over the time that calls took within them.
 
     Args:
         pairs: (steps alone, steps beside calls) of the rank. beside: [rank][pair], what all ranks did beside calls: a call

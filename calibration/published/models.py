@@ -1,7 +1,7 @@
 """BERT and GPT as the published programs ran them: the zoo's models with the attention and the head that those programs have.
 
-Model factories for `ModelSpec("calibration.published.models:...")`, for pricing alone: what is traced has the launches of the
-measured program, not its values (a mask is of zeros, or inside a kernel and left out).
+Model factories for `ModelSpec("calibration.published.models:...")`, for pricing alone. What is traced has the launches of the
+measured program, not its values: a mask is of zeros, or inside a kernel and left out.
 
     nvidia_bert    three projections, scores divided and masked in passes of their own, the vocabulary's bias added after its
                    product. Source: github NVIDIA/DeepLearningExamples, PyTorch/LanguageModeling/BERT/modeling.py (2020). Leaves

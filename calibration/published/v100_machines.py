@@ -2,8 +2,8 @@
 
     python -m calibration.published.v100_machines --data DIR --out hardware_profiles/
 
-What belongs to the device (the operator fits) and to NCCL on NVLink or PCIe (the protocols of the link model) is taken over
-from the shipped DGX-1 profile, whose sources say where it was measured; the points of those fits stay there. What belongs to
+The shipped DGX-1 profile gives what belongs to the device (the operator fits) and to NCCL on NVLink or PCIe (the protocols of
+the link model). Its sources say where it was measured; the points of those fits stay there. What belongs to
 the machine is written here: devices, links, network cards. DIR holds collectives.csv, with the all_reduce log of a DGX-2.
 """
 
@@ -127,7 +127,7 @@ MACHINES = ("dgx2-v100", "p3-16xlarge", "pcie-8xv100", "summit-v100")
 
 
 def lane_rate(points: Sequence[CollectivePoint], lanes: int) -> float:
-    """Bytes per second of one lane: all_reduce moves 2 (n - 1)/n of the array over `lanes` lanes of every device; least squares
+    """Bytes per second of one lane: all_reduce moves 2 (n - 1)/n of the array over `lanes` lanes of every device. Least squares
     of the relative errors of a line through the points from LARGE_BYTES up."""
     large = [point for point in points if point.size_bytes >= LARGE_BYTES]
     size = np.array([float(point.size_bytes) for point in large])

@@ -1,8 +1,8 @@
 """Whole-model training rows of one V100: those that measure PyTorch, the predictions for them, and the efficiency.
 
 `throughput.csv` is read whole. A row is a case's if it was measured with PyTorch (Megatron-LM and NVIDIA's examples are) on
-ResNet-50, BERT-base or GPT, in samples per second, at a stated batch, and not held back by data loading; every other row is
-listed with the reason it is left out. Of several rows for one case the median stands.
+ResNet-50, BERT-base or GPT. It must be in samples per second, at a stated batch, and not held back by data loading. Every other
+row is listed with the reason it is left out. Of several rows for one case the median stands.
 
 The programs that were measured, as their scripts say (github Oneflow-Inc/DLPerf and NVIDIA/DeepLearningExamples):
     ResNet-50  v1.5 on 224 x 224, SGD with momentum.

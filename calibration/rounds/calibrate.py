@@ -61,12 +61,13 @@ def calibrate(
 
     Args:
         on_line: receives progress, one line at a time.
-        leftover: what to do with what a stopped calibration left. launcher: starts the ranks, elsewhere than usual.
+        leftover: what to do with the unfinished folder of a stopped calibration. launcher: starts the ranks, elsewhere than
+            usual.
 
     Raises:
         MissingDependencyError: torch is not installed.
-        ConfigError: an unknown optimizer, a folder of `out` that does not exist, a leftover of another calibration, or one that
-            is writing `out` at this moment; GPUs that are missing, too few, too old for the precision or too small.
+        ConfigError: an unknown optimizer, a folder of `out` that does not exist, an unfinished folder of another calibration,
+            or one that is writing `out` at this moment; GPUs that are missing, too few, too old for the precision or too small.
         ProfileError: too much of what was measured contradicts itself.
         ExecutionError: a rank failed.
     """

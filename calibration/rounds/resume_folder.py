@@ -89,7 +89,7 @@ def alone(out: Path) -> Iterator[None]:
 def open_folder(request: CalibrationRequest, out: Path, leftover: Leftover, say: Callable[[str], None]) -> WorkFolder:
     """A folder ready for this request: a new one, or one with the turns of the same request's stopped calibration.
 
-    Raises: ConfigError for a leftover of something else, or if one is required and there is none.
+    Raises: ConfigError for an unfinished folder of something else, or if one is required and there is none.
     """
     folder, identity = WorkFolder.of(out), identity_of(request)
     kept = folder.path / "identity.json"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
+
+from experiments.common.markdown import table
 
 Row = dict[str, Any]
 QUANTITIES: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -12,12 +14,6 @@ QUANTITIES: dict[str, tuple[str, Callable[[float], str]]] = {
     "communication": ("communication (Figure 3)", lambda value: f"{100 * value:.1f}%"),
     "memory_gb": ("peak memory, GB (Figure 5)", lambda value: f"{value:.1f}"),
 }
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]
-    return "\n".join(lines)
 
 
 def tables(document: dict[str, Any], verdict_of: Callable[[Row], str]) -> str:
@@ -53,7 +49,7 @@ def table_one(rows: list[Row], verdict_of: Callable[[Row], str]) -> str:
             for row in own
         ]
         if lines:
-            parts.append(f"**{title}**\n\n" + markdown(("model", "strategy", "paper", "honest", "fit", "verdict"), lines))
+            parts.append(f"**{title}**\n\n" + table(("model", "strategy", "paper", "honest", "fit", "verdict"), lines))
     return "\n\n".join(parts)
 
 
@@ -64,7 +60,7 @@ def constants(rows: list[Row]) -> str:
     keys = ("images_per_s_on_one_gpu", "inflation_under_dp", "bus_gb_per_s", "stage_gb_per_s", "stages", "microbatches")
     head = ("model", "images/s on one GPU", "computation under dp, times as long", "all_reduce, GB/s", "between stages, GB/s")
     lines = [(row["model"], *(f"{row[key]:g}" for key in keys)) for row in rows]
-    return "**The paper's constants** (the last three are shared by both models)\n\n" + markdown(
+    return "**The paper's constants** (the last three are shared by both models)\n\n" + table(
         (*head, "stages", "microbatches"), lines
     )
 
@@ -76,7 +72,7 @@ def speed(rows: list[Row]) -> str:
     ways = dict.fromkeys((row["model"], row["strategy"]) for row in rows if row["strategy"] != "single")
     lines = [(*way, *(f"{at[*way, size]:.2f}" if (*way, size) in at else "" for size in sizes)) for way in sorted(ways)]
     head = ("model", "strategy", *(f"{size} GPUs" for size in sizes))
-    return "**Speed over one GPU, honest (Figure 2)**\n\n" + markdown(head, lines) if lines else ""
+    return "**Speed over one GPU, honest (Figure 2)**\n\n" + table(head, lines) if lines else ""
 
 
 def choices(document: dict[str, Any]) -> str:
@@ -88,7 +84,7 @@ def choices(document: dict[str, Any]) -> str:
         own[row["choice"]] = own.get(row["choice"], 0) + 1
     lines = [(model, kind, _counted(own)) for (model, kind), own in found.items()]
     text = "**Chosen by the paper's objective with the paper's constants (Figure 6)**\n\n"
-    return text + markdown(("model", "components", "strategy"), lines) if lines else ""
+    return text + table(("model", "components", "strategy"), lines) if lines else ""
 
 
 def _counted(counts: dict[str, int]) -> str:
@@ -107,7 +103,7 @@ def reading(rows: list[Row]) -> str:
             (row["model"], row["problem"], f"{1e3 * row['exact_s']:.1f}", f"{1e3 * row['milp_s']:.1f}", row["verdict"], places)
         )
     head = ("model", "problem", "dynamic programme, ms", "MILP, ms", "solvers", "placements")
-    return "**The paper's problem and the improved one, on honest V100s**\n\n" + markdown(head, lines) if lines else ""
+    return "**The paper's problem and the improved one, on honest V100s**\n\n" + table(head, lines) if lines else ""
 
 
 def region(rows: list[Row]) -> str:
@@ -121,10 +117,11 @@ def region(rows: list[Row]) -> str:
             for memory in sorted({row["memory_gib"] for row in own}, reverse=True)
         ]
         head = ("memory", *(f"links 1/{1 / link:.0f}" if link < 1 else "links as they are" for link in links))
-        parts.append(f"{model}, batch {batch}:\n\n" + markdown(head, lines))
+        parts.append(f"{model}, batch {batch}:\n\n" + table(head, lines))
     legend = (
-        "**The map: under which links, batch and memory would the paper's order and its 18% hold?** A cell names the fastest "
-        "uniform family, what adaptive gains over hybrid, and over the fastest uniform family; * is the paper's order."
+        "**The map: under which links, batch and memory would the paper's order and its 18% hold?** "
+        "A cell names the fastest uniform family, then what adaptive gains over hybrid, and over the fastest uniform family. "
+        "A star marks the paper's order."
     )
     return "\n\n".join([legend, *parts]) if parts else ""
 
@@ -154,7 +151,7 @@ def bandwidths(rows: list[Row]) -> str:
             )
             for bus in sorted({row["bus_gb_per_s"] for row in own})
         ]
-        parts.append(f"{model}:\n\n" + markdown(("all_reduce, GB/s", *(f"stages {stage:g} GB/s" for stage in stages)), lines))
+        parts.append(f"{model}:\n\n" + table(("all_reduce, GB/s", *(f"stages {stage:g} GB/s" for stage in stages)), lines))
     legend = (
         "**The same by the paper's own constants, but for the two bandwidths.** A cell is what adaptive gains over hybrid; "
         "* is the paper's order."
@@ -174,4 +171,4 @@ def learning(rows: list[Row]) -> str:
         lines.append((way, f"{100 * statistics.mean(own):.2f}% ± {100 * spread:.2f}", f"{apart:.1e}"))
     head = ("strategy", "test accuracy, mean ± deviation", "largest difference of a step's loss to one process")
     title = f"**Five strategies really run on digits, {len(rows)} seeds, {rows[0]['steps']} steps (Figure 4)**\n\n"
-    return title + markdown(head, lines)
+    return title + table(head, lines)

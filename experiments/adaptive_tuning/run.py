@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.common import markdown
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
@@ -366,11 +370,8 @@ def experiment(quick: bool, seed: int) -> dict[str, Any]:
 def table(rows: Sequence[dict[str, Any]], percent: Sequence[str]) -> str:
     """Markdown; the columns named in `percent` are shares."""
     names = list(rows[0])
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    for row in rows:
-        cells = [f"{100 * row[name]:.2f}%" if name in percent else f"{row[name]}" for name in names]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    cells = ([f"{100 * row[name]:.2f}%" if name in percent else f"{row[name]}" for name in names] for row in rows)
+    return markdown.table(names, cells)
 
 
 def as_text(found: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from experiments.common.catalogue import CATALOGUE, FOLDER, Experiment
 from experiments.common.claims import VERDICTS, Claim, counts, unchecked
+from experiments.common.markdown import table
 
 PAGE = FOLDER / "RESULTS.md"
 SITE_PAGE = FOLDER.parent / "docs" / "results.md"
@@ -22,6 +23,7 @@ SITE_PAGE = FOLDER.parent / "docs" / "results.md"
 MARKS = {name: (f"<!-- {name}: begin -->", f"<!-- {name}: end -->") for name in ("claims", "tables")}
 REFUTED_BY = "**What would refute it**"
 NOT_RECORDED = "not recorded"
+QUICK_COMPARES = "a small version compares nothing"
 
 
 def judge_of(each: Experiment) -> ModuleType | None:
@@ -66,7 +68,7 @@ def claims_of(each: Experiment, document: dict[str, Any] | None) -> list[Claim]:
     if document is None:
         return unchecked(found, "no results are committed")
     if document["run"].get("quick"):
-        return unchecked(found, "a small version compares nothing")
+        return unchecked(found, QUICK_COMPARES)
     return found
 
 
@@ -79,8 +81,7 @@ def finding_of(each: Experiment) -> str:
 
 def claims_table(claims: Sequence[Claim]) -> str:
     """Markdown; failed claims stay in, marked."""
-    rows = [f"| {each.text} | {_marked(each.verdict)} | {each.found} |" for each in claims]
-    return "\n".join(["| claim | verdict | found |", "|---|---|---|", *rows])
+    return table(("claim", "verdict", "found"), ((each.text, _marked(each.verdict), each.found) for each in claims))
 
 
 def _marked(verdict: str) -> str:
@@ -147,17 +148,18 @@ def _tables_text(each: Experiment, document: dict[str, Any] | None) -> str:
 
 def page() -> str:
     """RESULTS.md."""
-    rows, sections = [], []
+    rows: list[tuple[str, ...]] = []
+    sections = []
     total: Counter[str] = Counter()
     for each in CATALOGUE:
         document = results_of(each)
         claims = claims_of(each, document)
         numbers = counts(claims)
         total.update(numbers)
-        cells = " | ".join(str(numbers.get(verdict, "")) for verdict in VERDICTS)
-        rows.append(f"| [{each.name}]({each.name}/README.md) | {each.question} | {cells} |")
+        cells = (str(numbers.get(verdict, "")) for verdict in VERDICTS)
+        rows.append((f"[{each.name}]({each.name}/README.md)", each.question, *cells))
         sections.append(_section(each, document, claims))
-    sums = " | ".join(str(total[verdict]) for verdict in VERDICTS)
+    rows.append(("all", "", *(str(total[verdict]) for verdict in VERDICTS)))
     head = [
         "# Results of all experiments",
         "",
@@ -166,10 +168,7 @@ def page() -> str:
         'marked. "Not checked" says that nothing was compared, and why. Seeds are fixed in advance, and further ones change no',
         "verdict.",
         "",
-        f"| experiment | question | {' | '.join(VERDICTS)} |",
-        f"|---|---|{'---|' * len(VERDICTS)}",
-        *rows,
-        f"| all | | {sums} |",
+        table(("experiment", "question", *VERDICTS), rows),
     ]
     return "\n".join(["\n".join(head), *sections]) + "\n"
 
@@ -202,8 +201,9 @@ def quick_page(some: Sequence[Experiment], outcomes: dict[str, str], taken_s: fl
     Args:
         some: the experiments. outcomes: by name, what became of each. taken_s: by all.
     """
-    lines = ["| experiment | small version | claims |", "|---|---|---|"]
-    for each in some:
-        claims = unchecked(claims_of(each, None), "a small version compares nothing")
-        lines.append(f"| {each.name} | {outcomes[each.name]} | {len(claims)} not checked |")
-    return "\n".join([*lines, "", f"{taken_s:.0f} s. Nothing was compared, and nothing is kept."])
+    lines = [
+        (each.name, outcomes[each.name], f"{len(unchecked(claims_of(each, None), QUICK_COMPARES))} not checked")
+        for each in some
+    ]
+    made = table(("experiment", "small version", "claims"), lines)
+    return "\n".join([made, "", f"{taken_s:.0f} s. Nothing was compared, and nothing is kept."])

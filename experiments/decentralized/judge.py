@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.common.claims import SEEDS, Claim, Row, claim, mean_of, of_every
+from experiments.common.markdown import table
 
 TOLERANCE = 0.02
 
@@ -56,18 +57,16 @@ def tables(document: dict[str, Any]) -> str:
     most = max(row["gpus"] for row in rows)
     ratios = {(row["gpus"], row["algorithm"]): row["against_all_reduce"] for row in rows}
     terms = ("compute_ms", "barrier_ms", "latency_ms", "volume_ms", "hidden_ms", "step_ms")
-    lines = [
-        "| algorithm | compute | barrier | latency | volume | hidden | step | epoch s | against all_reduce |",
-        "|---|" + "---|" * 8,
-    ]
+    head = ("algorithm", "compute", "barrier", "latency", "volume", "hidden", "step", "epoch s", "against all_reduce")
+    lines = []
     for row in rows:
         if row["gpus"] == most:
             cells = [f"{row[term]:.2f}" if term == "latency_ms" else f"{abs(row[term]):.1f}" for term in terms]
             against = [
                 f"{ratios[gpus, row['algorithm']]:.2f}" if (gpus, row["algorithm"]) in ratios else "-" for gpus in RATIOS_AT
             ]
-            lines.append(f"| {row['algorithm']} | {' | '.join(cells)} | {row['epoch_s']:.2f} | {' / '.join(against)} |")
-    return "\n".join(lines)
+            lines.append((row["algorithm"], *cells, f"{row['epoch_s']:.2f}", " / ".join(against)))
+    return table(head, lines, words=1)
 
 
 def _accuracies(figures: list[Row]) -> list[Claim]:

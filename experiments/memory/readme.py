@@ -17,6 +17,10 @@ from typing import Any
 
 from lines import LINES
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.common.markdown import table
+
 RESULTS, README = (Path(__file__).parent / name for name in ("results.json", "README.md"))
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 Row = Mapping[str, Any]
@@ -48,29 +52,28 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def grouped(rows: Sequence[Row], title: str, key: Callable[[Row], str]) -> list[str]:
+def grouped(rows: Sequence[Row], title: str, key: Callable[[Row], str]) -> str:
     """A table of errors by what `key` says of a case, the last line for all of them."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(key(row), []).append(row)
-    text = [
-        f"| {title} | cases | fullest rank: mean | lowest | highest | any rank: mean | lowest | highest | outside 3% |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    spread = ("lowest", "highest")
+    head = (title, "cases", "fullest rank: mean", *spread, "any rank: mean", *spread, f"outside {AIM_WORST:.0f}%")
+    lines = []
     for name, own in [*sorted(found.items()), ("all", list(rows))]:
-        cells = [_errors([row[key] for row in own]) for key in ("fullest_percent", "error_percent")]
+        cells = [cell for key in ("fullest_percent", "error_percent") for cell in _errors([row[key] for row in own])]
         outside = sum(abs(row["error_percent"]) > AIM_WORST for row in own)
-        text.append(f"| {name} | {len(own)} | {cells[0]} | {cells[1]} | {outside} |")
-    return text
+        lines.append((name, str(len(own)), *cells, str(outside)))
+    return table(head, lines, words=1)
 
 
-def _errors(errors: Sequence[float]) -> str:
-    return f"{statistics.mean(map(abs, errors)):.2f}% | {min(errors):+.2f}% | {max(errors):+.2f}%"
+def _errors(errors: Sequence[float]) -> tuple[str, str, str]:
+    return f"{statistics.mean(map(abs, errors)):.2f}%", f"{min(errors):+.2f}%", f"{max(errors):+.2f}%"
 
 
-def by_line_table(rows: Sequence[Row]) -> list[str]:
+def by_line_table(rows: Sequence[Row]) -> str:
     """Over all cases of plans: the share of every line in the measured peaks, and its error in percent of the peak."""
-    text = ["| line | share of the peak | mean error | lowest | highest |", "|---|---|---|---|---|"]
+    lines = []
     counted = [row for row in rows if "measured_lines" in row]
     for number, name in enumerate(LINES):
         peaks = [sum(row["measured_lines"]) for row in counted]
@@ -80,16 +83,15 @@ def by_line_table(rows: Sequence[Row]) -> list[str]:
             for row, peak in zip(counted, peaks, strict=True)
         ]
         mean = statistics.mean(map(abs, errors))
-        text.append(f"| {name} | {statistics.mean(shares):.1f}% | {mean:.2f}% | {min(errors):+.2f}% | {max(errors):+.2f}% |")
-    return text
+        lines.append((name, f"{statistics.mean(shares):.1f}%", f"{mean:.2f}%", f"{min(errors):+.2f}%", f"{max(errors):+.2f}%"))
+    return table(("line", "share of the peak", "mean error", "lowest", "highest"), lines, words=1)
 
 
-def furthest(rows: Sequence[Row], count: int = 8) -> list[str]:
+def furthest(rows: Sequence[Row], count: int = 8) -> str:
     """The cases that are furthest off."""
-    text = ["| error | model | plan |", "|---|---|---|"]
-    for row in sorted(rows, key=lambda row: -abs(row["error_percent"]))[:count]:
-        text.append(f"| {row['error_percent']:+.2f}% | {row['model']} | {row['plan'].replace('|', ' ')} |")
-    return text
+    worst = sorted(rows, key=lambda row: -abs(row["error_percent"]))[:count]
+    lines = [(f"{row['error_percent']:+.2f}%", row["model"], row["plan"].replace("|", " ")) for row in worst]
+    return table(("error", "model", "plan"), lines)
 
 
 def results_text(document: Mapping[str, Any]) -> str:
@@ -105,20 +107,20 @@ def results_text(document: Mapping[str, Any]) -> str:
             "other work beside.",
             "",
             f"Coverage of the stated intervals, up to 0.1% of a peak: {found['held_percent']:.1f}% of {found['ranks']} ranks "
-            f"have their peak within p05 to p95, and {found['below_percent']:.1f}% at or below p95, by which a plan is judged.",
+            f"have their peak within p05 to p95. {found['below_percent']:.1f}% have it at or below p95, which judges a plan.",
             "",
-            *grouped(rows, "plans", lambda row: row["kind"]),
+            grouped(rows, "plans", lambda row: row["kind"]),
             "",
-            *grouped(rows, "model", lambda row: row["model"] + (" (looked at while building)" if row["tuned"] else "")),
+            grouped(rows, "model", lambda row: row["model"] + (" (looked at while building)" if row["tuned"] else "")),
             "",
             "Furthest off:",
             "",
-            *furthest(rows),
+            furthest(rows),
             "",
             "By line, in percent of the measured peak, over all cases of plans (`execute/records/memory_lines` says what a",
             "line means on both sides):",
             "",
-            *by_line_table(rows),
+            by_line_table(rows),
         ]
     )
 

@@ -6,14 +6,19 @@ Nothing here is known beforehand: a table whose rows are not there is left out, 
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from predictions import digest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from calibration.gpu.journal import DONE, FAILED, SKIPPED, STATUS, JournalRow
+from experiments.common.markdown import table
 from parsim.analyze.accuracy import accuracy
 from parsim.report.compare import aa_floor
 from parsim.units import format_bytes, format_seconds
@@ -281,7 +286,7 @@ def _steps_text(results: Mapping[str, Any]) -> list[str]:
         "A/A p95",
         *(f"executor / {n}" for n in names),
     ]
-    lines += [_row(header), _row(["---"] * len(header))]
+    rows = []
     for step in results["steps"]:
         said = ["none", "", format_seconds(step["measured_s"]), ""]
         if "predicted_s" in step:
@@ -294,16 +299,19 @@ def _steps_text(results: Mapping[str, Any]) -> list[str]:
             ]
         floors = [f"{100 * step[key]:.1f}%" for key in ("aa_floor_median", "aa_floor_p95")]
         ratios = [_ratio(step["executor_over"][name]) if name in step["executor_over"] else "" for name in names]
-        lines.append(_row([step["question"], *said, *floors, *ratios]))
+        rows.append([step["question"], *said, *floors, *ratios])
+    lines.append(table(header, rows, words=1))
     for step in results["steps"]:
         far = {name: off for name, off in step["loss_difference"].items() if off > SAME_LOSS}
         lines += [f"\n- {step['question']}: the loss of {name} differs by {100 * off:.2g}%" for name, off in far.items()]
     if results["accuracy"]:
         header = ["steps of", "n", "median error", "p95", "worst", "bias", "A/A median", "A/A p95", "inside 90%"]
-        lines += ["", _row(header), _row(["---"] * len(header))]
-        for name, entry in results["accuracy"].items():
-            keys = ("median", "p95", "worst", "bias", "aa_floor_median", "aa_floor_p95", "coverage")
-            lines.append(_row([name, str(entry["cases"]), *(f"{100 * entry[key]:.1f}%" for key in keys)]))
+        keys = ("median", "p95", "worst", "bias", "aa_floor_median", "aa_floor_p95", "coverage")
+        rows = [
+            [name, str(entry["cases"]), *(f"{100 * entry[key]:.1f}%" for key in keys)]
+            for name, entry in results["accuracy"].items()
+        ]
+        lines += ["", table(header, rows, words=1)]
     return [*lines, ""]
 
 
@@ -312,27 +320,24 @@ def _products_text(results: Mapping[str, Any]) -> list[str]:
     for precision, entry in results["products"].items():
         lines += [f"## Products, {precision}: at most {1e-12 * entry['peak_flop_per_s']:.4g} TFLOP/s", ""]
         header = ["shape", "for", "TFLOP/s", "p05 to p95", "of the roofline", "sustained", "power"]
-        lines += [_row(header), _row(["---"] * len(header))]
+        rows = []
         for shape in entry["shapes"]:
-            power = "not told" if shape["power_w"] is None else f"{shape['power_w']:.0f} W"
+            power = "not known" if shape["power_w"] is None else f"{shape['power_w']:.0f} W"
             share = f"{100 * shape['of_roofline']:.0f}%{' (implausible)' if shape['implausible'] else ''}"
             rate, spread = f"{1e-12 * shape['flop_per_s']:.4g}", f"{100 * shape['spread']:.1f}%"
-            lines.append(
-                _row([shape["shape"], shape["origin"], rate, spread, share, format_seconds(shape["sustained_s"]), power])
-            )
-        lines.append("")
+            rows.append([shape["shape"], shape["origin"], rate, spread, share, format_seconds(shape["sustained_s"]), power])
+        lines += [table(header, rows, words=2), ""]
     return lines
 
 
 def _costs_text(results: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     if results["copies"]:
-        lines += ["## Copies", "", "| route | size | GB/s |", "|---|---|---|"]
-        lines += [
-            _row([copy["route"].replace("_", " "), format_bytes(copy["size_bytes"]), f"{1e-9 * copy['bytes_per_s']:.4g}"])
+        rows = [
+            [copy["route"].replace("_", " "), format_bytes(copy["size_bytes"]), f"{1e-9 * copy['bytes_per_s']:.4g}"]
             for copy in results["copies"]
         ]
-        lines.append("")
+        lines += ["## Copies", "", table(("route", "size", "GB/s"), rows, words=1), ""]
     for name, costs in results["costs"].items():
         told = ", ".join(f"{key.removesuffix('_s').replace('_', ' ')} {format_seconds(value)}" for key, value in costs.items())
         lines.append(f"- {name}: {told}")
@@ -343,7 +348,7 @@ def _memory_text(results: Mapping[str, Any]) -> list[str]:
     if not results["memory"]:
         return []
     header = ["step", "predicted", "counted", "error", "allocator", "its error", "with context", "largest error of a line"]
-    lines = ["## Memory of tensors", "", _row(header), _row(["---"] * len(header))]
+    rows = []
     for entry in results["memory"]:
         cells = [entry["question"], "none", "not counted", "", "", "", "", ""]
         if entry["counted_bytes"]:
@@ -365,12 +370,8 @@ def _memory_text(results: Mapping[str, Any]) -> list[str]:
                 f"{100 * entry['error']:+.1f}%",
                 f"{line}, {100 * off / entry['counted_bytes']:+.1f}% of the peak",
             )
-        lines.append(_row(cells))
-    return [*lines, ""]
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+        rows.append(cells)
+    return ["## Memory of tensors", "", table(header, rows, words=1), ""]
 
 
 def _ratio(entry: Mapping[str, float]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from experiments.common.markdown import table
 from parsim.files import write_text_atomically
 
 FOLDER = Path(__file__).parent
@@ -58,13 +59,13 @@ def tables(document: dict[str, Any]) -> str:
     found = document["summary"]
     most = "none" if found["worst"] is None else f"{found['worst']:.1e}"
     lines = [f"{found['plans']} plans were run, {found['failed']} of them differ. The largest difference is {most}.", ""]
-    lines += ["| model | processes | plans | failed | largest difference |", "|---|---:|---:|---:|---:|"]
-    for name, entry in found["by_launch"].items():
-        model, processes = name.split()
-        worst = "" if entry["worst"] is None else f"{entry['worst']:.1e}"
-        lines.append(f"| {model} | {processes} | {entry['plans']} | {entry['failed']} | {worst} |")
-    features = sorted(found["features"].items(), key=lambda item: -item[1])
-    lines += ["", "| feature | plans |", "|---|---:|", *(f"| {name} | {count} |" for name, count in features)]
+    launches = [
+        (*name.split(), str(entry["plans"]), str(entry["failed"]), "" if entry["worst"] is None else f"{entry['worst']:.1e}")
+        for name, entry in found["by_launch"].items()
+    ]
+    features = [(name, str(count)) for name, count in sorted(found["features"].items(), key=lambda item: -item[1])]
+    lines += [table(("model", "processes", "plans", "failed", "largest difference"), launches, words=1), ""]
+    lines += [table(("feature", "plans"), features, words=1)]
     run = document["run"]
     lines += ["", f"{run['steps']} steps, seed {run['seed']}, {run['date']}, torch {run['torch']}, gloo."]
     return "\n".join(lines)

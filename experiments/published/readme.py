@@ -1,13 +1,25 @@
-"""README.md of this experiment, from results.json."""
+"""README.md of this experiment, from results.json and worth.json.
+
+    python experiments/published/readme.py [--write]
+
+Without `--write` it fails if the README says something else.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rules import FRAMEWORKS
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from experiments.common.markdown import table
+
+FOLDER = Path(__file__).parent
 
 BEFORE = """Before this experiment, on part of the same rows: Megatron 19.7% (calculon 3.7%, set by its authors on
 these rows), multi-node A100 14.7% (calculon 11.1% on 103 of them, vTrain 14.7%), FSDP 128%."""
@@ -29,12 +41,6 @@ So was the precision of Sailor's rows, by their stated memory peaks. The column 
 def number(value: float | None, form: str = "{:.1f}") -> str:
     """A number of a table."""
     return "" if value is None else form.format(value)
-
-
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown."""
-    rows = [head, ["---"] * len(head), *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def group_line(name: str, found: Mapping[str, Any]) -> list[str]:
@@ -89,16 +95,18 @@ def readme(document: Mapping[str, Any]) -> str:
                 group_line("all", document["all"]),
                 group_line("complete rows (nothing assumed of split, batch, recomputation)", document["complete"]),
             ],
+            words=1,
         ),
         "",
-        "Held out: with one factor per GPU and precision, fitted on all other sources: on rows of one node where three sources "
-        "have some, else on complete rows likewise, else on all. " + BEFORE,
+        "Held out: with one factor per GPU and precision, fitted on all other sources. It is fitted on rows of one node where "
+        "three sources have some, else on complete rows likewise, else on all. " + BEFORE,
         "",
         "## Factors",
         "",
         table(
             ("GPU and precision", "factor on seconds", "sources"),
             [[key, number(entry["factor"], "{:.3f}"), str(entry["sources"])] for key, entry in document["factors"].items()],
+            words=1,
         ),
         "",
         "## What each piece is worth",
@@ -186,13 +194,14 @@ TRIED = """- One network card for all rings of a communicator (vTrain, tp 2 and 
   already.
 - The slowest of many GPUs (multi-node A100). Rows of one model on more and more GPUs err alike: 13B by FSDP -1 to +1% on
   8 to 128 A100, 175B by NeMo 23.07 -32 to -34% on 64 to 1,024.
-- Intervals that count rows between the prediction and their middle as inside whatever the reach, 5 and 95% quantiles, and
-  the shortest interval that holds nine of ten: medians of 36 to 40% at 87 to 89%.
+- Three other kinds of intervals, with medians of 36 to 40% at 87 to 89%. The first counts rows between the prediction and
+  their middle as inside, whatever the reach. The others are 5 and 95% quantiles, and the shortest interval that holds nine
+  of ten.
 - Centred intervals. Width and coverage stay what they are to a point, and a prediction may lie outside its own interval."""
 
 
 def _worth() -> str:
-    path = Path(__file__).parent / "worth.json"
+    path = FOLDER / "worth.json"
     if not path.is_file():
         return ""
     found = json.loads(path.read_text())
@@ -202,7 +211,7 @@ def _worth() -> str:
         return f"{entry['mean_error']:.1f} ({entry['bias']:+.1f}{own})"
 
     lines = [[piece, str(entry["rows"]), shown(entry["before"]), shown(entry["after"])] for piece, entry in found.items()]
-    return table(("piece", "rows", "without", "with"), lines)
+    return table(("piece", "rows", "without", "with"), lines, words=1)
 
 
 def _rules() -> list[list[str]]:
@@ -223,3 +232,17 @@ def _rules() -> list[list[str]]:
         ]
         for name, prefixes in names.items()
     ]
+
+
+def main() -> None:
+    """Write the README, or compare it."""
+    text = readme(json.loads((FOLDER / "results.json").read_text(encoding="utf-8")))
+    path = FOLDER / "README.md"
+    if "--write" in sys.argv:
+        path.write_text(text, encoding="utf-8")
+    elif path.read_text(encoding="utf-8") != text:
+        sys.exit("README.md differs from results.json; run python experiments/published/readme.py --write")
+
+
+if __name__ == "__main__":
+    main()

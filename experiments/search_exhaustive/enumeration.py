@@ -19,7 +19,6 @@ from parsim.costs.uncertainty.draws import medians_s
 from parsim.engines.steps import mean_step_s
 from parsim.errors import CostError, PlanError
 from parsim.graph.passes.gradients import DP_STREAM
-from parsim.graph.plan_index import differentiable_components
 from parsim.model.component import Component
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import BATCH, REPLICATE, Placement
@@ -232,7 +231,7 @@ def _filled_in(problem: PlanningProblem, outline: Plan, space: Space, too_slow: 
 
 def differentiable(problem: PlanningProblem) -> frozenset[str]:
     """Components that have a backward."""
-    return differentiable_components(problem.model)
+    return problem.model.differentiable_components
 
 
 def bucket_sizes(problem: PlanningProblem, plan: Plan, space: Space) -> list[int]:

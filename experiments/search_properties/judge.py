@@ -81,5 +81,6 @@ def tables(document: dict[str, Any]) -> str:
     total = [f"{sum(row[key] for row in rows):,}" for key in keys]
     slowest_s = max((row["slowest_s"] for row in rows), default=0)
     lines.append(["all", *total, f"{summary['cpu_s']:.0f}", f"{slowest_s:.1f}"])
-    used = ", ".join(f"{name} {summary['used'].get(name, 0):,}" for name in FREE)
-    return f"{table(('property', *heads, 'CPU-s', 'slowest'), lines, words=1)}\n\nAnswers whose plan uses: {used}."
+    used = [(name, f"{summary['used'].get(name, 0):,}") for name in FREE]
+    properties = table(("property", *heads, "CPU-s", "slowest"), lines, words=1)
+    return f"{properties}\n\n{table(('a plan with', 'answers'), used, words=1)}"

@@ -10,7 +10,6 @@ from experiments.search_exhaustive.enumeration import ORDERS, Space, cuts, exhau
 from experiments.search_exhaustive.problems import ProblemDraw
 from experiments.search_properties.asking import CLOSE, answered, best_s, chosen_of
 from parsim.errors import CostError, PlanError, ScheduleError
-from parsim.graph.plan_index import differentiable_components
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.plan import Plan
 from parsim.plans.recompute import FULL, NONE
@@ -99,7 +98,7 @@ def _filled(problem: PlanningProblem, outline: Plan, random: Random) -> Plan:
     """With a ZeRO stage, buckets, and where memory is short or ZeRO 2 sums after each microbatch a recomputed set."""
     stage = random.choice((0, 1, 2, 3))
     plan = replace(outline, zero_stage=stage, bucket_bytes=random.choice(BUCKET_BYTES))
-    names = sorted(differentiable_components(problem.model))
+    names = sorted(problem.model.differentiable_components)
     some = tuple(name for name in plan.components if name in names and random.random() < 0.5)
     return replace(plan, recompute=random.choice((NONE, FULL, some or NONE)))
 

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from calibration.published.v100_collectives import CollectiveRow, read_collective_rows
 from calibration.published.v100_throughput import (
     LeftOut,
@@ -30,6 +32,7 @@ from calibration.published.v100_throughput import (
     simulated,
     without_efficiency,
 )
+from experiments.common.markdown import table
 from parsim.costs.uncertainty.draws import medians_s
 from parsim.engines.steps import mean_step_s
 from parsim.errors import DataError
@@ -243,8 +246,7 @@ def markdown(lines: Sequence[Line]) -> str:
     """A table; the keys of the first line are its head."""
     if not lines:
         return "none"
-    table = [list(lines[0]), ["---"] * len(lines[0]), *([str(value) for value in line.values()] for line in lines)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in table)
+    return table(list(lines[0]), ([str(value) for value in line.values()] for line in lines))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 A schedule says k for an epoch, from the epoch alone (linear, exponential, step) or from what was measured (closed_loop). A new
 one is a function and a row of ADA_SCHEDULES. k is rounded to even and kept between k_min and n-1 (complete).
 
-Source: the idea is the Ada paper's (arXiv 2509.12213, abstract); its schedule and constants could not be obtained, so the
+Source: the idea is the Ada paper's (arXiv 2509.12213, abstract); its schedule and constants could not be obtained. So the
 schedules and the controller are ours, as this project's specification states them.
 """
 

@@ -3,8 +3,8 @@
 The profile of a moment is the L2 norm of every parameter tensor on every replica, taken before mixing. Metrics of inequality
 over the replicas are the rows of METRICS. Norms can agree while vectors differ, so the consensus distance stands beside them.
 
-Source: that norms before averaging are profiled, and which findings to test, from the summary of arXiv 2509.12213 in this
-project's specification; the formulas are the textbook ones, the paper's own could not be obtained.
+Source: the summary of arXiv 2509.12213 in this project's specification says that norms before averaging are profiled, and which
+findings to test. The formulas are the textbook ones; the paper's own could not be obtained.
 """
 
 from __future__ import annotations

@@ -260,8 +260,8 @@ def check_doubly_stochastic(matrix: Matrix, *, tolerance: float = STOCHASTIC_TOL
     rows, columns = stochastic_error(matrix)
     if not (rows <= tolerance and columns <= tolerance) or (matrix < 0).any():
         raise AlgorithmError(
-            f"a mixing matrix must be doubly stochastic: entries >= 0 (least {matrix.min():.3g}), rows and columns that sum "
-            f"to 1 (off by up to {rows:.3g} and {columns:.3g}); use metropolis_hastings, or pushsum for directed links"
+            f"a mixing matrix must be doubly stochastic: entries >= 0 (least {matrix.min():.3g}), sums of rows and columns 1 "
+            f"(off by up to {rows:.3g} and {columns:.3g}); use metropolis_hastings, or pushsum for directed links"
         )
 
 

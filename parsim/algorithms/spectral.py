@@ -24,8 +24,8 @@ def is_circulant(matrix: Matrix) -> bool:
 def eigenvalue_moduli(matrix: Matrix) -> Matrix:
     """|lambda| of every eigenvalue, largest first, float64 [n].
 
-    A circulant's are the FFT of its first column, a symmetric matrix's come from eigvalsh, both exact to rounding; others from
-    the general solver, which for a defective matrix is good to about the square root of that.
+    A circulant's are the FFT of its first column, a symmetric matrix's come from eigvalsh, both exact to rounding. Others come
+    from the general solver, which for a defective matrix is good to about the square root of that.
     """
     if is_circulant(matrix):
         values = np.abs(np.fft.fft(matrix[:, 0]))

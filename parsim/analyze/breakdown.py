@@ -27,11 +27,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parsim.analyze.spans import Rows, covered_until, rows_of, union
+from parsim.analyze.spans import Rows, covered_until, in_order, rows_of, union
 from parsim.arrays import Bools, Floats, Ints
 from parsim.engines.compile import AnyGraph, CompiledGraph, compile_graph
 from parsim.errors import GraphError
-from parsim.graph.columns import Columns
+from parsim.graph.columns import Columns, stable_order
 from parsim.timeline import Timeline
 
 
@@ -95,10 +95,13 @@ def breakdown(
     last_end_s = min(timeline.makespan_s, step_s)
     position = np.empty(compiled.size, dtype=np.int64)
     position[compiled.arrays.order] = np.arange(compiled.size)
-    by_rank = np.lexsort((position[rows.task], rows.rank))
+    issued = position[rows.task]
+    order = np.arange(len(issued)) if in_order(issued) else np.argsort(issued, kind="stable")
+    by_rank = order[stable_order(rows.rank[order], compiled.columns.world_size)]
     bounds = np.searchsorted(rows.rank[by_rank], np.arange(compiled.columns.world_size + 1))
+    own_end = np.full(compiled.size, -np.inf)
     return tuple(
-        _rank_breakdown(rank, compiled, rows, kinds, by_rank[bounds[rank] : bounds[rank + 1]], last_end_s, step_s)
+        _rank_breakdown(rank, compiled, rows, kinds, by_rank[bounds[rank] : bounds[rank + 1]], own_end, last_end_s, step_s)
         for rank in (range(compiled.columns.world_size) if ranks is None else ranks)
     )
 
@@ -131,9 +134,16 @@ def _kinds(columns: Columns) -> _Kinds:
 
 
 def _rank_breakdown(
-    rank: int, compiled: CompiledGraph, rows: Rows, kinds: _Kinds, own: Ints, last_end_s: float, step_s: float
+    rank: int,
+    compiled: CompiledGraph,
+    rows: Rows,
+    kinds: _Kinds,
+    own: Ints,
+    own_end: Floats,
+    last_end_s: float,
+    step_s: float,
 ) -> RankBreakdown:
-    """`own`: the rows of this rank, first issued first.
+    """`own`: the rows of this rank, first issued first. `own_end`: float64 [n], minus infinity before and after.
 
     Each gap between compute spans is cut where the waits for load, for peers and for anything else end.
     """
@@ -147,7 +157,7 @@ def _rank_breakdown(
     gap_start = np.concatenate([[0.0], compute_end])
     gap_end = np.concatenate([compute_start, [max(last_end_s, gap_start[-1])]])
     until = np.zeros((3, len(gap_start)))  # when the waits for load, for peers and for anything else end
-    until[:, :-1] = _waits(compiled, rows, kinds, own, next_task)
+    until[:, :-1] = _waits(compiled, rows, kinds, own, own_end, next_task)
     until[1 if kinds.pipelined[rank] else 2, -1] = gap_end[-1]
     cuts = np.maximum.accumulate(np.vstack([gap_start, np.clip(until, gap_start, gap_end), gap_end]), axis=0)
 
@@ -168,7 +178,7 @@ def _rank_breakdown(
     )
 
 
-def _waits(compiled: CompiledGraph, rows: Rows, kinds: _Kinds, own: Ints, next_task: Ints) -> Floats:
+def _waits(compiled: CompiledGraph, rows: Rows, kinds: _Kinds, own: Ints, own_end: Floats, next_task: Ints) -> Floats:
     """float64 [3, len(next_task)]: when the last load, the last peer and the last other need of each task had ended.
 
     A need that ran on this rank ended when its own rows did; any other when its last row anywhere did.
@@ -178,10 +188,11 @@ def _waits(compiled: CompiledGraph, rows: Rows, kinds: _Kinds, own: Ints, next_t
     waiting = np.repeat(np.arange(len(next_task)), counts)
     places = np.arange(len(waiting)) - np.repeat(np.cumsum(counts) - counts, counts) + before.offsets[next_task][waiting]
     needs = before.values[places]
-    own_end = np.full(len(rows.task_end_s), -np.inf)
     np.maximum.at(own_end, rows.task[own], rows.end_s[own])
-    remote = own_end[needs] == -np.inf
-    ended = np.where(remote, rows.task_end_s[needs], own_end[needs])
+    here = own_end[needs]
+    own_end[rows.task[own]] = -np.inf
+    remote = here == -np.inf
+    ended = np.where(remote, rows.task_end_s[needs], here)
     loads = kinds.loads[needs]
     peers = ~loads & (kinds.transfers[needs] | remote)
     until = np.zeros((3, len(next_task)))

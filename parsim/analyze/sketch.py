@@ -15,7 +15,7 @@ import numpy as np
 
 from parsim.arrays import Floats, Ints
 from parsim.engines.compile import CompiledGraph
-from parsim.graph.task import COMPUTE, parse_resource
+from parsim.graph.task import COMPUTE, HOST, parse_resource
 from parsim.timeline import Timeline
 from parsim.work import ClipGradients, Collective, Compute, LoadBatch, Mix, OptimizerStep, SendRecv, Work
 
@@ -36,6 +36,8 @@ LETTERS = {
     "L": "loading",
 }
 """By letter, what it stands for."""
+LANES = {COMPUTE: "computation", HOST: "loading"}
+"""By stream, the lane that it is drawn in; all others communicate."""
 
 
 class SketchRow(NamedTuple):
@@ -46,7 +48,7 @@ class SketchRow(NamedTuple):
 
 
 def sketch(compiled: CompiledGraph, timeline: Timeline, ranks: Sequence[int]) -> tuple[SketchRow, ...]:
-    """Two lanes per rank, of its computation and of its communication; a lane in which nothing runs is left out.
+    """Three lanes per rank: computation, communication and loading; a lane in which nothing runs is left out.
 
     Args:
         compiled: the program. timeline: of it. ranks: that are simulated.
@@ -58,9 +60,11 @@ def sketch(compiled: CompiledGraph, timeline: Timeline, ranks: Sequence[int]) ->
     places = [parse_resource(text) for text in timeline.resources]
     found = []
     for rank in ranks:
-        for name, computes in (("computation", True), ("communication", False)):
+        for name in ("computation", "communication", "loading"):
             wanted = [
-                number for number, place in enumerate(places) if place.rank == rank and (place.stream == COMPUTE) is computes
+                number
+                for number, place in enumerate(places)
+                if place.rank == rank and LANES.get(place.stream, "communication") == name
             ]
             rows = np.flatnonzero(np.isin(timeline.resource, wanted))
             if len(rows):

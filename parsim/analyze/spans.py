@@ -62,6 +62,21 @@ def rows_of(columns: Columns, timeline: Timeline) -> Rows:
     )
 
 
+def in_order(numbers: Floats | Ints) -> bool:
+    """Whether none is less than the one before it."""
+    return bool((numbers[1:] >= numbers[:-1]).all())
+
+
+def _by_start_and_end(start: Floats, end: Floats) -> Ints:
+    """The stable order by start, then end. Spans of a timeline are nearly sorted, which a stable sort by one number uses."""
+    if in_order(start) and in_order(end):
+        return np.arange(len(start))
+    order = np.argsort(start, kind="stable")
+    later = end[order]
+    tied = start[order[1:]] == start[order[:-1]]
+    return np.lexsort((end, start)) if bool((tied & (later[1:] < later[:-1])).any()) else order
+
+
 def union(start: Floats, end: Floats) -> tuple[Floats, Floats, Ints]:
     """The disjoint intervals that cover what `start`..`end` cover, sorted, and the place of the first span of each.
 
@@ -70,8 +85,9 @@ def union(start: Floats, end: Floats) -> tuple[Floats, Floats, Ints]:
     """
     if not len(start):
         return start, end, np.empty(0, dtype=np.int64)
-    order = np.lexsort((end, start))
-    start, reach = start[order], np.maximum.accumulate(end[order])
+    order = _by_start_and_end(start, end)
+    start, end = start[order], end[order]
+    reach = np.maximum.accumulate(end)
     first = np.concatenate([[True], start[1:] > reach[:-1]])
     last = np.concatenate([first[1:], [True]])
     return start[first], reach[last], order[first]

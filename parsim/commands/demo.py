@@ -1,8 +1,8 @@
 """`parsim demo`: the main job, end to end, on whatever this machine has.
 
-(a) Which way of training ResNet-50 and ViT-B/16 on eight V100s is fastest, and why the others lose. (b) The same question
-for a small ResNet and a small ViT on this machine (its GPUs, or else its CPU): calibrate, plan, and train for real with
-the chosen plan and two others. It shows the error of the prediction and the noise floor of the measurement. (c) A report.
+(a) Which way of training ResNet-50 and ViT-B/16 on eight V100s is fastest, and why the others lose. (b) The same question for a
+small ResNet and a small ViT on this machine, on its GPUs or else its CPU. It calibrates, plans, and trains for real with the
+chosen plan and two others. It shows the error of the prediction and the noise floor of the measurement. (c) A report.
 """
 
 from __future__ import annotations

@@ -139,12 +139,11 @@ def adjusted(estimate: Estimate, work: Work, rank: int, context: PriceContext) -
     """
     terms: list[Term] = []
     subject = Subject(work, rank, estimate, estimate.median_s)
-    for adjustment in ADJUSTMENTS:
-        if isinstance(work, adjustment.applies_to):
-            term = adjustment.term(subject, context)
-            if term is not None:
-                terms.append(term)
-                subject = subject._replace(so_far_s=term.applied(subject.so_far_s))
+    for adjustment in _OF_WORK[type(work)]:
+        term = adjustment.term(subject, context)
+        if term is not None:
+            terms.append(term)
+            subject = subject._replace(so_far_s=term.applied(subject.so_far_s))
     if not terms:
         return estimate
     remarks = (_remark(term) for term in terms if term.operation != "plus")
@@ -290,3 +289,7 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
     ),
 )
 """In the order in which they are applied."""
+
+_OF_WORK: dict[type, tuple[Adjustment, ...]] = {
+    work: tuple(adjustment for adjustment in ADJUSTMENTS if work in adjustment.applies_to) for work in EVERYTHING
+}

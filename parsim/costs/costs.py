@@ -9,7 +9,7 @@ from functools import cached_property
 from parsim.costs.adjustments import PriceContext, adjusted, price_context
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.communication.overlap import overlap_of
-from parsim.costs.compute.compute import ComputeCosts
+from parsim.costs.compute.compute import ComputeCosts, compute_costs
 from parsim.costs.estimate import Estimate, OverlapFactors, Term, Terms
 from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.costs.hardware_scale import AS_IT_IS, HardwareScale
@@ -210,7 +210,7 @@ class Costs:
 
     @cached_property
     def _computation(self) -> ComputeCosts:
-        return ComputeCosts(self.cluster.profile, self.precision, self.ranks_active)
+        return compute_costs(self.cluster, self.precision, self.ranks_active)
 
     def _component(self, name: str) -> Component:
         index = self.model.component_index

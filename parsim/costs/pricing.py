@@ -22,8 +22,8 @@ def price(
     known: dict[Hashable, Estimate] | None = None,
     concurrent: Concurrent | None = None,
 ) -> list[Estimate]:
-    """Estimates in the order given, memoised per distinct work and device type (communication: per work, which names its
-    ranks; loading: per device, whose path to the host it takes; computation: components that do the same are one).
+    """Estimates in the order given, memoised per distinct work and device type. Communication is kept per work, which names its
+    ranks, and loading per device, whose path to the host it takes. Computation: components that do the same are one.
 
     Args:
         work_of_ranks: (work, rank) per task; for communication any rank of it will do. A third entry says whether it is

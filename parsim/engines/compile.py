@@ -6,6 +6,7 @@ No numba here: a graph whose list order already runs (every edge points backward
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ class GraphArrays(NamedTuple):
     Attributes:
         order: int64 [n], a topological order of `before`.
         before: per task its dependencies and the task issued just before it on each of its resources (may repeat).
-        after: the inverse of `before`.
+        after: the inverse of `before`; empty but in `CompiledGraph.with_rates`, as are `kind` and `ranks`.
         resources: per task the resources it holds. heads: those on which it is issued first.
         last: int64 [R], the task issued last; -1 if the resource issues none.
         kind: int64 [n]: COMPUTING (holds a compute stream and is no communication), COMMUNICATING or OTHER.
@@ -41,12 +42,18 @@ class GraphArrays(NamedTuple):
     ranks: RaggedTable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class CompiledGraph:
     """A program ready to be simulated often."""
 
     columns: Columns
     arrays: GraphArrays
+
+    @cached_property
+    def with_rates(self) -> GraphArrays:
+        """The arrays with those that only simulations need in which tasks slow one another."""
+        kind, ranks = _classify(self.columns)
+        return self.arrays._replace(after=self.arrays.before.inverted(self.size), kind=kind, ranks=ranks)
 
     @property
     def size(self) -> int:
@@ -86,22 +93,24 @@ def compile_graph(program: AnyGraph) -> CompiledGraph:
     columns = columns_of(program) if isinstance(program, TaskGraph) else program
     n, issued = columns.size, columns.issued
     before = _before(columns.dependencies, issued, n)
-    after = before.inverted(n)
     used = np.flatnonzero(np.diff(issued.offsets))
     last = np.full(len(columns.resources), -1, dtype=np.int64)
     last[used] = issued.values[issued.offsets[used + 1] - 1]
-    kind, ranks = _classify(columns)
     arrays = GraphArrays(
-        order=_topological_order(columns, before, after),
+        order=_topological_order(columns, before),
         before=before,
-        after=after,
+        after=_empty(n),
         resources=columns.uses,
         heads=RaggedTable.from_pairs(issued.values[issued.offsets[used]], used, n),
         last=last,
-        kind=kind,
-        ranks=ranks,
+        kind=np.zeros(n, dtype=np.int64),
+        ranks=_empty(n),
     )
     return CompiledGraph(columns=columns, arrays=arrays)
+
+
+def _empty(n: int) -> RaggedTable:
+    return RaggedTable(np.zeros(n + 1, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 def _before(dependencies: RaggedTable, issued: RaggedTable, n: int) -> RaggedTable:
@@ -126,13 +135,13 @@ def _classify(columns: Columns) -> tuple[Ints, RaggedTable]:
     return kind, RaggedTable.from_pairs(of_task[~again], ranks[~again], columns.size)
 
 
-def _topological_order(columns: Columns, before: RaggedTable, after: RaggedTable) -> Ints:
+def _topological_order(columns: Columns, before: RaggedTable) -> Ints:
     n = columns.size
     if bool(np.all(before.values < before.row_numbers)):
         return np.arange(n, dtype=np.int64)
     from parsim.engines.kernels import topological_order
 
-    order: Ints = topological_order(np.diff(before.offsets), after)
+    order: Ints = topological_order(np.diff(before.offsets), before.inverted(n))
     if len(order) < n:
         raise stuck_error(columns.graph, set(order.tolist()))
     return order

@@ -1,8 +1,8 @@
 """The dynamic engine: a discrete-event simulation on SimPy.
 
-Same-instant rule (both engines): each resource runs its tasks in issue order; a task starts when its dependencies have
-ended and it is at the head of every resource it needs, which are then all free; it holds them all until it ends. So
-what happens in one instant never depends on which event is looked at first.
+Same-instant rule (both engines): each resource runs its tasks in issue order. A task starts when its dependencies have ended
+and it is at the head of every resource it needs, which are then all free. It holds them all until it ends. So what happens in
+one instant never depends on which event is looked at first.
 
 Every task is a countdown of what blocks it, then a timer; every resource an in-order queue that hands its turn on when
 its head ends. While one rank computes and communicates at once (`overlap`), its computation runs at rate 1 / compute and

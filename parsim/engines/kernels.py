@@ -270,8 +270,8 @@ def last_ends_side_by_side(g, durations, of_rank, factors, joins, steps, togethe
 def noise_paths(order, before, end, wrap, spread, level, joins_shards, joins_replicas, mean1, var1):  # type: ignore[no-untyped-def]
     """The task each task waits for longest, and the variance that noise has added up on the way (see engines/slowest).
 
-    Returns: int64 [n], -1 for none; and float64 [2, 3, n]: in the first step and in a later one, of shards alone, of replicas,
-    and the mean by which replicas are late.
+    Returns: int64 [n], -1 for none; and float64 [2, 3, n]. Axis 0 is the first step and a later one. Axis 1 is shards alone,
+    replicas, and the mean by which replicas are late.
     """
     n = len(order)
     latest = np.full(n, -1, dtype=np.int64)

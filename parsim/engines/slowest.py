@@ -5,10 +5,9 @@ collective waits for the slowest of the ranks that it joins. That maximum is kep
 
     max of m independent standard normals = g_m(Z), Z standard normal, g_m(z) = N^-1(N(z)^(1/m))        (exact in distribution)
 
-The noise of a rank adds up from task to task until a collective joins the ranks it represents. So the maximum must be
-taken of the sum, not of each task. The sum B of the simulated rank's own draws has variance V along the path of tasks
-that wait for one another; the slowest of m such ranks is late by sqrt(V) g_m(B / sqrt(V)). A task gets the growth of that
-while it runs:
+The noise of a rank adds up from task to task until a collective joins the ranks it represents. So the maximum must be taken of
+the sum, not of each task. The sum B of the simulated rank's own draws has variance V along the path of tasks that wait for one
+another. The slowest of m such ranks is late by sqrt(V) g_m(B / sqrt(V)). A task gets the growth of that while it runs:
 
     late(task) = sqrt(V') g_m(B' / sqrt(V')) - sqrt(V) g_m(B / sqrt(V)),     V' = V + v(task),  B' = B + draw(task)
 

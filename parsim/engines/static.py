@@ -1,8 +1,8 @@
 """The static engine: an array program over issue-ordered graphs, exact and fast.
 
-Same-instant rule (both engines): each resource runs its tasks in issue order; a task starts when its dependencies have
-ended and it is at the head of every resource it needs, which are then all free; it holds them all until it ends. So
-what happens in one instant never depends on which event is looked at first.
+Same-instant rule (both engines): each resource runs its tasks in issue order. A task starts when its dependencies have ended
+and it is at the head of every resource it needs, which are then all free. It holds them all until it ends. So what happens in
+one instant never depends on which event is looked at first.
 
 Without slowdown the schedule is the longest path over dependencies and issue orders: start = max(ends before), end =
 start + duration. With overlap factors the engine follows the rates from instant to instant. While a rank computes and
@@ -48,7 +48,7 @@ def simulate(graph: AnyGraph, durations_s: ArrayLike, *, overlap: OverlapFactors
         kernels.run_plain(compiled.arrays, durations, floor, start, end)
     else:
         on_core = compiled.resources_of_cores(slowdown.core)
-        kernels.run_with_overlap(compiled.arrays, slowdown, on_core, durations, floor, start, end)
+        kernels.run_with_overlap(compiled.with_rates, slowdown, on_core, durations, floor, start, end)
     return simulated_timeline(compiled.columns, start, end)
 
 
@@ -93,8 +93,8 @@ def step_times_s(
     the whole run are divided among the steps; `steps=1` gives the makespan. Nothing is unrolled: only the resources'
     frontiers are carried over.
 
-    Leaves out: dependencies between tasks of different repeats beyond issue order, the slowdown (`overlap`) between
-    tasks of different repeats, and noise from step to step (a row holds for all its repeats).
+    Leaves out: dependencies between tasks of different repeats beyond issue order, the slowdown (`overlap`) between tasks of
+    different repeats. Also noise from step to step: a row holds for all its repeats.
 
     Raises GraphError for steps < 1, else as `simulate`.
     """
@@ -110,7 +110,6 @@ def step_times_s(
 
     on_core = compiled.resources_of_cores(slowdown.core)
     groups = np.arange(len(compiled.arrays.last)) if together is None else np.ascontiguousarray(together, dtype=np.int64)
-    ends: NDArray[np.float64] = kernels.last_ends(
-        compiled.arrays, slowdown, on_core, slowdown.is_none, durations, column, steps, groups
-    )
+    arrays = compiled.arrays if slowdown.is_none else compiled.with_rates
+    ends: NDArray[np.float64] = kernels.last_ends(arrays, slowdown, on_core, slowdown.is_none, durations, column, steps, groups)
     return ends / steps

@@ -2,8 +2,9 @@
 
 At the beginning of a step every rank draws one number from its CPU generator. Its state is the same everywhere, because the
 module was built from one seed on all of them. Before each forward of a component that draws, the generator of its device is
-seeded from this number, the component, the microbatch and the group of samples that the rank works on. So replicas draw
-different masks, and the shards of a component begin in one state (`parsim.model.shard.randomness` goes on from there). A step
+seeded. The seed comes from this number, the component, the microbatch and the group of samples that the rank works on. So
+replicas draw different masks, and the shards of a component begin in one state (`parsim.model.shard.randomness` goes on from
+there). A step
 leaves the CPU generator one number further on every rank, whatever was drawn: a checkpoint keeps that state, and ranks never
 drift apart.
 """
@@ -58,6 +59,10 @@ class ComponentRandomness:
         finally:
             if state is not None:
                 torch.set_rng_state(state)
+
+    def draws(self, component: str) -> bool:
+        """Whether a forward of the component draws random numbers."""
+        return component in self._samples
 
     def begin(self, component: str, microbatch: int) -> None:
         """Before the first forward of a component for a microbatch."""

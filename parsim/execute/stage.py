@@ -195,11 +195,15 @@ class StageReplica:
         """This rank's part of a divided bucket's parameters."""
         return self._divided[bucket].chunk.data
 
-    def begin_gradients(self, component: str) -> None:
-        """Room for the gradients of the component's parameters, where they come and go with every microbatch (ZeRO 2)."""
-        for bucket in self.layout.unsharded_buckets(component):
-            if bucket.number in self._divided:  # else of another shard
-                self._divided[bucket.number].begin_gradients()
+    def unsharded_of(self, component: str) -> tuple[int, ...]:
+        """The buckets of the component's parameters whose gradients come and go with every microbatch (ZeRO 2)."""
+        buckets = self.layout.unsharded_buckets(component)
+        return tuple(bucket.number for bucket in buckets if bucket.number in self._divided)  # others are of other shards
+
+    def begin_gradients(self, buckets: Sequence[int]) -> None:
+        """Room for the gradients of these buckets (`unsharded_of`), where there is none yet."""
+        for bucket in buckets:
+            self._divided[bucket].begin_gradients()
 
     def end_gradients(self, bucket: int) -> Tensor:
         """All gradients of a microbatch as one flat array, which the stage forgets."""

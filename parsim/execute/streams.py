@@ -13,7 +13,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -60,9 +62,23 @@ class Streams(Protocol):
     def after(self, fence: Any) -> None: ...
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Waiting:
+    """A communication that was submitted. `missing`: how many of its dependencies have not ended."""
+
+    task: int
+    stream: str
+    dependencies: Sequence[int]
+    operation: Operation
+    submitted_s: float
+    missing: int = 0
+
+
 class ThreadStreams:
     """For CPU ranks: one thread per communication stream, blocked inside the collective without holding the interpreter, and
     before the computation where the system lets it (`parsim.execute.processes.priority`).
+
+    Computation and communication share a core. So a thread is woken once per communication, when all that it needs has ended.
 
     Loading takes the time of the core that computes: it runs in its turn.
     """
@@ -70,9 +86,12 @@ class ThreadStreams:
     loads_ahead = False
 
     def __init__(self) -> None:
-        self._queues: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
+        self._queues: dict[str, queue.SimpleQueue[_Waiting | None]] = {}
         self._threads: list[threading.Thread] = []
-        self._ended: dict[int, threading.Event] = {}
+        self._lock = threading.Lock()  # of what follows, up to `_waiting`
+        self._dependents: dict[int, list[_Waiting]] = {}
+        self._waiting: dict[str, deque[_Waiting]] = {}
+        self._running: dict[int, threading.Lock] = {}  # of communications, held until they have ended
         self._end_s: dict[int, float] = {}
         self._free_s: dict[str, float] = {}
         self._times: list[TaskTime] = []
@@ -81,38 +100,74 @@ class ThreadStreams:
 
     def submit(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
         if stream not in self._queues:
-            self._queues[stream] = queue.SimpleQueue()
-            thread = threading.Thread(target=_serve, args=(self._queues[stream],), name=f"parsim {stream}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
-        before = [self._event(dependency) for dependency in dependencies]
-        ended, submitted_s = self._event(task), time.perf_counter()
+            self._begin(stream)
+        running = threading.Lock()
+        running.acquire()
+        self._running[task] = running
+        entry = _Waiting(
+            task=task, stream=stream, dependencies=dependencies, operation=operation, submitted_s=time.perf_counter()
+        )
+        with self._lock:
+            for dependency in dependencies:
+                if dependency not in self._end_s:
+                    entry.missing += 1
+                    self._dependents.setdefault(dependency, []).append(entry)
+            self._waiting[stream].append(entry)
+            self._release(stream)
 
-        def run() -> None:
+    def _begin(self, stream: str) -> None:
+        self._queues[stream] = queue.SimpleQueue()
+        self._waiting[stream] = deque()
+        thread = threading.Thread(target=self._serve, args=(self._queues[stream],), name=f"parsim {stream}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _release(self, stream: str) -> None:
+        """Hand over the communications whose turn it is. Called with the lock."""
+        waiting = self._waiting[stream]
+        while waiting and not waiting[0].missing:
+            self._queues[stream].put(waiting.popleft())
+
+    def _ended(self, task: int) -> None:
+        """The task has ended, or failed: what waits for it alone begins."""
+        with self._lock:
+            for entry in self._dependents.pop(task, ()):
+                entry.missing -= 1
+                if not entry.missing:
+                    self._release(entry.stream)
+
+    def _serve(self, entries: queue.SimpleQueue[_Waiting | None]) -> None:
+        take_priority()
+        while (entry := entries.get()) is not None:
             try:
-                for event in before:
-                    event.wait()
                 if self._failure is None:
-                    ready_s = max([submitted_s, *(self._end_s[dependency] for dependency in dependencies)])
-                    ready_s = max(ready_s, self._free_s.get(stream, ready_s))
-                    operation()
-                    self._note(task, stream, ready_s)
-                    self._free_s[stream] = self._end_s[task]
+                    self._communicate(entry)
             except BaseException as error:
                 self._failure = self._failure or error
             finally:
-                ended.set()
+                self._end_s.setdefault(entry.task, entry.submitted_s)  # a failed one has ended too
+                self._ended(entry.task)
+                self._running[entry.task].release()
+                del entry  # the operation holds tensors of the step
 
-        self._queues[stream].put(run)
+    def _communicate(self, entry: _Waiting) -> None:
+        stream = entry.stream
+        ready_s = max([entry.submitted_s, *(self._end_s[dependency] for dependency in entry.dependencies)])
+        ready_s = max(ready_s, self._free_s.get(stream, ready_s))
+        entry.operation()
+        self._note(entry.task, stream, ready_s)
+        self._free_s[stream] = self._end_s[entry.task]
 
     def compute(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
-        self._wait_for([self._ended[dependency] for dependency in dependencies if dependency in self._ended])
+        for dependency in dependencies:
+            if dependency in self._running:
+                self._wait_for(dependency)
         self._check()
         ready_s = time.perf_counter()
         operation()
         self._note(task, stream, ready_s)
-        if task in self._ended:  # a communication waits for it
-            self._ended[task].set()
+        if task in self._dependents:
+            self._ended(task)
         self._pulse.beat()
 
     def load(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
@@ -134,9 +189,10 @@ class ThreadStreams:
         """See `fence`."""
 
     def finish(self) -> list[TaskTime]:
-        self._wait_for(list(self._ended.values()))
+        for task in self._running:
+            self._wait_for(task)
         self._check()
-        times, self._times, self._ended, self._end_s = self._times, [], {}, {}
+        times, self._times, self._running, self._end_s = self._times, [], {}, {}
         return times
 
     def close(self) -> None:
@@ -145,36 +201,21 @@ class ThreadStreams:
         for thread in self._threads:
             thread.join(timeout=1.0)
 
-    def _wait_for(self, events: Iterable[threading.Event]) -> None:
-        for event in events:
-            if not event.is_set():
-                with self._pulse.waiting():
-                    event.wait()
+    def _wait_for(self, task: int) -> None:
+        """Until a communication has ended."""
+        running = self._running[task]
+        if running.locked():
+            with self._pulse.waiting(), running:
+                pass
 
     def _note(self, task: int, stream: str, ready_s: float) -> None:
-        self._end_s[task] = time.perf_counter()
-        self._times.append(TaskTime(task, stream, ready_s, self._end_s[task]))
-
-    def _event(self, task: int) -> threading.Event:
-        """That the task has ended. A computation has one only if a communication depends on it."""
-        if task not in self._ended:
-            self._ended[task] = threading.Event()
-            if task in self._end_s:
-                self._ended[task].set()
-        return self._ended[task]
+        end_s = time.perf_counter()
+        self._times.append(TaskTime(task, stream, ready_s, end_s))
+        self._end_s[task] = end_s
 
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-
-def _serve(entries: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    take_priority()
-    while True:
-        entry = entries.get()
-        if entry is None:
-            return
-        entry()
 
 
 def make_streams(device: torch.device) -> Streams:

@@ -36,7 +36,7 @@ class RaggedTable(NamedTuple):
     @classmethod
     def from_pairs(cls, rows: Ints, values: Ints, count: int) -> RaggedTable:
         """`values[k]` belongs to row `rows[k]` < count; the order within a row is kept."""
-        return cls(_offsets(np.bincount(rows, minlength=count)), values[_stable_order(rows, count)])
+        return cls(_offsets(np.bincount(rows, minlength=count)), values[stable_order(rows, count)])
 
     @property
     def row_numbers(self) -> Ints:
@@ -51,11 +51,11 @@ class RaggedTable(NamedTuple):
         return self.values[self.offsets[number] : self.offsets[number + 1]]
 
 
-def _stable_order(numbers: Ints, count: int) -> Ints:
+def stable_order(numbers: Ints, count: int) -> Ints:
     """The stable order of numbers < count, 16 bits at a time: numpy sorts those by counting, wider ones by comparing."""
     order = np.argsort(numbers.astype(np.uint16), kind="stable")
     if count > 2**16:
-        order = order[_stable_order((numbers >> 16)[order], ((count - 1) >> 16) + 1)]
+        order = order[stable_order((numbers >> 16)[order], ((count - 1) >> 16) + 1)]
     return order
 
 
@@ -95,7 +95,7 @@ class Units(Sequence[Unit]):
         return cls(every, np.arange(len(every), dtype=np.int64), lambda: every)
 
     def each(self, of_kinds: Sequence[T]) -> list[T]:
-        """What is said of the kinds, for every unit."""
+        """The kinds' entries, repeated for every unit."""
         return [of_kinds[number] for number in self.kind.tolist()]
 
     @cached_property

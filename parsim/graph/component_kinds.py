@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from functools import cached_property
 
-from parsim.graph.plan_index import PlanIndex, Reading
+from parsim.graph.placed_model import Reading
+from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Component, Value
 
 MANY_READERS = 4

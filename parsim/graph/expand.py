@@ -58,14 +58,20 @@ def lower_columns(
     if not folding.has_whole_teams or rule.kind == "stale" or rule.participation < 1:
         return columns_of(lower(plan, model, layout, mixing_round=mixing_round, local=local))
     kept = frozenset(folding.ranks) if folding.is_folded else None
-    end = Draft(world_size=plan.world_size, ranks=kept)
-    for add in PASSES_AT_THE_END:
-        add(end, layout)
-    if not local:
-        add_round(end, layout, mixing_round)
+    end = _end_of_step(layout, kept, None if local else mixing_round)
     return _Expansion(layout, folding, Pieces(layout, kept), end).columns(
         None if folding.is_folded else lambda: lower(plan, model, mixing_round=mixing_round, local=local)
     )
+
+
+def _end_of_step(layout: PlanIndex, kept: frozenset[int] | None, mixing_round: int | None) -> Draft:
+    """What follows the microbatches, and the round of that number behind it."""
+    end = Draft(world_size=layout.plan.world_size, ranks=kept)
+    for add in PASSES_AT_THE_END:
+        add(end, layout)
+    if mixing_round is not None:
+        add_round(end, layout, mixing_round)
+    return end
 
 
 class _Copies(NamedTuple):
@@ -101,7 +107,7 @@ class _Expansion:
         self._copies: list[_Copies] = []
         self._kinds: list[Unit] = []
         self._kind: list[Ints] = []
-        self._rows: dict[tuple[Hashable, ...], list[int]] = {}
+        self._places: dict[tuple[Hashable, ...], tuple[int, int, int]] = {}
         mesh = self._plan.mesh
         self._place = [layout.stage_of[component.name] for component in layout.model.components]
         self._step = mesh.copies * mesh.tp  # from the ranks of a place to those of the next
@@ -214,27 +220,25 @@ class _Expansion:
                 found.append(self._count + self._end.number(key))
                 continue
             phase, rank, name, microbatch, *part = key
+            assert isinstance(phase, Phase)
             assert isinstance(microbatch, int)
             task = (phase, rank, name, *part)
-            if task not in self._rows:
-                self._rows[task] = self._row(phase, rank, name, part)
-            found.append(self._rows[task][microbatch])
+            if task not in self._places:
+                self._places[task] = self._place_of(phase, rank, name, part)
+            component, replica, offset = self._places[task]
+            found.append(self._numbers.first(phase, component, replica, microbatch) + offset)
         return found
 
-    def _row(self, phase: Hashable, rank: Hashable, name: Hashable, part: Sequence[Hashable]) -> list[int]:
-        """The numbers of a computation of a kept rank, by microbatch."""
-        assert isinstance(phase, Phase)
+    def _place_of(self, phase: Phase, rank: Hashable, name: Hashable, part: Sequence[Hashable]) -> tuple[int, int, int]:
+        """Of a computation of a kept rank the component, the replica among those kept, and its place in the piece."""
         assert isinstance(rank, int)
         assert isinstance(name, str)
         plan = self._plan
-        stage, replica = plan.stage_of_rank(rank), plan.replica_of_rank(rank)
-        first = plan.mesh.rank(stage=stage, replica=0, shard=plan.shard_of_rank(rank))
+        first = plan.mesh.rank(stage=plan.stage_of_rank(rank), replica=0, shard=plan.shard_of_rank(rank))
         offset = self._pieces.offset(phase, first, name, part)
         if offset is None:
             raise GraphError(f"{phase} of {name} on rank {rank} is no task of the program")
-        starts = self._numbers.of(phase, np.array([self._layout.model.component_index[name]]))
-        row: list[int] = (starts[0, self._replica_row[replica]] + offset).tolist()
-        return row
+        return self._layout.model.component_index[name], self._replica_row[plan.replica_of_rank(rank)], offset
 
     def _units(self) -> tuple[Unit, ...]:
         """Every unit by itself, with the names of its own component."""

@@ -19,22 +19,19 @@ are alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from typing import NamedTuple
+from functools import cached_property
 
+from parsim.costs.communication.equivalent_groups import alike_collectives
 from parsim.costs.costs import Costs
-from parsim.graph.hops import hop_groups, hop_pairs
-from parsim.graph.parameter_buckets import Bucket
-from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message, transfer_bytes
+from parsim.graph.folding.inside import InsideSeconds, WorkSeconds, exchanges_of
+from parsim.graph.folding.rank_kinds import RankKinds, ranks_of_replica
 from parsim.graph.passes.gradients import bucket_work
-from parsim.graph.passes.inside import CONTEXT_STREAM, inner_steps
 from parsim.graph.plan_index import PlanIndex
-from parsim.hardware.device_kinds import device_name
+from parsim.plans.concurrent import concurrent_groups
 from parsim.plans.mesh import Mesh
-from parsim.plans.redistribution import LOCAL_HOPS, Hop, conversion
-from parsim.work import Collective, Phase, SendRecv, Work
+from parsim.work import Collective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,19 +106,12 @@ def merged(folding: Folding, costs: Costs) -> Folding | None:
     """
     if len(folding.replicas) == 1 and folding.is_exact:
         return None
-    mesh, kinds = folding.mesh, _Kinds(costs)
+    mesh, kinds = folding.mesh, RankKinds(costs)
     alone = {
-        tuple((kinds.device(rank), kinds.path(rank)) for rank in _ranks_of_replica(mesh, replica))
+        tuple((kinds.device(rank), kinds.path(rank)) for rank in ranks_of_replica(mesh, replica))
         for replica in folding.replicas
     }
     return Folding(mesh=mesh, replica_of=(0,) * mesh.copies, shards=folding.shards) if len(alone) == 1 else None
-
-
-WorkSeconds = Callable[[Sequence[Work]], list[float]]
-"""What communications cost."""
-
-InsideSeconds = Callable[[int], list[list[float]]]
-"""Of a replica, per kind of communication inside it what that of each tp shard costs."""
 
 
 def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = None) -> Folding:
@@ -138,26 +128,21 @@ def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = No
     mesh = layout.plan.mesh
     if costs.differ_by_rank:  # learnt per rank and link
         return unfolded(mesh)
-    kinds = _Kinds(costs)
-    exchanges = _exchanges(layout)
-
-    @cache
-    def inside(replica: int) -> list[list[float]]:
-        return [price(works) for works in _works_inside(layout, exchanges, replica)]
-
+    kinds = RankKinds(costs)
+    inside = InsideSeconds(layout, exchanges_of(layout), costs, price)
     replica_of = _replicas_of(layout, kinds, inside)
     whole = Folding(mesh=mesh, replica_of=replica_of, shards=tuple(range(mesh.tp)))
-    if mesh.team > 1 and not (whole.has_whole_teams and _pay_alike(map(price, _bucket_works(layout)))):
+    if mesh.team > 1 and not (whole.has_whole_teams and _buckets_pay_alike(layout, costs, price)):
         return replace(whole, is_exact=False)
     if mesh.tp == 1 or not _shards_do_alike(layout):
         return whole
-    alike = _pay_alike(map(price, _bucket_works(layout))) and all(
+    alike = _buckets_pay_alike(layout, costs, price) and all(
         _shards_sit_alike(layout, kinds, replica) and _pay_alike(inside(replica)) for replica in whole.replicas
     )
     return Folding(mesh=mesh, replica_of=replica_of, shards=(0,)) if alike else whole
 
 
-def _replicas_of(layout: PlanIndex, kinds: _Kinds, inside: InsideSeconds) -> tuple[int, ...]:
+def _replicas_of(layout: PlanIndex, kinds: RankKinds, inside: InsideSeconds) -> tuple[int, ...]:
     """Per replica the first in which everything costs the same: by where its ranks sit, else by asking for every price.
 
     Where groups that run at once slow one another, what a replica pays depends on its neighbours: then every price is asked.
@@ -171,7 +156,7 @@ def _replicas_of(layout: PlanIndex, kinds: _Kinds, inside: InsideSeconds) -> tup
     by_price: dict[Hashable, int] = {}
     priced: dict[int, int] = {}
     for replica in by_place.values() if len(by_place) > 1 else ():
-        ranks = _ranks_of_replica(mesh, replica)
+        ranks = ranks_of_replica(mesh, replica)
         alone = tuple((kinds.device(rank), kinds.path(rank)) for rank in ranks)
         together = tuple(tuple(map(_rounded, seconds)) for seconds in inside(replica))
         priced[replica] = by_price.setdefault((alone, together), replica)
@@ -183,83 +168,12 @@ def _rounded(seconds: float) -> float:
     return float(f"{seconds:.12g}")
 
 
-def _ranks_of_replica(mesh: Mesh, replica: int) -> list[int]:
-    return [mesh.rank(stage=stage, replica=replica, shard=shard) for stage in range(mesh.pp) for shard in range(mesh.tp)]
-
-
-class _Kinds:
-    """Where ranks sit, up to the names of nodes and switches."""
-
-    def __init__(self, costs: Costs) -> None:
-        self._costs = costs
-        cluster = costs.cluster
-        self._linked = cluster.profile.communication.link_model is not None
-        self.share_links = costs.shares_links
-        self._paths: dict[Hashable, Hashable] = {}
-        self._device = [costs.device_kind(rank) for rank in range(cluster.size)]
-        if self._linked:
-            shapes: dict[int, int] = {}
-            self._shape = [shapes.setdefault(id(shape), len(shapes)) for shape in cluster.nodes.shapes]
-            leaves: dict[Hashable, int] = {}
-            self._leaf_kind = {name: leaves.setdefault(leaf, len(leaves)) for name, leaf in cluster.nodes.leaves.items()}
-
-    def of_replica(self, mesh: Mesh, replica: int) -> Hashable:
-        """Per rank its kind of device, and by number of first appearance its node and its leaf switch, with what these are.
-
-        Replicas of which this is equal cost the same in whatever they do alone.
-        """
-        ranks = _ranks_of_replica(mesh, replica)
-        devices = tuple(self._device[rank] for rank in ranks)
-        if not self._linked:  # priced by the size of the group alone; loading by the device's own path
-            return devices, tuple(self.path(rank) for rank in ranks)
-        cluster = self._costs.cluster
-        nodes, leaves = cluster.nodes, dict[str, int]()
-        seen: dict[int, int] = {}
-        places = []
-        for rank in ranks:
-            node, number = cluster.places[rank]
-            leaf = nodes.leaf[node]
-            places.append(
-                (
-                    seen.setdefault(node, len(seen)),
-                    number,
-                    self._shape[node],
-                    leaves.setdefault(leaf, len(leaves)),
-                    self._leaf_kind.get(leaf),
-                )
-            )
-        return devices, tuple(places)
-
-    def device(self, rank: int) -> str:
-        return self._device[rank]
-
-    def path(self, rank: int) -> Hashable:
-        """What a batch passes on its way to the rank's device."""
-        cluster = self._costs.cluster
-        key = (id(cluster.nodes.shapes[cluster.places[rank][0]]), cluster.places[rank][1]) if self._linked else rank
-        if key not in self._paths:
-            self._paths[key] = self._path(rank)
-        return self._paths[key]
-
-    def _path(self, rank: int) -> Hashable:
-        cluster = self._costs.cluster
-        device = cluster.devices[rank]
-        if self._linked:
-            node, number = cluster.places[rank]
-            name, topology = cluster.nodes.shapes[node].devices[number], cluster.nodes.shapes[node].topology
-        else:
-            name, topology = device_name(device.index, device.type.kind), cluster.topology
-        socket = topology.socket_of(name)
-        path = () if socket is None else topology.path(socket, name)
-        return tuple((link.lanes, link.bandwidth_bytes_per_s, link.latency_s) for link in path)
-
-
 def _shards_do_alike(layout: PlanIndex) -> bool:
     """No component is placed on one tp rank alone, and no value travels to or from one."""
     return all(placement.kind != "place" for placement in layout.placement.values())
 
 
-def _shards_sit_alike(layout: PlanIndex, kinds: _Kinds, replica: int) -> bool:
+def _shards_sit_alike(layout: PlanIndex, kinds: RankKinds, replica: int) -> bool:
     """Alone, every shard of a stage computes and loads as the first does."""
     mesh = layout.plan.mesh
     for stage in range(mesh.pp):
@@ -274,80 +188,26 @@ def _pay_alike(side_by_side: Iterable[Sequence[float]]) -> bool:
     return all(max(seconds) - min(seconds) <= 1e-12 * max(seconds) for seconds in side_by_side)
 
 
-class _Exchange(NamedTuple):
-    """A kind of communication of a replica: a hop at place `source`, or (hop None) a transfer from it to `target`.
+def _buckets_pay_alike(layout: PlanIndex, costs: Costs, price: WorkSeconds) -> bool:
+    """Whether the shards of a bucket pay the same for their sums. They are priced where their places leave that open."""
+    mesh, cluster = layout.plan.mesh, costs.cluster
 
-    `inside`: the axis and the operation of an exchange inside components.
-    """
+    def open_works() -> Iterator[Sequence[Collective]]:
+        for works in _bucket_works(layout):
+            groups = [(work.operation, work.group, concurrent_groups(mesh, work.group)) for work in works]
+            paths = {alike_collectives(cluster, *group) for group in groups}
+            if len(paths) > 1 or None in paths:
+                yield works
 
-    source: int
-    target: int
-    hop: Hop | None
-    size_bytes: int
-    inside: tuple[str, str] | None = None
-
-
-def _exchanges(layout: PlanIndex) -> tuple[_Exchange, ...]:
-    """Every kind once. Of a hop the bytes are those of the value in a microbatch, of other kinds those that are sent."""
-    tp, samples = layout.plan.mesh.tp, layout.plan.microbatch_samples
-    found: dict[_Exchange, None] = {}
-    for value in layout.model.values:
-        home = layout.stage_of_value[value.name]
-        if home is None:
-            continue
-        size_bytes, made = value.size_bytes(samples), layout.source[value.name]
-        for reading in layout.readings[value.name]:
-            ways = [(home, reading.stage, made.value, reading.ends.value, reading.ends.value)]
-            if value.differentiable:
-                ways.append((reading.stage, home, reading.ends.gradient, made.gradient, reading.ends.gradient))
-            for source, target, begin, end, moved in ways:
-                if source != target:
-                    found[_Exchange(source, target, None, transfer_bytes(size_bytes, moved, tp))] = None
-                for hop in conversion(begin, end, tp):
-                    if hop.operation not in LOCAL_HOPS:
-                        found[_Exchange(home, home, hop, size_bytes)] = None
-    exchange = layout.plan.context_exchange
-    for component in layout.model.components:
-        inside, home = layout.inside(component.name), layout.stage_of[component.name]
-        if inside is None:
-            continue
-        steps = (*inner_steps(inside, Phase.FORWARD, exchange), *inner_steps(inside, Phase.BACKWARD, exchange))
-        for step in (step for step in steps if step.operation):
-            whole = inside.context_bytes * step.share if step.what == CONTEXT_STREAM else inside.expert_bytes
-            size_bytes = round(whole * layout.local_samples(component.name))
-            found[_Exchange(home, home, None, size_bytes, (step.what, step.operation))] = None
-    return tuple(found)
+    return _pay_alike(map(price, open_works()))
 
 
-def _works_inside(layout: PlanIndex, exchanges: Sequence[_Exchange], replica: int) -> Iterator[Sequence[Work]]:
-    """Per kind of communication inside a replica the works that its tp shards do side by side."""
-    tp = layout.plan.mesh.tp
-    for source, target, hop, size_bytes, inside in exchanges:
-        if inside is not None:
-            axis, operation = inside
-            first = [layout.inner_group(layout.rank(source, replica, shard), axis) for shard in range(tp)]
-            yield [Collective(operation=operation, group=group, size_bytes=size_bytes) for group in first]
-        elif hop is None:
-            ends = [(layout.rank(source, replica, s), layout.rank(target, replica, s)) for s in range(tp)]
-            yield [SendRecv(source=first, destination=last, size_bytes=size_bytes) for first, last in ends]
-        elif hop.operation in POINT_TO_POINT_HOPS:
-            pairs = [tuple(layout.rank(source, replica, shard) for shard in pair) for pair in hop_pairs(hop, tp)]
-            yield [hop_message(hop, first, last, size_bytes, tp) for first, last in pairs]
-        else:
-            groups = [tuple(layout.rank(source, replica, shard) for shard in group) for group in hop_groups(hop, tp)]
-            yield [hop_collective(hop, group, size_bytes, tp) for group in groups]
-
-
-def _bucket_works(layout: PlanIndex) -> Iterator[Sequence[Work]]:
+def _bucket_works(layout: PlanIndex) -> Iterator[Sequence[Collective]]:
     """Per parameters in a gradient bucket, the sums of all shards that hold pieces (or whole ones, each for itself)."""
-    buckets: dict[Hashable, list[Bucket]] = {}
-    for bucket in layout.buckets:
-        if len(bucket.group) > 1:
-            buckets.setdefault((bucket.stages, bucket.first[0].name), []).append(bucket)
     asked: set[Hashable] = set()
-    for shards in buckets.values():
-        # buckets of the same ranks share one tuple: groups of thousands are not compared
-        kinds = tuple([(id(bucket.group), bucket.elements, bucket.size_bytes) for bucket in shards])
-        if len(shards) > 1 and kinds not in asked:
+    for family in layout.buckets.families:
+        places = [place for place, (_, group) in enumerate(family.groups) if len(group) > 1]
+        kinds = (id(family.groups), family.elements, family.size_bytes)  # one tuple of groups for all that are held alike
+        if len(places) > 1 and kinds not in asked:
             asked.add(kinds)
-            yield [bucket_work(layout, bucket) for bucket in shards]
+            yield [bucket_work(layout, layout.buckets.of(family, place)) for place in places]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from parsim.model.component import Component, Parameter, ParameterShard, share_of
 from parsim.plans.placement import Placement
@@ -60,22 +61,107 @@ class Bucket:
         return self.chunk_elements * len(self.group) * self.first[0].element_bytes
 
 
+Ranks = tuple[int, ...]
+
+
+class BucketFamily(NamedTuple):
+    """Buckets of the same parameters: one for every set of ranks that holds the same pieces of them.
+
+    Attributes:
+        begin: number of the first one. stages, first, elements, size_bytes: as of each of its buckets.
+        groups: of each bucket the first tp rank, and the ranks; equal ones are one tuple.
+    """
+
+    begin: int
+    stages: tuple[int, ...]
+    groups: tuple[tuple[int, Ranks], ...]
+    first: tuple[HeldParameter, ...]
+    elements: int
+    size_bytes: int
+
+
+class Buckets(Sequence[Bucket]):
+    """The buckets of a plan by number. Each is made when somebody asks for it: most ranks are interchangeable with others.
+
+    Args:
+        families: in their order; the first begins at 0.
+    """
+
+    def __init__(self, families: Sequence[BucketFamily]) -> None:
+        self.families = tuple(families)
+        self._begins = [family.begin for family in families]
+        self._count = self._begins[-1] + len(families[-1].groups) if families else 0
+        self._made: dict[int, Bucket] = {}
+
+    def of(self, family: BucketFamily, place: int) -> Bucket:
+        """The bucket of a family at a place among its groups."""
+        number = family.begin + place
+        if number not in self._made:
+            shard, group = family.groups[place]
+            self._made[number] = Bucket(number, family.stages, group, family.first, shard, family.elements, family.size_bytes)
+        return self._made[number]
+
+    def having(self, test: Callable[[Ranks], object]) -> list[Bucket]:
+        """The buckets whose ranks pass a test, which is asked once for all buckets of the same ranks.
+
+        Args:
+            test: of a bucket's group.
+        """
+        passed = {number for number, group in self.groups.items() if test(group)}
+        places: dict[int, list[int]] = {}
+        for family in self.families:
+            if id(family.groups) not in places:
+                places[id(family.groups)] = [n for n, (_, group) in enumerate(family.groups) if id(group) in passed]
+        return [self.of(family, place) for family in self.families for place in places[id(family.groups)]]
+
+    @cached_property
+    def groups(self) -> dict[int, Ranks]:
+        """The ranks of all buckets by their identity: buckets of the same ranks share one tuple."""
+        distinct = {id(family.groups): family.groups for family in self.families}
+        return {id(group): group for groups in distinct.values() for _, group in groups}
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, number: int) -> Bucket: ...
+    @overload
+    def __getitem__(self, number: slice) -> tuple[Bucket, ...]: ...
+    def __getitem__(self, number: int | slice) -> Bucket | tuple[Bucket, ...]:
+        if isinstance(number, slice):
+            return tuple(self[place] for place in range(*number.indices(self._count)))
+        if not -self._count <= number < self._count:
+            raise IndexError(f"bucket {number} of {self._count}")
+        number %= self._count
+        family = self.families[bisect_right(self._begins, number) - 1]
+        return self.of(family, number - family.begin)
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return (self.of(family, place) for family in self.families for place in range(len(family.groups)))
+
+
 def hold(component: Component, placement: Placement, parameter: Parameter, shard: int) -> HeldParameter:
     """What tp rank `shard` holds of a parameter of one of its components."""
-    if placement.kind == "shard":
-        for part in component.sharding(placement.rule).parameters:
-            if part.name == parameter.name:
-                ways = placement.ways
-                return HeldParameter(
-                    name=parameter.name,
-                    elements=share_of(part.size, ways).of(parameter.elements),
-                    element_bytes=parameter.element_bytes,
-                    part=part,
-                    shard=shard % ways,
-                    ways=ways,
-                    trainable=parameter.trainable,
-                )
-    return HeldParameter(parameter.name, parameter.elements, parameter.element_bytes, trainable=parameter.trainable)
+    parts = component.sharding(placement.rule).parameters if placement.kind == "shard" else ()
+    own = next((part for part in parts if part.name == parameter.name), None)
+    return _hold(parameter, own, placement.ways, shard)
+
+
+def _cut_by(component: Component, placement: Placement) -> Mapping[str, ParameterShard]:
+    """The parameters of a component that its placement cuts, by name."""
+    if placement.kind != "shard":
+        return {}
+    return {part.name: part for part in component.sharding(placement.rule).parameters}
+
+
+def _hold(parameter: Parameter, part: ParameterShard | None, ways: int, shard: int) -> HeldParameter:
+    """`part`: how the parameter is cut; None: it is held whole."""
+    if part is None:
+        return HeldParameter(parameter.name, parameter.elements, parameter.element_bytes, trainable=parameter.trainable)
+    elements = share_of(part.size, ways).of(parameter.elements)
+    return HeldParameter(
+        parameter.name, elements, parameter.element_bytes, part, shard % ways, ways, trainable=parameter.trainable
+    )
 
 
 def _held_by(shard: int, first: HeldParameter) -> HeldParameter:
@@ -118,15 +204,16 @@ class _Open(NamedTuple):
     kind: tuple[object, ...]
 
 
-class _Buckets:
-    """Buckets as they are closed, one after the other."""
+class _Closed:
+    """Families of buckets as they are closed, one after the other."""
 
     def __init__(self, plan: Plan, placements: Mapping[str, Placement]) -> None:
-        self.closed: list[Bucket] = []
+        self.families: list[BucketFamily] = []
         self._plan = plan
         self._placements = placements
-        self._groups: dict[tuple[tuple[int, ...], tuple[int, ...], int, int], tuple[int, ...]] = {}
-        self._shards: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = {}
+        self._count = 0
+        self._ranks: dict[tuple[object, ...], Ranks] = {}
+        self._groups: dict[tuple[object, ...], tuple[tuple[int, Ranks], ...]] = {}
 
     def fill(self, entries: Sequence[_Open]) -> None:
         """Parameters in the order in which their gradients are complete, into buckets of the plan's size."""
@@ -146,32 +233,29 @@ class _Buckets:
         """One bucket for every set of ranks that holds these parameters, which are of one kind."""
         if not entries:
             return
-        lead = entries[0]
-        held = tuple(entry.held for entry in entries)
-        elements, size_bytes = sum(entry.elements for entry in held), sum(entry.size_bytes for entry in held)
-        for shards in self._shards_of(lead):
-            for first_copy in range(lead.parameter.expert_ways):
-                group = self._group(lead, shards, first_copy)
-                self.closed.append(Bucket(len(self.closed), lead.stages, group, held, shards[0], elements, size_bytes))
+        lead, held = entries[0], tuple([entry.held for entry in entries])
+        groups = self._groups_of(lead)
+        elements, size_bytes = sum([entry.elements for entry in held]), sum([entry.size_bytes for entry in held])
+        self.families.append(BucketFamily(self._count, lead.stages, groups, held, elements, size_bytes))
+        self._count += len(groups)
 
-    def _shards_of(self, lead: _Open) -> tuple[tuple[int, ...], ...]:
-        if lead.kind not in self._shards:
-            placement = self._placements[lead.component.name]
-            self._shards[lead.kind] = alike(lead.component, placement, lead.parameter.name, self._plan.mesh.tp)
-        return self._shards[lead.kind]
-
-    def _group(self, lead: _Open, shards: tuple[int, ...], first_copy: int) -> tuple[int, ...]:
-        """The ranks that sum a gradient: of every stage, each `ways`-th copy from the first on, and these shards."""
-        mesh, ways = self._plan.mesh, lead.parameter.expert_ways
-        place = (lead.stages, shards, first_copy, ways)
-        if place not in self._groups:
-            self._groups[place] = tuple(
-                mesh.rank(stage=stage, replica=replica, shard=shard)
-                for stage in lead.stages
-                for replica in range(first_copy, mesh.copies, ways)
-                for shard in shards
-            )
-        return self._groups[place]
+    def _groups_of(self, lead: _Open) -> tuple[tuple[int, Ranks], ...]:
+        """Of every bucket the first tp rank and the ranks: of each stage each `expert_ways`-th copy, and these shards."""
+        key = (lead.kind, lead.stages)
+        if key not in self._groups:
+            placement, mesh = self._placements[lead.component.name], self._plan.mesh
+            ways, found = lead.parameter.expert_ways, []
+            for shards in alike(lead.component, placement, lead.parameter.name, mesh.tp):
+                for first_copy in range(ways):
+                    ranks = tuple(
+                        mesh.rank(stage=stage, replica=replica, shard=shard)
+                        for stage in lead.stages
+                        for replica in range(first_copy, mesh.copies, ways)
+                        for shard in shards
+                    )
+                    found.append((shards[0], self._ranks.setdefault((lead.stages, shards, first_copy, ways), ranks)))
+            self._groups[key] = tuple(found)
+        return self._groups[key]
 
 
 def gradient_buckets(
@@ -181,7 +265,7 @@ def gradient_buckets(
     holders: Mapping[str, tuple[int, ...]],
     *,
     frozen: bool = False,
-) -> tuple[Bucket, ...]:
+) -> Buckets:
     """Buckets in the order their gradients are complete: backwards through each stage, those tied across stages last.
 
     Parameters held alike share buckets; a bucket is closed once it holds `bucket_bytes`. A parameter is ready when the
@@ -203,29 +287,33 @@ def gradient_buckets(
             parameters[parameter.name] = parameter
             chunks.setdefault(parameter.name, {})[chunk_of[component.name]] = None
             first.setdefault((parameter.name, stage_of[component.name]), component)
-    buckets = _Buckets(plan, placements)
+    closed = _Closed(plan, placements)
+
+    cuts: dict[str, Mapping[str, ParameterShard]] = {}
 
     def opened(name: str, component: Component, stages: tuple[int, ...]) -> _Open:
         parameter, placement = parameters[name], placements[component.name]
-        held, kind = hold(component, placement, parameter, 0), holding(component, placement, name)
-        return _Open(parameter, component, held, stages, (*kind[:2], parameter.expert_ways))
+        if component.name not in cuts:
+            cuts[component.name] = _cut_by(component, placement)
+        part = cuts[component.name].get(name)
+        kind = ("shard", placement.ways) if part is not None else holding(component, placement, name)[:2]
+        return _Open(parameter, component, _hold(parameter, part, placement.ways, 0), stages, (*kind, parameter.expert_ways))
 
+    own: dict[tuple[int, ...], list[str]] = {}
+    for name in parameters:
+        own.setdefault(holders[name], []).append(name)
     for stage in range(plan.mesh.pp):
         runs: dict[tuple[int, ...], list[_Open]] = {}
-        for name in reversed([name for name in parameters if holders[name] == (stage,)]):
+        for name in reversed(own.get((stage,), [])):
             run = tuple(chunks[name]) if plan.zero_stage >= 2 else ()
             runs.setdefault(run, []).append(opened(name, first[name, stage], (stage,)))
         for entries in runs.values():
-            buckets.fill(entries)
-    tied: dict[tuple[int, ...], list[_Open]] = {}
-    for name in parameters:
-        stages = holders[name]
-        if len(stages) > 1:
-            tied.setdefault(stages, []).append(opened(name, first[name, stages[0]], stages))
-    for entries in tied.values():
+            closed.fill(entries)
+    for stages, names in own.items():
         kinds: dict[tuple[object, ...], list[_Open]] = {}
-        for entry in entries:
+        for name in names if len(stages) > 1 else ():
+            entry = opened(name, first[name, stages[0]], stages)
             kinds.setdefault(entry.kind, []).append(entry)
         for rest in kinds.values():
-            buckets.close(rest)
-    return tuple(buckets.closed)
+            closed.close(rest)
+    return Buckets(closed.families)

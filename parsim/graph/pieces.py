@@ -2,8 +2,8 @@
 
 A *piece* is the tasks of a component in one phase of one microbatch of a replica, with the communication behind them. Pieces of
 components of one kind differ by names and ranks alone (`parsim.graph.component_kinds`). So the passes write the piece of the
-first component of a kind. What its tasks wait for is kept as a place in another piece: that of a component so many further on
-in the model, or, behind a value with many readers, of this very component.
+first component of a kind. What its tasks wait for is kept as a place in another piece. That is the piece of a component so many
+further on in the model, or, behind a value with many readers, of this very component.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Pieces:
         self._where: dict[TaskKey, _Place] = {}
         self._pieces: dict[tuple[Phase, int], LoweredPiece] = {}
         self._phases: dict[int, list[Phase]] = {}
+        self._offsets: dict[TaskKey, int | None] = {}
         for pair in (pair for sequence in self.sequences.values() for pair in sequence):
             own, number = pair
             self._phases.setdefault(number, []).append(own)
@@ -102,10 +103,14 @@ class Pieces:
         Args:
             phase, name: of the computation. rank: of replica 0. part: of a component that runs in parts, which.
         """
-        piece = self.of(phase, self._number[name])
-        first = self._layout.model.components[piece.component].name
-        key = (phase, rank + self._ranks_between(self._number[name], piece.component), first, 0, *part)
-        return piece.draft.number(key) if key in piece.draft else None
+        number = self._number[name]
+        piece = self.of(phase, number)
+        place = phase, piece.component, rank + self._ranks_between(number, piece.component), *part
+        if place not in self._offsets:
+            first = self._layout.model.components[piece.component].name
+            key = (phase, place[2], first, 0, *part)
+            self._offsets[place] = piece.draft.number(key) if key in piece.draft else None
+        return self._offsets[place]
 
     def _draft(self) -> Draft:
         return Draft(world_size=self._layout.plan.world_size, ranks=self._kept)

@@ -56,3 +56,12 @@ class TaskNumbers:
         """int64 [components, replicas, microbatches]: the first tasks of their pieces."""
         starts: Ints = self._starts[self._block[phase][components]] + self._inside[phase][components][:, None, None]
         return starts
+
+    def first(self, phase: Phase, component: int, replica: int, microbatch: int) -> int:
+        """The first task of one piece.
+
+        Args:
+            phase, component: of the piece. replica: its number among those that are lowered. microbatch: of it.
+        """
+        block, inside = self._block[phase][component], self._inside[phase][component]
+        return int(self._starts[block, replica, microbatch]) + int(inside)

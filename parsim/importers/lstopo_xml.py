@@ -1,8 +1,8 @@
 """The XML of `lstopo --of xml` (hwloc 1 and 2): the tree of packages, bridges and PCI devices.
 
-A GPU is a PCI device with an OS device of CUDA, NVML or ROCm below it, or a display or 3D controller of NVIDIA or AMD where no
-driver told. A network card has an OpenFabrics device. Devices behind one port of a host bridge share a switch. Those below one
-package (or NUMA node, where there is no package) share a socket.
+A GPU is a PCI device with an OS device of CUDA, NVML or ROCm below it. Where no driver listed any, it is a display or 3D
+controller of NVIDIA or AMD. A network card has an OpenFabrics device. Devices behind one port of a host bridge share a switch.
+Those below one package (or NUMA node, where there is no package) share a socket.
 
 With NVML, hwloc 2.5 and later list the NVLinks as a matrix "NVLinkBandwidth", in MB/s per direction, between GPUs and switches.
 Lanes follow from the speed of a lane. Files without the matrix do not show lanes: those of the profile stay.
@@ -97,7 +97,7 @@ def read_lstopo(source: SourceFile) -> MachineTree:
         source: the file.
 
     Raises:
-        ImportedFileError: no XML, no topology, no GPU, or GPUs that no PCI bus is told of.
+        ImportedFileError: no XML, no topology, no GPU, or GPUs without a PCI bus.
     """
     document = _parsed(source)
     if document.root != "topology" or not document.objects:
@@ -173,7 +173,7 @@ def _os_devices(node: _Object) -> Iterator[str]:
 
 
 def _is_gpu(node: _Object) -> bool:
-    """By its driver; by vendor and class where no driver told of any device."""
+    """By its driver; by vendor and class where no driver listed any device."""
     if any(GPU_OS_DEVICES.fullmatch(name) for name in _os_devices(node)):
         return True
     vendor_and_class = node.attributes.get("pci_type", "").lower()

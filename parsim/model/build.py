@@ -83,7 +83,7 @@ def _check_factory(name: str, factory: object) -> None:
     """Raise ModelError for what makes no module, before it is called: a call may do anything.
 
     A class must be an nn.Module. A function must be one of Python, and either the user's own or annotated to return an
-    nn.Module: those of the standard library and of installed packages do all kinds of things.
+    nn.Module. Those of the standard library and of installed packages do all kinds of things.
     """
     from torch import nn
 

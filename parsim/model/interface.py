@@ -193,7 +193,7 @@ def settle_module(
     output: str | None = None,
     example: bool = False,
 ) -> Settled:
-    """What a module trains by, told by one fake forward.
+    """What a module trains by, found by one fake forward.
 
     Args:
         args, kwargs: a batch. objective, output: the choice, see `settle`. name: for messages.

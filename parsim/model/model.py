@@ -142,7 +142,7 @@ class Model:
     def parameter_count(self) -> int:
         return sum(parameter.elements for parameter in self.parameters)
 
-    @property
+    @cached_property
     def trainable_parameters(self) -> tuple[Parameter, ...]:
         """Those that are updated, once each."""
         return tuple(parameter for parameter in self.parameters if parameter.trainable)
@@ -162,7 +162,36 @@ class Model:
         return sum(component.saved_activation_bytes for component in self.components)
 
     def consumers(self, value: str) -> tuple[str, ...]:
-        return tuple(component.name for component in self.components if value in component.inputs)
+        return self.readers.get(value, ())
+
+    @cached_property
+    def readers(self) -> Mapping[str, tuple[str, ...]]:
+        """Components that read a value, in execution order, for every value."""
+        readers: dict[str, list[str]] = {value.name: [] for value in self.values}
+        for component in self.components:
+            for value in dict.fromkeys(component.inputs):
+                readers[value].append(component.name)
+        return {value: tuple(names) for value, names in readers.items()}
+
+    @cached_property
+    def differentiable_components(self) -> frozenset[str]:
+        """Components that have a backward: a differentiable output that some backward, or the loss, asks for."""
+        needed: set[str] = set()
+        wanted = {name for name in self.outputs if self.value[name].differentiable}
+        for component in reversed(self.components):
+            if any(value in wanted for value in component.outputs):
+                needed.add(component.name)
+                wanted.update(value for value in component.inputs if self.value[value].differentiable)
+        return frozenset(needed)
+
+    @cached_property
+    def parameter_users(self) -> Mapping[str, tuple[str, ...]]:
+        """Components that use a parameter, in execution order, for every parameter."""
+        users: dict[str, list[str]] = {}
+        for component in self.components:
+            for parameter in component.parameters:
+                users.setdefault(parameter.name, []).append(component.name)
+        return {name: tuple(names) for name, names in users.items()}
 
     def to_json(self) -> str:
         """Numbers are per sample; every key that holds bytes says so."""

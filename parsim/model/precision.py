@@ -27,8 +27,8 @@ def component_in(component: Component, precision: str) -> Component:
     """A component's kept bytes under `precision`; its work is unchanged. What a sharding divides of it shrinks in
     proportion.
 
-    If a Model was not recorded under autocast, or at other than 2 bytes per element, all its bytes are assumed to shrink
-    in proportion, with a cast of every weight under autocast.
+    A Model may not have been recorded under autocast, or only at other than 2 bytes per element. Then all its bytes are assumed
+    to shrink in proportion, with a cast of every weight under autocast.
     """
     size = _reduced_bytes(precision)
     if size is None:

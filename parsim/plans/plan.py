@@ -398,7 +398,7 @@ class Plan:
 
 
 def _check_axis(name: str, placement: Placement, tp: int) -> None:
-    """What can be said of a placement without the model."""
+    """Check what can be checked of a placement without the model."""
     if placement.kind == "shard" and (placement.ways < 2 or tp % placement.ways):
         raise PlanError(f"{name} {placement}: ways must be at least 2 and divide tp ({tp})")
     if placement.kind == "place" and not 0 <= placement.shard < tp:

@@ -114,12 +114,13 @@ class Explanation:
             if not tasks:
                 continue
             lines += ["", f"{category}, {format_seconds(seconds)}:"]
-            for task in tasks[:SHOWN_TASKS]:
-                lines.append(_line(task))
-            rest = tasks[SHOWN_TASKS:]
+            own, engine = [task for task in tasks if task.tasks], [task for task in tasks if not task.tasks]
+            lines += map(_line, own[:SHOWN_TASKS])
+            rest = own[SHOWN_TASKS:]
             if rest:
-                rest_s = sum(task.seconds for task in rest)
-                lines.append(f"  {len(rest)} more kinds of task, together {format_seconds(rest_s)} (all of them: .table())")
+                rest_s, kinds = sum(task.seconds for task in rest), "kind" if len(rest) == 1 else "kinds"
+                lines.append(f"  {len(rest)} more {kinds} of task, together {format_seconds(rest_s)} (all of them: .table())")
+            lines += map(_line, engine)
         return "\n".join(lines)
 
     def rows(self) -> list[dict[str, Any]]:

@@ -34,6 +34,8 @@ class KeptActivations:
     @cached_property
     def values(self) -> Mapping[str, Value]:
         """All values, with the components that keep them under this plan."""
+        if not self._recomputes:
+            return self._before
         return {value.name: self._value(value) for value in self._before.values()}
 
     @cached_property

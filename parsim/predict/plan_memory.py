@@ -18,7 +18,8 @@ from parsim.costs.memory.rank_memory import rank_memory
 from parsim.costs.memory.records import Boundary, RankMemory, RankStep, Weights
 from parsim.costs.memory.waiting import Wait, waiting_bytes
 from parsim.graph.parameter_buckets import Bucket
-from parsim.graph.plan_index import PlanIndex, Reading
+from parsim.graph.placed_model import Reading
+from parsim.graph.plan_index import PlanIndex
 from parsim.graph.stage_links import pipeline_of
 from parsim.hardware.cluster import Cluster
 from parsim.model.component import Value
@@ -140,7 +141,9 @@ def rank_weights(layout: PlanIndex, rank: int) -> Weights:
         layout: the plan and its model. rank: global number.
     """
     stages = [(bucket, layout.zero_stage_of(bucket)) for bucket in layout.rank_buckets(rank)]
-    frozen = sum(parameter.size_bytes for parameter in layout.rank_parameters(rank) if not parameter.trainable)
+    frozen = 0
+    if layout.has_frozen:
+        frozen = sum(parameter.size_bytes for parameter in layout.rank_parameters(rank) if not parameter.trainable)
     return Weights(
         parameter_bytes=frozen + sum(_held_of(bucket, whole=stage < 3, padded=stage >= 1) for bucket, stage in stages),
         gradient_bytes=sum(_held_of(bucket, whole=stage < 2, padded=stage >= 1) for bucket, stage in stages),

@@ -161,7 +161,9 @@ class PlanningProblem:
         """The problem's one object of this class, made empty at the first request. Parts of a search cache their results
         for the problem in it.
         """
-        found = self._stores.setdefault(kind, kind())
+        if kind not in self._stores:
+            self._stores[kind] = kind()
+        found = self._stores[kind]
         assert isinstance(found, kind)
         return found
 

@@ -22,8 +22,7 @@ def local_bytes(layout: PlanIndex, value: Value, how: ValueLayout) -> float:
     Args:
         layout: the plan and its model. value: of the model. how: the layout of the value.
     """
-    plan = layout.plan
-    return value.bytes_per_sample * plan.microbatch_samples * how.local_share(plan.mesh.tp) + value.fixed_bytes
+    return value.bytes_per_sample * layout.microbatch_samples * layout.local_share(how) + value.fixed_bytes
 
 
 def rank_traffic(kept: KeptActivations, rank: int, backend: str) -> Traffic:
@@ -136,23 +135,28 @@ class _Message(NamedTuple):
 
 
 def _messages(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> list[_Message]:
-    """Every kind of message of one step: gradient buckets, conversions, transfers between stages."""
+    """Every kind of message of one step: gradient buckets, conversions, transfers between stages.
+
+    Of buckets of the same ranks the largest, and values that are as large and laid out alike count once.
+    """
     plan = layout.plan
     stage, shard = plan.stage_of_rank(rank), plan.shard_of_rank(rank)
-    found = [
-        _Message(("dp", bucket.group), bucket.padded_bytes if layout.is_divided(bucket) else bucket.size_bytes)
-        for bucket in layout.rank_buckets(rank)
-        if len(bucket.group) > 1
-    ]
+    found = _bucket_messages(layout, rank)
+    seen: set[object] = set()
     for value in (values[name] for name in layout.values_at[stage]):
         home = layout.stage_of_value[value.name]
         if home is None:
             continue
-        for reading in layout.readings[value.name]:
-            ways = [(home, reading.stage, layout.source[value.name].value, reading.ends.value, reading.ends.value)]
+        made, readings = layout.source[value.name], layout.readings[value.name]
+        size = value.bytes_per_sample, value.fixed_bytes, value.differentiable
+        alike = (home, made, size, tuple([(reading.stage, reading.ends) for reading in readings]))
+        if alike in seen:
+            continue
+        seen.add(alike)
+        for reading in readings:
+            ways = [(home, reading.stage, made.value, reading.ends.value, reading.ends.value)]
             if value.differentiable:
-                ends = (reading.ends.gradient, layout.source[value.name].gradient)
-                ways.append((reading.stage, home, *ends, reading.ends.gradient))
+                ways.append((reading.stage, home, reading.ends.gradient, made.gradient, reading.ends.gradient))
             for source, target, begin, end, moved in ways:
                 if source != target and stage in (source, target) and shard in moved.holders(plan.mesh.tp):
                     found.append(_Message((source, target), local_bytes(layout, value, moved)))
@@ -160,6 +164,17 @@ def _messages(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> list
                     for hop in conversion(begin, end, plan.mesh.tp):
                         found += _hop_messages(layout, value, hop, shard)
     return found
+
+
+def _bucket_messages(layout: PlanIndex, rank: int) -> list[_Message]:
+    """The largest gradient bucket of every group of ranks."""
+    largest: dict[int, _Message] = {}
+    for bucket in layout.rank_buckets(rank):
+        size = bucket.padded_bytes if layout.is_divided(bucket) else bucket.size_bytes
+        group = id(bucket.group)  # buckets of the same ranks share one tuple
+        if len(bucket.group) > 1 and (group not in largest or size > largest[group].size_bytes):
+            largest[group] = _Message(("dp", bucket.group), size)
+    return list(largest.values())
 
 
 def _hop_messages(layout: PlanIndex, value: Value, hop: Hop, shard: int) -> list[_Message]:

@@ -291,9 +291,9 @@ def kind_intervals_s(graph: TaskGraph, durations_s: NDArray[np.float64]) -> dict
 def aa_floor(rounds: Sequence[Sequence[float]] | Sequence[float], *, splits: int = 1000, seed: int = 0) -> AAFloor:
     """Noise floor of a measurement compared with itself.
 
-    The rounds are split at random into two disjoint halves of floor(n / 2) rounds, `splits` times; the difference of one
-    split is |mean A - mean B| / ((mean A + mean B) / 2) over all step times of the halves. Returns median and 95th
-    percentile of these differences. Rounds, not steps, are split: the steps of one round share its disturbances.
+    The rounds are split at random into two disjoint halves of floor(n / 2) rounds, `splits` times. The difference of one split
+    is |mean A - mean B| / ((mean A + mean B) / 2) over all step times of the halves. Returns median and 95th percentile of
+    these differences. Rounds, not steps, are split: the steps of one round share its disturbances.
 
     Leaves out drift slower than the whole measurement, which `drift` hints at.
 

@@ -15,6 +15,7 @@ from parsim.costs.uncertainty.conformal import (
     coverage_by,
     coverage_of,
     judged_split,
+    records_needed,
     shares_by_level,
 )
 from parsim.report.figures import BLUE, GREY, INK, ORANGE, VERMILION, styled
@@ -68,8 +69,8 @@ def _cells(entry: Coverage) -> tuple[str, ...]:
 
 
 def coverage_figures(records: Sequence[ValidationRecord]) -> list[tuple[str, go.Figure, str]]:
-    """(title, figure, caption) of both figures; none without records."""
-    if not records:
+    """(title, figure, caption) of both figures. One without enough records to show something is left out."""
+    if len(records) < 2:
         return []
     intervals = (
         "Every validation: its interval, corrected by what other runs and other models teach, and where the measured step lay, "
@@ -79,10 +80,10 @@ def coverage_figures(records: Sequence[ValidationRecord]) -> list[tuple[str, go.
         "How many measured steps lay inside intervals of every nominal level. On the diagonal, intervals mean what they say; "
         "below it they are too narrow."
     )
-    return [
-        ("Predicted intervals and measured steps", intervals_figure(judged_split(records)), intervals),
-        ("Nominal and empirical coverage", levels_figure(records), levels),
-    ]
+    figures = [("Predicted intervals and measured steps", intervals_figure(judged_split(records)), intervals)]
+    if len(records) >= records_needed():
+        figures.append(("Nominal and empirical coverage", levels_figure(records), levels))
+    return figures
 
 
 def intervals_figure(rows: Sequence[Judged]) -> go.Figure:
@@ -113,7 +114,7 @@ def intervals_figure(rows: Sequence[Judged]) -> go.Figure:
         chosen = [(place, row) for place, row in zip(places, ordered, strict=True) if row.covered is covered]
         if chosen:
             figure.add_trace(_measured_points(name, colour, chosen))
-    figure.update_xaxes(title="validation", zeroline=False)
+    figure.update_xaxes(title="validation", zeroline=False, dtick=max(1, len(ordered) // 10))
     figure.update_yaxes(ticksuffix="%", zeroline=True, zerolinecolor=GREY, fixedrange=True)
     return styled(figure, HEIGHT_PX)
 

@@ -73,7 +73,24 @@ figcaption { color: var(--soft); font-size: 12.5px; }
   td.head { font-weight: 600; font-size: 15px; }
   td.head::before { display: none; }
 }
-@media print { body { background: white; } header, section { border: 0; break-inside: avoid; } }
+@media (min-width: 1900px) {
+  body { font-size: 17px; }
+  main { max-width: 1760px; }
+  table { font-size: 15.5px; }
+  th, .notes, figcaption { font-size: 14.5px; }
+  .legend button { font-size: 14.5px; }
+}
+@media print {
+  body { background: white; }
+  main { padding: 0; }
+  header, section { border: 0; padding: 0 0 14px; }
+  figure, tr, h2, h3, h4 { break-inside: avoid; }
+  h2, h3, h4 { break-after: avoid; }
+  .table { overflow: visible; }
+  table { font-size: 9.5px; }
+  th, td { font-size: 9.5px; padding: 3px 6px 3px 0; white-space: normal; }
+  td.wraps { min-width: 0; }
+}
 """
 
 PAGE_SCRIPT = """
@@ -90,6 +107,7 @@ PAGE_SCRIPT = """
     const figure = figures[Number(place.dataset.figure)];
     const narrow = window.matchMedia("(max-width: 640px)").matches;
     if (narrow) { figure.layout.font.size = 11; figure.layout.dragmode = false; }
+    else if (window.matchMedia("(min-width: 1900px)").matches) figure.layout.font.size = 15;
     Plotly.newPlot(place, figure.data, figure.layout, narrow ? {...config, displayModeBar: false} : config)
       .then(() => window.setTimeout(next, 0));
   }

@@ -95,7 +95,7 @@ def strategy_table(
 
 
 ALIKE = 0.05
-"""Shares of sources that differ by less are not told apart."""
+"""Shares of sources that differ by less count as equal."""
 
 
 def _sources_notes(results: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -142,7 +142,7 @@ def _check_by_operator(model: Model, components: Sequence[Component], asked: str
         return
     raise ConfigError(
         f"plan.recompute = {asked!r} would change nothing: it keeps the outputs of products, convolutions and fused attention "
-        f"and computes the rest again, and no such component of {model.name} keeps less so than it does anyway. (A Model saved "
+        f"and computes the rest again. No such component of {model.name} keeps less so than it does anyway. (A Model saved "
         'by an earlier version does not tell; trace it again.) Set recompute = "auto", "full" or a list of components'
     )
 

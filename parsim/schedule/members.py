@@ -5,8 +5,8 @@
     ZeRO stage, buckets       collectives of the gradients and parameters too: `bounds.step_bound_s`
     recomputation             the plan as it fits
 
-A node's bound is at most that of the nodes it opens into, so a search that opens the least bound first may stop once that
-bound is above a plan it has simulated.
+A node's bound is at most that of the nodes it opens into. So a search that opens the least bound first may stop once that bound
+is above a plan it has simulated.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ class Members:
         return Node(bound_s * ROUNDING, size, opened, missing_bytes=missing)
 
     def _outruns(self, order: tuple[str, int]) -> bool:
-        """Whether the bound of a round does not hold: with several stages per rank, where gradients do not wait for all of a
-        backward, or where stages do not wait for one another."""
+        """Whether the bound of a round does not hold. It does not with several stages per rank, where gradients do not wait for
+        all of a backward, or where stages do not wait for one another."""
         return order[1] > 1 or PIPELINE_ORDERS[order[0]].halves or not is_chain(self.problem)
 
     @cached_property
@@ -246,7 +246,7 @@ class Members:
     def _of_ways(self, plan: Plan, sizes: Sequence[int] = ()) -> list[Plan]:
         """With every ZeRO stage and every bucket size, those that are tried first where none are given."""
         layout = self.problem.layout(plan)
-        if all(len(bucket.group) == 1 for bucket in layout.buckets):
+        if all(len(group) == 1 for group in layout.buckets.groups.values()):
             sizes = self._sizes[:1]
         stages = zero_stages(self.problem, layout)
         return [replace(plan, zero_stage=stage, bucket_bytes=size) for stage in stages for size in sizes or self._sizes]

@@ -17,7 +17,6 @@ from parsim.costs.costs import Costs
 from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.parameter_buckets import alike, hold
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective
-from parsim.graph.plan_index import differentiable_components
 from parsim.model.component import Component, Value
 from parsim.model.precision import cast_bytes, component_in
 from parsim.model.shard.narrow import narrow
@@ -95,6 +94,16 @@ def device_kinds(problem: PlanningProblem, ranks: int) -> dict[str, int]:
     return known.by_ranks[ranks]
 
 
+ShardRanks = tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class _Gradients:
+    """Of one problem, by component, placement and tp."""
+
+    by_placement: dict[tuple[str, Placement, int], dict[ShardRanks, int]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Prices:
     """Seconds and bytes of placements on the ranks of one stage.
@@ -124,7 +133,7 @@ class Prices:
         """What communicates at the same time on this mesh."""
         return concurrent_with(self.mesh, work) if self._costs.shares_links else Groups()
 
-    @property
+    @cached_property
     def _device_types(self) -> dict[str, int]:
         """One rank for each device type."""
         return device_kinds(self.problem, self.mesh.size)
@@ -165,7 +174,7 @@ class Prices:
             self._computed[key] = self._costs.estimate(work, rank).median_s
         return self._computed[key]
 
-    @property
+    @cached_property
     def _costs(self) -> Costs:
         return self.problem.costs(self.mesh.size)
 
@@ -197,7 +206,7 @@ class Prices:
         """Components that have a backward."""
         known = self.problem.remembered(_Kinds)
         if known.differentiable is None:
-            known.differentiable = differentiable_components(self.problem.model)
+            known.differentiable = self.problem.model.differentiable_components
         return known.differentiable
 
     def conversion_s(self, value: Value, source: ValueLayout, target: ValueLayout) -> float:
@@ -238,12 +247,8 @@ class Prices:
 
     def _buckets_s(self, component: Component, placement: Placement, operations: Sequence[str]) -> float:
         """Collectives over the component's share of full buckets."""
-        sizes: dict[tuple[tuple[int, ...], ...], int] = {}
-        for parameter in component.trainable_parameters:
-            shards = alike(component, placement, parameter.name, self.mesh.tp)
-            sizes[shards] = sizes.get(shards, 0) + hold(component, placement, parameter, shards[0][0]).size_bytes
         total = 0.0
-        for shards, size_bytes in sizes.items():
+        for shards, size_bytes in self._gradients(component, placement).items():
             group = tuple(
                 self.mesh.rank(stage=0, replica=copy, shard=shard) for copy in range(self.mesh.copies) for shard in shards[0]
             )
@@ -254,6 +259,16 @@ class Prices:
                 )
                 total += seconds * size_bytes / whole
         return total
+
+    def _gradients(self, component: Component, placement: Placement) -> dict[ShardRanks, int]:
+        """By the tp ranks that sum them together the bytes of a component's gradients."""
+        known, key = self.problem.remembered(_Gradients).by_placement, (component.name, placement, self.mesh.tp)
+        if key not in known:
+            sizes = known[key] = {}
+            for parameter in component.trainable_parameters:
+                shards = alike(component, placement, parameter.name, self.mesh.tp)
+                sizes[shards] = sizes.get(shards, 0) + hold(component, placement, parameter, shards[0][0]).size_bytes
+        return known[key]
 
     def held_elements(self, component: Component, placement: Placement, shard: int) -> int:
         """Scalars of the component's trainable parameters that tp rank `shard` holds."""

@@ -61,10 +61,10 @@ def partition(
 def least_round_s(seconds: Floats, stages: int, microbatches: int, *, saved_s: float = 0.0) -> float:
     """A lower bound of the step of a pipeline, whatever the cut into stages: one stage per rank.
 
-    With t_s the time of one microbatch on stage s, a step takes at least sum_{j < s} t_j + M t_s for every s: stage s can begin
+    With t_s the time of one microbatch on stage s, a step takes at least sum_{j < s} t_j + M t_s for every s. Stage s can begin
     only when a microbatch has come to it, and its last gradient still goes back to the first stage. The bound is the least x
-    for which some cut keeps all of these at or below x. For a given x a stage that takes as much as it may leaves later
-    stages no less room in the end, so the longest runs decide.
+    for which some cut keeps all of these at or below x. For a given x a stage that takes as much as it may leaves later stages
+    no less room in the end, so the longest runs decide.
 
     Args:
         seconds: float64 [n], forward and backward of one microbatch by component. stages: 1 to n. microbatches: M.

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from parsim.errors import ScheduleError
-from parsim.graph.plan_index import PlanIndex, differentiable_components
+from parsim.graph.plan_index import PlanIndex
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
@@ -171,7 +171,7 @@ def zero_stages(problem: PlanningProblem, layout: PlanIndex) -> tuple[int, ...]:
     """Every stage that is asked for; 0 alone where no two ranks hold the same parameters."""
     if isinstance(problem.zero_stage, int):
         return (problem.zero_stage,)
-    shared = layout.plan.mesh.copies > 1 or any(len(bucket.group) > 1 for bucket in layout.buckets)
+    shared = layout.plan.mesh.copies > 1 or any(len(group) > 1 for group in layout.buckets.groups.values())
     return ZERO_STAGES if shared else (0,)
 
 
@@ -195,7 +195,7 @@ def is_chain(problem: PlanningProblem) -> bool:
 
 
 def _is_chain(model: Model) -> bool:
-    backwards = differentiable_components(model)
+    backwards = model.differentiable_components
     for one, two in zip(model.components, model.components[1:], strict=False):
         shared = [model.value[name] for name in two.inputs if name in one.outputs]
         returns = any(value.differentiable for value in shared) and two.name in backwards

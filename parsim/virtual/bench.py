@@ -156,8 +156,8 @@ def tensor_rows(runs: Iterable[BenchRun]) -> list[BenchRow]:
 
 
 def ranks(runs: Iterable[BenchRun]) -> list[BenchRow]:
-    """Per setting and metric: the mean rank of every way (1: least variance) over exchanges, tensors and seeds, and Kendall's
-    tau of those ranks with the ways' mean score. -1: less variance goes with a better model."""
+    """Per setting and metric: the mean rank of every way (1: least variance) over exchanges, tensors and seeds. Beside it
+    Kendall's tau of those ranks with the ways' mean score. -1: less variance goes with a better model."""
     rows = []
     for group in _grouped(runs, lambda run: run.setting):
         ways, scores = _scores(group)

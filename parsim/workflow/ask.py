@@ -165,7 +165,7 @@ def check_loss(model: Model, plan: Plan, *, allowed: bool) -> None:
     kind = "is a scalar that adds up the samples of a batch" if added else "is no sum over samples"
     way = "return the mean or one number per sample" if added else "plan with strategy = 'single'"
     raise PlanError(
-        f"the loss of {model.name} ({model.loss}) {kind}, and the plan ({plan.summary()}) takes it of {smallest} of "
+        f"the loss of {model.name} ({model.loss}) {kind}. The plan ({plan.summary()}) takes it of {smallest} of "
         f"{plan.global_batch} samples at a time, which is another loss; {way}, or set training.allow_coupled_loss = true to "
         "train by it"
     )

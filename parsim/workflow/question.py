@@ -47,7 +47,7 @@ _PREDICTED_FROM: tuple[tuple[str, str, str], ...] = (
     ("plan", "zero_stage", "zero_stage {}"),
     ("plan", "recompute", "recompute {}"),
 )
-"""Keys whose defaults change what is predicted, and how they are told."""
+"""Keys whose defaults change what is predicted, and how they are shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,7 +137,7 @@ def _made(config: RunConfig, model: Model | None) -> Path:
     path = cache_path(config)
     if model is not None:
         raise ConfigError(
-            f"{config.model.name} was given as a value, and no profile in {path.parent} has measured it: a calibration builds "
+            f"{config.model.name} was given as a value, and no profile in {path.parent} has measured it. A calibration builds "
             'the model in every process; give "package.module:function" as the model, or the path of a profile as the cluster'
         )
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -44,12 +44,19 @@ def trainings(curves: dict[str, Any]) -> str:
     loads = [line["load"] for line in lines]
     dates = sorted({line["date"] for line in lines if "date" in line})
     apart = max(_apart(curves["undisturbed"], own["losses"]) for own in curves["disturbed"].values())
+    wrong = "".join(f"{told_of(line)}\n\n" for line in lines if line["problems"])
     return (
-        f"{len(found)} trainings were disturbed, {lost} of them lost something.\n\n{table(found)}\n\n"
+        f"{len(found)} trainings were disturbed, {lost} of them lost something.\n\n{table(found)}\n\n{wrong}"
         f"Two ranks on a machine with two cores that others used too: load average {min(loads):.0f} to {max(loads):.0f}, "
         f"median {statistics.median(loads):.0f}. Last ones of {dates[-1]}.\n\n"
         f"The largest difference of any loss of the curves below is {apart:.1g}."
     )
+
+
+def told_of(line: dict[str, Any]) -> str:
+    """What was wrong with one disturbed training; `mended`, written into its line by hand, says what was done about it."""
+    what = " ".join(str(line["problems"][0]).split())[:160]
+    return f"Lost: number {line['number']}, {line['fault']}: {what}. {line.get('mended', 'Not mended yet.')}"
 
 
 def files() -> str:

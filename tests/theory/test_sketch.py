@@ -15,7 +15,7 @@ from parsim.engines.compile import compile_graph
 from parsim.engines.static import simulate
 from parsim.graph.task import Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
-from parsim.work import Collective, Compute, Phase
+from parsim.work import Collective, Compute, LoadBatch, Phase
 
 
 def unfolded(text: str) -> str:
@@ -27,17 +27,19 @@ def test_a_step_is_written_by_its_parts() -> None:
         (Compute(component="a", phase=Phase.FORWARD, samples=1), "compute", ()),
         (Compute(component="a", phase=Phase.BACKWARD, samples=1), "compute", (0,)),
         (Collective(operation="all_reduce", group=(0, 1), size_bytes=8), "dp", (1,)),
+        (LoadBatch(samples=1, size_bytes=8), "host", ()),
     ]
     tasks = []
     for index, (what, stream, after) in enumerate(work):
         where = (Resource(0, stream), Resource(1, stream)) if stream == "dp" else (Resource(0, stream),)
         tasks.append(Task(index=index, work=what, resources=where, dependencies=after, origin=Origin(stage=0)))
     compiled = compile_graph(TaskGraph(tasks=tuple(tasks), world_size=2))
-    timeline = simulate(compiled, np.array([1.0, 2.0, 3.0]))
+    timeline = simulate(compiled, np.array([1.0, 2.0, 3.0, 3.0]))
     lanes = dict(sketch(compiled, timeline, [0, 1]))
     assert lanes == {
         "rank 0 computation": f"F{PIECES // 6}B{PIECES // 3}.{PIECES // 2}",
         "rank 0 communication": f".{PIECES // 2}C{PIECES // 2}",
+        "rank 0 loading": f"L{PIECES // 2}.{PIECES // 2}",
         "rank 1 communication": f".{PIECES // 2}C{PIECES // 2}",
     }
     assert {"F", "B", "C"} <= set(LETTERS)

@@ -11,6 +11,7 @@ import pytest
 
 from parsim.cli import main
 from parsim.costs.feedback.history import append_record
+from parsim.report.coverage import coverage_figures
 from tests.unit.test_history import record
 
 RUN_TOML = """
@@ -68,6 +69,11 @@ def test_coverage_counts_by_model_and_run(call: Any, tmp_path: Path) -> None:
     page = (tmp_path / "page.html").read_text()
     assert "Nominal and empirical coverage" in page
     assert "corrected 90% interval" in page
+
+
+@pytest.mark.parametrize(("count", "figures"), [(1, 0), (2, 1), (9, 2)])
+def test_a_figure_needs_enough_validations(count: int, figures: int) -> None:
+    assert len(coverage_figures([record(number, ratio=1.05) for number in range(count)])) == figures
 
 
 def test_coverage_without_a_history_says_what_to_do(call: Any) -> None:

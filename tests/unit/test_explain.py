@@ -104,6 +104,8 @@ def test_texts_are_short_and_name_the_largest_first() -> None:
     seconds = [task.seconds for task in found.of(COMPUTE) if task.terms]
     assert seconds == sorted(seconds, reverse=True)
     assert "more kinds of task" in text
+    own = text.split("exposed communication, ")[1].split("\n\n")[0]
+    assert "hidden behind computation" in own.splitlines()[-1], "what is hidden is not one of the kinds that are left out"
     assert json.loads(json.dumps(found.to_dict()))["step_s"] == found.step_s
 
 

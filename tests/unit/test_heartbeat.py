@@ -46,6 +46,16 @@ def test_stopped_ranks_are_named_after_the_limit_even_if_all_are() -> None:
     assert "have been stopped for 30 s" in both[1].text
 
 
+def test_ranks_whose_stops_fell_on_both_sides_of_a_look_are_named_together() -> None:
+    watch = RankWatch(limit_s=LIMIT_S, nproc=3)
+    found, now_s = None, 0.0
+    while found is None:
+        letters = "TSS" if now_s <= 0.5 else "TTS"  # rank 1 is stopped just after the second look
+        found = watch.look([WAITS] * 3, [ProcessState(letter=letter, cpu_s=0.0) for letter in letters], now_s)
+        now_s += 0.5
+    assert found.ranks == (0, 1)
+
+
 def test_a_rank_that_does_nothing_is_blamed_and_not_those_that_wait_for_it() -> None:
     noticed = seconds_until_noticed([WAITS, WORKS, WAITS], "SSS")
     assert noticed is not None

@@ -63,6 +63,9 @@ def test_a_point_that_fails_is_a_row_with_the_reason() -> None:
     assert "must equal the devices (99)" in found.rows[2]["reason"]
     assert found.failed == 3
     assert "3 failed" in found.sentence()
+    unequal, uneven = (line for line in found.lines() if line.startswith("failed"))
+    assert unequal.startswith("failed (2 points")
+    assert uneven.startswith("failed (1 point): ")
     nothing = swept({"cluster.devices": [99]})
     assert nothing.failed == 1
     assert nothing.best() is None

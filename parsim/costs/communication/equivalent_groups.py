@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
+from parsim.collectives import COLLECTIVE_KINDS
+from parsim.costs.communication.intranode import link_model_of
 from parsim.costs.communication.traffic import Way, leaf_shares, uplink_rate
+from parsim.costs.communication.transfers import transfer_pace
 from parsim.costs.estimate import Estimate
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.nodes import NodeShape
@@ -16,6 +19,9 @@ from parsim.hardware.nodes import NodeShape
 WAYS: tuple[Way, ...] = ("through", "rails", "pairs")
 NodePart = tuple[tuple[int, ...], bool, int]
 """Numbers of a group's devices on one node, whether it has others elsewhere, how many it has in all."""
+
+GroupsAtOnce = tuple[tuple[int, ...], ...]
+"""Groups, or pairs of a transfer, that run at the same time."""
 
 
 @lru_cache(maxsize=65536)
@@ -71,3 +77,26 @@ def _distinct(groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], None]:
 def known_estimates(cluster: Cluster) -> dict[Hashable, Estimate]:
     """What has been worked out for a cluster, by operation, size and `alike`."""
     return {}
+
+
+def alike_collectives(cluster: Cluster, operation: str, group: tuple[int, ...], concurrent: GroupsAtOnce) -> Hashable | None:
+    """Equal for groups that pay the same for one operation on as many bytes; None: nothing says so.
+
+    Args:
+        cluster: the machine. operation: a collective. group: its ranks. concurrent: groups that run at the same time.
+    """
+    if cluster.profile.communication.link_model is None or COLLECTIVE_KINDS[operation].rooted:
+        return None
+    return alike(cluster, tuple(sorted(group)), concurrent)
+
+
+def alike_transfers(cluster: Cluster, pair: tuple[int, int], concurrent: GroupsAtOnce) -> Hashable | None:
+    """The same for transfers between nodes; of those inside a node nothing says so.
+
+    Args:
+        cluster: the machine. pair: (source, destination). concurrent: pairs at the same time, this one among them.
+    """
+    if cluster.profile.communication.link_model is None or cluster.places[pair[0]][0] == cluster.places[pair[1]][0]:
+        return None
+    kind = link_model_of(cluster).link_kind
+    return transfer_pace(cluster, kind, pair, concurrent), transfer_pace(cluster, kind, pair), len(concurrent)

@@ -10,8 +10,8 @@ Three sources, never mixed silently:
     published  an operator kind without a fit, on a device whose peaks come from a datasheet or paper: a roofline at a stated
                efficiency and a large uncertainty.
 
-The time of a shard, derived from a larger one, keeps what does not divide (launches, uncut operators) if the operator model
-has it. Without fits, the roofline has no launches, so shards of small components come out too fast.
+The time of a shard, derived from a larger one, holds what does not divide (launches, uncut operators) if the operator model has
+it. Without fits, the roofline has no launches, so shards of small components come out too fast.
 
 Leaves out: the state of caches between components, and clock changes within a run.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from parsim.costs.compute.composition import LaunchModel
@@ -31,6 +31,7 @@ from parsim.costs.compute.operators import Kernel
 from parsim.costs.compute.surfaces import surface_models
 from parsim.costs.estimate import Estimate, Term
 from parsim.errors import CostError
+from parsim.hardware.cluster import Cluster
 from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.device import Device, DeviceType
 from parsim.hardware.profile import Profile
@@ -42,8 +43,8 @@ from parsim.work import BY_OPERATOR_PART, NORM, SCALE, ClipGradients, Compute, O
 
 SHARD_SIGMA_PER_DOUBLING = 0.25
 """Of a shard's time taken from that of one twice as large. By the roofline, against 232 measured halves of components of six
-small models at 4 and 16 samples on a busy 2-core virtual machine (2026-11-21): standard deviation 27%, median 18% too fast;
-where the whole takes more than 1 ms, 23% and 12%."""
+small models at 4 and 16 samples (busy 2-core virtual machine, 2026-11-21). The standard deviation was 27%, the median 18% too
+fast; where the whole takes more than 1 ms, 23% and 12%."""
 
 HALF_SIGMA = 0.2
 """Assumed relative spread of half a backward taken from the whole one by operators: halves have not been measured alone."""
@@ -70,6 +71,20 @@ class MeasuredWork(NamedTuple):
     phase: str
     device_type: str
     precision: str
+
+
+MOST_KNOWN = 2**15
+"""Estimates that are kept of one machine."""
+
+
+@lru_cache(maxsize=64)
+def compute_costs(cluster: Cluster, precision: str, ranks_active: int | None) -> ComputeCosts:
+    """The prices of computation on a cluster: one object, so that what one question has asked is known for the next.
+
+    Args:
+        cluster: the machine. precision, ranks_active: as `ComputeCosts` has them.
+    """
+    return ComputeCosts(cluster.profile, precision, ranks_active)
 
 
 @dataclass(frozen=True)
@@ -111,6 +126,18 @@ class ComputeCosts:
                 f"a component computes forward or backward over >= 1 sample, got {work.component!r} {work.phase} over "
                 f"{work.samples}; an optimizer step is priced by ComputeCosts.optimizer"
             )
+        key = (component, work.phase, work.samples, work.rule, work.ways, device.type.name, input_gradient)
+        if key not in self._known:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = self._estimate(work, component, device, input_gradient)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[object, ...], Estimate]:
+        return {}
+
+    def _estimate(self, work: Compute, component: Component, device: Device, input_gradient: bool) -> Estimate:
         model = self.operator_model(device.type)
         part = ComputeRequest(
             component=narrow(component, work.rule, work.ways),

@@ -17,11 +17,11 @@ scaled_dot_product_attention keep the width of their input. Loss scaling and its
 optimizer's step (`parsim.costs.compute.compute`).
 
 Sources: torch's list "CUDA Ops that can autocast" (torch.amp documentation); the passes of the norms and softmax as their CUDA
-kernels make them (aten/src/ATen/native/cuda: layer_norm_kernel, SoftMax, Dropout), rounded to what NeuSight's V100 timings of
-softmax and layer norm show for the forward (2.6 to 3.6 and 3 to 4.5 passes at the bandwidth of an addition).
+kernels make them (aten/src/ATen/native/cuda: layer_norm_kernel, SoftMax, Dropout). Passes are rounded to what NeuSight's V100
+timings show for the forward: 2.6 to 3.6 of softmax and 3 to 4.5 of layer norm, at the bandwidth of an addition.
 
-Leaves out: casts of biases and of a batch of images, the dense gradient of an embedding's table, kernels that a framework other
-than eager torch fuses (bias with GELU, scale with mask and softmax), and the host's time per launch.
+Leaves out: casts of biases and of a batch of images, the dense gradient of an embedding's table, and the host's time per
+launch. Also kernels that a framework other than eager torch fuses (bias with GELU, scale with mask and softmax).
 """
 
 from __future__ import annotations

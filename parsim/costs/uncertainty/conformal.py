@@ -35,7 +35,8 @@ TARGET = (0.85, 0.95)
 """Coverage of 90% intervals that a profile must not be wholly outside of."""
 
 LEAST_HALF_WIDTH = 0.005
-"""On the log scale: no interval is taken for narrower than +-0.5%, or one that is too sure of itself would own the quantile."""
+"""On the log scale: no interval is taken for narrower than +-0.5%, because one overconfident record would dominate the
+quantile."""
 
 MOST_EXPONENT = 30.0
 """An interval by a factor of exp(30) says nothing; a wider one is cut there, so that its ends stay numbers."""

@@ -1,6 +1,6 @@
 """Gossip as a program: rounds of local steps and messages over the links of W_t, in the vocabulary every engine reads.
 
-adapt_combine: forward, backward, update; then each worker's weights go over its links, and the sum sum_j W_ij x_j waits for
+adapt_combine: forward, backward, update. Then each worker's weights go over its links, and the sum sum_j W_ij x_j waits for
 those it takes. combine_adapt: the weights of the round's beginning travel while it computes, and the update waits for them.
 all_reduce: the synchronous step, gradients of all in one collective before the update. A message begins once both ends are
 there. Steps without an exchange (a period above 1) are steps alone.

@@ -20,8 +20,8 @@ from parsim.work import Compute, Mix, OptimizerStep, Phase, Work
 def merge_program(model: GossipModel, *, workers: int, epochs: int, steps: int = 1) -> Program:
     """Commutative merging: every worker trains an epoch, then merges its weights into the global model, and again.
 
-    A repeat is one epoch of each worker: `steps` batches forward and backward as one task each, the updates, and the merge, a
-    Mix of two on MERGE (on rank 0), which serves by arrival, and on the worker.
+    A repeat is one epoch of each worker: `steps` batches forward and backward as one task each, the updates, and the merge. The
+    merge is a Mix of two on the worker and on MERGE (on rank 0), which serves by arrival.
 
     Leaves out: the transfers to and from the global model; put their seconds into the merge's.
 

@@ -1,8 +1,8 @@
 """Training under a scenario with a controller in the loop: after every window of steps it may change the plan.
 
 The controller is a value handed in; this module knows its protocol and nothing of plans. A step is simulated once for every
-state of the machine in which something runs, and a window moves from change to change of the machine, not from task to task.
-With jitter every window is simulated anew. Where a link that is down stops the step, the window waits until the link is back.
+state of the machine in which something runs. A window moves from change to change of the machine, not from task to task. With
+jitter every window is simulated anew. Where a link that is down stops the step, the window waits until the link is back.
 
 Leaves out: a change of the machine within a step (the step in which it falls is still the old one), and failures.
 """

@@ -4,8 +4,8 @@ A collective or a transfer is one flow. Its bytes pass several links in fixed pr
 so one rate describes it. Its slowest link sets that rate. Of the seconds it takes alone, `transfer_s` move bytes, at the
 pace at which its busiest link is full; the rest is latency, which no other flow lengthens.
 
-Leaves out: the phases of a hierarchical collective, whose links are taken to be used together; and, as the prices do, trees
-inside a node, which load the links of its rings.
+Leaves out: the phases of a hierarchical collective, whose links are taken to be used together. As the prices do, it also leaves
+out trees inside a node, which load the links of its rings.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ jumps from one event (a failure, a change of state) to the next, and looks up th
 between them in running sums. So days take milliseconds, and a draw costs as much as it has failures.
 
 A failure loses the work since the last complete checkpoint, and the run stops for `restart_s`. A failure during that time
-starts it again. Warm-up steps add their extra seconds to the start and to every restart. Prices count all devices for all
-the time; energy counts a device as busy for the seconds that it computes, again after a failure where steps are repeated,
-and idle for the rest.
+starts it again. Warm-up steps add their extra seconds to the start and to every restart. Prices count all devices for all the
+time. Energy counts a device as busy for the seconds that it computes, again after a failure where steps are repeated, and idle
+for the rest.
 
 Leaves out: checkpoints written beside the training, spare nodes and smaller meshes after a failure, asynchronous
 workers who would go on when one fails, and silent errors.

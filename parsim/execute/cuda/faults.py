@@ -43,7 +43,7 @@ def check_alone(rank: int, device: str, used_bytes: int) -> None:
     if used_bytes > OTHERS_BYTES:
         raise ExecutionError(
             f"rank {rank} finds {format_bytes(used_bytes)} of {device} in use before it has allocated anything: another "
-            "process computes there (`nvidia-smi` names it), which would slow every step and take the plan's memory; end it, "
+            "process computes there (`nvidia-smi` names it). It would slow every step and take the plan's memory; end it, "
             "or leave this GPU out with CUDA_VISIBLE_DEVICES"
         )
 

@@ -77,8 +77,8 @@ def launch(
         max_restarts: how often all ranks are started anew after a failure.
 
     Raises:
-        ExecutionError: a rank failed (which, how, what it said last), hangs, or the time ran out; an OutOfMemoryError if a
-            GPU's memory was too small, a DivergedError if a loss or weight was not finite.
+        ExecutionError: a rank failed (which, how, its last output), hangs, or the time ran out; an OutOfMemoryError if a GPU's
+            memory was too small, a DivergedError if a loss or weight was not finite.
         MissingDependencyError: torch is not installed.
     """
     if nproc < 1:

@@ -64,10 +64,10 @@ def prepare_rank(local_rank: int, local_world_size: int, *, device: str = "cpu")
 def keep_freed_memory() -> bool:
     """Tell glibc to keep freed memory, so that a step does not fault in again the pages the last one gave back.
 
-    No mapping of large arrays, no trimming. By default every array above 32 MiB is mapped anew (`x + 1` on 64 MiB: 42 ms
-    not 6 ms on a 2-core virtual machine), and times depend on what ran before. Every thread has its own arena. With a
-    shared one, a communicating thread that waits for the arena of the computing thread holds a lock of gloo. Gloo's loop
-    has priority over the computation and polls that lock, so one step in ten stood still for a second.
+    No mapping of large arrays, no trimming. By default every array above 32 MiB is mapped anew, and times depend on what ran
+    before: `x + 1` on 64 MiB took 42 ms, not 6 ms (2-core virtual machine). Every thread has its own arena. With a shared one,
+    a communicating thread that waits for the arena of the computing thread holds a lock of gloo. Gloo's loop has priority over
+    the computation and polls that lock, so one step in ten stood still for a second.
 
     Returns False where there is no glibc. The heap settles within about five repeats, somewhat above its peak, and stays so to
     the end.

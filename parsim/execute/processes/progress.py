@@ -46,7 +46,7 @@ def relayed(on_text: Callable[[str], None], on_warning: Callable[[str], None] | 
     """For the `on_line` of `launch`: hands the text of every line of progress to `on_text`, and drops all other lines.
 
     Args:
-        on_warning: receives every warning once, whichever ranks told it; left out: warnings are progress.
+        on_warning: receives every warning once, whichever ranks gave it; left out: warnings are progress.
     """
     told: set[str] = set()
 

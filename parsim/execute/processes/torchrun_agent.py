@@ -1,8 +1,8 @@
 """`python -m parsim.execute.processes.torchrun_agent ARGUMENTS OF TORCHRUN`: agents that meet where only the run can.
 
 torchrun's own store listens on every interface of the first machine. This rendezvous ("parsim") keeps torchrun's agents and
-restarts, and puts their keys into the store of `parsim.execute.processes.rendezvous`: bound to the address that is named,
-under the token of the run (PARSIM_TOKEN).
+restarts, and puts their keys into the store of `parsim.execute.processes.rendezvous`. That store is bound to the address that
+is named, under the token of the run (PARSIM_TOKEN).
 
 Leaves out: machines that join later. As under torchrun's `static`, all of them are there from the beginning.
 """

@@ -1,7 +1,7 @@
 """A rank's part of mixing rounds: its weights go out, the weighted sum comes back, and an outer optimizer may move it on.
 
-The rounds' tasks are those of `parsim.graph.passes.rounds`. A bucket's weights are packed into the flat array of its
-gradients, which nobody needs between the optimizer's step and the next backward; so sending needs no room of its own.
+The rounds' tasks are those of `parsim.graph.passes.rounds`. A bucket's weights are packed into the flat array of its gradients,
+which nobody needs between the optimizer's step and the next backward. So sending needs no room of its own.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MixingRounds:
     """What a rank keeps from round to round, and how it does the tasks of one.
 
     Args:
-        stage: the rank's parameters and buckets. groups: by stream. received: is told of every buffer for what arrives.
+        stage: the rank's parameters and buckets. groups: by stream. received: called with every buffer for what arrives.
 
     Attributes:
         previous, velocity: by bucket, what the outer optimizer keeps; empty without one.

@@ -1,6 +1,6 @@
 """A decoupled stage between steps: the batches it has run forward and not yet backward, and what has arrived for the next step.
 
-In step t a stage runs the forward of batch t - stage and the backward of batch t - 2 (K - 1) + stage, both with the weights of
+In step t a stage runs the forward of batch t - stage and the backward of batch t - 2 (K - 1) + stage. Both use the weights of
 the beginning of the step (`parsim.graph.passes.stale`). A batch that waits keeps the weights of its forward: the stage runs it
 on a copy of its module, whose gradients are the stage's own. So the gradient is that of one model whose stages are of different
 steps ("stash" of `parsim.virtual.agent`). At the beginning and after a checkpoint of another plan the stages fill one by one:
@@ -28,7 +28,8 @@ from parsim.plans.plan import Plan
 from parsim.work import Compute, LoadBatch, Phase, SendRecv
 
 if TYPE_CHECKING:
-    from parsim.execute.runtime import BatchSource, RankProgram
+    from parsim.execute.operations.computing import BatchSource
+    from parsim.execute.runtime import RankProgram
 
 
 def runs(task: Task, plan: Plan, rank: int, since: int) -> bool:

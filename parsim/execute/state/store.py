@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from parsim.graph.plan_index import PlanIndex, Reading
+from parsim.graph.placed_model import Reading
+from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import Task
 from parsim.model.shard.pieces import padded_piece
 from parsim.plans.redistribution import LOCAL_HOPS, PIECES, Hop, ValueLayout, conversion

@@ -1,6 +1,6 @@
 """Communication of values and gradients between components: hops on the tp axis, then transfers between stages.
 
-A value is converted in the stage that makes it, into each layout in which it is read, and crosses to another stage in that
+A value is converted in the stage that makes it, into each layout in which it is read. It crosses to another stage in that
 layout, tp rank to tp rank. A gradient crosses in the layout in which it was made, and is converted where it is wanted.
 """
 
@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.hops import hop_groups, hop_pairs
-from parsim.graph.plan_index import PlanIndex, Reading
+from parsim.graph.placed_model import Reading
+from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import COMPUTE, Origin, Resource
 from parsim.plans.redistribution import LOCAL_HOPS, PIECES, Hop, ValueLayout, conversion
 from parsim.work import Collective, Phase, SendRecv

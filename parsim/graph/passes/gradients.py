@@ -7,12 +7,14 @@ do with every microbatch is in `parsim.graph.passes.unsharded`.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.inside import first_key
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import COMPUTE, Origin, Resource
-from parsim.plans.pipeline import pipeline_actions
+from parsim.plans.pipeline import pipeline_actions, rank_of_stage
 from parsim.work import Collective, OptimizerStep, Phase
 
 DP_STREAM = "dp"
@@ -24,10 +26,32 @@ def last_backward_key(layout: PlanIndex, rank: int, component: str) -> TaskKey:
 
 
 def _last_microbatch(layout: PlanIndex, chunk: int) -> int:
-    plan, place = layout.plan, layout.plan.stage_places[chunk]
-    actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
-    last = next(action for action in reversed(actions) if action.stage == chunk and action.phase is not Phase.FORWARD)
-    return last.microbatch
+    plan = layout.plan
+    return _last_backward(plan.pipeline_order, plan.mesh.pp, plan.microbatches, plan.chunks, chunk)
+
+
+@lru_cache(maxsize=4096)
+def _last_backward(order: str, places: int, microbatches: int, chunks: int, stage: int) -> int:
+    """The microbatch whose backward a stage of a pipeline runs last."""
+    actions = pipeline_actions(order, rank_of_stage(order, places, chunks)[stage], places, microbatches, chunks)
+    return next(
+        action for action in reversed(actions) if action.stage == stage and action.phase is not Phase.FORWARD
+    ).microbatch
+
+
+class _Queues:
+    """Of groups of ranks those that are lowered, and their queues: asked once for all buckets of a group."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self._known: dict[int, tuple[tuple[int, ...], list[int], list[Resource]]] = {}
+
+    def of(self, group: tuple[int, ...]) -> tuple[list[int], list[Resource]]:
+        """Ranks that are lowered, and their queues for gradients."""
+        if id(group) not in self._known:  # the group is kept, so no other one gets its identity
+            kept = self._draft.kept(group)
+            self._known[id(group)] = group, kept, [Resource(rank, DP_STREAM) for rank in kept]
+        return self._known[id(group)][1:]
 
 
 def reduction_key(layout: PlanIndex, bucket: Bucket, microbatch: int | None = None, replica: int | None = None) -> TaskKey:
@@ -56,8 +80,9 @@ def summed_groups(layout: PlanIndex, bucket: Bucket) -> dict[int | None, tuple[i
 
 def add_gradient_reduction(draft: Draft, layout: PlanIndex) -> None:
     """One all_reduce (ZeRO 1: reduce_scatter) per bucket over all ranks that hold its parameters; none where one rank does."""
-    kept_buckets = [bucket for bucket in layout.buckets if draft.keeps_any(bucket.group)]
-    groups = [(bucket, *entry) for bucket in kept_buckets for entry in summed_groups(layout, bucket).items()]
+    groups = [
+        (bucket, *entry) for bucket in layout.buckets.having(draft.keeps_any) for entry in summed_groups(layout, bucket).items()
+    ]
     for bucket, replica, group in groups:
         if len(group) == 1 or layout.zero_stage_of(bucket) >= 2:
             continue
@@ -77,12 +102,27 @@ def add_gradient_reduction(draft: Draft, layout: PlanIndex) -> None:
 
 def bucket_work(layout: PlanIndex, bucket: Bucket, group: tuple[int, ...] | None = None) -> Collective:
     """How the bucket's gradients are summed, over all that hold it or over a group of them."""
-    divided = layout.is_divided(bucket)
-    return Collective(
-        operation="reduce_scatter" if divided else "all_reduce",
-        group=group or bucket.group,
-        size_bytes=bucket.padded_bytes if divided else bucket.size_bytes,
-    )
+    operation, size_bytes = _summing(layout, bucket)
+    return Collective(operation=operation, group=group or bucket.group, size_bytes=size_bytes)
+
+
+def _summing(layout: PlanIndex, bucket: Bucket) -> tuple[str, int]:
+    """The operation that sums the bucket's gradients, and the bytes of its array."""
+    return ("reduce_scatter", bucket.padded_bytes) if layout.is_divided(bucket) else ("all_reduce", bucket.size_bytes)
+
+
+class _Works:
+    """Collectives of buckets, one for all of a size over the same ranks."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int, int], Collective] = {}
+
+    def of(self, operation: str, size_bytes: int, group: tuple[int, ...]) -> Collective:
+        """The work; it keeps its group, so no other group gets its identity."""
+        key = operation, size_bytes, id(group)
+        if key not in self._known:
+            self._known[key] = Collective(operation=operation, group=group, size_bytes=size_bytes)
+        return self._known[key]
 
 
 def gathering_work(bucket: Bucket) -> Collective:
@@ -159,10 +199,13 @@ def add_parameter_gathering(draft: Draft, layout: PlanIndex) -> None:
     """ZeRO 1 and 2: one all_gather per divided bucket after every rank of its group has updated its part."""
     if layout.plan.gather_ahead:
         return
-    for bucket in layout.buckets:
-        if draft.keeps_any(bucket.group) and layout.zero_stage_of(bucket) in (1, 2):
-            kept = draft.kept(bucket.group)
-            work = gathering_work(bucket)
-            after: list[TaskKey] = [(Phase.OPTIMIZER, rank) for rank in kept]
-            resources = [Resource(rank, DP_STREAM) for rank in kept]
-            draft.add(("gather", bucket.number), work, resources, after, Origin(stage=bucket.stages[0], bucket=bucket.number))
+    queues, works = _Queues(draft), _Works()
+    updated: dict[int, list[TaskKey]] = {}
+    for bucket in layout.buckets.having(draft.keeps_any):
+        if layout.zero_stage_of(bucket) in (1, 2):
+            kept, resources = queues.of(bucket.group)
+            if id(bucket.group) not in updated:
+                updated[id(bucket.group)] = [(Phase.OPTIMIZER, rank) for rank in kept]
+            work = works.of("all_gather", bucket.padded_bytes, bucket.group)
+            origin = Origin(stage=bucket.stages[0], bucket=bucket.number)
+            draft.add(("gather", bucket.number), work, resources, updated[id(bucket.group)], origin)

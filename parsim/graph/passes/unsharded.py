@@ -150,8 +150,7 @@ def add_unsharded_buckets(draft: Draft, layout: PlanIndex) -> None:
     """The collectives of all buckets that come and go, place by place."""
     if layout.plan.zero_stage < 2:
         return
-    groups = {id(bucket.group): bucket.group for bucket in layout.buckets}
-    kept = {number: draft.kept(group) for number, group in groups.items()}
+    kept = {number: draft.kept(group) for number, group in layout.buckets.groups.items()}
     for place in range(layout.plan.mesh.pp):
         uses = uses_of(layout, place)
         gradients, parameters = (

@@ -230,9 +230,9 @@ def default_loss(spec: ModelSpec, module: nn.Module) -> str:
     kind, name = _kind(spec, module), type(module).__name__
     if kind.loss == OWN and not trains_by_contrast(name):
         raise ModelError(
-            f"{name} trains by comparing all samples of a batch with one another. That is no sum over samples, and of such "
-            f"models parsim knows the loss of {', '.join(CONTRASTIVE)} alone; plan one tower with inputs and a loss of your "
-            'own, or give a module that returns its loss (loss = "own")'
+            f"{name} trains by comparing all samples of a batch with one another, which is no sum over samples. Of such models "
+            f"only the loss of {', '.join(CONTRASTIVE)} is known; plan one tower with inputs and a loss of your own, or give a "
+            'module that returns its loss (loss = "own")'
         )
     labels = getattr(module.config, "num_labels", None)
     if kind.name == "text classification" and labels == 1:

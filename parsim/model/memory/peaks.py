@@ -8,20 +8,25 @@ there. Every moment's bytes are linear in the batch; kept are the moments that c
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from parsim.errors import ModelError
 from parsim.model.autograd.cut import InputEdge, Saved, backward_component, enter
+from parsim.model.loops.counts import moments_with
+from parsim.model.loops.repeated_calls import Shortened
 from parsim.model.memory.live_memory import LiveBytes
 from parsim.model.runnable import CallProgram, TensorKind, run_op
 
 Peaks = tuple[tuple[int, int], ...]
 """(bytes per sample, fixed bytes) of moments."""
+CountedValue = TypeVar("CountedValue")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +36,7 @@ class Recorded:
     Attributes:
         autocast: the half-precision type it ran under, or None.
         counted_inputs: the inputs (by position) that are among its saved activations, so that its backward lets go of them.
+        shorter: its program with fewer groups of a loop. change: what to make of a program before it is counted.
     """
 
     program: CallProgram
@@ -38,6 +44,27 @@ class Recorded:
     samples: int
     autocast: torch.dtype | None = None
     counted_inputs: tuple[int, ...] = ()
+    shorter: Shortened | None = None
+    change: Callable[[CallProgram], CallProgram] | None = None
+
+    def counted(
+        self, count: Callable[[CallProgram], CountedValue], together: Callable[[list[CountedValue], int], CountedValue | None]
+    ) -> CountedValue:
+        """What `count` says of the program: from shortened ones if that can be shown to be the same.
+
+        Shards of a program make its calls, so they are counted with two numbers of groups, and the program itself with three.
+
+        Args:
+            together: from the counts of `shorter.programs` that of the whole; None: they do not tell.
+        """
+        change = self.change or (lambda program: program)
+        if self.shorter is not None:
+            with contextlib.suppress(ModelError):  # a sharding that only the whole loop has
+                programs = self.shorter.programs[: 3 if self.change is None else 2]
+                found = together([count(change(program)) for program in programs], self.shorter.times)
+                if found is not None:
+                    return found
+        return count(change(self.program))
 
 
 class CountedPeaks(NamedTuple):
@@ -106,9 +133,23 @@ def moments(recorded: Recorded) -> tuple[list[int], list[int]]:
     return counted_moments(recorded)[:2]
 
 
-def counted_moments(recorded: Recorded) -> tuple[list[int], list[int], tuple[tuple[int, int], ...]]:
+Moments = tuple[list[int], list[int], tuple[tuple[int, int], ...]]
+
+
+def counted_moments(recorded: Recorded) -> Moments:
     """The same, and `CountedPeaks.views`."""
-    program = recorded.program
+    return recorded.counted(partial(_moments_of, recorded), _together)
+
+
+def _together(counts: list[Moments], times: int) -> Moments | None:
+    forward = moments_with([count[0] for count in counts], times)
+    backward = moments_with([count[1] for count in counts], times)
+    views = {count[2] for count in counts}
+    return None if forward is None or backward is None or len(views) > 1 else (forward, backward, views.pop())
+
+
+def _moments_of(recorded: Recorded, program: CallProgram) -> Moments:
+    """Of one program in the place of the recorded one."""
     environment: list[Any] = [None] * program.slots
     with recorded.fakes, torch.enable_grad():
         entries: list[InputEdge | None] = []

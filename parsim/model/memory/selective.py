@@ -1,14 +1,15 @@
 """What a component keeps, and what runs again, if it is recomputed by operator: counted on fake tensors at two batches.
 
 The two forwards are those of the executor (`parsim.model.autograd.recompute`), so the same outputs are kept. A component stays
-as it is (None) where that keeps no less, or where it cannot be counted: sizes that are not linear in the batch, a loop over
-the samples, a write into what it is given.
+as it is (None) where that keeps no less, or where it cannot be counted. That is with sizes that are not linear in the batch, a
+loop over the samples, or a write into what it is given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from parsim.errors import TraceError
 from parsim.model.autograd.kept_calls import FirstForward, KeptCalls, Repeat
 from parsim.model.autograd.recompute import first_forward, second_forward
 from parsim.model.component import Component, Selective, Sharding, ShardPeak, ShardSelective, Value
+from parsim.model.loops.counts import items_with, moments_with, size_with
 from parsim.model.memory.live_memory import LiveBytes
 from parsim.model.memory.peaks import Recorded, autocast_as, like, lines
 from parsim.model.runnable import CallProgram, run_op
@@ -74,9 +76,36 @@ class _Program:
 
 def _counts(recorded: Recorded, *, kernels: bool = False) -> _Counts:
     """Both forwards of a component, with its kernels if they are asked for. Raises TraceError where it cannot run twice."""
+    return recorded.counted(partial(_counts_of, recorded, kernels), _together)
+
+
+def _together(counts: list[_Counts], times: int) -> _Counts | None:
+    """From the counts of shortened programs those of the whole."""
+    sizes = [size_with([getattr(count, name) for count in counts], times) for name in ("kept", "again")]
+    first, second = (moments_with([getattr(count, name) for count in counts], times) for name in ("first", "second"))
+    kernels = items_with([list(zip(count.functions, count.repeated, strict=True)) for count in counts], times)
+    stays = {(count.inputs, count.outputs) for count in counts}
+    kept, again = sizes
+    if kept is None or again is None or first is None or second is None or kernels is None or len(stays) > 1:
+        return None
+    functions, repeated = tuple(zip(*kernels, strict=True)) or ((), ())
+    inputs, outputs = stays.pop()
+    return _Counts(
+        inputs=inputs,
+        outputs=outputs,
+        kept=kept,
+        again=again,
+        first=first,
+        second=second,
+        functions=functions,
+        repeated=repeated,
+    )
+
+
+def _counts_of(recorded: Recorded, kernels: bool, program: CallProgram) -> _Counts:
     with recorded.fakes, torch.enable_grad(), autocast_as(recorded.autocast):
-        forward = _Program(recorded.program)
-        inputs = [like(recorded.program.tensors[slot]) for _, slot, _ in recorded.program.inputs]
+        forward = _Program(program)
+        inputs = [like(program.tensors[slot]) for _, slot, _ in program.inputs]
         with LiveBytes() as live:
             for tensor in (*inputs, *forward.given):
                 live.ignore(tensor)
@@ -173,7 +202,9 @@ def shard_selective(small: Recorded, large: Recorded, sharding: Sharding) -> Sha
     for shard in (0,) if shards_are_alike(small.program, sharding, widths[0]) else (0, 1):
         try:
             counted = {
-                (ways, run.samples): _counts(replace(run, program=local_program(run.program, sharding, shard, ways)))
+                (ways, run.samples): _counts(
+                    replace(run, change=partial(local_program, sharding=sharding, shard=shard, ways=ways))
+                )
                 for ways in widths[:2]
                 for run in (small, large)
             }

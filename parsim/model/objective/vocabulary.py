@@ -34,7 +34,7 @@ def total_in_parts(logits: Tensor, target: Tensor, begin: Callable[[str], None])
     """The sum over samples of the mean over their tokens, as the row "cross_entropy" has it.
 
     Args:
-        logits: [B, ..., classes]. target: classes [B, ...]. begin: told the name of every part before its first call.
+        logits: [B, ..., classes]. target: classes [B, ...]. begin: called with the name of every part before its first call.
     """
     begin(MAXIMUM)
     with torch.no_grad():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from parsim.model.component import Sharding, ShardPeak, Share
 from parsim.model.memory.peaks import Recorded, moments, upper_envelope
@@ -31,8 +32,9 @@ def shard_peaks(small: Recorded, large: Recorded, sharding: Sharding) -> tuple[S
     forward: set[ShardPeak] = set()
     backward: set[ShardPeak] = set()
     for shard in (0,) if shards_are_alike(small.program, sharding, widths[0]) else (0, 1):
+        local = partial(local_program, sharding=sharding, shard=shard)
         counted = {
-            (ways, run.samples): moments(replace(run, program=local_program(run.program, sharding, shard, ways)))
+            (ways, run.samples): moments(replace(run, change=partial(local, ways=ways)))
             for ways in widths[:2]
             for run in (small, large)
         }

@@ -1,7 +1,7 @@
 """What is read from the calls of a component beside their rules: calls without a rule, and tensors taken apart in runs.
 
 Any function may be done whole by every shard, if it is given full tensors only, is linear in the gradient (as all of torch's
-own are) and draws no random numbers. torch's operators tell by a tag whether they draw.
+own are) and draws no random numbers. Operators of torch say by a tag whether they draw.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def whole_call(step: Step) -> RuleOutcome:
 
 @lru_cache(maxsize=8)
 def drawing_calls(program: CallProgram) -> frozenset[int]:
-    """Numbers of the calls without a rule that draw random numbers, or of which that cannot be told."""
+    """Numbers of the calls without a rule that draw random numbers, or may draw them, for all that is known."""
     return frozenset(
         number for number, op in enumerate(program.ops) if rule_of(op.function) is None and not _is_plain(program, op)
     )

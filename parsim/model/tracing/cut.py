@@ -1,11 +1,11 @@
 """Cut a recording into components: contiguous intervals of its calls, so that running them in order is a topological order.
 
-Granularity "layer": a component starts at each leaf module that owns parameters; what follows without parameters
-(activation, pooling, residual add) joins it. Granularity "block": a component is a repeated block (a child of a
-ModuleList or Sequential of modules that have children themselves), or a leaf with a weight matrix outside the blocks.
-Granularity "sublayer": blocks, cut after their residual adds (`parsim.model.tracing.sublayers`).
-Calls that belong to neither (class token, flatten, concatenation) join the component before them, or the first one.
-An in-place operation on what an earlier component made merges the two: no boundary value is ever changed.
+Granularity "layer": a component starts at each leaf module that owns parameters; what follows without parameters (activation,
+pooling, residual add) joins it. Granularity "block": a component is a repeated block, or a leaf with a weight matrix outside
+the blocks. A block is a child of a ModuleList or Sequential of modules that have children themselves. Granularity "sublayer":
+blocks, cut after their residual adds (`parsim.model.tracing.sublayers`). Calls that belong to neither (class token, flatten,
+concatenation) join the component before them, or the first one. An in-place operation on what an earlier component made merges
+the two: no boundary value is ever changed.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def balanced_choice(routing: Routing, samples: int, *, skew: bool = False) -> Te
     """Which experts every token goes to: [positions, chosen], each expert as often as any other.
 
     Where a sample has a token for every expert the pattern repeats with the samples, so that all numbers are linear in the
-    batch; else it runs on from one sample to the next.
+    batch. Else it runs on from one sample to the next.
 
     Args:
         routing: how many tokens and experts. samples: of the batch. skew: the first half of the tokens takes the first experts.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parsim.errors import TraceError
 from parsim.model.component import LOSS, MAXIMUM, PARTIAL, Component, Parameter, Selective, Sharding, ShardSelective, Value
+from parsim.model.loops.repeated_calls import Shortened, shortened
 from parsim.model.memory.pairs import compares_samples, square_peaks, square_size
 from parsim.model.memory.peaks import CountedPeaks, Peaks, Recorded, autocast_as, component_peaks
 from parsim.model.memory.selective import gains, selective_of, shard_selective
@@ -50,6 +51,7 @@ class TracedForward:
         saved_in: per interval (storage, bytes) of what is first saved in it. savers: by storage the components that save it,
             in the order in which they run. state: storages of parameters and buffers. casts: storages that hold parameters in
             another precision. autocast: the half-precision type it ran under, or None.
+        loops: programs with fewer groups of a loop, of the intervals that were asked for.
     """
 
     batch: int
@@ -66,6 +68,7 @@ class TracedForward:
     fakes: FakeTensorMode
     casts: frozenset[int]
     autocast: torch.dtype | None
+    loops: dict[int, Shortened | None] = field(default_factory=dict)
 
     @property
     def even_batches(self) -> int:
@@ -92,7 +95,10 @@ class TracedForward:
     def recorded(self, place: int) -> Recorded:
         """One component."""
         counted = tuple(number for number, own in enumerate(self.whole(place).counted_inputs) if own)
-        return Recorded(self.programs[place], self.fakes, self.batch, self.autocast, counted)
+        program = self.programs[place]
+        if place not in self.loops:
+            self.loops[place] = shortened(program)
+        return Recorded(program, self.fakes, self.batch, self.autocast, counted, self.loops[place])
 
     def whole(self, place: int) -> WholeComponent:
         """One component, its calls counted from its first."""

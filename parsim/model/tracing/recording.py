@@ -129,7 +129,7 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[li
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
-    """Leaves and structure. A dataclass is a structure, too: torch is told of its class when one is met."""
+    """Leaves and structure. A dataclass is a structure, too: its class is registered with torch when one is met."""
     while True:
         leaves, spec = tree_flatten(value)
         unknown = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)}

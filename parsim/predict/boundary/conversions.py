@@ -21,8 +21,8 @@ def bytes_here(layout: PlanIndex, value: Value, how: ValueLayout, rank: int) -> 
 
 
 def is_view(hop: Hop, shard: int) -> bool:
-    """Whether what a tp rank has after the hop lies in what it had before: pieces of the batch, and the whole of which a rank
-    has sent pieces or copies to the others.
+    """Whether what a tp rank has after the hop lies in what it had before. That holds for pieces of the batch, and for the
+    whole of which a rank has sent pieces or copies to the others.
 
     Args:
         hop: of a conversion. shard: the tp rank.

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from parsim.costs.memory.waiting import Wait
 from parsim.graph.hops import hop_pairs
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS
-from parsim.graph.plan_index import PlanIndex, Reading
+from parsim.graph.placed_model import Reading
+from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Value
 from parsim.plans.redistribution import LOCAL_HOPS, ValueLayout, conversion
 from parsim.predict.boundary.conversions import bytes_here, is_view, storage_of
@@ -18,8 +19,8 @@ from parsim.predict.rank_traffic import local_bytes
 def waiting_values(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> dict[str, list[Wait]]:
     """Values that a rank has while it runs forward, before a component there keeps them (`waiting_bytes`).
 
-    Every layout of a value is a storage of its own, from when the value is made to the last component that reads it there, or
-    to the first that keeps it. A piece of a dim is cut when it is read, so until then all that it is cut from waits.
+    Every layout of a value is a storage of its own. It lives from when the value is made to the last component that reads it
+    there, or to the first that keeps it. A piece of a dim is cut when it is read, so until then all that it is cut from waits.
 
     Args:
         layout: the plan and its model. values: by name, as kept under the plan. rank: global number.

@@ -1,8 +1,8 @@
 """ZeRO 3: what a place on the pp axis waits for at least, because parameters are gathered at most one lot ahead.
 
 A lot is what runs on the same gathered parameters. Those of a lot are gathered from the end of the lot before the previous one
-on (`parsim.graph.passes.unsharded`), in a backward without prefetch from the end of the previous one on. So lots that compute
-little leave the gathers of the next ones uncovered.
+on (`parsim.graph.passes.unsharded`). A backward without prefetch gathers them from the end of the previous one on. So lots that
+compute little leave the gathers of the next ones uncovered.
 
 Leaves out: the first two lots of a block, which may be gathered before it begins; conversions; sums of gradients, which share
 the stream.

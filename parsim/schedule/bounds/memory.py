@@ -228,8 +228,8 @@ def _alike(problem: PlanningProblem, options: Options) -> _Alike:
 
 
 class _Parts(NamedTuple):
-    """Of the mean tp rank: bytes that every rank holds; and per number of tp ranks that hold the same the optimizer state, the
-    gradients and the parameters, which ZeRO divides over these and their replicas."""
+    """Of the mean tp rank: bytes that every rank holds, and bytes per number of tp ranks that hold the same. The latter are the
+    optimizer state, the gradients and the parameters, which ZeRO divides over these ranks and their replicas."""
 
     whole: float
     divided: tuple[tuple[int, tuple[float, float, float]], ...]

@@ -3,7 +3,7 @@
 A block is the forward or the backward of one microbatch on one stage. It begins when the block before it on its place has
 ended, and when what its first component reads has come from other stages. The step at place 0 ends with its last block.
 
-Between two stages one message follows the other, each as long as its transfer takes: the microbatches of one phase pass from a
+Between two stages one message follows the other, each as long as its transfer takes. The microbatches of one phase pass from a
 stage to another in their order, and share a stream.
 
 Leaves out what later components of a block wait for, messages of other stages on the same stream, and work of the step before

@@ -27,7 +27,7 @@ def runnable_of(entry: PricedPlan) -> RunnableStep:
 class AdaptiveWindows:
     """A `WindowController` around the pure state machine of `schedule.adaptive`, over plans priced before.
 
-    Attributes: decisions: what it said after every window.
+    Attributes: decisions: its decision after every window.
     """
 
     def __init__(

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.arrays import Floats
-from parsim.graph.plan_index import differentiable_components
 from parsim.model.model import Model
 from parsim.model.precision import component_in, value_in
 from parsim.plans.recompute import BY_OPERATOR, NONE, Recompute
@@ -61,7 +60,7 @@ def least_kept(problem: PlanningProblem) -> LeastKept:
 
 def _found(model: Model, precision: str) -> LeastKept:
     ledger = _Ledger(model, precision)
-    backwards = differentiable_components(model)
+    backwards = model.differentiable_components
     kinds: dict[str, list[int]] = {}
     for number, component in enumerate(model.components):
         if component.name in backwards:

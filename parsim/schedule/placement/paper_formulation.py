@@ -8,8 +8,8 @@ neighbours, overlap of
 gradient synchronisation, pipelining. Where t_comp does not depend on the strategy it degenerates to the least t_comm of every
 component.
 
-Source: arXiv 2503.23186, the optimisation of its section on the adaptive scheduling algorithm, read with one set of devices
-D(s) per strategy, as its formula has device(c_i) = j, which data parallelism contradicts.
+Source: arXiv 2503.23186, the optimisation of its section on the adaptive scheduling algorithm. It is read with one set of
+devices D(s) per strategy: its formula has device(c_i) = j, which data parallelism contradicts.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def solve_paper_brute_force(problem: PaperProblem) -> Solution:
 def solve_paper_dynamic(problem: PaperProblem, *, most_labels: int = 50_000) -> Solution:
     """Solve exactly by dynamic programming over components: labels (seconds, memory per device), dominated ones dropped.
 
-    A label is also dropped if even the fastest strategies of the remaining components make it slower than a choice that
-    fits, or if even the smallest of them do not fit beside it.
+    A label is also dropped if even the fastest strategies of the remaining components make it slower than a choice that fits.
+    So is one beside which even the smallest of them do not fit.
 
     Args:
         problem: as the paper prints it.

@@ -1,8 +1,8 @@
 """The paper's problem (reading R) of a real model on a real cluster, and its certificate.
 
 One stage over all devices, as in `parsim.schedule.placement.placement_problem`. A component's strategies are the placements it
-can have: the batch cut over all devices (data parallel), one device alone or a shard of it per device (model parallel), and
-shards over some devices with replicas over the rest (hybrid).
+can have. Data parallel: the batch is cut over all devices. Model parallel: one device alone, or a shard of it per device.
+Hybrid: shards over some devices, with replicas over the rest.
 
     t_comp   forward, backward and the optimizer's step on device j, of the whole batch
     t_comm   the sum of the gradients over the ranks that hold them alike; and for a component that is not batch-sharded, what

@@ -15,7 +15,7 @@ from parsim.workflow.frameworks.megatron import read_script
 NAME = "Megatron-LM"
 FILE = "megatron.sh"
 VOCABULARY_STEP = 128
-"""Megatron-LM pads the vocabulary to a multiple of this times tp, unless it is told another number."""
+"""Megatron-LM pads the vocabulary to a multiple of this times tp, unless it is given another number."""
 PRECISIONS = {"fp32": [], "bf16": ["--bf16"], "amp_fp16": ["--fp16"], "fp8": ["--bf16", "--fp8-format hybrid"]}
 OPTIMIZERS = {"adamw_fused": "adam", "sgd_momentum": "sgd"}
 FSDP = {2: "optim_grads", 3: "optim_grads_params"}

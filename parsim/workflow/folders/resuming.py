@@ -32,7 +32,7 @@ TOLD = (
     "clip_norm",
     "ema",
 )
-"""Keys of [training] that may change on the way, which is said."""
+"""Keys of [training] that may change on the way; a message names them."""
 
 
 @contextlib.contextmanager

@@ -217,8 +217,8 @@ class Answer:
     ) -> TargetRanking:
         """Synchronous training and relaxed rules, ranked by simulated seconds to a test accuracy.
 
-        Steps are counted on virtual replicas at this scale, of the model asked for or of a stand-in that `learner` names;
-        seconds of a step are those of each rule's fastest plan.
+        Steps are counted on virtual replicas at this scale, of the model asked for or of a stand-in that `learner` names.
+        Seconds of a step are those of each rule's fastest plan.
 
         Args:
             accuracy: between 0 and 1. rules: as `plan.synchronisation` takes them; None: five usual ones.

@@ -33,7 +33,7 @@ def check_rounds(plan: Plan, precision: str, *, evaluates: bool = False) -> None
     kind = number_format(precision)
     if plan.synchronisation.is_relaxed and (kind.scales_loss or kind.weight_bytes < 4):
         raise PlanError(
-            f"synchronisation {plan.synchronisation} is run in fp32, tf32 and amp_bf16, and training.precision = {precision!r} "
+            f"synchronisation {plan.synchronisation} is run in fp32, tf32 and amp_bf16. training.precision = {precision!r} "
             "keeps a loss scale, or copies of the weights that rounds and stashes do not know; change one of them"
         )
 

@@ -35,7 +35,7 @@ Numbered = tuple[int, Row]
 Submit = Callable[[Sequence[SweepPoint]], "Future[list[Numbered]]"]
 
 WORTH_PROCESSES_S = 20.0
-"""Work left from which processes are started where nobody said how many: each takes some seconds to start."""
+"""Work left from which processes are started where no number was given: each takes some seconds to start."""
 CHUNK_S = 1.0
 """Work that is sent to a worker at once, as far as it is known."""
 MOST_IN_CHUNK = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -161,10 +162,22 @@ class Sweep:
     def lines(self) -> list[str]:
         """What stands below the table."""
         picked = [self.picked()] if any(row["status"] == OK for row in self.answers) or self.goal else []
-        why = Counter(row["reason"].splitlines()[0] for row in self.answers if row["status"] == FAILED)
-        reasons = [f"failed ({count} point{'s' if count > 1 else ''}): {reason}" for reason, count in why.most_common(3)]
         matters = self.sensitivity().lines() if self.design == "saltelli" else []
-        return [self.sentence(), *picked, *matters, *reasons, *self.notes]
+        return [self.sentence(), *picked, *matters, *self._failures(), *self.notes]
+
+    def _failures(self) -> list[str]:
+        """The commonest reasons of points that failed. Reasons that differ in numbers alone count as one."""
+        alike: dict[str, list[str]] = {}
+        for row in self.answers:
+            if row["status"] == FAILED:
+                reason = row["reason"].splitlines()[0]
+                alike.setdefault(re.sub(r"\d+", "#", reason), []).append(reason)
+        lines = []
+        for reasons in sorted(alike.values(), key=len, reverse=True)[:3]:
+            points = f"{len(reasons)} point{'s' if len(reasons) > 1 else ''}"
+            example = ", for example" if len(set(reasons)) > 1 else ""
+            lines.append(f"failed ({points}{example}): {reasons[0]}")
+        return lines
 
     def report(self, most: int = ROWS_SHOWN) -> ReportTable:
         """The first rows as texts; the picked one is marked.

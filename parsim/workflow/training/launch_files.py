@@ -1,9 +1,9 @@
 """Files that start a training outside parsim's launcher: a script for torchrun, one for Slurm.
 
 Both start the same ranks as `parsim run`. They meet in a store that rank 0 binds to the address of the interface that is asked
-for, under a token of the file (`parsim.execute.processes.rendezvous`), and the communication goes over that interface too.
-All machines must see the run folder under the same path. A training that was ended goes on from its latest checkpoint.
-torchrun's agents meet in a store of the same kind, on the port behind that of the ranks (`torchrun_agent`).
+for, under a token of the file (`parsim.execute.processes.rendezvous`). The communication goes over that interface too. All
+machines must see the run folder under the same path. A training that was ended goes on from its latest checkpoint. torchrun's
+agents meet in a store of the same kind, on the port behind that of the ranks (`torchrun_agent`).
 """
 
 from __future__ import annotations

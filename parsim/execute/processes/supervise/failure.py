@@ -1,4 +1,4 @@
-"""One message about a launch that failed: which rank failed on its own account, how, and what it said last."""
+"""One message about a launch that failed: which rank failed on its own account, how, and its last output."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Ended:
 def raise_failure(folder: Path, nproc: int, ended: Ended, output: RankOutput, timeout_s: float | None) -> NoReturn:
     """Find the rank that failed on its own account and raise the one message about it.
 
-    In this order: a rank killed by a signal, the earliest error that is not about a lost peer, an exit status without a
-    record, a rank that hangs, the time limit, a lost peer.
+    In this order: a rank killed by a signal, the earliest error that is not about a lost peer, an exit status without a record.
+    Then a rank that hangs, the time limit, a lost peer.
 
     Raises:
         ExecutionError, RankLostError, or one of KINDS: always.
@@ -83,7 +83,7 @@ def _record_text(record: ErrorRecord, nproc: int, folder: Path) -> str:
 
 
 def _lost_text(records: list[ErrorRecord], nproc: int) -> str:
-    """Every rank that said something only misses another: name those that said nothing."""
+    """Every rank with a record only misses another: name those without one."""
     first = records[0]
     said = re.sub(r"^\[[^\]]*\] ?", "", first.message.strip().splitlines()[0])
     quiet = sorted(set(range(nproc)) - {record.rank for record in records})

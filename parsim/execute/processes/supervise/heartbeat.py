@@ -35,7 +35,7 @@ _LONGEST_POLL_S = 1.0
 
 
 class Doing(enum.IntEnum):
-    """What a rank is at. A rank that has never said so (NOTHING) is watched for being stopped only."""
+    """What a rank is at. A rank that has never reported (NOTHING) is watched for being stopped only."""
 
     NOTHING = 0
     PREPARING = 1
@@ -146,8 +146,8 @@ def process_state(pid: int) -> ProcessState | None:
 
 @dataclass(slots=True, kw_only=True)
 class _Seen:
-    """Of one rank: seconds that it has been stopped, seconds since its last beat, its processor seconds at that, and whether
-    it was seen running, or waiting for a core, since then."""
+    """Of one rank: seconds that it has been stopped, seconds since its last beat, and its processor seconds at that. Also
+    whether it was seen running, or waiting for a core, since then."""
 
     stopped_s: float = 0.0
     still_s: float = 0.0
@@ -199,9 +199,11 @@ class RankWatch:
         return max(PATIENCE * self.limit_s, LEAST_PATIENCE_S)
 
     def _stopped(self) -> Hang | None:
-        ranks = tuple(rank for rank, seen in enumerate(self._seen) if seen.stopped_s > self.limit_s)
-        if not ranks:
+        if all(seen.stopped_s <= self.limit_s for seen in self._seen):
             return None
+        # Ranks that were stopped together may be seen so one look apart.
+        least_s = max(self.limit_s - _LONGEST_POLL_S, 0.0)
+        ranks = tuple(rank for rank, seen in enumerate(self._seen) if seen.stopped_s > least_s)
         have = "has" if len(ranks) == 1 else "have"
         text = f"{have} been stopped for {format_seconds(self.limit_s)} (by a SIGSTOP, a debugger, or job control)"
         return Hang(ranks=ranks, text=text)

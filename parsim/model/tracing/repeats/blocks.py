@@ -1,11 +1,12 @@
 """Record equal blocks of a network once: the record of one is copied for the next, whose forward is not run.
 
-A block is copied if its forward has to make the same calls. That holds if all that the forward can depend on is equal: class,
-attributes, kinds of parameters and buffers (`signature`), kinds of its inputs and how these share memory, autocast, and
-whether gradients are on. Attributes that differ between blocks, such as the number of a layer, are withheld while a block
-runs. They may differ if nobody has asked for them. A record is copied only after two blocks in a row made the same one. Where
-all blocks of a kind did so at one batch, the first record at another batch or precision is copied (`trusted`).
-Blocks that ask for values are always run, and a forward that depends on data is recorded again without copies.
+A block is copied if its forward has to make the same calls. That holds if all that the forward can depend on is equal. It
+depends on class, attributes, and kinds of parameters and buffers (`signature`). It also depends on kinds of its inputs and how
+these share memory, autocast, and whether gradients are on. Attributes that differ between blocks, such as the number of a
+layer, are withheld while a block runs. They may differ if nobody has asked for them. A record is copied only after two blocks
+in a row made the same one. Where all blocks of a kind did so at one batch, the first record at another batch or precision is
+copied (`trusted`). Blocks that ask for values are always run, and a forward that depends on data is recorded again without
+copies.
 
 Left out: a forward that reads global variables which change between two blocks.
 """

@@ -1,0 +1,1 @@
+"""What folding asks of ranks and of the communication inside replicas."""
