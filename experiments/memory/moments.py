@@ -1,6 +1,6 @@
 """What lies on a rank at every computation of a step, and what made it? Of one case, measured by itself.
 
-    python experiments/memory/moments.py MODEL CASE[,CASE...] [--rank R]
+    python experiments/memory/moments.py MODEL CASE [CASE ...] [--rank R]
 
 MODEL is a label as in the tables (`denoiser-layer`), CASE the name of a case (`drawn 3 of 4 ranks`). Of every rank, or of one:
 each computation of a step with the bytes that are alive when it ends and at its fullest moment; what is alive at the
@@ -85,13 +85,13 @@ def _named(task: Task) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("cases")
+    parser.add_argument("cases", nargs="+")
     parser.add_argument("--rank", type=int)
     asked = parser.parse_args()
     question = next(question for question in ALL if question.label == asked.model)
     models = models_of(question)
     for case in cases_of(question, models):
-        if case.label in asked.cases.split(","):
+        if case.label in asked.cases:
             _show(question, models[recorded_weights(case.precision)], case, asked.rank)
 
 

@@ -1,6 +1,6 @@
 """How much does the measured peak of the same plan vary? Every case several times, on whatever else the machine does.
 
-    python experiments/memory/repeated.py MODEL CASE[,CASE...] [--times 5]
+    python experiments/memory/repeated.py MODEL CASE [CASE ...] [--times 5]
 
 MODEL is a label as in the tables (`denoiser-layer`), CASE the name of a case (`pp gpipe`). One line per case: of every rank the
 lowest and the highest peak, their distance in percent, and the prediction.
@@ -22,12 +22,12 @@ from parsim.model.number_formats import recorded_weights
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("cases")
+    parser.add_argument("cases", nargs="+")
     parser.add_argument("--times", type=int, default=5)
     asked = parser.parse_args()
     question = next(question for question in ALL if question.label == asked.model)
     models = models_of(question)
-    chosen = [case for case in cases_of(question, models) if case.label in asked.cases.split(",")]
+    chosen = [case for case in cases_of(question, models) if case.label in asked.cases]
     found: dict[str, list[list[int]]] = {case.label: [] for case in chosen}
     for _ in range(asked.times):
         with tempfile.TemporaryDirectory() as folder:
