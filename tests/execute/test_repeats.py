@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -60,11 +59,6 @@ class CountsItself(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return super().forward(x)
-
-
-class ThrowsDice(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * random.choice([1.0])
 
 
 class ReturnsTwo(Block):
@@ -250,7 +244,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "reads its number": (lambda: Stack(ReadsItsNumber), 0),
     "shared state": (SharedStack, 0),
     "counts itself": (lambda: Stack(CountsItself), 0),
-    "throws dice": (lambda: Stack(ThrowsDice), 0),
     "returns two": (KeptStack, DEPTH - 3),
     "buffers": (lambda: Stack(Normalised), DEPTH - 3),
     "one block": (OneBlock, DEPTH - 3),
