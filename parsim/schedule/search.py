@@ -39,6 +39,7 @@ class Search:
     judged: plans that were simulated. tally: what became of all plans.
     skipped: families without a member, and why.
     placements: the solver's answers to the placement problems (strategy "adaptive").
+    unrefined: families that lost before their late parts were opened: asked for alone, they may be faster than shown.
     """
 
     candidates: tuple[Evaluation, ...]
@@ -49,6 +50,7 @@ class Search:
     skipped: tuple[tuple[str, str], ...]
     tally: Tally = field(default_factory=Tally)
     placements: tuple[PosedPlacement, ...] = ()
+    unrefined: tuple[str, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -67,6 +69,7 @@ class Search:
             "gap": self.gap,
             "judged": self.judged,
             "considered": self.tally.to_dict(),
+            "unrefined": list(self.unrefined),
             "skipped": dict(self.skipped),
             "placements": [solution.to_dict() for solution in self.placements],
         }
@@ -121,6 +124,7 @@ def search(
     if opening.spare is not None:
         opening.tally.add(open_one_by_one(parts, owners, together, opening.spare, opening.early, rivals=mixes))
     # each family opens as many late parts as it would alone, so adaptive is never slower than any of them
+    unrefined = [name for name, own in owners.items() if opening.late[name] and own is not together and mixes]
     for name, own in owners.items():
         opening.later(name, own if not mixes and top is None else Incumbents(steps_s=together.steps_s))
     for own in owners.values():
@@ -153,7 +157,13 @@ def search(
         skipped=tuple(skipped.items()),
         tally=tally,
         placements=tuple(posed),
+        unrefined=tuple(name for name in unrefined if _lost(name, candidates)),
     )
+
+
+def _lost(name: str, candidates: Sequence[Evaluation]) -> bool:
+    first = candidates[0].result.plan
+    return any(each.result.strategy == name and not same_program(each.result.plan, first) for each in candidates)
 
 
 NOT_TRIED = "none of its plans that were tried fits; others were more promising, and not all plans of a large problem are tried"

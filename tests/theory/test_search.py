@@ -257,3 +257,16 @@ def test_a_plan_that_fits_with_all_but_one_component_recomputed_is_found() -> No
     found = recomputed_to_fit(tight, plan)
     assert found is not None
     assert all(entry.fits for entry in tight.memory(found))
+
+
+def test_families_that_lost_and_are_faster_alone_are_named() -> None:
+    question = PlanningProblem(
+        model=load_preset("resnet50", "block"), cluster=cluster_from_profile(load_profile("dgx1-v100-32gb")), global_batch=1024
+    )
+    found = search(question, strategies=("adaptive",), samples=0)
+    alone = search(question, strategies=("hp",), samples=0)
+    shown = next(entry for entry in found.candidates if entry.result.strategy == "hp")
+    assert alone.candidates[0].result.step_s.median < shown.result.step_s.median
+    assert "hp" in found.unrefined
+    assert "dp" not in found.unrefined
+    assert alone.unrefined == ()
