@@ -1,4 +1,4 @@
-"""CPU seconds of searches, from 8 GPUs to 1,024, and what was not tried. Prints, asserts nothing.
+"""CPU seconds of searches, from 8 GPUs to 16,384, and what was not tried. Prints, asserts nothing.
 
 python benchmarks/bench_large_search.py [--quick] [--only llama]
 """
@@ -52,6 +52,7 @@ QUESTIONS: tuple[tuple[str, Callable[[], PlanningProblem]], ...] = (
     ("ViT-B/16, 1024 V100", partial(preset, "vit_b_16", 128)),
     ("llama3-70b, 64 H100", partial(named, "llama3-70b", "64xh100-sxm", 512, SEQ)),
     ("llama3-70b, 1024 H100", partial(named, "llama3-70b", "1024xh100-sxm", 2048, SEQ)),
+    ("llama3-70b, 16384 H100", partial(named, "llama3-70b", "16384xh100-sxm", 16384, SEQ)),
     ("llama3-8b of 1024 layers, 32 H100", partial(named, "llama3-8b", "32xh100-sxm", 64, *DEEP)),
     ("the same by blocks", partial(named, "llama3-8b", "32xh100-sxm", 64, *DEEP, 'model.granularity="block"')),
 )

@@ -51,7 +51,9 @@ _MOVES = (
         "evaluate forecast result speed kept=kept_activations memory=plan_memory problem=planning_problem "
         "unsharded=unsharded_memory",
     ),
-    ("parsim.schedule", "parsim.schedule", "quick=branch_and_bound closed_form=branch_and_bound relief=choose_recompute"),
+    ("parsim.schedule", "parsim.schedule", "quick=branch_and_bound closed_form=branch_and_bound"),
+    ("parsim.schedule", "parsim.schedule.recomputation", "relief=to_fit choose_recompute=to_fit"),
+    ("parsim.schedule.parts", "parsim.schedule.recomputation", "least_kept"),
     (
         "parsim.schedule",
         "parsim.schedule.placement",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -26,10 +26,13 @@ from parsim.hardware.profile import Profile, save_profile
 from parsim.model.load import load_model
 from parsim.workflow.doctor import Found
 
-__all__ = ["CalibrationRequest", "Launcher", "calibrate", "refit"]
+__all__ = ["CalibrationRequest", "Launcher", "calibrate", "refit", "warning_lines"]
 
 RANKS_PER_CORE = 4
 TIMEOUT_S = 1800.0
+DISCARDED = "left out "
+"""How the warning of a discarded timing begins."""
+DISCARDED_SHOWN = 3
 
 
 class Launcher(Protocol):
@@ -125,9 +128,22 @@ def _calibrate(
     save_raw(points, raw_path(out))
     save_profile(profile, out)
     folder.remove()
-    for warning in profile.provenance.warnings:
-        say(f"warning: {warning}")
+    for line in warning_lines(profile.provenance.warnings):
+        say(line)
     return profile
+
+
+def warning_lines(warnings: Sequence[str]) -> list[str]:
+    """The warnings of a profile as they are printed: of discarded timings the first few, and how many more there are.
+
+    Args:
+        warnings: `profile.provenance.warnings`, which keep all of them.
+    """
+    discarded = [warning for warning in warnings if warning.startswith(DISCARDED)]
+    more = discarded[DISCARDED_SHOWN:]
+    shown = [f"warning: {warning}" for warning in warnings if warning not in more]
+    counted = f"warning: {len(more)} more implausible timings were left out; the profile lists them under provenance.warnings"
+    return [*shown, counted] if more else shown
 
 
 def refit(profile_path: Path, *, on_line: Callable[[str], None] | None = None) -> Profile:
@@ -138,8 +154,8 @@ def refit(profile_path: Path, *, on_line: Callable[[str], None] | None = None) -
     say = on_line or _silent
     profile = build_profile(load_raw(raw_path(profile_path)))
     save_profile(profile, profile_path)
-    for warning in profile.provenance.warnings:
-        say(f"warning: {warning}")
+    for line in warning_lines(profile.provenance.warnings):
+        say(line)
     return profile
 
 

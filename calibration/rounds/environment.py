@@ -34,7 +34,7 @@ def opening_line(environment: Mapping[str, Any], state: Mapping[str, Any], reque
     else:
         pinned = f"rank r on GPU r, cores {', '.join(map(str, cores))} for all"
     load = state.get("load_average", [])
-    said = f"load {load[0]:.2f}" if load else "load not told"
+    said = f"load {load[0]:.2f}" if load else "load unknown"
     kind = "virtual machine, " if state.get("virtual") else ""
     version = environment["versions"].get("torch", "none")
     return f"{environment['processor']}, {kind}{pinned}; {clocks_text(dict(state))}; {said}; torch {version}"

@@ -16,3 +16,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, words: int | No
     rule = "|" + "---|" * columns + "---:|" * (len(head) - columns)
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (head, *rows)]
     return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def replaced(text: str, begin: str, end: str, made: str) -> str:
+    """A page with `made` between two marks that stand in it once."""
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n{made}\n{end}{rest.partition(end)[2]}"

@@ -15,12 +15,11 @@ from typing import Any
 
 from experiments.common.catalogue import CATALOGUE, FOLDER, Experiment
 from experiments.common.claims import VERDICTS, Claim, counts, unchecked
-from experiments.common.markdown import table
+from experiments.common.markdown import replaced, table
 
 PAGE = FOLDER / "RESULTS.md"
 SITE_PAGE = FOLDER.parent / "docs" / "results.md"
 """The same page in the documentation."""
-MARKS = {name: (f"<!-- {name}: begin -->", f"<!-- {name}: end -->") for name in ("claims", "tables")}
 REFUTED_BY = "**What would refute it**"
 NOT_RECORDED = "not recorded"
 QUICK_COMPARES = "a small version compares nothing"
@@ -120,18 +119,19 @@ def made_anew() -> dict[Path, str]:
         document = results_of(each)
         made = _between(text, "claims", lambda each=each, document=document: _claims_text(each, document))
         made = _between(made, "tables", lambda each=each, document=document: _tables_text(each, document))
-        if made != text or MARKS["claims"][0] in text:
+        for name, table_text in _named_tables(each, document).items():
+            made = _between(made, name, lambda table_text=table_text: table_text)
+        if made != text or "<!-- claims: begin -->" in text:
             pages[path] = made
     return pages
 
 
 def _between(text: str, name: str, made: Callable[[], str]) -> str:
     """The text with something else between its marks, if it has them."""
-    begin, end = MARKS[name]
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     if begin not in text:
         return text
-    before, rest = text.split(begin)
-    return f"{before}{begin}\n{made()}\n{end}{rest.split(end)[1]}"
+    return replaced(text, begin, end, made())
 
 
 def _claims_text(each: Experiment, document: dict[str, Any] | None) -> str:
@@ -144,6 +144,12 @@ def _tables_text(each: Experiment, document: dict[str, Any] | None) -> str:
     if document is None or judge is None:
         return "No results are committed."
     return str(judge.tables(document))
+
+
+def _named_tables(each: Experiment, document: dict[str, Any] | None) -> dict[str, str]:
+    """Tables that stand apart in a README, by the name in their marks: `named_tables` of a judge that has it."""
+    made = getattr(judge_of(each), "named_tables", None)
+    return {} if document is None or made is None else dict(made(document))
 
 
 def page() -> str:

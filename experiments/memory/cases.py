@@ -8,6 +8,7 @@ from pathlib import Path
 
 from drawn import drawn
 
+from parsim.execute.training.recipe import PLAIN, TrainingRecipe
 from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.allocator import NO_ALLOCATOR
 from parsim.hardware.cluster import Cluster, cluster_from_profile
@@ -30,13 +31,15 @@ SMALL_BUCKET_BYTES = 2**18
 
 @dataclass(frozen=True)
 class Question:
-    """A model as it is cut. `tuned`: constants of the memory model were looked at with it, so it is not held out."""
+    """A model as it is cut. `tuned`: constants of the memory model were looked at with it, so it is not held out. `kind`: one
+    of kinds.py, with fewer plans."""
 
     spec: ModelSpec
     granularity: str
     dataset: str = "digits"
     tuned: bool = False
     called: str = ""
+    kind: bool = False
 
     @property
     def label(self) -> str:
@@ -83,11 +86,17 @@ class Case:
     label: str
     plan: Plan
     optimizer: str
+    precision: str = "fp32"
+    recipe: TrainingRecipe = PLAIN
 
     @property
     def kind(self) -> str:
         """Of the plan, for the table: the first that applies."""
         plan, mesh = self.plan, self.plan.mesh
+        if self.precision != "fp32":
+            return f"precision {self.precision}"
+        if self.recipe != PLAIN:
+            return "gradients clipped" if self.recipe.ema is None else "weights averaged"
         if mesh.size == 4:
             return "four ranks"
         if mesh.pp > 1:

@@ -1,6 +1,6 @@
 """What lies on a rank at every computation of a step, and what made it? Of one case, measured by itself.
 
-    python experiments/memory/moments.py MODEL CASE[,CASE...] [--rank R]
+    python experiments/memory/moments.py MODEL CASE [CASE ...] [--rank R]
 
 MODEL is a label as in the tables (`denoiser-layer`), CASE the name of a case (`drawn 3 of 4 ranks`). Of every rank, or of one:
 each computation of a step with the bytes that are alive when it ends and at its fullest moment; what is alive at the
@@ -17,18 +17,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cases import BATCH_SAMPLES, QUESTIONS, Case, Question, cases, processes
+from cases import Case, Question
+from kinds import ALL, cases_of
 from ranks import measure, measured
-from run import job_of
+from run import job_of, models_of, problem_of
 
 import parsim.execute.training.rank_run as rank_run
 from parsim.execute.records.memory_lines import LineWatch, watching
 from parsim.execute.stage import StageReplica
 from parsim.files import write_text_atomically
 from parsim.graph.task import Task
-from parsim.model.load import load_model
 from parsim.model.model import Model
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.model.number_formats import recorded_weights
 from parsim.work import Compute
 
 
@@ -85,14 +85,14 @@ def _named(task: Task) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("cases")
+    parser.add_argument("cases", nargs="+")
     parser.add_argument("--rank", type=int)
     asked = parser.parse_args()
-    question = next(question for question in QUESTIONS if question.label == asked.model)
-    model = load_model(question.spec, granularity=question.granularity)
-    for case in cases(model):
-        if case.label in asked.cases.split(","):
-            _show(question, model, case, asked.rank)
+    question = next(question for question in ALL if question.label == asked.model)
+    models = models_of(question)
+    for case in cases_of(question, models):
+        if case.label in asked.cases:
+            _show(question, models[recorded_weights(case.precision)], case, asked.rank)
 
 
 def _show(question: Question, model: Model, case: Case, rank: int | None) -> None:
@@ -102,8 +102,7 @@ def _show(question: Question, model: Model, case: Case, rank: int | None) -> Non
         with _noted(folder):
             measure(model, [run], folder)
         print(f"{question.label}, {case.label}: {case.plan.summary()}, {case.optimizer}")
-        problem = PlanningProblem(model=model, cluster=processes(), global_batch=BATCH_SAMPLES, optimizer=case.optimizer)
-        for entry, found in zip(problem.memory(case.plan), measured(folder, run), strict=True):
+        for entry, found in zip(problem_of(model, case).memory(case.plan), measured(folder, run), strict=True):
             if rank in (None, entry.rank):
                 _tell(entry.rank, entry.tensor_lines, found, json.loads((folder / f"moments{entry.rank}.json").read_text()))
         print(flush=True)

@@ -1,6 +1,6 @@
 """How much does the measured peak of the same plan vary? Every case several times, on whatever else the machine does.
 
-    python experiments/memory/repeated.py MODEL CASE[,CASE...] [--times 5]
+    python experiments/memory/repeated.py MODEL CASE [CASE ...] [--times 5]
 
 MODEL is a label as in the tables (`denoiser-layer`), CASE the name of a case (`pp gpipe`). One line per case: of every rank the
 lowest and the highest peak, their distance in percent, and the prediction.
@@ -12,32 +12,32 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from cases import BATCH_SAMPLES, QUESTIONS, cases, processes
+from kinds import ALL, cases_of
 from ranks import measure, measured
-from run import job_of
+from run import job_of, models_of, problem_of
 
-from parsim.model.load import load_model
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.model.number_formats import recorded_weights
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("cases")
+    parser.add_argument("cases", nargs="+")
     parser.add_argument("--times", type=int, default=5)
     asked = parser.parse_args()
-    question = next(question for question in QUESTIONS if question.label == asked.model)
-    model = load_model(question.spec, granularity=question.granularity)
-    chosen = [case for case in cases(model) if case.label in asked.cases.split(",")]
+    question = next(question for question in ALL if question.label == asked.model)
+    models = models_of(question)
+    chosen = [case for case in cases_of(question, models) if case.label in asked.cases]
     found: dict[str, list[list[int]]] = {case.label: [] for case in chosen}
     for _ in range(asked.times):
         with tempfile.TemporaryDirectory() as folder:
             runs = [job_of(question, case, Path(folder)) for case in chosen]
-            measure(model, runs, Path(folder))
+            for case, run in zip(chosen, runs, strict=True):
+                measure(models[recorded_weights(case.precision)], [run], Path(folder))
             for case, run in zip(chosen, runs, strict=True):
                 found[case.label].append([entry["peak_bytes"] for entry in measured(Path(folder), run)])
     for case in chosen:
-        problem = PlanningProblem(model=model, cluster=processes(), global_batch=BATCH_SAMPLES, optimizer=case.optimizer)
+        problem = problem_of(models[recorded_weights(case.precision)], case)
         told = []
         for entry, peaks in zip(problem.memory(case.plan), zip(*found[case.label], strict=True), strict=True):
             low, high = min(peaks), max(peaks)

@@ -1,15 +1,17 @@
 """How far is the predicted peak memory from the measured one?
 
-    python experiments/memory/run.py [--quick] [--models A,B] [--ranks N] [--seconds N] [--predict] [--write]
+    python experiments/memory/run.py [--quick] [--models A,B] [--ranks N] [--seconds N] [--missing] [--predict] [--write]
 
 Ten models under named plans and plans drawn at random, on two and four processes: one device, replicas, pipelines of every
-order, shards, ZeRO 1 to 3, components placed by themselves or recomputed; and plain steps under autocast. Predicted from the
-Model and the Plan alone. Measured by counting the bytes of every live tensor, operator by operator, during one step of a real
-run. What no tensor accounts for (the process itself, gloo's scratch copies) is on neither side.
+order, shards, ZeRO 1 to 3, components placed by themselves or recomputed; and plain steps under autocast. Nine kinds of modules
+more under fewer plans (kinds.py), and all of them with averaged weights, clipped gradients and every precision of a CPU.
+Predicted from the Model and the Plan alone. Measured by counting the bytes of every live tensor, operator by operator, during
+one step of a real run. What no tensor accounts for (the process itself, gloo's scratch copies) is on neither side.
 
 What was measured of a plan is kept in the folder of `--out` under a key of the model and the plan, and is not measured again:
 `--predict` measures nothing. Remove the folder after a change of the executor. `--write` puts all of it into results.json. A
-case that is not in the folder keeps the measured peaks that results.json has of it, and is predicted anew.
+case that is not in the folder keeps the measured peaks that results.json has of it, and is predicted anew. `--missing` measures
+only what results.json has not.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import BATCH_SAMPLES, QUESTIONS, Case, Question, cases, processes, staged
+from cases import BATCH_SAMPLES, Case, Question, processes, staged
+from kinds import ALL, cases_of
 from lines import by_line
 from ranks import is_measured, measure, measured
 from readme import RESULTS, SMALLEST_BYTES, summary
@@ -37,6 +40,7 @@ from parsim.execute.job import RunSpec
 from parsim.files import write_text_atomically
 from parsim.model.load import load_model
 from parsim.model.model import Model
+from parsim.model.number_formats import RECORDED_WEIGHTS, recorded_weights
 from parsim.plans.mesh import Mesh
 from parsim.predict.planning_problem import PlanningProblem
 
@@ -51,19 +55,21 @@ def main() -> None:
     parser.add_argument("--models", help="some of them, by name")
     parser.add_argument("--ranks", type=int, help="measure plans of so many ranks alone")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many, and go on at the next call")
+    parser.add_argument("--missing", action="store_true", help="measure only what results.json has not")
     parser.add_argument("--predict", action="store_true", help="measure nothing")
     parser.add_argument("--write", action="store_true", help="results.json, of all models that were measured")
     parser.add_argument("--out", type=Path, default=Path("runs/memory"))
     asked = parser.parse_args()
     names = asked.models.split(",") if asked.models else None
-    questions = [question for question in QUESTIONS if names is None or question.label.rpartition("-")[0] in names]
+    questions = [question for question in ALL if names is None or question.label.rpartition("-")[0] in names]
     questions = questions[: 2 if asked.quick else None]
     until = 0.0 if asked.predict else time.monotonic() + asked.seconds
+    before = peaks_before(json.loads(RESULTS.read_text())["rows"] if RESULTS.is_file() else ())
     failed: set[str] = set()
     open_ = list(questions)
     while open_ and time.monotonic() < until:
-        open_ = [question for question in open_ if measure_some(question, asked.out, failed, asked.ranks)]
-    before = peaks_before(json.loads(RESULTS.read_text())["rows"] if RESULTS.is_file() else ())
+        known = before if asked.missing else {}
+        open_ = [question for question in open_ if measure_some(question, asked.out, failed, known, asked.ranks)]
     rows = [row for question in questions for row in answers(question, asked.out, before)]
     for row in sorted(rows, key=lambda row: -abs(row["error_percent"])):
         print(f"{row['error_percent']:+7.2f}%  {row['model']:22} {row['case']:45} {row['plan']}")
@@ -75,39 +81,41 @@ def main() -> None:
         write_text_atomically(RESULTS, f'{{"run": {head},\n"rows": [\n{text}\n]}}\n')
 
 
-def measure_some(question: Question, out: Path, failed: set[str], ranks: int | None = None) -> int:
+Peaks = Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]]
+"""What was measured on every rank, by model, case and plan."""
+
+
+def measure_some(question: Question, out: Path, failed: set[str], known: Peaks, ranks: int | None = None) -> int:
     """Measure the next few cases, in an order that mixes their kinds.
 
     Args:
         out: with a folder per question. failed: names of runs that failed; the next one is added.
-        ranks: of plans that are measured; None: all.
+        known: cases that are not measured. ranks: of plans that are measured; None: all.
 
     Returns:
         How many are left.
     """
-    model, folder = _traced(question, out)
-    runs = sorted(
-        (job_of(question, case, folder) for case in cases(model)), key=lambda run: (run.plan.world_size > 2, run.name)
-    )
+    models, folder = _traced(question, out)
+    asked = [case for case in cases_of(question, models) if (question.label, case.label, plan_text(case)) not in known]
+    runs = sorted((job_of(question, case, folder) for case in asked), key=lambda run: (run.plan.world_size > 2, run.name))
     open_ = [run for run in runs if run.name not in failed and not is_measured(folder, run)]
     open_ = [run for run in open_ if ranks in (None, run.plan.world_size)]
+    weights = recorded_weights(open_[0].precision) if open_ else ""
+    now = [run for run in open_ if recorded_weights(run.precision) == weights][:AT_ONCE]
     try:
-        measure(model, open_[:AT_ONCE], folder)
+        measure(models[weights or "float32"], now, folder)
     except ProcessRaisedException as error:
-        fault = next(run for run in open_ if not is_measured(folder, run))
+        fault = next(run for run in now if not is_measured(folder, run))
         failed.add(fault.name)
-        print(f"{question.label}: {fault.plan.summary()} failed\n{error}", flush=True)
-    for samples in AUTOCAST_SAMPLES:
-        path = _autocast_path(folder, samples)
-        if not path.is_file():
-            write_text_atomically(path, json.dumps(autocast_peak_bytes(question.spec, samples)))
-    left = max(0, len(open_) - AT_ONCE)
+        print(f"{question.label}: {fault.plan.summary()} in {fault.precision} failed\n{error}", flush=True)
+    if not known and not question.kind:
+        for samples in AUTOCAST_SAMPLES:
+            path = _autocast_path(folder, samples)
+            if not path.is_file():
+                write_text_atomically(path, json.dumps(autocast_peak_bytes(question.spec, samples)))
+    left = len(open_) - len(now)
     print(f"{time.strftime('%H:%M:%S')} {question.label}: {left} left", flush=True)
     return left
-
-
-Peaks = Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]]
-"""What was measured on every rank, by model, case and plan."""
 
 
 def peaks_before(rows: Sequence[Mapping[str, Any]]) -> Peaks:
@@ -118,35 +126,41 @@ def peaks_before(rows: Sequence[Mapping[str, Any]]) -> Peaks:
             for _, _, _, peak in row["ranks"]
         ]
         for row in rows
-        if row["kind"] != "autocast"
     }
 
 
 def answers(question: Question, out: Path, before: Peaks) -> list[dict[str, Any]]:
     """A row for every case of the question that was measured, now or before."""
-    model, folder = _traced(question, out)
+    models, folder = _traced(question, out)
     rows = []
-    for case in cases(model):
+    for case in cases_of(question, models):
+        model = models[recorded_weights(case.precision)]
         run = job_of(question, case, folder)
         if is_measured(folder, run):
             found = [{**entry, "by_line": by_line(entry["lines"])} for entry in measured(folder, run)]
             rows.append(answer(question, model, case, found))
         elif known := before.get((question.label, case.label, plan_text(case))):
             rows.append(answer(question, model, case, known))
-    return rows + under_autocast(question, model, folder)
+    return rows + under_autocast(question, models["float32"], folder, before)
 
 
 def plan_text(case: Case) -> str:
-    """Of the plan and its optimizer."""
-    return f"{case.plan.summary()}, {case.optimizer}"
+    """Of the plan, its optimizer, and what else changes memory. That gradients are clipped is part of a plan."""
+    words = case.plan.summary(), case.optimizer, "" if case.precision == "fp32" else case.precision
+    return ", ".join(filter(None, [*words, "averaged" if case.recipe.ema else ""]))
 
 
 @cache
-def _traced(question: Question, out: Path) -> tuple[Model, Path]:
-    model = load_model(question.spec, granularity=question.granularity)
+def _traced(question: Question, out: Path) -> tuple[dict[str, Model], Path]:
     folder = out / question.label
     folder.mkdir(parents=True, exist_ok=True)
-    return model, folder
+    return models_of(question), folder
+
+
+def models_of(question: Question) -> dict[str, Model]:
+    """The Model of a question by torch's name of the weights' type."""
+    named = RECORDED_WEIGHTS.values()
+    return {weights: load_model(question.spec, granularity=question.granularity, weights=weights) for weights in named}
 
 
 def _autocast_path(folder: Path, samples: int) -> Path:
@@ -155,7 +169,8 @@ def _autocast_path(folder: Path, samples: int) -> Path:
 
 def job_of(question: Question, case: Case, folder: Path) -> RunSpec:
     """What the ranks run of a case. folder: of the question."""
-    content = json.dumps([case.plan.to_dict(), case.optimizer], sort_keys=True)
+    other = [] if plan_text(case) == plan_text(Case("", case.plan, case.optimizer)) else [case.precision, case.recipe.to_dict()]
+    content = json.dumps([case.plan.to_dict(), case.optimizer, *other], sort_keys=True)
     return RunSpec(
         name=hashlib.sha256(content.encode()).hexdigest()[:16],
         model=question.spec,
@@ -164,13 +179,27 @@ def job_of(question: Question, case: Case, folder: Path) -> RunSpec:
         optimizer=case.optimizer,
         learning_rate=1e-3,
         dataset=question.dataset,
+        precision=case.precision,
+        recipe=case.recipe,
+    )
+
+
+def problem_of(model: Model, case: Case) -> PlanningProblem:
+    """What is asked of a case's memory. model: of the weights that its precision records."""
+    return PlanningProblem(
+        model=model,
+        cluster=processes(),
+        global_batch=BATCH_SAMPLES,
+        optimizer=case.optimizer,
+        precision=case.precision,
+        ema=case.recipe.ema is not None,
     )
 
 
 def answer(question: Question, model: Model, case: Case, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of the rank whose error is largest, of those with `SMALLEST_BYTES`; and of every rank the prediction with its interval,
     and the measured peak."""
-    problem = PlanningProblem(model=model, cluster=processes(), global_batch=BATCH_SAMPLES, optimizer=case.optimizer)
+    problem = problem_of(model, case)
     ranks = []
     for entry in problem.memory(case.plan):
         predicted, peak = sum(entry.tensor_lines.values()), found[entry.rank]["peak_bytes"]
@@ -193,13 +222,13 @@ def answer(question: Question, model: Model, case: Case, found: Sequence[Mapping
     }
 
 
-def under_autocast(question: Question, model: Model, folder: Path) -> list[dict[str, Any]]:
-    """One plain step in this process under the CPU's autocast to bfloat16, at two batches: plans are executed in fp32 alone."""
+def under_autocast(question: Question, model: Model, folder: Path, before: Peaks) -> list[dict[str, Any]]:
+    """One plain step in this process under the CPU's autocast to bfloat16, at two batches, without the executor."""
     rows = []
     for samples in AUTOCAST_SAMPLES:
-        path = _autocast_path(folder, samples)
-        if path.is_file():
-            peak = json.loads(path.read_text())
+        path, key = _autocast_path(folder, samples), (question.label, f"autocast, {samples} samples", "one plain step")
+        if path.is_file() or key in before:
+            peak = json.loads(path.read_text()) if path.is_file() else before[key][0]["peak_bytes"]
             problem = PlanningProblem(
                 model=model, cluster=processes(), global_batch=samples, precision="amp_bf16", optimizer="sgd"
             )

@@ -54,14 +54,17 @@ def main(path: Path) -> None:
         for _ in range(SETTLE_STEPS):
             program.step()
     seconds: dict[str, list[float]] = {name: [] for name in programs}
+    cpu_s: dict[str, list[float]] = {name: [] for name in programs}
     for number in range(job.rounds):
         pulse().begin(Doing.WORKING, "timing", number + 1)
         order = list(programs) if number % 2 == 0 else list(programs)[::-1]
         for name in order:
-            seconds[name].append(timed(programs[name], job.steps))
+            wall, cpu = timed(programs[name], job.steps)
+            seconds[name].append(wall)
+            cpu_s[name].append(cpu)
         if place.rank == 0:
             write_progress({"round": f"{number + 1}/{job.rounds}"})
-    found["seconds"] = seconds
+    found |= {"seconds": seconds, "cpu_s": cpu_s}
     write_json_atomically(path.parent / f"rank-{place.rank}.json", found)
     for program in programs.values():
         program.close()
@@ -79,15 +82,15 @@ def programs_of(case: Case, model: Model, dtype: torch.dtype, rank: int) -> Mapp
     }
 
 
-def timed(program: Executor | Native, steps: int) -> float:
-    """Seconds per step of this rank, after steps that are not timed."""
+def timed(program: Executor | Native, steps: int) -> tuple[float, float]:
+    """Seconds per step of this rank, and its processor seconds, after steps that are not timed."""
     for _ in range(SETTLE_STEPS):
         program.step()
     meet()
-    begun = time.perf_counter()
+    begun, cpu = time.perf_counter(), time.process_time()
     for _ in range(steps):
         program.step()
-    return (time.perf_counter() - begun) / steps
+    return (time.perf_counter() - begun) / steps, (time.process_time() - cpu) / steps
 
 
 def difference(case: Case, model: Model, steps: int, folder: Path, rank: int) -> float:

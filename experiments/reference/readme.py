@@ -14,12 +14,13 @@ One plan per row, on two CPU processes over gloo, with a core and a thread each.
 
 - *Difference*: of any weight after {equal_steps} float64 steps, over the largest weight of its array.
 - *Ratio*: the step of parsim's executor over the native one, paired within each of {rounds} rounds of {steps} steps. The
-  median, and its 95% interval by the bootstrap over rounds.
+  median, and its 95% interval by the bootstrap over rounds, as in the columns behind it.
+- *CPU*: the same of the processor seconds of both ranks, which other programs disturb less.
 - *Recording*: the executor over itself without reading the clock and keeping times.
 - *A/A*: a second native step over the first, in the same rounds.
 
-| case | difference | parsim, ms | native, ms | ratio (95%) | < {limit} | recording (95%) | < {recording_limit} | A/A (95%) |
-|---|---|---|---|---|---|---|---|---|
+| case | difference | ours, ms | native, ms | ratio (95%) | < {limit} | CPU (95%) | recording | < {recording_limit} | A/A |
+|---|---|---|---|---|---|---|---|---|---|
 {rows}
 
 {machine}, torch {torch}, {date}, load average {load} (two ranks make 2 of it).
@@ -62,6 +63,7 @@ def _row(row: dict[str, Any]) -> str:
         f"{row['native_ms']:.2f}",
         _interval(ratio),
         "yes" if ratio["high"] < LIMIT else "**no**",
+        _interval(row["cpu_ratio"]) if "cpu_ratio" in row else "",
         _interval(recording),
         "yes" if recording["high"] < RECORDING_LIMIT else "**no**",
         _interval(row["floor"]),

@@ -79,14 +79,16 @@ def measured(case: Case, rounds: int) -> list[dict[str, Any]]:
 
 
 def row_of(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """A step takes as long as on its slowest rank."""
+    """A step takes as long as on its slowest rank, and the processor seconds of all."""
     seconds = {name: np.max([rank["seconds"][name] for rank in ranks], axis=0) for name in ranks[0]["seconds"]}
+    cpu_s = {name: np.sum([rank["cpu_s"][name] for rank in ranks], axis=0) for name in ranks[0]["cpu_s"]}
     return {
         "case": case.name,
         "difference": max(rank["difference"] for rank in ranks),
         "parsim_ms": round(1e3 * float(np.median(seconds["parsim"])), 3),
         "native_ms": round(1e3 * float(np.median(seconds["native"])), 3),
         "ratio": interval(seconds["parsim"] / seconds["native"]),
+        "cpu_ratio": interval(cpu_s["parsim"] / cpu_s["native"]),
         "recording": interval(seconds["parsim"] / seconds["silent"]),
         "floor": interval(seconds["native again"] / seconds["native"]),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.common.claims import Claim, claim
+from experiments.common.markdown import table
 
 AIM = 0.10
 
@@ -30,3 +31,24 @@ def claims(document: dict[str, Any]) -> list[Claim]:
             "" if held is None else f"{held} of {rows}",
         ),
     ]
+
+
+def tables(document: dict[str, Any]) -> str:
+    """Predicted and measured steps as Markdown.
+
+    Args:
+        document: results.json.
+    """
+    lines = [
+        (
+            row["case"],
+            f"`{row['rule']}`",
+            f"{1e3 * row['predicted_s']:.1f}",
+            f"{1e3 * row['measured_s']:.1f}",
+            f"{100 * row['error']:+.0f}%",
+            f"{100 * row['error_at_speed']:+.1f}%",
+        )
+        for row in document["rows"]
+    ]
+    head = ("case", "synchronisation", "predicted ms", "measured ms", "error", "error at the cores' speed")
+    return table(head, lines, words=2)

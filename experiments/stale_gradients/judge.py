@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.common.claims import SEEDS, Claim, Row, claim, mean_of, of_every
+from experiments.common.markdown import table
 
 TOLERANCE = 0.02
 EPOCH_TOLERANCE = 0.10
+
+ORDER = ("bp", "ddg", "fr", "fdg")
+"""Of the algorithms in tables."""
 
 
 def claims(document: dict[str, Any]) -> list[Claim]:
@@ -48,3 +52,49 @@ def claims(document: dict[str, Any]) -> list[Claim]:
             lambda row: f"{row['algorithm']} K={row['K']} ({100 * row['error']:+.1f}%)",
         ),
     ]
+
+
+def named_tables(document: dict[str, Any]) -> dict[str, str]:
+    """Accuracy, epoch times and speed-ups as Markdown, by the name in the marks of the README.
+
+    Args:
+        document: results.json.
+    """
+    accuracy = [
+        (
+            row["case"],
+            str(row["staleness_updates"]),
+            row["mode"],
+            f"{row['accuracy']:.3f} ± {row['deviation']:.3f}",
+            "" if row["expected"] is None else f"{row['expected']:.3f}",
+            "" if row["expected"] is None else f"{row['accuracy'] - row['expected']:+.3f}",
+        )
+        for row in document["accuracy"]
+    ]
+    epochs = [
+        (
+            row["algorithm"].upper(),
+            str(row["K"]),
+            f"{row['simulated_s']:.1f}",
+            f"{row['printed_s']:.1f}",
+            f"{100 * row['error']:+.1f}%",
+        )
+        for row in sorted(document["epoch_times"], key=lambda row: (ORDER.index(row["algorithm"]), row["K"]))
+    ]
+    speedups = [
+        (
+            str(row["K"]),
+            str(row["batches"]),
+            f"{row['closed_form']:.3f}",
+            f"{row['simulated']:.3f}",
+            str(row["batches_of_activations_held"]),
+        )
+        for row in document["speedup"]
+    ]
+    return {
+        "accuracy": table(("case", "delay, updates", "mode", "accuracy", "specified", "difference"), accuracy, words=1),
+        "epoch times": table(("algorithm", "K", "simulated s", "printed s", "error"), epochs, words=1),
+        "speed-up": table(
+            ("K", "batches", "closed form", "simulated", "activations held (batches, all modules)"), speedups, words=0
+        ),
+    }

@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from experiments.common.claims import Claim, claim
+from experiments.common.markdown import table
 
 WORST, MEDIAN, EIGHT = 15.0, 8.0, 5.0
 
@@ -41,3 +42,51 @@ def claims(document: dict[str, Any]) -> list[Claim]:
 def percent(text: str) -> float:
     """The size of an error from its text."""
     return abs(float(str(text).replace("−", "-").rstrip("%")))
+
+
+def named_tables(document: dict[str, Any]) -> dict[str, str]:
+    """Throughput of one and eight GPUs, and collectives, as Markdown, by the name in the marks of the README.
+
+    Args:
+        document: results.json.
+    """
+    shipped = "with the efficiency"
+    cases = [
+        (
+            row["model"],
+            row["precision"],
+            *(
+                str(row[key])
+                for key in ("batch", "rows", "published_per_s", "operators alone", "error", shipped, "error with it")
+            ),
+        )
+        for row in document["single_gpu"]
+    ]
+    keys = ("cases", "median, operators alone", "worst", f"median, {shipped}", "worst with it")
+    summary = [(row["model"], row["precision"], *(str(row[key]) for key in keys)) for row in document["single_gpu_summary"]]
+    efficiencies = ("published efficiency", "predicted efficiency", "no communication")
+    eight = [
+        (
+            "shipped" if row["profile"] == shipped else row["profile"],
+            row["model"],
+            *(f"{row[key]:.1f}" for key in ("published_per_s", "predicted_per_s")),
+            row["error"],
+            f"{row['no communication_per_s']:.1f}",
+            *(row[key] for key in efficiencies),
+            *(f"{row[key]} ms" for key in ("all_reduce_ms", "exposed_ms")),
+        )
+        for row in document["eight_gpus"]
+    ]
+    collectives = [
+        (row["where"], row["operation"], str(row["gpus"]), row["size"], str(row["rows"]), row["median error"], row["worst"])
+        for row in document["collectives"]
+    ]
+    one = ("model", "precision", "batch", "rows", "published/s", "operators alone", "error", "shipped profile", "error")
+    all_cases = ("model", "precision", "cases", "median, operators alone", "worst", "median, shipped profile", "worst")
+    speeds = ("published/s", "predicted/s", "error", "without communication")
+    return {
+        "one GPU": table(one, cases, words=2),
+        "one GPU, summary": table(all_cases, summary, words=2),
+        "eight GPUs": table(("profile", "model", *speeds, *efficiencies, "all_reduce", "exposed"), eight, words=2),
+        "collectives": table(("machine", "operation", "GPUs", "size", "rows", "median error", "worst"), collectives, words=2),
+    }

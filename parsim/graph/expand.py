@@ -301,7 +301,7 @@ def _identity(work: Work) -> Hashable:
 
 def _add_pairs(pairs: list[tuple[Ints, Ints]], rows: Ints, values: Ints) -> None:
     """`values` may have one replica or microbatch for all of the rows'."""
-    pairs.append((rows.ravel(), np.broadcast_to(values, rows.shape).ravel()))
+    pairs.append((rows.ravel(), (values if values.shape == rows.shape else np.broadcast_to(values, rows.shape)).ravel()))
 
 
 def _table(pairs: list[tuple[Ints, Ints]], n: int) -> RaggedTable:

@@ -165,6 +165,11 @@ class Model:
         return self.readers.get(value, ())
 
     @cached_property
+    def derived(self) -> dict[tuple[object, ...], Model]:
+        """Models that others made of this one, by what they did: so each is made once, whoever asks."""
+        return {}
+
+    @cached_property
     def readers(self) -> Mapping[str, tuple[str, ...]]:
         """Components that read a value, in execution order, for every value."""
         readers: dict[str, list[str]] = {value.name: [] for value in self.values}

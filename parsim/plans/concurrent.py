@@ -53,7 +53,7 @@ def concurrent_groups(mesh: Mesh, group: tuple[int, ...]) -> Groups:
     size = len(grid[0]) * len(grid[1]) * len(grid[2])
     if size != len(group):
         return Groups([tuple(sorted(group))])
-    return _shifted(mesh, tuple(grid[0]), tuple(_shifts(grid[1], mesh.copies)), tuple(_shifts(grid[2], mesh.tp)))
+    return _shifted(mesh, tuple(grid[0]), _shifts(tuple(grid[1]), mesh.copies), _shifts(tuple(grid[2]), mesh.tp))
 
 
 @lru_cache(maxsize=65536)
@@ -88,9 +88,7 @@ def _transfers(mesh: Mesh, source: int, destination: int, shards: tuple[tuple[in
 
 
 @lru_cache(maxsize=4096)
-def _shifted(
-    mesh: Mesh, stages: tuple[int, ...], replicas: tuple[tuple[int, ...], ...], shards: tuple[tuple[int, ...], ...]
-) -> Groups:
+def _shifted(mesh: Mesh, stages: tuple[int, ...], replicas: Groups, shards: Groups) -> Groups:
     """One value for all groups that run together, so caches find it by identity."""
     return Groups(
         tuple(
@@ -104,19 +102,29 @@ def _shifted(
     )
 
 
-def _shifts(members: list[int], size: int) -> list[tuple[int, ...]]:
+def _shifts(members: tuple[int, ...], size: int) -> Groups:
     """The members and their shifts within 0..size-1, none overlapping another, in order: a partition where one exists."""
+    return _singles(size) if len(members) == 1 else _shifts_of_several(members, size)
+
+
+@lru_cache(maxsize=256)
+def _singles(size: int) -> Groups:
+    return Groups((member,) for member in range(size))
+
+
+@lru_cache(maxsize=4096)
+def _shifts_of_several(members: tuple[int, ...], size: int) -> Groups:
     pattern = [member - members[0] for member in members]
     found: list[tuple[int, ...]] = []
     taken = set(members)
-    for start in range(size):
-        shift = [start + step for step in pattern]
+    for start in range(size - pattern[-1]):  # later ones do not end within
+        shift = tuple([start + step for step in pattern])
         if shift == members:
-            found.append(tuple(members))
-        elif shift[-1] < size and taken.isdisjoint(shift):
-            found.append(tuple(shift))
+            found.append(members)
+        elif taken.isdisjoint(shift):
+            found.append(shift)
             taken.update(shift)
-    return found
+    return Groups(found)
 
 
 def _place(mesh: Mesh, rank: int) -> tuple[int, int, int]:

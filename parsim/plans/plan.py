@@ -236,6 +236,11 @@ class Plan:
         return again.union(*self.segments) if self.segments else again
 
     @property
+    def recomputes(self) -> bool:
+        """Whether anything runs again."""
+        return self.recompute != NONE or bool(self.segments)
+
+    @property
     def recomputed_by_operator(self) -> frozenset[str]:
         """Those of whose forward some operators run again, where that keeps less."""
         return names_by_operator(self.recompute, self.components) - self.recomputed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from parsim.plans.plan import Plan
-from parsim.plans.recompute import NONE
 
 
 def plan_in_words(plan: Plan) -> str:
@@ -30,7 +29,7 @@ def plan_in_words(plan: Plan) -> str:
         words += f", {plan.microbatches} microbatches of {plan.microbatch_samples}"
     if plan.recomputed:
         words += ", recomputing activations"
-    elif plan.recompute != NONE:
+    elif plan.recomputes:
         words += ", recomputing some activations"
     if plan.synchronisation.is_relaxed:
         words += f", {synchronisation_in_words(plan)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import numpy as np
@@ -123,7 +123,8 @@ def evaluate(
     parts = breakdown(compiled, timeline, ranks=folding.ranks) if period is None else period.breakdown()
     fractions = step_fractions(parts, folding.weights)
     memory = problem.memory(plan)
-    kinds = tuple({id(entry.lines): entry for entry in memory}.values())
+    alike = {id(entry.lines): entry for entry in memory}
+    kinds, peaks = tuple(alike.values()), {number: entry.total_bytes for number, entry in alike.items()}
     result = PlanResult(
         strategy=plan.strategy,
         step_s=interval,
@@ -132,7 +133,7 @@ def evaluate(
         communication_busy_fraction=fractions.communication_busy_fraction,
         exposed_communication_s=fractions.exposed_communication_s,
         bubble_fraction=fractions.bubble_fraction,
-        peak_memory_bytes=tuple(entry.total_bytes for entry in memory),
+        peak_memory_bytes=tuple([peaks[id(entry.lines)] for entry in memory]),
         fits=all(entry.fits for entry in kinds),
         fit_probability=min(entry.fit_probability for entry in kinds),
         cost_sources=_sources(estimates, seconds),
@@ -384,8 +385,8 @@ def _of_every_rank(parts: Sequence[RankBreakdown], folding: Folding) -> tuple[Ra
     """A folded rank gets the result of the rank that represents it."""
     if not folding.is_folded:
         return tuple(parts)
-    by_rank = {part.rank: part for part in parts}
-    return tuple(replace(by_rank[folding.stands_for(rank)], rank=rank) for rank in range(folding.mesh.size))
+    by_rank = {part.rank: {entry.name: getattr(part, entry.name) for entry in fields(part)} for part in parts}
+    return tuple(RankBreakdown(**{**by_rank[folding.stands_for(rank)], "rank": rank}) for rank in range(folding.mesh.size))
 
 
 def _seconds(estimates: Sequence[Estimate], columns: Columns, folding: Folding) -> NDArray[np.float64]:

@@ -11,7 +11,6 @@ Leaves out: conversions of earlier values that are under way while a later compo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from parsim.costs.memory.chunks import Chunks
 from parsim.costs.memory.rank_memory import rank_memory
@@ -62,13 +61,13 @@ def plan_memory(
         ConfigError: an unknown optimizer.
     """
     plan, kept = layout.plan, KeptActivations(layout, precision)
-    alike = all(placement.kind != "place" for stage in plan.stages for placement in stage.placements)
+    shards_alike = all(placement.kind != "place" for stage in plan.stages for placement in stage.placements)
     known: dict[tuple[int, int, str], RankMemory] = {}
     memories = []
     for rank in range(plan.world_size):
         device = cluster.devices[rank].type
         stage = plan.stage_of_rank(rank)
-        place = (stage, 0 if alike else plan.shard_of_rank(rank), device.name)
+        place = (stage, 0 if shards_alike else plan.shard_of_rank(rank), device.name)
         if place not in known:
             names = layout.rank_components(rank)
             gradients = waiting_gradients(layout, kept.values, rank)
@@ -98,7 +97,9 @@ def plan_memory(
                 ema=ema,
                 traffic=rank_traffic(kept, rank, cluster.profile.communication.backend),
             )
-        own = with_relaxed_lines(replace(known[place], rank=rank), kept, rank)
+        alike = known[place]
+        own = RankMemory(rank=rank, lines=alike.lines, limit_bytes=alike.limit_bytes, spreads=alike.spreads)
+        own = with_relaxed_lines(own, kept, rank)
         memories.append(with_evaluation_line(own, kept, scored))
     return tuple(memories)
 

@@ -42,7 +42,8 @@ class PlanningProblem:
     scored: what is validated during the training.
     corrections: learnt from a run. scale: of hardware that would be faster.
     zero_stage: that plans are to have; "auto": any. recompute: likewise; "auto": where a plan would not fit, as little as
-        makes it fit. constraints: what else plans must keep.
+        makes it fit. segments: whether plans may recompute layers as a whole (`Plan.segments`), which only the simulator can.
+        constraints: what else plans must keep.
     history: of the profile's validations, by which intervals are corrected.
     capacity_factor: of experts, visits that one has room for over their mean; 0: as many as come.
     is_divided: the model is already that of a rank (`on`). clip_gradients: that plans are to clip by the global norm.
@@ -62,6 +63,7 @@ class PlanningProblem:
     history: History = NO_HISTORY
     zero_stage: int | Literal["auto"] = AUTO
     recompute: Recompute = AUTO
+    segments: bool = False
     constraints: PlanConstraints = FREE
     pins: tuple[tuple[str, Placement], ...] = ()
     capacity_factor: float = 0.0
@@ -121,18 +123,15 @@ class PlanningProblem:
     def _divided_by(self, cp: int, ep: int, exchange: str = "ring") -> Model:
         if self.is_divided:
             return self.model
-        key = (cp, ep, exchange == "ring" or cp == 1)
-        if key not in self._divided:
-            kind = number_format(self.precision)
-            self._divided[key] = divided_model(
-                self.model,
-                cp=cp,
-                ep=ep,
-                element_bytes=kind.element_bytes if kind.autocast else kind.weight_bytes,
-                ring=key[2],
-                capacity_factor=self.capacity_factor,
+        kind, ring = number_format(self.precision), exchange == "ring" or cp == 1
+        element_bytes = kind.element_bytes if kind.autocast else kind.weight_bytes
+        key = ("divided", cp, ep, element_bytes, ring, self.capacity_factor)
+        known = self.model.derived
+        if key not in known:
+            known[key] = divided_model(
+                self.model, cp=cp, ep=ep, element_bytes=element_bytes, ring=ring, capacity_factor=self.capacity_factor
             )
-        return self._divided[key]
+        return known[key]
 
     def on(self, mesh: Mesh) -> PlanningProblem:
         """The same question with the model that a rank of this mesh has: for whoever compares plans of the same cp and ep.
@@ -143,10 +142,6 @@ class PlanningProblem:
         if self.is_divided or mesh.cp == mesh.ep == 1:
             return self
         return replace(self, model=self.model_on(mesh), is_divided=True)
-
-    @cached_property
-    def _divided(self) -> dict[tuple[int, int, bool], Model]:
-        return {}
 
     @cached_property
     def _shapes(self) -> dict[Plan, PlanIndex]:

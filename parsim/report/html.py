@@ -102,18 +102,16 @@ def report_html(data: ReportData) -> str:
         for run in section.runs
         if run.comparison is not None
     ]
-    parts = [_header(data)]
-    parts.append('<section id="validation"><h2>Predicted against measured</h2>')
+    parts = [_header(data, compared=bool(runs))]
     if runs:
+        parts.append('<section id="validation"><h2>Predicted against measured</h2>')
         parts.append(_table(tables.validation_table(runs, title="")))
         caption = (
             "Error of the step, its predicted 90% interval, and in grey how far two halves of the same measurement "
             "differ: an error inside the grey band cannot be told from noise."
         )
         parts.append(_figure(drawn, figures.errors_figure(runs), caption))
-    else:
-        parts.append(_absent("No run was measured, so no prediction is checked here."))
-    parts.append("</section>")
+        parts.append("</section>")
     parts += [_section(section, number, drawn) for number, section in enumerate(data.sections)]
     if data.extra_tables or data.extra_figures:
         parts.append('<section id="more"><h2>What the numbers rest on</h2>')
@@ -136,11 +134,11 @@ def report_html(data: ReportData) -> str:
     )
 
 
-def _header(data: ReportData) -> str:
+def _header(data: ReportData, *, compared: bool) -> str:
     facts = "".join(f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in data.facts)
     facts = f'<dl class="facts">{facts}</dl>' if facts else ""
     summary = "".join(f"<p>{html.escape(text)}</p>" for text in data.summary)
-    links = [("validation", "Predicted against measured")]
+    links = [("validation", "Predicted against measured")] if compared else []
     links += [(f"section-{number}", section.title) for number, section in enumerate(data.sections)]
     links += [("more", "What the numbers rest on")] if data.extra_tables or data.extra_figures else []
     navigation = "".join(f'<a href="#{anchor}">{html.escape(text)}</a>' for anchor, text in links)
@@ -181,8 +179,8 @@ def _run(run: ReportRun, drawn: list[go.Figure], *, opened: bool) -> str:
         parts.append(_figure(drawn, figures.timeline_figure(run.graph, timelines), caption))
     else:
         parts.append(_absent(run.absent.get("timeline", "No timeline was kept of this plan.")))
-    if run.measured is None:
-        parts.append(_absent(run.absent.get("measured", "This plan was not run, so there is no measured timeline.")))
+    if run.measured is None and "measured" in run.absent:
+        parts.append(_absent(run.absent["measured"]))
     parts.append('<div class="pair"><div><h4>Where the step goes</h4>')
     breakdowns = {
         name: rows for name, rows in (("predicted", run.predicted_breakdown), ("measured", run.measured_breakdown)) if len(rows)

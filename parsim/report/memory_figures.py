@@ -79,7 +79,7 @@ def memory_figure(memory: Sequence[Mapping[str, Any]], *, device_bytes: Sequence
         )
     limits = [rank.get("limit_bytes") for rank in memory]
     known = [limit for limit in limits if limit is not None]
-    title = f"{unit} at the peak"
+    title = unit
     if known and max(known) <= 4 * highest:
         figure.add_trace(
             go.Scatter(

@@ -183,6 +183,7 @@ def judged_best_first(
             over = node.over_bytes or excess_bytes(node.plan)
             if over:
                 others = list(node.instead()) if node.instead is not None else []
+                others = [other for other in others if late is not None or not other.covered]
                 tally.too_large += all(other.late for other in others)
                 too_large(over, node)
                 for other in others:

@@ -21,20 +21,18 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import ZERO_STAGES, Plan
-from parsim.plans.recompute import AUTO, NONE
+from parsim.plans.recompute import AUTO
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.devices import DeviceSeconds
-from parsim.schedule.bounds.plan_floor import floor_excess_bytes, plan_floor
+from parsim.schedule.bounds.plan_floor import floor_excess_bytes
 from parsim.schedule.bounds.step import ROUNDING, computation_bound_s, least_noise, order_bound_s, step_bound_s
-from parsim.schedule.choose_recompute import are_few, recomputed_to_fit
 from parsim.schedule.cuts import Bounds
 from parsim.schedule.partition import least_round_s
-from parsim.schedule.parts.estimate import least_bytes
+from parsim.schedule.parts.instead import instead_of, may_fit, missing_of_cut
 from parsim.schedule.parts.least import least_missing_bytes, least_seconds
-from parsim.schedule.parts.least_kept import least_kept
-from parsim.schedule.parts.node import Node, PosedPlacement
+from parsim.schedule.parts.node import BOUNDED, CUT, LOOKED_AT, REMEMBERED, Node, PosedPlacement
 from parsim.schedule.parts.outlines import outlines
-from parsim.schedule.parts.refinements import every_choice, other_cuts, sets_that_fit
+from parsim.schedule.parts.refinements import every_choice, other_cuts
 from parsim.schedule.parts.usual import is_large
 from parsim.schedule.space import (
     bucket_sizes,
@@ -44,13 +42,9 @@ from parsim.schedule.space import (
     other_bucket_sizes,
     zero_stages,
 )
-from parsim.schedule.stages import Cutting, is_long
-from parsim.schedule.tensor import best_placement, can_be_cut, limits_of, uniform_placements
-from parsim.units import divisors
-
-LOOKED_AT, CUT, BOUNDED, REMEMBERED, TRIED = 1, 2, 6, 4, 16
-"""What parts cost to open, in visits of all components: a root; the bound of a cut; those of its ZeRO stages; the memory of a
-plan; and of several plans."""
+from parsim.schedule.stage_costs import is_long
+from parsim.schedule.stages import Cutting
+from parsim.schedule.tensor import best_placement, can_be_cut, uncut_text, uniform_placements
 
 
 @dataclass(frozen=True)
@@ -304,7 +298,7 @@ class Members:
     def _of_ways_that_fit(self, plan: Plan, cutting: Cutting | None, bound_s: float) -> list[Node]:
         """The ZeRO stages and bucket sizes of one cut; where none can fit, the plan that is closest to fitting."""
         size = self._ways(plan.mesh)
-        missing, closest = self._missing_of_cut(plan, cutting)
+        missing, closest = missing_of_cut(self.problem, plan, cutting)
         if missing:
             return [Node(0.0, size, plan=closest, missing_bytes=lambda: missing)]
         first = self._sizes[:1] if is_large(self.problem) else self._sizes
@@ -325,21 +319,6 @@ class Members:
 
         return in_order() if plan.mesh.pp == 1 else [Node(bound_s, size, in_order)]
 
-    def _missing_of_cut(self, plan: Plan, cutting: Cutting | None) -> tuple[float, Plan]:
-        """By how much no plan with these stages fits, nor with those that are cut instead, and the one that needs least.
-
-        Where one might fit, 0 and the plan as it is.
-        """
-        found, closest = float("inf"), plan
-        for stage in zero_stages(self.problem, self.problem.layout(plan)):
-            own = replace(plan, zero_stage=stage)
-            over = floor_excess_bytes(self.problem, own, recomputing=plan.recompute != NONE)
-            if not over or any(self._may_fit(own, cutting)):
-                return 0.0, plan
-            if over < found:
-                found, closest = over, own
-        return found, closest
-
     def _counted(self, plan: Plan, cutting: Cutting | None, bound_s: float) -> Node:
         """One plan; one that is impossible or has no price says so when it is opened, and its neighbours stay."""
         try:
@@ -351,7 +330,7 @@ class Members:
         for stage in plan.stages:
             for name, placement in stage.placed():
                 if not self.problem.allows(name, placement):
-                    raise ScheduleError("none of its plans keeps what pin and forbid ask for")
+                    raise ScheduleError("no plan satisfies plan.pin and plan.forbid")
 
     def given(self, plans: Iterable[Plan]) -> list[Node]:
         """One node per plan that a strategy lists; what is impossible about one is counted when it is opened."""
@@ -367,73 +346,12 @@ class Members:
             PlanError: it does not match the model. ScheduleError: it does not keep pins and forbids.
         """
         self._check_asked(plan)
-        over = floor_excess_bytes(self.problem, plan, recomputing=False) if plan.recompute == NONE else 0.0
-        if over and not any(self._may_fit(plan, cutting)):
+        over = floor_excess_bytes(self.problem, plan, recomputing=False) if not plan.recomputes else 0.0
+        if over and not may_fit(self.problem, plan, cutting):
             return Node(0.0, 1, plan=plan, missing_bytes=lambda: over)
         bound_s = step_bound_s(self.problem, plan)
-        return Node(bound_s, 1, None, plan, lambda: self._instead(plan, cutting), over_bytes=over, visits=REMEMBERED)
-
-    def _may_fit(self, plan: Plan, cutting: Cutting | None) -> tuple[bool, bool]:
-        """Whether the plan may fit with recomputation, and with its stages cut otherwise."""
-        problem = self.problem
-        recomputed = problem.recompute == AUTO and not floor_excess_bytes(problem, plan, recomputing=True)
-        other = cutting is not None and plan.mesh.pp > 1 and plan.recompute == NONE
-        floor = plan_floor(problem, plan) if other else None
-        if floor is not None:
-            other = not floor.excess_of_any_cut(plan.zero_stage, recomputing=False)
-        return recomputed, other
-
-    def _instead(self, plan: Plan, cutting: Cutting | None) -> Iterator[Node]:
-        problem = self.problem
-        recomputed, other = self._may_fit(plan, cutting)
-        bound_s = step_bound_s(problem, plan)
-
-        def of(found: Plan | None, *, fits: bool = False) -> list[Node]:
-            if found is None or found == plan:
-                return []
-            return [Node(step_bound_s(problem, found), 1, None, found, visits=REMEMBERED, fits=fits)]
-
-        if other and cutting is not None:
-            fitting = replace(cutting, zero_stage=plan.zero_stage, bucket_bytes=plan.bucket_bytes)
-            yield Node(bound_s, 1, lambda: of(fitting.fitting(), fits=True), visits=TRIED)
-        if recomputed:
-            floor = plan_floor(problem, plan)
-            least_s = bound_s if floor is None else max(bound_s, floor.recomputing_bound_s(plan.zero_stage))
-            yield Node(least_s, 1, lambda: of(self._recomputed(plan, cutting), fits=True), visits=TRIED)
-            if are_few(problem, plan):
-                yield Node(least_s, 0, lambda: sets_that_fit(problem, plan), late=True)
-
-    def _recomputed(self, plan: Plan, cutting: Cutting | None) -> Plan | None:
-        """With recomputation, of large problems also with longer stages where fewer microbatches are held."""
-        problem = self.problem
-        if cutting is None or plan.mesh.pp == 1 or not is_large(problem):
-            return recomputed_to_fit(problem, plan)
-        placed = [cutting.placements.get(component.name, BATCH) for component in problem.model.components]
-        kept = least_bytes(problem, plan.mesh, plan.microbatch_samples, placed)
-        fitting = replace(cutting, zero_stage=plan.zero_stage, bucket_bytes=plan.bucket_bytes)
-        ways: list[Callable[[], Plan | None]] = [
-            lambda: recomputed_to_fit(problem, plan),
-            lambda: fitting.fitting_recomputed(least_kept(problem).recompute, kept),
-        ]
-        if is_long(problem.model):
-            ways.reverse()  # memory takes long to work out, and the second way knows the better cut
-        return next((found for way in ways if (found := way()) is not None), None)
+        return Node(bound_s, 1, None, plan, lambda: instead_of(self.problem, plan, cutting), over_bytes=over, visits=REMEMBERED)
 
 
 def _refuse(error: ParsimError) -> list[Node]:
     raise error
-
-
-def uncut_text(problem: PlanningProblem, tp: int) -> str:
-    """Why no component can be cut into `tp` shards: what the rules divide by."""
-    limits = sorted(limits_of(problem))
-    if not limits:
-        return f"no component of {problem.model.name} can be cut into shards, so tp = {tp} shards nothing; use pp and dp"
-    texts = ", ".join(f"{rule} ({limit})" for rule, limit in limits[:6])
-    every = sorted({ways for _, limit in limits for ways in divisors(limit)})
-    possible = [ways for ways in every if 1 < ways <= problem.cluster.size]
-    return (
-        f"no component of {problem.model.name} can be cut into tp = {tp} shards: tp must divide the size that a rule cuts: "
-        f"{texts}; "
-        f"{'use tp = ' + ', '.join(map(str, possible)) if possible else 'use pp and dp'}, or another granularity"
-    )

@@ -15,7 +15,7 @@ from parsim.garbage import rare_collections
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
-from parsim.plans.recompute import AUTO, NONE, Recompute
+from parsim.plans.recompute import AUTO, Recompute
 from parsim.predict.evaluate import SAMPLES, Evaluation, SimulatedStep, evaluate, simulated_step, with_interval
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import PlanResult
@@ -39,6 +39,7 @@ class Search:
     judged: plans that were simulated. tally: what became of all plans.
     skipped: families without a member, and why.
     placements: the solver's answers to the placement problems (strategy "adaptive").
+    unrefined: families that lost before their late parts were opened: asked for alone, they may be faster than shown.
     """
 
     candidates: tuple[Evaluation, ...]
@@ -49,6 +50,7 @@ class Search:
     skipped: tuple[tuple[str, str], ...]
     tally: Tally = field(default_factory=Tally)
     placements: tuple[PosedPlacement, ...] = ()
+    unrefined: tuple[str, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -67,6 +69,7 @@ class Search:
             "gap": self.gap,
             "judged": self.judged,
             "considered": self.tally.to_dict(),
+            "unrefined": list(self.unrefined),
             "skipped": dict(self.skipped),
             "placements": [solution.to_dict() for solution in self.placements],
         }
@@ -121,6 +124,7 @@ def search(
     if opening.spare is not None:
         opening.tally.add(open_one_by_one(parts, owners, together, opening.spare, opening.early, rivals=mixes))
     # each family opens as many late parts as it would alone, so adaptive is never slower than any of them
+    unrefined = [name for name, own in owners.items() if opening.late[name] and own is not together and mixes]
     for name, own in owners.items():
         opening.later(name, own if not mixes and top is None else Incumbents(steps_s=together.steps_s))
     for own in owners.values():
@@ -153,7 +157,13 @@ def search(
         skipped=tuple(skipped.items()),
         tally=tally,
         placements=tuple(posed),
+        unrefined=tuple(name for name in unrefined if _lost(name, candidates)),
     )
+
+
+def _lost(name: str, candidates: Sequence[Evaluation]) -> bool:
+    first = candidates[0].result.plan
+    return any(each.result.strategy == name and not same_program(each.result.plan, first) for each in candidates)
 
 
 NOT_TRIED = "none of its plans that were tried fits; others were more promising, and not all plans of a large problem are tried"
@@ -205,7 +215,7 @@ def _nodes(members: Members, strategy: Strategy | None) -> list[Node]:
     listed = list(plans)
     kept = [plan for plan in listed if _keeps(problem.constraints, plan)]
     if listed and not kept:
-        raise ScheduleError(f"none of the plans of {members.strategy} keeps what [plan] asks for: {problem.constraints}")
+        raise ScheduleError(f"no plan of {members.strategy} satisfies [plan]: {problem.constraints}")
     return members.given(kept)
 
 
@@ -334,7 +344,7 @@ def _distinct(ranked: Sequence[JudgedPlan]) -> list[JudgedPlan]:
         plan = entry.plan
         placed = tuple(pair for stage in plan.stages for pair in stage.placed())
         pipeline = plan.mesh, plan.microbatches, plan.pipeline_order, plan.chunks
-        found.setdefault((pipeline, placed, plan.zero_stage, plan.bucket_bytes, plan.recompute), entry)
+        found.setdefault((pipeline, placed, plan.zero_stage, plan.bucket_bytes, plan.recompute, plan.segments), entry)
     return list(found.values())
 
 
@@ -364,10 +374,11 @@ def _with_intervals(problem: PlanningProblem, kept: Sequence[Evaluation], sample
 
 
 def _recomputed_text(plan: Plan) -> str:
-    """`3 of 12 components`, `5 of 12 components, 2 of them by operator`."""
+    """`3 of 12 components`, `5 of 12 components, 2 of them by operator`, `8 of 12 components, in 2 segments`."""
     whole, some = len(plan.recomputed), len(plan.recomputed_by_operator)
     by_operator = f", {some if whole else 'all'} of them by operator" if some else ""
-    return f"{whole + some} of {len(plan.components)} components{by_operator}"
+    together = f", in {len(plan.segments)} segments" if plan.segments else ""
+    return f"{whole + some} of {len(plan.components)} components{by_operator}{together}"
 
 
 def _reason(entry: Evaluation, first: Evaluation, recompute: Recompute) -> str:
@@ -378,7 +389,7 @@ def _reason(entry: Evaluation, first: Evaluation, recompute: Recompute) -> str:
         over = format_bytes(worst.excess_bytes)
         return f"does not fit{tried}: rank {worst.rank} by {over}, mostly {line} ({format_bytes(size)})"
     plan = entry.result.plan
-    again = f"; recomputes {_recomputed_text(plan)}" if plan.recompute != NONE else ""
+    again = f"; recomputes {_recomputed_text(plan)}" if plan.recomputes else ""
     if entry is first:
         return f"fastest plan that fits{again}"
     if same_program(entry.result.plan, first.result.plan):

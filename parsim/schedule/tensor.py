@@ -28,6 +28,7 @@ from parsim.schedule.placement.objective import Solution, step_s
 from parsim.schedule.placement.placement_problem import PlacementProblem, converted, placement_problem_of, unconverted
 from parsim.schedule.placement.reach import numbers_among, options_in_reach
 from parsim.schedule.placement.relaxation import Frontiers, Relaxation
+from parsim.units import divisors
 
 TIGHTENINGS = 6
 """How often a choice that does not fit after all is sought again with the room that it leaves for its parts."""
@@ -335,4 +336,19 @@ def _plan(
         bucket_bytes=DEFAULT_BUCKET_BYTES,
         zero_stage=zero_stage,
         clip_gradients=problem.clip_gradients,
+    )
+
+
+def uncut_text(problem: PlanningProblem, tp: int) -> str:
+    """Why no component can be cut into `tp` shards: what the rules divide by."""
+    limits = sorted(limits_of(problem))
+    if not limits:
+        return f"no component of {problem.model.name} can be cut into shards, so tp = {tp} shards nothing; use pp and dp"
+    texts = ", ".join(f"{rule} ({limit})" for rule, limit in limits[:6])
+    every = sorted({ways for _, limit in limits for ways in divisors(limit)})
+    possible = [ways for ways in every if 1 < ways <= problem.cluster.size]
+    return (
+        f"no component of {problem.model.name} can be cut into tp = {tp} shards: tp must divide the size that a rule cuts: "
+        f"{texts}; "
+        f"{'use tp = ' + ', '.join(map(str, possible)) if possible else 'use pp and dp'}, or another granularity"
     )

@@ -32,6 +32,8 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
         mesh that the devices do not make.
     """
     from parsim.costs.feedback.history import history_path, read_history
+    from parsim.model.model import SUBLAYER
+    from parsim.model.named.names import is_transformer
     from parsim.predict.planning_problem import PlanningProblem
     from parsim.schedule.by_hand import forbids_by_pattern, parse_placements, pins_by_pattern, recompute_by_pattern
 
@@ -53,6 +55,7 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
         history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),
         zero_stage=config.plan.zero_stage,
         recompute=recompute_by_pattern(config.plan.recompute, model),
+        segments=is_transformer(config.model.name) and model.granularity == SUBLAYER,
         constraints=constraints_of(config.plan),
         pins=pins,
         capacity_factor=config.plan.capacity_factor or 0.0,

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.common.markdown import replaced
 from tests.chaos.outcomes import recorded, table
 from tests.fuzz.fuzzing import recorded as recorded_files
 from tests.fuzz.fuzzing import table as table_of_files
@@ -30,9 +31,7 @@ def main() -> None:
     text = PAGE.read_text(encoding="utf-8")
     curves = json.loads(CURVES.read_text())
     for name, made in (("trainings", trainings(curves)), ("files", files())):
-        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n{made}\n{end}{rest.partition(end)[2]}"
+        text = replaced(text, f"<!-- begin {name} -->", f"<!-- end {name} -->", made)
     PAGE.write_text(text, encoding="utf-8")
     PICTURE.write_text(picture(curves), encoding="utf-8")
 

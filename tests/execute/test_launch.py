@@ -174,7 +174,7 @@ class TestFailingRank:
         start = time.monotonic()
         message = _failure(tmp_path, sleep, [["complain", "step 7"], ["wait", "pid0"], ["signal", "SIGKILL"]])
         assert message.startswith("rank 1 of 2 was killed by SIGKILL")
-        assert message.endswith("the last it said: step 7")
+        assert message.endswith("its last line: step 7")
         assert time.monotonic() - start < 30
 
     def test_killed_from_outside(self, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ class TestFailingRank:
             killer.kill()
             killer.wait()
         assert message.startswith("rank 2 of 3 was killed by SIGKILL")
-        assert message.endswith("it had said nothing")
+        assert message.endswith("it wrote no output")
 
     def test_a_user_error_is_told_in_its_own_words(self, tmp_path: Path) -> None:
         message = _failure(tmp_path, [["sleep", 600]], [["data error", "the batch (3) must be 4; use 4"]])
@@ -207,7 +207,7 @@ class TestFailingRank:
 
     def test_an_exit_status_without_a_record(self, tmp_path: Path) -> None:
         message = _failure(tmp_path, [["say", "well"], ["status", 7]])
-        assert message == "rank 0 of 1 ended with exit status 7 and no error record; the last it said: well"
+        assert message == "rank 0 of 1 ended with exit status 7 and no error record; its last line: well"
 
     @pytest.mark.slow
     def test_a_crash_in_compiled_code(self, tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ class TestFailingRank:
         join: Actions = [["join", "cpu", 4], ["reduce"]]
         message = _failure(tmp_path, [*join, ["reduce"]], [*join, ["sleep", 600]])
         assert message.startswith("rank 1 of 2 did not answer")
-        assert "rank 0 said: Timed out waiting 4000ms" in message
+        assert "rank 0 reported: Timed out waiting 4000ms" in message
 
     @pytest.mark.slow
     def test_a_rank_that_never_joins_is_named(self, tmp_path: Path) -> None:

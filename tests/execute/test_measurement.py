@@ -78,6 +78,34 @@ def test_streams_keep_dependencies_and_issue_order() -> None:
     assert times[3].ready_s == times[2].end_s, "and when its stream is free"
 
 
+def test_streams_wait_for_one_another_in_whatever_order_they_were_submitted() -> None:
+    """2 and 3 wait for the other stream, 1 for a computation; 3 could begin before 2 and keeps behind it."""
+    streams, seen = ThreadStreams(), []
+    for task, stream, before in ((2, "dp", [1]), (3, "dp", []), (1, "tp", [0]), (4, "tp", [3])):
+        streams.submit(task, stream, before, lambda task=task: seen.append(task))
+    streams.compute(0, "compute", [], lambda: seen.append(0))
+    streams.compute(5, "compute", [4], lambda: seen.append(5))
+    times = {entry.task: entry for entry in streams.finish()}
+    streams.close()
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert times[2].ready_s == times[1].end_s
+    assert times[4].ready_s == times[3].end_s
+
+
+def test_what_waits_for_a_failed_communication_neither_runs_nor_hangs() -> None:
+    streams, seen = ThreadStreams(), []
+
+    def fail() -> None:
+        raise RuntimeError("the peer is gone")
+
+    streams.submit(0, "dp", [], fail)
+    streams.submit(1, "tp", [0], lambda: seen.append(1))
+    with pytest.raises(RuntimeError, match="peer is gone"):
+        streams.finish()
+    streams.close()
+    assert seen == []
+
+
 def test_a_failure_on_a_stream_ends_the_step() -> None:
     streams = ThreadStreams()
 

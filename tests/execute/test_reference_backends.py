@@ -38,9 +38,14 @@ def test_the_page_is_made_from_the_results(experiment: Any) -> None:
 
 def test_a_step_takes_as_long_as_on_its_slowest_rank(experiment: Any) -> None:
     names = ("parsim", "native", "silent", "native again")
+    cpu_s = {**{name: [0.5, 0.5, 0.5] for name in names}, "parsim": [0.5, 0.6, 0.6]}
     ranks = [
-        {"difference": 0.0, "seconds": {name: [1.0, 2.0, 3.0] for name in names}},
-        {"difference": 1e-12, "seconds": {**{name: [2.0, 1.0, 1.0] for name in names}, "parsim": [2.2, 1.0, 1.0]}},
+        {"difference": 0.0, "seconds": {name: [1.0, 2.0, 3.0] for name in names}, "cpu_s": cpu_s},
+        {
+            "difference": 1e-12,
+            "seconds": {**{name: [2.0, 1.0, 1.0] for name in names}, "parsim": [2.2, 1.0, 1.0]},
+            "cpu_s": cpu_s,
+        },
     ]
     row = experiment.row_of(experiment.CASES[0], ranks)
     assert row["difference"] == 1e-12
@@ -48,6 +53,7 @@ def test_a_step_takes_as_long_as_on_its_slowest_rank(experiment: Any) -> None:
     assert row["floor"] == {"median": 1.0, "low": 1.0, "high": 1.0}
     assert row["ratio"]["median"] == 1.0
     assert row["ratio"]["high"] == pytest.approx(1.1)
+    assert row["cpu_ratio"]["median"] == pytest.approx(1.2)
 
 
 def test_the_interval_of_many_rounds_holds_their_median(experiment: Any) -> None:

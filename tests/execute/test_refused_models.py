@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,6 +86,51 @@ def test_weights_and_example_on_two_devices() -> None:
     with pytest.raises(ParsimError, match="put the example inputs on the device of the weights"):
         model_from_module(module, EXAMPLE)
     assert model_from_module(module, EXAMPLE.to("meta")).parameter_count == 21
+
+
+class Product(torch.autograd.Function):
+    """A product with a backward by hand, which autocast does not cast."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.T, x.T @ gradient
+
+
+class ByHand(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(6, 6), nn.Parameter(torch.randn(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = Product.apply(self.first(x), self.weight)  # type: ignore[no-untyped-call]
+        return made
+
+
+@torch.library.custom_op("parsim_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+doubled.register_fake(torch.empty_like)
+
+
+def test_a_backward_that_fails_under_autocast_alone_leaves_the_module_to_fp32() -> None:
+    """It ended in a traceback."""
+    model = model_from_module(ByHand(), EXAMPLE)
+    assert model.half_refused.startswith("the backward of ")
+    assert "under autocast to half precision" in model.half_refused
+    assert any("no autocast" in text for text in model.assumptions)
+
+
+def test_an_operator_without_a_backward_is_named() -> None:
+    with pytest.raises(ParsimError, match=r"backward .* parsim_tests.doubled.* register_autograd"):
+        model_from_module(Returning(lambda out, x: torch.ops.parsim_tests.doubled(out)), EXAMPLE)
 
 
 class AddedUp(nn.Module):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +12,6 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 
 from torch import Tensor, nn  # noqa: E402
 
-from parsim.errors import ParsimError  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
 from parsim.model.runnable import CallProgram  # noqa: E402
 from parsim.model.tracing import traced  # noqa: E402
@@ -65,11 +62,6 @@ class CountsItself(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return super().forward(x)
-
-
-class ThrowsDice(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * random.choice([1.0])
 
 
 class ReturnsTwo(Block):
@@ -315,13 +307,6 @@ def test_one_run_is_enough_where_another_batch_has_confirmed_the_kind(name: str,
     assert copies(module, 3) == expected
     assert copies(module, 3, confirmed) >= expected + more
     assert bool(confirmed) == bool(more)
-
-
-@pytest.mark.parametrize("granularity", ["block", "layer"])
-def test_blocks_that_throw_dice_are_refused_with_their_line(granularity: str) -> None:
-    line = inspect.getsourcelines(ThrowsDice.forward)[1] + 1
-    with pytest.raises(ParsimError, match=rf"random.*test_repeats\.py:{line}"):
-        traced.model_of(Stack(ThrowsDice), (torch.zeros(2, WIDTH),), {}, granularity=granularity, loss="cross_entropy")
 
 
 def test_a_failing_forward_says_what_the_full_trace_says() -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from parsim.workflow.public.functions import open_run, run
-from tests.execute import training_tasks
 from tests.execute.test_bad_run import cpu_profile
+
+TASKS = Path(__file__).resolve().parents[2] / "examples" / "tasks"
 
 FILE = """\
 [model]
@@ -87,7 +88,8 @@ metrics = ["perplexity"]
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delitem(sys.modules, "training_tasks", raising=False)
-    shutil.copy(training_tasks.__file__, tmp_path / "training_tasks.py")
+    shutil.copy(TASKS / "training_tasks.py", tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     profile = cpu_profile()
     fits = profile["communication"]["fits"]
     fits += [{**fits[0], "operation": operation} for operation in ("reduce_scatter", "all_gather")]
@@ -140,6 +142,8 @@ def test_a_segmentation_trains_validates_and_exports(here: Path) -> None:
     assert [line["step"] for line in lines if "validation" in line] == [6, 12, 18, 24]
     assert lines[0]["learning_rate"] == pytest.approx(0.01 / 5)
     assert all(line["gradient_norm"] > 0 and line["seconds"] > 0 for line in lines)
+    import training_tasks
+
     data = training_tasks.blobs("validation", 0)
     for format in ("state_dict", "safetensors"):
         found = exported_score(Path("out"), training_tasks.segmenter(), format, [data[place] for place in range(20)])
@@ -176,6 +180,8 @@ def test_a_language_model_stops_early_and_stays_stopped(here: Path) -> None:
     again = run(file, out="out", overrides=overrides, resume=True)
     assert "has made its" in again.warnings[-1]
     whole = run(file, out="whole").to_dict()
+    import training_tasks
+
     data = training_tasks.sentences("validation", 0)
     found = exported_score(Path("whole"), training_tasks.LanguageModel(), "safetensors", [data[n] for n in range(20)])
     assert found == pytest.approx(best_of(whole)["loss"], abs=1e-5)

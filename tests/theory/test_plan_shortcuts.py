@@ -166,3 +166,16 @@ def test_a_price_that_is_known_is_the_one_that_would_be_worked_out() -> None:
             known = compute_costs(cluster, "fp32", None)
             assert known.estimate(work, component, device) is known.estimate(work, component, device)
             assert known.estimate(work, component, device) == ComputeCosts(cluster.profile).estimate(work, component, device)
+
+
+@given(st.integers(1, 12), st.data())
+def test_shifts_of_a_group_are_those_that_overlap_nothing(size: int, data: st.DataObject) -> None:
+    members = tuple(sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=1))))
+    group = tuple(Mesh(dp=size).rank(stage=0, replica=replica) for replica in members)
+    found, taken = [], set(members)
+    for start in range(size):
+        shift = tuple(start + member - members[0] for member in members)
+        if shift == members or (shift[-1] < size and taken.isdisjoint(shift)):
+            found.append(shift)
+            taken.update(shift)
+    assert concurrent_groups(Mesh(dp=size), group) == tuple(found)

@@ -19,9 +19,10 @@ from parsim.plans.words import plan_in_words
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.by_hand import recompute_by_pattern
-from parsim.schedule.choose_recompute import every_set, recomputed_to_fit, recomputes_more
 from parsim.schedule.families import FAMILIES
 from parsim.schedule.parts.refinements import sets_that_fit
+from parsim.schedule.recomputation.every_set import every_set, recomputes_more
+from parsim.schedule.recomputation.to_fit import recomputed_to_fit
 from parsim.schedule.search import search
 from parsim.work import Compute, Phase
 

@@ -19,8 +19,8 @@ from parsim.plans.plan import Plan, check_plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.by_hand import custom_plan
-from parsim.schedule.choose_recompute import recomputed_to_fit
 from parsim.schedule.families import FAMILIES
+from parsim.schedule.recomputation.to_fit import recomputed_to_fit
 from parsim.schedule.search import most_frequent, search
 from parsim.work import Compute, Phase
 from tests.models import chain_model
@@ -257,3 +257,16 @@ def test_a_plan_that_fits_with_all_but_one_component_recomputed_is_found() -> No
     found = recomputed_to_fit(tight, plan)
     assert found is not None
     assert all(entry.fits for entry in tight.memory(found))
+
+
+def test_families_that_lost_and_are_faster_alone_are_named() -> None:
+    question = PlanningProblem(
+        model=load_preset("resnet50", "block"), cluster=cluster_from_profile(load_profile("dgx1-v100-32gb")), global_batch=1024
+    )
+    found = search(question, strategies=("adaptive",), samples=0)
+    alone = search(question, strategies=("hp",), samples=0)
+    shown = next(entry for entry in found.candidates if entry.result.strategy == "hp")
+    assert alone.candidates[0].result.step_s.median < shown.result.step_s.median
+    assert "hp" in found.unrefined
+    assert "dp" not in found.unrefined
+    assert alone.unrefined == ()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,55 @@ def properties() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("texts", [published, memory, search, properties])
+def complete_rows() -> list[str]:
+    """Rows of which nothing had to be assumed."""
+    found = results("published")["complete"]
+    return [
+        f"| the {found['rows']} rows that state split, batch and recomputation | mean {found['held_out']:.1f}%; "
+        f"90% intervals hold for {found['coverage']:.0f}%, at a median width of {found['width']:.0f}% |"
+    ]
+
+
+def v100() -> list[str]:
+    """Single GPUs, eight GPUs and large all_reduces that the link model was fitted to."""
+    found = results("v100_published")
+    summary = next(row for row in found["single_gpu_summary"] if row["model"] == "all")
+    median, worst = summary["median, operators alone"], f"{percent(summary['worst']):.0f}%"
+    resnet, bert = (abs(percent(row["error"])) for row in found["eight_gpus"] if row["profile"] == "with the efficiency")
+    large = [row for row in found["collectives"] if row["size"] == ">= 16 MiB" and "vTrain" in row["where"]]
+    return [
+        "| published throughput of ResNet-50, BERT-base and GPT on one V100, nothing fitted to it "
+        f"| median {median}, worst {worst} |",
+        f"| one V100: ResNet-50, BERT-base and GPT, none of it used for fitting | median {median}, worst {worst} |",
+        f"| eight V100s: ResNet-50 and BERT-base, after one factor for fp32 | {resnet}% and {bert}% too slow |",
+        f"| NCCL all_reduce on 2, 4 and 8 V100s, 16 MiB and more | worst {max(abs(percent(row['worst'])) for row in large)}% |",
+    ]
+
+
+def percent(text: str) -> float:
+    return float(text.removesuffix("%"))
+
+
+def reference() -> list[str]:
+    """The executor over native DDP, FSDP2 and pipelines: medians of the ratio."""
+    ratios = {row["case"]: row["ratio"]["median"] for row in results("reference")["rows"]}
+    others = [ratio for case, ratio in ratios.items() if "ddp" not in case.lower()]
+    transformers = sorted(ratios[f"{name} ddp"] for name in ("vit_small", "gpt_small"))
+    return [
+        f"The step takes {min(others):.2f} to {max(others):.2f} of the native one under FSDP2 and pipelines.",
+        f"Under DDP it takes {transformers[0]:.2f} to {transformers[1]:.2f} for the transformers, "
+        f"{ratios['resnet_small ddp']:.2f} for a small ResNet and {ratios['mlp ddp']:.2f} for an MLP",
+    ]
+
+
+def test_the_page_of_published_runs_is_made_from_its_results() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "experiments" / "published" / "readme.py")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("texts", [published, complete_rows, v100, memory, search, properties, reference])
 def test_figures_follow_from_results(texts: Any) -> None:
     pages = [" ".join((ROOT / name).read_text(encoding="utf-8").split()) for name in ("README.md", "docs/accuracy.md")]
     for text in texts():

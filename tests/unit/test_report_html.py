@@ -28,10 +28,13 @@ from report_samples import (
 
 from parsim.costs.memory.records import NOT_TENSORS, RankMemory
 from parsim.execute.cuda.memory_counters import MemoryUse
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.profile import load_profile
 from parsim.report import figures, memory_figures
 from parsim.report.html import ReportData, ReportRun, ReportSection, report_html, write_report
 from parsim.report.memory_levels import memory_levels
 from parsim.units import format_seconds
+from parsim.workflow.folders.write_report import report_facts
 
 VOID = {"meta", "link", "br", "img", "input"}
 
@@ -122,19 +125,25 @@ def test_what_is_missing_is_explained() -> None:
     run = ReportRun(label="dp", absent=reasons)
     section = ReportSection(model="m", title="m here", runs=[run], absent={"strategies": "no choice"})
     text = " ".join(parsed(report_html(ReportData(title="t", sections=[section]))).text)
-    for reason in (*reasons.values(), "no choice", "No run was measured"):
+    for reason in (*reasons.values(), "no choice"):
         assert reason in text
     bare = ReportData(title="t", sections=[ReportSection(model="m", title="m", runs=[ReportRun(label="dp")])])
     text = " ".join(parsed(report_html(bare)).text)
     for words in (
         "No timeline was kept",
-        "was not run",
         "No breakdown",
         "Memory was not predicted",
         "No strategies were compared",
     ):
         assert words in text
+    assert "Predicted against measured" not in text, "a section without content"
     assert figures_of(report_html(ReportData(title="nothing at all"))) == []
+
+
+def test_a_prediction_names_the_cluster_that_was_asked_about() -> None:
+    (name, asked), (planned_on, _), *_ = report_facts(cluster_from_profile(load_profile("dgx1-v100-32gb")))
+    assert (name, asked, planned_on) == ("Cluster", "dgx1-v100-32gb: 8 x V100-SXM2", "Planned on")
+    assert report_facts()[0][0] == "Machine"
 
 
 def test_a_step_drawn_by_itself_is_told_from_the_predicted_step() -> None:

@@ -112,7 +112,7 @@ def test_clocks_and_governors_of_a_machine_that_tells(tmp_path: Path, monkeypatc
     assert clocks_text(state) == "clocks 1.50 to 3.00 GHz, governor performance"
     monkeypatch.setattr(states, "CPUS", tmp_path / "none")
     assert core_clocks_hz("model name\t: x\ncpu MHz\t\t: 2450.000\ncpu MHz\t\t: 2000.5\n") == {"0": 2.45e9, "1": 2.0005e9}
-    assert clocks_text({}) == "clock not told, governor not told"
+    assert clocks_text({}) == "clock unknown, governor unknown"
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=8, max_size=8), st.lists(st.integers(0, 10**6), min_size=8, max_size=8))

@@ -70,9 +70,9 @@ def clocks_text(state: dict[str, Any]) -> str:
     """`clock 2.45 GHz, governor performance`; unknown values are named as unknown."""
     clocks = state.get("core_hz", {}).values()
     low, high = (f"{1e-9 * clock:.2f}" for clock in (min(clocks), max(clocks))) if clocks else ("", "")
-    clock = "clock not told" if not clocks else f"clock {low} GHz" if low == high else f"clocks {low} to {high} GHz"
-    return f"{clock}, governor {'/'.join(state.get('governors', [])) or 'not told'}"
+    clock = "clock unknown" if not clocks else f"clock {low} GHz" if low == high else f"clocks {low} to {high} GHz"
+    return f"{clock}, governor {'/'.join(state.get('governors', [])) or 'unknown'}"
 
 
 def share_text(share: float | None) -> str:
-    return "not told" if share is None else format_percent(share)
+    return "unknown" if share is None else format_percent(share)

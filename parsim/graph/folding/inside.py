@@ -8,7 +8,7 @@ from typing import NamedTuple
 from parsim.costs.communication.equivalent_groups import alike_collectives, alike_transfers
 from parsim.costs.costs import Costs
 from parsim.graph.hops import hop_groups, hop_pairs
-from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message, transfer_bytes
+from parsim.graph.passes.convert import COLLECTIVE_OF_HOP, POINT_TO_POINT_HOPS, hop_collective, hop_message, transfer_bytes
 from parsim.graph.passes.inside import CONTEXT_STREAM, inner_steps
 from parsim.graph.plan_index import PlanIndex
 from parsim.plans.concurrent import concurrent_groups, concurrent_transfers
@@ -109,10 +109,15 @@ class InsideSeconds:
         if exchange.inside is None and (exchange.hop is None or exchange.hop.operation in POINT_TO_POINT_HOPS):
             kind = alike_transfers(self._costs.cluster, (group[0], group[1]), concurrent_transfers(mesh, (group[0], group[1])))
         else:
-            work = _work(self._layout, exchange, group)
-            assert isinstance(work, Collective)
-            kind = alike_collectives(self._costs.cluster, work.operation, group, concurrent_groups(mesh, group))
+            kind = alike_collectives(self._costs.cluster, self._operation(exchange), group, concurrent_groups(mesh, group))
         return group if kind is None else kind
+
+    def _operation(self, exchange: Exchange) -> str:
+        """Of a collective."""
+        if exchange.inside is not None:
+            return exchange.inside[1]
+        assert exchange.hop is not None
+        return COLLECTIVE_OF_HOP[exchange.hop.operation]
 
 
 class _Path(NamedTuple):

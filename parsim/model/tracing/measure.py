@@ -34,6 +34,7 @@ from parsim.model.tracing.cut import cut, final_values, programs, value_names
 from parsim.model.tracing.operators import RawOperator, grow
 from parsim.model.tracing.recorder import Recorder, Recording, storage_key
 from parsim.model.tracing.recording import run_recorded
+from parsim.model.tracing.refused.messages import backward_message
 from parsim.model.tracing.repeats.canonical import calls_key, program_key
 from parsim.model.tracing.sublayers import CallInterval
 from parsim.model.tracing.watch import Watch
@@ -330,7 +331,11 @@ class Counted:
     def _counted(self, component: Component, place: int) -> CountedPeaks:
         key = component.fingerprint
         if key not in self._components:
-            self._components[key] = component_peaks(self._small.recorded(place), self._large.recorded(place))
+            try:
+                self._components[key] = component_peaks(self._small.recorded(place), self._large.recorded(place))
+            except RuntimeError as error:
+                half = self._small.autocast is not None
+                raise TraceError(backward_message(self._small.intervals[place].name, error, half=half)) from error
         return self._components[key]
 
     def of_shards(self, component: Component, place: int, sharding: Sharding) -> tuple[ShardPeaks, ShardPeaks]:

@@ -17,7 +17,9 @@ def bytes_here(layout: PlanIndex, value: Value, how: ValueLayout, rank: int) -> 
     Args:
         layout: the plan and its model. value: of the model. how: the layout of the value. rank: global number.
     """
-    return local_bytes(layout, value, how) if layout.plan.shard_of_rank(rank) in how.holders(layout.plan.mesh.tp) else 0.0
+    if how.form == "placed" and how.rank != layout.plan.shard_of_rank(rank):
+        return 0.0
+    return local_bytes(layout, value, how)
 
 
 def is_view(hop: Hop, shard: int) -> bool:

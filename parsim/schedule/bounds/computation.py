@@ -153,14 +153,16 @@ class _Computation:
         return list({costs.device_kind(rank): rank for rank in self.plan.mesh.stage_ranks(place)}.values())
 
     def _ahead_s(self, chunk: int) -> float:
-        """What a backward of a stage may do before the gradient has come: the second forward of its first component."""
+        """What a backward of a stage may do before the gradient has come: the second forward of its first component, or of the
+        segment that this one belongs to."""
         backwards = (name for name in reversed(self.plan.stages[chunk].components) if name in self.layout.differentiable)
         first = next(backwards, None)
         if first is None or not self.layout.recomputes(first):
             return 0.0
-        component, placement = self.problem.model.component(first), self.layout.placement[first]
+        again = self.layout.segment_of(first) or (first,)
         ranks = self._unlike_ranks(self.plan.stage_places[chunk])
-        return max(self.prices.compute_on_s(component, placement, Phase.RECOMPUTE, rank) for rank in ranks)
+        of = {name: (self.problem.model.component(name), self.layout.placement[name]) for name in again}
+        return max(sum(self.prices.compute_on_s(*own, Phase.RECOMPUTE, rank) for own in of.values()) for rank in ranks)
 
     def _compute_s(self, name: str, phase: Phase, rank: int) -> float:
         component = self.problem.model.component(name)

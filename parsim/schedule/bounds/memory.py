@@ -28,7 +28,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, moments
 from parsim.plans.placement import Placement
 from parsim.plans.plan import ZERO_STAGES
-from parsim.plans.recompute import NONE
+from parsim.plans.recompute import AUTO, NONE
 from parsim.predict.planning_problem import PlanningProblem
 
 Options = Sequence[tuple[Placement, ...]]
@@ -59,15 +59,21 @@ class MemoryFloor:
     rooms: Floats
 
     def missing_bytes(
-        self, stage: int, pipeline: Sequence[tuple[str, int]], microbatches: int, *, recomputing: bool = True
+        self,
+        stage: int,
+        pipeline: Sequence[tuple[str, int]],
+        microbatches: int,
+        *,
+        recomputing: bool = True,
+        segments: bool = False,
     ) -> float:
         """By how much no plan can fit, whatever the cut into stages; 0 where some might.
 
         Args:
             stage: of ZeRO. pipeline: orders with their stages per rank. microbatches: per replica.
-            recomputing: whether plans may recompute what they like.
+            recomputing: whether plans may recompute what they like. segments: and in segments, within which nothing is kept.
         """
-        own = self.kept if recomputing else self.saved
+        own = self._kept_at_least(recomputing=recomputing, segments=segments)
         weights, room = self.weights.of(stage), float(self.rooms.max())
         places = len(self.rooms)
         found = max(0.0, float(weights.sum()) * ROUNDED / places - room, self.largest_bytes * ROUNDED - room)
@@ -95,13 +101,19 @@ class MemoryFloor:
                 return 0.0
         return float(up_to[0][count] - up_to[0][taken] + up_to[1][count] - up_to[1][taken]) / places
 
-    def of_places(self, stage: int, places: Sequence[HeldRuns], *, recomputing: bool) -> Floats:
+    def _kept_at_least(self, *, recomputing: bool, segments: bool) -> Floats:
+        """Per component. A segment may be as long as a stage, so of its components nothing is counted."""
+        if segments:
+            return np.zeros_like(self.kept)
+        return self.kept if recomputing else self.saved
+
+    def of_places(self, stage: int, places: Sequence[HeldRuns], *, recomputing: bool, segments: bool = False) -> Floats:
         """float64 [places]: by how much each holds more than it has room for, at least; negative where there is room.
 
         Args:
-            stage: of ZeRO. places: what they run. recomputing: whether a plan may recompute what it likes.
+            stage: of ZeRO. places: what they run. recomputing, segments: as above.
         """
-        weights, own = self.weights.of(stage), self.kept if recomputing else self.saved
+        weights, own = self.weights.of(stage), self._kept_at_least(recomputing=recomputing, segments=segments)
         held = []
         for place in places:
             kept = [float(own[first:last].sum()) for first, last in place.runs]
@@ -155,7 +167,7 @@ def missing_bytes(
     """
     floor = memory_floor(problem, mesh, problem.global_batch // (mesh.dp * count), options)
     stages = (problem.zero_stage,) if isinstance(problem.zero_stage, int) else ZERO_STAGES[-1:]  # the most divided
-    return floor.missing_bytes(stages[0], pipeline, count)
+    return floor.missing_bytes(stages[0], pipeline, count, segments=problem.segments and problem.recompute == AUTO)
 
 
 @dataclass

@@ -6,6 +6,7 @@ The least seconds for that are those of a knapsack whose items may be divided.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,7 +18,7 @@ from parsim.plans.placement import BATCH
 from parsim.plans.plan import Plan
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.computation import computation_of, prices_of
-from parsim.schedule.bounds.memory import HeldRuns, MemoryFloor, memory_floor
+from parsim.schedule.bounds.memory import ROUNDED, HeldRuns, MemoryFloor, memory_floor
 from parsim.schedule.bounds.step import ROUNDING, least_noise
 from parsim.work import Phase
 
@@ -37,14 +38,65 @@ class PlanFloor:
     floor: MemoryFloor
     places: tuple[HeldRuns, ...]
 
-    def excess_bytes(self, stage: int, *, recomputing: bool) -> float:
+    def excess_bytes(self, stage: int, *, recomputing: bool, segments: bool = False) -> float:
         """By how much the plan does not fit at least; 0 where it might.
 
         Args:
-            stage: of ZeRO. recomputing: whether it may recompute what it likes.
+            stage: of ZeRO. recomputing: whether it may recompute what it likes. segments: and whole runs of components.
         """
         over = max(0.0, self.floor.largest_bytes - float(self.floor.rooms.max()))
-        return max(over, float(self.floor.of_places(stage, self.places, recomputing=recomputing).max()))
+        held = self.floor.of_places(stage, self.places, recomputing=recomputing, segments=segments)
+        return max(over, float(held.max()))
+
+    def may_fit_with(self, stage: int, whole: Set[str], some: Set[str]) -> bool:
+        """Whether a place may fit where just these components are recomputed; false only where none of the plans does.
+
+        What they save is freed until their own backward. In that, what runs whole is whole again, beside what earlier
+        components save.
+
+        Args:
+            stage: of ZeRO. whole, some: components whose forward runs again, or some operators of it; not as segments.
+        """
+        over = self.floor.of_places(stage, self.places, recomputing=False).tolist()
+        return all(
+            excess <= 0
+            or (self._frees(place, whole | some) >= excess * ROUNDED and self._holds_again(stage, place, room, whole, some))
+            for place, excess, room in zip(self.places, over, self.floor.rooms.tolist(), strict=True)
+        )
+
+    def _frees(self, place: HeldRuns, again: Set[str]) -> float:
+        alive = np.max(np.array(place.moments), axis=0).tolist()
+        names, saved = self._names, self.floor.saved.tolist()
+        return sum(
+            float(count * saved[number])
+            for (first, last), count in zip(place.runs, alive, strict=True)
+            for number in range(first, last)
+            if names[number] in again
+        )
+
+    def _holds_again(self, stage: int, place: HeldRuns, room: float, whole: Set[str], some: Set[str]) -> bool:
+        """Whether each component may be whole in its backward. Not known of components on single ranks, which run beside one
+        another."""
+        if self._placed_alone:
+            return True
+        names, saved, weights = self._names, self.floor.saved.tolist(), self.floor.weights.of(stage)
+        left = room / ROUNDED - sum(float(weights[first:last].sum()) for first, last in place.runs)
+        for first, last in place.runs:
+            earlier = 0.0
+            for number in range(first, last):
+                if names[number] not in some and earlier + saved[number] > left:
+                    return False
+                if names[number] not in whole and names[number] not in some:
+                    earlier += saved[number]
+        return True
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return [component.name for component in self.problem.model.components]
+
+    @cached_property
+    def _placed_alone(self) -> bool:
+        return any(placement.kind == "place" for stage in self.plan.stages for _, placement in stage.placed())
 
     def excess_of_any_cut(self, stage: int, *, recomputing: bool) -> float:
         """The same whatever the cut into stages.
@@ -123,14 +175,17 @@ def plan_floor(problem: PlanningProblem, plan: Plan) -> PlanFloor | None:
     return known[program]
 
 
-def floor_excess_bytes(problem: PlanningProblem, plan: Plan, *, recomputing: bool) -> float:
+def floor_excess_bytes(problem: PlanningProblem, plan: Plan, *, recomputing: bool, segments: bool = False) -> float:
     """By how much a plan does not fit at least; 0 where it might.
 
     Args:
         problem: model, cluster and batch. plan: of this model. recomputing: whether it may recompute what it likes.
+        segments: and whole runs of components.
     """
     floor = plan_floor(problem, plan)
-    return 0.0 if floor is None else max(0.0, floor.excess_bytes(plan.zero_stage, recomputing=recomputing))
+    if floor is None:
+        return 0.0
+    return max(0.0, floor.excess_bytes(plan.zero_stage, recomputing=recomputing, segments=segments))
 
 
 def _made(problem: PlanningProblem, plan: Plan) -> PlanFloor | None:

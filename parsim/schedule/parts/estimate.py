@@ -22,8 +22,8 @@ from parsim.plans.recompute import AUTO
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.chain import ChainSeconds
 from parsim.schedule.bounds.memory import HeldTotals, held_totals, memory_floor
-from parsim.schedule.parts.least_kept import least_kept
-from parsim.schedule.stages import crossing_bytes
+from parsim.schedule.recomputation.least_kept import LeastKept, tightest
+from parsim.schedule.stage_costs import crossing_bytes
 from parsim.work import Collective, OptimizerStep, SendRecv, Work
 
 INFINITE = float("inf")
@@ -108,22 +108,24 @@ def _recomputed_share(
     over = held.weights[stage] + alive * held.saved - room
     if over <= 0 or problem.recompute != AUTO:
         return 0.0
-    kept = float(least_bytes(problem, mesh, problem.global_batch // (mesh.dp * count), placed).sum())
-    freed = alive * (held.saved - max(held.kept, kept))
+    samples = problem.global_batch // (mesh.dp * count)
+    kept = float(least_bytes(problem, tightest(problem), mesh, samples, placed).sum())
+    freed = alive * (held.saved - (kept if problem.segments else max(held.kept, kept)))
     return over / freed if over <= freed else INFINITE
 
 
-def least_bytes(problem: PlanningProblem, mesh: Mesh, samples: int, placed: Sequence[Placement]) -> Floats:
-    """float64 [n]: what each component keeps of one microbatch where a rank recomputes so that it keeps least.
+def least_bytes(problem: PlanningProblem, way: LeastKept, mesh: Mesh, samples: int, placed: Sequence[Placement]) -> Floats:
+    """float64 [n]: what each component keeps of one microbatch where a rank recomputes in a way that keeps little.
 
     Args:
-        problem: model and cluster. mesh: its tp. samples: of a replica's microbatch. placed: by component.
+        problem: model and cluster. way: what is recomputed. mesh: its tp.
+        samples: of a replica's microbatch. placed: by component.
     """
     known = problem.remembered(_Known).local
     key = mesh.tp, tuple(placed)
     if key not in known:
         known[key] = np.array([placement.batch_ways(mesh.tp) / mesh.tp for placement in placed])
-    local: Floats = least_kept(problem).kept * known[key] * samples
+    local: Floats = way.kept * known[key] * samples
     return local
 
 
@@ -139,7 +141,7 @@ def _slowest_share(
         return INFINITE
     samples = problem.global_batch // (mesh.dp * count)
     floor = memory_floor(problem, mesh, samples, tuple((placement,) for placement in placed))
-    weights, kept = floor.weights.of(stage), least_bytes(problem, mesh, samples, placed)
+    weights, kept = floor.weights.of(stage), least_bytes(problem, tightest(problem), mesh, samples, placed)
     up_to = np.concatenate([np.zeros((2, 1)), np.cumsum([weights, kept], axis=1)], axis=1)
     components = len(kept)
 

@@ -9,6 +9,10 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.schedule.placement.objective import Solution
 
+LOOKED_AT, CUT, BOUNDED, REMEMBERED, TRIED = 1, 2, 6, 4, 16
+"""What parts cost to open, in visits of all components: a root; the bound of a cut; those of its ZeRO stages; the memory of a
+plan; and of several plans."""
+
 
 @dataclass(frozen=True)
 class Node:
@@ -23,6 +27,7 @@ class Node:
         late: to be opened once the best plan of all other parts is known, and only if it may be faster than that one.
         promise_s: what its best plan is likely to take; it decides nothing but the order of the parts of large problems.
         fits: whether the single plan is known to fit.
+        covered: whether late parts beside it hold all its plans that may win: it is left out where these are opened.
         visits: what opening it costs, in visits of all components (`parsim.schedule.parts.usual.Allowance`).
     """
 
@@ -36,6 +41,7 @@ class Node:
     late: bool = False
     promise_s: float = float("inf")
     fits: bool = False
+    covered: bool = False
     visits: int = 1
 
     def promising(self, promise_s: float) -> Node:

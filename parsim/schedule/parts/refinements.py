@@ -17,13 +17,15 @@ from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.bounds.plan_floor import plan_floor
 from parsim.schedule.bounds.step import ROUNDING, least_noise, step_bound_s
-from parsim.schedule.choose_recompute import every_set, place_excess_bytes, recomputes_more
 from parsim.schedule.cuts import Bounds, are_listed, count_cuts, every_cut
 from parsim.schedule.options import Prices
 from parsim.schedule.parts.least import LeastSeconds, least_missing_bytes
 from parsim.schedule.parts.node import Node
 from parsim.schedule.placement.every_choice import choices_by_bound, count_choices
+from parsim.schedule.recomputation.every_set import every_set, recomputes_more
+from parsim.schedule.recomputation.steps import place_excess_bytes
 from parsim.schedule.space import orders
 from parsim.schedule.stages import Cutting
 
@@ -130,7 +132,13 @@ def sets_that_fit(problem: PlanningProblem, plan: Plan) -> list[Node]:
     Args:
         problem: model, cluster and batch. plan: of this model, without recomputation.
     """
-    tried = sorted(((step_bound_s(problem, each), each) for each in every_set(problem, plan)), key=itemgetter(0))
+    floor = plan_floor(problem, plan)
+    possible = (
+        each
+        for each in every_set(problem, plan)
+        if floor is None or floor.may_fit_with(plan.zero_stage, each.recomputed, each.recomputed_by_operator)
+    )
+    tried = sorted(((step_bound_s(problem, each), each) for each in possible), key=itemgetter(0))
     fitting: list[Plan] = []
 
     def from_on(number: int) -> list[Node]:

@@ -8,7 +8,7 @@ from parsim.errors import ConfigError
 from parsim.plans.plan import Plan
 from parsim.workflow.exporting.request import ExportRequest
 
-OWN_SCRIPT = "are your training script's"
+OWN_SCRIPT = "your training script has them"
 CUTS = {"pp": "a pipeline", "tp": "tensor shards", "cp": "pieces of the sequence", "ep": "divided experts"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from parsim.workflow.public.prediction import Prediction
 
 if TYPE_CHECKING:
     from parsim.execute.records.measurement import Measurement
+    from parsim.hardware.cluster import Cluster
     from parsim.predict.evaluate import Evaluation
 
 
@@ -56,7 +58,7 @@ def write_run_files(
     history = problem.history.records
     data = ReportData(
         title=f"{problem.model.name}: {' and '.join(timelines)}",
-        facts=report_facts(),
+        facts=report_facts(None if timelines.keys() != {"predicted"} else problem.cluster),
         summary=(
             f"{problem.model.name} on {problem.cluster.name}: {plan_in_words(evaluation.result.plan)}, {asked.headline()}.",
             *(() if diagnosis is None else (f"{line[0].upper()}{line[1:]}." for line in diagnosis.lines())),
@@ -90,12 +92,20 @@ def report_run(evaluation: Evaluation, seen: Measurement | None, comparison: Com
     )
 
 
-def report_facts() -> tuple[tuple[str, str], ...]:
-    """Machine, date and versions, for the head of a report."""
+def report_facts(cluster: Cluster | None = None) -> tuple[tuple[str, str], ...]:
+    """Machine, date and versions, for the head of a report.
+
+    Args:
+        cluster: that a prediction is about, where nothing ran; the machine that planned comes behind it. None: that one alone.
+    """
     environment = describe_environment()
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
+    machine = "Machine" if cluster is None else "Planned on"
+    kinds = Counter[str]() if cluster is None else Counter(device.type.name for device in cluster.devices)
+    devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     return (
-        ("Machine", machine_line(environment)),
+        *((("Cluster", f"{cluster.name}: {devices}"),) if cluster is not None else ()),
+        (machine, machine_line(environment)),
         ("Date", datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")),
         ("Versions", versions),
     )

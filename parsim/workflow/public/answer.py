@@ -306,7 +306,7 @@ def _verdict(document: dict[str, Any]) -> str:
     return (
         f"Chosen: {chosen['plan_summary']}. None of the plans can take less than "
         f"{format_seconds(document['lower_bound_s'])} ({format_percent(document['gap'])} less). {considered_text(document)}"
-        f"{_placements(document)}"
+        f"{_unrefined(document)}{_placements(document)}"
     )
 
 
@@ -324,6 +324,14 @@ def considered_text(document: dict[str, Any]) -> str:
         why = "" if document["chosen"] else f" ({most_frequent(impossible, ' in --json')})"
         parts.append(f"{sum(impossible.values())} impossible{why}")
     return f"{counts['plans']} plans considered: {', '.join(filter(None, parts))}."
+
+
+def _unrefined(document: dict[str, Any]) -> str:
+    """Which strategies are shown by a plan that more search could better."""
+    names = document.get("unrefined", [])
+    return (
+        f" Not refined, because they lost: {', '.join(names)}. Asked for alone, they may be faster than shown." if names else ""
+    )
 
 
 def _placements(document: dict[str, Any]) -> str:

@@ -90,12 +90,12 @@ def _lost_text(records: list[ErrorRecord], nproc: int) -> str:
     if not quiet:
         return f"rank {first.rank} of {nproc} lost contact with another rank: {said}"
     names = f"rank {quiet[0]}" if len(quiet) == 1 else f"ranks {', '.join(map(str, quiet))}"
-    return f"{names} of {nproc} did not answer (hanging, stopped, or unreachable); rank {first.rank} said: {said}"
+    return f"{names} of {nproc} did not answer (hanging, stopped, or unreachable); rank {first.rank} reported: {said}"
 
 
 def _status_text(rank: int, nproc: int, status: int, output: RankOutput) -> str:
     said = output.last_line(rank)
-    last = f"; the last it said: {said}" if said else "; it had said nothing"
+    last = f"; its last line: {said}" if said else "; it wrote no output"
     if status >= 0:
         return f"rank {rank} of {nproc} ended with exit status {status} and no error record{last}"
     try:
@@ -112,5 +112,5 @@ def _status_text(rank: int, nproc: int, status: int, output: RankOutput) -> str:
 
 def _timeout_text(nproc: int, timeout_s: float, output: RankOutput) -> str:
     said = [f"rank {rank}: {line}" for rank in range(nproc) if (line := output.last_line(rank))]
-    last = f"; last lines: {'; '.join(said)}" if said else "; no rank had said anything"
+    last = f"; last lines: {'; '.join(said)}" if said else "; no rank had written any output"
     return f"the {nproc} ranks had not finished after {format_seconds(timeout_s)} and were stopped{last}"

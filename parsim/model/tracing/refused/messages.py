@@ -51,6 +51,15 @@ def gradient_message(where: str, what: str) -> str:
     )
 
 
+def backward_message(component: str, error: Exception, *, half: bool) -> str:
+    """Why the backward of a component cannot be counted. half: it runs under autocast."""
+    way = (
+        "decorate its forward and backward with torch.amp.custom_fwd and custom_bwd" if half else "register_autograd gives one"
+    )
+    under = " under autocast to half precision" if half else ""
+    return f"the backward of {component} fails{under}: {error}; an operator of your own needs one that runs: {way}"
+
+
 def _is_standard(filename: str) -> bool:
     """Python's own library, what is installed beside it apart."""
     return filename.startswith(_STANDARD) and "site-packages" not in filename

@@ -2,7 +2,7 @@
 
 A recomputed component keeps its inputs. One that is not keeps what it saves, which may stand for the inputs of others: a
 normalisation that stays as it is keeps one value for two that it reads. So recomputing all components need not keep least.
-Components of one kind are treated alike: kind by kind, as long as that keeps less.
+Components of one kind are treated alike: kind by kind, as long as that keeps less. Components of a segment keep what enters it.
 
 Leaves out: fixed bytes, layouts of values between shards. It decides what is tried, never what is left out.
 """
@@ -10,6 +10,7 @@ Leaves out: fixed bytes, layouts of values between shards. It decides what is tr
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,8 @@ from parsim.model.model import Model
 from parsim.model.precision import component_in, value_in
 from parsim.plans.recompute import BY_OPERATOR, NONE, Recompute
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.recomputation.segments import segments_of
+from parsim.schedule.recomputation.steps import Segments
 
 MOST_KINDS = 24
 """Kinds of components of which more and less recomputation is tried, the most frequent first."""
@@ -30,36 +33,79 @@ AS_IT_IS, SOME, WHOLE = 0, 1, 2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastKept:
     """Attributes:
-    recompute: of a plan. kept: float64 [n], bytes per sample that each component keeps. whole: bool [n], whether all of its
-        forward runs again.
+    recompute, segments: of a plan, of which stages may cut segments in two.
+    kept: float64 [n], bytes per sample that each component keeps. whole: bool [n], whether all of its forward runs again.
     """
 
     recompute: Recompute
     kept: Floats
     whole: NDArray[np.bool_]
+    segments: Segments = ()
 
 
 @dataclass
 class _Known:
     """Of one problem."""
 
-    found: LeastKept | None = None
+    alone: LeastKept | None = None
+    together: tuple[LeastKept, ...] | None = None
 
 
 def least_kept(problem: PlanningProblem) -> LeastKept:
-    """The choice that keeps least of those that treat components of one kind alike.
+    """The choice that keeps least of those that treat components of one kind alike, without segments.
 
     Args:
         problem: model and precision.
     """
     known = problem.remembered(_Known)
-    if known.found is None:
-        known.found = _found(problem.model, problem.precision)
-    return known.found
+    if known.alone is None:
+        known.alone = _found(problem.model, _Ledger(problem.model, problem.precision))
+    return known.alone
 
 
-def _found(model: Model, precision: str) -> LeastKept:
-    ledger = _Ledger(model, precision)
+def kept_together(problem: PlanningProblem) -> tuple[LeastKept, ...]:
+    """The same with layers as segments, the shortest segments first; none where a problem has no segments.
+
+    Args:
+        problem: model, precision and what plans may have.
+    """
+    known = problem.remembered(_Known)
+    if known.together is None:
+        ways = segments_of(problem)
+        ledger = _Ledger(problem.model, problem.precision) if ways else None
+        known.together = tuple(_together(problem, ledger, segments) for segments in ways) if ledger is not None else ()
+    return known.together
+
+
+def tightest(problem: PlanningProblem) -> LeastKept:
+    """What keeps least: single components, or segments of one block, which are hardly more than these while they are whole.
+
+    Args:
+        problem: model, precision and what plans may have.
+    """
+    return min([least_kept(problem), *kept_together(problem)[:1]], key=lambda way: float(way.kept.sum()))
+
+
+def _together(problem: PlanningProblem, ledger: _Ledger, segments: Segments) -> LeastKept:
+    """Layers as segments, and all else as it keeps least alone."""
+    alone, names = least_kept(problem), problem.model.component_index
+    number_of = {name: number for number, segment in enumerate(segments) for name in segment}
+    entries = () if alone.recompute == NONE else alone.recompute
+    levels = dict.fromkeys(names, AS_IT_IS)
+    rest = [entry for entry in entries if entry.removeprefix(BY_OPERATOR) not in number_of]
+    levels |= {entry.removeprefix(BY_OPERATOR): SOME if entry.startswith(BY_OPERATOR) else WHOLE for entry in rest}
+    backwards = problem.model.differentiable_components
+    levels |= {name: WHOLE for name in number_of if name in backwards}
+    own = list(levels.values())
+    return LeastKept(
+        recompute=tuple(rest) or NONE,
+        kept=ledger.kept(own, [number_of.get(name, -1) for name in names]),
+        whole=np.array(own) == WHOLE,
+        segments=segments,
+    )
+
+
+def _found(model: Model, ledger: _Ledger) -> LeastKept:
     backwards = model.differentiable_components
     kinds: dict[str, list[int]] = {}
     for number, component in enumerate(model.components):
@@ -101,7 +147,7 @@ class _Ledger:
                 keepers.setdefault(name, {}).setdefault(number, set()).add(WHOLE)
             for name in component.selective.values if component.selective else ():
                 keepers.setdefault(name, {}).setdefault(number, set()).add(SOME)
-        self._values: list[tuple[float, list[tuple[int, set[int]]]]] = []
+        self._values: list[tuple[float, int, list[tuple[int, set[int]]]]] = []
         for value in (value_in(value, precision) for value in model.values):
             savers = sorted(order[name] for name in value.savers or ())
             size = float(value.bytes_per_sample)
@@ -113,14 +159,19 @@ class _Ledger:
             found = keepers.get(value.name, {})
             for number in savers:
                 found.setdefault(number, set()).add(AS_IT_IS)
-            self._values.append((size, sorted(found.items())))
+            self._values.append((size, order[value.producer], sorted(found.items())))
 
-    def kept(self, levels: list[int]) -> Floats:
-        """float64 [n], bytes per sample: a value counts with the first component that keeps it."""
+    def kept(self, levels: list[int], segments: Sequence[int] = ()) -> Floats:
+        """float64 [n], bytes per sample: a value counts with the first component that keeps it.
+
+        Args:
+            levels: by component. segments: by component the number of its segment, -1 for none.
+        """
         total = np.array([own[level] for own, level in zip(self._own, levels, strict=True)])
-        for size, keepers in self._values:
+        for size, maker, keepers in self._values:
             for number, when in keepers:
-                if levels[number] in when:
+                remade = segments and segments[number] >= 0 and segments[number] == segments[maker]
+                if levels[number] in when and not remade:
                     total[number] += size
                     break
         return total

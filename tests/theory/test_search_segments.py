@@ -1,0 +1,197 @@
+"""Segments in a search: a model cut more finely than its layers is planned no slower than by layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.profile import load_profile
+from parsim.model.load import load_model
+from parsim.model.model import Model
+from parsim.model.spec import ModelSpec
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import simulated_step
+from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.bounds.plan_floor import floor_excess_bytes, plan_floor
+from parsim.schedule.bounds.step import step_bound_s
+from parsim.schedule.recomputation.blocks import repeated_blocks
+from parsim.schedule.recomputation.least_kept import kept_together, least_kept
+from parsim.schedule.recomputation.segments import segments_of, within_stages
+from parsim.schedule.recomputation.steps import place_excess_bytes
+from parsim.schedule.recomputation.to_fit import recomputed_to_fit, segmented_to_fit
+from parsim.schedule.search import search
+from parsim.schedule.stages import Cutting
+
+LAYERS = 6
+
+
+def transformer(granularity: str) -> Model:
+    """A small Llama of a long sequence: its activations are most of what a rank holds."""
+    args = (("hidden", 512), ("layers", LAYERS), ("seq", 4096))
+    return load_model(ModelSpec(name="llama3-8b", args=args), granularity=granularity)
+
+
+def machine(devices: int, memory_bytes: int | None = None) -> Cluster:
+    cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), devices)
+    if memory_bytes is None:
+        return cluster
+    every = tuple(replace(each, type=replace(each.type, memory_bytes=memory_bytes)) for each in cluster.devices)
+    return replace(cluster, devices=every)
+
+
+def asked(granularity: str, devices: int = 2, memory_bytes: int | None = None) -> PlanningProblem:
+    return PlanningProblem(
+        model=transformer(granularity),
+        cluster=machine(devices, memory_bytes),
+        global_batch=4,
+        precision="amp_fp16",
+        optimizer="adam",
+        segments=granularity == "sublayer",
+    )
+
+
+def cut(problem: PlanningProblem, mesh: Mesh, microbatches: int = 1) -> Cutting:
+    return Cutting(problem=problem, strategy="hp", mesh=mesh, microbatches=microbatches, order="1f1b", placements={})
+
+
+def held_bytes(problem: PlanningProblem, plan: Plan) -> int:
+    return max(entry.high_bytes for entry in problem.memory(plan))
+
+
+def test_blocks_are_found_by_what_repeats() -> None:
+    assert repeated_blocks("eabcabcabch") == ((1, 4), (4, 7), (7, 10))
+    assert repeated_blocks("exbcabcabch") == ((1, 4), (4, 7), (7, 10))  # the first norm adds nothing up
+    assert repeated_blocks("eababcdcdcdh") == ((1, 3), (3, 5), (5, 7), (7, 9), (9, 11))
+    assert repeated_blocks("abcdef") == ()
+    assert repeated_blocks("") == ()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_blocks_are_runs_one_after_the_other(seed: int) -> None:
+    random = Random(seed)
+    prints = [random.choice("abc") for _ in range(random.randint(0, 30))]
+    last = 0
+    for first, end in repeated_blocks(prints):
+        assert last <= first < end <= len(prints)
+        last = end
+
+
+def test_segments_are_whole_layers_or_several_of_them() -> None:
+    problem = asked("sublayer")
+    ways = segments_of(problem)
+    assert [len(way) for way in ways] == [LAYERS, LAYERS // 2, 2]
+    for segment in ways[0]:
+        own = {name.split(".")[-1] for name in segment}
+        assert own in ({"attn", "mlp", "norm1", "norm2"}, {"attn", "mlp", "norm", "norm2"})
+    assert segments_of(replace(problem, segments=False)) == ()
+    assert segments_of(replace(problem, recompute="none")) == ()
+
+
+def test_longer_segments_keep_less() -> None:
+    problem = asked("sublayer")
+    kept = [way.kept.sum() for way in (least_kept(problem), *kept_together(problem))]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[1] < 0.8 * kept[0]
+
+
+@pytest.mark.parametrize("way", range(3))
+def test_what_segments_are_said_to_keep_is_what_the_memory_of_a_rank_counts(way: int) -> None:
+    """The difference of two samples and one: all else is the same for both."""
+    problem = asked("sublayer", 1)
+    entry = kept_together(problem)[way]
+
+    def kept(microbatches: int) -> int:
+        plan = replace(cut(problem, Mesh(), microbatches).fastest(), recompute=entry.recompute, segments=entry.segments)
+        return dict(problem.memory(plan)[0].lines)["activations"]
+
+    assert kept(2) - kept(4) == pytest.approx(float(entry.kept.sum()), rel=0.02)
+
+
+def test_stages_cut_segments_in_two() -> None:
+    problem = asked("sublayer")
+    names = [component.name for component in problem.model.components]
+    plan = cut(problem, Mesh(pp=2)).plan(((0, 8), (8, len(names))))
+    segments = within_stages(plan, segments_of(problem)[0])
+    of_first, of_second = (set(stage.components) for stage in plan.stages)
+    assert all(of_first.issuperset(part) or of_second.issuperset(part) for part in segments)
+    replace(plan, segments=segments)  # which checks them
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=2), Mesh(pp=2), Mesh(tp=2)], ids=str)
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_bounds_and_floors_hold_for_segments(mesh: Mesh, zero_stage: int) -> None:
+    from parsim.schedule.tensor import uniform_placements
+
+    problem = asked("sublayer")
+    placed = uniform_placements(problem, Mesh(tp=mesh.tp), divides=True) if mesh.tp > 1 else {}
+    plain = replace(cut(problem, mesh, 2), placements=placed, zero_stage=zero_stage).fastest()
+    for way in kept_together(problem):
+        plan = replace(plain, recompute=way.recompute, segments=within_stages(plain, way.segments))
+        assert step_bound_s(problem, plan) <= simulated_step(problem, plan).step_s
+        tight = asked("sublayer", 2, held_bytes(problem, plan) + 1)
+        assert floor_excess_bytes(tight, plain, recomputing=True, segments=True) == 0
+        if any(place_excess_bytes(tight, plain)):
+            floor = plan_floor(tight, plain)
+            assert floor is not None
+            assert floor.recomputing_bound_s(zero_stage) <= simulated_step(tight, plan).step_s
+
+
+def test_as_few_layers_are_segments_as_make_a_plan_fit() -> None:
+    problem = asked("sublayer", 1)
+    plain = cut(problem, Mesh()).fastest()
+    way = kept_together(problem)[0]
+    most, least = (
+        held_bytes(problem, plan)
+        for plan in (plain, replace(plain, recompute=way.recompute, segments=within_stages(plain, way.segments)))
+    )
+    counts = []
+    for share in (0.9, 0.5, 0.1):
+        tight = asked("sublayer", 1, int(least + share * (most - least)))
+        found = segmented_to_fit(tight, plain)
+        assert found is not None
+        assert not any(place_excess_bytes(tight, found))
+        counts.append(len(found.segments))
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+
+
+def test_segments_fit_where_no_recomputed_set_of_components_does() -> None:
+    problem = asked("sublayer", 1)
+    plain = cut(problem, Mesh()).fastest()
+    alone, together = (
+        held_bytes(problem, replace(plain, recompute=way.recompute, segments=within_stages(plain, way.segments)))
+        for way in (least_kept(problem), kept_together(problem)[0])
+    )
+    tight = asked("sublayer", 1, (alone + together) // 2)
+    assert recomputed_to_fit(tight, plain) is None
+    assert segmented_to_fit(tight, plain) is not None
+
+
+def shares(problem: PlanningProblem) -> tuple[int, int]:
+    """What a step by layers holds at most and at least where one device has all of it, with a sample at a time."""
+    plain = cut(problem, Mesh(), problem.global_batch).fastest()
+    return held_bytes(problem, plain), held_bytes(problem, replace(plain, recompute="full"))
+
+
+SLOW = pytest.mark.slow  # some seconds each
+
+
+@pytest.mark.parametrize(
+    ("devices", "share"),
+    [(1, 0.3), (2, 0.02), *(pytest.param(*case, marks=SLOW) for case in ((1, 0.02), (1, 0.8), (2, 0.3), (2, 0.8)))],
+)
+def test_sublayers_are_never_planned_slower_than_layers(devices: int, share: float) -> None:
+    """Under memory that makes both recompute; with the same families, since shards need sublayers."""
+    most, least = shares(asked("block", 1))
+    memory = int(least + share * (most - least))
+    steps = []
+    for granularity in ("block", "sublayer"):
+        found = search(asked(granularity, devices, memory), ("single", "dp"), samples=0).chosen
+        assert found is not None, granularity
+        assert found.result.fits
+        steps.append(found.result.step_s.median)
+    assert steps[1] <= steps[0] * (1 + 1e-3), (steps, share)
