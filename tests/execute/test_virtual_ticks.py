@@ -251,7 +251,7 @@ def test_bad_input() -> None:
     with pytest.raises(AlgorithmError, match="mode"):
         TickRule(mode="stale")
     engine = TickEngine([network()], LOSS, TickRule(), groups=2, mixing=lambda t: np.array([[0.5, 0.5], [0.4, 0.6]]))
-    with pytest.raises(AlgorithmError, match="sum to 1"):
+    with pytest.raises(AlgorithmError, match="sums of rows and columns 1"):
         engine.run(stream(1, groups=2))
     with pytest.raises(AlgorithmError, match="2 batches per tick, got 1"):
         engine.step(stream(1)[0])
