@@ -194,13 +194,25 @@ class ShardSelective:
         )
 
 
+class HalfDivided(NamedTuple):
+    """The parts that shards divide of what a HalfComponent saves per sample and once, and of its casts."""
+
+    activation_bytes: int
+    fixed_bytes: int
+    cast_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfSharding:
-    """The fullest moments of a shard under autocast to half precision, with the attributes of Sharding."""
+    """A shard under autocast to half precision, with the attributes of Sharding.
+
+    `divided`: of what it saves; None: not recorded, and taken in proportion to what is saved without autocast.
+    """
 
     forward_peaks: tuple[ShardPeak, ...] = ()
     backward_peaks: tuple[ShardPeak, ...] = ()
     selective: ShardSelective | None = None
+    divided: HalfDivided | None = None
 
 
 FULL = "full"

@@ -22,6 +22,7 @@ from parsim.files import (
 from parsim.model.component import (
     Component,
     HalfComponent,
+    HalfDivided,
     HalfSharding,
     HalfValue,
     InnerExchange,
@@ -353,10 +354,17 @@ def _sharding(entry: dict[str, Any]) -> Sharding:
             **_shard_peaks(entry),
             "half": None
             if entry["half"] is None
-            else HalfSharding(**_shard_peaks(entry["half"]), selective=_shard_selective(entry["half"])),
+            else HalfSharding(
+                **_shard_peaks(entry["half"]), selective=_shard_selective(entry["half"]), divided=_divided(entry["half"])
+            ),
             "selective": _shard_selective(entry),
         }
     )
+
+
+def _divided(entry: dict[str, Any]) -> HalfDivided | None:
+    found = entry.get("divided")
+    return None if found is None else HalfDivided(*map(int, found))
 
 
 def _part(entry: dict[str, Any]) -> ParameterShard:

@@ -24,8 +24,7 @@ FULL_BYTES = 4
 
 @lru_cache(maxsize=65536)
 def component_in(component: Component, precision: str) -> Component:
-    """A component's kept bytes under `precision`; its work is unchanged. What a sharding divides of it shrinks in
-    proportion.
+    """A component's kept bytes under `precision`; its work is unchanged. What a sharding divides of them is recorded as well.
 
     A Model may not have been recorded under autocast, or only at other than 2 bytes per element. Then all its bytes are assumed
     to shrink in proportion, with a cast of every weight under autocast.
@@ -128,12 +127,14 @@ def _sharding(sharding: Sharding, whole: Component, half: HalfComponent, element
         return part * now // of if of else 0
 
     seen = _recorded(sharding.half, element_bytes) or _assumed_sharding(sharding, element_bytes)
+    rate = scaled(sharding.saved_activation_bytes, whole.saved_activation_bytes, half.saved_activation_bytes)
+    fixed = scaled(sharding.saved_fixed_bytes, whole.saved_fixed_bytes, half.saved_fixed_bytes)
+    if seen.divided is not None:  # the residual stream, which is not divided, stays as wide as it was
+        rate, fixed = seen.divided.activation_bytes, seen.divided.fixed_bytes
     return replace(
         sharding,
-        saved_activation_bytes=scaled(
-            sharding.saved_activation_bytes, whole.saved_activation_bytes, half.saved_activation_bytes
-        ),
-        saved_fixed_bytes=scaled(sharding.saved_fixed_bytes, whole.saved_fixed_bytes, half.saved_fixed_bytes),
+        saved_activation_bytes=rate,
+        saved_fixed_bytes=fixed,
         forward_peaks=seen.forward_peaks,
         backward_peaks=seen.backward_peaks,
         half=seen,

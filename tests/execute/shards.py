@@ -17,6 +17,7 @@ from parsim.model.autograd.cut import backward_component, forward_component
 from parsim.model.build import build_module
 from parsim.model.component import FULL, MAXIMUM, PARTIAL, Component, ParameterShard, Sharding
 from parsim.model.interface import example_batch, loss_of
+from parsim.model.memory.live_memory import LiveBytes
 from parsim.model.runnable import Runnable
 from parsim.model.shard.calls.multi_head import heads_of_shard
 from parsim.model.shard.grouped_queries import attention_of_shard
@@ -237,3 +238,36 @@ def traced_and_recorded(name: str, samples: int, **arguments: Any) -> tuple[Mode
     inputs, target = example_batch(spec, samples)
     runnables = record(build_module(spec), inputs, granularity="sublayer", loss=loss_of(spec))
     return model, runnables, values_of(runnables, {"input:0": next(iter(inputs.values())), "target": target})
+
+
+def bytes_of(local: Runnable, given: list[Tensor], first: Sequence[bool], autocast: bool = False) -> tuple[int, int, int]:
+    """Bytes at the fullest moment of a forward; what it keeps; and the most of the backward beyond that.
+
+    Args:
+        given: the inputs, of which nobody else may keep one. The list is emptied.
+        first: per input whether this component is the first to save it, so that its backward lets go of it.
+        autocast: whether the forward runs under the CPU's autocast.
+    """
+    for parameter in local.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with LiveBytes() as live:
+        for tensor, counts in zip(given, first, strict=True):
+            if counts:
+                live.track(tensor)
+        inputs = live.current_bytes
+        for tensor in (*given, *local.parameters(), *local.buffers(), *(p.grad for p in local.parameters())):
+            assert tensor is not None
+            live.ignore(tensor)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            outputs, saved = forward_component(local, given)
+        forward = live.peak_bytes - inputs
+        given.clear()
+        del tensor
+        flows = local.output_differentiable
+        shapes = [(value.shape, value.dtype) if flow else None for value, flow in zip(outputs, flows, strict=True)]
+        del outputs
+        kept = live.current_bytes
+        live.peak_bytes = 0
+        if any(shape is not None for shape in shapes):
+            backward_component(saved, [None if kind is None else torch.ones(kind[0], dtype=kind[1]) for kind in shapes])
+        return forward, kept, live.peak_bytes - kept

@@ -11,15 +11,13 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 from torch import Tensor  # noqa: E402
 
 from parsim.model import Model, record  # noqa: E402
-from parsim.model.autograd.cut import backward_component, forward_component  # noqa: E402
 from parsim.model.component import Component, Sharding, ShardPeak, share_of  # noqa: E402
-from parsim.model.memory.live_memory import LiveBytes  # noqa: E402
 from parsim.model.runnable import Runnable  # noqa: E402
 from parsim.model.shard.narrow import narrow, ways_of  # noqa: E402
 from parsim.model.shard.sharded import shard_runnable  # noqa: E402
 from parsim.model.tracing.traced import model_of  # noqa: E402
 from tests.architectures import batch_of, small_module  # noqa: E402
-from tests.execute.shards import narrowed, traced_and_recorded, value_piece, values_of  # noqa: E402
+from tests.execute.shards import bytes_of, narrowed, traced_and_recorded, value_piece, values_of  # noqa: E402
 
 SAMPLES = 5
 
@@ -91,23 +89,5 @@ def peaks(
     """
     local = shard_runnable(narrowed(runnable, sharding, shard, ways), sharding, shard, ways)
     given = [value_piece(value, content, shard, ways).clone() for value, content in zip(whole, sharding.inputs, strict=True)]
-    for parameter in local.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with LiveBytes() as live:
-        for tensor, counts in zip(given, first, strict=True):
-            if counts:
-                live.track(tensor)
-        inputs = live.current_bytes
-        for tensor in (*given, *local.parameters(), *local.buffers(), *(p.grad for p in local.parameters())):
-            assert tensor is not None
-            live.ignore(tensor)
-        outputs, saved = forward_component(local, given)
-        forward = live.peak_bytes - inputs
-        del given, tensor
-        shapes = [value.shape if flows else None for value, flows in zip(outputs, local.output_differentiable, strict=True)]
-        del outputs
-        before = live.current_bytes
-        live.peak_bytes = 0
-        if any(shape is not None for shape in shapes):
-            backward_component(saved, [None if shape is None else torch.ones(shape) for shape in shapes])
-        return forward, live.peak_bytes - before
+    forward, _, backward = bytes_of(local, given, first)
+    return forward, backward

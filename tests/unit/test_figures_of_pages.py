@@ -103,10 +103,10 @@ def reference() -> list[str]:
     """The executor over native DDP, FSDP2 and pipelines: medians of the ratio."""
     ratios = {row["case"]: row["ratio"]["median"] for row in results("reference")["rows"]}
     others = [ratio for case, ratio in ratios.items() if "ddp" not in case.lower()]
-    transformers = sorted(ratios[f"{name} ddp"] for name in ("vit_small", "gpt_small"))
+    transformers = sorted({f"{ratios[f'{name} ddp']:.2f}" for name in ("vit_small", "gpt_small")})
     return [
         f"The step takes {min(others):.2f} to {max(others):.2f} of the native one under FSDP2 and pipelines.",
-        f"Under DDP it takes {transformers[0]:.2f} to {transformers[1]:.2f} for the transformers, "
+        f"Under DDP it takes {' to '.join(transformers)} for the transformers, "
         f"{ratios['resnet_small ddp']:.2f} for a small ResNet and {ratios['mlp ddp']:.2f} for an MLP",
     ]
 

@@ -235,6 +235,7 @@ def _piece_sharding(sharding: Sharding, whole: Component, operators: tuple[Opera
             forward_peaks=peaks(entry.forward_peaks, held),
             backward_peaks=peaks(entry.backward_peaks, 2 * held),
             selective=selective(entry.selective),
+            divided=entry.divided and entry.divided._replace(activation_bytes=entry.divided.activation_bytes // cp),
         )
 
     def selective(entry: ShardSelective | None) -> ShardSelective | None:

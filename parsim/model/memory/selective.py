@@ -103,18 +103,20 @@ def _together(counts: list[_Counts], times: int) -> _Counts | None:
 
 
 def _counts_of(recorded: Recorded, kernels: bool, program: CallProgram) -> _Counts:
-    with recorded.fakes, torch.enable_grad(), autocast_as(recorded.autocast):
+    with recorded.fakes, torch.enable_grad():
         forward = _Program(program)
         inputs = [like(program.tensors[slot]) for _, slot, _ in program.inputs]
         with LiveBytes() as live:
             for tensor in (*inputs, *forward.given):
                 live.ignore(tensor)
-            calls, made = _first(forward, inputs, kernels=kernels)
+            with autocast_as(recorded.autocast):  # each forward by itself: autocast keeps its casts until it ends
+                calls, made = _first(forward, inputs, kernels=kernels)
             first, start = live.moments, live.current_bytes
             live.moments = []
             repeated = tuple(calls.calls[raw.op].repeat is Repeat.RUN for raw in made)
             read, stays, kept = calls.inputs, calls.outputs, calls.kept_bytes
-            saved = second_forward(forward, inputs, calls)
+            with autocast_as(recorded.autocast):
+                saved = second_forward(forward, inputs, calls)
             del calls
             again = live.current_bytes - start
             second = [moment - start for moment in live.moments]

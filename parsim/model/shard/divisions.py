@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parsim.model.component import Operator, OperatorShard, ParameterShard, Sharding
+from parsim.model.component import HalfComponent, HalfDivided, Operator, OperatorShard, ParameterShard, Sharding
+from parsim.model.memory.peaks import autocast_as, like
 from parsim.model.runnable import CallProgram, TensorKind, run_op
 from parsim.model.shard.content import SHARD, Content, Refused, Undecided
 from parsim.model.shard.padding import vocabulary_size
+from parsim.model.shard.peaks import local_program
 from parsim.model.shard.propagation import Propagation, propagate
 from parsim.model.shard.sharded import localise
 from parsim.model.shard.variants import Variant, variants
@@ -226,6 +228,49 @@ def _run_shard(whole: WholeComponent, inputs: Sequence[Content], found: Propagat
     return _ShardRun([raw for raw in mode.operators if raw.op >= 0], watch.size_bytes)
 
 
+def half_divided(
+    small: WholeComponent, large: WholeComponent, sharding: Sharding, half: HalfComponent, autocast: torch.dtype, split: Split
+) -> HalfDivided:
+    """What shards divide of the bytes that a component saves under autocast.
+
+    Autocast halves what products read, and leaves the residual stream as it is. So the part that is divided is not that
+    without autocast, halved.
+
+    Args:
+        small, large: recorded under `autocast` at two batches. half: what the whole saves. split: as for `divide`.
+    """
+    ways = divisors(sharding.limit)[1]
+    (saved, casts), (more, _) = (_saved_by_shard(whole, sharding, ways, autocast) for whole in (small, large))
+    rate, fixed = split(saved, more, f"what a shard of {small.program.name} saves under autocast")
+    return HalfDivided(
+        activation_bytes=_whole_of(half.saved_activation_bytes, rate, ways),
+        fixed_bytes=_whole_of(half.saved_fixed_bytes, fixed, ways),
+        cast_bytes=_whole_of(half.cast_bytes, casts, ways),
+    )
+
+
+def _saved_by_shard(whole: WholeComponent, sharding: Sharding, ways: int, autocast: torch.dtype) -> tuple[int, int]:
+    """Bytes of activations and of casts of parameters that shard 0 saves."""
+    program = local_program(whole.program, sharding, 0, ways)
+    environment: list[Any] = [None] * program.slots
+    with whole.fakes, autocast_as(autocast):
+        slots = [slot for _, slot, _ in program.inputs]
+        state = [slot for _, slot in program.state]
+        for slot in (*slots, *state):
+            environment[slot] = like(program.tensors[slot]).requires_grad_(program.tensors[slot].differentiable)
+        uncounted = [environment[slot] for slot, counted in zip(slots, whole.counted_inputs, strict=True) if not counted]
+        own = [environment[slot] for slot in state]
+        for constant, slot in program.constants:
+            environment[slot] = constant
+        watch = _SavedBytes([*own, *uncounted])
+        mode = OperatorMode(lambda: 0, {storage_key(tensor) for tensor in own})
+        with watch.open(), mode:
+            for op in program.ops:
+                run_op(op, environment)
+    casts = sum(size for key, size in watch.sizes.items() if key in mode.casts)
+    return watch.size_bytes - casts, casts
+
+
 def _like(kind: TensorKind, content: Content, ways: int) -> Tensor:
     """A new tensor of the local shape, its dims in memory in the order of the recorded one's."""
     shape = [size // ways if content.form == SHARD and dim == content.dim else size for dim, size in enumerate(kind.shape)]
@@ -236,12 +281,16 @@ def _like(kind: TensorKind, content: Content, ways: int) -> Tensor:
 
 
 class _SavedBytes:
-    """Counts what autograd keeps, each storage once; those of `known` tensors not at all."""
+    """Counts what autograd keeps, each storage once; those of `known` tensors not at all. `sizes`: by storage."""
 
     def __init__(self, known: Sequence[Tensor]) -> None:
-        self.size_bytes = 0
+        self.sizes: dict[int, int] = {}
         self._seen = {storage_key(tensor) for tensor in known}
         self._alive: list[Tensor] = list(known)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self.sizes.values())
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -253,5 +302,5 @@ class _SavedBytes:
         if key not in self._seen:
             self._seen.add(key)
             self._alive.append(tensor)
-            self.size_bytes += tensor.untyped_storage().nbytes()
+            self.sizes[key] = tensor.untyped_storage().nbytes()
         return tensor

@@ -45,7 +45,11 @@ def narrow(component: Component, rule: str, ways: int) -> Component:
     if half is not None:
         elements = sum(parameter.elements for parameter in component.parameters)
         own = sum(parameter.elements for parameter in shard.parameters)
-        half = replace(half, cast_bytes=half.cast_bytes * own // elements if elements else 0)
+        casts = half.cast_bytes * own // elements if elements else 0
+        if sharding.half is not None and sharding.half.divided is not None:
+            part = sharding.half.divided.cast_bytes
+            casts = half.cast_bytes - part + share.of(part)
+        half = replace(half, cast_bytes=casts)
     return replace(
         shard,
         forward_peaks=tuple(peak.at(share) for peak in sharding.forward_peaks),

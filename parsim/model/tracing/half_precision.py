@@ -49,9 +49,8 @@ def _component(component: Component, small: TracedForward, large: TracedForward,
         backward_peaks=backward,
         selective=_selective(component, small, place, peaks),
     )
-    return replace(
-        component, half=half, shardings=tuple(_sharding(entry, component, place, peaks) for entry in component.shardings)
-    )
+    shardings = tuple(_sharding(entry, component, half, place, peaks) for entry in component.shardings)
+    return replace(component, half=half, shardings=shardings)
 
 
 def _selective(component: Component, small: TracedForward, place: int, peaks: Counted) -> Selective | None:
@@ -66,10 +65,16 @@ def _selective(component: Component, small: TracedForward, place: int, peaks: Co
     return replace(found, again=(rate, fixed - casts), operators=component.selective.operators)
 
 
-def _sharding(sharding: Sharding, component: Component, place: int, peaks: Counted) -> Sharding:
+def _sharding(sharding: Sharding, component: Component, half: HalfComponent, place: int, peaks: Counted) -> Sharding:
     forward, backward = peaks.of_shards(component, place, sharding)
     selective = sharding.selective and peaks.shard_selective(component, place, sharding)
-    return replace(sharding, half=HalfSharding(forward_peaks=forward, backward_peaks=backward, selective=selective))
+    found = HalfSharding(
+        forward_peaks=forward,
+        backward_peaks=backward,
+        selective=selective,
+        divided=peaks.half_divided(component, half, place, sharding),
+    )
+    return replace(sharding, half=found)
 
 
 def _values(values: tuple[Value, ...], small: TracedForward, large: TracedForward) -> tuple[Value, ...]:

@@ -19,7 +19,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parsim.errors import TraceError
-from parsim.model.component import LOSS, MAXIMUM, PARTIAL, Component, Parameter, Selective, Sharding, ShardSelective, Value
+from parsim.model.component import (
+    LOSS,
+    MAXIMUM,
+    PARTIAL,
+    Component,
+    HalfComponent,
+    HalfDivided,
+    Parameter,
+    Selective,
+    Sharding,
+    ShardSelective,
+    Value,
+)
 from parsim.model.loops.repeated_calls import Shortened, shortened
 from parsim.model.memory.pairs import compares_samples, square_peaks, square_size
 from parsim.model.memory.peaks import CountedPeaks, Peaks, Recorded, autocast_as, component_peaks
@@ -28,7 +40,7 @@ from parsim.model.model import SUBLAYER, Model
 from parsim.model.objective.settle import OpenLoss
 from parsim.model.objective.vocabulary import MAXIMUM as MAXIMUM_OF_LOGITS
 from parsim.model.runnable import CallProgram, StateKey
-from parsim.model.shard.divisions import Division, WholeComponent, divide
+from parsim.model.shard.divisions import Division, WholeComponent, divide, half_divided
 from parsim.model.shard.peaks import ShardPeaks, shard_peaks
 from parsim.model.tracing.cut import cut, final_values, programs, value_names
 from parsim.model.tracing.operators import RawOperator, grow
@@ -287,6 +299,7 @@ class Counted:
         self._shards_selective: dict[tuple[str, str], ShardSelective | None] = {}
         self._components: dict[str, CountedPeaks] = {}
         self._shards: dict[tuple[str, str], tuple[ShardPeaks, ShardPeaks]] = {}
+        self._half_divided: dict[Hashable, HalfDivided] = {}
 
     def division(self, place: int, saved: tuple[int, int], cuttable: tuple[bool, ...]) -> Division:
         """The component at that place by its operators.
@@ -344,6 +357,17 @@ class Counted:
         if key not in self._shards:
             self._shards[key] = shard_peaks(self._small.recorded(place), self._large.recorded(place), sharding)
         return self._shards[key]
+
+    def half_divided(self, component: Component, half: HalfComponent, place: int, sharding: Sharding) -> HalfDivided:
+        """What its shards divide of that which it saves under the autocast that both forwards ran under."""
+        key = component.fingerprint, half.saved_activation_bytes, half.saved_fixed_bytes, half.cast_bytes, sharding.rule
+        if key not in self._half_divided:
+            small, large = self._small, self._large
+            assert small.autocast is not None, "a forward under autocast"
+            split_here = partial(_split_at, (small.batch, large.batch), bool(small.recording.decisions))
+            wholes = small.whole(place), large.whole(place)
+            self._half_divided[key] = half_divided(*wholes, sharding, half, small.autocast, split_here)
+        return self._half_divided[key]
 
     def selective(
         self, component: Component, place: int, numbers: Sequence[int] | None, values: Mapping[str, Value]
