@@ -169,7 +169,7 @@ def disturbed(folder: Path, fault: str, losses: Sequence[float], seed: int) -> O
     )
     family: set[int] = set()
     try:
-        found.step = EVERY * random_.randrange(1, STEPS // EVERY - 8)
+        found.step = EVERY * random_.randrange(2 if disturb is corrupt else 1, STEPS // EVERY - 8)  # one is left behind it
         pids = _ranks(process, kept, found.step)
         time.sleep(random_.random() * 0.1)
         family = {*pids.values(), *descendants([process.pid])}
