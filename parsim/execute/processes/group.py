@@ -286,7 +286,8 @@ def _record(folder: Path, error: BaseException) -> None:
         time_s=time.time(),
         traceback="".join(traceback.format_exception(error)),
     )
-    print(f"{record.kind}: {message}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # its output may be a file on a full disk
+        print(f"{record.kind}: {message}", file=sys.stderr)
     with contextlib.suppress(OSError):
         write_text_atomically(error_path(folder, record.rank), json.dumps(asdict(record), indent=1))
 
