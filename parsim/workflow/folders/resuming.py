@@ -19,10 +19,11 @@ from parsim.workflow.config import RunConfig
 from parsim.workflow.folders.run_folder import RunFolder
 from parsim.workflow.references import references
 
-SAME = ("global_batch", "seed", "dataset", "data_root", "dtype", "optimizer", "allow_coupled_loss")
+SAME = ("global_batch", "seed", "dataset", "data_root", "dtype", "optimizer", "optimizer_of_group", "allow_coupled_loss")
 """Keys of [training] with which another training begins."""
 TOLD = (
     "learning_rate",
+    "groups",
     "precision",
     "master_weights",
     "optimizer_args",

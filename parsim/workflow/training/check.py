@@ -25,7 +25,10 @@ def check_training(config: RunConfig, model: Model) -> None:
 
     training, recipe = config.training, config.training.recipe
     order = _order(config)
-    check_states(training.optimizer, recipe)
+    rules = [(training.optimizer, training.resolved_learning_rate, recipe)]
+    rules += [(group.optimizer, group.learning_rate, recipe.of(group.name)) for group in recipe.groups]
+    for optimizer, _, own in rules:
+        check_states(optimizer, own)
     check_exempt((parameter.name for parameter in model.parameters), recipe.no_weight_decay)
     if recipe.evaluation is not None:
         _check_metrics(config, recipe.evaluation.metrics)
@@ -34,7 +37,8 @@ def check_training(config: RunConfig, model: Model) -> None:
     steps = total_steps(config)
     if recipe.tensorboard:
         check_tensorboard()
-    check_schedule(training.optimizer, training.resolved_learning_rate, recipe, steps=steps, order=order)
+    for optimizer, rate, own in rules:
+        check_schedule(optimizer, rate, own, steps=steps, order=order)
 
 
 def check_tensorboard() -> None:
