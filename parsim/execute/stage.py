@@ -28,7 +28,7 @@ from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.clipping import CountedPart, counted_by
 from parsim.graph.passes.gradients import updates_of
 from parsim.graph.plan_index import PlanIndex
-from parsim.model.build import build_module
+from parsim.model.build import build_module, check_real
 from parsim.model.component import LOSS
 from parsim.model.interface import example_batch, interface_of, loss_of
 from parsim.model.runnable import CallProgram, Runnable
@@ -447,9 +447,19 @@ def seeded_module(spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.
 
     Args:
         spec: of the model. seed: of torch's generators. dtype, device: of the weights.
+
+    Raises:
+        ModelError: complex parameters.
     """
     torch.manual_seed(seed)
-    module = build_module(spec).to(device=device, dtype=dtype)
+    module = build_module(spec)
+    check_real(module)
+
+    def cast(tensor: Tensor) -> Tensor:
+        """As `Module.double` does: `Module.to` would drop the imaginary part of complex buffers."""
+        return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+
+    module._apply(cast)  # type: ignore[no-untyped-call]
     return module.train()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import parsim
 from parsim.data import order_of
 from parsim.data.for_model import dataset_for
 from parsim.errors import ConfigError
@@ -29,6 +31,7 @@ from parsim.plans.mesh import Mesh
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.work import OptimizerStep
 from tests.execute.equality import Case, compare_case, even_plan, run_cases
+from tests.execute.test_bad_run import cpu_profile
 from tests.matrix.kinds import GAME
 
 STEPS = 5
@@ -168,6 +171,7 @@ def test_no_group_changes_nothing() -> None:
     assert [component.fingerprint for component in grouped.components] == [entry.fingerprint for entry in model.components]
     assert Model.from_json(grouped.to_json()) == grouped
     assert "group" not in model.to_json()
+    assert with_update_groups(grouped, ()) == model, "what a saved Model says of groups is not asked for any more"
 
 
 @pytest.mark.parametrize(
@@ -186,3 +190,54 @@ def test_no_group_changes_nothing() -> None:
 def test_patterns_that_match_nothing_or_twice_are_refused(groups: tuple[UpdateGroup, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         model_of(groups)
+
+
+RUN = """\
+[model]
+name = "tests.matrix.kinds:Game"
+loss = "own"
+inputs = { real = { shape = [8] }, noise = { shape = [4] } }
+[cluster]
+profile = "profile.json"
+devices = 2
+[training]
+global_batch = 8
+dataset = "synthetic"
+optimizer = "Adam"
+learning_rate = 0.002
+steps = 8
+dtype = "float64"
+[training.schedule]
+name = "CosineAnnealingLR"
+[training.groups.critic]
+parameters = ["discriminator.*"]
+optimizer = "SGD"
+optimizer_args = { momentum = 0.5 }
+learning_rate = 0.02
+[plan]
+strategy = "dp"
+zero_stage = 1
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("launch")
+def test_a_run_file_with_groups_is_priced_run_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = cpu_profile()
+    fits = profile["communication"]["fits"]
+    fits += [{**fits[0], "operation": operation} for operation in ("reduce_scatter", "all_gather")]
+    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    (tmp_path / "run.toml").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PARSIM_ALLOW_CODE", "1")
+    straight = parsim.run("run.toml", out="straight").to_dict()
+    lines = [json.loads(line) for line in Path("straight/metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["learning_rate"] == pytest.approx(0.002)
+    assert lines[0]["learning_rate.critic"] == pytest.approx(0.02)
+    assert lines[4]["learning_rate.critic"] == pytest.approx(10 * lines[4]["learning_rate"])
+    assert lines[4]["learning_rate"] < 0.002
+    parsim.run("run.toml", out="parts", overrides=["training.steps=4", "training.schedule.T_max=8"])
+    resumed = parsim.run("run.toml", out="parts", overrides=["training.schedule.T_max=8"], resume=True).to_dict()
+    assert resumed["losses"] == pytest.approx(straight["losses"], abs=1e-12)
+    with pytest.raises(ConfigError, match=r"training\.groups .parameters and optimizer."):
+        parsim.run("run.toml", out="parts", overrides=['training.groups.critic.parameters=["discriminator.0.*"]'], resume=True)

@@ -32,7 +32,7 @@ def group_of(name: str, groups: Sequence[UpdateGroup]) -> UpdateGroup | None:
 
 
 def with_update_groups(model: Model, groups: Sequence[UpdateGroup]) -> Model:
-    """The model with the group and optimizer of each trainable parameter; the same object where there are no groups.
+    """The model with the group and optimizer of each trainable parameter, in place of those it had; itself if that is the same.
 
     Args:
         model: any; tied weights have their first name in it.
@@ -40,16 +40,16 @@ def with_update_groups(model: Model, groups: Sequence[UpdateGroup]) -> Model:
     Raises:
         ConfigError: a parameter in two groups, or a pattern that matches none.
     """
-    if not groups:
+    if not groups and not any(parameter.group for parameter in model.parameters):
         return model
     check_patterns((parameter.name for parameter in model.parameters), groups)
 
     def grouped(component: Component) -> Component:
         changed = []
         for parameter in component.parameters:
-            group = group_of(parameter.name, groups)
-            named = group is not None and parameter.trainable
-            changed.append(replace(parameter, group=group.name, optimizer=group.optimizer) if group and named else parameter)
+            group = group_of(parameter.name, groups) if parameter.trainable else None
+            name, optimizer = ("", "") if group is None else (group.name, group.optimizer)
+            changed.append(replace(parameter, group=name, optimizer=optimizer))
         return component if tuple(changed) == component.parameters else replace(component, parameters=tuple(changed))
 
     return replace(model, components=tuple(grouped(component) for component in model.components))

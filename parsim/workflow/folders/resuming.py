@@ -19,7 +19,7 @@ from parsim.workflow.config import RunConfig
 from parsim.workflow.folders.run_folder import RunFolder
 from parsim.workflow.references import references
 
-SAME = ("global_batch", "seed", "dataset", "data_root", "dtype", "optimizer", "optimizer_of_group", "allow_coupled_loss")
+SAME = ("global_batch", "seed", "dataset", "data_root", "dtype", "optimizer", "allow_coupled_loss")
 """Keys of [training] with which another training begins."""
 TOLD = (
     "learning_rate",
@@ -117,6 +117,8 @@ def _stopped_at(folder: RunFolder) -> int | None:
 def _check_same(folder: RunFolder, before: RunConfig, config: RunConfig) -> None:
     changed = [(f"training.{key}", getattr(before.training, key), getattr(config.training, key)) for key in SAME]
     changed.append(("training.evaluation.validation", _held_out(before), _held_out(config)))
+    then, now = before.training.optimizer_of_group, config.training.optimizer_of_group
+    changed.append(("training.groups (parameters and optimizer)", then, now))
     changed.append(("model", before.model_spec, config.model_spec))
     other = [(key, then, now) for key, then, now in changed if then != now]
     if other:

@@ -17,14 +17,17 @@ def check_training(config: RunConfig, model: Model) -> None:
 
     Raises:
         DataError: data that do not suit the model or the batch. ConfigError: torch refuses the schedule or an argument of the
-            optimizer, or a pattern of no_weight_decay matches nothing. MissingDependencyError: TensorBoard is not installed.
+            optimizer, or a pattern of no_weight_decay matches nothing. ModelError: complex parameters.
+            MissingDependencyError: TensorBoard is not installed.
     """
     from parsim.execute.state.optimizer import check_states
     from parsim.execute.training.learning_rate import check_schedule
     from parsim.execute.training.weight_decay import check_exempt
+    from parsim.model.build import build_fake, check_real
 
     training, recipe = config.training, config.training.recipe
     order = _order(config)
+    check_real(build_fake(config.model_spec))
     rules = [(training.optimizer, training.resolved_learning_rate, recipe)]
     rules += [(group.optimizer, group.learning_rate, recipe.of(group.name)) for group in recipe.groups]
     for optimizer, _, own in rules:
