@@ -142,7 +142,7 @@ class Costs:
                 return self._compute(work, self._device(rank))
             case OptimizerStep():
                 return self._computation.optimizer(
-                    work, self.optimizer, self._device(rank), master_weights=self.master_weights, ema=self.ema
+                    work, work.optimizer or self.optimizer, self._device(rank), master_weights=self.master_weights, ema=self.ema
                 )
             case ClipGradients():
                 return self._computation.clip(work, self.optimizer, self._device(rank), master_weights=self.master_weights)

@@ -74,6 +74,7 @@ class Parameter:
     """A parameter array by its qualified name in the module; a tied one carries one name in all its components.
 
     `trainable`: False for a frozen one (requires_grad False): no gradient, no optimizer state, no communication.
+    `group`: the update group that it belongs to, and the row of OPTIMIZERS that updates this group; "" for the usual one.
     `expert_ways`: its experts are divided over so many neighbouring copies of the stage, and these elements are one part.
     """
 
@@ -82,6 +83,8 @@ class Parameter:
     element_bytes: int = 4
     trainable: bool = True
     expert_ways: int = 1
+    group: str = ""
+    optimizer: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -432,6 +435,12 @@ class Component:
     @property
     def parameter_bytes(self) -> int:
         return sum(parameter.size_bytes for parameter in self.parameters)
+
+    @property
+    def update_groups(self) -> tuple[tuple[int, str, str], ...]:
+        """The elements, group and optimizer of parameters that are in a group; they change no work of the component."""
+        grouped = (parameter for parameter in self.parameters if parameter.group)
+        return tuple((parameter.elements, parameter.group, parameter.optimizer) for parameter in grouped)
 
     @property
     def trainable_parameters(self) -> tuple[Parameter, ...]:

@@ -128,7 +128,13 @@ class Model:
         numbers: dict[object, int] = {}
         return {
             component.name: numbers.setdefault(
-                (component.fingerprint, component.divisions, component.inside, self.has_input_gradient(component)),
+                (
+                    component.fingerprint,
+                    component.divisions,
+                    component.inside,
+                    self.has_input_gradient(component),
+                    component.update_groups,
+                ),
                 len(numbers),
             )
             for component in self.components
@@ -211,6 +217,8 @@ class Model:
             _drop_defaults([component], "gradient_views", ())
             _drop_defaults(component["parameters"], "trainable", True)
             _drop_defaults(component["parameters"], "expert_ways", 1)
+            _drop_defaults(component["parameters"], "group", "")
+            _drop_defaults(component["parameters"], "optimizer", "")
             _drop_defaults((component,), "inside", None)
             _drop_defaults((component, *_given(component["half"])), "selective", None)
             _drop_defaults(component["operators"], "gradients", "")

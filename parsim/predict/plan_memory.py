@@ -17,6 +17,7 @@ from parsim.costs.memory.rank_memory import rank_memory
 from parsim.costs.memory.records import Boundary, RankMemory, RankStep, Weights
 from parsim.costs.memory.waiting import Wait, waiting_bytes
 from parsim.graph.parameter_buckets import Bucket
+from parsim.graph.passes.gradients import updates_of
 from parsim.graph.placed_model import Reading
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.stage_links import pipeline_of
@@ -148,7 +149,7 @@ def rank_weights(layout: PlanIndex, rank: int) -> Weights:
     return Weights(
         parameter_bytes=frozen + sum(_held_of(bucket, whole=stage < 3, padded=stage >= 1) for bucket, stage in stages),
         gradient_bytes=sum(_held_of(bucket, whole=stage < 2, padded=stage >= 1) for bucket, stage in stages),
-        updated_elements=sum(bucket.chunk_elements if stage >= 1 else bucket.elements for bucket, stage in stages),
+        updates=updates_of(layout, rank),
         unsharded=unsharded_bytes(layout, rank),
     )
 

@@ -80,10 +80,21 @@ class PlanningProblem:
         """The ZeRO stage of a plan that is not searched for: 0 where it is left open."""
         return self.zero_stage if isinstance(self.zero_stage, int) else 0
 
+    def state_bytes_per_element(self, optimizer: str = "") -> int:
+        """What an optimizer keeps of a parameter.
+
+        Args:
+            optimizer: of a `Parameter`; "": the problem's.
+        """
+        if optimizer not in self._state_bytes:
+            name = optimizer or self.optimizer
+            found = optimizer_bytes(name, self.precision, master_weights=self.master_weights, ema=self.ema)
+            self._state_bytes[optimizer] = found[0]
+        return self._state_bytes[optimizer]
+
     @cached_property
-    def optimizer_state_bytes_per_element(self) -> int:
-        """What the optimizer keeps of a parameter."""
-        return optimizer_bytes(self.optimizer, self.precision, master_weights=self.master_weights, ema=self.ema)[0]
+    def _state_bytes(self) -> dict[str, int]:
+        return {}
 
     def allows(self, component: str, placement: Placement) -> bool:
         """Whether pins and forbids leave the component this placement."""

@@ -52,7 +52,7 @@ def calibration_request(
     """
     from calibration.rounds.request import CalibrationRequest
 
-    named = (*optimizers, *(config.training.optimizer for config in configs)) or (DEFAULT_OPTIMIZER,)
+    named = (*optimizers, *(name for config in configs for name in config.training.optimizers)) or (DEFAULT_OPTIMIZER,)
     return CalibrationRequest(
         models=calibration_cases(configs, models, batches),
         device=device,

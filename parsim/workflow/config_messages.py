@@ -124,10 +124,15 @@ def key_parts(problem: ErrorDetails) -> list[str]:
 
 
 def _section_at(sections: type[ConfigSection], location: Sequence[str]) -> type[ConfigSection]:
-    """The table a path leads to."""
-    found = sections
+    """The table a path leads to. A field may be a dict of tables by name (`training.groups.NAME`)."""
+    found, is_name = sections, False
     for key in location:
-        (found,) = _tables_in(found.model_fields[key].annotation)
+        if is_name:
+            is_name = False
+            continue
+        annotation = found.model_fields[key].annotation
+        (found,) = _tables_in(annotation)
+        is_name = get_origin(annotation) is dict
     return found
 
 

@@ -26,7 +26,7 @@ from parsim.errors import CostError
 from parsim.hardware.device import DeviceType
 from parsim.model.component import Component, Parameter, Value
 from parsim.model.number_formats import number_format
-from parsim.model.optimizers import OPTIMIZERS
+from parsim.model.optimizers import OPTIMIZERS, update_steps
 from parsim.model.precision import cast_bytes
 from parsim.units import MIB
 from parsim.work import Phase
@@ -91,7 +91,6 @@ def rank_memory(
     Raises:
         ConfigError: unknown optimizer. CostError: samples or in_flight < 1, or samples by component without their boundary.
     """
-    state_bytes, temporary_bytes = optimizer_bytes(optimizer, precision, master_weights=master_weights, ema=ema)
     components = step.components
     samples = _samples_of(components, step.microbatch_samples)
     if min(samples.values(), default=1) < 1 or step.in_flight < 1:
@@ -125,16 +124,20 @@ def rank_memory(
     if step.pipeline is not None:
         held = sum(alive[name] * size for name, size in boundary.held_of.items()) + leaving
     beside_update = activations + casts + held + inputs + arriving  # all of it is gone by then
-    update = temporary_bytes * weights.updated_elements - beside_update
-    unsharded = min(peak.whole_bytes, peak.size_bytes) if peak.size_bytes >= update else 0.0
-    workspace = max(peak.size_bytes, update) - unsharded
+    state, temporary = 0, 0
+    for update in weights.updates:  # one after the other
+        row = optimizer_bytes(update.optimizer or optimizer, precision, master_weights=master_weights, ema=ema)
+        state, temporary = state + row[0] * update.elements, max(temporary, row[1] * update.elements)
+    updating = temporary - beside_update
+    unsharded = min(peak.whole_bytes, peak.size_bytes) if peak.size_bytes >= updating else 0.0
+    workspace = max(peak.size_bytes, updating) - unsharded
     beside = device.allocator.bytes_beside(activations + casts + held + unsharded + workspace)
     lines = {
         "parameters": weights.parameter_bytes,
         "casts": casts,
         "gradients": weights.gradient_bytes,
         "unsharded": unsharded,
-        "optimizer_state": state_bytes * weights.updated_elements,
+        "optimizer_state": state,
         "buffers": sum(component.buffer_bytes for component in components),
         "activations": activations,
         "boundary_values": held,
@@ -180,7 +183,7 @@ def all_weights(components: Sequence[Component]) -> Weights:
     return Weights(
         parameter_bytes=sum(parameter.size_bytes for parameter in parameters),
         gradient_bytes=sum(parameter.size_bytes for parameter in trained),
-        updated_elements=sum(parameter.elements for parameter in trained),
+        updates=update_steps(trained),
     )
 
 

@@ -10,7 +10,7 @@ from parsim.costs.memory.verdict import DOUBTFUL, FIT_PROBABILITY, fit_probabili
 from parsim.costs.memory.waiting import Wait, Waiting
 from parsim.model.component import Component, Value
 from parsim.units import format_bytes
-from parsim.work import Phase
+from parsim.work import OptimizerStep, Phase
 
 NOT_TENSORS = ("context", "communication", "allocator")
 """Lines of the framework, of libraries and of what is lost between blocks."""
@@ -87,13 +87,13 @@ class Weights:
 
     Attributes:
         parameter_bytes, gradient_bytes: as held all the time, padding included (ZeRO 2 and 3: its parts of the buckets).
-        updated_elements: those whose optimizer state is here and which this rank updates (ZeRO 1: its parts of the buckets).
+        updates: by group of parameters what this rank updates and has the optimizer state of (ZeRO 1: its parts of buckets).
         unsharded: bytes of the buckets that lie whole here while a component runs, by phase, component and microbatch.
     """
 
     parameter_bytes: int
     gradient_bytes: int
-    updated_elements: int
+    updates: tuple[OptimizerStep, ...]
     unsharded: Mapping[tuple[Phase, str, int], float] = field(default_factory=dict)
 
 

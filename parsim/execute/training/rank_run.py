@@ -35,7 +35,7 @@ from parsim.execute.state import checkpoint
 from parsim.execute.state.finite import check_loss, check_state
 from parsim.execute.state.reshard import reshard
 from parsim.execute.streams import make_streams
-from parsim.execute.training.learning_rate import LearningRate
+from parsim.execute.training.learning_rate import LearningRates
 from parsim.graph.lower import lower, step_graphs
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
@@ -141,9 +141,9 @@ class RankRun:
         self.program = RankProgram(graph, self.stage, self.streams, groups, self.mixing, self.stale)
         self.data = run_dataset(run, "train")
         self.order = order = order_of(self.data, run.plan.global_batch, run.seed)
-        self.rate: LearningRate | None = None
+        self.rate: LearningRates | None = None
         if run.recipe.schedule is not None:
-            self.rate = LearningRate(run.optimizer, run.learning_rate, run.recipe, steps=steps, order=order)
+            self.rate = LearningRates(run.optimizer, run.learning_rate, run.recipe, steps=steps, order=order)
         self.loader = Loader(
             self.data,
             order,
@@ -195,16 +195,21 @@ class RankRun:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
-        if self.rate is None:
-            return self.run.learning_rate
-        return float(self.rate.of(min(self.step_number, self.steps - 1))["lr"])
+        """Of the next step, of parameters in no group."""
+        return self.learning_rates[""]
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """Of the next step, by group of parameters; "" for those in none."""
+        if self.rate is not None:
+            return self.rate.of(min(self.step_number, self.steps - 1))
+        return {"": self.run.learning_rate, **{group.name: group.learning_rate for group in self.run.recipe.groups}}
 
     def step(self, *, keep: bool) -> None:
         """One training step on the next global batch; `keep` its task times and its loss."""
         pulse().begin(Doing.WORKING, "training", self.step_number + 1)
-        if self.rate is not None and self.stage.optimizer is not None:
-            self.rate.apply(min(self.step_number, self.steps - 1), self.stage.optimizer)
+        if self.rate is not None:
+            self.rate.apply(min(self.step_number, self.steps - 1), self.stage.updates.optimizers)
         if self.stale is not None:
             self.stale.begin_step(self.step_number)
         batch = self.loader.batch(self._batch(self.step_number))

@@ -242,7 +242,8 @@ def combine(
     """
     if [entry.name for entry in small.intervals] != [entry.name for entry in large.intervals]:
         raise TraceError(
-            f"{name} has other components at batch {large.batch} than at {small.batch}; trace it at one batch only"
+            f"{name} calls its parts otherwise for {large.batch} samples than for {small.batch} (a loop over the samples?), so "
+            "nothing can be counted per sample; compute on the whole batch at once"
         )
     values = _values(small, large)
     counted_buffers: set[int] = set()
@@ -456,6 +457,17 @@ def _is_batch_first(small: Tensor, large: Tensor, batches: tuple[int, int]) -> b
     return small.dim() > 0 and (small.shape[0], large.shape[0]) == batches and small.shape[1:] == large.shape[1:]
 
 
+def _parameter(name: str, tensor: Tensor) -> Parameter:
+    """A complex one counts as the pairs of real numbers that an optimizer updates."""
+    parts = 2 if tensor.is_complex() else 1
+    return Parameter(
+        name=name,
+        elements=parts * tensor.numel(),
+        element_bytes=tensor.element_size() // parts,
+        trainable=tensor.requires_grad,
+    )
+
+
 def nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -501,12 +513,7 @@ def _component(
         inputs=tuple(names[number] for number in one.inputs),
         outputs=tuple(names[number] for number in one.outputs),
         parameters=tuple(
-            Parameter(
-                name=recording.state[number].name,
-                elements=recording.tensors[number].numel(),
-                element_bytes=recording.tensors[number].element_size(),
-                trainable=recording.tensors[number].requires_grad,
-            )
+            _parameter(recording.state[number].name, recording.tensors[number])
             for number in state
             if recording.state[number].kind == "parameter"
         ),

@@ -270,7 +270,6 @@ def _untied(problem: PlanningProblem) -> tuple[Component, ...]:
 
 def _weight_parts(problem: PlanningProblem, tp: int, component: Component, placement: Placement) -> _Parts:
     whole, divided = 0.0, dict[int, list[float]]()
-    state_bytes = problem.optimizer_state_bytes_per_element
     for parameter in component.parameters:
         held = hold(component, placement, parameter, 0)
         groups = alike(component, placement, parameter.name, tp)
@@ -279,7 +278,8 @@ def _weight_parts(problem: PlanningProblem, tp: int, component: Component, place
             whole += holders * held.size_bytes
             continue
         sizes = divided.setdefault(len(groups[0]), [0.0, 0.0, 0.0])
-        for number, size in enumerate((state_bytes * held.elements, held.size_bytes, held.size_bytes)):
+        state = problem.state_bytes_per_element(parameter.optimizer) * held.elements
+        for number, size in enumerate((state, held.size_bytes, held.size_bytes)):
             sizes[number] += holders * size
     return _Parts(whole, tuple((ranks, (state, gradients, own)) for ranks, (state, gradients, own) in divided.items()))
 

@@ -17,15 +17,21 @@ def check_training(config: RunConfig, model: Model) -> None:
 
     Raises:
         DataError: data that do not suit the model or the batch. ConfigError: torch refuses the schedule or an argument of the
-            optimizer, or a pattern of no_weight_decay matches nothing. MissingDependencyError: TensorBoard is not installed.
+            optimizer, or a pattern of no_weight_decay matches nothing. ModelError: complex parameters.
+            MissingDependencyError: TensorBoard is not installed.
     """
     from parsim.execute.state.optimizer import check_states
     from parsim.execute.training.learning_rate import check_schedule
     from parsim.execute.training.weight_decay import check_exempt
+    from parsim.model.build import build_fake, check_real
 
     training, recipe = config.training, config.training.recipe
     order = _order(config)
-    check_states(training.optimizer, recipe)
+    check_real(build_fake(config.model_spec))
+    rules = [(training.optimizer, training.resolved_learning_rate, recipe)]
+    rules += [(group.optimizer, group.learning_rate, recipe.of(group.name)) for group in recipe.groups]
+    for optimizer, _, own in rules:
+        check_states(optimizer, own)
     check_exempt((parameter.name for parameter in model.parameters), recipe.no_weight_decay)
     if recipe.evaluation is not None:
         _check_metrics(config, recipe.evaluation.metrics)
@@ -34,7 +40,8 @@ def check_training(config: RunConfig, model: Model) -> None:
     steps = total_steps(config)
     if recipe.tensorboard:
         check_tensorboard()
-    check_schedule(training.optimizer, training.resolved_learning_rate, recipe, steps=steps, order=order)
+    for optimizer, rate, own in rules:
+        check_schedule(optimizer, rate, own, steps=steps, order=order)
 
 
 def check_tensorboard() -> None:
