@@ -26,7 +26,7 @@ from parsim.plans.held import held_moments, links_of
 from parsim.plans.pipeline import PIPELINE_ORDERS, in_flight
 from parsim.plans.redistribution import ValueLayout, conversion
 from parsim.predict.boundary.conversions import bytes_here, gradient_bytes, handed_bytes, storage_of
-from parsim.predict.boundary.waiting import waiting_gradients, waiting_values
+from parsim.predict.boundary.waiting import between_chunks, waiting_gradients, waiting_values
 from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.rank_traffic import local_bytes, made_before, messages_by_link, rank_traffic
 from parsim.predict.round_memory import Scored, batches_held, with_evaluation_line, with_relaxed_lines
@@ -119,14 +119,15 @@ def rank_chunks(kept: KeptActivations, rank: int, names: Sequence[str]) -> Chunk
     chunk_of = {stage: chunk for chunk, stage in enumerate(plan.place_stages(place))}
     pipeline = pipeline_of(layout, plan.shard_of_rank(rank), place)
     inward, outward = links_of(pipeline, place)
-    sizes = messages_by_link(kept, rank)
+    sizes, own = messages_by_link(kept, rank), between_chunks(kept, rank)
     return Chunks(
         chunk_of={name: chunk_of[layout.chunk_of[name]] for name in names},
-        moments=held_moments(pipeline, place, apart=plan.zero_stage >= 2),
+        moments=held_moments(pipeline, place, apart=plan.zero_stage >= 2, own=tuple(own)),
         halved=frozenset(name for name in names if layout.is_halved(name)),
         for_weights=frozenset(name for name in names if not layout.wants_input_gradient(name)),
         arriving_bytes=[sizes[link] for link in inward],
         leaving_bytes=[sizes[link] for link in outward],
+        between_bytes=list(own.values()),
         made_before=made_before(kept, rank, names),
     )
 
