@@ -11,10 +11,12 @@ Leaves out: conversions of earlier values that are under way while a later compo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from parsim.costs.memory.chunks import Chunks
 from parsim.costs.memory.rank_memory import rank_memory
 from parsim.costs.memory.records import Boundary, RankMemory, RankStep, Weights
+from parsim.costs.memory.verdict import FIT_PROBABILITY
 from parsim.costs.memory.waiting import Wait, waiting_bytes
 from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.placed_model import Reading
@@ -42,6 +44,7 @@ def plan_memory(
     master_weights: bool = True,
     ema: bool = False,
     scored: Scored = "",
+    fit_probability: float = FIT_PROBABILITY,
 ) -> tuple[RankMemory, ...]:
     """Peak memory of every rank of a plan.
 
@@ -51,7 +54,7 @@ def plan_memory(
     Args:
         layout: the plan and its model. cluster: devices by rank.
         precision, optimizer, master_weights: as in RUN.toml. ema: whether averages of the weights are kept.
-        scored: what is validated between steps.
+        scored: what is validated between steps. fit_probability: with which a rank must fit.
 
     Returns:
         One RankMemory per rank, in rank order, bytes. Leaves out conversions of earlier values while a later component
@@ -98,7 +101,7 @@ def plan_memory(
                 traffic=rank_traffic(kept, rank, cluster.profile.communication.backend),
             )
         alike = known[place]
-        own = RankMemory(rank=rank, lines=alike.lines, limit_bytes=alike.limit_bytes, spreads=alike.spreads)
+        own = replace(alike, rank=rank, wanted_probability=fit_probability)
         own = with_relaxed_lines(own, kept, rank)
         memories.append(with_evaluation_line(own, kept, scored))
     return tuple(memories)

@@ -9,7 +9,7 @@ A recomputed component holds its inputs while a microbatch is in flight. The act
 until the end of its backward.
 
 The line `allocator`, an interval, holds the memory of the allocator and of libraries. A rank fits if it does with every line
-at its p95, that is with a probability of 95%.
+at its median, or at the probability that is asked for (`verdict`).
 """
 
 from __future__ import annotations
