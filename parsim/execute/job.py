@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from parsim.costs.memory.verdict import FIT_PROBABILITY
 from parsim.errors import ExecutionError
 from parsim.execute.training.recipe import PLAIN, TrainingRecipe
 from parsim.files import read_json, reading, version_problem, write_text_atomically
@@ -73,6 +74,7 @@ class AdaptiveSpec:
     Attributes:
         profile: path or name of the hardware profile. devices: as `cluster_from_profile` takes them.
         window_steps: steps between two looks. epoch_steps: of one pass over the data.
+        fit_probability: with which the memory of a plan must suffice.
     """
 
     profile: str
@@ -80,6 +82,7 @@ class AdaptiveSpec:
     precision: str
     window_steps: int
     epoch_steps: int
+    fit_probability: float = FIT_PROBABILITY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -418,6 +418,8 @@ def _warnings(estimates: Sequence[Estimate], seconds: NDArray[np.float64], memor
     if over:
         worst = max(over, key=lambda entry: entry.excess_bytes)
         warnings.append(f"does not fit: {worst.describe()}")
+    elif (least := min(memory, key=lambda entry: entry.fit_probability)) and not least.is_safe:
+        warnings.append(f"may run out of memory: {least.describe()}")
     outside = np.array([estimate.extrapolated for estimate in estimates], dtype=bool)
     share = float(seconds[outside].sum() / max(seconds.sum(), 1e-30))
     if share >= WORTH_SAYING:

@@ -14,6 +14,7 @@ from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrect
 from parsim.costs.hardware_scale import AS_IT_IS, HardwareScale
 from parsim.costs.memory.rank_memory import optimizer_bytes
 from parsim.costs.memory.records import RankMemory
+from parsim.costs.memory.verdict import FIT_PROBABILITY
 from parsim.costs.pricing import Priced, price
 from parsim.graph.columns import Units
 from parsim.graph.plan_index import PlanIndex
@@ -39,7 +40,7 @@ class PlanningProblem:
     """Attributes:
     model: its values are as wide as the precision sends them. global_batch: samples per step.
     precision, optimizer, master_weights: as in RUN.toml. ema: moving averages of the weights are kept.
-    scored: what is validated during the training.
+    scored: what is validated during the training. fit_probability: with which the memory of a plan must suffice.
     corrections: learnt from a run. scale: of hardware that would be faster.
     zero_stage: that plans are to have; "auto": any. recompute: likewise; "auto": where a plan would not fit, as little as
         makes it fit. segments: whether plans may recompute layers as a whole (`Plan.segments`), which only the simulator can.
@@ -58,6 +59,7 @@ class PlanningProblem:
     master_weights: bool = True
     ema: bool = False
     scored: Scored = ""
+    fit_probability: float = FIT_PROBABILITY
     corrections: RunCorrections = NO_RUN_CORRECTIONS
     scale: HardwareScale = AS_IT_IS
     history: History = NO_HISTORY
@@ -188,6 +190,7 @@ class PlanningProblem:
                 master_weights=self.master_weights,
                 ema=self.ema,
                 scored=self.scored,
+                fit_probability=self.fit_probability,
             )
         return self._memories[plan]
 

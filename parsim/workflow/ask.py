@@ -379,6 +379,7 @@ def ask_again(folder: RunFolder) -> Prediction:
         ema=config.training.ema is not None,
         optimizer=config.training.optimizer,
         clip_gradients=plan.clip_gradients,
+        fit_probability=config.plan.fit_probability,
     )
     fold = False if folder.job.is_file() else None
     return Prediction(config=config, problem=problem, evaluation=evaluate(problem, plan, fold=fold))

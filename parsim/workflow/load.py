@@ -54,6 +54,7 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
         optimizer=config.training.optimizer,
         clip_gradients=config.training.clip_norm is not None,
         history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),
+        fit_probability=config.plan.fit_probability,
         zero_stage=config.plan.zero_stage,
         recompute=recompute_by_pattern(config.plan.recompute, model),
         segments=is_transformer(config.model.name) and model.granularity == SUBLAYER,

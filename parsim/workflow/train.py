@@ -347,4 +347,5 @@ def adaptive_spec(config: RunConfig, window_steps: int) -> AdaptiveSpec:
         precision=config.training.precision,
         window_steps=window_steps,
         epoch_steps=steps_per_epoch(config),
+        fit_probability=config.plan.fit_probability,
     )

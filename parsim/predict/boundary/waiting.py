@@ -12,7 +12,9 @@ from parsim.graph.placed_model import Reading
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Value
 from parsim.plans.redistribution import LOCAL_HOPS, ValueLayout, conversion
+from parsim.plans.stage_transfers import StageLink
 from parsim.predict.boundary.conversions import bytes_here, is_view, storage_of
+from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.rank_traffic import local_bytes
 
 
@@ -114,6 +116,37 @@ def waiting_gradients(layout: PlanIndex, values: Mapping[str, Value], rank: int)
                 begins = max(again, ends)
             found.setdefault(value, []).append(Wait(ends, begins - 1, size))
     return found
+
+
+def between_chunks(kept: KeptActivations, rank: int) -> dict[StageLink, float]:
+    """Bytes of one microbatch that one chunk of a rank makes and another one there reads, by link, ascending.
+
+    Values wait until a component keeps them, or for their last reader; a gradient from the first backward that adds to it.
+    In a V the first and the last chunk of a rank are neighbours in the model.
+
+    Args:
+        kept: values under the plan. rank: global number.
+    """
+    layout = kept.layout
+    found: dict[StageLink, float] = {}
+    if layout.plan.chunks == 1:
+        return found
+    here = layout.rank_components(rank)
+    for name in dict.fromkeys(output for component in here for output in layout.model.component(component).outputs):
+        value, source = kept.values[name], layout.source[name]
+        maker = layout.chunk_of[layout.model.value[name].producer or ""]
+        readers = {reader: layout.chunk_of[reader] for reader in layout.consumers[name] if layout.runs_on(rank, reader)}
+        later = [chunk for chunk in readers.values() if chunk != maker]
+        savers = [layout.chunk_of[saver] for saver in value.savers or () if layout.runs_on(rank, saver)]
+        links = []
+        if later and value.savers is not None and maker not in savers:
+            links.append((StageLink(maker, min(savers, default=max(later))), source.value))
+        back = [chunk for reader, chunk in readers.items() if chunk != maker and reader in layout.differentiable]
+        if back and value.differentiable:
+            links.append((StageLink(max(back), maker), source.gradient))
+        for link, how in links:
+            found[link] = found.get(link, 0.0) + bytes_here(layout, value, how, rank)
+    return dict(sorted(found.items()))
 
 
 def _room_from(layout: PlanIndex, value: Value, rank: int, begins: int) -> int:

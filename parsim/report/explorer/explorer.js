@@ -209,7 +209,7 @@
       return null;
     }
     const status = text("status", point);
-    $("point-words").textContent = status === "failed" ? text("reason", point) : `${text("plan_in_words", point)}.${status === "ok" ? "" : " It does not fit."}`;
+    $("point-words").textContent = status === "failed" ? text("reason", point) : `${text("plan_in_words", point)}.${status !== "ok" ? " It does not fit." : text("reason", point) ? ` It ${text("reason", point)}.` : ""}`;
     $("point-words").className = status === "ok" ? "" : "bad";
     const entry = (name, value, small = "", kind = "") => {
       const term = document.createElement("dt"), told = document.createElement("dd"), more = document.createElement("small");

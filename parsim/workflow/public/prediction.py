@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parsim.costs.memory.verdict import SAFE_PROBABILITY
 from parsim.predict.evaluate import MANY_RANKS, Evaluation, evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import Interval, PlanResult
@@ -85,6 +86,11 @@ class Prediction:
     def fits(self) -> bool:
         """Whether every rank's memory fits its device."""
         return self.result.fits
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether it fits with a probability of at least 95%."""
+        return self.fit_probability >= SAFE_PROBABILITY
 
     @property
     def fit_probability(self) -> float:
@@ -186,6 +192,8 @@ class Prediction:
         fullest = max(self.evaluation.memory, key=lambda rank: rank.total_bytes)
         memory = f"{format_bytes(fullest.total_bytes)} of {format_bytes(fullest.limit_bytes)} per device"
         fits = "" if self.fits else "; does not fit"
+        if self.fits and not self.is_safe:
+            fits = f"; fits with a probability of {self.fit_probability:.0%} alone"
         return f"{median} per step (90% interval {interval}), {rate} samples/s, {memory}{fits}"
 
     def __repr__(self) -> str:
