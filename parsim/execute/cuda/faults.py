@@ -17,8 +17,14 @@ LOST = ("cuda error", "cudnn_status", "cublas_status", "nccl error: unhandled cu
 REST = "activations and what comes beside them"
 
 
-def check_devices(needed: int, available: int) -> None:
-    """Raise ExecutionError unless this host has a GPU for every rank."""
+def check_devices(needed: int, available: int, why: str = "") -> None:
+    """Raise ExecutionError unless this host has a GPU for every rank.
+
+    Args:
+        why: there is none.
+    """
+    if why:
+        raise ExecutionError(f"the plan has {needed} ranks, one GPU each, and this host has none. {why}")
     if needed > available:
         raise ExecutionError(
             f"the plan has {needed} ranks, one GPU each, and this host has {available} GPUs (see CUDA_VISIBLE_DEVICES); "
