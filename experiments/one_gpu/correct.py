@@ -43,7 +43,7 @@ TOLERANCE = 1e-9
 """Of float64 weights after a few steps: sums in another order differ by far less, a wrong gradient by far more."""
 
 TIMEOUT_S = 90
-SHARED_TIMEOUT_S = 150
+SHARED_TIMEOUT_S = 100
 """Of a launch of all plans of one number of ranks. Ranks that share a GPU take turns at it, some milliseconds each."""
 
 SMALL = ModelSpec(name="gpt_small", args=(("heads", 2), ("hidden", 16), ("layers", 2), ("seq", 16), ("vocab", 32)))

@@ -15,11 +15,12 @@ from typing import TextIO
 
 import torch
 
+from parsim.execute.cuda.faults import told_outside_steps
 from parsim.execute.job import EXECUTION, Job
 from parsim.execute.numerics import check_switches, described, set_switches, switches
 from parsim.execute.processes.exchange import meet
 from parsim.execute.processes.group import ProcessPlace, close_group, init_group, read_place, worker_main
-from parsim.execute.processes.pinning import prepare_rank
+from parsim.execute.processes.pinning import Pinning, prepare_rank
 from parsim.execute.processes.progress import WARNING, write_progress
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.processes.supervise.heartbeat import Doing, pulse
@@ -47,6 +48,13 @@ def main(job_path: Path) -> None:
     pinning = prepare_rank(started.local_rank, started.local_world_size, device=job.device)
     timeout_s = WATCHED_S if pulse().is_watched else job.timeout_s
     place = init_group(job.device, timeout_s=timeout_s, alone=True)
+    with told_outside_steps(place.rank, place.device, lambda: pulse().doing):
+        _work(job, place, pinning, timeout_s)
+    close_group(place)
+
+
+def _work(job: Job, place: ProcessPlace, pinning: Pinning, timeout_s: float) -> None:
+    """Build every run, train or measure, write the records."""
     plans = []
     for run in job.runs:
         layout = PlanIndex(run.plan, Model.load(Path(run.model_path)))
@@ -74,7 +82,6 @@ def main(job_path: Path) -> None:
         if entry is not None:
             entry.record().save(Path(job.output) / entry.run.name)
             entry.close()
-    close_group(place)
 
 
 def _tell_warning(
