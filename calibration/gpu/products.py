@@ -19,7 +19,7 @@ from calibration.gpu.timing import time_calls
 from calibration.operand_pool import fill_random, operand_sets
 from parsim.errors import ExecutionError
 from parsim.execute.cuda.event_timing import QueuedCall
-from parsim.execute.numerics import IEEE, TF32
+from parsim.execute.numerics import TF32
 
 POOL_SHARE = 0.25
 """Of the device's memory that rotating operands may take."""
@@ -93,11 +93,12 @@ def transformer_products(tokens: int, hidden: int, vocab: int) -> tuple[Product,
 def matrix_precision(precision: ProductPrecision) -> Iterator[None]:
     """Whether fp32 products may use tf32, while it is open; as it was afterwards."""
     matmul = torch.backends.cuda.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, TF32 if precision.tf32 else IEEE
+    before = matmul.fp32_precision == TF32  # reading the older setting fails where somebody has used the newer
+    matmul.allow_tf32 = precision.tf32
     try:
         yield
     finally:
-        matmul.fp32_precision = before
+        matmul.allow_tf32 = before
 
 
 def measure_product(

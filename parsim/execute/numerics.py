@@ -89,8 +89,9 @@ def set_switches(*, tf32: bool) -> None:
             f"{OVERRIDE_VARIABLE}={forced} makes NVIDIA's libraries {'ignore' if tf32 else 'use'} TF32 whatever is asked, and "
             f"this run asks for {'tf32' if tf32 else 'fp32 without TF32'}; unset {OVERRIDE_VARIABLE}"
         )
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    torch.backends.fp32_precision = "none"  # what the others take where they are not set
+    backends: Any = torch.backends
+    matmul, cudnn = backends.cuda.matmul, backends.cudnn
+    backends.fp32_precision = "none"  # what the others take where they are not set
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     matmul.allow_tf32 = tf32
     cudnn.allow_tf32 = tf32
@@ -102,7 +103,8 @@ def set_switches(*, tf32: bool) -> None:
 
 def switches() -> dict[str, Any]:
     """The same, and what else of torch's decides in which numbers matmuls add up, as it is now."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    backends: Any = torch.backends
+    matmul, cudnn = backends.cuda.matmul, backends.cudnn
     return {
         "float32_matmul_precision": "high" if matmul.fp32_precision == TF32 else "highest",
         "matmul_allow_tf32": matmul.fp32_precision == TF32,

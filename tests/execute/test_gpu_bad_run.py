@@ -83,7 +83,7 @@ def written(folder: Path, error: str, *, kind: str = "cpu", strategy: str = "dp"
 def test_a_gpu_that_fails_is_one_message_and_the_checkpoint_is_kept(tmp_path: Path, name: str) -> None:
     error, message = ERRORS[name]
     written(tmp_path, error)
-    done = parsim(tmp_path, "run", "RUN.toml", "--nproc", "2", "--out", "out", "--checkpoint-every", "2")
+    done = parsim(tmp_path, "run", "RUN.toml", "--nproc", "2", "--out", "out", "--checkpoint-every", "2", timeout_s=900)
     told = " ".join(done.stderr.split())
     assert done.returncode == 1, told
     assert re.search(message, told), told
@@ -104,7 +104,7 @@ def test_a_plan_for_gpus_on_a_machine_without_says_why(tmp_path: Path) -> None:
     profile = json.loads((tmp_path / "profile.json").read_text())
     profile["communication"].update(backend="nccl", uses_cores=False)
     (tmp_path / "profile.json").write_text(json.dumps(profile))
-    done = parsim(tmp_path, "run", "RUN.toml", "--nproc", "2", "--out", "out")
+    done = parsim(tmp_path, "run", "RUN.toml", "--nproc", "2", "--out", "out", timeout_s=900)
     told = " ".join(done.stderr.split())
     assert done.returncode == 1
     assert re.search(

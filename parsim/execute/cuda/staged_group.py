@@ -20,7 +20,10 @@ from parsim.execute.cuda.shared_gpu import STAGED
 Copies = list[Tensor]
 
 
-class StagedGroup(dist.ProcessGroup):
+_Base: Any = dist.ProcessGroup  # whose methods have other names and types in every version of torch
+
+
+class StagedGroup(_Base):  # type: ignore[misc]
     """The operations that parsim's ranks ask for, each by gloo's of the same name."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
@@ -70,7 +73,7 @@ class StagedGroup(dist.ProcessGroup):
         return _staged([], tensors, lambda read, written: self._gloo.recv(written, source, tag))
 
     def barrier(self, opts: Any) -> Any:
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
         self._gloo.barrier(BarrierOptions()).wait()
         return _ended([])
