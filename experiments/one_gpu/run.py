@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 BEGIN_S = time.monotonic()  # what imports take belongs to the budget
 
-from supervise import LOST_DEVICE_STATUS, note_begun, own_command, supervise  # noqa: E402
+from supervise import LOST_DEVICE_STATUS, note_begun, note_moved, own_command, supervise  # noqa: E402
 
 from calibration.gpu.journal import CASE, DONE, FAILED, SKIPPED, STATUS, Journal, JournalRow, read_rows  # noqa: E402
 from parsim.errors import ParsimError  # noqa: E402
@@ -146,7 +146,12 @@ def measure(asked: argparse.Namespace) -> int:
     journal = TwoFiles(asked.out / ROWS_FILE, asked.done)
     journal.forget(asked.again)
     restore_files(journal, asked.out, scope)
-    programme = Programme(device, scope, asked.out, seed=asked.seed, say=progress)
+
+    def say(line: str) -> None:
+        progress(line)
+        note_moved(asked.out)
+
+    programme = Programme(device, scope, asked.out, seed=asked.seed, say=say)
     cases = chosen(programme, asked)
     reader, source = find_reader() if asked.device == "cuda" else (None, "a CPU has no board")
 

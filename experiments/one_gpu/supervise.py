@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ LOST_DEVICE_STATUS = 75
 """Exit status of a measuring process whose device answers no more; the row of the case is written."""
 
 SLACK, LEAST_SLACK_S = 3.0, 60.0
-"""A case hangs if it takes so many times its estimate, and so many seconds more."""
+"""A case hangs if it says nothing for so many times its estimate, and so many seconds more."""
 
 GRACE_S = 20.0
 """Behind the end of the budget, until a case that still runs is ended: a command that is killed from outside loses its row."""
@@ -39,23 +39,36 @@ POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BegunCase:
-    """Attributes: at_s: of the machine's monotonic clock, which all its processes share."""
+    """Attributes: at_s: when it began, on the machine's monotonic clock, which all its processes share. moved_s: when it last
+    said something."""
 
     case: str
     estimate_s: float
     at_s: float
+    moved_s: float
 
     @property
     def limit_s(self) -> float:
         """When it counts as hanging, on that clock."""
-        return self.at_s + SLACK * self.estimate_s + LEAST_SLACK_S
+        return self.moved_s + SLACK * self.estimate_s + LEAST_SLACK_S
 
 
 def note_begun(folder: Path, case: str, estimate_s: float) -> None:
     """Write which case begins, whole or not at all."""
-    begun = {"case": case, "estimate_s": estimate_s, "at_s": time.monotonic()}
+    now_s = time.monotonic()
+    _write(folder, BegunCase(case=case, estimate_s=estimate_s, at_s=now_s, moved_s=now_s))
+
+
+def note_moved(folder: Path) -> None:
+    """The case that has begun goes on. A calibration takes minutes and tells of every round."""
+    begun = read_begun(folder)
+    if begun is not None:
+        _write(folder, replace(begun, moved_s=time.monotonic()))
+
+
+def _write(folder: Path, begun: BegunCase) -> None:
     part = folder / f"{BEGUN_FILE}.part"
-    part.write_text(json.dumps(begun))
+    part.write_text(json.dumps(asdict(begun)))
     part.replace(folder / BEGUN_FILE)
 
 

@@ -20,7 +20,7 @@ MEASURING = """
     import os, signal, sys, time
     from pathlib import Path
     sys.path.insert(0, {folder!r})
-    from supervise import LOST_DEVICE_STATUS, note_begun
+    from supervise import LOST_DEVICE_STATUS, note_begun, note_moved
     from calibration.gpu.journal import Journal
     out = Path({out!r})
     journal = Journal(out / "rows.jsonl")
@@ -32,6 +32,10 @@ MEASURING = """
             os.kill(os.getpid(), signal.SIGSEGV)
         if name.startswith("hang"):
             time.sleep(600)
+        if name.startswith("slow"):
+            for _ in range(20):
+                time.sleep(0.1)
+                note_moved(out)
         status = "failed" if name.startswith("lose") else "done"
         journal.append(dict(case=name, status=status, error="", message="", seconds=0.0))
         if status == "failed":
@@ -43,7 +47,7 @@ MEASURING = """
 def supervised(own: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Journal, list[str]]]:
     """Runs a measuring process with these cases, by name, with their estimates."""
     supervise = own("supervise")
-    monkeypatch.setattr(supervise, "LEAST_SLACK_S", 0.5)
+    monkeypatch.setattr(supervise, "LEAST_SLACK_S", 1.0)
     monkeypatch.setattr(supervise, "GRACE_S", 0.5)
     monkeypatch.setattr(supervise, "LEAST_S", 0.1)
     monkeypatch.setattr(supervise, "POLL_S", 0.02)
@@ -85,6 +89,12 @@ def test_cases_that_crash_hang_or_lose_the_device_cost_themselves_alone(supervis
     assert journal.rows["crash"]["message"] == "its process was ended by SIGSEGV"
     assert journal.rows["hang"]["message"].endswith("it hangs")
     assert len([line for line in said if "a new process goes on" in line]) == 3
+
+
+def test_a_case_that_takes_longer_and_says_so_is_left_alone(supervised: Any) -> None:
+    _, journal, said = supervised({"slow": 0.1, "b": 0.1})
+    assert outcomes(journal) == {"slow": "done", "b": "done"}
+    assert said == []
 
 
 def test_a_case_that_runs_past_the_budget_is_ended_and_leaves_its_row(supervised: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BarrierOptions, _create_work_from_future
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BarrierOptions
 
 from parsim.execute.cuda.shared_gpu import STAGED
 
@@ -101,6 +101,7 @@ def _staged(read: Sequence[Tensor], written: Sequence[Tensor], call: Callable[[C
 
 def _ended(tensors: list[Tensor]) -> Any:
     """Work that has ended."""
+    c10d: Any = torch._C._distributed_c10d
     done: torch.futures.Future[Any] = torch.futures.Future()
     done.set_result(tensors)
-    return _create_work_from_future(done)
+    return c10d._create_work_from_future(done)
