@@ -47,7 +47,7 @@ MEASURING = """
 def supervised(own: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Journal, list[str]]]:
     """Runs a measuring process with these cases, by name, with their estimates."""
     supervise = own("supervise")
-    monkeypatch.setattr(supervise, "LEAST_SLACK_S", 1.0)
+    monkeypatch.setattr(supervise, "LEAST_SLACK_S", 3.0)
     monkeypatch.setattr(supervise, "GRACE_S", 0.5)
     monkeypatch.setattr(supervise, "LEAST_S", 0.1)
     monkeypatch.setattr(supervise, "POLL_S", 0.02)
