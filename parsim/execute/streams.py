@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from parsim.execute.cuda.driver import TorchCudaDriver
+from parsim.execute.cuda.shared_gpu import STAGED, sharing
 from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.processes.priority import take_priority
 from parsim.execute.processes.supervise.heartbeat import pulse
@@ -220,4 +221,6 @@ class ThreadStreams:
 
 def make_streams(device: torch.device) -> Streams:
     """The streams of a rank that computes on `device`."""
-    return CudaStreams(TorchCudaDriver(device)) if device.type == "cuda" else ThreadStreams()
+    if device.type != "cuda" or sharing() == STAGED:  # staged communication blocks whoever asks for it
+        return ThreadStreams()
+    return CudaStreams(TorchCudaDriver(device))

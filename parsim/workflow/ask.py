@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelError, OutOfMemoryError, PlanError, RankLostError
-from parsim.execute.cuda.faults import check_devices, visible_devices
+from parsim.execute.cuda.faults import visible_devices
+from parsim.execute.cuda.rank_gpu import check_gpus
 from parsim.execute.job import EXECUTION, Job, RunSpec
 from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.launch import HANG_S, launch
@@ -33,7 +34,6 @@ from parsim.predict.speed import step_at_speed
 from parsim.report.compare import Comparison, PaceComparison, compare, kind_intervals_s, relative_error
 from parsim.report.tables import format_error
 from parsim.units import format_bytes, format_seconds
-from parsim.workflow.calibration import visible_gpus
 from parsim.workflow.config import RunConfig
 from parsim.workflow.folders.resuming import what_is_left
 from parsim.workflow.folders.run_folder import RunFolder, write_json
@@ -236,7 +236,7 @@ def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None =
     user or the system ends the run.
     """
     if job.device == "cuda":
-        check_devices(job.world_size, visible_gpus())
+        check_gpus(job.world_size, measures=job.mode == "measure")
     folder.path.mkdir(parents=True, exist_ok=True)
     job.save(folder.job)
     environment = describe_environment()

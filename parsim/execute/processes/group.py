@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from parsim.errors import ExecutionError, ParsimError
+from parsim.execute.cuda.rank_gpu import take_gpu
+from parsim.execute.cuda.shared_gpu import NCCL, STAGED, sharing
 from parsim.execute.processes.priority import threads_with_priority
 from parsim.execute.processes.processes import PARENT_VARIABLE, die_with_parent
 from parsim.execute.processes.rendezvous import open_store
@@ -113,43 +115,42 @@ def read_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
     )
 
 
-def init_group(device: str = "cpu", *, timeout_s: float = 120.0) -> ProcessPlace:
-    """Join the default process group: gloo for "cpu", nccl for "cuda" (one GPU per rank of this host).
+def init_group(device: str = "cpu", *, timeout_s: float = 120.0, alone: bool = False) -> ProcessPlace:
+    """Join the default process group: gloo for "cpu", nccl for "cuda" (one GPU per rank of this host, see `shared_gpu`).
 
     Each attempt of a launch has its own prefix in the store: under a shared one, restarted ranks find the addresses of
     dead peers. `timeout_s` bounds the start and each collective: a peer that hangs is noticed after it, one that died at once.
 
+    Args:
+        alone: nobody else may compute on this rank's GPU.
+
     Raises:
-        ExecutionError: an unknown device, or fewer GPUs than ranks on this host.
+        ExecutionError: an unknown device, fewer GPUs than ranks on this host, or a GPU that torch cannot use or others use.
     """
-    import torch
     from torch import distributed
     from torch.distributed.distributed_c10d import PrefixStore
 
     place = read_place()
     if device not in BACKENDS:
         raise ExecutionError(f"unknown device {device!r}; known: {', '.join(BACKENDS)}")
-    cuda_device = None
-    if device == "cuda":
-        available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if place.local_rank >= available:
-            raise ExecutionError(
-                f"rank {place.rank} needs GPU {place.local_rank} of this host, which has {available}; "
-                f"use at most {available} processes per host, or device = cpu"
-            )
-        cuda_device = torch.device("cuda", place.local_rank)
-        torch.cuda.set_device(cuda_device)
+    cuda_device = take_gpu(place.rank, place.local_rank, alone=alone) if device == "cuda" else None
+    backend = BACKENDS[device]
+    if sharing() == STAGED:
+        from parsim.execute.cuda.staged_group import register_staged
+
+        register_staged()
+        backend = STAGED
     timeout = datetime.timedelta(seconds=timeout_s)
     everyone = open_store(place.rank, place.world_size, timeout_s=timeout_s)
     store = PrefixStore(f"parsim/{place.attempt}", everyone)
-    with pulse().waiting(), _threads_of(BACKENDS[device]):
+    with pulse().waiting(), _threads_of(backend):
         distributed.init_process_group(
-            BACKENDS[device],
+            backend,
             store=store,
             rank=place.rank,
             world_size=place.world_size,
             timeout=timeout,
-            device_id=cuda_device,
+            device_id=cuda_device if backend == NCCL else None,
         )
     return replace(place, device="cpu" if cuda_device is None else str(cuda_device), store=store)
 
