@@ -159,6 +159,7 @@ class Answer:
             *(f"{name}: {why}" for name, why in skipped),
             self.verdict(),
             *([] if (figures := self.prediction.quoted) is None else figures.lines()),
+            *([] if self.problem.loading is None else [self.problem.loading.text()]),
             loss_text(self.problem.model),
             *filter(None, [constant_text(self.problem.model), assumed_text(self.question.assumed)]),
         ]
@@ -179,6 +180,8 @@ class Answer:
             document["config_file"] = self.question.recipe.to_dict()
         figures = self.prediction.quoted
         document["quoted"] = None if figures is None else figures.to_dict()
+        loading = self.problem.loading
+        document["loading"] = None if loading is None else loading.to_dict()
         document["tie"] = None if self.tie is None else self.tie.result.to_dict()
         return document | {"assumed": _plain(self.assumed), "loss": model.loss or None, "loss_note": loss_note(model) or None}
 
