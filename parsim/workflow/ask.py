@@ -258,7 +258,8 @@ def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None =
     except ExecutionError as error:
         hints = [nearest_that_fits(asked)] if isinstance(error, OutOfMemoryError) and asked is not None else []
         hints += [what_is_left(folder, job.steps)] if trains else []
-        text = " ".join([f"{str(error).rstrip('.')}.", *filter(None, hints)])
+        said = str(error)
+        text = " ".join([said if said.endswith("?") else f"{said.rstrip('.')}.", *filter(None, hints)])
         raise (error.with_text(text) if isinstance(error, RankLostError) else type(error)(text)) from error
     except (KeyboardInterrupt, SystemExit) as ending:
         if trains:
