@@ -111,6 +111,7 @@ def _made(dataset: own_data.Noisy) -> tuple[Samples, Order]:
     return data, order_of(data, BATCH, 3)
 
 
+@pytest.mark.slow
 def test_a_dataset_that_is_slower_than_the_time_there_is_has_a_wide_interval() -> None:
     found = timed_loading(request("glacial"))
     assert found.read_s(work(1)) >= 0.7
@@ -196,7 +197,7 @@ def test_a_plan_for_another_machine_reads_nothing(here: Path) -> None:
 
 
 @pytest.mark.xdist_group("launch")
-@pytest.mark.parametrize(("workers", "expected_s"), [(0, 8 * SLEEP_S), (2, 4 * SLEEP_S)])
+@pytest.mark.parametrize(("workers", "expected_s"), [(0, 8 * SLEEP_S), pytest.param(2, 4 * SLEEP_S, marks=pytest.mark.slow)])
 def test_a_step_takes_as_long_as_reading_was_timed_to_take(workers: int, expected_s: float, here: Path) -> None:
     """Nearly all of the step is reading, so its prediction is that of reading. Two workers of a rank halve it."""
     (here / "run.toml").write_text(FILE.format(dataset="slow", workers=workers))
