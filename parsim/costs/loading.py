@@ -27,6 +27,8 @@ from parsim.typed import check_types
 from parsim.units import format_seconds
 from parsim.work import LoadBatch
 
+MOST = 1e9
+"""Of any number."""
 WAIT = "waiting for workers"
 """The term that lifts loading to what workers read meanwhile."""
 
@@ -62,6 +64,17 @@ class MeasuredLoading:
     taken_s: float
     prepared_s: float
     warm_up_s: float
+
+    def __post_init__(self) -> None:
+        check_types(self, "loading")
+        negative = [name for name, value in asdict(self).items() if not 0 <= value <= MOST]
+        counted = ("cores", "global_batch", "batch", "batches", "readers")
+        missing = [name for name in counted if getattr(self, name) < 1]
+        if negative or missing or self.core_share > 1:
+            name = (negative or missing or ["core_share"])[0]
+            raise CostError(
+                f"loading.{name} = {getattr(self, name)}: seconds are 0 to {MOST:g}, counts >= 1, a share is at most 1"
+            )
 
     def read_s(self, work: LoadBatch) -> float:
         """Seconds that a process takes to read a rank's part of a batch."""
@@ -110,11 +123,9 @@ class MeasuredLoading:
     def from_dict(cls, document: Mapping[str, Any]) -> MeasuredLoading:
         """What `to_dict` gave. Raises CostError for anything else."""
         try:
-            found = cls(**{key: value for key, value in document.items() if key not in ("measured", "text")})
-        except TypeError as error:
+            return cls(**{key: value for key, value in document.items() if key not in ("measured", "text")})
+        except (TypeError, ValueError) as error:
             raise CostError(f"this is not what was measured of loading: {error}") from error
-        check_types(found, "loading")
-        return found
 
 
 FEW = 6
@@ -123,16 +134,20 @@ FEW = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnmeasuredLoading:
-    """Loading of a dataset of the user's own that is priced by its bytes. Attributes: reason: why it was not measured."""
+    """Loading of a dataset of the user's own that is priced by its bytes.
+
+    Attributes: reason: why it was not measured. tried: it was read, in vain.
+    """
 
     reason: str
+    tried: bool = False
 
     def text(self) -> str:
         return f"loading not measured: {self.reason}; priced by its bytes, and reading samples may take much longer"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
-        return {"measured": False, "reason": self.reason, "text": self.text()}
+        return {"measured": False, **asdict(self), "text": self.text()}
 
 
 OwnLoading = MeasuredLoading | UnmeasuredLoading
@@ -141,7 +156,7 @@ OwnLoading = MeasuredLoading | UnmeasuredLoading
 def own_loading_from(document: Mapping[str, Any]) -> OwnLoading:
     """What either `to_dict` gave. Raises CostError for anything else."""
     if document.get("measured") is False and isinstance(document.get("reason"), str):
-        return UnmeasuredLoading(reason=document["reason"])
+        return UnmeasuredLoading(reason=document["reason"], tried=document.get("tried") is True)
     return MeasuredLoading.from_dict(document)
 
 

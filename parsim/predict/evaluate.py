@@ -15,7 +15,7 @@ from parsim.analyze.breakdown import RankBreakdown, breakdown, step_fractions
 from parsim.arrays import Floats
 from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate, OverlapFactors, Term
-from parsim.costs.loading import WAIT
+from parsim.costs.loading import WAIT, UnmeasuredLoading
 from parsim.costs.memory.records import RankMemory
 from parsim.costs.uncertainty.draws import (
     medians_s,
@@ -144,6 +144,7 @@ def evaluate(
             *_warnings(estimates, seconds, kinds),
             *unlisted_warnings(problem, columns.units, estimates, seconds),
             *problem.model.assumptions,
+            *([problem.loading.text()] if isinstance(problem.loading, UnmeasuredLoading) else []),
             *relaxed_warnings(plan),
         ),
         reason=reason,

@@ -8,7 +8,7 @@ from typing import Any
 
 from parsim.costs.feedback.history import NO_HISTORY, SUFFIX, History, read_history
 from parsim.costs.loading import OwnLoading, own_loading_from
-from parsim.errors import ConfigError
+from parsim.errors import ConfigError, CostError
 from parsim.files import read_json, reading, write_json_atomically, write_text_atomically
 from parsim.hardware.profile import Profile, load_profile, save_profile
 from parsim.model.model import Model
@@ -126,7 +126,10 @@ class RunFolder:
         if not self.loading.is_file():
             return None
         with reading(f"{self.loading} is not what was measured of loading", ConfigError, "simulate or run again"):
-            return own_loading_from(read_json(self.loading))
+            try:
+                return own_loading_from(read_json(self.loading))
+            except CostError as error:
+                raise ValueError(str(error)) from error
 
     def read_history(self, profile: Profile) -> History:
         """The validations that were known when the folder's question was asked."""

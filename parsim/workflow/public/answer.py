@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from parsim.costs.loading import MeasuredLoading
 from parsim.errors import DoesNotFitError
 from parsim.plans.words import plan_in_words
 from parsim.predict.evaluate import Evaluation
@@ -159,7 +160,7 @@ class Answer:
             *(f"{name}: {why}" for name, why in skipped),
             self.verdict(),
             *([] if (figures := self.prediction.quoted) is None else figures.lines()),
-            *([] if self.problem.loading is None else [self.problem.loading.text()]),
+            *([self.problem.loading.text()] if isinstance(self.problem.loading, MeasuredLoading) else []),
             loss_text(self.problem.model),
             *filter(None, [constant_text(self.problem.model), assumed_text(self.question.assumed)]),
         ]

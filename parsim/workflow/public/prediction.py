@@ -208,6 +208,7 @@ class Prediction:
         alone = format_seconds(self.evaluation.timeline.makespan_s)
         played = "" if self.scenario is None else f"\nUnder {self.scenario['file']}: {self.headline()}"
         text = "\n".join(to_text(table) for table in tables) + f"One step alone: {alone}; in a row, steps overlap{played}"
+        text += "" if self.problem.loading is None else f"\n{self.problem.loading.text()}"
         return text if self.quoted is None else "\n".join([text, *self.quoted.lines()])
 
     def _repr_html_(self) -> str:

@@ -5,10 +5,11 @@ Shipped datasets are priced by the profile: `parsim calibrate` times them.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from parsim.costs.loading import OwnLoading, UnmeasuredLoading
+from parsim.costs.loading import MeasuredLoading, OwnLoading, UnmeasuredLoading
 from parsim.data import DATASETS
 from parsim.errors import ParsimError
 from parsim.execute.processes.same_machine import is_from_here
@@ -42,7 +43,9 @@ def loading_of(question: Question, cluster: Cluster, *, runs_here: bool) -> OwnL
 def with_loading(asked: Prediction) -> Prediction:
     """The prediction of a plan that will run here, with its dataset timed where it was not yet."""
     config, problem = asked.config, asked.problem
-    if problem.loading is not None or not DATASETS[config.training.dataset].is_own:
+    known = problem.loading
+    is_known = isinstance(known, MeasuredLoading) or (known is not None and known.tried)
+    if is_known or not DATASETS[config.training.dataset].is_own:
         return asked
     problem = replace(problem, loading=measured_loading(config, problem.cluster))
     result = asked.evaluation.result
@@ -51,6 +54,8 @@ def with_loading(asked: Prediction) -> Prediction:
 
 def measured_loading(config: RunConfig, cluster: Cluster) -> OwnLoading:
     """Read batches of the dataset as the ranks will: one process per rank and core, or as many with their workers."""
+    if importlib.util.find_spec("torch") is None:
+        return UnmeasuredLoading(reason="torch is not installed here")
     import torch
 
     from parsim.execute.processes.pinning import available_cores
@@ -75,4 +80,4 @@ def measured_loading(config: RunConfig, cluster: Cluster) -> OwnLoading:
         try:
             return timed_loading(request)
         except ParsimError as error:
-            return UnmeasuredLoading(reason=str(error))
+            return UnmeasuredLoading(reason=str(error), tried=True)
