@@ -22,6 +22,7 @@ import select
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -105,7 +106,9 @@ def _forked(request: ReaderRequest, number: int, writing: int, others: Sequence[
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads, none of which the reader needs
+        pid = os.fork()
     if pid:
         return pid
     _read_and_leave(request, number, writing, others, parent)
