@@ -16,7 +16,8 @@ from parsim.costs.loading import MeasuredLoading, UnmeasuredLoading, own_loading
 from parsim.data import Order, Samples, order_of
 from parsim.data.for_model import dataset_for
 from parsim.errors import DataError
-from parsim.execute.training.load_timing import BUDGET_S, ReaderRequest, merged, timed_loading
+from parsim.execute.training.load_timing import ReaderRequest, timed_loading
+from parsim.execute.training.read_costs import BUDGET_S, merged
 from parsim.model.spec import ModelSpec
 from parsim.work import LoadBatch
 from parsim.workflow.public.functions import open_run, plan, run
@@ -140,7 +141,7 @@ def test_the_line_through_the_reads_is_exact() -> None:
         rows = [{**row, "seconds": slowness * row["seconds"], "cpu_s": slowness * row["cpu_s"]} for row in rows]
         return [{"prepared_s": 0.1}, {"warm_up_s": 0.3}, *rows, entry("whole", 8, 1.0, disturbed=True)]
 
-    found = merged(request("Noisy", readers=2), [reader(0.9), reader(1.1)])
+    found = merged([reader(0.9), reader(1.1)], global_batch=BATCH, workers=0)
     assert found.read_s(work(8)) == pytest.approx(2.6e-3)
     assert found.read_s(work(24, parts=3)) == pytest.approx(1e-3 + 2 * 0.5e-3 + 24 * 0.2e-3)
     assert found.core_share == pytest.approx(0.5)
