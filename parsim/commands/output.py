@@ -109,7 +109,9 @@ def print_tables(tables: Sequence[ReportTable]) -> None:
 
 
 def print_verdict(document: Mapping[str, Any]) -> None:
-    """Whether a run went as predicted, what was different, and where it is recorded."""
+    """What loading was predicted from; whether a run went as predicted, what was different, and where it is recorded."""
+    if document.get("loading") is not None:
+        print(document["loading"]["text"])
     found = document["diagnosis"]
     print(f"prediction: {found['text']}")
     for finding in found["findings"]:

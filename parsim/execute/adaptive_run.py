@@ -150,4 +150,5 @@ def problem_of(spec: AdaptiveSpec, run: RunSpec) -> PlanningProblem:
         zero_stage=run.plan.zero_stage,
         recompute=run.plan.recompute,
         clip_gradients=run.plan.clip_gradients,
+        loading=spec.loading,
     )

@@ -12,6 +12,7 @@ from parsim.costs.estimate import Estimate
 from parsim.costs.feedback.history import NO_HISTORY, History
 from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.costs.hardware_scale import AS_IT_IS, HardwareScale
+from parsim.costs.loading import MeasuredLoading, OwnLoading
 from parsim.costs.memory.rank_memory import optimizer_bytes
 from parsim.costs.memory.records import RankMemory
 from parsim.costs.memory.verdict import FIT_PROBABILITY
@@ -45,6 +46,7 @@ class PlanningProblem:
     zero_stage: that plans are to have; "auto": any. recompute: likewise; "auto": where a plan would not fit, as little as
         makes it fit. segments: whether plans may recompute layers as a whole (`Plan.segments`), which only the simulator can.
         constraints: what else plans must keep.
+    loading: of a dataset of the user's own, measured or not; None: of another one, which the profile prices.
     history: of the profile's validations, by which intervals are corrected.
     capacity_factor: of experts, visits that one has room for over their mean; 0: as many as come.
     is_divided: the model is already that of a rank (`on`). clip_gradients: that plans are to clip by the global norm.
@@ -62,6 +64,7 @@ class PlanningProblem:
     fit_probability: float = FIT_PROBABILITY
     corrections: RunCorrections = NO_RUN_CORRECTIONS
     scale: HardwareScale = AS_IT_IS
+    loading: OwnLoading | None = None
     history: History = NO_HISTORY
     zero_stage: int | Literal["auto"] = AUTO
     recompute: Recompute = AUTO
@@ -226,6 +229,7 @@ class PlanningProblem:
                 ranks=ranks,
                 corrections=self.corrections,
                 scale=self.scale,
+                loading=self.loading if isinstance(self.loading, MeasuredLoading) else None,
             )
             others = (entry for other, entry in self._costs.items() if other[1:] == key[1:])
             alike = (entry for entry in others if own.priced_alike(entry[1]))

@@ -44,6 +44,7 @@ from parsim.workflow.public.prediction import Prediction
 from parsim.workflow.question import Question, taken_defaults
 from parsim.workflow.relaxed.running import check_rounds, whole_periods
 from parsim.workflow.this_machine import on_this_machine
+from parsim.workflow.training.dataset_loading import loading_of
 
 if TYPE_CHECKING:
     from parsim.execute.records.measurement import Measurement
@@ -53,11 +54,14 @@ MOST_BLOCKS = 20
 """Into so many parts a training is cut for its A/A floor: steps that follow one another share their disturbances."""
 
 
-def ask(question: Question, *, top: int | None = None) -> Answer:
+def ask(question: Question, *, top: int | None = None, runs_here: bool = False) -> Answer:
     """Price the plan that the question fixes, or search the family that it names.
 
     Args:
         top: keep so many plans over all families instead of the best of each.
+        runs_here: the plan will run on this machine, whatever profile it is priced by.
+
+    Reading a dataset of the user's own is timed first (`parsim.workflow.training.dataset_loading`).
 
     Where no plan fits, the evaluation is that of the fastest that does not: `run` refuses it, everything else shows it.
 
@@ -65,6 +69,7 @@ def ask(question: Question, *, top: int | None = None) -> Answer:
     """
     question = replace(question, config=on_this_machine(question.config, question.model))
     problem = problem_of(question.config, model=question.model, cluster=question.cluster)
+    problem = replace(problem, loading=loading_of(question, problem.cluster, runs_here=runs_here))
     return answer_of(question.on_devices(problem.cluster.size), problem, top=top)
 
 
@@ -253,7 +258,8 @@ def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None =
     except ExecutionError as error:
         hints = [nearest_that_fits(asked)] if isinstance(error, OutOfMemoryError) and asked is not None else []
         hints += [what_is_left(folder, job.steps)] if trains else []
-        text = " ".join([f"{str(error).rstrip('.')}.", *filter(None, hints)])
+        said = str(error)
+        text = " ".join([said if said.endswith("?") else f"{said.rstrip('.')}.", *filter(None, hints)])
         raise (error.with_text(text) if isinstance(error, RankLostError) else type(error)(text)) from error
     except (KeyboardInterrupt, SystemExit) as ending:
         if trains:
@@ -380,6 +386,7 @@ def ask_again(folder: RunFolder) -> Prediction:
         optimizer=config.training.optimizer,
         clip_gradients=plan.clip_gradients,
         fit_probability=config.plan.fit_probability,
+        loading=folder.read_loading(),
     )
     fold = False if folder.job.is_file() else None
     return Prediction(config=config, problem=problem, evaluation=evaluate(problem, plan, fold=fold))

@@ -29,6 +29,7 @@ from parsim.execute.processes.priority import threads_with_priority
 from parsim.execute.processes.processes import PARENT_VARIABLE, die_with_parent
 from parsim.execute.processes.rendezvous import open_store
 from parsim.execute.processes.supervise.heartbeat import pulse
+from parsim.execute.processes.supervise.last_words import LastWords, last_words
 from parsim.files import write_text_atomically
 from parsim.hardware.device_kinds import DEVICE_KINDS
 
@@ -54,6 +55,9 @@ _PEER_LOST = (
     "failed to send",
 )
 
+MOST_SAID = 1000
+"""Characters of a message that its last words keep: the room holds them in any spelling."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlace:
@@ -78,6 +82,7 @@ class ErrorRecord:
     Attributes:
         kind: the exception's class. reported: it is a ParsimError, whose message stands alone.
         peer_lost: it failed only because another rank was gone or did not answer. time_s: seconds since 1970.
+        traceback: "" where it could only say its last words.
     """
 
     rank: int
@@ -240,7 +245,8 @@ def worker_main(run: Callable[[Path], None]) -> NoReturn:
     """The main function of a worker module: run(Path of JOB.json), report what went wrong, and end this process.
 
     An exception becomes `error-rank{r}.json` beside JOB.json and exit status 1; the traceback stands in that file, and only
-    the message on stderr. Ends by os._exit, so that no thread or destructor of a communication library can hold up the end.
+    the message on stderr. Where no file can be written, the launcher reads the rank's last words. Ends by os._exit, so that
+    no thread or destructor of a communication library can hold up the end.
     The process dies with the launcher if parsim launched it.
     """
     if PARENT_VARIABLE in os.environ:
@@ -254,6 +260,7 @@ def worker_main(run: Callable[[Path], None]) -> NoReturn:
         print(f"usage: torchrun ... -m {sys.argv[0]} JOB.json", file=sys.stderr)
         _leave(2)
     job_path = Path(sys.argv[1])
+    words = last_words()
     try:
         run(job_path)
     except SystemExit as error:
@@ -261,7 +268,7 @@ def worker_main(run: Callable[[Path], None]) -> NoReturn:
     except KeyboardInterrupt:
         _leave(130)
     except BaseException as error:
-        _record(job_path.parent, error)
+        _record(job_path.parent, error, words)
         _leave(1)
     _leave(0)
 
@@ -274,8 +281,8 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _record(folder: Path, error: BaseException) -> None:
-    """Write the error record; the first line of the message goes to stderr as well, for when the folder is gone."""
+def _record(folder: Path, error: BaseException, words: LastWords) -> None:
+    """Write the error record; without its traceback it becomes the rank's last words, and its message goes to stderr."""
     message = str(error) or type(error).__name__
     record = ErrorRecord(
         rank=int(os.environ.get("RANK", 0)),
@@ -287,6 +294,7 @@ def _record(folder: Path, error: BaseException) -> None:
         time_s=time.time(),
         traceback="".join(traceback.format_exception(error)),
     )
+    words.say(json.dumps(asdict(replace(record, traceback="", message=message[:MOST_SAID])), ensure_ascii=False))
     with contextlib.suppress(OSError):  # its output may be a file on a full disk
         print(f"{record.kind}: {message}", file=sys.stderr)
     with contextlib.suppress(OSError):
@@ -305,9 +313,14 @@ def _is_about_a_peer(error: BaseException | None) -> bool:
     return False
 
 
-def read_error(path: Path) -> ErrorRecord | None:
-    """The record a rank left, or None if there is none that can be read."""
-    try:
+def read_error(path: Path, said: str = "") -> ErrorRecord | None:
+    """The record a rank left, or else its last words; None if there is neither.
+
+    Args:
+        said: its last words, as `read_last_words` gives them.
+    """
+    with contextlib.suppress(OSError, ValueError, TypeError):
         return ErrorRecord(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
+    with contextlib.suppress(ValueError, TypeError):
+        return ErrorRecord(**json.loads(said))
+    return None

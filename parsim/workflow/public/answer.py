@@ -8,6 +8,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from parsim.costs.loading import MeasuredLoading
 from parsim.costs.memory.verdict import SAFE_PROBABILITY
 from parsim.errors import DoesNotFitError
 from parsim.plans.words import plan_in_words
@@ -177,6 +178,7 @@ class Answer:
             *(f"{name}: {why}" for name, why in skipped),
             self.verdict(),
             *([] if (figures := self.prediction.quoted) is None else figures.lines()),
+            *([self.problem.loading.text()] if isinstance(self.problem.loading, MeasuredLoading) else []),
             loss_text(self.problem.model),
             *filter(None, [constant_text(self.problem.model), assumed_text(self.question.assumed)]),
         ]
@@ -197,6 +199,8 @@ class Answer:
             document["config_file"] = self.question.recipe.to_dict()
         figures = self.prediction.quoted
         document["quoted"] = None if figures is None else figures.to_dict()
+        loading = self.problem.loading
+        document["loading"] = None if loading is None else loading.to_dict()
         document["tie"] = None if self.tie is None else self.tie.result.to_dict()
         return document | {"assumed": _plain(self.assumed), "loss": model.loss or None, "loss_note": loss_note(model) or None}
 

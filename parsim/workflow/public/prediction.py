@@ -175,13 +175,17 @@ class Prediction:
         problem = self.problem
         with TemporaryDirectory(prefix="parsim-export-") as name:
             RunFolder(Path(name)).write_question(
-                self.config, problem.model, self.plan, problem.cluster.profile, problem.history
+                self.config, problem.model, self.plan, problem.cluster.profile, problem.history, problem.loading
             )
             return export_folder(Path(name), format=format, out=Path(out))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON: the keys all results share, with `breakdown` and `memory` per rank; `quoted` of a language model."""
-        return describe(self.evaluation) | {"quoted": None if self.quoted is None else self.quoted.to_dict()}
+        loading = self.problem.loading
+        return describe(self.evaluation) | {
+            "quoted": None if self.quoted is None else self.quoted.to_dict(),
+            "loading": None if loading is None else loading.to_dict(),
+        }
 
     def headline(self) -> str:
         """`355 ms per step (90% interval 294–433 ms), 2.89 k samples/s, 12 GiB of 32 GiB per device`."""
@@ -212,6 +216,7 @@ class Prediction:
         alone = format_seconds(self.evaluation.timeline.makespan_s)
         played = "" if self.scenario is None else f"\nUnder {self.scenario['file']}: {self.headline()}"
         text = "\n".join(to_text(table) for table in tables) + f"One step alone: {alone}; in a row, steps overlap{played}"
+        text += "" if self.problem.loading is None else f"\n{self.problem.loading.text()}"
         return text if self.quoted is None else "\n".join([text, *self.quoted.lines()])
 
     def _repr_html_(self) -> str:
