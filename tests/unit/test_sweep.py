@@ -86,16 +86,19 @@ def test_faster_hardware_is_faster_by_its_factor() -> None:
 
 
 def test_goals_price_and_energy() -> None:
-    priced = {**QUESTION, "settings": {**GIVEN, "cluster.usd_per_hour": 3.0}}
+    priced = {**QUESTION, "settings": {**GIVEN, "cluster.usd_per_hour": 3.0, "cluster.busy_power_w": 250.0}}
     found = ps.sweep("mlp", BATCHES, **priced, jobs=1, goal="min cost where epoch < 1h", samples_per_epoch=1000)
     for row in found.rows:
         steps = -(-1000 // row["training.global_batch"])
         assert row["epoch_s"] == pytest.approx(steps * row["step_s"])
         assert row["usd_per_epoch"] == pytest.approx(row["epoch_s"] / 3600 * 3.0 * 2)
+        assert row["kwh_per_epoch"] == pytest.approx(row["epoch_s"] / 3600 * 0.25 * 2)
         assert row["usd_per_million_samples"] == pytest.approx(1e6 / row["throughput_samples_per_s"] * 6.0 / 3600)
     best = found.best()
     assert best is not None
     assert best["usd_per_epoch"] == min(row["usd_per_epoch"] for row in found.rows)
+    unpowered = ps.sweep("mlp", BATCHES, cluster="8xa100-sxm-80gb", global_batch=64, settings=GIVEN, jobs=1, goal="min energy")
+    assert "set cluster.busy_power_w" in unpowered.picked()
     unknown = swept(goal="min epoch")
     assert "give --samples-per-epoch" in unknown.picked()
     with pytest.raises(ConfigError, match="samples-per-epoch"):
