@@ -116,7 +116,11 @@ def _run_lines(run: TrainingRun, operation: RunningCosts) -> list[str]:
     price = "price: unknown (set cluster.usd_per_hour)"
     if run.usd is not None:
         price = f"price: {run.usd:,.0f} USD at {operation.usd_per_hour:g} per GPU-hour ({operation.price_source})"
-    energy = "; energy: unknown (set cluster.busy_power_w)" if run.energy_kwh is None else f"; energy of the GPUs: {run.energy_kwh / 1e3:,.1f} MWh at busy power"
+    energy = (
+        "; energy: unknown (set cluster.busy_power_w)"
+        if run.energy_kwh is None
+        else f"; energy of the GPUs: {run.energy_kwh / 1e3:,.1f} MWh at busy power"
+    )
     return [
         f"{run.tokens:g} tokens: {run.steps:,} steps, {days.median:.3g} days (90% interval {days.p05:.3g} to {days.p95:.3g}), "
         f"{losses.days:.3g} with failures and checkpoints; {run.device_hours:,.0f} GPU-hours",
