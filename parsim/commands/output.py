@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from parsim.errors import ConfigError
 from parsim.files import finite
+from parsim.units import printable
 
 if TYPE_CHECKING:
     from parsim.report.tables import ReportTable
@@ -106,6 +107,11 @@ def print_tables(tables: Sequence[ReportTable]) -> None:
     console = Console(highlight=False)
     for table in tables:
         console.print(to_rich(table))
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Lines for people, with control characters spelled out: they may quote names from files. Args: lines: in order."""
+    print("\n".join(printable(line) for line in lines))
 
 
 def print_verdict(document: Mapping[str, Any]) -> None:
