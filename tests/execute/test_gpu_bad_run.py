@@ -22,6 +22,7 @@ devices = 2
 [training]
 global_batch = 8
 steps = 8
+learning_rate = 0.0123
 dataset = "synthetic"
 [plan]
 strategy = "{strategy}"
@@ -44,7 +45,7 @@ if os.environ.get("RANK") == "1":
     made, steps = torch.optim.SGD.step, []
 
     def step(self, *arguments, **options):
-        if self.param_groups[0]["params"][0].numel() > 10:
+        if self.param_groups[0]["lr"] == 0.0123:  # that of the run, not of a probe
             steps.append(1)
         if len(steps) == 4:
             raise {error}
