@@ -54,10 +54,12 @@ TTUR, APART, REST = (TrainingRecipe(groups=groups) for groups in (TWO_RATES, UNL
 DECAYED = TrainingRecipe(
     weight_decay=0.1, no_weight_decay=("bias",), groups=(replace(TWO_RATES[0], weight_decay=0.3), TWO_RATES[1])
 )
+CLIPPED = replace(REST, schedule=Schedule(name="CosineAnnealingLR", warmup=2), clip_norm=0.1)
 
 
 def case(mesh: Mesh, recipe: TrainingRecipe, **options: object) -> Case:
     plan = even_plan(GAME, mesh, strategy="dp" if mesh.dp > 1 else "single" if mesh.pp == 1 else "mp", batch=8, **options)  # type: ignore[arg-type]
+    plan = replace(plan, clip_gradients=recipe.clip_norm is not None)
     return Case(spec=GAME, plan=plan, dataset="synthetic", optimizer="adam", learning_rate=2e-3, recipe=recipe)
 
 
@@ -71,7 +73,7 @@ CASES = [
     case(Mesh(dp=2), replace(APART, ema=EmaRule(decay=0.9)), zero_stage=3),
     case(Mesh(dp=2), DECAYED, zero_stage=1),
     case(Mesh(pp=2), TTUR, microbatches=2),
-    case(Mesh(dp=2), replace(REST, schedule=Schedule(name="CosineAnnealingLR", warmup=2), clip_norm=0.5)),
+    case(Mesh(dp=2), CLIPPED),
 ]
 
 
