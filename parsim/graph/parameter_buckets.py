@@ -169,7 +169,8 @@ def _held_by(shard: int, first: HeldParameter) -> HeldParameter:
     """What a tp rank holds, from what the first one does."""
     if first.part is None:
         return first
-    return first._replace(shard=shard % first.ways)
+    name, elements, element_bytes, part, _, ways, trainable, group, optimizer = first
+    return HeldParameter(name, elements, element_bytes, part, shard % ways, ways, trainable, group, optimizer)
 
 
 def alike(component: Component, placement: Placement, parameter: str, tp: int) -> tuple[tuple[int, ...], ...]:

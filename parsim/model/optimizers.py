@@ -133,7 +133,7 @@ OPTIMIZERS: Registry[Optimizer] = Registry(
 )
 
 
-class UpdatedParameter(Protocol):
+class Grouped(Protocol):
     """A parameter, or what a rank holds of it: its scalars and the group with which it is updated."""
 
     @property
@@ -144,7 +144,7 @@ class UpdatedParameter(Protocol):
     def optimizer(self) -> str: ...
 
 
-def update_steps(parameters: Iterable[UpdatedParameter]) -> tuple[OptimizerStep, ...]:
+def update_steps(parameters: Iterable[Grouped]) -> tuple[OptimizerStep, ...]:
     """The updates of these parameters, each in an array of its own: one per group, that without a name first."""
     sizes: dict[tuple[str, str], list[int]] = {}
     for parameter in parameters:

@@ -111,7 +111,7 @@ def rows() -> Iterator[object]:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-@pytest.mark.parametrize("odd", rows())
+@pytest.mark.parametrize("odd", list(rows()))
 def test_an_odd_module_trains_as_in_plain_torch(odd: Odd) -> None:
     model = load_model(odd.spec)
     for microbatches in (1, 2):
