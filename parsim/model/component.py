@@ -182,10 +182,10 @@ class SplitBackward:
     """The first half of a backward that puts off the gradients of parameters. Bytes are (per sample, fixed).
 
     Attributes:
-        peaks: its moments that can be the fullest, beyond all saved activations, of which none is let go; with the gradients of
-            outputs and inputs.
-        waiting: what it leaves for the second half, without the gradients of inputs: above all what arrived at operators with
-            parameters.
+        peaks: its moments that can be the fullest, beyond all saved activations, of which none is let go meanwhile; with the
+            gradients of outputs and inputs.
+        waiting: what it leaves for the second half beyond the saved activations, without the gradients of inputs: what arrived
+            at operators with parameters, less what only operators behind them had saved.
     """
 
     peaks: tuple[tuple[int, int], ...]

@@ -58,7 +58,7 @@ def square_peaks(runs: Sequence[Recorded], name: str) -> tuple[Peaks, Peaks, tup
 
     Empty where the recordings differ in more than the batch.
     """
-    counted = [counted_moments(run)[:2] for run in runs]
+    counted = [(each.forward, each.backward) for each in map(counted_moments, runs)]
     batches = [run.samples for run in runs]
     peaks: list[Peaks] = []
     most: list[int] = []

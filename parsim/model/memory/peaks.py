@@ -4,8 +4,8 @@ Forward: what it has made by then. Backward: what is alive beyond what the forwa
 executor: the outputs' gradients are held until it ends, the inputs' are handed over, those of parameters are added to what is
 there. Every moment's bytes are linear in the batch; kept are the moments that can be the largest for some batch.
 
-The same backward is counted in halves before that, on the same forward, as the executor runs it for a pipeline order that puts
-off the gradients of parameters: nothing that the forward saved is let go, and what arrives at operators with parameters waits.
+The first half of a backward that puts off the gradients of parameters is counted behind a forward of its own: what arrives at
+operators with parameters waits, with all that the forward saved below them.
 """
 
 from __future__ import annotations
@@ -196,81 +196,101 @@ def _split_together(counts: Sequence[SplitMoments], times: int) -> SplitMoments 
 
 def _moments_of(recorded: Recorded, program: CallProgram) -> Moments:
     """Of one program in the place of the recorded one."""
-    environment: list[Any] = [None] * program.slots
     with recorded.fakes, torch.enable_grad():
-        entries: list[InputEdge | None] = []
-        given: list[Tensor] = []
-        parameters: list[Tensor] = []
-        for _, slot, differentiable in program.inputs:
-            given.append(like(program.tensors[slot]))
-            cut, entry = enter(given[-1]) if differentiable else (given[-1], None)
-            environment[slot] = cut
-            entries.append(entry)
-            del cut
-        for key, slot in program.state:
-            value = like(program.tensors[slot])
-            if key.kind == "parameter" and program.tensors[slot].differentiable:
-                value.requires_grad_().register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
-                parameters.append(value)
-            environment[slot] = value
-        for constant, slot in program.constants:
-            environment[slot] = constant
+        given = _given_to(program)
         with LiveBytes() as live:
-            for place in recorded.counted_inputs:
-                live.track(given[place])
-            inputs = live.current_bytes
-            live.moments = []
-            for tensor in environment:
-                if tensor is not None:
-                    live.ignore(tensor)
-            with autocast_as(recorded.autocast):
-                for op in program.ops:
-                    run_op(op, environment)
-            del given, tensor  # the executor holds inputs until the forward ends
-            outputs = [environment[slot] for _, slot, _ in program.outputs]
-            edges = tuple(
-                torch.autograd.graph.get_gradient_edge(value) if isinstance(value, Tensor) and value.requires_grad else None
-                for value in outputs
-            )
-            shapes = [(value.shape, value.dtype) for value in outputs]
-            del outputs, environment
-            forward = [moment - inputs for moment in live.moments]
-            if not any(edges):
+            forward, record, made = _forward_of(recorded, program, given, live)
+            if not any(record.edges):
                 return Moments(forward, [])
-
-            def made() -> list[Tensor | None]:
-                """Gradients of the outputs."""
-                return [
-                    None if edge is None else torch.ones(shape, dtype=dtype)
-                    for edge, (shape, dtype) in zip(edges, shapes, strict=True)
-                ]
-
-            record, saved = Saved(tuple(entries), edges), live.current_bytes
-            halves = recorded.change is None and parameters and any(entries)
-            split = _split_moments(live, record, made, parameters) if halves else None
+            saved = live.current_bytes
             live.moments = []
             gradients = made()
             found = backward_component(record, gradients)
             backward = [moment - saved for moment in live.moments]
-            return Moments(forward, backward, _parts(found, gradients), split)
+        halves = recorded.change is None and given.parameters and any(record.entries)
+        split = _split_moments(recorded, program) if halves else None
+        return Moments(forward, backward, _parts(found, gradients), split)
 
 
-def _split_moments(
-    live: LiveBytes, record: Saved, gradients: Callable[[], list[Tensor | None]], parameters: Sequence[Tensor]
-) -> SplitMoments | None:
-    """The half for inputs; the graph stays for a whole backward behind it. None where the graph allows no halves."""
-    saved = live.current_bytes
-    live.moments = []
-    arrived = gradients()
-    try:
-        found, half = backward_inputs(record, parameters, arrived, [None] * len(record.entries))
-    except RuntimeError:  # such as a part that is recomputed by torch's own means
-        return None
-    inputs = [moment - saved for moment in live.moments]
-    del found, arrived
-    waiting = live.current_bytes - saved
-    del half
+def _split_moments(recorded: Recorded, program: CallProgram) -> SplitMoments | None:
+    """The half for inputs, behind a forward of its own: what is neither saved for the other half nor waits is let go.
+
+    None where the graph allows no halves.
+    """
+    given = _given_to(program)
+    with LiveBytes() as live:
+        _, record, made = _forward_of(recorded, program, given, live)
+        saved = live.current_bytes
+        live.moments = []
+        gradients = made()
+        try:
+            found, half = backward_inputs(record, given.parameters, gradients, [None] * len(record.entries))
+        except RuntimeError:  # such as a part that is recomputed by torch's own means
+            return None
+        inputs = [moment - saved for moment in live.moments]
+        del record, found, gradients
+        waiting = live.current_bytes - saved
+        del half
     return SplitMoments(inputs, waiting)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Given:
+    """What a forward starts from: inputs, and where their gradients arrive; trained parameters; and a value per slot."""
+
+    inputs: list[Tensor]
+    entries: list[InputEdge | None]
+    parameters: list[Tensor]
+    environment: list[Any]
+
+
+def _given_to(program: CallProgram) -> _Given:
+    given = _Given([], [], [], [None] * program.slots)
+    for _, slot, differentiable in program.inputs:
+        given.inputs.append(like(program.tensors[slot]))
+        given.environment[slot], entry = enter(given.inputs[-1]) if differentiable else (given.inputs[-1], None)
+        given.entries.append(entry)
+    for key, slot in program.state:
+        value = like(program.tensors[slot])
+        if key.kind == "parameter" and program.tensors[slot].differentiable:
+            value.requires_grad_().register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+            given.parameters.append(value)
+        given.environment[slot] = value
+    for constant, slot in program.constants:
+        given.environment[slot] = constant
+    return given
+
+
+def _forward_of(
+    recorded: Recorded, program: CallProgram, given: _Given, live: LiveBytes
+) -> tuple[list[int], Saved, Callable[[], list[Tensor | None]]]:
+    """A forward that lets go of what it was given: its moments, what its backward needs, how gradients of outputs are made."""
+    environment = given.environment
+    for place in recorded.counted_inputs:
+        live.track(given.inputs[place])
+    inputs = live.current_bytes
+    live.moments = []
+    for tensor in environment:
+        if tensor is not None:
+            live.ignore(tensor)
+    with autocast_as(recorded.autocast):
+        for op in program.ops:
+            run_op(op, environment)
+    del tensor
+    given.inputs.clear()  # the executor holds inputs until the forward ends
+    outputs = [environment[slot] for _, slot, _ in program.outputs]
+    environment.clear()
+    edges = tuple(
+        torch.autograd.graph.get_gradient_edge(value) if isinstance(value, Tensor) and value.requires_grad else None
+        for value in outputs
+    )
+    kinds = [None if edge is None else (value.shape, value.dtype) for edge, value in zip(edges, outputs, strict=True)]
+    del outputs
+
+    def made() -> list[Tensor | None]:
+        return [None if kind is None else torch.ones(kind[0], dtype=kind[1]) for kind in kinds]
+
+    return [moment - inputs for moment in live.moments], Saved(tuple(given.entries), edges), made
 
 
 def _parts(found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> tuple[tuple[int, int], ...]:

@@ -38,10 +38,8 @@ def shard_peaks(small: Recorded, large: Recorded, sharding: Sharding) -> tuple[S
             for ways in widths[:2]
             for run in (small, large)
         }
-        for found, lists in (
-            (forward, {at: both.forward for at, both in counted.items()}),
-            (backward, {at: both.backward for at, both in counted.items()}),
-        ):
+        for found, phase in ((forward, 0), (backward, 1)):
+            lists = {at: (both.forward, both.backward)[phase] for at, both in counted.items()}
             if any(len(lists[ways, small.samples]) != len(lists[ways, large.samples]) for ways in widths[:2]):
                 return (), ()
             found.update(affine(lists, widths[:2], shares[:2], (small.samples, large.samples)))

@@ -11,6 +11,7 @@ from parsim.graph.passes.convert import POINT_TO_POINT_HOPS
 from parsim.graph.placed_model import Reading
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Value
+from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.redistribution import LOCAL_HOPS, ValueLayout, conversion
 from parsim.plans.stage_transfers import StageLink
 from parsim.predict.boundary.conversions import bytes_here, is_view, storage_of
@@ -80,14 +81,15 @@ def _waits(
 def waiting_gradients(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> dict[str, list[Wait]]:
     """Gradients that a rank has while other components than their reader and their maker run (`waiting_bytes`).
 
-    One that is a part of a larger gradient keeps all of that, until another reader adds to it.
+    One that is a part of a larger gradient keeps all of that, until another reader adds to it. Left out is what another stage
+    sends for the half for weights alone: its message is counted until then (`StageLink.late`).
 
     Args:
         layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
     """
     names = layout.rank_components(rank)
     place = {name: number for number, name in enumerate(names)}
-    order = layout.model.component_index
+    order, halves = layout.model.component_index, PIPELINE_ORDERS[layout.plan.pipeline_order].halves
     numbers = [order[name] for name in names]  # ascending
     here = [layout.model.component(name) for name in names]
     found: dict[str, list[Wait]] = {}
@@ -95,12 +97,15 @@ def waiting_gradients(layout: PlanIndex, values: Mapping[str, Value], rank: int)
         entry = values[value]
         if not entry.differentiable or entry.producer is None:
             continue
+        late = halves and not layout.wants_input_gradient(entry.producer)
         first_reader = min((place[name] for name in layout.consumers[value] if name in place), default=0)
         ends = place.get(entry.producer, first_reader) + 1
         for reading in layout.readings[value]:
             readers = [name for name in reading.components if name in layout.differentiable]
             local = sorted(place[name] for name in readers if name in place)
             if not readers or not (local or entry.producer in place):
+                continue
+            if late and not local and reading.stage != layout.stage_of_value[value]:
                 continue
             begins = local[-1] if local else bisect_left(numbers, min(map(order.__getitem__, readers)))
             if not local and reading.stage == layout.stage_of_value[value]:
