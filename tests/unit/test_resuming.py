@@ -64,7 +64,10 @@ def test_a_schedule_over_the_whole_training_changes_with_its_length(tmp_path: Pa
     [
         (f'{LOOKS}\nmonitor = "accuracy"', r"was 'loss \(min\)', now 'accuracy \(max\)'"),
         (f'{LOOKS}\nmode = "max"', r"was 'loss \(min\)', now 'loss \(max\)'"),
-        (LOOKS.replace("\n", "\nema = { decay = 0.9, evaluate = true }\n", 1), r"was 'loss \(min\)', now 'loss \(min, of the averaged weights\)'"),
+        (
+            f"ema = {{ decay = 0.9, evaluate = true }}\n{LOOKS}",
+            r"was 'loss \(min\)', now 'loss \(min, of the averaged weights\)'",
+        ),
     ],
 )
 def test_scores_of_two_kinds_are_never_compared(tmp_path: Path, after: str, told: str) -> None:
