@@ -6,6 +6,7 @@ the job's output folder.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import warnings
@@ -15,6 +16,7 @@ from typing import TextIO
 
 import torch
 
+from parsim.errors import ExecutionError
 from parsim.execute.cuda.faults import told_outside_steps
 from parsim.execute.job import EXECUTION, Job
 from parsim.execute.numerics import check_switches, described, set_switches, switches
@@ -24,6 +26,7 @@ from parsim.execute.processes.pinning import Pinning, prepare_rank
 from parsim.execute.processes.progress import WARNING, write_progress
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.processes.supervise.heartbeat import Doing, pulse
+from parsim.execute.processes.supervise.scratch import sole_user
 from parsim.execute.training.loop import train
 from parsim.execute.training.rank_run import ProcessGroups, RankRun
 from parsim.files import write_text_atomically
@@ -45,6 +48,20 @@ def main(job_path: Path) -> None:
     warnings.showwarning = _tell_warning
     job = Job.load(job_path)
     started = read_place()
+    with contextlib.ExitStack() as held:
+        if job.mode == "train" and started.rank == 0 and not pulse().is_watched:  # parsim's launcher holds the folder itself
+            _hold(Path(job.output), held)
+        _run(job, started)
+
+
+def _hold(folder: Path, held: contextlib.ExitStack) -> None:
+    """Nobody else trains in the folder until `held` is closed. Raises ExecutionError: another training holds it."""
+    if not held.enter_context(sole_user(folder)):
+        raise ExecutionError(f"another training runs in {folder}; wait until it has ended, or end it")
+
+
+def _run(job: Job, started: ProcessPlace) -> None:
+    """Join the group, build, train or measure, and write the records."""
     pinning = prepare_rank(started.local_rank, started.local_world_size, device=job.device)
     timeout_s = WATCHED_S if pulse().is_watched else job.timeout_s
     place = init_group(job.device, timeout_s=timeout_s, alone=True)
@@ -74,7 +91,10 @@ def _work(job: Job, place: ProcessPlace, pinning: Pinning, timeout_s: float) -> 
         (only,) = runs
         assert only is not None, "a training job has as many ranks as its plan"
         looks = pinning.first and job.device == "cpu"  # the probe of a GPU takes memory that the plan may need
-        runs = [train(job, only, place, groups, SpeedProbe(torch.device(place.device)) if looks else None)]
+        done = train(job, only, place, groups, SpeedProbe(torch.device(place.device)) if looks else None)
+        if done is None:
+            only.close()
+        runs = [done]
     else:
         _measure(job, runs, place, SpeedProbe(torch.device(place.device)) if pinning.first else None)
     check_switches(asked)

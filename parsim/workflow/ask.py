@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -237,8 +236,7 @@ def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None =
     Returns:
         What the ranks warned of, each warning once; they are printed on stderr, too.
 
-    Raises ExecutionError, with the last checkpoint and how to go on; nothing is left running. The same is printed where the
-    user or the system ends the run.
+    Raises ExecutionError, with the last checkpoint and how to go on; nothing is left running.
     """
     if job.device == "cuda":
         check_gpus(job.world_size, measures=job.mode == "measure")
@@ -261,12 +259,6 @@ def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None =
         said = str(error)
         text = " ".join([said if said.endswith("?") else f"{said.rstrip('.')}.", *filter(None, hints)])
         raise (error.with_text(text) if isinstance(error, RankLostError) else type(error)(text)) from error
-    except (KeyboardInterrupt, SystemExit) as ending:
-        if trains:
-            number = signal.SIGINT if isinstance(ending, KeyboardInterrupt) else int(ending.code or 0) - 128
-            name = signal.Signals(number).name if number in set(signal.Signals) else "an exit"
-            print(f"parsim: ended by {name}. {what_is_left(folder, job.steps)}", file=sys.stderr, flush=True)
-        raise
     execution = read_json(Path(job.output) / EXECUTION)
     write_json(folder.environment, {**environment, "execution": execution})
     return warnings

@@ -39,7 +39,7 @@ from parsim.workflow.folders.record_validation import (
     updatable,
     update_profile,
 )
-from parsim.workflow.folders.resuming import forget_results, held, resumption
+from parsim.workflow.folders.resuming import ending_told, forget_results, held, resumption
 from parsim.workflow.folders.run_folder import RunFolder, new_folder, write_json
 from parsim.workflow.folders.write_report import write_run_files
 from parsim.workflow.progress import progress
@@ -96,7 +96,7 @@ def train(
     folder = RunFolder(out) if resume and out is not None else new_folder(out, name)
     if resume:
         folder.read_config()  # before the folder is made
-    with held(folder):
+    with held(folder), ending_told(folder, steps):
         begun = resumption(folder, asked.config, steps) if resume else None
         for text in () if begun is None else begun.warnings:
             print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -89,7 +89,7 @@ def launch(
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError("running a plan needs torch, which is not installed; pip install 'parsim[torch]'")
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    with _sigterm_as_exit(), scratch_folder() as scratch:
+    with signals_as_exit(), scratch_folder() as scratch:
         for attempt in range(max_restarts + 1):
             for rank in range(nproc):
                 error_path(job_path.parent, rank).unlink(missing_ok=True)
@@ -238,8 +238,8 @@ def _import_folders() -> list[str]:
 
 
 @contextlib.contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    """While inside, SIGTERM and SIGHUP raise SystemExit (if nobody handles them), so that the launch is cleaned up."""
+def signals_as_exit() -> Iterator[None]:
+    """While inside, SIGTERM and SIGHUP raise SystemExit (if nobody handles them), so that what is inside is cleaned up."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
