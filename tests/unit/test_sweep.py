@@ -17,7 +17,7 @@ import pytest
 
 import parsim as ps
 from parsim.errors import ConfigError, ExecutionError
-from parsim.workflow.sweeps import executing, folder
+from parsim.workflow.sweeps import evaluating, executing, folder
 from parsim.workflow.sweeps.result import Sweep, open_sweep
 from parsim.workflow.sweeps.rows import CATEGORIES
 
@@ -143,6 +143,32 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (out / "points.jsonl").write_text("\n".join(lines) + "\n")
     assert swept(out=out).rows == first.rows
     assert open_sweep(out).rows == first.rows
+
+
+def test_points_that_differ_in_the_strategy_share_a_search_and_answer_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the order of the fields: what one search works out is there for the next, and changes no answer."""
+    asked: list[tuple[int, str]] = []
+    problems: list[object] = []
+    real, known = executing.evaluate_point, evaluating._LAST.known
+    monkeypatch.setattr(
+        executing,
+        "evaluate_point",
+        lambda point: (asked.append((point.settings["training.global_batch"], point.settings["plan.strategy"])), real(point))[
+            1
+        ],
+    )
+    monkeypatch.setattr(evaluating._LAST, "known", lambda problem: (problems.append(known(problem)), problems[-1])[1])
+    over = {"plan.strategy": ["dp", "adaptive"], "training.global_batch": [64, 256]}
+    found = ps.sweep("mlp", over, cluster="dgx1-v100-32gb", global_batch=64, jobs=1)
+    assert [strategy for _, strategy in asked] == ["dp", "adaptive"] * 2
+    assert len({id(problem) for problem in problems}) == 2
+    for row in found.rows:
+        alone = {key: [row[key]] for key in over}
+        evaluating._LAST.forget()
+        assert {
+            **ps.sweep("mlp", alone, cluster="dgx1-v100-32gb", global_batch=64, jobs=1).rows[0],
+            "point": row["point"],
+        } == row
 
 
 def test_another_question_is_asked_anew(tmp_path: Path) -> None:
