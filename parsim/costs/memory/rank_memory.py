@@ -9,7 +9,7 @@ A recomputed component holds its inputs while a microbatch is in flight. The act
 until the end of its backward.
 
 The line `allocator`, an interval, holds the memory of the allocator and of libraries. A rank fits if it does with every line
-at its p95, that is with a probability of 95%.
+at its median, or at the probability that is asked for (`verdict`).
 """
 
 from __future__ import annotations
@@ -293,12 +293,16 @@ def _moments(
         alive = max(_alive_bytes(component, number), gradients) if runs_backward else 0.0
         wanted, second = boundary.wanted_bytes.get(name, gradients), 0.0
         beside = boundary.waiting.gradients.get(name, 0.0) + made_back
+        split = component.split_backward
+        first_half = None if split is None else max(_fullest_bytes(split.peaks, number), gradients) + beside
         if name in again:
             entry = again[name]
             first = entry.fullest_bytes
             if first is None:
                 first = _fullest_bytes(component.forward_peaks, number)
             alive += entry.saved_bytes - entry.released_bytes
+            if first_half is not None:
+                first_half += entry.saved_bytes - entry.released_bytes
             second = first + wanted + beside
         found.append(
             ComponentMoments(
@@ -312,6 +316,8 @@ def _moments(
                 gradients=wanted,
                 handed=boundary.handed_bytes.get(name, 0.0) + beside,
                 whole=whole.get(name, {}),
+                first_half=first_half,
+                waits=0.0 if split is None else _fullest_bytes([split.waiting], number),
             )
         )
     return found

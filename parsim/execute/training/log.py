@@ -7,7 +7,6 @@ lines behind its checkpoint.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.records.metrics_file import FILE
 from parsim.execute.training.rank_run import RankRun
-from parsim.files import write_text_atomically
+from parsim.files import json_text, parse_json, read_regular, write_text_atomically
 from parsim.units import format_seconds
 
 BOARD = "tensorboard"
@@ -90,7 +89,7 @@ class TrainingLog:
             _show(self._board, lines)
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
+                file.writelines(json_text(line) + "\n" for line in lines)
         except OSError as error:
             raise ExecutionError(f"cannot write {self._path}: {error}; is the disk full?") from error
 
@@ -132,9 +131,9 @@ def _cut(path: Path, steps: int) -> None:
     if not path.is_file():
         return
     kept = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for text in read_regular(path).decode("utf-8", errors="replace").splitlines():
         try:
-            if not 0 < json.loads(text)["step"] <= steps:
+            if not 0 < parse_json(text, allow_nan=True)["step"] <= steps:
                 break
         except (ValueError, KeyError, TypeError):
             break

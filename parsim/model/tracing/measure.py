@@ -30,6 +30,7 @@ from parsim.model.component import (
     Selective,
     Sharding,
     ShardSelective,
+    SplitBackward,
     Value,
 )
 from parsim.model.loops.repeated_calls import Shortened, shortened
@@ -333,9 +334,10 @@ class Counted:
             self._calls[own] = self._numbers.setdefault(calls_key(program), len(self._numbers))
         return program_key(program, self._calls[own])
 
-    def of_component(self, component: Component, place: int) -> tuple[Peaks, Peaks]:
-        """Forward and backward of the component at that place."""
-        return self._counted(component, place)[:2]
+    def of_component(self, component: Component, place: int) -> tuple[Peaks, Peaks, SplitBackward | None]:
+        """Forward and backward of the component at that place, and its backward in halves."""
+        found = self._counted(component, place)
+        return found.forward, found.backward, found.split
 
     def gradient_views(self, component: Component, place: int) -> tuple[tuple[str, str], ...]:
         """Of the component at that place, as `Component.gradient_views` has them."""
@@ -528,12 +530,12 @@ def _component(
         ),
     )
     if largest is None:
-        forward, backward = peaks.of_component(component, place)
+        forward, backward, split_backward = peaks.of_component(component, place)
         views = peaks.gradient_views(component, place)
         selective = peaks.selective(component, place, division.numbers, values)
     else:
         forward, backward, most = square_peaks([run.recorded(place) for run in (small, large, largest)], one.name)
-        pairs, selective, views = (saved, *most), None, ()
+        pairs, selective, views, split_backward = (saved, *most), None, (), None
     counted = (peaks.of_shards(component, place, sharding) for sharding in shardings)
     return replace(
         component,
@@ -542,6 +544,7 @@ def _component(
         pair_bytes=pairs,
         selective=selective,
         gradient_views=views,
+        split_backward=split_backward,
         shardings=tuple(
             replace(
                 sharding,
