@@ -74,13 +74,13 @@ class Compute:
 class OptimizerStep:
     """The update of all parameters of one update group that a rank holds (and the zeroing of their gradients).
 
-    `elements` counts scalars, `tensors` the arrays they come in. `group`: "" for the usual one. `optimizer`: a row of
+    `elements` counts scalars, `tensors` the arrays they come in. `update_group`: "" for the usual one. `optimizer`: a row of
     OPTIMIZERS; "" for the one that updates what is in no group.
     """
 
     elements: int
     tensors: int
-    group: str = ""
+    update_group: str = ""
     optimizer: str = ""
 
 

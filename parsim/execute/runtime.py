@@ -202,7 +202,7 @@ class RankProgram:
             case Compute() | LoadBatch():
                 return self._computing.operation(task)
             case OptimizerStep():
-                return partial(self._stage.optimizer_step, task.work.group)
+                return partial(self._stage.optimizer_step, task.work.update_group)
             case ClipGradients() | Collective() | SendRecv():
                 return self._communicating.operation(task)
         raise ExecutionError(f"no way to run {task.work}; teach parsim.execute.runtime this work")

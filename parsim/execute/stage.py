@@ -116,7 +116,7 @@ class StageReplica:
             else flat_gradients([self.parameters[p.name] for p in bucket.parameters])
             for bucket in layout.rank_buckets(rank)
         }
-        groups = [step.group for step in updates_of(layout, rank)]
+        groups = [step.update_group for step in updates_of(layout, rank)]
         self.updates = GroupUpdates(
             optimizer,
             learning_rate,

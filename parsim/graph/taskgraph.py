@@ -91,7 +91,7 @@ def _(work: Compute) -> str:
 
 @work_text.register
 def _(work: OptimizerStep) -> str:
-    group = f" of {work.group} by {work.optimizer}" if work.group else ""
+    group = f" of {work.update_group} by {work.optimizer}" if work.update_group else ""
     return f"optimizer {work.elements} elements in {work.tensors}{group}"
 
 
@@ -133,7 +133,7 @@ def parse_work(text: str) -> Work:
     """
     if match := re.fullmatch(r"optimizer (\d+) elements in (\d+)(?: of (\S+) by (\S+))?", text):
         elements, tensors, whose, optimizer = match.groups(default="")
-        return OptimizerStep(elements=int(elements), tensors=int(tensors), group=whose, optimizer=optimizer)
+        return OptimizerStep(elements=int(elements), tensors=int(tensors), update_group=whose, optimizer=optimizer)
     if match := re.fullmatch(r"clip (norm|scale) (\d+) elements in (\d+)", text):
         return ClipGradients(part=match[1], elements=int(match[2]), tensors=int(match[3]))
     phase = r"(forward|recompute|backward(?:_input|_weight)?)"

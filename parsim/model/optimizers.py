@@ -150,6 +150,6 @@ def update_steps(parameters: Iterable[Grouped]) -> tuple[OptimizerStep, ...]:
     for parameter in parameters:
         sizes.setdefault((parameter.group, parameter.optimizer), []).append(parameter.elements)
     return tuple(
-        OptimizerStep(elements=sum(sizes[group, name]), tensors=len(sizes[group, name]), group=group, optimizer=name)
+        OptimizerStep(elements=sum(sizes[group, name]), tensors=len(sizes[group, name]), update_group=group, optimizer=name)
         for group, name in sorted(sizes)
     )

@@ -37,7 +37,7 @@ def task_label(task: Task) -> str:
             part = f" {work.part}" if work.part else ""
             return f"{work.phase.short} {work.component}{part}{microbatch}"
         case OptimizerStep() as work:
-            return f"optimizer {work.group}" if work.group else "optimizer"
+            return f"optimizer {work.update_group}" if work.update_group else "optimizer"
         case ClipGradients() as work:
             return f"clip {work.part}"
         case SendRecv() as work:

@@ -66,7 +66,7 @@ def component_rows(costs: Costs, samples: int, ways: int | None) -> list[dict[st
             f"{divide if limits else 'none has a sharding rule'}; choose others, another --granularity, or leave --ways out"
         )
     for step in update_steps(model.trainable_parameters):
-        whose = f"parameters of {step.group}" if step.group else "all parameters"
+        whose = f"parameters of {step.update_group}" if step.update_group else "all parameters"
         rows.append({"component": whose, "phase": "optimizer", "samples": samples, **_priced(costs.estimate(step, 0))})
     return rows
 

@@ -72,9 +72,9 @@ def test_a_plan_that_fails_is_named_and_those_behind_it_still_run(tmp_path: Path
 
     kept, some = StageReplica.optimizer_step, [drawn("mlp", 2, 0, number) for number in range(3)]
 
-    def failing(self: StageReplica) -> None:
+    def failing(self: StageReplica, group: str) -> None:
         assert self.layout.plan != some[1].plan, "on purpose"
-        kept(self)
+        kept(self, group)
 
     monkeypatch.setattr(StageReplica, "optimizer_step", failing)
     outcomes = outcomes_of(some, tmp_path, steps=2, timeout_s=120.0)

@@ -140,12 +140,12 @@ def test_each_player_has_a_task_of_its_own() -> None:
     module = seeded_module(GAME, 0, torch.float32, torch.device("cpu"))
     sizes = {"critic": elements(module.discriminator), "maker": elements(module.generator)}
     for steps in steps_of(model_of(UNLIKE), Mesh(dp=2)).values():
-        assert [(step.group, step.optimizer, step.elements) for step in steps] == [
+        assert [(step.update_group, step.optimizer, step.elements) for step in steps] == [
             ("critic", "sgd_momentum", sizes["critic"]),
             ("maker", "adamw", sizes["maker"]),
         ]
     rest = steps_of(model_of(HEAD), Mesh())[0]
-    assert [(step.group, step.optimizer) for step in rest] == [("", ""), ("head", "sgd")]
+    assert [(step.update_group, step.optimizer) for step in rest] == [("", ""), ("head", "sgd")]
     assert sum(step.elements for step in rest) == sum(sizes.values())
 
 
@@ -183,7 +183,7 @@ def test_memory_and_price_are_those_of_each_players_optimizer() -> None:
     assert alike.line("optimizer_state") == 8 * (critic + maker)
     costs = problem(UNLIKE).costs(1)
     price = {
-        name: costs.estimate(OptimizerStep(elements=critic, tensors=4, group="critic", optimizer=name), 0).median_s
+        name: costs.estimate(OptimizerStep(elements=critic, tensors=4, update_group="critic", optimizer=name), 0).median_s
         for name in ("sgd_momentum", "adamw")
     }
     usual = problem((), "sgd_momentum").costs(1).estimate(OptimizerStep(elements=critic, tensors=4), 0).median_s

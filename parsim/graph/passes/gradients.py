@@ -144,7 +144,7 @@ def updates_of(layout: PlanIndex, rank: int) -> tuple[OptimizerStep, ...]:
         size[0] += bucket.chunk_elements if divided else bucket.elements
         size[1] += 1 if divided else len(bucket.first)
     return tuple(
-        OptimizerStep(elements=elements, tensors=tensors, group=group, optimizer=optimizer)
+        OptimizerStep(elements=elements, tensors=tensors, update_group=group, optimizer=optimizer)
         for (group, optimizer), (elements, tensors) in sorted(sizes.items())
     )
 
@@ -177,7 +177,7 @@ def add_optimizer(draft: Draft, layout: PlanIndex) -> None:
         if layout.plan.clip_gradients:
             after = [*after, scale_key(rank)]
         *before, last = updates_of(layout, rank)
-        keys: list[TaskKey] = [*((Phase.OPTIMIZER, rank, work.group) for work in before), (Phase.OPTIMIZER, rank)]
+        keys: list[TaskKey] = [*((Phase.OPTIMIZER, rank, work.update_group) for work in before), (Phase.OPTIMIZER, rank)]
         for key, work in zip(keys, (*before, last), strict=True):
             draft.add(key, work, [Resource(rank, COMPUTE)], after, Origin(stage=stage, replica=replica))
 
