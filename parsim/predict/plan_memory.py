@@ -28,7 +28,13 @@ from parsim.model.component import Value
 from parsim.plans.held import held_moments, links_of
 from parsim.plans.pipeline import PIPELINE_ORDERS, in_flight
 from parsim.plans.redistribution import ValueLayout, conversion
-from parsim.predict.boundary.conversions import bytes_here, gradient_bytes, handed_bytes, storage_of
+from parsim.predict.boundary.conversions import (
+    bytes_here,
+    converted_for_others,
+    gradient_bytes,
+    handed_bytes,
+    storage_of,
+)
 from parsim.predict.boundary.waiting import between_chunks, waiting_gradients, waiting_values
 from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.rank_traffic import local_bytes, made_before, messages_by_link, rank_traffic
@@ -197,6 +203,13 @@ def rank_boundary(
         if value.producer is not None and (size := _held_bytes(layout, rank, value)):
             keeper = _keeper(layout, rank, value)
             held[keeper] = held.get(keeper, 0.0) + size
+    waiting = waiting_bytes(
+        [layout.model.component(name) for name in layout.rank_components(rank)],
+        values,
+        lambda value: bytes_here(layout, value, ValueLayout("full", layout.batch_ways(rank)), rank),
+        waiting_gradients(layout, values, rank) if gradients is None else gradients,
+        waiting_values(layout, values, rank),
+    )
     gradients_of = {name: gradient_bytes(layout, values, name, rank) for name in layout.rank_components(rank)}
     return Boundary(
         held_bytes=sum(held.values()),
@@ -206,14 +219,9 @@ def rank_boundary(
         loaded_of=loaded_of,
         handed_bytes={name: handed_bytes(layout, values, name) for name in gradients_of},
         gradient_bytes={name: max(found) for name, found in gradients_of.items()},
+        converted_bytes=converted_for_others(layout, values, rank, waiting.gradients),
         wanted_bytes={name: found[0] for name, found in gradients_of.items()},
-        waiting=waiting_bytes(
-            [layout.model.component(name) for name in layout.rank_components(rank)],
-            values,
-            lambda value: bytes_here(layout, value, ValueLayout("full", layout.batch_ways(rank)), rank),
-            waiting_gradients(layout, values, rank) if gradients is None else gradients,
-            waiting_values(layout, values, rank),
-        ),
+        waiting=waiting,
     )
 
 

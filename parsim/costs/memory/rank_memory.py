@@ -312,7 +312,7 @@ def _moments(
                 again=again[name].saved_bytes if name in again else 0.0,
                 forward=forward + made,
                 second=second,
-                alive=alive + beside,
+                alive=max(alive + beside, boundary.converted_bytes.get(name, 0.0)),
                 gradients=wanted,
                 handed=boundary.handed_bytes.get(name, 0.0) + beside,
                 whole=whole.get(name, {}),

@@ -125,6 +125,8 @@ class Boundary:
         wanted_bytes: the same as the component wants them, after conversions; by default they are the same.
         held_of: `held_bytes` by the first component here that keeps the value, or makes or reads it.
         loaded_of: `loaded_bytes` and `loaded_saved_bytes` by the first component here that reads the value.
+        converted_bytes: by component, right before its backward, of gradients that are converted for a maker elsewhere, and
+            what waits beside them.
         handed_bytes: by component, of the gradients of its inputs as it makes them.
     """
 
@@ -137,6 +139,7 @@ class Boundary:
     wanted_bytes: Mapping[str, float] = field(default_factory=dict)
     loaded_of: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     handed_bytes: Mapping[str, float] = field(default_factory=dict)
+    converted_bytes: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

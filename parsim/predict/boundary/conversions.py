@@ -64,6 +64,32 @@ def gradient_bytes(layout: PlanIndex, values: Mapping[str, Value], name: str, ra
     return all_wanted, total
 
 
+def converted_for_others(
+    layout: PlanIndex, values: Mapping[str, Value], rank: int, waiting: Mapping[str, float]
+) -> dict[str, float]:
+    """Bytes of gradients that a rank helps to convert for a maker on another tp rank, and of what waits beside them.
+
+    They follow the backward of their reader, so they are there right before that of the component which runs backward next.
+
+    Args:
+        layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
+        waiting: by component the gradients that wait beside its backward.
+    """
+    found: dict[str, float] = {}
+    names = layout.rank_components(rank)
+    for number, name in enumerate(names):
+        for value in dict.fromkeys(layout.model.component(name).inputs):
+            entry = values[value]
+            elsewhere = entry.producer is not None and not layout.runs_on(rank, entry.producer)
+            here = layout.stage_of_value[value] == layout.plan.stage_of_rank(rank)
+            if entry.differentiable and elsewhere and here and name in layout.differentiable:
+                hops = conversion(layout.reads_in(name, value).gradient, layout.source[value].gradient, layout.plan.mesh.tp)
+                most = max((_step_bytes(layout, entry, hop, rank) for hop in hops), default=0.0)
+                beside = names[max(0, number - 1)]
+                found[beside] = max(found.get(beside, 0.0), most + waiting.get(name, 0.0))
+    return found
+
+
 def handed_bytes(layout: PlanIndex, values: Mapping[str, Value], name: str) -> float:
     """Gradients of a component's inputs on a rank that runs it, as it makes them.
 
