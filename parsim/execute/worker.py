@@ -17,12 +17,12 @@ from typing import TextIO
 import torch
 
 from parsim.errors import ExecutionError
-from parsim.execute.cuda.faults import check_alone
+from parsim.execute.cuda.faults import told_outside_steps
 from parsim.execute.job import EXECUTION, Job
-from parsim.execute.numerics import described, set_switches
+from parsim.execute.numerics import check_switches, described, set_switches, switches
 from parsim.execute.processes.exchange import meet
 from parsim.execute.processes.group import ProcessPlace, close_group, init_group, read_place, worker_main
-from parsim.execute.processes.pinning import prepare_rank
+from parsim.execute.processes.pinning import Pinning, prepare_rank
 from parsim.execute.processes.progress import WARNING, write_progress
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.processes.supervise.heartbeat import Doing, pulse
@@ -64,13 +64,14 @@ def _run(job: Job, started: ProcessPlace) -> None:
     """Join the group, build, train or measure, and write the records."""
     pinning = prepare_rank(started.local_rank, started.local_world_size, device=job.device)
     timeout_s = WATCHED_S if pulse().is_watched else job.timeout_s
-    place = init_group(job.device, timeout_s=timeout_s)
-    if place.device.startswith("cuda"):
-        free, total = torch.cuda.mem_get_info(torch.device(place.device))
-        check_alone(place.rank, place.device, total - free)
-    set_switches(tf32=any(run.precision == "tf32" for run in job.runs))
-    if place.rank == 0:
-        write_text_atomically(Path(job.output) / EXECUTION, json.dumps(described(job, place.device), indent=1))
+    place = init_group(job.device, timeout_s=timeout_s, alone=True)
+    with told_outside_steps(place.rank, place.device, lambda: pulse().doing):
+        _work(job, place, pinning, timeout_s)
+    close_group(place)
+
+
+def _work(job: Job, place: ProcessPlace, pinning: Pinning, timeout_s: float) -> None:
+    """Build every run, train or measure, write the records."""
     plans = []
     for run in job.runs:
         layout = PlanIndex(run.plan, Model.load(Path(run.model_path)))
@@ -82,6 +83,10 @@ def _run(job: Job, started: ProcessPlace) -> None:
         RankRun(run, layout, graph, place, groups.mine, steps=job.total_steps) if place.rank < run.plan.world_size else None
         for run, layout, graph in plans
     ]
+    set_switches(tf32=any(run.precision == "tf32" for run in job.runs))  # after modules of users, which may set them too
+    asked = switches()
+    if place.rank == 0:
+        write_text_atomically(Path(job.output) / EXECUTION, json.dumps(described(job, place.device), indent=1))
     if job.mode == "train":
         (only,) = runs
         assert only is not None, "a training job has as many ranks as its plan"
@@ -92,11 +97,11 @@ def _run(job: Job, started: ProcessPlace) -> None:
         runs = [done]
     else:
         _measure(job, runs, place, SpeedProbe(torch.device(place.device)) if pinning.first else None)
+    check_switches(asked)
     for entry in runs:
         if entry is not None:
             entry.record().save(Path(job.output) / entry.run.name)
             entry.close()
-    close_group(place)
 
 
 def _tell_warning(

@@ -39,7 +39,7 @@ class TrainingLog:
         self._first = entry.step_number
         self._written = 0
         self._seconds: list[float] = []
-        self._rates: list[float] = []
+        self._rates: list[dict[str, float]] = []
         self._norms: list[Any] = []
         self._last = time.perf_counter()
         self._board: Any = None
@@ -50,7 +50,7 @@ class TrainingLog:
 
     def begin_step(self, entry: RankRun) -> None:
         """Before a step: its rate, and the time from here on."""
-        self._rates.append(entry.learning_rate)
+        self._rates.append(entry.learning_rates)
         self._last = time.perf_counter()
 
     def end_step(self, entry: RankRun) -> None:
@@ -76,7 +76,8 @@ class TrainingLog:
             line: dict[str, Any] = {
                 "step": self._first + number + 1,
                 **({"loss": math.fsum(counted)} if counted else {}),
-                "learning_rate": self._rates[number],
+                "learning_rate": self._rates[number][""],
+                **{f"learning_rate.{name}": rate for name, rate in self._rates[number].items() if name},
                 "seconds": self._seconds[number],
             }
             norm = self._norms[number]

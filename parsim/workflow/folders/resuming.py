@@ -26,6 +26,7 @@ SAME = ("global_batch", "seed", "dataset", "data_root", "dtype", "optimizer", "a
 """Keys of [training] with which another training begins."""
 TOLD = (
     "learning_rate",
+    "groups",
     "precision",
     "master_weights",
     "optimizer_args",
@@ -130,6 +131,8 @@ def _stopped_at(folder: RunFolder) -> int | None:
 def _check_same(folder: RunFolder, before: RunConfig, config: RunConfig) -> None:
     changed = [(f"training.{key}", getattr(before.training, key), getattr(config.training, key)) for key in SAME]
     changed.append(("training.evaluation.validation", _held_out(before), _held_out(config)))
+    then, now = before.training.optimizer_of_group, config.training.optimizer_of_group
+    changed.append(("training.groups (parameters and optimizer)", then, now))
     changed.append(("training.evaluation.monitor", _followed(before), _followed(config)))
     changed.append(("model", before.model_spec, config.model_spec))
     other = [(key, then, now) for key, then, now in changed if then != now]
