@@ -87,7 +87,7 @@ def train(
     Raises:
         ConfigError, PlanError, ModelError, DoesNotFitError: what cannot be run. ExecutionError: a rank failed.
     """
-    check_options(adaptive=adaptive, resume=resume, out=out)
+    check_options(adaptive=adaptive, resume=resume, out=out, checkpoint_every=checkpoint_every)
     check_elastic(elastic=elastic, adaptive=adaptive, max_restarts=max_restarts)
     if adaptive:
         check_adaptive(asked.plan)
@@ -194,8 +194,10 @@ def _learnt(folder: RunFolder, seen: Measurement, score: dict[str, Any], steps: 
     return {"losses": list(curve.losses), "losses_from_step": curve.first_step, **score, **looks}
 
 
-def check_options(*, adaptive: bool, resume: bool, out: object) -> None:
-    """Raises ConfigError for options that exclude or need one another."""
+def check_options(*, adaptive: bool, resume: bool, out: object, checkpoint_every: int = 0) -> None:
+    """Raises ConfigError for options that exclude or need one another, or cannot be."""
+    if checkpoint_every < 0:
+        raise ConfigError(f"checkpoint_every = {checkpoint_every}: must be >= 0; 0 writes one at the end only")
     if adaptive and resume:
         raise ConfigError("--adaptive starts a training and cannot go on with one; drop --resume")
     if resume and out is None:

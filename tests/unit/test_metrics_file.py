@@ -70,7 +70,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path, monkeypatch: pytes
     recipe = SimpleNamespace(tensorboard=False)
     entry: Any = SimpleNamespace(
         step_number=0,
-        learning_rate=0.1,
+        learning_rates={"": 0.1},
         losses=[2.0],
         run=SimpleNamespace(recipe=recipe),
         stage=SimpleNamespace(rank=0, gradient_norm=math.inf),

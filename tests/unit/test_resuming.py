@@ -12,6 +12,7 @@ from parsim.errors import ConfigError
 from parsim.workflow.config import RunConfig, load_config
 from parsim.workflow.folders.resuming import ending_told, resumption
 from parsim.workflow.folders.run_folder import RunFolder
+from parsim.workflow.train import check_options
 
 RUN = """\
 [model]
@@ -73,6 +74,11 @@ def test_a_schedule_over_the_whole_training_changes_with_its_length(tmp_path: Pa
 def test_scores_of_two_kinds_are_never_compared(tmp_path: Path, after: str, told: str) -> None:
     with pytest.raises(ConfigError, match=f"training.evaluation.monitor {told}"):
         going_on(tmp_path, LOOKS, after)
+
+
+def test_a_negative_distance_of_checkpoints_is_refused() -> None:
+    with pytest.raises(ConfigError, match="checkpoint_every = -1: must be >= 0"):
+        check_options(adaptive=False, resume=False, out=None, checkpoint_every=-1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)

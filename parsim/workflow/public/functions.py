@@ -198,7 +198,7 @@ def run(
     from parsim.workflow.ask import check_launchable
     from parsim.workflow.train import check_options, train
 
-    check_options(adaptive=adaptive, resume=resume, out=out)
+    check_options(adaptive=adaptive, resume=resume, out=out, checkpoint_every=checkpoint_every)
     asked, name = _predicted(model, cluster, global_batch, settings, overrides, before=check_launchable)
     if steps is not None:
         training = asked.config.training.model_copy(update={"steps": _positive("steps", steps)})
