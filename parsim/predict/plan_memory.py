@@ -97,10 +97,8 @@ def plan_memory(
                 ema=ema,
                 traffic=rank_traffic(kept, rank, cluster.profile.communication.backend),
             )
-        alike = known[place]
-        own = RankMemory(rank=rank, lines=alike.lines, limit_bytes=alike.limit_bytes, spreads=alike.spreads)
-        own = with_relaxed_lines(own, kept, rank)
-        memories.append(with_evaluation_line(own, kept, scored))
+        own = known[place].of_rank(rank)
+        memories.append(with_evaluation_line(with_relaxed_lines(own, kept, rank), kept, scored))
     return tuple(memories)
 
 

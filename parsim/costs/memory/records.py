@@ -27,6 +27,16 @@ class RankMemory:
     limit_bytes: int
     spreads: tuple[tuple[str, int, int], ...] = ()
 
+    def of_rank(self, rank: int) -> RankMemory:
+        """The same of another rank, which holds as much.
+
+        Args:
+            rank: its number.
+        """
+        if rank == self.rank:
+            return self
+        return RankMemory(rank=rank, lines=self.lines, limit_bytes=self.limit_bytes, spreads=self.spreads)
+
     @property
     def total_bytes(self) -> int:
         return sum(size for _, size in self.lines)
