@@ -22,6 +22,8 @@ from torch._subclasses.fake_tensor import (  # type: ignore[attr-defined]
     _CacheKeyState,
 )
 
+from parsim.model.memory.fake_ctc import CTC, fake_ctc
+
 _PLAIN = frozenset(
     (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
@@ -140,6 +142,8 @@ class QuickFakeMode(FakeTensorMode):
     ) -> Any:
         if func in _DISPATCH_META_HANDLERS:  # the device, sizes and strides of a tensor
             return _DISPATCH_META_HANDLERS[func](args)  # type: ignore[no-untyped-call]
+        if func in CTC:
+            return fake_ctc(func, args)
         kwargs = kwargs or {}
         if func is _SELECT and len(args) == 3 and type(args[0]) is FakeTensor:
             return self._select(func, types, args)
