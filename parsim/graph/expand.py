@@ -192,8 +192,10 @@ class _Expansion:
         waiting: list[int] = []
         before: list[int] = []
         queues: dict[tuple[Resource, ...], list[int]] = {}
+        awaited: dict[tuple[TaskKey, ...], list[int]] = {}
         units: dict[Hashable, int] = {}
         first, begin = sum(map(len, self._kind)), len(self._kinds)
+        numbers: list[int] = []
         for task, (work, resources, after, _) in enumerate(self._end.entries(), self._count):
             if resources not in queues:
                 queues[resources] = [self._resource(entry) for entry in resources]
@@ -202,10 +204,12 @@ class _Expansion:
             number = units.setdefault((_identity(work), resources[0].rank), len(units))
             if number == len(self._kinds) - begin:
                 self._kinds.append(Unit(work, resources[0].rank))
-            self._unit[task] = first + number
-            numbers = self._numbers_of(after)
-            waiting += [task] * len(numbers)
-            before += numbers
+            numbers.append(first + number)
+            if after not in awaited:
+                awaited[after] = self._numbers_of(after)
+            waiting += [task] * len(awaited[after])
+            before += awaited[after]
+        self._unit[self._count :] = numbers
         self._kind.append(np.arange(begin, len(self._kinds), dtype=np.int64))
         for found, pair in zip((waiting, before), zip(*self._end.waits(), strict=True), strict=False):
             found += self._numbers_of(pair)

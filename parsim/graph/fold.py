@@ -19,7 +19,7 @@ are alike.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -191,23 +191,34 @@ def _pay_alike(side_by_side: Iterable[Sequence[float]]) -> bool:
 def _buckets_pay_alike(layout: PlanIndex, costs: Costs, price: WorkSeconds) -> bool:
     """Whether the shards of a bucket pay the same for their sums. They are priced where their places leave that open."""
     mesh, cluster = layout.plan.mesh, costs.cluster
+    known: dict[tuple[str, int], bool] = {}
 
-    def open_works() -> Iterator[Sequence[Collective]]:
-        for works in _bucket_works(layout):
-            groups = [(work.operation, work.group, concurrent_groups(mesh, work.group)) for work in works]
-            paths = {alike_collectives(cluster, *group) for group in groups}
-            if len(paths) > 1 or None in paths:
-                yield works
+    def is_open(operation: str, groups: Sequence[tuple[int, tuple[int, ...]]]) -> bool:
+        """Whether places leave it open; the answer is one for all bytes that the same groups sum."""
+        key = operation, id(groups)
+        if key not in known:
+            ranks = [group for _, group in groups if len(group) > 1]
+            paths = {alike_collectives(cluster, operation, group, concurrent_groups(mesh, group)) for group in ranks}
+            known[key] = len(paths) > 1 or None in paths
+        return known[key]
 
-    return _pay_alike(map(price, open_works()))
+    return _pay_alike(map(price, _bucket_works(layout, is_open)))
 
 
-def _bucket_works(layout: PlanIndex) -> Iterator[Sequence[Collective]]:
-    """Per parameters in a gradient bucket, the sums of all shards that hold pieces (or whole ones, each for itself)."""
+def _bucket_works(
+    layout: PlanIndex, is_open: Callable[[str, Sequence[tuple[int, tuple[int, ...]]]], bool]
+) -> Iterator[Sequence[Collective]]:
+    """Per parameters in a gradient bucket, the sums of all shards that hold pieces (or whole ones, each for itself).
+
+    Args:
+        is_open: whether an operation may cost these groups of ranks different times; else its sums are left out.
+    """
     asked: set[Hashable] = set()
     for family in layout.buckets.families:
-        places = [place for place, (_, group) in enumerate(family.groups) if len(group) > 1]
         kinds = (id(family.groups), family.elements, family.size_bytes)  # one tuple of groups for all that are held alike
-        if len(places) > 1 and kinds not in asked:
-            asked.add(kinds)
-            yield [bucket_work(layout, layout.buckets.of(family, place)) for place in places]
+        places = [] if kinds in asked else [place for place, (_, group) in enumerate(family.groups) if len(group) > 1]
+        asked.add(kinds)
+        if len(places) > 1:
+            first = layout.buckets.of(family, places[0])
+            if is_open(bucket_work(layout, first).operation, family.groups):
+                yield [bucket_work(layout, layout.buckets.of(family, place)) for place in places]

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple, overload
 
 from parsim.model.component import Component, Parameter, ParameterShard, share_of
+from parsim.model.model import Model
 from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan, holding
 
@@ -38,6 +39,8 @@ class Bucket:
     Attributes:
         first: what tp rank 0 holds of the parameters, or of those in the same places of another shard's bucket.
         shard: the first tp rank of the group. elements, size_bytes: what every shard holds, the same for all.
+        chunk_elements: of each rank's part when the bucket is divided over its group, padded to equal parts (ZeRO).
+        padded_bytes: of all these parts.
     """
 
     number: int
@@ -47,20 +50,13 @@ class Bucket:
     shard: int
     elements: int
     size_bytes: int
+    chunk_elements: int
+    padded_bytes: int
 
     @cached_property
     def parameters(self) -> tuple[HeldParameter, ...]:
         """What the first rank of the group holds."""
         return tuple(_held_by(self.shard, entry) for entry in self.first) if self.shard else self.first
-
-    @property
-    def chunk_elements(self) -> int:
-        """Of each rank's part when the bucket is divided over its group, padded to equal parts (ZeRO)."""
-        return -(-self.elements // len(self.group))
-
-    @property
-    def padded_bytes(self) -> int:
-        return self.chunk_elements * len(self.group) * self.first[0].element_bytes
 
 
 Ranks = tuple[int, ...]
@@ -100,7 +96,10 @@ class Buckets(Sequence[Bucket]):
         number = family.begin + place
         if number not in self._made:
             shard, group = family.groups[place]
-            self._made[number] = Bucket(number, family.stages, group, family.first, shard, family.elements, family.size_bytes)
+            _, stages, _, first, elements, size_bytes = family
+            chunk = -(-elements // len(group))
+            padded = chunk * len(group) * first[0].element_bytes
+            self._made[number] = Bucket(number, stages, group, first, shard, elements, size_bytes, chunk, padded)
         return self._made[number]
 
     def having(self, test: Callable[[Ranks], object]) -> list[Bucket]:
@@ -149,13 +148,6 @@ def hold(component: Component, placement: Placement, parameter: Parameter, shard
     return _hold(parameter, own, placement.ways, shard)
 
 
-def _cut_by(component: Component, placement: Placement) -> Mapping[str, ParameterShard]:
-    """The parameters of a component that its placement cuts, by name."""
-    if placement.kind != "shard":
-        return {}
-    return {part.name: part for part in component.sharding(placement.rule).parameters}
-
-
 def _hold(parameter: Parameter, part: ParameterShard | None, ways: int, shard: int) -> HeldParameter:
     """`part`: how the parameter is cut; None: it is held whole."""
     updated = parameter.trainable, parameter.group, parameter.optimizer
@@ -191,17 +183,45 @@ def alike(component: Component, placement: Placement, parameter: str, tp: int) -
     return (tuple(range(tp)),)
 
 
-class _Open(NamedTuple):
-    """A parameter on its way into a bucket: the component that decides how it is held, what tp rank 0 holds, its stages.
+class _Held(NamedTuple):
+    """How the tp ranks of a component hold one of its parameters.
 
-    `kind`: equal for parameters whose gradients are summed over the same ranks.
+    Attributes:
+        first: what tp rank 0 holds. size_bytes: of that.
+        kind: equal for parameters whose gradients are summed over the same ranks of the same stages.
     """
 
     parameter: Parameter
     component: Component
-    held: HeldParameter
-    stages: tuple[int, ...]
+    first: HeldParameter
+    size_bytes: int
     kind: tuple[object, ...]
+
+
+class _HeldBy:
+    """How components hold their parameters under their placements. A Model keeps it, for it depends on nothing else."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, Placement], dict[str, _Held]] = {}
+
+    def of(self, component: Component, placement: Placement) -> Mapping[str, _Held]:
+        """By parameter.
+
+        Args:
+            component: of the model. placement: of the component.
+        """
+        key = component.name, placement
+        if key not in self._known:
+            self._known[key] = {own.name: _held_in(component, placement, own) for own in component.parameters}
+        return self._known[key]
+
+
+def _held_in(component: Component, placement: Placement, parameter: Parameter) -> _Held:
+    parts = component.sharding(placement.rule).parameters if placement.kind == "shard" else ()
+    part = next((part for part in parts if part.name == parameter.name), None)
+    kind = ("shard", placement.ways) if part is not None else holding(component, placement, parameter.name)[:2]
+    first = _hold(parameter, part, placement.ways, 0)
+    return _Held(parameter, component, first, first.size_bytes, (*kind, parameter.expert_ways, parameter.group))
 
 
 class _Closed:
@@ -215,33 +235,32 @@ class _Closed:
         self._ranks: dict[tuple[object, ...], Ranks] = {}
         self._groups: dict[tuple[object, ...], tuple[tuple[int, Ranks], ...]] = {}
 
-    def fill(self, entries: Sequence[_Open]) -> None:
-        """Parameters in the order in which their gradients are complete, into buckets of the plan's size."""
-        open_by_kind: dict[tuple[object, ...], list[_Open]] = {}
+    def fill(self, entries: Sequence[_Held], stages: tuple[int, ...]) -> None:
+        """Parameters of stages in the order in which their gradients are complete, into buckets of the plan's size."""
+        limit, open_by_kind = self._plan.bucket_bytes, dict[tuple[object, ...], list[_Held]]()
         held_bytes: dict[tuple[object, ...], int] = {}
         for entry in entries:
             key = entry.kind
-            open_by_kind.setdefault(key, []).append(entry)
-            held_bytes[key] = held_bytes.get(key, 0) + entry.held.size_bytes
-            if held_bytes[key] >= self._plan.bucket_bytes:
-                self.close(open_by_kind.pop(key))
+            held = held_bytes.get(key, 0) + entry.size_bytes
+            if held < limit:
+                open_by_kind.setdefault(key, []).append(entry)
+                held_bytes[key] = held
+            else:
+                self.close([*open_by_kind.pop(key, ()), entry], stages, held)
                 held_bytes[key] = 0
-        for rest in open_by_kind.values():
-            self.close(rest)
+        for key, rest in open_by_kind.items():
+            self.close(rest, stages, held_bytes[key])
 
-    def close(self, entries: Sequence[_Open]) -> None:
-        """One bucket for every set of ranks that holds these parameters, which are of one kind."""
-        if not entries:
-            return
-        lead, held = entries[0], tuple([entry.held for entry in entries])
-        groups = self._groups_of(lead)
-        elements, size_bytes = sum([entry.elements for entry in held]), sum([entry.size_bytes for entry in held])
-        self.families.append(BucketFamily(self._count, lead.stages, groups, held, elements, size_bytes))
+    def close(self, entries: Sequence[_Held], stages: tuple[int, ...], size_bytes: int) -> None:
+        """One bucket for every set of ranks of the stages that holds these parameters, which are of one kind."""
+        held = tuple([entry.first for entry in entries])
+        groups = self._groups_of(entries[0], stages)
+        self.families.append(BucketFamily(self._count, stages, groups, held, sum([one.elements for one in held]), size_bytes))
         self._count += len(groups)
 
-    def _groups_of(self, lead: _Open) -> tuple[tuple[int, Ranks], ...]:
+    def _groups_of(self, lead: _Held, stages: tuple[int, ...]) -> tuple[tuple[int, Ranks], ...]:
         """Of every bucket the first tp rank and the ranks: of each stage each `expert_ways`-th copy, and these shards."""
-        key = (lead.kind, lead.stages)
+        key = (lead.kind, stages)
         if key not in self._groups:
             placement, mesh = self._placements[lead.component.name], self._plan.mesh
             ways, found = lead.parameter.expert_ways, []
@@ -249,18 +268,18 @@ class _Closed:
                 for first_copy in range(ways):
                     ranks = tuple(
                         mesh.rank(stage=stage, replica=replica, shard=shard)
-                        for stage in lead.stages
+                        for stage in stages
                         for replica in range(first_copy, mesh.copies, ways)
                         for shard in shards
                     )
-                    found.append((shards[0], self._ranks.setdefault((lead.stages, shards, first_copy, ways), ranks)))
+                    found.append((shards[0], self._ranks.setdefault((stages, shards, first_copy, ways), ranks)))
             self._groups[key] = tuple(found)
         return self._groups[key]
 
 
 def gradient_buckets(
     plan: Plan,
-    components: Sequence[Component],
+    model: Model,
     placements: Mapping[str, Placement],
     holders: Mapping[str, tuple[int, ...]],
     *,
@@ -275,46 +294,32 @@ def gradient_buckets(
     Args:
         frozen: group the frozen parameters instead, by the ranks that hold them.
     """
-    first: dict[tuple[str, int], Component] = {}
-    parameters: dict[str, Parameter] = {}
-    chunks: dict[str, dict[int, None]] = {}
     chunk_of = {name: number for number, stage in enumerate(plan.stages) for name in stage.components}
-    stage_of = {name: plan.stage_places[number] for name, number in chunk_of.items()}
-    for component in components:
-        for parameter in component.parameters:
-            if parameter.trainable is frozen:
-                continue
-            parameters[parameter.name] = parameter
-            chunks.setdefault(parameter.name, {})[chunk_of[component.name]] = None
-            first.setdefault((parameter.name, stage_of[component.name]), component)
+    places, held_by = plan.stage_places, model.remembered(_HeldBy)
+    first: dict[tuple[str, int], _Held] = {}
+    chunks: dict[str, dict[int, None]] = {}
+    for component in model.components:
+        chunk = chunk_of[component.name]
+        for name, held in held_by.of(component, placements[component.name]).items():
+            if held.parameter.trainable is not frozen:
+                chunks.setdefault(name, {})[chunk] = None
+                first.setdefault((name, places[chunk]), held)
     closed = _Closed(plan, placements)
-
-    cuts: dict[str, Mapping[str, ParameterShard]] = {}
-
-    def opened(name: str, component: Component, stages: tuple[int, ...]) -> _Open:
-        parameter, placement = parameters[name], placements[component.name]
-        if component.name not in cuts:
-            cuts[component.name] = _cut_by(component, placement)
-        part = cuts[component.name].get(name)
-        held = ("shard", placement.ways) if part is not None else holding(component, placement, name)[:2]
-        kind = (*held, parameter.expert_ways, parameter.group)
-        return _Open(parameter, component, _hold(parameter, part, placement.ways, 0), stages, kind)
-
     own: dict[tuple[int, ...], list[str]] = {}
-    for name in parameters:
+    for name in chunks:
         own.setdefault(holders[name], []).append(name)
     for stage in range(plan.mesh.pp):
-        runs: dict[tuple[int, ...], list[_Open]] = {}
+        runs: dict[tuple[int, ...], list[_Held]] = {}
         for name in reversed(own.get((stage,), [])):
             run = tuple(chunks[name]) if plan.zero_stage >= 2 else ()
-            runs.setdefault(run, []).append(opened(name, first[name, stage], (stage,)))
+            runs.setdefault(run, []).append(first[name, stage])
         for entries in runs.values():
-            closed.fill(entries)
+            closed.fill(entries, (stage,))
     for stages, names in own.items():
-        kinds: dict[tuple[object, ...], list[_Open]] = {}
+        kinds: dict[tuple[object, ...], list[_Held]] = {}
         for name in names if len(stages) > 1 else ():
-            entry = opened(name, first[name, stages[0]], stages)
+            entry = first[name, stages[0]]
             kinds.setdefault(entry.kind, []).append(entry)
         for rest in kinds.values():
-            closed.close(rest)
+            closed.close(rest, stages, sum([entry.size_bytes for entry in rest]))
     return Buckets(closed.families)

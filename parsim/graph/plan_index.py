@@ -100,7 +100,7 @@ class PlanIndex(PlacedModel):
     @cached_property
     def buckets(self) -> Buckets:
         """See `gradient_buckets`."""
-        return gradient_buckets(self.plan, self.model.components, self.placement, self.holders)
+        return gradient_buckets(self.plan, self.model, self.placement, self.holders)
 
     @property
     def has_frozen(self) -> bool:
@@ -111,7 +111,7 @@ class PlanIndex(PlacedModel):
     def frozen(self) -> dict[int, tuple[HeldParameter, ...]]:
         """By rank the frozen parameters, or pieces, of which it is the first holder."""
         found: dict[int, list[HeldParameter]] = {rank: [] for rank in range(self.plan.world_size)}
-        for group in gradient_buckets(self.plan, self.model.components, self.placement, self.holders, frozen=True):
+        for group in gradient_buckets(self.plan, self.model, self.placement, self.holders, frozen=True):
             found[group.group[0]] += group.parameters
         return {rank: tuple(parameters) for rank, parameters in found.items()}
 

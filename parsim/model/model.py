@@ -37,6 +37,7 @@ from parsim.model.component import (
     SplitBackward,
     Value,
 )
+from parsim.remembered import Remembering
 from parsim.typed import check_types
 from parsim.units import format_count
 
@@ -50,7 +51,7 @@ GRANULARITIES = ("block", SUBLAYER, "layer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class Model(Remembering):
     """Components in execution order (every producer before its consumers), and the values between them.
 
     Attributes:
@@ -171,11 +172,6 @@ class Model:
 
     def consumers(self, value: str) -> tuple[str, ...]:
         return self.readers.get(value, ())
-
-    @cached_property
-    def derived(self) -> dict[tuple[object, ...], Model]:
-        """Models that others made of this one, by what they did: so each is made once, whoever asks."""
-        return {}
 
     @cached_property
     def readers(self) -> Mapping[str, tuple[str, ...]]:

@@ -5,7 +5,7 @@ For memory, and for the bytes that are sent. Computation is priced by the precis
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -68,10 +68,21 @@ def model_as_sent(model: Model, precision: str) -> Model:
 
     Who keeps a value stays as recorded, for `value_in`, which leaves these sizes as they are.
     """
-    if _reduced_bytes(precision) is None:
+    size = _reduced_bytes(precision)
+    if size is None:
         return model
-    values = tuple(_as_sent(value, precision) for value in model.values)
-    return model if values == model.values else replace(model, values=values)
+    known = model.remembered(_Sent).models
+    if size not in known:
+        values = tuple(_as_sent(value, precision) for value in model.values)
+        known[size] = model if values == model.values else replace(model, values=values)
+    return known[size]
+
+
+@dataclass
+class _Sent:
+    """A model as it is sent, by bytes of an activation's element."""
+
+    models: dict[int, Model] = field(default_factory=dict)
 
 
 def _as_sent(value: Value, precision: str) -> Value:

@@ -63,7 +63,7 @@ class Mesh:
 
     def rank(self, *, stage: int, replica: int, shard: int = 0) -> int:
         """`replica`: the number of the copy, replica * cp + context."""
-        return (stage % self.pp * self.copies + replica) * self.tp + shard
+        return (stage % self.pp * self.dp * self.cp + replica) * self.tp + shard
 
 
 def check_mesh(mesh: Mesh, devices: int) -> None:

@@ -97,7 +97,7 @@ def plan_memory(
                 weights=rank_weights(layout, rank),
                 recomputed={name: kept.again(name) for name in names if layout.recomputes(name)},
             )
-            known[place] = rank_memory(
+            memory = rank_memory(
                 rank,
                 step,
                 device,
@@ -107,10 +107,9 @@ def plan_memory(
                 ema=ema,
                 traffic=rank_traffic(kept, rank, cluster.profile.communication.backend),
             )
-        alike = known[place]
-        own = replace(alike, rank=rank, wanted_probability=fit_probability)
-        own = with_relaxed_lines(own, kept, rank)
-        memories.append(with_evaluation_line(own, kept, scored))
+            known[place] = replace(memory, wanted_probability=fit_probability)
+        own = known[place].of_rank(rank)
+        memories.append(with_evaluation_line(with_relaxed_lines(own, kept, rank), kept, scored))
     return tuple(memories)
 
 

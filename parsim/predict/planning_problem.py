@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Literal, TypeVar
+from typing import Literal
 
 from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
@@ -32,12 +32,18 @@ from parsim.plans.plan import Plan
 from parsim.plans.recompute import AUTO, NONE, Recompute
 from parsim.predict.plan_memory import plan_memory
 from parsim.predict.round_memory import Scored
+from parsim.remembered import Remembering
 
-KeptPrices = TypeVar("KeptPrices")
+
+@dataclass
+class _Divided:
+    """Models of one rank, made of a whole one by what divides it."""
+
+    models: dict[tuple[object, ...], Model] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanningProblem:
+class PlanningProblem(Remembering):
     """Attributes:
     model: its values are as wide as the precision sends them. global_batch: samples per step.
     precision, optimizer, master_weights: as in RUN.toml. ema: moving averages of the weights are kept.
@@ -141,8 +147,8 @@ class PlanningProblem:
             return self.model
         kind, ring = number_format(self.precision), exchange == "ring" or cp == 1
         element_bytes = kind.element_bytes if kind.autocast else kind.weight_bytes
-        key = ("divided", cp, ep, element_bytes, ring, self.capacity_factor)
-        known = self.model.derived
+        key = (cp, ep, element_bytes, ring, self.capacity_factor)
+        known = self.model.remembered(_Divided).models
         if key not in known:
             known[key] = divided_model(
                 self.model, cp=cp, ep=ep, element_bytes=element_bytes, ring=ring, capacity_factor=self.capacity_factor
@@ -166,20 +172,6 @@ class PlanningProblem:
 
     @cached_property
     def _layouts(self) -> dict[Plan, PlanIndex]:
-        return {}
-
-    def remembered(self, kind: type[KeptPrices]) -> KeptPrices:
-        """The problem's one object of this class, made empty at the first request. Parts of a search cache their results
-        for the problem in it.
-        """
-        if kind not in self._stores:
-            self._stores[kind] = kind()
-        found = self._stores[kind]
-        assert isinstance(found, kind)
-        return found
-
-    @cached_property
-    def _stores(self) -> dict[type[object], object]:
         return {}
 
     def memory(self, plan: Plan) -> tuple[RankMemory, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random
 
 import pytest
 
@@ -18,9 +17,10 @@ from parsim.predict.evaluate import simulated_step
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.plan_floor import floor_excess_bytes, plan_floor
 from parsim.schedule.bounds.step import step_bound_s
+from parsim.schedule.parts.screen import Outline, plan_of
 from parsim.schedule.recomputation.blocks import repeated_blocks
 from parsim.schedule.recomputation.least_kept import kept_together, least_kept
-from parsim.schedule.recomputation.segments import segments_of, within_stages
+from parsim.schedule.recomputation.segments import ending_with_most, segments_of, within_stages
 from parsim.schedule.recomputation.steps import place_excess_bytes
 from parsim.schedule.recomputation.to_fit import recomputed_to_fit, segmented_to_fit
 from parsim.schedule.search import search
@@ -70,14 +70,26 @@ def test_blocks_are_found_by_what_repeats() -> None:
     assert repeated_blocks("") == ()
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_blocks_are_runs_one_after_the_other(seed: int) -> None:
-    random = Random(seed)
-    prints = [random.choice("abc") for _ in range(random.randint(0, 30))]
-    last = 0
-    for first, end in repeated_blocks(prints):
-        assert last <= first < end <= len(prints)
-        last = end
+def test_a_block_ends_with_the_component_that_holds_most() -> None:
+    held = {"e": 90, "n": 1, "N": 1, "a": 20, "m": 60, "h": 90}
+    prints = "enaNmNaNmNaNmNh"  # the last N is the norm behind all layers
+    assert repeated_blocks(prints) == ((2, 6), (6, 10), (10, 14))
+    assert repeated_blocks(prints, [held[each] for each in prints]) == ((1, 5), (5, 9), (9, 13))
+    assert repeated_blocks("eabcabcabch", [9, 1, 1, 1, 1, 1, 1, 1, 1, 1, 9]) == ((1, 4), (4, 7), (7, 10))
+
+
+def test_segments_can_be_moved_to_end_with_what_holds_most() -> None:
+    """The last norm is like those of layers, so blocks are found from a layer's attention to the next one's norm."""
+    problem = replace(asked("sublayer", devices=8), global_batch=16)
+    plain = plan_of(problem, Outline(mesh=Mesh(dp=8), microbatches=1, zero_stage=3))
+    for segments in segments_of(problem):
+        moved = ending_with_most(problem, replace(plain, segments=segments, recompute=("embed", "h.0.norm1")))
+        assert moved is not None
+        assert {segment[-1].split(".")[-1] for segment in moved.segments} == {"mlp"}
+        assert moved.segments[0][0] == "h.0.norm1"
+        assert moved.recompute == ("embed",)
+        assert [len(segment) for segment in moved.segments] == [len(segment) for segment in segments]
+        assert ending_with_most(problem, replace(plain, recompute="full")) is None
 
 
 def test_segments_are_whole_layers_or_several_of_them() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from parsim.costs.memory.chunks import Chunks
 from parsim.costs.memory.verdict import DOUBTFUL, FIT_PROBABILITY, SAFE_PROBABILITY, bytes_at, fit_probability
@@ -28,6 +28,16 @@ class RankMemory:
     limit_bytes: int
     spreads: tuple[tuple[str, int, int], ...] = ()
     wanted_probability: float = FIT_PROBABILITY
+
+    def of_rank(self, rank: int) -> RankMemory:
+        """The same of another rank, which holds as much.
+
+        Args:
+            rank: its number.
+        """
+        if rank == self.rank:
+            return self
+        return replace(self, rank=rank)
 
     @property
     def total_bytes(self) -> int:

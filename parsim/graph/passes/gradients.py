@@ -80,24 +80,38 @@ def summed_groups(layout: PlanIndex, bucket: Bucket) -> dict[int | None, tuple[i
 
 def add_gradient_reduction(draft: Draft, layout: PlanIndex) -> None:
     """One all_reduce (ZeRO 1: reduce_scatter) per bucket over all ranks that hold its parameters; none where one rank does."""
-    groups = [
-        (bucket, *entry) for bucket in layout.buckets.having(draft.keeps_any) for entry in summed_groups(layout, bucket).items()
-    ]
-    for bucket, replica, group in groups:
-        if len(group) == 1 or layout.zero_stage_of(bucket) >= 2:
+    queues, works, last = _Queues(draft), _Works(), _LastBackwards(layout)
+    for bucket in layout.buckets.having(draft.keeps_any):
+        if layout.zero_stage_of(bucket) >= 2:
             continue
-        kept = draft.kept(group)
-        if not kept:
-            continue
-        after: list[TaskKey] = []
-        for stage in bucket.stages:
-            ranks = [rank for rank in kept if layout.plan.stage_of_rank(rank) == stage]
-            for component in layout.completes(bucket, stage):
-                after.extend(last_backward_key(layout, rank, component) for rank in ranks)
-        work = bucket_work(layout, bucket, group)
-        resources = [Resource(rank, DP_STREAM) for rank in kept]
-        origin = Origin(stage=bucket.stages[0], bucket=bucket.number, replica=replica)
-        draft.add(reduction_key(layout, bucket, replica=replica), work, resources, after, origin)
+        operation, size_bytes = _summing(layout, bucket)
+        for replica, group in summed_groups(layout, bucket).items():
+            kept, resources = queues.of(group)
+            if len(group) == 1 or not kept:
+                continue
+            after = [key for stage in bucket.stages for key in last.of(bucket, stage, kept)]
+            origin = Origin(stage=bucket.stages[0], bucket=bucket.number, replica=replica)
+            work = works.of(operation, size_bytes, group)
+            draft.add(reduction_key(layout, bucket, replica=replica), work, resources, after, origin)
+
+
+class _LastBackwards:
+    """The tasks that are the last of a step to add to the gradients of a bucket: asked once for all that end alike."""
+
+    def __init__(self, layout: PlanIndex) -> None:
+        self._layout = layout
+        self._known: dict[tuple[str, int, int], list[TaskKey]] = {}
+
+    def of(self, bucket: Bucket, stage: int, kept: list[int]) -> list[TaskKey]:
+        """On those of some ranks that are of a place on the pp axis; the same list of ranks for all buckets of a group."""
+        found: list[TaskKey] = []
+        for component in self._layout.completes(bucket, stage):
+            key = component, stage, id(kept)
+            if key not in self._known:
+                ranks = [rank for rank in kept if self._layout.plan.stage_of_rank(rank) == stage]
+                self._known[key] = [last_backward_key(self._layout, rank, component) for rank in ranks]
+            found += self._known[key]
+        return found
 
 
 def bucket_work(layout: PlanIndex, bucket: Bucket, group: tuple[int, ...] | None = None) -> Collective:

@@ -10,6 +10,7 @@ the stream.
 
 from __future__ import annotations
 
+from parsim.graph.passes.compute import computations
 from parsim.graph.passes.gradients import gathering_work
 from parsim.graph.plan_index import PlanIndex
 from parsim.predict.planning_problem import PlanningProblem
@@ -25,30 +26,28 @@ def gathered_s(problem: PlanningProblem, layout: PlanIndex, place: int, rank: in
         problem: model, cluster and batch. layout: of a plan with ZeRO 3. place: on the pp axis. rank: the first one there.
 
     Returns:
-        Without the gathers of what is whole from the block before. The second is 0 where backwards run in halves, or
-        recomputed components in segments.
+        Without the gathers of what is whole from the block before. The second is 0 where backwards run in halves.
     """
     total = waiting = 0.0
-    plain = not layout.plan.segments and not any(map(layout.is_halved, layout.plan.components))
+    whole = not any(map(layout.is_halved, layout.plan.components))
     for chunk in layout.plan.place_stages(place):
-        names = [name for name in layout.plan.stages[chunk].components if layout.runs_on(rank, name)]
-        backward = [name for name in reversed(names) if name in layout.differentiable]
-        for block, phase in ((names, Phase.FORWARD), (backward, Phase.BACKWARD)):
-            lots = _lots(problem, layout, rank, block, phase)
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            block = [own for own in computations(layout, chunk, phase) if layout.runs_on(rank, own[1])]
+            lots = _lots(problem, layout, rank, block)
             total += sum(gathered for gathered, *_ in lots)
-            waiting += _block_s(lots, ahead=phase is Phase.FORWARD or layout.plan.backward_prefetch) if plain else 0.0
+            waiting += _block_s(lots, ahead=phase is Phase.FORWARD or layout.plan.backward_prefetch) if whole else 0.0
     return total, waiting
 
 
 def _lots(
-    problem: PlanningProblem, layout: PlanIndex, rank: int, names: list[str], phase: Phase
+    problem: PlanningProblem, layout: PlanIndex, rank: int, block: list[tuple[Phase, str]]
 ) -> list[tuple[float, float, float]]:
     """Of a block's lots: seconds of the gathers that one begins with (none of the first), of computation before it that needs
     no parameters, and of its own."""
     lots: list[tuple[float, float, float]] = []
     needed: dict[int, None] | None = None
     between, prices = 0.0, prices_of(problem, layout.plan)
-    for name in names:
+    for phase, name in block:
         buckets = {bucket.number: bucket for bucket in layout.unsharded_buckets(name) if rank in bucket.group}
         own = _compute_s(prices, layout, rank, name, phase)
         if not buckets:
@@ -79,10 +78,6 @@ def _block_s(lots: list[tuple[float, float, float]], *, ahead: bool) -> float:
 
 
 def _compute_s(prices: Prices, layout: PlanIndex, rank: int, name: str, phase: Phase) -> float:
-    """Of a forward, or of a backward with what runs again."""
-    component, placement = prices.problem.model.component(name), layout.placement[name]
-    again = 0.0
-    if phase is Phase.BACKWARD and layout.recomputes(name):
-        part = BY_OPERATOR_PART if layout.recomputes_by_operator(name) else ""
-        again = prices.compute_on_s(component, placement, Phase.RECOMPUTE, rank, part)
-    return again + prices.compute_on_s(component, placement, phase, rank)
+    """Of one computation of a microbatch."""
+    part = BY_OPERATOR_PART if phase is Phase.RECOMPUTE and layout.recomputes_by_operator(name) else ""
+    return prices.compute_on_s(prices.problem.model.component(name), layout.placement[name], phase, rank, part)

@@ -23,7 +23,8 @@ from parsim.schedule.parts.refinements import sets_that_fit
 from parsim.schedule.parts.usual import is_large
 from parsim.schedule.recomputation.every_set import are_few, tries_all_of
 from parsim.schedule.recomputation.least_kept import LeastKept, kept_together, least_kept
-from parsim.schedule.recomputation.segments import segments_of
+from parsim.schedule.recomputation.segments import ending_with_most, segments_of
+from parsim.schedule.recomputation.steps import place_excess_bytes
 from parsim.schedule.recomputation.to_fit import recomputed_to_fit, segmented_to_fit
 from parsim.schedule.space import zero_stages
 from parsim.schedule.stage_costs import is_long
@@ -87,8 +88,18 @@ def instead_of(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) ->
         yield Node(least_s, 1, lambda: of(_recomputed(problem, plan, cutting), fits=True), visits=TRIED, covered=covered)
         if are_few(problem, plan):
             yield Node(least_s, 0, lambda: sets_that_fit(problem, plan), late=True)
+
+    def segments() -> list[Node]:
+        found = _segmented(problem, plan, cutting)
+        other = ending_with_most(problem, found) if found is not None and plan.zero_stage == 3 else None
+        if found is None or other is None:
+            return of(found, fits=True)
+        if step_bound_s(problem, other) < step_bound_s(problem, found) and not any(place_excess_bytes(problem, other)):
+            return of(other, fits=True) + of(found)
+        return of(found, fits=True) + of(other)
+
     if segmented:
-        yield Node(least_s, not recomputed, lambda: of(_segmented(problem, plan, cutting), fits=True), visits=TRIED)
+        yield Node(least_s, not recomputed, segments, visits=TRIED)
 
 
 def _recomputed_may_fit(problem: PlanningProblem, plan: Plan) -> bool:
