@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 DEVICE = torch.ops.prim.device.default
 """Asked of a fake tensor several times per call."""
 
-NextCall = Callable[[Any, Sequence[type], Sequence[Any], dict[str, Any]], Any]
+NextCall = Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, Any]], Any]
 """Runs an operator: (function, types of tensors, arguments, keywords)."""
 
 
-def _dispatch_again(func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _dispatch_again(func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del types
     return func(*args, **kwargs)
 
@@ -35,7 +35,7 @@ class CallWatchHost:
 
     outermost: NextCall | None = None
 
-    def answer(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def answer(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call, without watches."""
         raise NotImplementedError
 
@@ -43,11 +43,14 @@ class CallWatchHost:
 class CallWatch(TorchDispatchMode):
     """Sees every call below autograd while it is entered."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._entered: list[tuple[CallWatchHost, NextCall | None] | None] = []
 
-    def around(self, call: NextCall, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call returns.
 
         Args:
@@ -57,7 +60,7 @@ class CallWatch(TorchDispatchMode):
         raise NotImplementedError
 
     def __enter__(self) -> Self:
-        innermost = _get_current_dispatch_mode()  # type: ignore[no-untyped-call]
+        innermost = _get_current_dispatch_mode()
         if isinstance(innermost, CallWatchHost):
             before = innermost.outermost
             self._entered.append((innermost, before))
@@ -72,14 +75,15 @@ class CallWatch(TorchDispatchMode):
         if entered is None:
             super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         else:
-            host, host.outermost = entered
+            host, before = entered
+            host.outermost = before
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled inside, and the guard against it costs as much as what is done here
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is DEVICE:
             return args[0].device

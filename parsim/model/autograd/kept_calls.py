@@ -164,7 +164,7 @@ class FirstForward(CallWatch):
         self._versions.append(0)
         return number
 
-    def around(self, call: NextCall, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the call, which is noted."""
         if func is _DETACH:
             return call(func, types, args, kwargs)
@@ -316,7 +316,7 @@ class SecondForward(CallWatch):
         super().__init__()
         self._calls = iter(kept.calls)
 
-    def around(self, call: NextCall, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the call, or what stands for it."""
         if func is _DETACH:
             return call(func, types, args, kwargs)

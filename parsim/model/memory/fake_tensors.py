@@ -169,8 +169,8 @@ class QuickFakeMode(FakeTensorMode, CallWatchHost):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled while a module is recorded, and the guard against it costs as much as an answer
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]  # torch gives a tuple and a dict
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is DEVICE:
             return args[0].device
@@ -183,7 +183,7 @@ class QuickFakeMode(FakeTensorMode, CallWatchHost):
         finally:
             self.outermost = outermost
 
-    def answer(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def answer(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call, without watches."""
         if func in _DISPATCH_META_HANDLERS:  # sizes and strides of a tensor
             return _DISPATCH_META_HANDLERS[func](args)  # type: ignore[no-untyped-call]

@@ -82,7 +82,7 @@ class LiveBytes(CallWatch):
                 self._live[key] = size, self.line, ref
         self.track(tensor, self.line)
 
-    def around(self, call: NextCall, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the call, whose storages count from now on."""
         result = with_workspace(func, args, call(func, types, args, kwargs))
         if type(result) in _ONE_TENSOR:
