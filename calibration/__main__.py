@@ -67,6 +67,7 @@ def main(job_path: Path) -> None:
         for number, ((spec, batches, _), model) in enumerate(zip(asked, models, strict=True))
         for samples in batches
     ]
+    set_arithmetic(request.precision)  # again: modules of users that were imported meanwhile may have set it
     _say(place, f"{len(cases)} cases of {len(models)} models ready on {place.world_size} ranks")
     levels = active_levels(place.world_size, cores)
     groups = make_groups([(f"level {active}", tuple(range(active))) for active in levels])

@@ -301,8 +301,13 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def write_json_atomically(path: Path, document: object, *, indent: int | None = None) -> None:
+    """As `json_text`, see `write_atomically`."""
+    write_text_atomically(path, json_text(document, indent=indent))
+
+
+def json_text(document: object, *, indent: int | None = None) -> str:
     """JSON that every reader takes: a number that is not finite becomes null."""
-    write_text_atomically(path, json.dumps(finite(document), indent=indent, allow_nan=False))
+    return json.dumps(finite(document), indent=indent, allow_nan=False)
 
 
 def finite(document: object) -> object:

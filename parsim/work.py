@@ -72,13 +72,16 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStep:
-    """The update of all parameters a rank holds (and the zeroing of their gradients).
+    """The update of all parameters of one update group that a rank holds (and the zeroing of their gradients).
 
-    `elements` counts scalars, `tensors` the arrays they come in.
+    `elements` counts scalars, `tensors` the arrays they come in. `group`: "" for the usual one. `optimizer`: a row of
+    OPTIMIZERS; "" for the one that updates what is in no group.
     """
 
     elements: int
     tensors: int
+    group: str = ""
+    optimizer: str = ""
 
 
 NORM, SCALE = "norm", "scale"

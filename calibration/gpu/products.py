@@ -19,6 +19,7 @@ from calibration.gpu.timing import time_calls
 from calibration.operand_pool import fill_random, operand_sets
 from parsim.errors import ExecutionError
 from parsim.execute.cuda.event_timing import QueuedCall
+from parsim.execute.numerics import TF32
 
 POOL_SHARE = 0.25
 """Of the device's memory that rotating operands may take."""
@@ -91,12 +92,13 @@ def transformer_products(tokens: int, hidden: int, vocab: int) -> tuple[Product,
 @contextlib.contextmanager
 def matrix_precision(precision: ProductPrecision) -> Iterator[None]:
     """Whether fp32 products may use tf32, while it is open; as it was afterwards."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = precision.tf32
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision == TF32  # reading the older setting fails where somebody has used the newer
+    matmul.allow_tf32 = precision.tf32
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        matmul.allow_tf32 = before
 
 
 def measure_product(

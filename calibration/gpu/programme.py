@@ -43,11 +43,15 @@ class BenchmarkCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Names of the cases of one call: that ran, that were done before, and that are left for the next call."""
+    """Names of the cases of one call: that ran, that were done before, and that are left for the next call.
+
+    Attributes: lost_device: the last case left a device that answers no more.
+    """
 
     ran: tuple[str, ...]
     known: tuple[str, ...]
     left: tuple[str, ...]
+    lost_device: bool = False
 
 
 def run_programme(
@@ -59,32 +63,42 @@ def run_programme(
     begin_s: float | None = None,
     say: Callable[[str], None],
     around: Callable[[Callable[[], dict[str, Any]]], dict[str, Any]] | None = None,
+    begins: Callable[[BenchmarkCase], None] = lambda _: None,
+    healthy: Callable[[], bool] = lambda: True,
 ) -> Outcome:
     """Run every case without a row that fits into the budget.
 
     Args:
         clock: monotonic seconds. begin_s: when the budget began; None: now.
         around: runs a case's function, and may extend its result (with clocks and power).
+        begins: called right before each case.
+        healthy: asked after a case that failed. If the device answers no more, no further case begins: all would fail.
     """
     start_s = clock() if begin_s is None else begin_s
     ran: list[str] = []
     known = tuple(case.name for case in cases if case.name in journal.rows)
     left: list[str] = []
+    lost = False
     for case in cases:
         if case.name in journal.rows:
+            continue
+        if lost:
+            left.append(case.name)
             continue
         remaining_s = budget_s - (clock() - start_s)
         waits = [name for name in (*case.needs, *case.after) if name not in journal.rows]
         if waits or case.estimate_s > remaining_s:
             left.append(case.name)
             continue
+        begins(case)
         case_begin_s = clock()
         row = _row_of(case, journal.rows, remaining_s, around)
         row["seconds"] = round(clock() - case_begin_s, 6)
         journal.append(row)
         ran.append(case.name)
         say(line_of(row))
-    return Outcome(ran=tuple(ran), known=known, left=tuple(left))
+        lost = row[STATUS] == FAILED and not healthy()
+    return Outcome(ran=tuple(ran), known=known, left=tuple(left), lost_device=lost)
 
 
 def _row_of(

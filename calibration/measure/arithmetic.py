@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from parsim.execute.numerics import Numerics, numerics_in, set_switches
+from parsim.execute.numerics import Numerics, numerics_in, set_switches, switches
 
 HALVES: Mapping[str, torch.dtype] = {"amp_bf16": torch.bfloat16, "amp_fp16": torch.float16}
 
@@ -54,12 +54,13 @@ def autocast(precision: str, device: torch.device) -> contextlib.AbstractContext
 def arithmetic_settings() -> dict[str, Any]:
     """What decides which kernels run, as it is set in this process: plain JSON for a profile's provenance."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    set_here = switches()
     found: dict[str, Any] = {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "matmul_allow_tf32": matmul.allow_tf32,
+        "float32_matmul_precision": set_here["float32_matmul_precision"],
+        "matmul_allow_tf32": set_here["matmul_allow_tf32"],
         "matmul_allow_fp16_reduced_precision_reduction": matmul.allow_fp16_reduced_precision_reduction,
         "matmul_allow_bf16_reduced_precision_reduction": matmul.allow_bf16_reduced_precision_reduction,
-        "cudnn_allow_tf32": cudnn.allow_tf32,
+        "cudnn_allow_tf32": set_here["cudnn_allow_tf32"],
         "cudnn_enabled": cudnn.enabled,
         "cudnn_benchmark": cudnn.benchmark,
         "cudnn_deterministic": cudnn.deterministic,

@@ -157,8 +157,8 @@ def make_case(
         data=data,
         dtype=dtype,
         optimizers={
-            request.optimizers[0]: stage.optimizer,
-            **{name: stage.another_optimizer(name, LEARNING_RATE) for name in request.optimizers[1:]},
+            request.optimizers[0]: stage.updates.optimizers.get(""),
+            **{name: stage.updates.another(name, LEARNING_RATE) for name in request.optimizers[1:]},
         },
         order=BatchOrder(n=len(data), global_batch=samples, seed=request.seed),
     )
@@ -266,7 +266,9 @@ def component_section(
                 choices = parts[case.number]
                 chosen = choices[turn % len(choices)] if choices else None
                 inside = request.optimizers[turn % len(request.optimizers)]
-                case.stage.optimizer = case.optimizers[inside]
+                chosen_optimizer = case.optimizers[inside]
+                if chosen_optimizer is not None:
+                    case.stage.updates.optimizers[""] = chosen_optimizer
                 for entry in _visit(case, levels, chosen, streams, probe, host):
                     what = {"model": case.number, "samples": case.samples}
                     found[entry.pop("kind")].append({**what, "optimizer": inside, **entry})

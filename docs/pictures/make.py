@@ -4,10 +4,11 @@
     .venv/bin/python docs/pictures/make.py parsim-demo/report.html
     .venv/bin/python docs/pictures/make.py nvlink/explorer.html --curve nvlink
     .venv/bin/python docs/pictures/make.py measured/report.html --model nets:Reader --strategy adaptive --name measured
+    .venv/bin/python docs/pictures/make.py tagger/report.html --model nets:Tagger --strategy dp --name own-module
 
 The first writes predicted-and-measured.png beside this file: one plan of the demo, predicted and measured. The second writes
-nvlink.png: the scaling curve of a sweep. The third writes measured.png: the run of a tutorial. Needs Chromium
-(`apt-get install chromium`).
+nvlink.png: the scaling curve of a sweep. The third and fourth write the last pictures of two
+tutorials. Needs Chromium (`apt-get install chromium`).
 """
 
 from __future__ import annotations

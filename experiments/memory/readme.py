@@ -107,7 +107,7 @@ def results_text(document: Mapping[str, Any]) -> str:
             "other work beside.",
             "",
             f"Coverage of the stated intervals, up to 0.1% of a peak: {found['held_percent']:.1f}% of {found['ranks']} ranks "
-            f"have their peak within p05 to p95. {found['below_percent']:.1f}% have it at or below p95, which judges a plan.",
+            f"have their peak within p05 to p95. {found['below_percent']:.1f}% have it at or below p95, as safe plans do.",
             "",
             grouped(rows, "plans", lambda row: row["kind"]),
             "",

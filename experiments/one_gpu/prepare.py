@@ -124,7 +124,8 @@ def commands(minutes: float) -> list[str]:
         "programme": f"{INSTALL} && set -o pipefail && python3 experiments/one_gpu/run.py --budget {budgets[0]} --out $OUT"
         f" --done {KEPT}/rows.jsonl 2>&1 | tee $OUT/log",
         "correctness": f"{INSTALL} && python3 experiments/one_gpu/correct.py --out $OUT;"
-        " python3 -m pytest -m gpu -q -p no:cacheprovider -n 0",
+        " python3 -m pytest -m gpu -q -p no:cacheprovider -n 0 tests/gpu;"
+        " python3 -m pytest -q -p no:cacheprovider -n 0 tests/unit/test_cuda_operators.py",
     }
     told = ", ".join(str(budget) for budget in budgets)
     return [

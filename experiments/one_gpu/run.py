@@ -6,34 +6,36 @@
 
 Every finished case is one line of DIR/rows.jsonl, forced to the disk. FILE gets the same lines; on a fresh machine FILE alone
 (or the rows.jsonl of an earlier call, copied there) is enough to go on: no case in it runs again. A case that fails leaves a
-row with its error, and the programme goes on; --retry runs those that failed once more.
+row with its error, and the programme goes on; --retry runs those that failed once more. Cases run in a process of their own
+(`supervise.py`), so one that crashes or hangs costs itself alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 BEGIN_S = time.monotonic()  # what imports take belongs to the budget
 
-import torch  # noqa: E402
-from analyse import analyse  # noqa: E402
-from cases import PREDICTIONS_FILE, Programme, calibration_name, profile_path, write_predictions  # noqa: E402
-from predictions import unpacked_profile  # noqa: E402
-from questions import ON_A_GPU, REHEARSED, Scope  # noqa: E402
+from supervise import LOST_DEVICE_STATUS, note_begun, note_moved, own_command, supervise  # noqa: E402
 
-from calibration.gpu.board import BoardWatch, find_reader  # noqa: E402
-from calibration.gpu.device import open_device  # noqa: E402
 from calibration.gpu.journal import CASE, DONE, FAILED, SKIPPED, STATUS, Journal, JournalRow, read_rows  # noqa: E402
-from calibration.gpu.programme import BenchmarkCase, run_programme  # noqa: E402
 from parsim.errors import ParsimError  # noqa: E402
+from parsim.execute.processes.processes import PARENT_VARIABLE, die_with_parent  # noqa: E402
 from parsim.files import write_text_atomically  # noqa: E402
-from parsim.hardware.profile import save_profile  # noqa: E402
+
+if TYPE_CHECKING:
+    from cases import Programme
+    from questions import Scope
+
+    from calibration.gpu.device import MeasuredDevice
+    from calibration.gpu.programme import BenchmarkCase
 
 ROWS_FILE = "rows.jsonl"
 RESERVE_S = 10.0
@@ -72,29 +74,84 @@ def main() -> int:
     parser.add_argument("--analyse", type=Path, metavar="DIR", help="the tables of DIR, without measuring")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="the results as JSON on stdout")
+    parser.add_argument("--measuring", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--again", action="append", default=[], help=argparse.SUPPRESS)
     asked = parser.parse_args()
     try:
         if asked.analyse is not None:
             return show(asked.analyse, as_json=asked.json)
-        return measure(asked)
+        if asked.list:
+            return list_cases(asked)
+        return measure(asked) if asked.measuring else watched(asked)
     except ParsimError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
 
+def watched(asked: argparse.Namespace) -> int:
+    """Measure in processes of their own, then make the tables."""
+    asked.out.mkdir(parents=True, exist_ok=True)
+    path = asked.out / ROWS_FILE
+    journal = TwoFiles(path, asked.done)
+    again = {name: row for name, row in journal.rows.items() if asked.retry and failed(row)}
+    given = ["--device", asked.device, "--out", str(asked.out), "--seed", str(asked.seed), f"--only={asked.only}"]
+    given += ["--quick"] if asked.quick else []
+    given += ["--done", str(asked.done)] if asked.done is not None else []
+    given += [f"--skip={asked.skip}"] if asked.skip is not None else []
+
+    def command() -> list[str]:
+        now = TwoFiles(path, asked.done).rows
+        return own_command([*given, *(f"--again={name}" for name, row in again.items() if now.get(name) == row)])
+
+    status = supervise(
+        command,
+        asked.out,
+        lambda: TwoFiles(path, asked.done),
+        begin_s=BEGIN_S,
+        budget_s=asked.budget - RESERVE_S,
+        say=progress,
+    )
+    from analyse import analyse
+
+    rows = list(TwoFiles(path, asked.done).rows.values())
+    if not rows:
+        return status
+    results, text = analyse(rows)
+    write_text_atomically(asked.out / "results.json", json.dumps(results, indent=1))
+    print(json.dumps(results) if asked.json else text)
+    return status
+
+
+def scope_of(asked: argparse.Namespace) -> Scope:
+    from questions import ON_A_GPU, REHEARSED
+
+    return REHEARSED if asked.quick else ON_A_GPU
+
+
 def measure(asked: argparse.Namespace) -> int:
-    scope: Scope = REHEARSED if asked.quick else ON_A_GPU
-    if asked.list:
-        return list_cases(asked, scope)
+    """The measuring process: every case that fits into the budget."""
+    die_with_parent(int(os.environ[PARENT_VARIABLE]))
+    import torch
+    from cases import Programme
+
+    from calibration.gpu.board import BoardWatch, find_reader
+    from calibration.gpu.device import open_device
+    from calibration.gpu.programme import run_programme
+
+    scope = scope_of(asked)
     device = open_device(asked.device)
     if asked.device == "cpu":
         torch.set_num_threads(1)
     asked.out.mkdir(parents=True, exist_ok=True)
     journal = TwoFiles(asked.out / ROWS_FILE, asked.done)
-    if asked.retry:
-        journal.forget(name for name, row in journal.rows.items() if failed(row))
+    journal.forget(asked.again)
     restore_files(journal, asked.out, scope)
-    programme = Programme(device, scope, asked.out, seed=asked.seed, say=progress)
+
+    def say(line: str) -> None:
+        progress(line)
+        note_moved(asked.out)
+
+    programme = Programme(device, scope, asked.out, seed=asked.seed, say=say)
     cases = chosen(programme, asked)
     reader, source = find_reader() if asked.device == "cuda" else (None, "a CPU has no board")
 
@@ -106,17 +163,29 @@ def measure(asked: argparse.Namespace) -> int:
     outcome = run_programme(
         cases,
         journal,
-        budget_s=asked.budget - RESERVE_S,
+        budget_s=asked.budget,
         clock=time.monotonic,
         begin_s=BEGIN_S,
         say=progress,
         around=beside if asked.device == "cuda" else None,
+        begins=lambda case: note_begun(asked.out, case.name, case.estimate_s),
+        healthy=lambda: answers(device),
     )
     progress(f"{len(outcome.ran)} cases ran, {len(outcome.known)} were done before, {len(outcome.left)} are left")
-    results, text = analyse(list(journal.rows.values()))
-    write_text_atomically(asked.out / "results.json", json.dumps(results, indent=1))
-    print(json.dumps(results) if asked.json else text)
-    return 0
+    return LOST_DEVICE_STATUS if outcome.lost_device else 0
+
+
+def answers(device: MeasuredDevice) -> bool:
+    """Whether the device still computes for this process. After some errors of CUDA it does not until the process ends."""
+    import torch
+
+    try:
+        device.clock.synchronize()
+        return bool(torch.ones(2, device=device.device).sum().item() == 2.0)
+    except torch.OutOfMemoryError:
+        return True
+    except RuntimeError:
+        return False
 
 
 def chosen(programme: Programme, asked: argparse.Namespace) -> list[BenchmarkCase]:
@@ -126,8 +195,13 @@ def chosen(programme: Programme, asked: argparse.Namespace) -> list[BenchmarkCas
     ]
 
 
-def list_cases(asked: argparse.Namespace, scope: Scope) -> int:
+def list_cases(asked: argparse.Namespace) -> int:
     """On any machine: nothing is run."""
+    from cases import Programme
+
+    from calibration.gpu.device import open_device
+
+    scope = scope_of(asked)
     path = asked.out / ROWS_FILE
     known = {row[CASE] for file in (path, asked.done) if file is not None and file.is_file() for row in read_rows(file)}
     programme = Programme(open_device("cpu"), scope, asked.out, seed=asked.seed, say=progress)
@@ -145,6 +219,11 @@ def failed(row: JournalRow) -> bool:
 
 def restore_files(journal: Journal, out: Path, scope: Scope) -> None:
     """The profiles and the predictions of earlier calls, where DIR has them no longer: the rows hold both."""
+    from cases import PREDICTIONS_FILE, calibration_name, profile_path, write_predictions
+    from predictions import unpacked_profile
+
+    from parsim.hardware.profile import save_profile
+
     for precision in scope.precisions:
         row, path = journal.rows.get(calibration_name(precision), {}), profile_path(out, scope, precision)
         if row.get(STATUS) == DONE and not path.is_file():
@@ -159,6 +238,8 @@ def show(folder: Path, *, as_json: bool) -> int:
     if not path.is_file():
         print(f"error: there are no rows in {folder}; measure first, with --out {folder}", file=sys.stderr)
         return 1
+    from analyse import analyse
+
     results, text = analyse(read_rows(path))
     write_text_atomically(folder / "results.json", json.dumps(results, indent=1))
     write_text_atomically(folder / "RESULTS.md", text)

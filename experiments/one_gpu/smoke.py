@@ -20,7 +20,7 @@ from typing import Any
 PACKAGES = ("numpy", "scipy", "pandas", "numba", "simpy", "pydantic", "networkx", "joblib", "rich", "typer", "torch")
 OPTIONAL = ("plotly", "cvxpy", "sklearn", "transformers", "triton", "pynvml", "hypothesis", "pytest")
 NEEDED, USEFUL = "needed", "useful"
-OWN = ("analyse", "cases", "predictions", "programs", "questions", "rounds")
+OWN = ("analyse", "cases", "predictions", "programs", "questions", "rounds", "supervise")
 
 Check = Callable[[str], str]
 
@@ -36,6 +36,7 @@ def main() -> int:
         ("parsim, calibration and the programme", NEEDED, lambda _: own_modules()),
         ("driver", NEEDED, driver_works),
         ("a product behind a sleep", NEEDED, product_timed),
+        ("a process group of one rank", NEEDED, group_works),
         ("fp8 products", USEFUL, fp8_works),
         ("a CUDA graph", USEFUL, graph_works),
         ("clocks and power", USEFUL, board_read),
@@ -119,6 +120,28 @@ def product_timed(device: str, precision: str = "bf16", side: int = 2048) -> str
     row = measure_product(open_device(device), product, PRECISIONS[precision], least_s=0.1)
     rate, queued = 1e-12 * row["flop_per_s"], "queued" if row["queued"] else "not queued"
     return f"{precision} {product}: {rate:.4g} TFLOP/s, {queued}, off by {row['relative_error']:.1e}"
+
+
+def group_works(device: str) -> str:
+    """The calibration and every run begin by it, with NCCL on a GPU."""
+    import torch
+    import torch.distributed as dist
+
+    backend, number = ("nccl", 0) if device == "cuda" else ("gloo", None)
+    where = torch.device(device, number) if number is not None else torch.device(device)
+    dist.init_process_group(
+        backend, store=dist.HashStore(), rank=0, world_size=1, device_id=where if device == "cuda" else None
+    )
+    try:
+        values = torch.full((1024,), 3.0, device=where)
+        dist.all_reduce(values)
+        dist.barrier()
+        if not bool((values == 3.0).all()):
+            raise RuntimeError(f"an all_reduce of one rank gave {values[0].item()}, not 3")
+    finally:
+        dist.destroy_process_group()
+    version = ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else ""
+    return f"{backend} {version}".strip()
 
 
 def fp8_works(device: str) -> str:

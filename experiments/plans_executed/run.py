@@ -6,7 +6,8 @@
 Plans are drawn at random through the search's own families and run for real over gloo in float64: one launch per model and
 number of processes, in which the processes train under one plan after another. Weights, optimizer state, running statistics
 and the loss of every step are compared with single-process training. What was compared already lies in the folder of `--out`
-and is not run again. Remove the folder after a change of the executor. `--only` runs some plans, whatever is known of them.
+and is not run again, as long as the same plan is drawn under its number: a change of the search draws others. Remove the folder
+after a change of the executor. `--only` runs some plans, whatever is known of them.
 Needs a CPU build of torch: the processes are forked after a trace, and under a CUDA build autograd refuses to work in them.
 """
 
@@ -28,7 +29,7 @@ os.environ["PARSIM_ALLOW_CODE"] = "1"  # two of the five models are modules besi
 import torch
 
 from experiments.plans_executed.comparing import TOLERANCE, Outcome, References, outcomes_of
-from experiments.plans_executed.drawing import drawn
+from experiments.plans_executed.drawing import DrawnPlan, drawn
 from experiments.plans_executed.features import features_of
 from experiments.plans_executed.models import SUBJECTS
 from experiments.plans_executed.readme import RESULTS, summary, write_readme
@@ -90,19 +91,28 @@ def compared(
     """
     folder = asked.out / f"{references.steps}-steps"
     paths = {number: folder / f"{name}-{processes}-{asked.seed}-{number}.json" for number in numbers}
-    open_ = [number for number, path in paths.items() if asked.only or not path.is_file()]
-    if open_ and time.monotonic() < until:
+    plans = {number: drawn(name, processes, asked.seed, number) for number in numbers} if time.monotonic() < until else {}
+    some = [plan for number, plan in plans.items() if asked.only or not is_known(paths[number], plan)]
+    if some:
         began = time.monotonic()
         folder.mkdir(parents=True, exist_ok=True)
-        some = [drawn(name, processes, asked.seed, number) for number in open_]
         with tempfile.TemporaryDirectory() as place:
             found = outcomes_of(some, Path(place), steps=references.steps, timeout_s=asked.timeout, references=references)
         for outcome in found:
             if not outcome.holds:
                 print(outcome.describe(), file=sys.stderr, flush=True)
             write_text_atomically(paths[outcome.drawn.number], json.dumps(row_of(outcome, references.moved)))
-        print(f"{len(open_)} plans to {some[-1].name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        print(f"{len(some)} plans to {some[-1].name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return [json.loads(path.read_text()) for path in paths.values() if path.is_file()]
+
+
+def is_known(path: Path, plan: DrawnPlan) -> bool:
+    """Whether a row of this very plan is there.
+
+    Args:
+        path: of the row of its number. plan: that is drawn under it now.
+    """
+    return path.is_file() and json.loads(path.read_text())["plan"] == plan.plan.summary()
 
 
 def row_of(outcome: Outcome, moved: float) -> dict[str, Any]:

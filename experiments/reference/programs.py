@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,17 @@ SEED, BATCHES, LEARNING_RATE = 0, 4, 1e-3
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
-class SilentStreams(ThreadStreams):
-    """As the executor's, without reading the clock or keeping a `TaskTime` per task."""
+class SwitchedStreams(ThreadStreams):
+    """The executor's, which between two steps can be told to read no clock and to keep no `TaskTime`."""
 
-    def _note(self, task: int, stream: str, ready_s: float) -> None:
+    def record(self, on: bool) -> None:
+        """From the next step on."""
+        for name in ("_clock", "_note"):
+            self.__dict__.pop(name, None)
+        if not on:
+            self.__dict__ |= {"_clock": repeat(0.0).__next__, "_note": self._note_nothing}
+
+    def _note_nothing(self, task: int, stream: str, ready_s: float) -> None:
         self._end_s[task] = 0.0
 
 
@@ -83,9 +91,9 @@ class Batches:
 
 
 class Executor:
-    """The plan as parsim's executor interprets it. silent: without recording when tasks ran."""
+    """The plan as parsim's executor interprets it. Attributes: streams: can be told not to record when tasks ran."""
 
-    def __init__(self, case: Case, model: Model, batches: Batches, dtype: torch.dtype, rank: int, *, silent: bool) -> None:
+    def __init__(self, case: Case, model: Model, batches: Batches, dtype: torch.dtype, rank: int) -> None:
         plan = case.plan(model)
         run = RunSpec(
             name="run",
@@ -113,7 +121,7 @@ class Executor:
         )
         groups = ProcessGroups(300.0)
         groups.make(graph, run.precision)
-        self.streams = SilentStreams() if silent else ThreadStreams()
+        self.streams = SwitchedStreams()
         self.program = RankProgram(graph, self.stage, self.streams, groups.mine)
         self.batches, self.number = batches, 0
         self.last: list[TaskTime] = []

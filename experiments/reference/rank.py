@@ -26,6 +26,8 @@ from parsim.model.load import load_model
 from parsim.model.model import Model
 
 SETTLE_STEPS = 2
+PAIRS = 20
+"""Of steps per round, one of which records."""
 TIMEOUT_S = 300.0
 
 
@@ -53,8 +55,11 @@ def main(path: Path) -> None:
     for program in programs.values():
         for _ in range(SETTLE_STEPS):
             program.step()
+    ours = programs["parsim"]
+    assert isinstance(ours, Executor)
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     cpu_s: dict[str, list[float]] = {name: [] for name in programs}
+    steps_s: list[tuple[list[float], list[float]]] = []
     for number in range(job.rounds):
         pulse().begin(Doing.WORKING, "timing", number + 1)
         order = list(programs) if number % 2 == 0 else list(programs)[::-1]
@@ -62,9 +67,10 @@ def main(path: Path) -> None:
             wall, cpu = timed(programs[name], job.steps)
             seconds[name].append(wall)
             cpu_s[name].append(cpu)
+        steps_s.append(switched(ours, PAIRS))
         if place.rank == 0:
             write_progress({"round": f"{number + 1}/{job.rounds}"})
-    found |= {"seconds": seconds, "cpu_s": cpu_s}
+    found |= {"seconds": seconds, "cpu_s": cpu_s, "switched": steps_s}
     write_json_atomically(path.parent / f"rank-{place.rank}.json", found)
     for program in programs.values():
         program.close()
@@ -72,12 +78,11 @@ def main(path: Path) -> None:
 
 
 def programs_of(case: Case, model: Model, dtype: torch.dtype, rank: int) -> Mapping[str, Executor | Native]:
-    """parsim and the backend, each twice: without recording, and for the A/A floor."""
+    """parsim and the backend, which comes twice for the A/A floor."""
     batches = Batches(case, dtype, rank)
     return {
-        "parsim": Executor(case, model, batches, dtype, rank, silent=False),
+        "parsim": Executor(case, model, batches, dtype, rank),
         "native": Native(case, model, batches, dtype, rank),
-        "silent": Executor(case, model, batches, dtype, rank, silent=True),
         "native again": Native(case, model, batches, dtype, rank),
     }
 
@@ -93,10 +98,29 @@ def timed(program: Executor | Native, steps: int) -> tuple[float, float]:
     return (time.perf_counter() - begun) / steps, (time.process_time() - cpu) / steps
 
 
+def switched(program: Executor, pairs: int) -> tuple[list[float], list[float]]:
+    """Seconds of single steps of one program that records in every other step: those that record, and those that do not.
+
+    The two steps of a pair change places from pair to pair, so neither always comes behind the other.
+    """
+    for _ in range(SETTLE_STEPS):
+        program.step()
+    meet()
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for pair in range(pairs):
+        for on in (True, False) if pair % 2 == 0 else (False, True):
+            program.streams.record(on)
+            begun = time.perf_counter()
+            program.step()
+            found[on].append(time.perf_counter() - begun)
+    program.streams.record(True)
+    return found[True], found[False]
+
+
 def difference(case: Case, model: Model, steps: int, folder: Path, rank: int) -> float:
     """The largest difference of any weight after float64 steps, over the largest absolute weight of its array."""
     batches = Batches(case, torch.float64, rank)
-    ours = Executor(case, model, batches, torch.float64, rank, silent=False)
+    ours = Executor(case, model, batches, torch.float64, rank)
     theirs = Native(case, model, batches, torch.float64, rank)
     for _ in range(steps):
         ours.step()

@@ -16,7 +16,8 @@ One plan per row, on two CPU processes over gloo, with a core and a thread each.
 - *Ratio*: the step of parsim's executor over the native one, paired within each of {rounds} rounds of {steps} steps. The
   median, and its 95% interval by the bootstrap over rounds, as in the columns behind it.
 - *CPU*: the same of the processor seconds of both ranks, which other programs disturb less.
-- *Recording*: the executor over itself without reading the clock and keeping times.
+- *Recording*: a step over one that reads no clock and keeps no times, of one executor that does both in turn. The median of all
+  pairs, and its interval by the bootstrap over rounds.
 - *A/A*: a second native step over the first, in the same rounds.
 
 | case | difference | ours, ms | native, ms | ratio (95%) | < {limit} | CPU (95%) | recording | < {recording_limit} | A/A |

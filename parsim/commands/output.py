@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from parsim.errors import ConfigError
 from parsim.files import finite
+from parsim.units import printable
 
 if TYPE_CHECKING:
     from parsim.report.tables import ReportTable
@@ -108,8 +109,15 @@ def print_tables(tables: Sequence[ReportTable]) -> None:
         console.print(to_rich(table))
 
 
+def print_lines(lines: Iterable[str]) -> None:
+    """Lines for people, with control characters spelled out: they may quote names from files. Args: lines: in order."""
+    print("\n".join(printable(line) for line in lines))
+
+
 def print_verdict(document: Mapping[str, Any]) -> None:
-    """Whether a run went as predicted, what was different, and where it is recorded."""
+    """What loading was predicted from; whether a run went as predicted, what was different, and where it is recorded."""
+    if document.get("loading") is not None:
+        print(document["loading"]["text"])
     found = document["diagnosis"]
     print(f"prediction: {found['text']}")
     for finding in found["findings"]:

@@ -46,6 +46,7 @@ def simulate(
     as_json: JsonFlag = False,
 ) -> None:
     """Simulate one step of the best plan of a strategy: step time, breakdown, memory, critical path."""
+    from parsim.costs.loading import MeasuredLoading
     from parsim.report.tables import breakdown_table, memory_table, strategy_table
     from parsim.workflow.folders.run_folder import new_folder, write_json
     from parsim.workflow.folders.write_prediction import write_prediction
@@ -92,6 +93,8 @@ def simulate(
     print(f"One step alone: {format_seconds(evaluation.timeline.makespan_s)}; in a row, steps overlap")
     for line in [] if found.quoted is None else found.quoted.lines():
         print(line)
+    if isinstance(problem.loading, MeasuredLoading):
+        print(problem.loading.text())
     print(loss_text(problem.model))
     if found.assumed:
         print(assumed_text(found.assumed))

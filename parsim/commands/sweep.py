@@ -19,6 +19,7 @@ from parsim.commands.output import (
     TokensOption,
     on_gpus,
     print_json,
+    print_lines,
     print_tables,
 )
 from parsim.workflow.progress import progress
@@ -94,7 +95,7 @@ def sweep(
         print_json(found.to_dict())
         return
     print_tables([found.report()])
-    print("\n".join(found.lines()))
+    print_lines(found.lines())
     print(f"Rows: {folder / 'points.csv'}; a page to explore them: parsim explore {folder}")
 
 
@@ -123,7 +124,7 @@ def compare(
     if as_json:
         print_json(found.to_dict())
     else:
-        print("\n".join(found.lines()))
+        print_lines(found.lines())
 
 
 def explore(

@@ -52,6 +52,7 @@ class PriceContext:
         gpu_speed: likewise what a GPU computes; 1 on a CPU.
         updates, updated_by: factors that the profile's last validation left in it, and that run's name.
         corrections: factors that the running job has shown. scale: of a question of what would be.
+        loading_is_current: loading was measured at the machine's present speed.
         post_wait_s: seconds that computation takes longer right after its rank waited for communication, at today's speed.
         after_wait: this work comes right after such a wait.
     """
@@ -67,6 +68,7 @@ class PriceContext:
     post_wait_s: float
     after_wait: bool = False
     scale: HardwareScale = AS_IT_IS
+    loading_is_current: bool = False
 
 
 def price_context(
@@ -76,12 +78,14 @@ def price_context(
     ranks_active: int | None = None,
     corrections: RunCorrections = NO_RUN_CORRECTIONS,
     scale: HardwareScale = AS_IT_IS,
+    loading_is_current: bool = False,
 ) -> PriceContext:
     """Collect the numbers of the cluster's profile and of a running job that adjust every price.
 
     Args:
         cluster: the machine. corrections: learnt from the running job. scale: of a question of what would be.
         ranks: of the plan (None: all of the cluster). ranks_active: how many compute at once (None: a rank on every core).
+        loading_is_current: loading was measured at the machine's present speed.
     """
     profile = cluster.profile
     host, speed = profile.host, speed_since(profile, ranks_active).mean
@@ -96,6 +100,7 @@ def price_context(
         updated_by=profile.updates[-1].run if profile.updates else "",
         corrections=corrections,
         scale=scale,
+        loading_is_current=loading_is_current,
         post_wait_s=0.0 if host is None else speed * host.post_wait_s,
     )
 
@@ -194,7 +199,7 @@ def _host_overhead(subject: Subject, context: PriceContext) -> Term | None:
 
 
 def _speed_factor(subject: Subject, context: PriceContext) -> Term | None:
-    if context.speed == 1.0:
+    if context.speed == 1.0 or (context.loading_is_current and isinstance(subject.work, LoadBatch)):
         return None
     return Term("speed factor", "times", context.speed, "measured", SINCE)
 
@@ -256,7 +261,7 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         name="speed factor",
         applies_to=EVERYTHING,
         term=_speed_factor,
-        sentence="A shared machine is slower or faster now than while it was calibrated, at everything alike (CPUs).",
+        sentence="A shared machine is slower or faster now than while it was calibrated, at all that the profile holds (CPUs).",
         source="`today` over `noise.probe` of the profile; measured by `parsim calibrate --refresh PROFILE`",
     ),
     Adjustment(

@@ -13,6 +13,7 @@ from parsim.costs.compute.compute import ComputeCosts, compute_costs
 from parsim.costs.estimate import Estimate, OverlapFactors, Term, Terms
 from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.costs.hardware_scale import AS_IT_IS, HardwareScale
+from parsim.costs.loading import MeasuredLoading, estimate_measured_load
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.device import Device
@@ -47,6 +48,7 @@ class Costs:
         ranks: of the plan (None: all of the cluster); where they outnumber the cores, their computation is crowded.
         corrections: what a run has shown the profile to be wrong by, on top of what the profile's own updates say.
         scale: how many times as fast computation and links would be.
+        loading: of a dataset of the user's own, as it was timed; None: the profile prices it.
     """
 
     model: Model
@@ -59,6 +61,7 @@ class Costs:
     ranks: int | None = None
     corrections: RunCorrections = NO_RUN_CORRECTIONS
     scale: HardwareScale = AS_IT_IS
+    loading: MeasuredLoading | None = None
 
     def estimate(
         self, work: Work, rank: int, concurrent: tuple[tuple[int, ...], ...] = (), *, after_wait: bool = False
@@ -119,6 +122,9 @@ class Costs:
         Args:
             other: of the same model, cluster, precision and optimizer.
         """
+        crowds = self.loading is not None and self.loading.workers > 0  # workers take what the ranks leave of the cores
+        if crowds and self.ranks != other.ranks:
+            return False
         return self._context == other._context and self._computation.loads_alike(self.ranks_active, other.ranks_active)
 
     @cached_property
@@ -129,6 +135,7 @@ class Costs:
             ranks_active=self.ranks_active,
             corrections=self.corrections,
             scale=self.scale,
+            loading_is_current=self.loading is not None,
         )
 
     @cached_property
@@ -142,7 +149,7 @@ class Costs:
                 return self._compute(work, self._device(rank))
             case OptimizerStep():
                 return self._computation.optimizer(
-                    work, self.optimizer, self._device(rank), master_weights=self.master_weights, ema=self.ema
+                    work, work.optimizer or self.optimizer, self._device(rank), master_weights=self.master_weights, ema=self.ema
                 )
             case ClipGradients():
                 return self._computation.clip(work, self.optimizer, self._device(rank), master_weights=self.master_weights)
@@ -153,7 +160,26 @@ class Costs:
             case SendRecv():
                 return estimate_send_recv(work, self.cluster, concurrent)
             case LoadBatch():
-                return estimate_load(work, self._device(rank), self.cluster)
+                return self._load(work, self._device(rank))
+
+    def _load(self, work: LoadBatch, device: Device) -> Estimate:
+        """On a GPU the next batch is read beside the copy of this one."""
+        on_cores = DEVICE_KINDS[device.type.kind].on_cores
+        copy = estimate_load(work, device, self.cluster)
+        if self.loading is None:
+            return copy
+        read = estimate_measured_load(work, self.loading, ranks=self.ranks or self.cluster.size, on_cores=on_cores)
+        return read if on_cores or read.median_s > copy.median_s else copy
+
+    def reading_floor_s(self, work: LoadBatch, rank: int) -> float:
+        """No mean step of the rank is shorter: what workers read of its batches meanwhile; 0 where it reads in its turn.
+
+        Args:
+            work, rank: as `estimate` takes them.
+        """
+        if self.loading is None:
+            return 0.0
+        return self.loading.floor_s(work, on_cores=DEVICE_KINDS[self._device(rank).type.kind].on_cores)
 
     @property
     def shared_cores(self) -> tuple[int, ...]:

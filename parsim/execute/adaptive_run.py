@@ -146,7 +146,9 @@ def problem_of(spec: AdaptiveSpec, run: RunSpec) -> PlanningProblem:
         optimizer=run.optimizer,
         master_weights=run.master_weights,
         ema=run.recipe.ema is not None,
+        fit_probability=spec.fit_probability,
         zero_stage=run.plan.zero_stage,
         recompute=run.plan.recompute,
         clip_gradients=run.plan.clip_gradients,
+        loading=spec.loading,
     )

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from parsim.costs.loading import MeasuredLoading
+from parsim.costs.memory.verdict import FIT_PROBABILITY
 from parsim.errors import ExecutionError
 from parsim.execute.training.recipe import PLAIN, TrainingRecipe
 from parsim.files import read_json, reading, version_problem, write_text_atomically
@@ -73,6 +75,8 @@ class AdaptiveSpec:
     Attributes:
         profile: path or name of the hardware profile. devices: as `cluster_from_profile` takes them.
         window_steps: steps between two looks. epoch_steps: of one pass over the data.
+        fit_probability: with which the memory of a plan must suffice.
+        loading: of a dataset of the user's own, as it was measured; None: of another one, or not measured.
     """
 
     profile: str
@@ -80,6 +84,8 @@ class AdaptiveSpec:
     precision: str
     window_steps: int
     epoch_steps: int
+    fit_probability: float = FIT_PROBABILITY
+    loading: MeasuredLoading | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +178,9 @@ class Job:
             adaptive = document["adaptive"]
             if adaptive is not None:
                 devices = None if adaptive["devices"] is None else tuple(adaptive["devices"])
-                document["adaptive"] = AdaptiveSpec(**{**adaptive, "devices": devices})
+                measured = adaptive.get("loading")
+                loading = None if measured is None else MeasuredLoading.from_dict(measured)
+                document["adaptive"] = AdaptiveSpec(**{**adaptive, "devices": devices, "loading": loading})
             found = cls(**document)
             check_types(found, "job")
             return found

@@ -99,8 +99,13 @@ def _as_it_is(values: Any) -> Any:
 
 
 def _begin_worker(number: int, *, parent: int) -> None:
-    """A worker has no core of the rank's and no priority over it, and ends when the rank does."""
+    """A worker ends when the rank does."""
     die_with_parent(parent)
+    prepare_worker()
+
+
+def prepare_worker() -> None:
+    """A process that reads has one thread, no core of the rank's and no priority over it."""
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))

@@ -1,23 +1,32 @@
 """In which numbers a rank computes: the types of weights, autocast, loss scaling, and torch's switches for matmul and cuDNN.
 
-The switches are set explicitly, whatever torch's defaults are, and read back for the record.
+The switches are set explicitly, whatever torch's defaults are, and read back for the record. torch has two ways to set TF32.
+Reading by the older one fails where somebody has set by the newer. So both are set, and the newer one is read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from parsim.errors import ExecutionError
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.state.loss_scale import LossScale
 from parsim.model.number_formats import check_executable, number_format
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 AUTOCAST = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+TF32, IEEE = "tf32", "ieee"
+"""torch's words."""
+
+OVERRIDE_VARIABLE = "NVIDIA_TF32_OVERRIDE"
 _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 
 
@@ -70,26 +79,53 @@ def numerics_in(
 def set_switches(*, tf32: bool) -> None:
     """TF32 on or off for matmuls and convolutions alike. No search for the fastest convolution, because its result
     differs from run to run. Algorithms need not be deterministic, as in the calibration.
+
+    Raises:
+        ExecutionError: the environment overrides the switch in NVIDIA's libraries.
     """
+    forced = os.environ.get(OVERRIDE_VARIABLE)
+    if torch.version.cuda is not None and forced == ("0" if tf32 else "1"):
+        raise ExecutionError(
+            f"{OVERRIDE_VARIABLE}={forced} makes NVIDIA's libraries {'ignore' if tf32 else 'use'} TF32 whatever is asked, and "
+            f"this run asks for {'tf32' if tf32 else 'fp32 without TF32'}; unset {OVERRIDE_VARIABLE}"
+        )
+    backends: Any = torch.backends
+    matmul, cudnn = backends.cuda.matmul, backends.cudnn
+    backends.fp32_precision = "none"  # what the others take where they are not set
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    torch.backends.cudnn.allow_tf32 = tf32
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = False
+    matmul.allow_tf32 = tf32
+    cudnn.allow_tf32 = tf32
+    for place in (matmul, cudnn.conv, cudnn.rnn):
+        place.fp32_precision = TF32 if tf32 else IEEE
+    cudnn.benchmark = False
+    cudnn.deterministic = False
 
 
 def switches() -> dict[str, Any]:
     """The same, and what else of torch's decides in which numbers matmuls add up, as it is now."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    backends: Any = torch.backends
+    matmul, cudnn = backends.cuda.matmul, backends.cudnn
     return {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "matmul_allow_tf32": bool(matmul.allow_tf32),
-        "cudnn_allow_tf32": bool(cudnn.allow_tf32),
+        "float32_matmul_precision": "high" if matmul.fp32_precision == TF32 else "highest",
+        "matmul_allow_tf32": matmul.fp32_precision == TF32,
+        "cudnn_allow_tf32": TF32 in (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision),
         "cudnn_benchmark": bool(cudnn.benchmark),
         "cudnn_deterministic": bool(cudnn.deterministic),
         "fp16_reduced_precision_reduction": bool(matmul.allow_fp16_reduced_precision_reduction),
         "bf16_reduced_precision_reduction": bool(matmul.allow_bf16_reduced_precision_reduction),
     }
+
+
+def check_switches(asked: Mapping[str, Any]) -> None:
+    """Warn if the switches are not those any more that the record names: a forward may have set them."""
+    now = switches()
+    changed = [f"{name} {asked[name]} to {now[name]}" for name in asked if now[name] != asked[name]]
+    if changed:
+        warnings.warn(
+            f"the model changed torch's switches while it was run ({', '.join(changed)}): it did not compute in the numbers "
+            "that were asked for; leave them to training.precision",
+            stacklevel=2,
+        )
 
 
 def described(job: Job, device: str) -> dict[str, Any]:

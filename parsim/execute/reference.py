@@ -28,6 +28,7 @@ from parsim.execute.state.optimizer import make_optimizer
 from parsim.execute.state.weight_averages import EMA
 from parsim.execute.training.learning_rate import scheduler
 from parsim.execute.training.recipe import PLAIN, Schedule, TrainingRecipe
+from parsim.execute.training.update_groups import group_of
 from parsim.execute.training.weight_decay import exempt_names
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Component
@@ -88,7 +89,7 @@ def train_reference(
     order = order_of(data, plan.global_batch, seed)
     exempt = exempt_names(module, recipe.no_weight_decay)
     updater = _Updater(trained, optimizer, learning_rate, numerics, recipe, exempt)
-    updater.follow(recipe.schedule, learning_rate, steps=steps, order=order)
+    updater.follow(recipe.schedule, steps=steps, order=order)
     if plan.is_mixed and model is not None and any(True for _ in module.buffers()):
         replay = _Replay(spec, plan, model, module, dtype, updater)
         losses = []
@@ -153,14 +154,22 @@ class _Updater:
         self._named = named
         self._masters = MasterWeights(list(named.values())) if numerics.master_weights else None
         stepped = self._stepped()
-        without = [stepped[name] for name in stepped if name in exempt]
-        self._optimizer = make_optimizer(optimizer, stepped.values(), learning_rate, recipe=recipe, exempt=without)
+        groups = {name: found.name for name in stepped if (found := group_of(name, recipe.groups)) is not None}
+        rules = {"": (optimizer, learning_rate), **{own.name: (own.optimizer, own.learning_rate) for own in recipe.groups}}
+        self._optimizers: list[tuple[torch.optim.Optimizer, float]] = []
+        for group, (kind, rate) in rules.items():
+            own = [name for name in stepped if groups.get(name, "") == group]
+            if own:
+                without = [stepped[name] for name in own if name in exempt]
+                tensors = [stepped[name] for name in own]
+                made = make_optimizer(kind, tensors, rate, recipe=recipe.of(group), exempt=without)
+                self._optimizers.append((made, rate))
         self._clip_norm = recipe.clip_norm
         self._weights = nn.ParameterList(stepped.values())
         make: Any = get_ema_multi_avg_fn  # torch leaves it without types
         average = None if recipe.ema is None else make(recipe.ema.decay)
         self._averages = None if average is None else AveragedModel(self._weights, multi_avg_fn=average)
-        self._rate: LRScheduler | None = None
+        self._rates: list[LRScheduler] = []
         self._steps, self._every = 0, 1
         first = numerics.loss_scale
         self._scaler = (
@@ -168,13 +177,13 @@ class _Updater:
         )
         self._replicas: dict[str, Tensor] = {}
 
-    def follow(self, schedule: Schedule | None, learning_rate: float, *, steps: int, order: Order) -> None:
-        """Let the learning rate follow a schedule, moved on after every step or pass over the data."""
+    def follow(self, schedule: Schedule | None, *, steps: int, order: Order) -> None:
+        """Let the learning rates follow a schedule, moved on after every step or pass over the data."""
         if schedule is None:
             return
         self._every = 1 if schedule.per == "step" else order.steps_per_epoch
         length = max(1, (steps - 1) // self._every + 1 - schedule.warmup)
-        self._rate = scheduler(self._optimizer, schedule, learning_rate, length)
+        self._rates = [scheduler(optimizer, schedule, rate, length) for optimizer, rate in self._optimizers]
 
     @property
     def scale(self) -> float:
@@ -212,24 +221,31 @@ class _Updater:
             self._named[name].grad = gradient
         if self._clip_norm is not None:
             if self._scaler is not None:
-                self._scaler.unscale_(self._optimizer)
+                for optimizer, _ in self._optimizers:
+                    self._scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(self._named.values(), self._clip_norm)
-        if self._masters is not None:
-            self._masters.step(self._optimizer)
-        elif self._scaler is not None:
-            self._scaler.step(self._optimizer)
+        for optimizer, _ in self._optimizers:
+            if self._masters is not None:
+                self._masters.step(optimizer)
+            elif self._scaler is not None:
+                self._scaler.step(optimizer)
+            else:
+                optimizer.step()
+        if self._scaler is not None:
             self._scaler.update()
-        else:
-            self._optimizer.step()
         self._steps += 1
         if self._averages is not None:
             self._averages.update_parameters(self._weights)
-        if self._rate is not None and self._steps % self._every == 0:
-            self._rate.step()
+        for rate in self._rates if self._steps % self._every == 0 else ():
+            rate.step()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Of the optimizer, by parameter name; with its copy in fp32, if there is one."""
-        found = _optimizer_state(self._optimizer, self._stepped())
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in self._stepped().items():
+            states = (optimizer.state[parameter] for optimizer, _ in self._optimizers if parameter in optimizer.state)
+            own: dict[str, Any] = next(states, {})
+            found[name] = {key: value.detach().clone() for key, value in own.items() if isinstance(value, Tensor)}
         if self._averages is not None:
             for name, average in zip(self._named, self._averages.module.parameters(), strict=True):
                 found.setdefault(name, {})[EMA] = average.detach().clone()
@@ -333,13 +349,6 @@ class _Replay:
                     own[name] = self._kept[plan.replica_of_rank(rank), group, name].detach().clone()
             found.append(own)
         return tuple(found)
-
-
-def _optimizer_state(updater: torch.optim.Optimizer, named: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    return {
-        name: {key: value.detach().clone() for key, value in updater.state[parameter].items() if isinstance(value, Tensor)}
-        for name, parameter in named.items()
-    }
 
 
 def _clone(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

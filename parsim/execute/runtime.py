@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -201,7 +202,7 @@ class RankProgram:
             case Compute() | LoadBatch():
                 return self._computing.operation(task)
             case OptimizerStep():
-                return self._stage.optimizer_step
+                return partial(self._stage.optimizer_step, task.work.group)
             case ClipGradients() | Collective() | SendRecv():
                 return self._communicating.operation(task)
         raise ExecutionError(f"no way to run {task.work}; teach parsim.execute.runtime this work")

@@ -12,21 +12,23 @@ from torch import Tensor, nn
 
 from parsim.execute.numerics import Numerics
 from parsim.execute.randomness import ComponentRandomness
-from parsim.execute.state.checkpoint import RankState, restore_optimizer, restore_tensors
+from parsim.execute.state.checkpoint import RankState, restore_tensors
 from parsim.execute.state.fragments import Fragment, fragment_of, is_per_element, piece_of
+from parsim.execute.state.group_updates import GroupUpdates, Stepped
 from parsim.execute.state.loss_scale import overflow_flag
-from parsim.execute.state.master_weights import MASTER, MasterWeights
-from parsim.execute.state.optimizer import flat_gradients, make_optimizer
+from parsim.execute.state.master_weights import MASTER
+from parsim.execute.state.optimizer import flat_gradients
 from parsim.execute.state.value_names import check_names
-from parsim.execute.state.weight_averages import EMA, update_averages
+from parsim.execute.state.weight_averages import EMA
 from parsim.execute.state.zero import DividedBucket
 from parsim.execute.training.clipping import scale_to_norm, squared_norm
 from parsim.execute.training.recipe import PLAIN, TrainingRecipe
 from parsim.execute.training.weight_decay import exempt_names
 from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.clipping import CountedPart, counted_by
+from parsim.graph.passes.gradients import updates_of
 from parsim.graph.plan_index import PlanIndex
-from parsim.model.build import build_module
+from parsim.model.build import build_module, check_real
 from parsim.model.component import LOSS
 from parsim.model.interface import example_batch, interface_of, loss_of
 from parsim.model.runnable import CallProgram, Runnable
@@ -51,6 +53,7 @@ class StageReplica:
         loss_scale: of the step at hand, with fp16; None: the loss is not scaled.
         agree: with a scaled loss, how the ranks of the plan find out whether the gradients of any have overflowed.
         also_resident: lines of memory that others keep between steps for this rank, and their tensors.
+        updates: the optimizers, by group of parameters.
         loss_counts: whether this rank's losses are to be added up: false where another rank has the same ones, or it has none.
     """
 
@@ -113,8 +116,15 @@ class StageReplica:
             else flat_gradients([self.parameters[p.name] for p in bucket.parameters])
             for bucket in layout.rank_buckets(rank)
         }
-        self._masters = MasterWeights([tensor for tensor, _ in self._updated()]) if self.numerics.master_weights else None
-        self._optimizer = self.another_optimizer(optimizer, learning_rate)
+        groups = [step.group for step in updates_of(layout, rank)]
+        self.updates = GroupUpdates(
+            optimizer,
+            learning_rate,
+            recipe,
+            {group: self._stepped(group) for group in groups},
+            master_weights=self.numerics.master_weights,
+        )
+        self._skipped = False
         self.loss_counts = LOSS in own and (layout.placement[LOSS].kind != "replicate" or shard == 0)
         self.gradient_norm: Tensor | None = None
         self._counts = counted_by(layout, rank) if layout.plan.clip_gradients else []
@@ -144,25 +154,6 @@ class StageReplica:
     def computing(self) -> AbstractContextManager[object]:
         """Around every forward of a component: autocast, where the precision asks for it."""
         return self.numerics.computing(self.device)
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        return self._optimizer
-
-    @optimizer.setter
-    def optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self._optimizer = optimizer
-
-    def another_optimizer(self, name: str, learning_rate: float) -> torch.optim.Optimizer | None:
-        """Another optimizer of this stage's parameters, with separate state; None for a stage without parameters."""
-        updated = self._updated()
-        if not updated:
-            return None
-        exempt = [tensor for tensor, without in updated if without]
-        if self._masters is None:
-            return make_optimizer(name, [tensor for tensor, _ in updated], learning_rate, recipe=self.recipe, exempt=exempt)
-        copies = [self._masters.of(tensor) for tensor in exempt]
-        return make_optimizer(name, self._masters.copies, learning_rate, recipe=self.recipe, exempt=copies)
 
     def local_shape(self, value: str, layout: ValueLayout) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of one microbatch of a value, in that layout, on a rank that holds any of it."""
@@ -221,15 +212,15 @@ class StageReplica:
         """Let go of the parameters of a bucket but for this rank's part."""
         self._divided[bucket].end_parameters()
 
-    def _updated(self) -> list[tuple[Tensor, bool]]:
-        """What the optimizer of this rank steps: its trainable parameters, or its parts of divided buckets; and whether each
-        has no weight decay."""
-        own: list[tuple[Tensor, bool]] = [
-            (parameter, name in self._exempt)
+    def _stepped(self, group: str) -> list[Stepped]:
+        """What the optimizer of a group steps: its trainable parameters, or its parts of divided buckets."""
+        own = [
+            Stepped(parameter, name in self._exempt)
             for name, parameter in self.parameters.items()
-            if name not in self._divided_in and self._held[name].trainable
+            if name not in self._divided_in and self._held[name].trainable and self._held[name].group == group
         ]
-        return own + [(run.tensor, run.exempt) for entry in self._divided.values() for run in entry.runs]
+        divided = (entry for entry in self._divided.values() if entry.group == group)
+        return own + [Stepped(run.tensor, run.exempt) for entry in divided for run in entry.runs]
 
     def squared_norm(self) -> Tensor:
         """The sum of the squares of the gradients that this rank counts (`counted_by`), as one float64."""
@@ -250,18 +241,15 @@ class StageReplica:
         own = [self.gradient_chunk(number) if number in self._divided else flat for number, flat in self.buckets.items()]
         scale_to_norm(own, self.gradient_norm, self.recipe.clip_norm)
 
-    def optimizer_step(self) -> None:
-        """Update, then zero the buckets for the next step."""
-        assert self._optimizer is not None, "a stage without parameters has no optimizer task"
-        if not self.overflowed():
-            if self._masters is None:
-                self._optimizer.step()
-            else:
-                self._masters.step(self._optimizer)
-            if self.recipe.ema is not None:
-                update_averages(self._optimizer, self.recipe.ema.decay)
-        for flat in self.buckets.values():
-            flat.zero_()
+    def optimizer_step(self, group: str = "") -> None:
+        """Update one group of parameters, then zero its buckets for the next step. The first group looks for an overflow."""
+        if group == next(iter(self.updates.optimizers)):
+            self._skipped = self.overflowed()
+        if not self._skipped:
+            self.updates.step(group)
+        for number, flat in self.buckets.items():
+            if self.layout.buckets[number].first[0].group == group:
+                flat.zero_()
 
     def overflowed(self) -> bool:
         """With a scaled loss: divide the gradients by the scale, and agree with all ranks of the plan on whether this step is
@@ -325,7 +313,7 @@ class StageReplica:
         master = state.pop(MASTER, None)
         if self.recipe.ema is None:
             state.pop(EMA, None)
-        if self._masters is not None and held.trainable:
+        if self.updates.has_masters and held.trainable:
             state[MASTER] = (weight if master is None else master).float()
         elif master is not None:
             weight = master  # finer than what was rounded
@@ -360,32 +348,21 @@ class StageReplica:
     def finish_loading(self) -> None:
         """Give the optimizer the states that `load_parameter` has collected."""
         states, self._loaded = dict(self._loaded), {}
-        if self._optimizer is None:
-            return
-        named: dict[str, Tensor] = {name: tensor for name, tensor in self.parameters.items() if self._held[name].trainable}
-        for number, divided in self._divided.items():
-            named.update({_chunk_name(number, place): run.tensor for place, run in enumerate(divided.runs)})
-        for name in self._divided_in:
-            del named[name]
-        if self._masters is not None:
-            named = {name: self._masters.of(tensor) for name, tensor in named.items()}
-            with torch.no_grad():
-                for name, state in states.items():
-                    if MASTER in state:  # else nothing but padding
-                        named[name].copy_(state.pop(MASTER))
-        restore_optimizer(self._optimizer, named, {name: state for name, state in states.items() if state})
+        for group in self.updates.optimizers:
+            named: dict[str, Tensor] = {
+                name: tensor
+                for name, tensor in self.parameters.items()
+                if self._held[name].trainable and self._held[name].group == group and name not in self._divided_in
+            }
+            for number, divided in self._divided.items():
+                if divided.group == group:
+                    named.update({_chunk_name(number, place): run.tensor for place, run in enumerate(divided.runs)})
+            self.updates.restore(group, named, states)
 
     def optimizer_state_of(self, name: str) -> dict[str, Any]:
         """The optimizer's state of a parameter that is not divided; empty before its first step and for a frozen one."""
-        return self._state_of(self.parameters[name]) if self._optimizer is not None and self._held[name].trainable else {}
-
-    def _state_of(self, stepped: Tensor) -> dict[str, Any]:
-        """The optimizer's state of a parameter or a part of a bucket, with its copy in fp32 where there is one."""
-        assert self._optimizer is not None
-        if self._masters is None:
-            return dict(self._optimizer.state.get(stepped) or {})
-        copy = self._masters.of(stepped)
-        return {**(self._optimizer.state.get(copy) or {}), MASTER: copy.data}
+        held = self._held[name]
+        return self.updates.state_of(self.parameters[name], held.group) if held.trainable else {}
 
     def _bucket_weights(self, bucket: Bucket) -> Iterator[tuple[str, Fragment, Tensor]]:
         """The weights of a bucket that this rank contributes."""
@@ -399,17 +376,15 @@ class StageReplica:
 
     def _bucket_state(self, bucket: Bucket) -> Iterator[tuple[str, Fragment, Mapping[str, Any]]]:
         """The optimizer state of a bucket that this rank contributes."""
-        if self._optimizer is None:
-            return
         if bucket.number not in self._divided:
             if bucket.group[0] == self.rank:
                 for held in bucket.parameters:
-                    state = self._state_of(self.parameters[held.name])
+                    state = self.updates.state_of(self.parameters[held.name], held.group)
                     if state:
                         yield held.name, fragment_of(held), state
             return
         divided = self._divided[bucket.number]
-        states = [self._state_of(run.tensor) for run in divided.runs]
+        states = [self.updates.state_of(run.tensor, divided.group) for run in divided.runs]
         for name, (fragment, _) in divided.parts.items():
             state = states[divided.run_of(name)]
             if state:
@@ -429,13 +404,11 @@ class StageReplica:
 
     def resident_tensors(self) -> dict[str, list[Tensor]]:
         """What is alive between steps, by the line of memory it belongs to."""
-        state = [] if self._optimizer is None else [entry for held in self._optimizer.state.values() for entry in held.values()]
-        state += [] if self._masters is None else self._masters.copies
         parts = [divided.chunk for divided in self._divided.values()]
         return {
             "parameters": [*self.parameters.values(), *parts],
             "gradients": list(self.buckets.values()),
-            "optimizer_state": [entry for entry in state if isinstance(entry, Tensor)],
+            "optimizer_state": self.updates.resident_tensors(),
             "buffers": list(self.buffers().values()),
             **{line: tensors() for line, tensors in self.also_resident.items()},
         }
@@ -474,9 +447,19 @@ def seeded_module(spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.
 
     Args:
         spec: of the model. seed: of torch's generators. dtype, device: of the weights.
+
+    Raises:
+        ModelError: complex parameters.
     """
     torch.manual_seed(seed)
-    module = build_module(spec).to(device=device, dtype=dtype)
+    module = build_module(spec)
+    check_real(module)
+
+    def cast(tensor: Tensor) -> Tensor:
+        """As `Module.double` does: `Module.to` would drop the imaginary part of complex buffers."""
+        return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+
+    module._apply(cast)  # type: ignore[no-untyped-call]
     return module.train()
 
 

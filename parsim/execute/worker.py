@@ -6,6 +6,7 @@ the job's output folder.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import warnings
@@ -15,15 +16,17 @@ from typing import TextIO
 
 import torch
 
-from parsim.execute.cuda.faults import check_alone
+from parsim.errors import ExecutionError
+from parsim.execute.cuda.faults import told_outside_steps
 from parsim.execute.job import EXECUTION, Job
-from parsim.execute.numerics import described, set_switches
+from parsim.execute.numerics import check_switches, described, set_switches, switches
 from parsim.execute.processes.exchange import meet
 from parsim.execute.processes.group import ProcessPlace, close_group, init_group, read_place, worker_main
-from parsim.execute.processes.pinning import prepare_rank
+from parsim.execute.processes.pinning import Pinning, prepare_rank
 from parsim.execute.processes.progress import WARNING, write_progress
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.processes.supervise.heartbeat import Doing, pulse
+from parsim.execute.processes.supervise.scratch import sole_user
 from parsim.execute.training.loop import train
 from parsim.execute.training.rank_run import ProcessGroups, RankRun
 from parsim.files import write_text_atomically
@@ -45,15 +48,30 @@ def main(job_path: Path) -> None:
     warnings.showwarning = _tell_warning
     job = Job.load(job_path)
     started = read_place()
+    with contextlib.ExitStack() as held:
+        if job.mode == "train" and started.rank == 0 and not pulse().is_watched:  # parsim's launcher holds the folder itself
+            _hold(Path(job.output), held)
+        _run(job, started)
+
+
+def _hold(folder: Path, held: contextlib.ExitStack) -> None:
+    """Nobody else trains in the folder until `held` is closed. Raises ExecutionError: another training holds it."""
+    if not held.enter_context(sole_user(folder)):
+        raise ExecutionError(f"another training runs in {folder}; wait until it has ended, or end it")
+
+
+def _run(job: Job, started: ProcessPlace) -> None:
+    """Join the group, build, train or measure, and write the records."""
     pinning = prepare_rank(started.local_rank, started.local_world_size, device=job.device)
     timeout_s = WATCHED_S if pulse().is_watched else job.timeout_s
-    place = init_group(job.device, timeout_s=timeout_s)
-    if place.device.startswith("cuda"):
-        free, total = torch.cuda.mem_get_info(torch.device(place.device))
-        check_alone(place.rank, place.device, total - free)
-    set_switches(tf32=any(run.precision == "tf32" for run in job.runs))
-    if place.rank == 0:
-        write_text_atomically(Path(job.output) / EXECUTION, json.dumps(described(job, place.device), indent=1))
+    place = init_group(job.device, timeout_s=timeout_s, alone=True)
+    with told_outside_steps(place.rank, place.device, lambda: pulse().doing):
+        _work(job, place, pinning, timeout_s)
+    close_group(place)
+
+
+def _work(job: Job, place: ProcessPlace, pinning: Pinning, timeout_s: float) -> None:
+    """Build every run, train or measure, write the records."""
     plans = []
     for run in job.runs:
         layout = PlanIndex(run.plan, Model.load(Path(run.model_path)))
@@ -65,18 +83,25 @@ def main(job_path: Path) -> None:
         RankRun(run, layout, graph, place, groups.mine, steps=job.total_steps) if place.rank < run.plan.world_size else None
         for run, layout, graph in plans
     ]
+    set_switches(tf32=any(run.precision == "tf32" for run in job.runs))  # after modules of users, which may set them too
+    asked = switches()
+    if place.rank == 0:
+        write_text_atomically(Path(job.output) / EXECUTION, json.dumps(described(job, place.device), indent=1))
     if job.mode == "train":
         (only,) = runs
         assert only is not None, "a training job has as many ranks as its plan"
         looks = pinning.first and job.device == "cpu"  # the probe of a GPU takes memory that the plan may need
-        runs = [train(job, only, place, groups, SpeedProbe(torch.device(place.device)) if looks else None)]
+        done = train(job, only, place, groups, SpeedProbe(torch.device(place.device)) if looks else None)
+        if done is None:
+            only.close()
+        runs = [done]
     else:
         _measure(job, runs, place, SpeedProbe(torch.device(place.device)) if pinning.first else None)
+    check_switches(asked)
     for entry in runs:
         if entry is not None:
             entry.record().save(Path(job.output) / entry.run.name)
             entry.close()
-    close_group(place)
 
 
 def _tell_warning(

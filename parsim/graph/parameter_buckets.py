@@ -23,6 +23,8 @@ class HeldParameter(NamedTuple):
     shard: int = 0
     ways: int = 1
     trainable: bool = True
+    group: str = ""
+    optimizer: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -156,21 +158,19 @@ def _cut_by(component: Component, placement: Placement) -> Mapping[str, Paramete
 
 def _hold(parameter: Parameter, part: ParameterShard | None, ways: int, shard: int) -> HeldParameter:
     """`part`: how the parameter is cut; None: it is held whole."""
+    updated = parameter.trainable, parameter.group, parameter.optimizer
     if part is None:
-        return HeldParameter(parameter.name, parameter.elements, parameter.element_bytes, trainable=parameter.trainable)
+        return HeldParameter(parameter.name, parameter.elements, parameter.element_bytes, None, 0, 1, *updated)
     elements = share_of(part.size, ways).of(parameter.elements)
-    return HeldParameter(
-        parameter.name, elements, parameter.element_bytes, part, shard % ways, ways, trainable=parameter.trainable
-    )
+    return HeldParameter(parameter.name, elements, parameter.element_bytes, part, shard % ways, ways, *updated)
 
 
 def _held_by(shard: int, first: HeldParameter) -> HeldParameter:
     """What a tp rank holds, from what the first one does."""
     if first.part is None:
         return first
-    return HeldParameter(
-        first.name, first.elements, first.element_bytes, first.part, shard % first.ways, first.ways, first.trainable
-    )
+    name, elements, element_bytes, part, _, ways, trainable, group, optimizer = first
+    return HeldParameter(name, elements, element_bytes, part, shard % ways, ways, trainable, group, optimizer)
 
 
 def alike(component: Component, placement: Placement, parameter: str, tp: int) -> tuple[tuple[int, ...], ...]:
@@ -268,9 +268,9 @@ def gradient_buckets(
 ) -> Buckets:
     """Buckets in the order their gradients are complete: backwards through each stage, those tied across stages last.
 
-    Parameters held alike share buckets; a bucket is closed once it holds `bucket_bytes`. A parameter is ready when the
-    *first* component that uses it has run its backward. Where buckets come and go with every microbatch (ZeRO 2 and 3) none
-    holds parameters of two chunks. Frozen parameters have no gradients and are in none.
+    Parameters held alike and of one update group share buckets; a bucket is closed once it holds `bucket_bytes`. A parameter
+    is ready when the *first* component that uses it has run its backward. Where buckets come and go with every microbatch (ZeRO
+    2 and 3) none holds parameters of two chunks. Frozen parameters have no gradients and are in none.
 
     Args:
         frozen: group the frozen parameters instead, by the ranks that hold them.
@@ -296,8 +296,9 @@ def gradient_buckets(
         if component.name not in cuts:
             cuts[component.name] = _cut_by(component, placement)
         part = cuts[component.name].get(name)
-        kind = ("shard", placement.ways) if part is not None else holding(component, placement, name)[:2]
-        return _Open(parameter, component, _hold(parameter, part, placement.ways, 0), stages, (*kind, parameter.expert_ways))
+        held = ("shard", placement.ways) if part is not None else holding(component, placement, name)[:2]
+        kind = (*held, parameter.expert_ways, parameter.group)
+        return _Open(parameter, component, _hold(parameter, part, placement.ways, 0), stages, kind)
 
     own: dict[tuple[int, ...], list[str]] = {}
     for name in parameters:

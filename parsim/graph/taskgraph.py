@@ -91,7 +91,8 @@ def _(work: Compute) -> str:
 
 @work_text.register
 def _(work: OptimizerStep) -> str:
-    return f"optimizer {work.elements} elements in {work.tensors}"
+    group = f" of {work.group} by {work.optimizer}" if work.group else ""
+    return f"optimizer {work.elements} elements in {work.tensors}{group}"
 
 
 @work_text.register
@@ -130,8 +131,9 @@ def parse_work(text: str) -> Work:
     Raises:
         GraphError: the text is no work.
     """
-    if match := re.fullmatch(r"optimizer (\d+) elements in (\d+)", text):
-        return OptimizerStep(elements=int(match[1]), tensors=int(match[2]))
+    if match := re.fullmatch(r"optimizer (\d+) elements in (\d+)(?: of (\S+) by (\S+))?", text):
+        elements, tensors, whose, optimizer = match.groups(default="")
+        return OptimizerStep(elements=int(elements), tensors=int(tensors), group=whose, optimizer=optimizer)
     if match := re.fullmatch(r"clip (norm|scale) (\d+) elements in (\d+)", text):
         return ClipGradients(part=match[1], elements=int(match[2]), tensors=int(match[3]))
     phase = r"(forward|recompute|backward(?:_input|_weight)?)"

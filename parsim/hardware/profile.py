@@ -445,12 +445,16 @@ def source_keys(node: object) -> set[str]:
     Args:
         node: of a JSON document.
     """
-    if isinstance(node, dict):
-        own = {value for key, value in node.items() if key.endswith("source") and isinstance(value, str)}
-        return own.union(*(source_keys(value) for value in node.values()))
-    if isinstance(node, list):
-        return set[str]().union(*(source_keys(value) for value in node))
-    return set()
+    found: set[str] = set()
+    left = [node]
+    while left:
+        entry = left.pop()
+        if isinstance(entry, dict):
+            found.update(value for key, value in entry.items() if isinstance(value, str) and key.endswith("source"))
+            left.extend(value for value in entry.values() if isinstance(value, dict | list))
+        elif isinstance(entry, list):
+            left.extend(value for value in entry if isinstance(value, dict | list))
+    return found
 
 
 def shipped_profiles() -> list[str]:

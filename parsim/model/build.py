@@ -201,6 +201,21 @@ def content_of(spec: ModelSpec) -> str:
     return f"{digest} {len(seen) - 1}"
 
 
+def check_real(module: nn.Module) -> None:
+    """Refuse to train complex parameters: gradients are summed and divided in flat arrays of real numbers.
+
+    Raises:
+        ModelError: names the first one.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex() and parameter.requires_grad:
+            raise ModelError(
+                f"parameter {name} of {type(module).__name__} is complex ({parameter.dtype}), and a run sums and divides real "
+                f"ones: keep its real form (nn.Parameter(torch.view_as_real(weight))) and write torch.view_as_complex(self."
+                f"{name.rpartition('.')[2]}) in forward, which computes the same"
+            )
+
+
 def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
     """`module.to(dtype)` for one that may be fake: numbers that are not whole change their type, tied weights stay tied."""
     from torch import nn

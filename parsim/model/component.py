@@ -74,6 +74,7 @@ class Parameter:
     """A parameter array by its qualified name in the module; a tied one carries one name in all its components.
 
     `trainable`: False for a frozen one (requires_grad False): no gradient, no optimizer state, no communication.
+    `group`: the update group that it belongs to, and the row of OPTIMIZERS that updates this group; "" for the usual one.
     `expert_ways`: its experts are divided over so many neighbouring copies of the stage, and these elements are one part.
     """
 
@@ -82,6 +83,8 @@ class Parameter:
     element_bytes: int = 4
     trainable: bool = True
     expert_ways: int = 1
+    group: str = ""
+    optimizer: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -170,6 +173,21 @@ class Selective:
     first_peaks: tuple[tuple[int, int], ...]
     second_peaks: tuple[tuple[int, int], ...]
     operators: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitBackward:
+    """The first half of a backward that puts off the gradients of parameters. Bytes are (per sample, fixed).
+
+    Attributes:
+        peaks: its moments that can be the fullest, beyond all saved activations, of which none is let go meanwhile; with the
+            gradients of outputs and inputs.
+        waiting: what it leaves for the second half beyond the saved activations, without the gradients of inputs: what arrived
+            at operators with parameters, less what only operators behind them had saved.
+    """
+
+    peaks: tuple[tuple[int, int], ...]
+    waiting: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +300,7 @@ class HalfComponent:
     forward_peaks: tuple[tuple[int, int], ...] = ()
     backward_peaks: tuple[tuple[int, int], ...] = ()
     selective: Selective | None = None
+    split_backward: SplitBackward | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,6 +389,7 @@ class Component:
         selective: as it is recomputed by operator; None: it cannot be, or that keeps no less.
         gradient_views: (input, output), where the gradient of the input is a part of the memory of the output's, as behind a
             concatenation.
+        split_backward: its backward in halves; None: not counted, or it has none (no parameters, or no gradient of an input).
     """
 
     name: str
@@ -389,6 +409,7 @@ class Component:
     pair_bytes: tuple[int, int, int] = (0, 0, 0)
     selective: Selective | None = None
     gradient_views: tuple[tuple[str, str], ...] = ()
+    split_backward: SplitBackward | None = None
 
     def at_samples(self, samples: int) -> Component:
         """The component with what is not linear in its samples as fixed bytes: pairs of samples, and the rest of last pages.
@@ -406,6 +427,7 @@ class Component:
             forward_peaks=tuple((rate, fixed + rest + forward) for rate, fixed in self.forward_peaks),
             backward_peaks=tuple((rate, fixed + backward) for rate, fixed in self.backward_peaks),
             selective=None if self.selective is None else _more_kept(self.selective, rest),
+            split_backward=None if any(self.pair_bytes) else self.split_backward,
             paged_bytes=(),
             pair_bytes=(0, 0, 0),
         )
@@ -430,6 +452,12 @@ class Component:
     @property
     def parameter_bytes(self) -> int:
         return sum(parameter.size_bytes for parameter in self.parameters)
+
+    @property
+    def update_groups(self) -> tuple[tuple[int, str, str], ...]:
+        """The elements, group and optimizer of parameters that are in a group; they change no work of the component."""
+        grouped = (parameter for parameter in self.parameters if parameter.group)
+        return tuple((parameter.elements, parameter.group, parameter.optimizer) for parameter in grouped)
 
     @property
     def trainable_parameters(self) -> tuple[Parameter, ...]:

@@ -34,6 +34,7 @@ from parsim.model.component import (
     Sharding,
     ShardPeak,
     ShardSelective,
+    SplitBackward,
     Value,
 )
 from parsim.typed import check_types
@@ -128,7 +129,13 @@ class Model:
         numbers: dict[object, int] = {}
         return {
             component.name: numbers.setdefault(
-                (component.fingerprint, component.divisions, component.inside, self.has_input_gradient(component)),
+                (
+                    component.fingerprint,
+                    component.divisions,
+                    component.inside,
+                    self.has_input_gradient(component),
+                    component.update_groups,
+                ),
                 len(numbers),
             )
             for component in self.components
@@ -211,8 +218,11 @@ class Model:
             _drop_defaults([component], "gradient_views", ())
             _drop_defaults(component["parameters"], "trainable", True)
             _drop_defaults(component["parameters"], "expert_ways", 1)
+            _drop_defaults(component["parameters"], "group", "")
+            _drop_defaults(component["parameters"], "optimizer", "")
             _drop_defaults((component,), "inside", None)
             _drop_defaults((component, *_given(component["half"])), "selective", None)
+            _drop_defaults((component, *_given(component["half"])), "split_backward", None)
             _drop_defaults(component["operators"], "gradients", "")
             for sharding in component["shardings"]:
                 _drop_defaults((*sharding["parameters"], *sharding["buffers"]), "runs", ())
@@ -277,8 +287,16 @@ def _component(entry: dict[str, Any]) -> Component:
             "pair_bytes": tuple(map(int, entry.get("pair_bytes", (0, 0, 0)))),
             "half": None
             if entry["half"] is None
-            else HalfComponent(**{**entry["half"], **_peaks(entry["half"]), "selective": _selective(entry["half"])}),
+            else HalfComponent(
+                **{
+                    **entry["half"],
+                    **_peaks(entry["half"]),
+                    "selective": _selective(entry["half"]),
+                    "split_backward": _split_backward(entry["half"]),
+                }
+            ),
             "selective": _selective(entry),
+            "split_backward": _split_backward(entry),
             "gradient_views": tuple((str(value), str(whole)) for value, whole in entry.get("gradient_views", ())),
             "inside": None if entry.get("inside") is None else _inside(entry["inside"]),
         }
@@ -289,22 +307,27 @@ def _inside(entry: dict[str, Any]) -> InnerExchange:
     return InnerExchange(**{**entry, "experts": tuple(entry["experts"])})
 
 
+def _pair(one: Any) -> tuple[int, int]:
+    return int(one[0]), int(one[1])
+
+
 def _selective(entry: dict[str, Any]) -> Selective | None:
     found = entry.get("selective")
     if found is None:
         return None
-
-    def pair(one: Any) -> tuple[int, int]:
-        return int(one[0]), int(one[1])
-
     return Selective(
         values=tuple(found["values"]),
-        kept=pair(found["kept"]),
-        again=pair(found["again"]),
-        first_peaks=tuple(map(pair, found["first_peaks"])),
-        second_peaks=tuple(map(pair, found["second_peaks"])),
-        operators=tuple(map(pair, found["operators"])),
+        kept=_pair(found["kept"]),
+        again=_pair(found["again"]),
+        first_peaks=tuple(map(_pair, found["first_peaks"])),
+        second_peaks=tuple(map(_pair, found["second_peaks"])),
+        operators=tuple(map(_pair, found["operators"])),
     )
+
+
+def _split_backward(entry: dict[str, Any]) -> SplitBackward | None:
+    found = entry.get("split_backward")
+    return None if found is None else SplitBackward(peaks=tuple(map(_pair, found["peaks"])), waiting=_pair(found["waiting"]))
 
 
 def _shard_selective(entry: dict[str, Any]) -> ShardSelective | None:

@@ -6,12 +6,13 @@ Costs, memory, checkpoints, calibration and the executor read this table. It nee
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from parsim.errors import ConfigError
 from parsim.registry import Registry
+from parsim.work import OptimizerStep
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,3 +131,25 @@ OPTIMIZERS: Registry[Optimizer] = Registry(
         ),
     },
 )
+
+
+class Grouped(Protocol):
+    """A parameter, or what a rank holds of it: its scalars and the group with which it is updated."""
+
+    @property
+    def elements(self) -> int: ...
+    @property
+    def group(self) -> str: ...
+    @property
+    def optimizer(self) -> str: ...
+
+
+def update_steps(parameters: Iterable[Grouped]) -> tuple[OptimizerStep, ...]:
+    """The updates of these parameters, each in an array of its own: one per group, that without a name first."""
+    sizes: dict[tuple[str, str], list[int]] = {}
+    for parameter in parameters:
+        sizes.setdefault((parameter.group, parameter.optimizer), []).append(parameter.elements)
+    return tuple(
+        OptimizerStep(elements=sum(sizes[group, name]), tensors=len(sizes[group, name]), group=group, optimizer=name)
+        for group, name in sorted(sizes)
+    )

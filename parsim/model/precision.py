@@ -42,6 +42,7 @@ def component_in(component: Component, precision: str) -> Component:
         shardings=tuple(_sharding(entry, component, half, size) for entry in component.shardings),
         half=half,
         selective=component.selective and (half.selective or component.selective),
+        split_backward=half.split_backward,
     )
 
 

@@ -34,6 +34,12 @@ _NEEDED = {
 }
 
 
+COUNTS = ("layers", "depth")
+"""Arguments that count layers."""
+MOST_LAYERS = 4096
+"""Of a model: more take minutes and gigabytes before a search begins."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """Attributes:
@@ -178,6 +184,7 @@ def resolve(spec: ModelSpec) -> ModelSpec:
                 raise ModelError(f"argument {name} of {spec.name} must be >= 0 and < 1, got {value!r}")
         elif isinstance(value, int) and value < 1:
             raise ModelError(f"argument {name} of {spec.name} must be >= 1, got {value!r}; for example {defaults[name]}")
+        check_count(spec.name, name, value)
     loss = None if spec.loss == row.loss else spec.loss
     args = tuple(sorted({**defaults, **given}.items()))
     return replace(spec, args=args, input_shape=shape, loss=loss, control_flow=REFUSE)  # none depends on its data
@@ -193,9 +200,19 @@ def _resolve_named(spec: ModelSpec) -> ModelSpec:
             raise ModelError(f"input_shape of {spec.name} must be [seq], the same as the argument seq, got {spec.input_shape}")
         args["seq"] = spec.input_shape[0]
     check_own(spec.name, args)
-    shape_of(spec.name, args)
+    check_count(spec.name, "layers", shape_of(spec.name, args).layers)
     args["seq"] = seq = sequence_of(spec.name, args)
     return replace(spec, args=tuple(sorted(args.items())), input_shape=(seq,), loss=None)
+
+
+def check_count(model: str, argument: str, value: object) -> None:
+    """Raise ModelError for more layers than a search ends with.
+
+    Args:
+        model: its name. argument: of the model; only those that count layers are looked at.
+    """
+    if argument in COUNTS and isinstance(value, int) and value > MOST_LAYERS:
+        raise ModelError(f"argument {argument} of {model} must be <= {MOST_LAYERS}, got {value}")
 
 
 def is_known(name: str) -> bool:

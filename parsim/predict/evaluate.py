@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from parsim.analyze.bounds import busiest_resource_s
 from parsim.analyze.breakdown import RankBreakdown, breakdown, step_fractions
 from parsim.arrays import Floats
-from parsim.costs.estimate import Estimate, OverlapFactors
+from parsim.costs.costs import Costs
+from parsim.costs.estimate import Estimate, OverlapFactors, Term
+from parsim.costs.loading import WAIT, UnmeasuredLoading
 from parsim.costs.memory.records import RankMemory
 from parsim.costs.uncertainty.draws import (
     medians_s,
@@ -38,7 +40,7 @@ from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import Interval, IntervalCorrection, PlanResult
 from parsim.predict.unlisted import unlisted_warnings
 from parsim.timeline import Timeline
-from parsim.work import Work, ranks_of_work
+from parsim.work import LoadBatch, Work, ranks_of_work
 
 REPEATED_STEPS = 4
 NOISY_STEPS = 64
@@ -142,6 +144,7 @@ def evaluate(
             *_warnings(estimates, seconds, kinds),
             *unlisted_warnings(problem, columns.units, estimates, seconds),
             *problem.model.assumptions,
+            *([problem.loading.text()] if isinstance(problem.loading, UnmeasuredLoading) else []),
             *relaxed_warnings(plan),
         ),
         reason=reason,
@@ -209,6 +212,7 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
         folding, compiled, estimates = nearly
     columns = compiled.columns
     medians = medians_s(estimates)[columns.unit]
+    floor_s = _reading_floor_s(costs, columns)
     measured = problem.cluster.profile.overlap is not None
     works = [unit.work for unit in columns.units] if measured else []
     overlap = costs.overlap(works, _seconds(estimates, columns, folding) if measured else [])
@@ -221,10 +225,14 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
             estimates=estimates,
             overlap=overlap,
             steady_s=steady_s,
-            step_s=step_s + costs.between_steps_s,
+            step_s=max(step_s + costs.between_steps_s, floor_s),
             period=period,
         )
     steady_s = float(mean_step_s(compiled, medians[None, :], overlap, steps=REPEATED_STEPS)[0])
+    if floor_s > steady_s + costs.between_steps_s:
+        estimates = _waiting_for_workers(columns, estimates, floor_s - steady_s - costs.between_steps_s)
+        medians = medians_s(estimates)[columns.unit]
+        steady_s = float(mean_step_s(compiled, medians[None, :], overlap, steps=REPEATED_STEPS)[0])
     step_s = steady_s
     if sigma and plan.world_size > 1:
         noisy = folded_unsteady_step_s if folding.is_folded else _unsteady_alone_s
@@ -236,6 +244,23 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
         overlap=overlap,
         steady_s=steady_s,
         step_s=step_s + costs.between_steps_s,
+    )
+
+
+def _reading_floor_s(costs: Costs, columns: Columns) -> float:
+    """The longest that the workers of any rank take for a batch."""
+    if costs.loading is None:
+        return 0.0
+    loads = [(unit.work, unit.rank) for unit in columns.units if isinstance(unit.work, LoadBatch)]
+    return max((costs.reading_floor_s(work, rank) for work, rank in loads), default=0.0)
+
+
+def _waiting_for_workers(columns: Columns, estimates: Sequence[Estimate], wait_s: float) -> tuple[Estimate, ...]:
+    """Estimates of a program whose ranks compute faster than their workers read: every load waits for the rest."""
+    wait = Term(WAIT, "plus", wait_s, "measured", "the workers read slower than the ranks compute")
+    return tuple(
+        estimate.then(wait) if isinstance(unit.work, LoadBatch) else estimate
+        for unit, estimate in zip(columns.units, estimates, strict=True)
     )
 
 
@@ -418,6 +443,8 @@ def _warnings(estimates: Sequence[Estimate], seconds: NDArray[np.float64], memor
     if over:
         worst = max(over, key=lambda entry: entry.excess_bytes)
         warnings.append(f"does not fit: {worst.describe()}")
+    elif (least := min(memory, key=lambda entry: entry.fit_probability)) and not least.is_safe:
+        warnings.append(f"may run out of memory: {least.describe()}")
     outside = np.array([estimate.extrapolated for estimate in estimates], dtype=bool)
     share = float(seconds[outside].sum() / max(seconds.sum(), 1e-30))
     if share >= WORTH_SAYING:

@@ -256,7 +256,7 @@ def _kind_of(work: Work) -> TaskKind:
             shard = f" 1/{work.ways} {work.rule}" if work.ways > 1 else ""
             return TaskKind(COMPUTE, "compute", f"{work.component}{shard}", work.phase.value)
         case OptimizerStep():
-            return TaskKind(COMPUTE, "optimizer")
+            return TaskKind(COMPUTE, "optimizer", "", work.group)
         case ClipGradients():
             return TaskKind(COMPUTE, "clip", work.part)
         case Mix():

@@ -159,8 +159,9 @@ class Played:
             return 0.0
         if checkpoints.write_bytes_per_s is None:
             return checkpoints.write_s or 0.0
-        model, state = self.problem.model, self.problem.optimizer_state_bytes_per_element
-        return (model.parameter_bytes + state * model.parameter_count) / checkpoints.write_bytes_per_s
+        model = self.problem.model
+        state = sum(self.problem.state_bytes_per_element(each.optimizer) * each.elements for each in model.parameters)
+        return (model.parameter_bytes + state) / checkpoints.write_bytes_per_s
 
     def evaluation_s(self, run: Run) -> float:
         """Forward passes over the evaluation samples at the step's own rate: the forwards' share of its computation."""

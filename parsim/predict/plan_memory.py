@@ -11,12 +11,15 @@ Leaves out: conversions of earlier values that are under way while a later compo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from parsim.costs.memory.chunks import Chunks
 from parsim.costs.memory.rank_memory import rank_memory
 from parsim.costs.memory.records import Boundary, RankMemory, RankStep, Weights
+from parsim.costs.memory.verdict import FIT_PROBABILITY
 from parsim.costs.memory.waiting import Wait, waiting_bytes
 from parsim.graph.parameter_buckets import Bucket
+from parsim.graph.passes.gradients import updates_of
 from parsim.graph.placed_model import Reading
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.stage_links import pipeline_of
@@ -26,7 +29,7 @@ from parsim.plans.held import held_moments, links_of
 from parsim.plans.pipeline import PIPELINE_ORDERS, in_flight
 from parsim.plans.redistribution import ValueLayout, conversion
 from parsim.predict.boundary.conversions import bytes_here, gradient_bytes, handed_bytes, storage_of
-from parsim.predict.boundary.waiting import waiting_gradients, waiting_values
+from parsim.predict.boundary.waiting import between_chunks, waiting_gradients, waiting_values
 from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.rank_traffic import local_bytes, made_before, messages_by_link, rank_traffic
 from parsim.predict.round_memory import Scored, batches_held, with_evaluation_line, with_relaxed_lines
@@ -42,6 +45,7 @@ def plan_memory(
     master_weights: bool = True,
     ema: bool = False,
     scored: Scored = "",
+    fit_probability: float = FIT_PROBABILITY,
 ) -> tuple[RankMemory, ...]:
     """Peak memory of every rank of a plan.
 
@@ -51,7 +55,7 @@ def plan_memory(
     Args:
         layout: the plan and its model. cluster: devices by rank.
         precision, optimizer, master_weights: as in RUN.toml. ema: whether averages of the weights are kept.
-        scored: what is validated between steps.
+        scored: what is validated between steps. fit_probability: with which a rank must fit.
 
     Returns:
         One RankMemory per rank, in rank order, bytes. Leaves out conversions of earlier values while a later component
@@ -98,7 +102,7 @@ def plan_memory(
                 traffic=rank_traffic(kept, rank, cluster.profile.communication.backend),
             )
         alike = known[place]
-        own = RankMemory(rank=rank, lines=alike.lines, limit_bytes=alike.limit_bytes, spreads=alike.spreads)
+        own = replace(alike, rank=rank, wanted_probability=fit_probability)
         own = with_relaxed_lines(own, kept, rank)
         memories.append(with_evaluation_line(own, kept, scored))
     return tuple(memories)
@@ -119,14 +123,15 @@ def rank_chunks(kept: KeptActivations, rank: int, names: Sequence[str]) -> Chunk
     chunk_of = {stage: chunk for chunk, stage in enumerate(plan.place_stages(place))}
     pipeline = pipeline_of(layout, plan.shard_of_rank(rank), place)
     inward, outward = links_of(pipeline, place)
-    sizes = messages_by_link(kept, rank)
+    sizes, own = messages_by_link(kept, rank), between_chunks(kept, rank)
     return Chunks(
         chunk_of={name: chunk_of[layout.chunk_of[name]] for name in names},
-        moments=held_moments(pipeline, place, apart=plan.zero_stage >= 2),
+        moments=held_moments(pipeline, place, apart=plan.zero_stage >= 2, own=tuple(own)),
         halved=frozenset(name for name in names if layout.is_halved(name)),
         for_weights=frozenset(name for name in names if not layout.wants_input_gradient(name)),
         arriving_bytes=[sizes[link] for link in inward],
         leaving_bytes=[sizes[link] for link in outward],
+        between_bytes=list(own.values()),
         made_before=made_before(kept, rank, names),
     )
 
@@ -148,7 +153,7 @@ def rank_weights(layout: PlanIndex, rank: int) -> Weights:
     return Weights(
         parameter_bytes=frozen + sum(_held_of(bucket, whole=stage < 3, padded=stage >= 1) for bucket, stage in stages),
         gradient_bytes=sum(_held_of(bucket, whole=stage < 2, padded=stage >= 1) for bucket, stage in stages),
-        updated_elements=sum(bucket.chunk_elements if stage >= 1 else bucket.elements for bucket, stage in stages),
+        updates=updates_of(layout, rank),
         unsharded=unsharded_bytes(layout, rank),
     )
 

@@ -12,8 +12,10 @@ from parsim.costs.estimate import Estimate
 from parsim.costs.feedback.history import NO_HISTORY, History
 from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.costs.hardware_scale import AS_IT_IS, HardwareScale
+from parsim.costs.loading import MeasuredLoading, OwnLoading
 from parsim.costs.memory.rank_memory import optimizer_bytes
 from parsim.costs.memory.records import RankMemory
+from parsim.costs.memory.verdict import FIT_PROBABILITY
 from parsim.costs.pricing import Priced, price
 from parsim.graph.columns import Units
 from parsim.graph.plan_index import PlanIndex
@@ -39,11 +41,12 @@ class PlanningProblem:
     """Attributes:
     model: its values are as wide as the precision sends them. global_batch: samples per step.
     precision, optimizer, master_weights: as in RUN.toml. ema: moving averages of the weights are kept.
-    scored: what is validated during the training.
+    scored: what is validated during the training. fit_probability: with which the memory of a plan must suffice.
     corrections: learnt from a run. scale: of hardware that would be faster.
     zero_stage: that plans are to have; "auto": any. recompute: likewise; "auto": where a plan would not fit, as little as
         makes it fit. segments: whether plans may recompute layers as a whole (`Plan.segments`), which only the simulator can.
         constraints: what else plans must keep.
+    loading: of a dataset of the user's own, measured or not; None: of another one, which the profile prices.
     history: of the profile's validations, by which intervals are corrected.
     capacity_factor: of experts, visits that one has room for over their mean; 0: as many as come.
     is_divided: the model is already that of a rank (`on`). clip_gradients: that plans are to clip by the global norm.
@@ -58,8 +61,10 @@ class PlanningProblem:
     master_weights: bool = True
     ema: bool = False
     scored: Scored = ""
+    fit_probability: float = FIT_PROBABILITY
     corrections: RunCorrections = NO_RUN_CORRECTIONS
     scale: HardwareScale = AS_IT_IS
+    loading: OwnLoading | None = None
     history: History = NO_HISTORY
     zero_stage: int | Literal["auto"] = AUTO
     recompute: Recompute = AUTO
@@ -80,10 +85,21 @@ class PlanningProblem:
         """The ZeRO stage of a plan that is not searched for: 0 where it is left open."""
         return self.zero_stage if isinstance(self.zero_stage, int) else 0
 
+    def state_bytes_per_element(self, optimizer: str = "") -> int:
+        """What an optimizer keeps of a parameter.
+
+        Args:
+            optimizer: of a `Parameter`; "": the problem's.
+        """
+        if optimizer not in self._state_bytes:
+            name = optimizer or self.optimizer
+            found = optimizer_bytes(name, self.precision, master_weights=self.master_weights, ema=self.ema)
+            self._state_bytes[optimizer] = found[0]
+        return self._state_bytes[optimizer]
+
     @cached_property
-    def optimizer_state_bytes_per_element(self) -> int:
-        """What the optimizer keeps of a parameter."""
-        return optimizer_bytes(self.optimizer, self.precision, master_weights=self.master_weights, ema=self.ema)[0]
+    def _state_bytes(self) -> dict[str, int]:
+        return {}
 
     def allows(self, component: str, placement: Placement) -> bool:
         """Whether pins and forbids leave the component this placement."""
@@ -177,6 +193,7 @@ class PlanningProblem:
                 master_weights=self.master_weights,
                 ema=self.ema,
                 scored=self.scored,
+                fit_probability=self.fit_probability,
             )
         return self._memories[plan]
 
@@ -212,6 +229,7 @@ class PlanningProblem:
                 ranks=ranks,
                 corrections=self.corrections,
                 scale=self.scale,
+                loading=self.loading if isinstance(self.loading, MeasuredLoading) else None,
             )
             others = (entry for other, entry in self._costs.items() if other[1:] == key[1:])
             alike = (entry for entry in others if own.priced_alike(entry[1]))

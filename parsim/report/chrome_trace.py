@@ -36,8 +36,8 @@ def task_label(task: Task) -> str:
         case Compute() as work:
             part = f" {work.part}" if work.part else ""
             return f"{work.phase.short} {work.component}{part}{microbatch}"
-        case OptimizerStep():
-            return "optimizer"
+        case OptimizerStep() as work:
+            return f"optimizer {work.group}" if work.group else "optimizer"
         case ClipGradients() as work:
             return f"clip {work.part}"
         case SendRecv() as work:

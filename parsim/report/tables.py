@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from parsim.costs.memory.verdict import verdict_text
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES
-from parsim.units import format_bandwidth, format_bytes, format_count, format_percent, format_seconds
+from parsim.units import format_bandwidth, format_bytes, format_count, format_percent, format_seconds, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -424,7 +424,7 @@ def to_rich(table: ReportTable, width: int | None = None) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = _folded(table, shutil.get_terminal_size().columns if width is None else width)
+    table = _folded(_printable(table), shutil.get_terminal_size().columns if width is None else width)
     notes = "\n".join(table.notes) or None
     caption = None if notes is None else Text(notes)  # as it is: a name of the user's may look like markup
     drawn = Table(title=Text(table.title), title_justify="left", caption=caption, caption_justify="left", box=SIMPLE_HEAD)
@@ -437,7 +437,7 @@ def to_rich(table: ReportTable, width: int | None = None) -> Table:
 
 def to_text(table: ReportTable, width: int = TEXT_WIDTH) -> str:
     """Plain text, the same on every machine; the columns that wrap share what `width` characters leave (at least 16 each)."""
-    table = _folded(table, width)
+    table = _folded(_printable(table), width)
     sizes = _natural_sizes(table)
     wrapping = [number for number, column in enumerate(table.columns) if column.wraps]
     spare = width - 2 * (len(sizes) - 1) - sum(size for number, size in enumerate(sizes) if number not in wrapping)
@@ -456,6 +456,17 @@ def to_text(table: ReportTable, width: int = TEXT_WIDTH) -> str:
             lines.append(_line([cell[part] if part < len(cell) else "" for cell in cells], table.columns, sizes))
     pieces = [piece for note in table.notes for piece in textwrap.wrap(note, width, subsequent_indent="  ")]
     return "\n".join([*lines, "", *pieces] if pieces else lines) + "\n"
+
+
+def _printable(table: ReportTable) -> ReportTable:
+    """With control characters spelled out: names of the user's reach a terminal, which would obey them."""
+    return replace(
+        table,
+        title=printable(table.title),
+        columns=tuple(replace(column, name=printable(column.name)) for column in table.columns),
+        rows=tuple(tuple(printable(cell) for cell in row) for row in table.rows),
+        notes=tuple(printable(note) for note in table.notes),
+    )
 
 
 def _folded(table: ReportTable, width: int) -> ReportTable:

@@ -10,7 +10,7 @@ component's gradients is charged its share of a full bucket).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from parsim.costs.costs import Costs
@@ -18,6 +18,7 @@ from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.parameter_buckets import alike, hold
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective
 from parsim.model.component import Component, Value
+from parsim.model.optimizers import update_steps
 from parsim.model.precision import cast_bytes, component_in
 from parsim.model.shard.narrow import narrow
 from parsim.plans.concurrent import Groups, concurrent_with
@@ -25,7 +26,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.placement import BATCH, REPLICATE, Placement
 from parsim.plans.redistribution import LOCAL_HOPS, Hop, ValueLayout, conversion
 from parsim.predict.planning_problem import PlanningProblem
-from parsim.work import Collective, Compute, OptimizerStep, Phase, SendRecv, Work
+from parsim.work import Collective, Compute, Phase, SendRecv, Work
 
 
 def placements_of(component: Component, mesh: Mesh, samples: int, *, places: Sequence[int] = ()) -> tuple[Placement, ...]:
@@ -270,20 +271,16 @@ class Prices:
                 sizes[shards] = sizes.get(shards, 0) + hold(component, placement, parameter, shards[0][0]).size_bytes
         return known[key]
 
-    def held_elements(self, component: Component, placement: Placement, shard: int) -> int:
-        """Scalars of the component's trainable parameters that tp rank `shard` holds."""
-        if not placement.runs_on(shard):
-            return 0
-        return sum(hold(component, placement, parameter, shard).elements for parameter in component.trainable_parameters)
-
     def update_s(self, component: Component, placement: Placement) -> float:
         """The optimizer's step over what one rank holds of the component."""
         shard = placement.shard if placement.kind == "place" else 0  # all others hold as many
-        elements = self.held_elements(component, placement, shard)
-        if not elements:
+        if not placement.runs_on(shard):
             return 0.0
-        whole = OptimizerStep(elements=max(elements, 1_000_000), tensors=len(component.trainable_parameters))
-        return self.work_s(whole, 0) * elements / whole.elements
+        total = 0.0
+        for step in update_steps(hold(component, placement, each, shard) for each in component.trainable_parameters):
+            whole = replace(step, elements=max(step.elements, 1_000_000))
+            total += self.work_s(whole, 0) * step.elements / whole.elements
+        return total
 
     def _narrowed(self, component: Component, placement: Placement) -> tuple[Component, int]:
         """One shard of a component, and the bytes of its weights in another precision."""
@@ -303,9 +300,9 @@ class Prices:
             return 0.0
         tp = self.mesh.tp
         own, cast = self._narrowed(component, placement)
-        elements = sum(parameter.elements for parameter in own.trainable_parameters)
         weights = sum(parameter.size_bytes for parameter in own.trainable_parameters)
-        state = float(self.problem.optimizer_state_bytes_per_element * elements)
+        rate = self.problem.state_bytes_per_element
+        state = float(sum(rate(parameter.optimizer) * parameter.elements for parameter in own.trainable_parameters))
         alike_ranks = self.mesh.copies * {"batch": tp, "shard": tp // placement.ways}.get(placement.kind, 1)
         by_stage = enumerate((state, weights, weights), start=1)  # what ZeRO divides: optimizer state, gradients, parameters
         held = sum(size / alike_ranks if stage <= self.zero_stage else size for stage, size in by_stage)

@@ -257,7 +257,7 @@ def _within_memory(
                 best = replace(solution, lower_bound_s=lower_bound_s, status="feasible"), named
                 break
             parts = sum(own[option] for own, option in zip(some.memory_bytes, solution.choice, strict=True))
-            left = np.array([entry.limit_bytes - entry.high_bytes for entry in memory]) + parts
+            left = np.array([entry.limit_bytes - entry.needed_bytes for entry in memory]) + parts
             too_much, room = room, np.maximum(np.minimum(left, room), (too_little + room) / 2)
     if best is not None:
         return best

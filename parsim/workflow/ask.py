@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelError, OutOfMemoryError, PlanError, RankLostError
-from parsim.execute.cuda.faults import check_devices, visible_devices
+from parsim.execute.cuda.faults import visible_devices
+from parsim.execute.cuda.rank_gpu import check_gpus
 from parsim.execute.job import EXECUTION, Job, RunSpec
 from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.launch import HANG_S, launch
@@ -33,7 +33,6 @@ from parsim.predict.speed import step_at_speed
 from parsim.report.compare import Comparison, PaceComparison, compare, kind_intervals_s, relative_error
 from parsim.report.tables import format_error
 from parsim.units import format_bytes, format_seconds
-from parsim.workflow.calibration import visible_gpus
 from parsim.workflow.config import RunConfig
 from parsim.workflow.folders.resuming import what_is_left
 from parsim.workflow.folders.run_folder import RunFolder, write_json
@@ -44,6 +43,7 @@ from parsim.workflow.public.prediction import Prediction
 from parsim.workflow.question import Question, taken_defaults
 from parsim.workflow.relaxed.running import check_rounds, whole_periods
 from parsim.workflow.this_machine import on_this_machine
+from parsim.workflow.training.dataset_loading import loading_of
 
 if TYPE_CHECKING:
     from parsim.execute.records.measurement import Measurement
@@ -53,11 +53,14 @@ MOST_BLOCKS = 20
 """Into so many parts a training is cut for its A/A floor: steps that follow one another share their disturbances."""
 
 
-def ask(question: Question, *, top: int | None = None) -> Answer:
+def ask(question: Question, *, top: int | None = None, runs_here: bool = False) -> Answer:
     """Price the plan that the question fixes, or search the family that it names.
 
     Args:
         top: keep so many plans over all families instead of the best of each.
+        runs_here: the plan will run on this machine, whatever profile it is priced by.
+
+    Reading a dataset of the user's own is timed first (`parsim.workflow.training.dataset_loading`).
 
     Where no plan fits, the evaluation is that of the fastest that does not: `run` refuses it, everything else shows it.
 
@@ -65,6 +68,7 @@ def ask(question: Question, *, top: int | None = None) -> Answer:
     """
     question = replace(question, config=on_this_machine(question.config, question.model))
     problem = problem_of(question.config, model=question.model, cluster=question.cluster)
+    problem = replace(problem, loading=loading_of(question, problem.cluster, runs_here=runs_here))
     return answer_of(question.on_devices(problem.cluster.size), problem, top=top)
 
 
@@ -232,11 +236,10 @@ def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None =
     Returns:
         What the ranks warned of, each warning once; they are printed on stderr, too.
 
-    Raises ExecutionError, with the last checkpoint and how to go on; nothing is left running. The same is printed where the
-    user or the system ends the run.
+    Raises ExecutionError, with the last checkpoint and how to go on; nothing is left running.
     """
     if job.device == "cuda":
-        check_devices(job.world_size, visible_gpus())
+        check_gpus(job.world_size, measures=job.mode == "measure")
     folder.path.mkdir(parents=True, exist_ok=True)
     job.save(folder.job)
     environment = describe_environment()
@@ -253,14 +256,9 @@ def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None =
     except ExecutionError as error:
         hints = [nearest_that_fits(asked)] if isinstance(error, OutOfMemoryError) and asked is not None else []
         hints += [what_is_left(folder, job.steps)] if trains else []
-        text = " ".join([f"{str(error).rstrip('.')}.", *filter(None, hints)])
+        said = str(error)
+        text = " ".join([said if said.endswith("?") else f"{said.rstrip('.')}.", *filter(None, hints)])
         raise (error.with_text(text) if isinstance(error, RankLostError) else type(error)(text)) from error
-    except (KeyboardInterrupt, SystemExit) as ending:
-        if trains:
-            number = signal.SIGINT if isinstance(ending, KeyboardInterrupt) else int(ending.code or 0) - 128
-            name = signal.Signals(number).name if number in set(signal.Signals) else "an exit"
-            print(f"parsim: ended by {name}. {what_is_left(folder, job.steps)}", file=sys.stderr, flush=True)
-        raise
     execution = read_json(Path(job.output) / EXECUTION)
     write_json(folder.environment, {**environment, "execution": execution})
     return warnings
@@ -379,6 +377,8 @@ def ask_again(folder: RunFolder) -> Prediction:
         ema=config.training.ema is not None,
         optimizer=config.training.optimizer,
         clip_gradients=plan.clip_gradients,
+        fit_probability=config.plan.fit_probability,
+        loading=folder.read_loading(),
     )
     fold = False if folder.job.is_file() else None
     return Prediction(config=config, problem=problem, evaluation=evaluate(problem, plan, fold=fold))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from parsim.errors import ConfigError
+from parsim.execute.cuda.rank_gpu import usable_gpus
 from parsim.model.spec import ModelSpec
 from parsim.workflow.config import RunConfig
 from parsim.workflow.progress import progress
@@ -52,7 +53,7 @@ def calibration_request(
     """
     from calibration.rounds.request import CalibrationRequest
 
-    named = (*optimizers, *(config.training.optimizer for config in configs)) or (DEFAULT_OPTIMIZER,)
+    named = (*optimizers, *(name for config in configs for name in config.training.optimizers)) or (DEFAULT_OPTIMIZER,)
     return CalibrationRequest(
         models=calibration_cases(configs, models, batches),
         device=device,
@@ -99,9 +100,7 @@ def local_batches(global_batch: int) -> set[int]:
 
 def visible_gpus() -> int:
     """How many GPUs torch sees on this host."""
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return usable_gpus()[0]
 
 
 def device_here() -> CalibratedDevice:

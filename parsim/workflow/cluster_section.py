@@ -46,6 +46,8 @@ class ClusterSection(ConfigSection):
     """A shipped network by name, or the path of one; needed for nodes > 1, and without meaning for one node."""
     usd_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Price of one device; left out: the dated price of the part that it is."""
+    busy_power_w: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Power of one device while it trains; left out: that of the part that it is, where it is known."""
     device_mtbf_hours: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Mean hours between failures that stop the job, per device; left out: a published figure for H100."""
     checkpoint_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
@@ -65,7 +67,7 @@ class ClusterSection(ConfigSection):
         return Machines(gpu, self.gpus_per_node or load_gpu(gpu).gpus_per_node, self.nodes, self.link).node
 
 
-OPERATION = frozenset({"usd_per_hour", "device_mtbf_hours", "checkpoint_s", "restart_s"})
+OPERATION = frozenset({"usd_per_hour", "busy_power_w", "device_mtbf_hours", "checkpoint_s", "restart_s"})
 """Keys that change no plan, and may stand beside a cluster that was given as a value."""
 
 

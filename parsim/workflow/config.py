@@ -27,6 +27,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from parsim.costs.memory.verdict import FIT_PROBABILITY
 from parsim.errors import ConfigError, ModelError, ParsimError, PlanError, near_matches
 from parsim.files import NO_CONTROL, control_character_in, parse_toml, read_text
 from parsim.hardware.record import Count
@@ -149,6 +150,9 @@ class PlanSection(ConfigSection):
     """Components whose forward runs again before their backward: "auto" (as few as make a searched plan fit, none in a plan by
     hand), "none", "full", "selective" (all by operator: outputs of products, convolutions and fused attention are kept, the
     rest is computed again), or a list of their names, which may be patterns ("layers.*.attention", "selective:layers.*")."""
+    fit_probability: Annotated[float, Field(strict=True, ge=FIT_PROBABILITY, le=0.999)] = FIT_PROBABILITY
+    """With which the memory of a plan must suffice. By default a plan is refused if it is more likely than not to run out;
+    0.95 leaves safe plans alone. The verdict beside a plan has its probability."""
     context_exchange: Literal["ring", "all_gather"] | None = None
     """Of a plan by hand with mesh.cp above 1: how keys and values of the other pieces of the sequence arrive."""
     capacity_factor: Annotated[float, Field(strict=True, ge=1.0, le=100.0)] | None = None

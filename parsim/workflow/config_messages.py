@@ -110,6 +110,7 @@ EXAMPLES = {
     "plan.bucket_bytes": "bucket_bytes = 26214400",
     "plan.context_exchange": 'context_exchange = "all_gather"',
     "plan.capacity_factor": "capacity_factor = 1.25",
+    "plan.fit_probability": "fit_probability = 0.95",
     "plan.zero_stage": 'zero_stage = "auto" or zero_stage = 1',
     "plan.placements": 'placements = { "layers.*" = "shard:heads+row/2", "*" = "batch" }',
     "plan.pin": 'pin = { "head" = "place:0" }',
@@ -124,10 +125,15 @@ def key_parts(problem: ErrorDetails) -> list[str]:
 
 
 def _section_at(sections: type[ConfigSection], location: Sequence[str]) -> type[ConfigSection]:
-    """The table a path leads to."""
-    found = sections
+    """The table a path leads to. A field may be a dict of tables by name (`training.groups.NAME`)."""
+    found, is_name = sections, False
     for key in location:
-        (found,) = _tables_in(found.model_fields[key].annotation)
+        if is_name:
+            is_name = False
+            continue
+        annotation = found.model_fields[key].annotation
+        (found,) = _tables_in(annotation)
+        is_name = get_origin(annotation) is dict
     return found
 
 

@@ -47,7 +47,7 @@ def collective_row(cluster: Cluster, operation: str, size_bytes: int, group: tup
 
 def component_rows(costs: Costs, samples: int, ways: int | None) -> list[dict[str, Any]]:
     """Forward and backward of every component, whole and as one of `ways` shards, on the first device; then the optimizer."""
-    from parsim.work import OptimizerStep
+    from parsim.model.optimizers import update_steps
 
     if samples < 1:
         raise ConfigError(f"--batch {samples}: must be >= 1")
@@ -65,9 +65,9 @@ def component_rows(costs: Costs, samples: int, ways: int | None) -> list[dict[st
             f"--ways {ways}: no component of {model.name} at granularity {model.granularity} can be cut into so many shards: "
             f"{divide if limits else 'none has a sharding rule'}; choose others, another --granularity, or leave --ways out"
         )
-    trained = model.trainable_parameters
-    step = OptimizerStep(elements=sum(parameter.elements for parameter in trained), tensors=len(trained))
-    rows.append({"component": "all parameters", "phase": "optimizer", "samples": samples, **_priced(costs.estimate(step, 0))})
+    for step in update_steps(model.trainable_parameters):
+        whose = f"parameters of {step.group}" if step.group else "all parameters"
+        rows.append({"component": whose, "phase": "optimizer", "samples": samples, **_priced(costs.estimate(step, 0))})
     return rows
 
 

@@ -32,13 +32,16 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
         mesh that the devices do not make.
     """
     from parsim.costs.feedback.history import history_path, read_history
+    from parsim.costs.loading import UnmeasuredLoading
+    from parsim.data import DATASETS
+    from parsim.execute.training.update_groups import with_update_groups
     from parsim.model.model import SUBLAYER
     from parsim.model.named.names import is_transformer
     from parsim.predict.planning_problem import PlanningProblem
     from parsim.schedule.by_hand import forbids_by_pattern, parse_placements, pins_by_pattern, recompute_by_pattern
 
     cluster = cluster_of(config) if cluster is None else cluster
-    model = model_of(config) if model is None else model
+    model = with_update_groups(model_of(config) if model is None else model, config.training.recipe.groups)
     if config.plan.mesh is not None:
         check_axes(config.plan.mesh, cluster.size, by_hand=config.plan.strategy == "custom")
     pins = pins_by_pattern(parse_placements(config.plan.pin), model, cluster.size)
@@ -52,7 +55,9 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
         scored=scored_of(config.training),
         optimizer=config.training.optimizer,
         clip_gradients=config.training.clip_norm is not None,
+        loading=UnmeasuredLoading(reason="nothing was read") if DATASETS[config.training.dataset].is_own else None,
         history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),
+        fit_probability=config.plan.fit_probability,
         zero_stage=config.plan.zero_stage,
         recompute=recompute_by_pattern(config.plan.recompute, model),
         segments=is_transformer(config.model.name) and model.granularity == SUBLAYER,

@@ -66,7 +66,7 @@ def cache_path(config: RunConfig) -> Path:
         config.model_spec.to_dict(),
         config.model.granularity,
         config.training.global_batch,
-        config.training.optimizer,
+        *config.training.optimizers,
         config.training.precision if device == "cuda" else "fp32",
         config.cluster.devices,
     )
@@ -109,7 +109,7 @@ def serves(profile: Profile, config: RunConfig, model: Model) -> bool:
     wanted = len(devices) if isinstance(devices, list) else devices or 0
     if len(profile.devices) < wanted:
         return False
-    if all(point.optimizer != config.training.optimizer for point in profile.compute.optimizers):
+    if not {point.optimizer for point in profile.compute.optimizers}.issuperset(config.training.optimizers):
         return False
     samples: dict[str, set[int]] = {}
     computed = config.training.precision if device_here() == "cuda" else "fp32"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parsim.costs.loading import MeasuredLoading
 from parsim.errors import ConfigError, PlanError
 from parsim.execute.job import AdaptiveSpec, Job
 from parsim.execute.processes.launch import HANG_S
@@ -38,7 +39,7 @@ from parsim.workflow.folders.record_validation import (
     updatable,
     update_profile,
 )
-from parsim.workflow.folders.resuming import forget_results, held, resumption
+from parsim.workflow.folders.resuming import ending_told, forget_results, held, resumption
 from parsim.workflow.folders.run_folder import RunFolder, new_folder, write_json
 from parsim.workflow.folders.write_report import write_run_files
 from parsim.workflow.progress import progress
@@ -46,6 +47,7 @@ from parsim.workflow.public.measured import Measured
 from parsim.workflow.public.prediction import Prediction
 from parsim.workflow.relaxed.running import check_adaptive, steps_per_round
 from parsim.workflow.training.check import check_training, steps_per_epoch, total_steps
+from parsim.workflow.training.dataset_loading import with_loading
 from parsim.workflow.training.elastic import MAX_RESTARTS, check_elastic, restarting
 
 if TYPE_CHECKING:
@@ -94,7 +96,7 @@ def train(
     folder = RunFolder(out) if resume and out is not None else new_folder(out, name)
     if resume:
         folder.read_config()  # before the folder is made
-    with held(folder):
+    with held(folder), ending_told(folder, steps):
         begun = resumption(folder, asked.config, steps) if resume else None
         for text in () if begun is None else begun.warnings:
             print(f"warning: {text}", file=sys.stderr, flush=True)
@@ -151,7 +153,7 @@ def _trained(
         device=device_kind(asked),
         checkpoint_every=checkpoint_every,
         resume=resume,
-        adaptive=adaptive_spec(asked.config, window_steps) if adaptive else None,
+        adaptive=adaptive_spec(asked, window_steps) if adaptive else None,
     )
     with progress(f"Training {steps} steps under {plan.summary()}") as say:
         told = launch_job(job, folder, say, asked, hang_s=timeout_s)
@@ -172,6 +174,7 @@ def _trained(
         **_learnt(folder, seen, score, steps),
         "decisions": decisions,
         "comparison": comparison.to_dict(),
+        "loading": None if asked.problem.loading is None else asked.problem.loading.to_dict(),
         "diagnosis": diagnosis.to_dict(),
         "history": remembered(asked, seen, comparison, plan_changed=bool(changed)),
         "memory_levels": levels_of(asked, seen),
@@ -294,12 +297,12 @@ def _ready(asked: Prediction, nproc: int | None) -> tuple[Prediction, list[str]]
     check_runnable(asked, nproc)
     check_training(asked.config, asked.problem.model)
     changed_since = warn_of_profile(asked)
-    return with_every_rank(asked), changed_since
+    return with_every_rank(with_loading(asked)), changed_since
 
 
 def _write_question(folder: RunFolder, asked: Prediction) -> None:
     problem = asked.problem
-    folder.write_question(asked.config, problem.model, asked.plan, problem.cluster.profile, problem.history)
+    folder.write_question(asked.config, problem.model, asked.plan, problem.cluster.profile, problem.history, problem.loading)
 
 
 def _judged(
@@ -317,6 +320,7 @@ def _judged(
     diagnosis = diagnosed(asked, seen, comparison)
     document = {"folder": str(folder.path), "plan": asked.plan.summary(), **comparison.to_dict(tasks=tasks)}
     document["diagnosis"] = diagnosis.to_dict()
+    document["loading"] = None if asked.problem.loading is None else asked.problem.loading.to_dict()
     speed = speed_of(asked.problem.cluster.profile, comparison.at_pace)
     document["at_pace"] = speed
     document["warnings"] = [*changed_since, *([speed["warning"]] if speed and speed["warning"] else [])]
@@ -337,8 +341,9 @@ def with_history(config: RunConfig, path: Path) -> RunConfig:
     return config.model_copy(update={"cluster": cluster})
 
 
-def adaptive_spec(config: RunConfig, window_steps: int) -> AdaptiveSpec:
+def adaptive_spec(asked: Prediction, window_steps: int) -> AdaptiveSpec:
     """What the ranks need in order to plan again."""
+    config, loading = asked.config, asked.problem.loading
     devices = config.devices
     chosen = tuple(range(devices)) if isinstance(devices, int) else None if devices is None else tuple(devices)
     return AdaptiveSpec(
@@ -347,4 +352,6 @@ def adaptive_spec(config: RunConfig, window_steps: int) -> AdaptiveSpec:
         precision=config.training.precision,
         window_steps=window_steps,
         epoch_steps=steps_per_epoch(config),
+        fit_probability=config.plan.fit_probability,
+        loading=loading if isinstance(loading, MeasuredLoading) else None,
     )

@@ -125,10 +125,7 @@ FAULTS: dict[str, tuple[Disturb, str]] = {
     "all ranks are stopped": (stop_all, r"ranks 0, 1 of 2 have been stopped for 3 s"),
     "the launcher is killed": (kill_launcher, ""),
     "the launcher is ended by a signal": (end_launcher, r"ended by SIG(INT|TERM|HUP)\."),
-    "no file can be written": (
-        fill_disk,
-        r"(cannot write its checkpoint|was killed by SIGXFSZ|File too large|and no error record)",
-    ),
+    "no file can be written": (fill_disk, r"(cannot write its checkpoint|File too large)"),
     "a byte of a checkpoint changes": (corrupt, ""),
     "a rank is killed, with --elastic": (kill_rank, ""),
 }

@@ -39,13 +39,14 @@ def main() -> None:
 def trainings(curves: dict[str, Any]) -> str:
     """The table of disturbed trainings, how it was taken, and how far curves are apart."""
     found, lines = recorded(TRAININGS), [json.loads(line) for line in TRAININGS.read_text().splitlines()]
-    lost = sum(bool(outcome.problems) for outcome in found)
+    lost = [number for number, outcome in enumerate(found, 1) if outcome.problems]
     loads = [line["load"] for line in lines]
     dates = sorted({line["date"] for line in lines if "date" in line})
     apart = max(_apart(curves["undisturbed"], own["losses"]) for own in curves["disturbed"].values())
     wrong = "".join(f"{told_of(line)}\n\n" for line in lines if line["problems"])
     return (
-        f"{len(found)} trainings were disturbed, {lost} of them lost something.\n\n{table(found)}\n\n{wrong}"
+        f"{len(found)} trainings were disturbed, {len(lost)} of them lost something; "
+        f"of the last {len(found) - max(lost, default=0)}, none.\n\n{table(found)}\n\n{wrong}"
         f"Two ranks on a machine with two cores that others used too: load average {min(loads):.0f} to {max(loads):.0f}, "
         f"median {statistics.median(loads):.0f}. Last ones of {dates[-1]}.\n\n"
         f"The largest difference of any loss of the curves below is {apart:.1g}."
@@ -54,7 +55,7 @@ def trainings(curves: dict[str, Any]) -> str:
 
 def told_of(line: dict[str, Any]) -> str:
     """What was wrong with one disturbed training; `mended`, written into its line by hand, says what was done about it."""
-    what = " ".join(str(line["problems"][0]).split())[:160]
+    what = " ".join(str(line["problems"][0]).split())[:160].rstrip(".")
     return f"Lost: number {line['number']}, {line['fault']}: {what}. {line.get('mended', 'Not mended yet.')}"
 
 

@@ -19,6 +19,7 @@ from parsim.execute.reference import ReferenceResult, largest_difference, train_
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
 from parsim.execute.training.rank_run import run_dataset
 from parsim.execute.training.recipe import PLAIN, TrainingRecipe
+from parsim.execute.training.update_groups import with_update_groups
 from parsim.model.component import ParameterShard
 from parsim.model.load import load_model
 from parsim.model.model import Model
@@ -51,7 +52,7 @@ class Case:
 
     @property
     def model(self) -> Model:
-        return load_model(self.spec, granularity=self.granularity)
+        return with_update_groups(load_model(self.spec, granularity=self.granularity), self.recipe.groups)
 
     def __str__(self) -> str:
         return f"{self.spec.name} {self.plan.summary()} {self.optimizer} {self.dtype} {self.precision}"
@@ -99,9 +100,9 @@ def launched(job_path: Path) -> None:
 def run_cases(cases: Sequence[Case], folder: Path, *, steps: int, start: Callable[[Path], None] = run_job) -> list[RunSpec]:
     """All cases in one job, `steps` steps each; their states and losses lie under the folder. `start` runs its ranks."""
     runs = []
-    models: dict[tuple[ModelSpec, str], Path] = {}
+    models: dict[tuple[object, ...], Path] = {}
     for number, case in enumerate(cases):
-        key = (case.spec, case.granularity)
+        key = (case.spec, case.granularity, case.recipe.groups)
         if key not in models:
             models[key] = folder / f"model-{len(models)}.json"
             case.model.save(models[key])

@@ -279,6 +279,36 @@ class Tied(nn.Module):
         return self.middle(self.table(x)) @ self.table.weight.t()
 
 
+class Gates(nn.Module):
+    """A residual block whose norm is several operators."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.gate, self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.scale * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Normed(nn.Module):
+    """Residual blocks in a row."""
+
+    def __init__(self, width: int = 64, blocks: int = 6) -> None:
+        super().__init__()
+        self.enter = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Gates(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x.mean(1))
+        return out
+
+
 class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()

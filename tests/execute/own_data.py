@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,3 +85,82 @@ def needs_more(split: str, folder: str) -> list[Any]:
 def spent() -> Iterator[tuple[torch.Tensor, int]]:
     """A generator can be read once only."""
     return iter([(torch.zeros(1, 8, 8), 0)] * 4)
+
+
+SLEEP_S = 0.005
+
+
+class Slow(Dataset):  # type: ignore[type-arg]
+    """Every sample takes `SLEEP_S`, and the first one a quarter of a second."""
+
+    def __init__(self, split: str, first_s: float = 0.0) -> None:
+        self._first_s = first_s
+
+    def __len__(self) -> int:
+        return 512
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        first_s, self._first_s = self._first_s, 0.0
+        time.sleep(SLEEP_S + first_s)
+        return torch.zeros(1, 8, 8), index % CLASSES
+
+
+class SlowStream(IterableDataset):  # type: ignore[type-arg]
+    """The same, read in its own order; every rank reads all of it."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        for index in range(512):
+            time.sleep(SLEEP_S)
+            yield torch.zeros(1, 8, 8), index % CLASSES
+
+
+def slow(split: str) -> Slow:
+    return Slow(split)
+
+
+def slow_first(split: str) -> Slow:
+    return Slow(split, 0.25)
+
+
+def slow_stream(split: str) -> SlowStream:
+    return SlowStream()
+
+
+class Busy(Slow):
+    """Every sample takes `SLEEP_S` of a core."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        until_s = time.thread_time() + SLEEP_S
+        while time.thread_time() < until_s:
+            pass
+        return torch.zeros(1, 8, 8), index % CLASSES
+
+
+def busy(split: str) -> Busy:
+    return Busy(split)
+
+
+class Fatal(Slow):
+    """Its second sample ends the process that reads it."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if self._first_s:
+            os._exit(3)
+        self._first_s = 1.0
+        return torch.zeros(1, 8, 8), 0
+
+
+def fatal(split: str) -> Fatal:
+    return Fatal(split)
+
+
+class Glacial(Slow):
+    """A sample takes most of a second."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(0.7)
+        return torch.zeros(1, 8, 8), 0
+
+
+def glacial(split: str) -> Glacial:
+    return Glacial(split)

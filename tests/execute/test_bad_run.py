@@ -87,10 +87,10 @@ def cpu_profile() -> dict[str, Any]:
     }
 
 
-def parsim(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def parsim(folder: Path, *arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "parsim", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 def processes_that_name(text: str) -> list[str]:

@@ -81,6 +81,45 @@ def test_memory_that_another_stream_still_reads_is_not_given_back_unsaid(name: s
     assert any(isinstance(error, Hazard) for error in errors)
 
 
+FIRST_AND_SECOND = {
+    "a read after a write": (lambda value: value.add_(1), lambda value: value + 1),
+    "a write after a read": (lambda value: value + 1, lambda value: value.add_(1)),
+    "a write after a write": (lambda value: value.zero_(), lambda value: value.add_(1)),
+}
+
+
+@pytest.mark.parametrize("communication_first", [True, False])
+@pytest.mark.parametrize("kind", FIRST_AND_SECOND)
+def test_every_kind_of_planted_race_is_found(kind: str, communication_first: bool) -> None:
+    """Two tasks on two streams touch one array: with the event between them, and without it."""
+    first, second = FIRST_AND_SECOND[kind]
+    for skipped in (False, True):
+        driver = VirtualDriver(skipped_waits=frozenset({1 if communication_first else 0} if skipped else ()))
+        streams = CudaStreams(driver)
+        with driver.watch_tensors():
+            value = torch.zeros(4)
+            if communication_first:
+                streams.compute(0, COMPUTE, [], lambda value=value: value.mul_(2))
+                streams.submit(1, "dp", [0], lambda value=value: first(value))
+                streams.compute(2, COMPUTE, [1], lambda value=value: second(value))
+            else:
+                streams.submit(1, "dp", [0], lambda value=value: second(value))
+                streams.compute(0, COMPUTE, [], lambda value=value: first(value))
+            streams.finish()
+        assert len(driver.errors) == int(skipped), f"{kind}: {driver.errors}"
+
+
+def test_two_reads_are_no_race() -> None:
+    driver = VirtualDriver(skipped_waits=frozenset({0}))
+    streams = CudaStreams(driver)
+    with driver.watch_tensors():
+        value = torch.zeros(4)
+        streams.submit(1, "dp", [0], lambda value=value: value + 1)
+        streams.compute(0, COMPUTE, [], lambda value=value: value + 1)
+        streams.finish()
+    assert not driver.errors
+
+
 def test_a_planted_race_of_two_streams() -> None:
     """The stand-in itself: a write on one stream, a read on another, with the event and without."""
     for skipped, wanted in ((frozenset({0}), 1), (frozenset(), 0)):

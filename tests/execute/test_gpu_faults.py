@@ -12,8 +12,17 @@ import torch
 import torch.distributed as dist
 
 from parsim.costs.memory.records import RankMemory
-from parsim.errors import ExecutionError, OutOfMemoryError
-from parsim.execute.cuda.faults import check_alone, check_devices, checkpoint_text, is_lost_device, lost_device, out_of_memory
+from parsim.errors import ExecutionError, OutOfMemoryError, RankLostError
+from parsim.execute.cuda.faults import (
+    check_alone,
+    check_devices,
+    checkpoint_text,
+    is_lost_device,
+    is_out_of_memory,
+    lost_device,
+    out_of_memory,
+    told_outside_steps,
+)
 from parsim.execute.cuda.memory_counters import MemoryUse
 from parsim.execute.job import RunSpec
 from parsim.execute.processes.group import ErrorRecord, ProcessPlace, urgent_options
@@ -75,6 +84,40 @@ def test_a_lost_device_is_told_from_other_errors() -> None:
     assert str(told).startswith(
         "rank 2 lost cuda:2 in step 9: CUDA error: uncorrectable ECC error. The checkpoint of step 8 is"
     )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError(
+            "NCCL error in: ProcessGroupNCCL.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details)\n"
+            "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+        ),
+    ],
+)
+def test_too_little_memory_is_no_lost_device_whoever_asked_for_it(error: RuntimeError) -> None:
+    assert is_out_of_memory(error)
+    assert not is_lost_device(error)
+    with (
+        pytest.raises(OutOfMemoryError, match=r"rank 2 ran out of memory on cuda:0 outside a training step \(building\): "),
+        told_outside_steps(2, "cuda:0", lambda: "building"),
+    ):
+        raise error
+
+
+def test_faults_outside_steps_are_told_too() -> None:
+    with (
+        pytest.raises(RankLostError, match=r"rank 1 lost cuda:1 outside a training step \(scoring\): CUDA error: an illegal"),
+        told_outside_steps(1, "cuda:1", lambda: "scoring"),
+    ):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    for device, error in (("cuda:0", RuntimeError("shape '[2]' is invalid")), ("cpu", RuntimeError("out of memory"))):
+        with pytest.raises(RuntimeError) as seen, told_outside_steps(0, device, str):
+            raise error
+        assert seen.value is error
 
 
 # --- in a rank --------------------------------------------------------------------------------------------------------

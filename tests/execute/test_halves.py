@@ -10,10 +10,13 @@ from parsim.model.autograd.cut import backward_component, forward_component
 from parsim.model.autograd.halves import backward_inputs, backward_weights
 from parsim.model.build import build_module
 from parsim.model.interface import example_batch, loss_of
+from parsim.model.load import trace_spec
+from parsim.model.memory.live_memory import LiveBytes
 from parsim.model.runnable import Runnable
 from parsim.model.spec import ModelSpec
 from parsim.model.tracing.trace import record
 
+BATCH = 4
 SPECS = (
     ModelSpec(name="mlp"),
     ModelSpec(name="gpt_small", args=(("heads", 2), ("hidden", 16), ("layers", 2), ("seq", 16), ("vocab", 32))),
@@ -23,10 +26,10 @@ SPECS = (
 )
 
 
-def recorded(spec: ModelSpec) -> tuple[list[Runnable], dict[str, Tensor]]:
+def recorded(spec: ModelSpec, dtype: torch.dtype = torch.float64) -> tuple[list[Runnable], dict[str, Tensor]]:
     torch.manual_seed(0)
-    module = build_module(spec).double().train()
-    inputs, _ = example_batch(spec, 4, dtype=torch.float64, device="cpu")
+    module = build_module(spec).to(dtype).train()
+    inputs, _ = example_batch(spec, BATCH, dtype=dtype, device="cpu")
     return record(module, inputs, granularity="block", loss=loss_of(spec)), tuple(inputs.values())
 
 
@@ -70,3 +73,34 @@ def test_the_halves_of_every_component_add_up_to_its_backward(spec: ModelSpec) -
             assert mine is not None
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
     assert halved > whole, "most components are cut operator by operator"
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_what_the_first_half_takes_is_counted_when_the_model_is_traced(spec: ModelSpec) -> None:
+    """Live bytes on real tensors: all that the forward saved stays, beside what waits and what operators make for a while."""
+    model = trace_spec(spec, "block")
+    runnables, _ = recorded(spec, torch.float32)
+    compared = 0
+    for component, runnable in zip(model.components, runnables, strict=True):
+        split = component.split_backward
+        assert (split is not None) == bool(any(runnable.input_differentiable) and runnable.parameters()), component.name
+        if split is None:
+            continue
+        shapes = [runnable.program.tensors[slot] for _, slot, _ in runnable.program.inputs]
+        given = [torch.randn(kind.shape, dtype=kind.dtype) for kind in shapes]
+        with LiveBytes() as live:
+            outputs, saved = forward_component(runnable, given)
+            sizes = [None if edge is None else value.shape for value, edge in zip(outputs, saved.edges, strict=True)]
+            del outputs, given
+            before = live.current_bytes
+            live.moments = []
+            backs = [None if shape is None else torch.ones(shape) for shape in sizes]
+            gradients, half = backward_inputs(saved, runnable.parameters(), backs, [None] * len(shapes))
+            fullest = max(live.moments) - before
+            del gradients, backs, saved
+            waiting = live.current_bytes - before
+            del half
+        assert fullest == max(rate * BATCH + fixed for rate, fixed in split.peaks), component.name
+        assert waiting == split.waiting[0] * BATCH + split.waiting[1], component.name
+        compared += 1
+    assert compared

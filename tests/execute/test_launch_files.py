@@ -20,6 +20,8 @@ pytest.importorskip("torch")
 from parsim.errors import ConfigError, PlanError
 from parsim.execute.processes.processes import descendants
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
+from parsim.workflow.folders.resuming import held
+from parsim.workflow.folders.run_folder import RunFolder
 from parsim.workflow.public.functions import plan
 from parsim.workflow.training.launch_files import export_launch
 from tests.execute.sockets import LISTEN, Socket, sockets_of
@@ -45,7 +47,6 @@ zero_stage = 0
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A simulated plan of two ranks, as `parsim simulate --out` leaves it."""
-    from parsim.workflow.folders.run_folder import RunFolder
     from parsim.workflow.folders.write_prediction import write_prediction
 
     monkeypatch.chdir(tmp_path)
@@ -162,6 +163,22 @@ def test_a_launch_file_trains_to_the_weights_of_one_process(
     assert held, "ranks met over the loopback"
     assert [entry for entry in held if not entry.stays_here] == []
     assert_equal_to_one_process(folder)
+    if format == "torchrun":
+        run_again(file, environment | {"MAX_RESTARTS": "0"}, folder)
+
+
+def run_again(file: str, environment: dict[str, str], kept: Path) -> None:
+    """While another training holds the folder, and after it has let go: the training has ended, and stays as it is."""
+    before = {path: path.read_bytes() for path in (*kept.glob("run/*"), kept / "score.json", kept / "metrics.jsonl")}
+    assert len(before) == 6
+    with held(RunFolder(kept)):
+        refused = subprocess.run(["bash", file], env=environment, capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+    assert "another training runs in" in refused.stderr
+    done = subprocess.run(["bash", file], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "has ended at step 12: nothing is left to do" in done.stdout + done.stderr
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def ip(*arguments: str) -> None:

@@ -23,6 +23,7 @@ from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
+from parsim.plans.staged import even_parts, stages_of
 from parsim.predict.planning_problem import PlanningProblem
 from tests.execute.forked import run_job, run_ranks
 
@@ -112,6 +113,43 @@ def test_peaks_of_tensors_are_as_predicted_and_so_are_the_verdicts(tmp_path: Pat
         for share, fits in ((1 / 1.05, False), (1.05, True)):
             tight = replace(problem, cluster=two_processes(round(share * (max(measured) + beside))))
             assert all(entry.fits for entry in tight.memory(plan)) == fits, plan.summary()
+
+
+NORMED = ModelSpec(name="tests.execute.module_kinds:Normed", input_shape=(64, 64))
+
+
+@pytest.mark.xdist_group("launch")
+def test_backwards_in_halves_are_as_predicted(tmp_path: Path) -> None:
+    """What operators make for a while beside all that stays, and what waits between two chunks of a V, within 0.1%."""
+    model = load_model(NORMED, granularity="block")
+    names = tuple(component.name for component in model.components)
+    plans = []
+    for order, chunks in (("zero-bubble", 1), ("zero-bubble-v", 2)):
+        mesh = Mesh(pp=2)
+        parts = even_parts(names, 2 * chunks)
+        cut = stages_of(mesh, parts, order=order, chunks=chunks)
+        plan = Plan(strategy="custom", mesh=mesh, stages=cut, global_batch=SAMPLES, microbatches=4, pipeline_order=order)
+        plans.append(plan)
+    model.save(tmp_path / "model.json")
+    runs = tuple(
+        RunSpec(
+            name=f"plan{number}",
+            model=NORMED,
+            model_path=str(tmp_path / "model.json"),
+            plan=plan,
+            optimizer="adam",
+            learning_rate=1e-3,
+            dataset="synthetic",
+        )
+        for number, plan in enumerate(plans)
+    )
+    Job(output=str(tmp_path), mode="measure", runs=runs, steps=1, rounds=1, warmup_steps=1).save(tmp_path / "job.json")
+    run_job(tmp_path / "job.json")
+    for run, plan in zip(runs, plans, strict=True):
+        problem = PlanningProblem(model=model, cluster=two_processes(), global_batch=SAMPLES, optimizer="adam")
+        for rank, entry in enumerate(problem.memory(plan)):
+            peak = RankRecord.load(tmp_path / run.name, rank).peak_bytes
+            assert sum(entry.tensor_lines.values()) == pytest.approx(peak, rel=0.001), (plan.summary(), rank)
 
 
 @pytest.mark.xdist_group("launch")

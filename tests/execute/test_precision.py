@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 
 from parsim.errors import CostError, ExecutionError
 from parsim.execute.job import RunSpec
-from parsim.execute.numerics import numerics_of, set_switches, switches
+from parsim.execute.numerics import check_switches, numerics_of, set_switches, switches
 from parsim.execute.reference import largest_difference, train_reference
 from parsim.execute.stage import StageReplica
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
@@ -198,7 +199,58 @@ def test_switches_are_set_and_read_back(tf32: bool) -> None:
         assert found["cudnn_benchmark"] is found["cudnn_deterministic"] is False
     finally:
         set_switches(tf32=before["matmul_allow_tf32"])
-        torch.backends.cudnn.allow_tf32 = before["cudnn_allow_tf32"]
+
+
+NEWER_SETTINGS = [
+    "torch.backends.fp32_precision",
+    "torch.backends.cuda.matmul.fp32_precision",
+    "torch.backends.cudnn.fp32_precision",
+    "torch.backends.cudnn.conv.fp32_precision",
+    "torch.backends.cudnn.rnn.fp32_precision",
+]
+
+
+@pytest.mark.parametrize("name", NEWER_SETTINGS)
+@pytest.mark.parametrize("tf32", [True, False])
+def test_switches_hold_where_somebody_used_the_newer_settings(name: str, tf32: bool) -> None:
+    """By the older settings alone, IEEE convolutions stayed in TF32, and reading back failed."""
+    places = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+    try:
+        for value in ("tf32", "ieee"):
+            exec(f"{name} = {value!r}", {"torch": torch})
+            assert isinstance(switches()["matmul_allow_tf32"], bool)
+            set_switches(tf32=tf32)
+            assert [place.fp32_precision for place in places] == ["tf32" if tf32 else "ieee"] * 3
+            assert switches()["matmul_allow_tf32"] is switches()["cudnn_allow_tf32"] is tf32
+            assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is tf32, "compilers read these"
+            assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+    finally:
+        torch.backends.fp32_precision = "none"
+        set_switches(tf32=False)
+
+
+@pytest.mark.parametrize(("tf32", "forced"), [(True, "0"), (False, "1")])
+def test_an_environment_that_overrides_tf32_is_refused(monkeypatch: pytest.MonkeyPatch, tf32: bool, forced: str) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", forced)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ExecutionError, match=f"NVIDIA_TF32_OVERRIDE={forced} .* unset NVIDIA_TF32_OVERRIDE"):
+        set_switches(tf32=tf32)
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1" if tf32 else "0")
+    set_switches(tf32=tf32)
+
+
+def test_a_model_that_sets_switches_while_it_runs_is_named() -> None:
+    set_switches(tf32=False)
+    asked = switches()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_switches(asked)
+    try:
+        torch.backends.cudnn.benchmark = True
+        with pytest.warns(UserWarning, match="cudnn_benchmark False to True"):
+            check_switches(asked)
+    finally:
+        set_switches(tf32=False)
 
 
 def test_what_cannot_run_is_refused_with_the_way_out() -> None:

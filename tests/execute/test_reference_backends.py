@@ -37,12 +37,14 @@ def test_the_page_is_made_from_the_results(experiment: Any) -> None:
 
 
 def test_a_step_takes_as_long_as_on_its_slowest_rank(experiment: Any) -> None:
-    names = ("parsim", "native", "silent", "native again")
+    names = ("parsim", "native", "native again")
     cpu_s = {**{name: [0.5, 0.5, 0.5] for name in names}, "parsim": [0.5, 0.6, 0.6]}
+    same = [[[1.0, 1.0], [1.0, 1.0]]] * 3
     ranks = [
-        {"difference": 0.0, "seconds": {name: [1.0, 2.0, 3.0] for name in names}, "cpu_s": cpu_s},
+        {"difference": 0.0, "switched": same, "seconds": {name: [1.0, 2.0, 3.0] for name in names}, "cpu_s": cpu_s},
         {
             "difference": 1e-12,
+            "switched": [[[1.1, 1.1], [1.0, 1.0]]] * 3,
             "seconds": {**{name: [2.0, 1.0, 1.0] for name in names}, "parsim": [2.2, 1.0, 1.0]},
             "cpu_s": cpu_s,
         },
@@ -54,6 +56,7 @@ def test_a_step_takes_as_long_as_on_its_slowest_rank(experiment: Any) -> None:
     assert row["ratio"]["median"] == 1.0
     assert row["ratio"]["high"] == pytest.approx(1.1)
     assert row["cpu_ratio"]["median"] == pytest.approx(1.2)
+    assert row["recording"] == {"median": 1.1, "low": 1.1, "high": 1.1}
 
 
 def test_the_interval_of_many_rounds_holds_their_median(experiment: Any) -> None:
@@ -61,6 +64,17 @@ def test_the_interval_of_many_rounds_holds_their_median(experiment: Any) -> None
     found = experiment.interval(ratios)
     assert found["low"] < 1.03 < found["high"]
     assert found["high"] - found["low"] < 0.03
+
+
+def test_pairs_of_steps_tell_what_recording_costs(experiment: Any) -> None:
+    """Rounds drift by half of a step, and recording takes 1% of it: the pairs see that, each within its round."""
+    rng = np.random.default_rng(2)
+    drift = np.exp(0.5 * rng.standard_normal((24, 1, 1)))
+    seconds = drift * np.exp(0.03 * rng.standard_normal((24, 2, 20)))
+    seconds[:, 0] *= 1.01
+    found = experiment.pooled(seconds)
+    assert found["low"] < 1.01 < found["high"]
+    assert found["high"] - found["low"] < 0.015
 
 
 @pytest.mark.slow

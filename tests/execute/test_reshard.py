@@ -106,8 +106,7 @@ def _adam_after_a_switch(rank: int, state: RankState) -> tuple[list[float], int]
     after: StageReplica = rank_of(MLP, even_plan(MLP, Mesh(dp=2)), rank)
     reshard(before, after)
     after.optimizer_step()
-    assert after.optimizer is not None
-    counters = [held["step"] for held in after.optimizer.state.values()]
+    counters = [held["step"] for held in after.updates.optimizers[""].state.values()]
     return [float(counter) for counter in counters], len({counter.data_ptr() for counter in counters})
 
 

@@ -190,11 +190,13 @@ def readers(folder: Path) -> list[Reader]:
     from parsim.plans.plan import Plan, Stage
     from parsim.timeline import Span, Timeline
     from parsim.workflow.config import load_config
+    from parsim.workflow.folders.run_folder import RunFolder
     from parsim.workflow.importing.import_file import import_file
     from tests.execute.test_bad_run import cpu_profile
     from tests.hugging_face_configs import SMALL
     from tests.models import chain_model
     from tests.unit.import_samples import DEEPSPEED, LSTOPO, TOPO, gpu_trace, nccl_json, nccl_text, nsys_database
+    from tests.unit.test_loading_prices import LOADING
 
     model = chain_model((1e6, 2e6, 3e6))
     names = tuple(component.name for component in model.components)
@@ -234,6 +236,7 @@ def readers(folder: Path) -> list[Reader]:
     )
     network = Path("hardware_profiles/networks") / f"{shipped_networks()[0]}.json"
     (made / "network.json").write_bytes(network.read_bytes())
+    (made / "loading.json").write_text(json.dumps(LOADING.to_dict()))
     (made / "nccl.txt").write_text(nccl_text(sizes=(2**10, 2**16, 2**22, 2**28)))
     (made / "nccl.json").write_text(nccl_json(sizes=(2**10, 2**16, 2**22, 2**28)))
     (made / "trace.json").write_text(json.dumps(gpu_trace()))
@@ -273,6 +276,7 @@ def readers(folder: Path) -> list[Reader]:
         entry("tensors", checkpoint, f"{step}/rank-0000.pt"),
         entry("timeline.json.gz", Timeline.load),
         entry("history.jsonl", lambda path: read_history(path, profile)),
+        entry("loading.json", lambda path: RunFolder(path.parent).read_loading()),
         entry("profile.json", lambda path: load_profile(str(path))),
         entry("network.json", lambda path: load_network(str(path))),
         entry("RUN.toml", load_config),

@@ -14,6 +14,7 @@ from calibration.gpu.device import WallClock, cpu_device
 from calibration.gpu.launches import event_cost, launch_cost, synchronisation_cost
 from calibration.gpu.timing import QUEUE_CALLS, time_calls
 from parsim.errors import ExecutionError
+from parsim.execute.cuda.driver import steady_cycles_per_s
 from tests.virtual_cuda import VirtualDriver
 
 
@@ -88,6 +89,20 @@ def test_timed_calls_are_sustained(kernel_s: float) -> None:
     timing = time_calls(device, [device.kernel(kernel_s)], least_s=1.0, warm_s=0.01)
     assert timing.sustained_s >= 1.0
     assert timing.sustained_s == pytest.approx(timing.calls * kernel_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("rise", [1.0, 1.05, 1.3])
+def test_the_sleep_kernel_is_measured_once_the_clock_has_risen(rise: float) -> None:
+    """An idle GPU begins at a sixth of its clock. Measured by its second kernel, a hold would take a fraction of its time."""
+    device, steady_hz = VirtualDriver(launch_s=1e-6, record_s=1e-7), 1.98e9
+    clock_hz = steady_hz / 6 if rise > 1 else steady_hz
+
+    def sleep(cycles: int) -> None:
+        nonlocal clock_hz
+        device.launch(cycles / clock_hz)
+        clock_hz = min(steady_hz, clock_hz * rise)
+
+    assert steady_cycles_per_s(device, sleep) == pytest.approx(steady_hz, rel=0.03)
 
 
 def test_nothing_to_time_is_an_error() -> None:

@@ -106,7 +106,12 @@ KINDS: tuple[Kind, ...] = (
         now="bitwise, with masks, padding, `norm_first`",
         row="nn.TransformerEncoder",
     ),
-    Kind(name="GAN", before="refused", now="one step as one module (below): bitwise", spec=GAME),
+    Kind(
+        name="GAN",
+        before="refused",
+        now="one step as one module, with an optimizer for each player (below): bitwise",
+        spec=GAME,
+    ),
     Kind(
         name="LoRA, frozen parameters",
         before="priced, summed and kept as if they were trained",

@@ -22,7 +22,7 @@ from parsim.plans.held import held_moments
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import in_flight, pipeline_actions, rank_of_stage
 from parsim.plans.plan import Plan, Stage
-from parsim.plans.stage_transfers import Pipeline
+from parsim.plans.stage_transfers import Pipeline, StageLink
 from parsim.predict.boundary.waiting import waiting_gradients
 from parsim.predict.kept_activations import KeptActivations
 from parsim.work import Phase
@@ -96,6 +96,33 @@ def test_one_rank_of_a_zero_bubble_pipeline_by_hand() -> None:
         HeldMoment(0, Phase.BACKWARD_INPUT, (1,), (0,), unread=(0,)),
         HeldMoment(0, Phase.BACKWARD_WEIGHT, (1,), (1,), unread=(0,)),
     )
+
+
+@given(st.integers(1, 9))
+def test_what_one_chunk_of_a_v_makes_waits_for_the_other(microbatches: int) -> None:
+    """Rank 1 of 2 has stages 1 and 2: a value waits from one forward to the other, a gradient likewise in the backward."""
+    shape = Pipeline(order="zero-bubble-v", ranks=2, microbatches=microbatches, chunks=2)
+    found = held_moments(shape, 1, own=(StageLink(1, 2), StageLink(2, 1)))
+    values, gradients = set[int](), set[int]()
+    seen = set()
+    for action in pipeline_actions("zero-bubble-v", 1, 2, microbatches, 2):
+        forward, back = action.phase is Phase.FORWARD, action.phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT)
+        if forward and action.stage == 2:
+            values.remove(action.microbatch)
+        if back and action.stage == 1:
+            gradients.remove(action.microbatch)
+        seen.add((action.stage - 1, action.phase, (len(values), len(gradients))))
+        if forward and action.stage == 1:
+            values.add(action.microbatch)
+        if back and action.stage == 2:
+            gradients.add(action.microbatch)
+    assert not values
+    assert not gradients, "all are read"
+    kept = {(moment.chunk, moment.phase, moment.between) for moment in found}
+    assert kept <= seen
+    for place in (0, 1):
+        assert max(between[place] for *_, between in kept) == max(between[place] for *_, between in seen)
+    assert microbatches < 4 or max(between[1] for *_, between in kept) >= 1
 
 
 def test_the_gradient_of_a_skip_between_stages_waits_for_its_maker() -> None:

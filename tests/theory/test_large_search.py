@@ -118,7 +118,7 @@ def test_stages_that_hold_fewer_microbatches_are_longer_where_equal_ones_do_not_
     asked = PlanningProblem(model=model, cluster=machine(4), global_batch=256)
     cutting = Cutting(problem=asked, strategy="mp", mesh=Mesh(pp=4), microbatches=8, order="1f1b", placements={})
     equal = cutting.fastest()
-    totals = [entry.high_bytes for entry in asked.memory(equal)]
+    totals = [entry.needed_bytes for entry in asked.memory(equal)]
     limit = round(0.9 * max(totals) + 0.1 * min(totals))
     devices = tuple(replace(each, type=replace(each.type, memory_bytes=limit)) for each in asked.cluster.devices)
     tight = replace(asked, cluster=replace(asked.cluster, devices=devices))

@@ -204,7 +204,7 @@ def test_communication_takes_buffers_per_communicator_or_a_copy_of_the_message()
     assert memory(backend="gloo", communicators=0, largest_message_bytes=77).line("communication") == 0
 
 
-def test_the_allocator_is_a_line_with_an_interval_and_its_p95_has_to_fit() -> None:
+def test_the_allocator_is_a_line_with_an_interval_and_its_median_has_to_fit() -> None:
     """200 bytes for libraries (100 to 400), and a tenth (none to a half) of what comes and goes."""
     takes = Allocator(library_bytes=Spread(100, 200, 400), lost_share=Spread(0, 0.1, 0.5))
     exact, on = memory(), memory(device=replace(CPU, allocator=takes))
@@ -213,8 +213,10 @@ def test_the_allocator_is_a_line_with_an_interval_and_its_p95_has_to_fit() -> No
     assert on.line("allocator") == on.total_bytes - exact.total_bytes == round(200 + 0.1 * dynamic)
     assert on.low_bytes == exact.total_bytes + 100
     assert on.high_bytes == exact.total_bytes + round(400 + 0.5 * dynamic)
-    assert memory(device=replace(CPU, allocator=takes, memory_bytes=on.high_bytes)).fits
-    assert not memory(device=replace(CPU, allocator=takes, memory_bytes=on.high_bytes - 1)).fits
+    assert memory(device=replace(CPU, allocator=takes, memory_bytes=on.total_bytes)).fits
+    assert not memory(device=replace(CPU, allocator=takes, memory_bytes=on.total_bytes - 1)).fits
+    assert memory(device=replace(CPU, allocator=takes, memory_bytes=on.high_bytes)).is_safe
+    assert not memory(device=replace(CPU, allocator=takes, memory_bytes=on.high_bytes - 1)).is_safe
 
 
 @pytest.mark.parametrize("kind", tuple(DEVICE_KINDS))

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 import parsim as ps
-from parsim.costs.memory.verdict import FIT_PROBABILITY
+from parsim.costs.memory.verdict import SAFE_PROBABILITY
 from parsim.errors import DoesNotFitError
+from parsim.hardware.allocator import Allocator
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.hardware.profile import load_profile
+from parsim.units import format_bytes
 from tests.models import sharded_model
 from tests.theory.test_memory_verdict import MEASURED
 
@@ -45,20 +48,42 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def machine(devices: int, memory_bytes: float) -> Cluster:
+def machine(devices: int, memory_bytes: float, allocator: Allocator) -> Cluster:
     cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), devices)
-    types = replace(cluster.devices[0].type, memory_bytes=round(memory_bytes), allocator=MEASURED)
+    types = replace(cluster.devices[0].type, memory_bytes=round(memory_bytes), allocator=allocator)
     return replace(cluster, devices=tuple(replace(device, type=types) for device in cluster.devices))
 
 
-def asked(memory_bytes: float, keys: dict[str, Any]) -> ps.Answer:
+def asked(memory_bytes: float, keys: dict[str, Any], allocator: Allocator = MEASURED) -> ps.Answer:
     settings = {f"plan.{key}": value for key, value in keys.items()}
-    cluster = machine(prod(keys["mesh"].values()), memory_bytes)
+    cluster = machine(prod(keys["mesh"].values()), memory_bytes, allocator)
     return ps.plan(MODEL, cluster=cluster, global_batch=BATCH, strategy="custom", settings=settings)
 
 
 def test_there_are_plans_of_every_kind() -> None:
     assert len(PLANS) >= 20
+
+
+DATASHEET = DEVICE_KINDS["cuda"].allocator
+
+
+@pytest.mark.parametrize("name", list(PLANS)[::4])
+def test_a_profile_from_datasheets_refuses_by_its_median_and_says_how_sure_it_is(name: str) -> None:
+    """Its interval is far wider than 5% of a small plan: what is 5% below the limit is taken, and told to be in doubt."""
+    roomy = asked(2**44, PLANS[name], DATASHEET)
+    peak = max(rank.total_bytes for rank in roomy.prediction.evaluation.memory)
+    above, below = (asked(capacity, PLANS[name], DATASHEET) for capacity in (peak / 1.05, peak * 1.05))
+    assert (above.fits, below.fits) == (False, True)
+    assert above.prediction.fit_probability < 0.5 < below.prediction.fit_probability < SAFE_PROBABILITY
+    told = f"fits with a probability of {below.prediction.fit_probability:.0%} alone"
+    assert told in below.sentence()
+    assert any(warning.startswith("may run out of memory: rank ") for warning in below.prediction.warnings)
+    assert "set plan.fit_probability = 0.95" in below.runners_up()
+    careful = asked(peak * 1.05, {**PLANS[name], "fit_probability": 0.95}, DATASHEET)
+    assert not careful.fits
+    high = max(rank.high_bytes for rank in roomy.prediction.evaluation.memory)
+    assert f"devices of {format_bytes(high)} would do" in careful.verdict()
+    assert asked(high, {**PLANS[name], "fit_probability": 0.95}, DATASHEET).fits
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -72,7 +97,7 @@ def test_5_percent_too_much_is_refused_and_5_percent_less_is_not(name: str) -> N
         assert predicted.plan == roomy.prediction.plan, "the keys leave one plan"
         assert (answer.fits, predicted.fits) == (fits, fits), predicted.warnings
         probability = predicted.fit_probability
-        assert probability >= FIT_PROBABILITY if fits else probability < 0.01
+        assert probability >= SAFE_PROBABILITY if fits else probability < 0.01
         if not fits:
             with pytest.raises(DoesNotFitError):
                 _ = answer.chosen

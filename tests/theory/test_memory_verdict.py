@@ -1,4 +1,4 @@
-"""The memory verdict as a probability: a distribution function in the capacity, and the p95 rule at its threshold."""
+"""The memory verdict as a probability: a distribution function in the capacity, its inverse, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsim.costs.memory.records import RankMemory
-from parsim.costs.memory.verdict import FIT_PROBABILITY, fit_probability, verdict_text
+from parsim.costs.memory.verdict import FIT_PROBABILITY, SAFE_PROBABILITY, bytes_at, fit_probability, verdict_text
 from parsim.hardware.allocator import Allocator, Spread
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
@@ -28,11 +28,24 @@ def test_the_probability_is_a_distribution_function(one: int, two: int, three: i
     less, more = sorted((four, five))
     before, after = (fit_probability(low, median, high, limit) for limit in (less, more))
     assert 0 <= before <= after <= 1
-    assert (after >= FIT_PROBABILITY) == (high <= more)
-    assert fit_probability(low, median, high, high) >= FIT_PROBABILITY
+    assert (after >= FIT_PROBABILITY) == (median <= more)
+    assert (after >= SAFE_PROBABILITY) == (high <= more)
+    assert fit_probability(low, median, high, high) >= SAFE_PROBABILITY
     if low < median < high:
         assert fit_probability(low, median, high, median) == 0.5
-        assert fit_probability(low, median, high, low) == pytest.approx(1 - FIT_PROBABILITY)
+        assert fit_probability(low, median, high, low) == pytest.approx(1 - SAFE_PROBABILITY)
+
+
+@given(SIZES, SIZES, SIZES, st.floats(0.5, 0.999), st.floats(0.5, 0.999))
+def test_what_a_probability_needs_is_the_least_that_has_it(one: int, two: int, three: int, less: float, more: float) -> None:
+    low, median, high = sorted((one, two, three))
+    less, more = sorted((less, more))
+    needed = bytes_at(low, median, high, less)
+    assert fit_probability(low, median, high, needed) >= less - 1e-9
+    assert median <= needed <= bytes_at(low, median, high, more)
+    if median < needed:
+        assert fit_probability(low, median, high, needed - 2) < less
+    assert bytes_at(low, median, high, SAFE_PROBABILITY) == high
 
 
 def test_without_a_spread_the_verdict_is_certain() -> None:
@@ -47,10 +60,17 @@ def test_a_rank_fits_by_its_probability_and_says_so_where_it_is_in_doubt() -> No
         rank=1, lines=(("activations", 900), ("allocator", 100)), limit_bytes=1030, spreads=(("allocator", 50, 150),)
     )
     assert (rank.low_bytes, rank.total_bytes, rank.high_bytes) == (950, 1000, 1050)
-    assert 0.8 < rank.fit_probability < FIT_PROBABILITY
-    assert not rank.fits
-    assert "it fits with a probability of 84%" in rank.describe()
-    assert replace(rank, limit_bytes=1050).fits
+    assert 0.8 < rank.fit_probability < SAFE_PROBABILITY
+    assert (rank.fits, rank.is_safe, rank.excess_bytes) == (True, False, 0)
+    assert "(it fits with a probability of 84% alone)" in rank.describe()
+    careful = replace(rank, wanted_probability=0.95)
+    assert (careful.fits, careful.needed_bytes, careful.excess_bytes) == (False, 1050, 20)
+    assert "20 B too much; it fits with a probability of 84%" in careful.describe()
+    safe = replace(careful, limit_bytes=1050)
+    assert (safe.fits, safe.is_safe) == (True, True)
+    assert "probability" not in safe.describe()
+    over = replace(rank, limit_bytes=999)
+    assert not over.fits
     assert replace(rank, limit_bytes=500).describe().count("probability") == 0
 
 

@@ -107,7 +107,7 @@ def test_a_search_recomputes_by_operator_where_that_is_enough() -> None:
     """More memory never means more time, and between full and none some components are recomputed by operator."""
     asked = problem()
     plans = [replace(plain(asked), recompute=way) for way in ("none", "selective", "full")]
-    none, some, full = (asked.memory(plan)[0].high_bytes for plan in plans)
+    none, some, full = (asked.memory(plan)[0].needed_bytes for plan in plans)
     seconds, by_operator = [], []
     for limit in (full, (full + some) // 2, some, (some + none) // 2, none):
         tight = problem(memory_bytes=limit)
@@ -128,7 +128,7 @@ def test_sets_of_small_models_mix_both_ways() -> None:
     """Of three components every combination is tried, and none that recomputes more than one that fits."""
     asked = problem(llama("fused", "block", layers=1))
     plan = replace(plain(asked), recompute="none")
-    tight = problem(asked.model, asked.memory(replace(plan, recompute="selective"))[0].high_bytes)
+    tight = problem(asked.model, asked.memory(replace(plan, recompute="selective"))[0].needed_bytes)
     queue, found = sets_that_fit(tight, plan), []
     while queue:
         node = queue.pop(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +23,7 @@ from parsim.schedule.placement.paper_formulation import (
 )
 from parsim.schedule.placement.placement_problem import PlacementProblem
 from parsim.schedule.placement.reach import numbers_among, options_in_reach
+from parsim.schedule.placement.relaxation import Frontiers, Relaxation
 
 CLOSE = 1e-9
 
@@ -99,6 +101,38 @@ def test_options_out_of_reach_are_in_no_best_choice(seed: int) -> None:
     every, some = solve_brute_force(placing), solve_brute_force(placing.restricted(kept))
     assert (every.status, every.seconds) == (some.status, some.seconds)
     assert tuple(own[number] for own, number in zip(kept, some.choice, strict=False)) == every.choice
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6))
+def test_the_relaxed_problem_is_the_least_of_all_choices(seed: int) -> None:
+    """Its value, its choice, and from every cut on what the components before cost at least."""
+    placing = random_placing(seed)
+    frontiers = Frontiers(placing)
+    prices = 3 * np.random.default_rng(seed).random(len(placing.limit_bytes))
+    node = [
+        ahead + back + memory @ prices
+        for ahead, back, memory in zip(placing.forward_s, placing.backward_s, placing.memory_bytes, strict=True)
+    ]
+    relaxed = Relaxation(frontiers, prices)
+
+    def seconds(choice: tuple[int, ...], cut: int) -> float:
+        """Of the components before the cut, and of the edges that begin there."""
+        own = sum(float(node[number][choice[number]]) for number in range(cut))
+        return own + sum(float(cost[choice[one], choice[two]]) for (one, two), cost in frontiers.cost.items() if one < cut)
+
+    count = len(placing.components)
+    choices = list(itertools.product(*(range(len(options)) for options in placing.options)))
+    least = min(seconds(choice, count) for choice in choices)
+    assert relaxed.value == pytest.approx(least - float(prices @ placing.limit_bytes))
+    if np.isfinite(least):
+        assert seconds(relaxed.choice(), count) == pytest.approx(least)
+    for cut in range(1, count):
+        to_go = relaxed.to_go(cut)
+        assert to_go is not None
+        for state in np.ndindex(to_go.shape):
+            chosen = [choice for choice in choices if tuple(choice[axis] for axis in frontiers.after[cut]) == state]
+            assert to_go[state] == pytest.approx(min(seconds(choice, cut) for choice in chosen))
 
 
 def test_the_milp_equals_brute_force() -> None:

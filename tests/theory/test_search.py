@@ -202,7 +202,7 @@ def test_where_memory_is_short_as_little_as_possible_is_recomputed() -> None:
     asked = hungry()
     plain = one_microbatch(asked)
     full = replace(plain, recompute="full")
-    most, least = (asked.memory(plan)[0].high_bytes for plan in (plain, full))
+    most, least = (asked.memory(plan)[0].needed_bytes for plan in (plain, full))
     assert recomputed_to_fit(with_memory(asked, least - 1), plain) is None
     before = len(plain.components) + 1
     for limit in np.linspace(least, most - 1, 6).astype(int).tolist():
@@ -221,7 +221,7 @@ def test_a_search_recomputes_only_where_nothing_else_fits_and_says_so() -> None:
     assert roomy is not None
     assert roomy.result.plan.recompute == "none"
     most_split = replace(plain, microbatches=64)
-    limit = asked.memory(most_split)[0].high_bytes - 1
+    limit = asked.memory(most_split)[0].needed_bytes - 1
     tight = with_memory(asked, limit)
     chosen = search(tight, ("single",), samples=0).chosen
     assert chosen is not None
@@ -249,9 +249,9 @@ def test_a_plan_that_fits_with_all_but_one_component_recomputed_is_found() -> No
 
     ample = asked(2**40)
     plan = custom_plan(ample, Mesh())
-    everything = max(entry.high_bytes for entry in ample.memory(replace(plan, recompute="full")))
+    everything = max(entry.needed_bytes for entry in ample.memory(replace(plan, recompute="full")))
     rest = tuple(component.name for component in model.components[1:])
-    less = max(entry.high_bytes for entry in ample.memory(replace(plan, recompute=rest)))
+    less = max(entry.needed_bytes for entry in ample.memory(replace(plan, recompute=rest)))
     assert less < everything
     tight = asked(round((less + everything) / 2))
     found = recomputed_to_fit(tight, plan)

@@ -126,7 +126,7 @@ def test_a_plan_recomputes_no_less_than_its_bound(
     plan = some_plan(ample, mesh, microbatches, order)
     if plan is None:
         return
-    most = max(entry.high_bytes for entry in ample.memory(plan))
+    most = max(entry.needed_bytes for entry in ample.memory(plan))
     problem = replace(ample, cluster=with_memory(int(share * most)))
     found = recomputed_to_fit(problem, plan)
     floor = plan_floor(problem, plan)

@@ -59,7 +59,7 @@ def cut(problem: PlanningProblem, mesh: Mesh, microbatches: int = 1) -> Cutting:
 
 
 def held_bytes(problem: PlanningProblem, plan: Plan) -> int:
-    return max(entry.high_bytes for entry in problem.memory(plan))
+    return max(entry.needed_bytes for entry in problem.memory(plan))
 
 
 def test_blocks_are_found_by_what_repeats() -> None:

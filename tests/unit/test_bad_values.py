@@ -80,6 +80,9 @@ def broken_profile(*path: str, value: Any, folder: Path) -> str:
         ("resnet50", "num_classes=0", "argument num_classes of resnet50 must be >= 1, got 0"),
         ("gpt_small", "layers=-1", "argument layers of gpt_small must be >= 1, got -1"),
         ("gpt_small", "dropout=1.5", "argument dropout of gpt_small must be >= 0 and < 1, got 1.5"),
+        ("gpt_small", "layers=100000", "argument layers of gpt_small must be <= 4096, got 100000"),
+        ("mlp", "depth=1000000000", "argument depth of mlp must be <= 4096, got 1000000000"),
+        ("llama3-8b", "layers=1000000", "argument layers of llama3-8b must be <= 4096, got 1000000"),
     ],
 )
 def test_an_argument_no_model_can_have(refused: Refused, model: str, argument: str, rule: str) -> None:

@@ -151,6 +151,19 @@ def test_a_sweep_becomes_a_page(tmp_path: Path) -> None:
         Sweep(title="t", axes=(), settings=(), answers=()).explore()
 
 
+def sampled() -> list[dict[str, Any]]:
+    """A field of a sample: more values than a slider has steps."""
+    return [row(number, 1, "dp", **{"scale.links": 0.5 + number / 100, "step_s": 1 + number / 100}) for number in range(100)]
+
+
+MARK_OF_POINT = """(point) => {
+  const plot = document.getElementById("front"), {xaxis, yaxis} = plot._fullLayout, {x, y, customdata} = plot.data[0];
+  plot.scrollIntoView({block: "end"});
+  const box = plot.getBoundingClientRect(), at = customdata.indexOf(point);
+  return [box.left + xaxis._offset + xaxis.d2p(x[at]), box.top + yaxis._offset + yaxis.d2p(y[at])];
+}"""
+"""Where a point is drawn in the window."""
+
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 
 
@@ -184,6 +197,13 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
         assert tab.evaluate("document.getElementById('timeline').data[0].z.map((line) => line.length)") == [300, 300]
         marks = "document.getElementById('curve').data.reduce((sum, trace) => sum + (trace.error_y ? trace.x.length : 0), 0)"
         assert tab.evaluate(marks) == 9
+        assert "twice the devices, twice the throughput" in tab.locator("#curve-legend").inner_text()
+        assert tab.evaluate("document.getElementById('curve').data.at(-1).y") == [256, 8 * 256]
+        tab.mouse.move(*tab.evaluate(MARK_OF_POINT, 6))
+        playwright.expect(tab.locator("#point-title")).to_have_text("Point 6 under the cursor")
+        tab.mouse.move(1, 1)
+        playwright.expect(tab.locator("#point-title")).to_have_text("Point 2")
+        assert "point=" not in tab.evaluate("location.hash")
         slider = tab.locator("[id='control-cluster.nodes']")
         slider.focus()
         tab.keyboard.press("ArrowRight")
@@ -217,6 +237,17 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
         assert other.locator("img").count() == 0
         widths = tab.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
         assert widths[0] <= widths[1], "the page scrolls sideways"
+        samples = tmp_path / "samples.html"
+        samples.write_text(explorer_html(data_of(sampled(), axes=["scale.links"])), encoding="utf-8")
+        other.goto(samples.as_uri())
+        other.wait_for_selector("body[data-ready]", state="attached")
+        steps = other.locator("[id='control-scale.links']")
+        assert steps.get_attribute("max") == "7"
+        steps.focus()
+        for _ in range(2):
+            other.keyboard.press("ArrowRight")
+        assert steps.get_attribute("aria-valuetext") == "0.63 to 0.74"
+        assert other.evaluate(front) == 12
         tab.emulate_media(media="print")
         assert not tab.locator("#theme").is_visible()
         browser.close()

@@ -29,8 +29,7 @@ def test_the_fullest_rank_of_a_plan_is_within_half_a_percent_in_the_mean_and_thr
     assert statistics.mean(errors) <= 0.5
     plain = sorted(abs(row["fullest_percent"]) for row in ROWS if not of_autocast(row))
     assert statistics.mean(plain) <= 0.2
-    assert plain[-2] <= 3.0
-    assert plain[-1] <= 3.5, "a zero-bubble-v plan of Llama"
+    assert plain[-1] <= 3.0
     divided = [abs(row["error_percent"]) for row in ROWS if row["kind"].startswith("ZeRO")]
     assert len(divided) >= 100
     assert max(divided) <= 3.0
@@ -42,4 +41,4 @@ def test_what_lies_outside_are_shards_and_a_gru_under_autocast() -> None:
     cast = [row for row in outside if of_autocast(row)]
     assert all(row["case"].startswith("tp") or row["model"] == "gru-block" for row in cast)
     assert len(cast) <= 8
-    assert [row["case"] for row in outside if not of_autocast(row)] == ["pp zero-bubble-v"]
+    assert all(map(of_autocast, outside))

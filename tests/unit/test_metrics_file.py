@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,3 +59,28 @@ def test_a_file_that_does_not_fit_gives_the_last_part_alone(tmp_path: Path, line
 
 def test_without_the_file_there_is_the_last_part(tmp_path: Path) -> None:
     assert loss_curve(tmp_path, LOSSES[1:], 4).first_step == 2
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient norm in fp16 that overflowed, and a metric without a value: JSON has no words for either."""
+    pytest.importorskip("torch")
+    from parsim.execute.training import log
+
+    monkeypatch.setattr(log, "gather_values", lambda value: [value])
+    recipe = SimpleNamespace(tensorboard=False)
+    entry: Any = SimpleNamespace(
+        step_number=0,
+        learning_rate=0.1,
+        losses=[2.0],
+        run=SimpleNamespace(recipe=recipe),
+        stage=SimpleNamespace(rank=0, gradient_norm=math.inf),
+    )
+    made = log.TrainingLog(tmp_path, entry, 1)
+    made.begin_step(entry)
+    made.end_step(entry)
+    made.write(entry, SimpleNamespace(rank=0), {"step": 1, "loss": 1.5, "mean_iou": math.nan})  # type: ignore[arg-type]
+    (text,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    line = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} in metrics.jsonl"))
+    assert (line["loss"], line["gradient_norm"], line["validation"]) == (2.0, None, {"loss": 1.5, "mean_iou": None})
+    curve = loss_curve(tmp_path, [2.0], 1)
+    assert curve.validation == ({"step": 1, "loss": 1.5, "mean_iou": None},)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from report_samples import RESNET, breakdown_of, durations_s, memory_of, results, run_in_order, step_graph
+from rich.console import Console
 
 from parsim.hardware.profile import Profile, load_profile, shipped_profiles
 from parsim.predict.result import Interval
@@ -221,3 +223,14 @@ def test_every_shipped_profile_has_a_summary(name: str) -> None:
     table = calibration_table(load_profile(name))
     assert table.rows
     assert to_text(table)
+
+
+def test_names_of_the_user_do_not_reach_the_terminal_as_they_are() -> None:
+    """A terminal would obey them."""
+    hostile = "\x1b[31mred\x07"
+    table = ReportTable(title=hostile, columns=(Column(name=hostile),), rows=((hostile,),), notes=(hostile,))
+    console = Console(file=io.StringIO(), width=100)
+    console.print(to_rich(table, 100))
+    for text in (to_text(table), console.file.getvalue()):  # type: ignore[attr-defined]
+        assert text.count("\\x1b[31mred\\x07") == 4
+        assert "\x1b[31mred" not in text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +22,9 @@ from parsim.graph.taskgraph import TaskGraph
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.component import Component, Parameter, Sharding, Value
+from parsim.model.load import load_model
 from parsim.model.model import Model
+from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan, Stage
@@ -28,6 +32,7 @@ from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.work import Collective, Compute, Phase, SendRecv
 from parsim.workflow.ask import check_runnable
+from tests.execute.test_bad_run import cpu_profile
 
 LAYERS = 2
 WIDTH = 1000
@@ -303,3 +308,34 @@ def test_a_problem_lays_out_plans_that_gather_ahead() -> None:
     assert problem.layout(replace(ahead, global_batch=8)).plan.gather_ahead
     assert not ahead.without_zero().gather_ahead
     assert ahead.without_zero().zero_stage == 0
+
+
+def test_a_plan_file_with_segments_is_refused_by_run_and_validate_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a traced model, whatever the file itself says of being executable."""
+    pytest.importorskip("torch")
+    import parsim
+    from parsim.errors import ParsimError
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "profile.json").write_text(json.dumps(cpu_profile()))
+    tables = {"model": ("name", '"mlp"'), "cluster": ("profile", '"profile.json"'), "plan": ("strategy", '"plan.json"')}
+    text = "\n".join(f"[{table}]\n{key} = {value}" for table, (key, value) in tables.items())
+    (tmp_path / "run.toml").write_text(f"{text}\n[training]\nglobal_batch = 16\n")
+    names = tuple(component.name for component in load_model(ModelSpec(name="mlp")).components)
+    made = Plan(
+        strategy="dp",
+        mesh=Mesh(dp=2),
+        stages=(Stage(components=names, ranks=(0, 1)),),
+        global_batch=16,
+        segments=(names[:2],),
+    )
+    document = json.loads(made.to_json())
+    assert document.pop("executable") is False
+    for told in (made.to_json(), json.dumps(document)):
+        (tmp_path / "plan.json").write_text(told)
+        for command in (parsim.run, parsim.validate):
+            with pytest.raises(ParsimError, match="the plan has segments, which parsim simulates and the executor cannot run"):
+                command("run.toml", out="out")
+    assert not (tmp_path / "out").exists()

@@ -8,9 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import pytest
 
 import parsim as ps
 from parsim.errors import ConfigError, ExecutionError
-from parsim.workflow.sweeps import executing, folder
+from parsim.workflow.sweeps import evaluating, executing, folder
 from parsim.workflow.sweeps.result import Sweep, open_sweep
 from parsim.workflow.sweeps.rows import CATEGORIES
 
@@ -86,16 +84,19 @@ def test_faster_hardware_is_faster_by_its_factor() -> None:
 
 
 def test_goals_price_and_energy() -> None:
-    priced = {**QUESTION, "settings": {**GIVEN, "cluster.usd_per_hour": 3.0}}
+    priced = {**QUESTION, "settings": {**GIVEN, "cluster.usd_per_hour": 3.0, "cluster.busy_power_w": 250.0}}
     found = ps.sweep("mlp", BATCHES, **priced, jobs=1, goal="min cost where epoch < 1h", samples_per_epoch=1000)
     for row in found.rows:
         steps = -(-1000 // row["training.global_batch"])
         assert row["epoch_s"] == pytest.approx(steps * row["step_s"])
         assert row["usd_per_epoch"] == pytest.approx(row["epoch_s"] / 3600 * 3.0 * 2)
+        assert row["kwh_per_epoch"] == pytest.approx(row["epoch_s"] / 3600 * 0.25 * 2)
         assert row["usd_per_million_samples"] == pytest.approx(1e6 / row["throughput_samples_per_s"] * 6.0 / 3600)
     best = found.best()
     assert best is not None
     assert best["usd_per_epoch"] == min(row["usd_per_epoch"] for row in found.rows)
+    unpowered = ps.sweep("mlp", BATCHES, cluster="8xa100-sxm-80gb", global_batch=64, settings=GIVEN, jobs=1, goal="min energy")
+    assert "set cluster.busy_power_w" in unpowered.picked()
     unknown = swept(goal="min epoch")
     assert "give --samples-per-epoch" in unknown.picked()
     with pytest.raises(ConfigError, match="samples-per-epoch"):
@@ -142,6 +143,32 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (out / "points.jsonl").write_text("\n".join(lines) + "\n")
     assert swept(out=out).rows == first.rows
     assert open_sweep(out).rows == first.rows
+
+
+def test_points_that_differ_in_the_strategy_share_a_search_and_answer_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the order of the fields: what one search works out is there for the next, and changes no answer."""
+    asked: list[tuple[int, str]] = []
+    problems: list[object] = []
+    real, known = executing.evaluate_point, evaluating._LAST.known
+    monkeypatch.setattr(
+        executing,
+        "evaluate_point",
+        lambda point: (asked.append((point.settings["training.global_batch"], point.settings["plan.strategy"])), real(point))[
+            1
+        ],
+    )
+    monkeypatch.setattr(evaluating._LAST, "known", lambda problem: (problems.append(known(problem)), problems[-1])[1])
+    over = {"plan.strategy": ["dp", "adaptive"], "training.global_batch": [64, 256]}
+    found = ps.sweep("mlp", over, cluster="dgx1-v100-32gb", global_batch=64, jobs=1)
+    assert [strategy for _, strategy in asked] == ["dp", "adaptive"] * 2
+    assert len({id(problem) for problem in problems}) == 2
+    for row in found.rows:
+        alone = {key: [row[key]] for key in over}
+        evaluating._LAST.forget()
+        assert {
+            **ps.sweep("mlp", alone, cluster="dgx1-v100-32gb", global_batch=64, jobs=1).rows[0],
+            "point": row["point"],
+        } == row
 
 
 def test_another_question_is_asked_anew(tmp_path: Path) -> None:
@@ -205,28 +232,6 @@ def test_where_it_runs_is_checked() -> None:
         swept(on="tcp://127.0.0.1:1")
     with pytest.raises(ConfigError, match="both say which points"):
         swept(sample=4, sensitivity=4)
-
-
-@pytest.fixture(scope="module")
-def dask_cluster() -> Iterator[str]:
-    """Two workers in this process: the same protocol as on a network, without the seconds that processes take to start."""
-    distributed = pytest.importorskip("distributed")
-    with distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, processes=False, protocol="tcp", dashboard_address=None, host="127.0.0.1"
-    ) as cluster:
-        yield str(cluster.scheduler_address)
-
-
-def test_a_dask_cluster_gives_the_same_rows(dask_cluster: str) -> None:
-    over = {"training.global_batch": [64, 96, 128, 65]}
-    assert swept(over, jobs=None, on=dask_cluster).rows == swept(over).rows
-
-
-def test_a_dask_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("distributed")
-    monkeypatch.setattr(executing, "CONNECT_S", 0.3)
-    with pytest.raises(ConfigError, match="no Dask scheduler answers at"):
-        swept(jobs=None, on="tcp://127.0.0.1:9")
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -330,20 +335,3 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     document = json.loads(done.stdout)
     assert 2 <= document["reused"] <= 50
     assert [row["status"] for row in document["points"]] == ["ok"] * 50
-
-
-@pytest.mark.slow
-def test_a_dask_worker_that_dies_costs_no_row() -> None:
-    """Two workers in processes of their own; one is killed in the middle, and Dask starts it again."""
-    distributed = pytest.importorskip("distributed")
-    over = {"training.global_batch": [64 + 32 * number for number in range(40)]}
-    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster:
-        address = str(cluster.scheduler_address)
-        with distributed.Client(address, set_as_default=False) as client:
-            (victim, *_) = client.run(os.getpid).values()
-        stop = threading.Timer(2.0, os.kill, (victim, signal.SIGKILL))
-        stop.start()
-        found = swept(over, jobs=None, on=address)
-        stop.join()
-    assert [row["status"] for row in found.rows] == ["ok"] * 40
-    assert not Path(f"/proc/{victim}").exists()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from parsim.errors import ConfigError
+from parsim.execute.training.recipe import TrainingRecipe
 from parsim.workflow.config import RunConfig, parse_config
 
 FILE = """\
@@ -49,9 +51,43 @@ warmup = 5
     assert parse_config(config.to_toml()) == config
 
 
+GROUPS = """optimizer = "Adam"
+optimizer_args = { betas = [0.5, 0.9] }
+learning_rate = 2e-4
+weight_decay = 0.1
+[training.groups.critic]
+parameters = ["discriminator.*"]
+learning_rate = 1e-3
+[training.groups.head]
+parameters = ["head.*", "last.*"]
+optimizer = "SGD"
+optimizer_args = { momentum = 0.8 }
+weight_decay = 0.0
+"""
+
+
+def test_a_group_takes_over_what_it_leaves_out() -> None:
+    """Beside another optimizer rate and arguments are its own; the weight decay is that of all."""
+    config = config_of(GROUPS)
+    critic, head = config.training.recipe.groups
+    assert (critic.optimizer, critic.learning_rate, critic.weight_decay) == ("adam", 1e-3, 0.1)
+    assert dict(critic.optimizer_args) == {"betas": (0.5, 0.9)}
+    assert (head.optimizer, head.learning_rate, head.weight_decay) == ("sgd_momentum", 0.05, 0.0)
+    assert dict(head.optimizer_args) == {"momentum": 0.8}
+    assert config.training.optimizers == ("adam", "sgd_momentum")
+    assert parse_config(config.to_toml()) == config
+    assert TrainingRecipe.from_dict(json.loads(json.dumps(config.training.recipe.to_dict()))) == config.training.recipe
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
+        ("[training.groups.critic]\nparameters = []", "training.groups.critic.parameters"),
+        ('[training.groups.critic]\noptimizer = "adam"', "training.groups.critic.parameters"),
+        ('[training.groups.critic]\nparameters = ["a"]\noptimizer = "adma"', "did you mean adam"),
+        ('[training.groups.critic]\nparameters = ["a"]\nlr = 1.0', "training.groups.critic.lr"),
+        ('[training.groups."a b"]\nparameters = ["a"]', "training.groups"),
+        ('[training.groups.a]\nparameters = ["a"]\noptimizer_args = { weight_decay = 1.0 }', "set weight_decay of the group"),
         ('[training.schedule]\nname = "CosineAnealingLR"', "did you mean CosineAnnealingLR"),
         ('[training.schedule]\nname = "StepLR"\nstep = 3', "StepLR has no argument 'step'; did you mean step_size"),
         ('[training.schedule]\nname = "StepLR"', "StepLR needs step_size; it takes: step_size, gamma"),

@@ -40,6 +40,7 @@ def test_there_are_tutorials_and_their_pictures_exist() -> None:
     for page in TUTORIALS:
         for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / picture).is_file(), f"{page.name} shows {picture}"
+        assert page.read_text(encoding="utf-8").splitlines()[-1].startswith("!["), f"{page.name} does not end in a picture"
 
 
 @pytest.mark.slow

@@ -52,16 +52,19 @@ def fit_linear(columns: Floats, seconds: Floats) -> Floats:
     """
     relative = columns / seconds[:, None]
     scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)
+    scaled = relative / scale
     ridge = 1e-7 * np.eye(columns.shape[1])
     weights = np.ones(len(seconds))
     solution = np.zeros(columns.shape[1])
     for _ in range(ROUNDS):
-        matrix = np.vstack([relative / scale * weights[:, None], ridge])
+        matrix = np.vstack([scaled * weights[:, None], ridge])
         target = np.concatenate([weights, np.zeros(columns.shape[1])])
         solution, _ = nnls(matrix, target)
-        residual = np.abs(relative / scale @ solution - 1.0)
+        residual = np.abs(scaled @ solution - 1.0)
         limit = HUBER * max(1.4826 * float(np.median(residual)), 1e-6)
-        weights = np.sqrt(np.minimum(1.0, limit / np.maximum(residual, 1e-12)))
+        before, weights = weights, np.sqrt(np.minimum(1.0, limit / np.maximum(residual, 1e-12)))
+        if np.array_equal(weights, before):
+            break  # every further round would repeat this one
     return np.asarray(solution / scale, dtype=np.float64)
 
 

@@ -1,9 +1,9 @@
 """The fullest moment of a rank that holds several numbers of microbatches: chunks of a pipeline, and backwards in halves.
 
 Between the halves of a backward all saved activations stay, beside the gradient that has arrived at every operator with a
-parameter. A component without parameters runs all in the first half, one that hands on no gradient all in the second.
-
-Leaves out: operators whose parameters enter elsewhere too; they keep the gradient of the component's output alone.
+parameter. A component without parameters runs all in the first half, one that hands on no gradient all in the second. What the
+first half takes was counted when the Model was traced (`SplitBackward`). Of shards and of models from sizes it is derived from
+operators. That leaves out what the first half makes for a while, and parameters that enter several operators.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class HeldMoment(NamedTuple):
         arriving: by link to this rank the messages for which there is room that the action does not read.
         leaving: by link from this rank those held that an earlier action has made.
         unread: per chunk the microbatches whose forward has not begun.
+        between: by link from one chunk to another one here, what an earlier action has made and no action has read.
         microbatch: of the action that stands for this one (`parsim.plans.few_actions`).
     """
 
@@ -41,6 +42,7 @@ class HeldMoment(NamedTuple):
     leaving: tuple[int, ...] = ()
     unread: tuple[int, ...] = ()
     microbatch: int = 0
+    between: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,7 @@ class Chunks:
     chunk_of: by component of the rank. moments: of its actions. halved: components whose backward runs in halves.
     for_weights: those whose backward hands on no gradient.
     arriving_bytes, leaving_bytes: of one message of every link, in the order of the moments.
+    between_bytes: likewise of what one chunk hands to another one of this rank.
     made_before: by component the bytes that components before it in a forward, and in a backward, have made for other ranks.
     """
 
@@ -58,6 +61,7 @@ class Chunks:
     for_weights: Collection[str] = ()
     arriving_bytes: Sequence[float] = ()
     leaving_bytes: Sequence[float] = ()
+    between_bytes: Sequence[float] = ()
     made_before: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def arriving(self, moment: HeldMoment) -> float:
@@ -65,8 +69,9 @@ class Chunks:
         return sum(count * size for count, size in zip(moment.arriving, self.arriving_bytes, strict=True))
 
     def leaving(self, moment: HeldMoment) -> float:
-        """Bytes of messages that are held at that moment."""
-        return sum(count * size for count, size in zip(moment.leaving, self.leaving_bytes, strict=True))
+        """Bytes of messages that are held at that moment, and of what waits for another chunk here."""
+        sent = sum(count * size for count, size in zip(moment.leaving, self.leaving_bytes, strict=True))
+        return sent + sum(count * size for count, size in zip(moment.between, self.between_bytes, strict=True))
 
 
 class Moment(NamedTuple):
@@ -87,6 +92,8 @@ class ComponentMoments:
         alive: likewise while it runs backward. gradients: of its outputs, as it reads them. handed: of its inputs, as it makes
             them, with what waits beside it.
         whole: buckets that are whole meanwhile, by phase and microbatch.
+        first_half: beyond all that is kept, while it runs the first half of its backward; with what waits beside it.
+        waits: what that leaves for the second half. None: neither was counted.
     """
 
     component: Component
@@ -99,16 +106,23 @@ class ComponentMoments:
     gradients: float
     handed: float = 0.0
     whole: Mapping[tuple[Phase, int], float] = field(default_factory=dict)
+    first_half: float | None = None
+    waits: float = 0.0
 
     def moment(self, size: float, microbatch: int, *phases: Phase) -> Moment:
         """So many bytes beside the buckets that are whole in the phase, or in the one of several that the plan has."""
         whole = max((self.whole.get((phase, microbatch), 0.0) for phase in phases), default=0.0)
         return Moment(size + whole, whole)
 
-    def backward(self, before: float, microbatch: int) -> Moment:
-        """The fullest moment of its backward, and of its forward before that, beyond what is kept; `before` is there too."""
+    def backward(self, before: float, microbatch: int, alive: float | None = None) -> Moment:
+        """The fullest moment of its backward, and of its forward before that, beyond what is kept; `before` is there too.
+
+        Args:
+            alive: in place of that of a whole backward.
+        """
         again = self.moment(before + self.second, microbatch, Phase.RECOMPUTE) if self.second else Moment(0.0, 0.0)
-        return max(again, self.moment(before + self.alive, microbatch, Phase.BACKWARD, Phase.BACKWARD_INPUT))
+        size = before + (self.alive if alive is None else alive)
+        return max(again, self.moment(size, microbatch, Phase.BACKWARD, Phase.BACKWARD_INPUT))
 
 
 def fullest(
@@ -185,7 +199,9 @@ def _for_inputs(own: Sequence[ComponentMoments], chunks: Chunks, element_bytes: 
     so_far, found = 0.0, Moment(0.0, 0.0)
     for part in reversed(own):
         waits = _waiting(part, chunks, element_bytes)
-        if part.component.name not in chunks.for_weights:
+        if part.component.name in chunks.halved and part.first_half is not None:
+            found = max(found, part.backward(so_far, microbatch, part.first_half))
+        elif part.component.name not in chunks.for_weights:
             ended = part.moment(so_far + waits + part.handed, microbatch, Phase.BACKWARD, Phase.BACKWARD_INPUT)
             found = max(found, part.backward(so_far, microbatch), ended)
         so_far += waits
@@ -210,6 +226,8 @@ def _waiting(part: ComponentMoments, chunks: Chunks, element_bytes: int) -> floa
     """What the component adds between the halves of a microbatch's backward."""
     name = part.component.name
     if name in chunks.halved:
+        if part.first_half is not None:
+            return part.waits + part.again
         return max(part.gradients, _arrived_bytes(part, element_bytes)) + part.again
     if name in chunks.for_weights:
         return part.gradients

@@ -9,7 +9,7 @@ A recomputed component holds its inputs while a microbatch is in flight. The act
 until the end of its backward.
 
 The line `allocator`, an interval, holds the memory of the allocator and of libraries. A rank fits if it does with every line
-at its p95, that is with a probability of 95%.
+at its median, or at the probability that is asked for (`verdict`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from parsim.errors import CostError
 from parsim.hardware.device import DeviceType
 from parsim.model.component import Component, Parameter, Value
 from parsim.model.number_formats import number_format
-from parsim.model.optimizers import OPTIMIZERS
+from parsim.model.optimizers import OPTIMIZERS, update_steps
 from parsim.model.precision import cast_bytes
 from parsim.units import MIB
 from parsim.work import Phase
@@ -91,7 +91,6 @@ def rank_memory(
     Raises:
         ConfigError: unknown optimizer. CostError: samples or in_flight < 1, or samples by component without their boundary.
     """
-    state_bytes, temporary_bytes = optimizer_bytes(optimizer, precision, master_weights=master_weights, ema=ema)
     components = step.components
     samples = _samples_of(components, step.microbatch_samples)
     if min(samples.values(), default=1) < 1 or step.in_flight < 1:
@@ -125,16 +124,20 @@ def rank_memory(
     if step.pipeline is not None:
         held = sum(alive[name] * size for name, size in boundary.held_of.items()) + leaving
     beside_update = activations + casts + held + inputs + arriving  # all of it is gone by then
-    update = temporary_bytes * weights.updated_elements - beside_update
-    unsharded = min(peak.whole_bytes, peak.size_bytes) if peak.size_bytes >= update else 0.0
-    workspace = max(peak.size_bytes, update) - unsharded
+    state, temporary = 0, 0
+    for update in weights.updates:  # one after the other
+        row = optimizer_bytes(update.optimizer or optimizer, precision, master_weights=master_weights, ema=ema)
+        state, temporary = state + row[0] * update.elements, max(temporary, row[1] * update.elements)
+    updating = temporary - beside_update
+    unsharded = min(peak.whole_bytes, peak.size_bytes) if peak.size_bytes >= updating else 0.0
+    workspace = max(peak.size_bytes, updating) - unsharded
     beside = device.allocator.bytes_beside(activations + casts + held + unsharded + workspace)
     lines = {
         "parameters": weights.parameter_bytes,
         "casts": casts,
         "gradients": weights.gradient_bytes,
         "unsharded": unsharded,
-        "optimizer_state": state_bytes * weights.updated_elements,
+        "optimizer_state": state,
         "buffers": sum(component.buffer_bytes for component in components),
         "activations": activations,
         "boundary_values": held,
@@ -180,7 +183,7 @@ def all_weights(components: Sequence[Component]) -> Weights:
     return Weights(
         parameter_bytes=sum(parameter.size_bytes for parameter in parameters),
         gradient_bytes=sum(parameter.size_bytes for parameter in trained),
-        updated_elements=sum(parameter.elements for parameter in trained),
+        updates=update_steps(trained),
     )
 
 
@@ -290,12 +293,16 @@ def _moments(
         alive = max(_alive_bytes(component, number), gradients) if runs_backward else 0.0
         wanted, second = boundary.wanted_bytes.get(name, gradients), 0.0
         beside = boundary.waiting.gradients.get(name, 0.0) + made_back
+        split = component.split_backward
+        first_half = None if split is None else max(_fullest_bytes(split.peaks, number), gradients) + beside
         if name in again:
             entry = again[name]
             first = entry.fullest_bytes
             if first is None:
                 first = _fullest_bytes(component.forward_peaks, number)
             alive += entry.saved_bytes - entry.released_bytes
+            if first_half is not None:
+                first_half += entry.saved_bytes - entry.released_bytes
             second = first + wanted + beside
         found.append(
             ComponentMoments(
@@ -309,6 +316,8 @@ def _moments(
                 gradients=wanted,
                 handed=boundary.handed_bytes.get(name, 0.0) + beside,
                 whole=whole.get(name, {}),
+                first_half=first_half,
+                waits=0.0 if split is None else _fullest_bytes([split.waiting], number),
             )
         )
     return found

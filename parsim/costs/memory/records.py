@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parsim.costs.memory.chunks import Chunks
-from parsim.costs.memory.verdict import DOUBTFUL, FIT_PROBABILITY, fit_probability
+from parsim.costs.memory.verdict import DOUBTFUL, FIT_PROBABILITY, SAFE_PROBABILITY, bytes_at, fit_probability
 from parsim.costs.memory.waiting import Wait, Waiting
 from parsim.model.component import Component, Value
 from parsim.units import format_bytes
-from parsim.work import Phase
+from parsim.work import OptimizerStep, Phase
 
 NOT_TENSORS = ("context", "communication", "allocator")
 """Lines of the framework, of libraries and of what is lost between blocks."""
@@ -20,12 +20,14 @@ NOT_TENSORS = ("context", "communication", "allocator")
 class RankMemory:
     """Attributes: lines: (name, bytes), every line once. limit_bytes: what the device has.
     spreads: (name, p05, p95) of the lines that cannot be counted exactly, bytes.
+    wanted_probability: with which it must fit.
     """
 
     rank: int
     lines: tuple[tuple[str, int], ...]
     limit_bytes: int
     spreads: tuple[tuple[str, int, int], ...] = ()
+    wanted_probability: float = FIT_PROBABILITY
 
     @property
     def total_bytes(self) -> int:
@@ -43,7 +45,7 @@ class RankMemory:
 
     @property
     def high_bytes(self) -> int:
-        """All lines at their p95: what has to fit."""
+        """All lines at their p95."""
         return self.total_bytes + sum(high - self.line(name) for name, _, high in self.spreads)
 
     @property
@@ -52,9 +54,19 @@ class RankMemory:
         return fit_probability(self.low_bytes, self.total_bytes, self.high_bytes, self.limit_bytes)
 
     @property
+    def needed_bytes(self) -> int:
+        """What has to fit: every line at the probability that is wanted, so by default at its median."""
+        return bytes_at(self.low_bytes, self.total_bytes, self.high_bytes, self.wanted_probability)
+
+    @property
     def fits(self) -> bool:
-        """Whether it does with probability `FIT_PROBABILITY`: the same as with every line at its p95."""
-        return self.fit_probability >= FIT_PROBABILITY
+        """Whether it does with the probability that is wanted."""
+        return self.needed_bytes <= self.limit_bytes
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether it fits with `SAFE_PROBABILITY`: the same as with every line at its p95."""
+        return self.fit_probability >= SAFE_PROBABILITY
 
     @property
     def worst(self) -> tuple[str, int]:
@@ -64,7 +76,7 @@ class RankMemory:
     @property
     def excess_bytes(self) -> int:
         """By how much it does not fit; 0 where it fits."""
-        return max(0, self.high_bytes - self.limit_bytes)
+        return max(0, self.needed_bytes - self.limit_bytes)
 
     def line(self, name: str) -> int:
         return dict(self.lines)[name]
@@ -75,6 +87,8 @@ class RankMemory:
         upto = f", at p95 {format_bytes(self.high_bytes)}," if self.spreads else ""
         chance = f"; it fits with a probability of {self.fit_probability:.0%}" if self.fit_probability > DOUBTFUL[0] else ""
         over = "" if self.fits else f" ({format_bytes(self.excess_bytes)} too much{chance})"
+        if self.fits and not self.is_safe:
+            over = f" ({chance.removeprefix('; ')} alone)"
         return (
             f"rank {self.rank} needs {format_bytes(self.total_bytes)}{upto} of {format_bytes(self.limit_bytes)}{over}; "
             f"its largest line is {name}, {format_bytes(size)}"
@@ -87,13 +101,13 @@ class Weights:
 
     Attributes:
         parameter_bytes, gradient_bytes: as held all the time, padding included (ZeRO 2 and 3: its parts of the buckets).
-        updated_elements: those whose optimizer state is here and which this rank updates (ZeRO 1: its parts of the buckets).
+        updates: by group of parameters what this rank updates and has the optimizer state of (ZeRO 1: its parts of buckets).
         unsharded: bytes of the buckets that lie whole here while a component runs, by phase, component and microbatch.
     """
 
     parameter_bytes: int
     gradient_bytes: int
-    updated_elements: int
+    updates: tuple[OptimizerStep, ...]
     unsharded: Mapping[tuple[Phase, str, int], float] = field(default_factory=dict)
 
 

@@ -7,6 +7,7 @@ torch.cuda. Tests have a driver with virtual time in its place, so that launches
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol, TypeVar
@@ -22,6 +23,9 @@ URGENT, USUAL = -1, 0
 
 CYCLES = 20_000_000
 """Of the sleep kernel that tells how many cycles one second has: about 10 ms."""
+
+STEADY, MOST_SLEEPS = 0.02, 50
+"""The clock of a GPU that was idle rises within some kernels: the rate counts once two in a row differ by so little."""
 
 
 class EventClock(Protocol[E]):
@@ -132,16 +136,25 @@ class TorchCudaDriver:
 
 @cache
 def _cycles_per_s(device: torch.device) -> float:
-    """The second of two measurements: the first loads the kernel and raises the clocks."""
-    driver = TorchCudaDriver(device)
-    seconds = 1.0
-    for _ in range(2):
-        start = driver.mark()
-        torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
-        end = driver.mark()
-        driver.finish(end)
-        seconds = driver.elapsed_s(start, end)
-    return CYCLES / seconds
+    return steady_cycles_per_s(TorchCudaDriver(device), torch.cuda._sleep)
+
+
+def steady_cycles_per_s(clock: EventClock[Any], sleep: Callable[[int], object]) -> float:
+    """Cycles of the sleep kernel per second, once the device's clock has risen. The first call loads the kernel.
+
+    Args:
+        sleep: queues a kernel of so many cycles.
+    """
+    rates: list[float] = []
+    while len(rates) < MOST_SLEEPS:
+        start = clock.mark()
+        sleep(CYCLES)
+        end = clock.mark()
+        clock.synchronize()
+        rates.append(CYCLES / clock.elapsed_s(start, end))
+        if len(rates) > 2 and abs(rates[-1] / rates[-2] - 1) < STEADY:
+            break
+    return rates[-1]
 
 
 @cache

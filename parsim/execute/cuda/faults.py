@@ -5,7 +5,8 @@ torch is imported where it is used: planning needs none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from parsim.errors import ExecutionError, OutOfMemoryError, RankLostError
 from parsim.units import GIB, format_bytes
@@ -14,11 +15,20 @@ OTHERS_BYTES = 2 * GIB
 """A GPU that holds more than this before a rank has allocated anything is used by another process. A context takes less."""
 
 LOST = ("cuda error", "cudnn_status", "cublas_status", "nccl error: unhandled cuda error", "unspecified launch failure")
+NO_MEMORY = ("out of memory", "status_alloc_failed")
+"""cuBLAS, cuDNN, NCCL and CUDA's own calls say so in errors that are not torch's OutOfMemoryError."""
+
 REST = "activations and what comes beside them"
 
 
-def check_devices(needed: int, available: int) -> None:
-    """Raise ExecutionError unless this host has a GPU for every rank."""
+def check_devices(needed: int, available: int, why: str = "") -> None:
+    """Raise ExecutionError unless this host has a GPU for every rank.
+
+    Args:
+        why: there is none.
+    """
+    if why:
+        raise ExecutionError(f"the plan has {needed} ranks, one GPU each, and this host has none. {why}")
     if needed > available:
         raise ExecutionError(
             f"the plan has {needed} ranks, one GPU each, and this host has {available} GPUs (see CUDA_VISIBLE_DEVICES); "
@@ -84,11 +94,51 @@ def out_of_memory(
     )
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU's memory was too small, whoever asked for it: torch's allocator, a library, NCCL, or CUDA itself."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in NO_MEMORY)
+
+
+@contextlib.contextmanager
+def told_outside_steps(rank: int, device: str, doing: Callable[[], str]) -> Iterator[None]:
+    """Inside, a GPU's fault becomes one message, as it does in a step.
+
+    Args:
+        doing: what the rank does now, in words.
+
+    Raises:
+        OutOfMemoryError, RankLostError: for torch's errors.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not device.startswith("cuda"):
+            raise
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if is_out_of_memory(error):
+            raise OutOfMemoryError(
+                f"rank {rank} ran out of memory on {device} outside a training step ({doing()}): {said}. Use more devices, "
+                "a higher plan.zero_stage or pipeline stages"
+            ) from error
+        if is_lost_device(error):
+            raise RankLostError(
+                f"rank {rank} lost {device} outside a training step ({doing()}): {said}. `nvidia-smi` and the system log (Xid) "
+                "say whether the GPU is well",
+                (rank,),
+                device_lost=True,
+            ) from error
+        raise
+
+
 def is_lost_device(error: BaseException) -> bool:
     """Whether a GPU stopped answering: nothing can be computed on it by this process any more."""
     import torch
 
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return False
     accelerator = getattr(torch, "AcceleratorError", None)
     if accelerator is not None and isinstance(error, accelerator):

@@ -23,10 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from parsim.errors import ExecutionError, ParsimError
+from parsim.execute.cuda.rank_gpu import take_gpu
+from parsim.execute.cuda.shared_gpu import NCCL, STAGED, sharing
 from parsim.execute.processes.priority import threads_with_priority
 from parsim.execute.processes.processes import PARENT_VARIABLE, die_with_parent
 from parsim.execute.processes.rendezvous import open_store
 from parsim.execute.processes.supervise.heartbeat import pulse
+from parsim.execute.processes.supervise.last_words import LastWords, last_words
 from parsim.files import write_text_atomically
 from parsim.hardware.device_kinds import DEVICE_KINDS
 
@@ -52,6 +55,9 @@ _PEER_LOST = (
     "failed to send",
 )
 
+MOST_SAID = 1000
+"""Characters of a message that its last words keep: the room holds them in any spelling."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlace:
@@ -76,6 +82,7 @@ class ErrorRecord:
     Attributes:
         kind: the exception's class. reported: it is a ParsimError, whose message stands alone.
         peer_lost: it failed only because another rank was gone or did not answer. time_s: seconds since 1970.
+        traceback: "" where it could only say its last words.
     """
 
     rank: int
@@ -113,43 +120,42 @@ def read_place(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
     )
 
 
-def init_group(device: str = "cpu", *, timeout_s: float = 120.0) -> ProcessPlace:
-    """Join the default process group: gloo for "cpu", nccl for "cuda" (one GPU per rank of this host).
+def init_group(device: str = "cpu", *, timeout_s: float = 120.0, alone: bool = False) -> ProcessPlace:
+    """Join the default process group: gloo for "cpu", nccl for "cuda" (one GPU per rank of this host, see `shared_gpu`).
 
     Each attempt of a launch has its own prefix in the store: under a shared one, restarted ranks find the addresses of
     dead peers. `timeout_s` bounds the start and each collective: a peer that hangs is noticed after it, one that died at once.
 
+    Args:
+        alone: nobody else may compute on this rank's GPU.
+
     Raises:
-        ExecutionError: an unknown device, or fewer GPUs than ranks on this host.
+        ExecutionError: an unknown device, fewer GPUs than ranks on this host, or a GPU that torch cannot use or others use.
     """
-    import torch
     from torch import distributed
     from torch.distributed.distributed_c10d import PrefixStore
 
     place = read_place()
     if device not in BACKENDS:
         raise ExecutionError(f"unknown device {device!r}; known: {', '.join(BACKENDS)}")
-    cuda_device = None
-    if device == "cuda":
-        available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if place.local_rank >= available:
-            raise ExecutionError(
-                f"rank {place.rank} needs GPU {place.local_rank} of this host, which has {available}; "
-                f"use at most {available} processes per host, or device = cpu"
-            )
-        cuda_device = torch.device("cuda", place.local_rank)
-        torch.cuda.set_device(cuda_device)
+    cuda_device = take_gpu(place.rank, place.local_rank, alone=alone) if device == "cuda" else None
+    backend = BACKENDS[device]
+    if sharing() == STAGED:
+        from parsim.execute.cuda.staged_group import register_staged
+
+        register_staged()
+        backend = STAGED
     timeout = datetime.timedelta(seconds=timeout_s)
     everyone = open_store(place.rank, place.world_size, timeout_s=timeout_s)
     store = PrefixStore(f"parsim/{place.attempt}", everyone)
-    with pulse().waiting(), _threads_of(BACKENDS[device]):
+    with pulse().waiting(), _threads_of(backend):
         distributed.init_process_group(
-            BACKENDS[device],
+            backend,
             store=store,
             rank=place.rank,
             world_size=place.world_size,
             timeout=timeout,
-            device_id=cuda_device,
+            device_id=cuda_device if backend == NCCL else None,
         )
     return replace(place, device="cpu" if cuda_device is None else str(cuda_device), store=store)
 
@@ -239,7 +245,8 @@ def worker_main(run: Callable[[Path], None]) -> NoReturn:
     """The main function of a worker module: run(Path of JOB.json), report what went wrong, and end this process.
 
     An exception becomes `error-rank{r}.json` beside JOB.json and exit status 1; the traceback stands in that file, and only
-    the message on stderr. Ends by os._exit, so that no thread or destructor of a communication library can hold up the end.
+    the message on stderr. Where no file can be written, the launcher reads the rank's last words. Ends by os._exit, so that
+    no thread or destructor of a communication library can hold up the end.
     The process dies with the launcher if parsim launched it.
     """
     if PARENT_VARIABLE in os.environ:
@@ -253,6 +260,7 @@ def worker_main(run: Callable[[Path], None]) -> NoReturn:
         print(f"usage: torchrun ... -m {sys.argv[0]} JOB.json", file=sys.stderr)
         _leave(2)
     job_path = Path(sys.argv[1])
+    words = last_words()
     try:
         run(job_path)
     except SystemExit as error:
@@ -260,7 +268,7 @@ def worker_main(run: Callable[[Path], None]) -> NoReturn:
     except KeyboardInterrupt:
         _leave(130)
     except BaseException as error:
-        _record(job_path.parent, error)
+        _record(job_path.parent, error, words)
         _leave(1)
     _leave(0)
 
@@ -273,8 +281,8 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _record(folder: Path, error: BaseException) -> None:
-    """Write the error record; the first line of the message goes to stderr as well, for when the folder is gone."""
+def _record(folder: Path, error: BaseException, words: LastWords) -> None:
+    """Write the error record; without its traceback it becomes the rank's last words, and its message goes to stderr."""
     message = str(error) or type(error).__name__
     record = ErrorRecord(
         rank=int(os.environ.get("RANK", 0)),
@@ -286,6 +294,7 @@ def _record(folder: Path, error: BaseException) -> None:
         time_s=time.time(),
         traceback="".join(traceback.format_exception(error)),
     )
+    words.say(json.dumps(asdict(replace(record, traceback="", message=message[:MOST_SAID])), ensure_ascii=False))
     with contextlib.suppress(OSError):  # its output may be a file on a full disk
         print(f"{record.kind}: {message}", file=sys.stderr)
     with contextlib.suppress(OSError):
@@ -304,9 +313,14 @@ def _is_about_a_peer(error: BaseException | None) -> bool:
     return False
 
 
-def read_error(path: Path) -> ErrorRecord | None:
-    """The record a rank left, or None if there is none that can be read."""
-    try:
+def read_error(path: Path, said: str = "") -> ErrorRecord | None:
+    """The record a rank left, or else its last words; None if there is neither.
+
+    Args:
+        said: its last words, as `read_last_words` gives them.
+    """
+    with contextlib.suppress(OSError, ValueError, TypeError):
         return ErrorRecord(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
+    with contextlib.suppress(ValueError, TypeError):
+        return ErrorRecord(**json.loads(said))
+    return None

@@ -38,6 +38,7 @@ from parsim.execute.processes.supervise.heartbeat import (
     process_state,
     read_beats,
 )
+from parsim.execute.processes.supervise.last_words import WORDS_VARIABLE, create_last_words
 from parsim.execute.processes.supervise.output import RankOutput
 from parsim.execute.processes.supervise.scratch import scratch_folder
 
@@ -88,7 +89,7 @@ def launch(
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError("running a plan needs torch, which is not installed; pip install 'parsim[torch]'")
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    with _sigterm_as_exit(), scratch_folder() as scratch:
+    with signals_as_exit(), scratch_folder() as scratch:
         for attempt in range(max_restarts + 1):
             for rank in range(nproc):
                 error_path(job_path.parent, rank).unlink(missing_ok=True)
@@ -125,6 +126,7 @@ class _Ranks:
         """Start all ranks and wait for them; None if all succeeded. No process of the attempt is left."""
         self.output.folder.mkdir()
         create_beats(self._beats, self.nproc)
+        create_last_words(self.output.words, self.nproc)
         try:
             for rank in range(self.nproc):
                 self._processes.append(self._start(rank, extra))
@@ -174,6 +176,7 @@ class _Ranks:
             "TORCHELASTIC_RUN_ID": self.mark,
             FILE_VARIABLE: str(self.output.folder / "store"),
             BEATS_VARIABLE: str(self._beats),
+            WORDS_VARIABLE: str(self.output.words),
             MARK_VARIABLE: self.mark,
             PARENT_VARIABLE: str(os.getpid()),
         }
@@ -205,7 +208,7 @@ class _Ranks:
         until = time.monotonic() + _CULPRIT_S
         while time.monotonic() < until and len(statuses) < self.nproc:
             failed = [rank for rank, status in statuses.items() if status]
-            records = [read_error(error_path(self.job.parent, rank)) for rank in failed]
+            records = [read_error(error_path(self.job.parent, rank), self.output.last_words(rank)) for rank in failed]
             if any(record is None or not record.peer_lost for record in records):
                 break
             time.sleep(_POLL_S / 4)
@@ -235,8 +238,8 @@ def _import_folders() -> list[str]:
 
 
 @contextlib.contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    """While inside, SIGTERM and SIGHUP raise SystemExit (if nobody handles them), so that the launch is cleaned up."""
+def signals_as_exit() -> Iterator[None]:
+    """While inside, SIGTERM and SIGHUP raise SystemExit (if nobody handles them), so that what is inside is cleaned up."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

@@ -21,6 +21,17 @@ def is_measured(profile: Profile) -> bool:
     return bool(profile.compute.components)
 
 
+def is_from_here(profile: Profile) -> bool:
+    """Whether the profile was measured on a machine with this processor and so many cores, or on these GPUs."""
+    if not is_measured(profile):
+        return False
+    kinds = {profile.device_types[entry.type].kind for entry in profile.devices}
+    if "cuda" in kinds:
+        return {entry.type for entry in profile.devices} <= set(gpu_names())
+    environment = describe_environment()
+    return _processor(profile.provenance.machine) == (environment["processor"], environment["cores"])
+
+
 def profile_differences(profile: Profile, environment: Mapping[str, Any], gpus: Sequence[str] | None = None) -> tuple[str, ...]:
     """What of this machine is not as it was when the profile was measured, one warning each; none for published profiles.
 

@@ -137,7 +137,7 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
 
 def checkpoints(folder: Path) -> Iterator[Checkpoint]:
     """All complete and undamaged checkpoints, the newest first; see `latest_checkpoint`."""
-    for place in reversed(_steps(folder)):
+    for place in reversed(step_folders(folder)):
         entries, problem = _inspect(place, digests=True)
         if problem is None:
             first = entries[0]
@@ -169,7 +169,7 @@ def discard_unfinished(folder: Path) -> list[Path]:
     for path in folder.glob(f"*/.*{PARTIAL}"):
         with contextlib.suppress(OSError):
             path.unlink()
-    for place in reversed(_steps(folder)):
+    for place in reversed(step_folders(folder)):
         entries = [path for path in place.glob("rank-*.json") if path.is_file()]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -184,7 +184,7 @@ def discard_unfinished(folder: Path) -> list[Path]:
 
 def has_checkpoints(folder: Path) -> bool:
     """Whether there is any, complete or not."""
-    return bool(_steps(folder))
+    return bool(step_folders(folder))
 
 
 def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, rank: int | None = None) -> RankState:
@@ -366,17 +366,17 @@ _NAME = re.compile(r"step-([0-9]{1,18})")
 UNFINISHED = "has not finished writing it"
 
 
-def _step_of(place: Path) -> int:
+def step_of(place: Path) -> int:
     """From the folder's name; -1 for another folder."""
     found = _NAME.fullmatch(place.name)
     return int(found[1]) if found else -1
 
 
-def _steps(folder: Path) -> list[Path]:
+def step_folders(folder: Path) -> list[Path]:
     """Checkpoint folders, complete or not, oldest first."""
     if not folder.is_dir():
         return []
-    return sorted((place for place in folder.iterdir() if _step_of(place) >= 0 and place.is_dir()), key=_step_of)
+    return sorted((place for place in folder.iterdir() if step_of(place) >= 0 and place.is_dir()), key=step_of)
 
 
 def _inspect(place: Path, *, digests: bool) -> tuple[Sequence[Manifest], str | None]:
@@ -392,7 +392,7 @@ def _inspect(place: Path, *, digests: bool) -> tuple[Sequence[Manifest], str | N
     if not entries:
         return [], f"no rank {UNFINISHED.replace('not ', '')}"
     first = entries[0]
-    if first.step != _step_of(place):
+    if first.step != step_of(place):
         return [], f"it holds step {first.step}"
     entries = [entry for entry in entries if (entry.writer, entry.world_size) == (first.writer, first.world_size)]
     if len(entries) != first.world_size:
@@ -415,15 +415,20 @@ def _inspect(place: Path, *, digests: bool) -> tuple[Sequence[Manifest], str | N
 
 
 def _prune(folder: Path, keep: int) -> None:
-    """Remove what is older than the `keep` newest complete checkpoints, entries first, so that half of one never counts."""
-    steps = _steps(folder)
+    """Remove what is older than the `keep` newest complete checkpoints."""
+    steps = step_folders(folder)
     complete = [place for place in steps if _inspect(place, digests=False)[1] is None]
     if len(complete) <= keep:
         return
     oldest_kept = complete[-max(keep, 1)]
     for place in steps:
-        if _step_of(place) < _step_of(oldest_kept):
-            for path in place.glob("rank-*.json"):
-                with contextlib.suppress(OSError):
-                    path.unlink()
-            shutil.rmtree(place, ignore_errors=True)
+        if step_of(place) < step_of(oldest_kept):
+            remove_checkpoint(place)
+
+
+def remove_checkpoint(place: Path) -> None:
+    """Remove the folder of a checkpoint, entries first, so that half of one never counts."""
+    for path in place.glob("rank-*.json"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+    shutil.rmtree(place, ignore_errors=True)

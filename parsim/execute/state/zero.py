@@ -43,7 +43,7 @@ class DividedBucket:
 
     Attributes:
         parameters: the flat padded array. chunk: this rank's part as a parameter; its `.grad` is its part of the gradients.
-        stage: of ZeRO, for this bucket.
+        stage: of ZeRO, for this bucket. group: of its parameters.
         gradients: what stays of the gradients between microbatches: the flat padded array, from stage 2 on this rank's part.
         parts: the parameters the chunk reaches into, by name: what of each, and where in the chunk that lies.
         runs: what the optimizer steps: the chunk, or pieces of it where some of its parameters are `exempt` from weight decay.
@@ -56,6 +56,7 @@ class DividedBucket:
         size = bucket.chunk_elements
         self._bucket = bucket
         self.stage = stage
+        self.group = bucket.first[0].group
         self._held = {entry.name: held[entry.name] for entry in bucket.parameters}
         self.parameters = torch.zeros(size * len(bucket.group), dtype=first.dtype, device=first.device)
         self.parts: dict[str, tuple[Fragment, slice]] = {}

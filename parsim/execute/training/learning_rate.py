@@ -8,6 +8,7 @@ plan, replays it. Only ReduceLROnPlateau has a state, which a checkpoint keeps.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -107,6 +108,43 @@ class LearningRate:
             self._follows = made_schedule(self._optimizer, PLATEAU, dict(self._schedule.arguments))
         else:
             self._steps = scheduler(self._optimizer, self._schedule, learning_rate, self._length)
+
+
+class LearningRates:
+    """Those of all groups of parameters: each follows the recipe's schedule with its own optimizer and rate.
+
+    Args: as those of LearningRate, for parameters in no group.
+    """
+
+    def __init__(self, optimizer: str, learning_rate: float, recipe: TrainingRecipe, *, steps: int, order: Order) -> None:
+        rules = [("", optimizer, learning_rate)]
+        rules += [(group.name, group.optimizer, group.learning_rate) for group in recipe.groups]
+        self._by_group = {name: LearningRate(own, rate, recipe.of(name), steps=steps, order=order) for name, own, rate in rules}
+
+    def of(self, step: int) -> dict[str, float]:
+        """The rate of every group in the step of that number; "" for parameters in none."""
+        return {name: float(rate.of(step)["lr"]) for name, rate in self._by_group.items()}
+
+    def apply(self, step: int, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        """Give optimizers, by group, what they have in that step."""
+        for name, optimizer in optimizers.items():
+            self._by_group[name].apply(step, optimizer)
+
+    def saw(self, score: float, step: int) -> None:
+        """As `LearningRate.saw`."""
+        for rate in self._by_group.values():
+            rate.saw(score, step)
+
+    def state(self) -> Tensor | None:
+        """For a checkpoint; None where the step says all."""
+        states = [state for rate in self._by_group.values() if (state := rate.state()) is not None]
+        return torch.cat(states) if states else None
+
+    def load(self, state: Tensor | None) -> None:
+        """Inverse of `state`."""
+        if state is not None:
+            for rate, own in zip(self._by_group.values(), state.chunk(len(self._by_group)), strict=True):
+                rate.load(own)
 
 
 def scheduler(optimizer: torch.optim.Optimizer, schedule: Schedule, learning_rate: float, length: int) -> LRScheduler:

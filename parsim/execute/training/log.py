@@ -7,7 +7,6 @@ lines behind its checkpoint.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.records.metrics_file import FILE
 from parsim.execute.training.rank_run import RankRun
-from parsim.files import write_text_atomically
+from parsim.files import json_text, parse_json, read_regular, write_text_atomically
 from parsim.units import format_seconds
 
 BOARD = "tensorboard"
@@ -40,7 +39,7 @@ class TrainingLog:
         self._first = entry.step_number
         self._written = 0
         self._seconds: list[float] = []
-        self._rates: list[float] = []
+        self._rates: list[dict[str, float]] = []
         self._norms: list[Any] = []
         self._last = time.perf_counter()
         self._board: Any = None
@@ -51,7 +50,7 @@ class TrainingLog:
 
     def begin_step(self, entry: RankRun) -> None:
         """Before a step: its rate, and the time from here on."""
-        self._rates.append(entry.learning_rate)
+        self._rates.append(entry.learning_rates)
         self._last = time.perf_counter()
 
     def end_step(self, entry: RankRun) -> None:
@@ -77,7 +76,8 @@ class TrainingLog:
             line: dict[str, Any] = {
                 "step": self._first + number + 1,
                 **({"loss": math.fsum(counted)} if counted else {}),
-                "learning_rate": self._rates[number],
+                "learning_rate": self._rates[number][""],
+                **{f"learning_rate.{name}": rate for name, rate in self._rates[number].items() if name},
                 "seconds": self._seconds[number],
             }
             norm = self._norms[number]
@@ -89,7 +89,7 @@ class TrainingLog:
             _show(self._board, lines)
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
+                file.writelines(json_text(line) + "\n" for line in lines)
         except OSError as error:
             raise ExecutionError(f"cannot write {self._path}: {error}; is the disk full?") from error
 
@@ -131,9 +131,9 @@ def _cut(path: Path, steps: int) -> None:
     if not path.is_file():
         return
     kept = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for text in read_regular(path).decode("utf-8", errors="replace").splitlines():
         try:
-            if not 0 < json.loads(text)["step"] <= steps:
+            if not 0 < parse_json(text, allow_nan=True)["step"] <= steps:
                 break
         except (ValueError, KeyError, TypeError):
             break

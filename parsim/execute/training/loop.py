@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 import warnings
 from collections.abc import Sequence
@@ -19,28 +20,41 @@ from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.execute.score import score
 from parsim.execute.state import checkpoint
+from parsim.execute.state.branches import set_aside_newer
 from parsim.execute.training.log import TrainingLog
 from parsim.execute.training.rank_run import ProcessGroups, RankRun, run_dataset
 from parsim.execute.training.validation import Validation
-from parsim.files import write_json_atomically
+from parsim.files import read_json, write_json_atomically
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import LOSS
 
 SAY_EVERY_S = 1.0
+SCORE = "score.json"
+"""Written once all steps are made."""
 
 
-def train(job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups, probe: SpeedProbe | None = None) -> RankRun:
+def train(
+    job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups, probe: SpeedProbe | None = None
+) -> RankRun | None:
     """Train to step `job.steps`, with checkpoints and switches of plan; then score the result on the test samples.
 
     Before and after the steps, ranks with a `probe` measure the speed of their cores.
+
+    Returns:
+        The run as it ended, perhaps under another plan; None: an earlier launch has done all that.
     """
     folder = Path(job.output) / "checkpoints"
     entry.checkpoints = folder
     if job.resume:
         _resume(entry, folder, place)
+        if value_of_rank_0(done_by_rank_0(place, lambda: _has_ended(job, entry))):
+            if place.rank == 0:
+                text = f"the training in {job.output} has ended at step {entry.step_number}: nothing is left to do"
+                warnings.warn(text, stacklevel=1)
+            return None
     said = time.monotonic()
     steering = Steering(job.adaptive, entry.run, job.steps, place, built_s=entry.built_s) if job.adaptive is not None else None
-    validation = _validation(job, entry)
+    validation = _validation(job, entry, place)
     stopped: int | None = None
     log = TrainingLog(Path(job.output), entry, job.steps)
     done_by_rank_0(place, lambda: None)  # rank 0 has read the profile meanwhile
@@ -69,6 +83,8 @@ def train(job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups, 
             log.write(entry, place, validation.seen[-1] if validates and validation is not None else None)
         if saves:
             entry.save(folder)
+            if validation is not None:
+                validation.has_saved(place)
         speaker, share = _speaker(entry.layout)
         if (
             place.rank == speaker
@@ -112,6 +128,7 @@ def _resume(entry: RankRun, folder: Path, place: ProcessPlace) -> None:
         problem = next(filter(None, gather_values(_problem_of_resuming(entry, folder, step))), "")
         if not problem:
             if place.rank == 0:
+                set_aside_newer(folder, step)
                 write_progress({"resumed": f"at step {step}"})
             return
         if place.rank == 0:
@@ -123,6 +140,25 @@ def _resume(entry: RankRun, folder: Path, place: ProcessPlace) -> None:
         )
 
 
+def _has_ended(job: Job, entry: RankRun) -> bool:
+    """Whether an earlier launch has ended this training, with its score and records; removes those of an earlier part.
+
+    A launch file may be run again. `parsim run` looks for itself, before it starts any process.
+    """
+    output = Path(job.output)
+    records, result = output / entry.run.name, output / SCORE
+    try:
+        ended = read_json(result)
+        last = ended.get("stopped_early_at") or job.steps
+    except (OSError, ValueError, AttributeError):
+        last = None
+    if last == entry.step_number and all((records / f"rank{rank}.json").is_file() for rank in range(job.world_size)):
+        return True
+    result.unlink(missing_ok=True)
+    shutil.rmtree(records, ignore_errors=True)
+    return False
+
+
 def _problem_of_resuming(entry: RankRun, folder: Path, step: int) -> str:
     """Take the checkpoint; says why this rank cannot, or ""."""
     try:
@@ -132,21 +168,21 @@ def _problem_of_resuming(entry: RankRun, folder: Path, step: int) -> str:
     return ""
 
 
-def _validation(job: Job, entry: RankRun) -> Validation | None:
+def _validation(job: Job, entry: RankRun, place: ProcessPlace) -> Validation | None:
     """How the training validates, if it does."""
     rule = entry.run.recipe.evaluation
     if rule is None:
         return None
     every = rule.every or entry.order.steps_per_epoch
     found = Validation(rule=rule, folder=Path(job.output) / "best" / "checkpoints", every=every, steps=job.steps)
-    found.begin(entry)
+    found.begin(entry, place)
     return found
 
 
 def _score_last(job: Job, entry: RankRun, folder: Path, steering: Steering | None, looks: dict[str, Any]) -> None:
     """Score the weights of the last checkpoint, and write down what the controller decided."""
     result = {**_scored(entry, folder), **looks}
-    write_json_atomically(Path(job.output) / "score.json", result)
+    write_json_atomically(Path(job.output) / SCORE, result)
     write_progress({name: value for name, value in result.items() if name not in looks})
     if steering is not None:
         decisions = [decision.to_dict() for decision in steering.decisions]

@@ -17,7 +17,7 @@ from torch import Tensor
 from parsim.data import Samples, order_of, train_and_validation
 from parsim.data.for_model import dataset_for
 from parsim.errors import ExecutionError
-from parsim.execute.cuda.faults import checkpoint_text, is_lost_device, lost_device, out_of_memory
+from parsim.execute.cuda.faults import checkpoint_text, is_lost_device, is_out_of_memory, lost_device, out_of_memory
 from parsim.execute.cuda.memory_counters import MemoryUse, counters_of
 from parsim.execute.job import RunSpec
 from parsim.execute.loading import Loader
@@ -35,7 +35,7 @@ from parsim.execute.state import checkpoint
 from parsim.execute.state.finite import check_loss, check_state
 from parsim.execute.state.reshard import reshard
 from parsim.execute.streams import make_streams
-from parsim.execute.training.learning_rate import LearningRate
+from parsim.execute.training.learning_rate import LearningRates
 from parsim.graph.lower import lower, step_graphs
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
@@ -141,9 +141,9 @@ class RankRun:
         self.program = RankProgram(graph, self.stage, self.streams, groups, self.mixing, self.stale)
         self.data = run_dataset(run, "train")
         self.order = order = order_of(self.data, run.plan.global_batch, run.seed)
-        self.rate: LearningRate | None = None
+        self.rate: LearningRates | None = None
         if run.recipe.schedule is not None:
-            self.rate = LearningRate(run.optimizer, run.learning_rate, run.recipe, steps=steps, order=order)
+            self.rate = LearningRates(run.optimizer, run.learning_rate, run.recipe, steps=steps, order=order)
         self.loader = Loader(
             self.data,
             order,
@@ -195,16 +195,21 @@ class RankRun:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
-        if self.rate is None:
-            return self.run.learning_rate
-        return float(self.rate.of(min(self.step_number, self.steps - 1))["lr"])
+        """Of the next step, of parameters in no group."""
+        return self.learning_rates[""]
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """Of the next step, by group of parameters; "" for those in none."""
+        if self.rate is not None:
+            return self.rate.of(min(self.step_number, self.steps - 1))
+        return {"": self.run.learning_rate, **{group.name: group.learning_rate for group in self.run.recipe.groups}}
 
     def step(self, *, keep: bool) -> None:
         """One training step on the next global batch; `keep` its task times and its loss."""
         pulse().begin(Doing.WORKING, "training", self.step_number + 1)
-        if self.rate is not None and self.stage.optimizer is not None:
-            self.rate.apply(min(self.step_number, self.steps - 1), self.stage.optimizer)
+        if self.rate is not None:
+            self.rate.apply(min(self.step_number, self.steps - 1), self.stage.updates.optimizers)
         if self.stale is not None:
             self.stale.begin_step(self.step_number)
         batch = self.loader.batch(self._batch(self.step_number))
@@ -276,10 +281,11 @@ class RankRun:
 
     def _explained(self, error: RuntimeError) -> RuntimeError | ExecutionError:
         """What a GPU's failure means for the run; any other error as it is."""
-        if not isinstance(error, torch.OutOfMemoryError) and not is_lost_device(error):
+        short = is_out_of_memory(error)
+        if not short and not is_lost_device(error):
             return error
         kept, rank, device = self._kept(), self.stage.rank, self.stage.device
-        if not isinstance(error, torch.OutOfMemoryError):
+        if not short:
             return lost_device(rank, str(device), self.step_number, error, kept)
         held = {line: sum(_bytes_of(tensors)) for line, tensors in self.stage.resident_tensors().items()}
         predicted = self.run.predicted_memory[rank] if self.run.predicted_memory else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from parsim.errors import ExecutionError
@@ -69,8 +69,27 @@ class EmaRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateGroup:
+    """Parameters with an optimizer of their own: one player of several networks, or a head that learns faster.
+
+    Attributes:
+        name: unique. parameters: patterns of their names.
+        optimizer: a row of OPTIMIZERS. learning_rate: of it; the recipe's schedule begins or peaks there.
+        optimizer_args, weight_decay: as those of a TrainingRecipe.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    optimizer: str
+    learning_rate: float
+    optimizer_args: tuple[tuple[str, Argument], ...] = ()
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRecipe:
     """Attributes:
+    groups: parameters that are updated by another optimizer, or at another rate.
     optimizer_args: of torch's optimizer, in place of its defaults.
     weight_decay: of the optimizer; None: its default. no_weight_decay: parameters without: "norm", "bias", or patterns.
     schedule: of the learning rate; None: it stays.
@@ -78,6 +97,7 @@ class TrainingRecipe:
     ema: moving averages of the weights; None: none. tensorboard: write its event files too.
     """
 
+    groups: tuple[UpdateGroup, ...] = ()
     optimizer_args: tuple[tuple[str, Argument], ...] = ()
     weight_decay: float | None = None
     no_weight_decay: tuple[str, ...] = ()
@@ -93,6 +113,13 @@ class TrainingRecipe:
         settings = dict(self.optimizer_args)
         return settings if self.weight_decay is None else {**settings, "weight_decay": self.weight_decay}
 
+    def of(self, group: str) -> TrainingRecipe:
+        """What goes with the updates of one group; "" for the parameters in none."""
+        for own in self.groups:
+            if own.name == group:
+                return replace(self, groups=(), optimizer_args=own.optimizer_args, weight_decay=own.weight_decay)
+        return self
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)
@@ -105,19 +132,30 @@ class TrainingRecipe:
             schedule = values.pop("schedule", None)
             looks = values.pop("evaluation", None)
             averages = values.pop("ema", None)
+            groups = values.pop("groups", ())
             return cls(
                 **{
                     **values,
                     "optimizer_args": pairs(dict(values.get("optimizer_args", ()))),
                     "no_weight_decay": tuple(values.get("no_weight_decay", ())),
                 },
+                groups=tuple(
+                    UpdateGroup(
+                        **{
+                            **group,
+                            "parameters": tuple(group["parameters"]),
+                            "optimizer_args": pairs(dict(group.get("optimizer_args", ()))),
+                        }
+                    )
+                    for group in groups
+                ),
                 evaluation=None if looks is None else EvaluationRule(**{**looks, "metrics": tuple(looks.get("metrics", ()))}),
                 ema=None if averages is None else EmaRule(**averages),
                 schedule=None
                 if schedule is None
                 else Schedule(**{**schedule, "arguments": pairs(dict(schedule.get("arguments", ())))}),
             )
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, KeyError) as error:
             raise ExecutionError(f"the training recipe of the job cannot be read ({error}); run again") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,12 @@ from torch import Tensor
 
 from parsim.data import Samples
 from parsim.data.own.samples import StreamSamples
+from parsim.errors import ExecutionError
+from parsim.execute.processes.exchange import done_by_rank_0, value_of_rank_0
 from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.processes.progress import write_progress
+from parsim.execute.state.branches import keep_only
+from parsim.execute.state.checkpoint import checkpoint_at
 from parsim.execute.state.reshard import whole_weights
 from parsim.execute.training.evaluation import scores
 from parsim.execute.training.rank_run import RankRun, run_dataset
@@ -21,6 +26,10 @@ from parsim.execute.training.recipe import EvaluationRule
 
 STATE = "validation"
 """Name of the progress of the validation in a checkpoint."""
+ALL = 10**9
+"""Checkpoints that stay when one is written: which ones go is decided here."""
+KNOWN = 3
+"""Checkpoints that a training may go on from: two that are complete, and one that ranks may still write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +68,9 @@ class Validation:
 
     Attributes: rule: of the run file. folder: of the best checkpoint. every: steps between two validations. steps: of the
         whole training. seen: the scores of this part of the training, by step.
+
+    The folder holds the best checkpoint, and those that were the best when the last checkpoints of the training were written:
+    it may go on from one of these.
     """
 
     rule: EvaluationRule
@@ -68,13 +80,36 @@ class Validation:
     best: BestSoFar = field(default_factory=BestSoFar)
     seen: list[dict[str, Any]] = field(default_factory=list)
     _data: Samples | None = None
+    _known: tuple[int, ...] = ()
 
-    def begin(self, entry: RankRun) -> None:
-        """Go on from what the checkpoint that was resumed knows."""
+    def begin(self, entry: RankRun, place: ProcessPlace) -> None:
+        """Go on from what the checkpoint that was resumed knows. Better ones behind it are of a part that is trained anew."""
         saved = entry.notes.get(STATE)
         if saved is not None:
             self.best = BestSoFar.from_tensor(saved)
+        if not value_of_rank_0(done_by_rank_0(place, self._has_best)):
+            if place.rank == 0:
+                text = f"the best checkpoint (step {self.best.step}) cannot be read in {self.folder}"
+                warnings.warn(f"{text}: the next validation is the best so far", stacklevel=1)
+            self.best = BestSoFar(since=self.best.since)
         entry.notes[STATE] = self.best.to_tensor()
+
+    def _has_best(self) -> bool:
+        """Remove what is not among the bests up to here; says whether the best one can be read."""
+        keep_only(self.folder, range(self.best.step + 1))
+        if not self.best.step:
+            return True
+        try:
+            checkpoint_at(self.folder, self.best.step)
+        except ExecutionError:
+            return False
+        return True
+
+    def has_saved(self, place: ProcessPlace) -> None:
+        """After a checkpoint of the training: it knows the best one so far."""
+        self._known = (*self._known, self.best.step)[-KNOWN:]
+        if place.rank == 0:
+            keep_only(self.folder, self._known)
 
     def due(self, done: int) -> bool:
         """Whether to validate after `done` steps."""
@@ -107,7 +142,9 @@ class Validation:
         entry.notes[STATE] = self.best.to_tensor()
         self.seen.append({"step": done, **result})
         if self.best.step != before.step:
-            entry.save(self.folder, keep=1)
+            entry.save(self.folder, keep=ALL)
+            if place.rank == 0:  # other ranks may still write the new one
+                keep_only(self.folder, {*self._known, before.step, self.best.step})
         if place.rank == 0:
             told = {f"validation {name}": f"{value:.4f}" for name, value in result.items()}
             write_progress({"step": f"{done}/{self.steps}", **told, "best": f"{self.best.score:.4f} at step {self.best.step}"})

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.parameter_buckets import Bucket
-from parsim.graph.passes.gradients import DP_STREAM, gradients_complete, scale_key, updated_by
+from parsim.graph.passes.gradients import DP_STREAM, gradients_complete, scale_key, updates_of
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import COMPUTE, Origin, Resource, Task
 from parsim.work import NORM, SCALE, ClipGradients, Collective
@@ -73,8 +73,9 @@ def add_clipping(draft: Draft, layout: PlanIndex) -> None:
         resources = [Resource(rank, DP_STREAM) for rank in kept]
         draft.add(SUM_KEY, total, resources, [_norm_key(rank) for rank in kept], Origin(stage=0))
     for rank in kept:
-        elements, tensors = updated_by(layout, rank)
+        steps = updates_of(layout, rank)
         before = SUM_KEY if len(group) > 1 else _norm_key(rank)
+        elements, tensors = sum(step.elements for step in steps), sum(step.tensors for step in steps)
         work = ClipGradients(part=SCALE, elements=elements, tensors=tensors)
         draft.add(scale_key(rank), work, [Resource(rank, COMPUTE)], [before], _origin(layout, rank))
 

@@ -135,14 +135,18 @@ def scale_key(rank: int) -> TaskKey:
     return ("clip", rank)
 
 
-def updated_by(layout: PlanIndex, rank: int) -> tuple[int, int]:
-    """Scalars that a rank updates, and the arrays they come in."""
-    elements = tensors = 0
+def updates_of(layout: PlanIndex, rank: int) -> tuple[OptimizerStep, ...]:
+    """What a rank updates: one step per group of parameters, the usual ones first; a bucket is of one group."""
+    sizes: dict[tuple[str, str], list[int]] = {}
     for bucket in layout.rank_buckets(rank):
-        divided = layout.is_divided(bucket)
-        elements += bucket.chunk_elements if divided else bucket.elements
-        tensors += 1 if divided else len(bucket.first)
-    return elements, tensors
+        divided, lead = layout.is_divided(bucket), bucket.first[0]
+        size = sizes.setdefault((lead.group, lead.optimizer), [0, 0])
+        size[0] += bucket.chunk_elements if divided else bucket.elements
+        size[1] += 1 if divided else len(bucket.first)
+    return tuple(
+        OptimizerStep(elements=elements, tensors=tensors, group=group, optimizer=optimizer)
+        for (group, optimizer), (elements, tensors) in sorted(sizes.items())
+    )
 
 
 def gradients_complete(layout: PlanIndex, rank: int) -> list[TaskKey]:
@@ -161,17 +165,21 @@ def gradients_complete(layout: PlanIndex, rank: int) -> list[TaskKey]:
 
 
 def add_optimizer(draft: Draft, layout: PlanIndex) -> None:
-    """One OptimizerStep per rank after its buckets and its own backwards, over what it updates."""
+    """One OptimizerStep per rank and update group after its buckets and its own backwards, over what it updates.
+
+    The last one of a rank has the key (OPTIMIZER, rank): whoever waits for it waits for all.
+    """
     for rank in draft.kept_ranks():
         if not layout.rank_buckets(rank):
             continue
         stage, replica = layout.plan.stage_of_rank(rank), layout.plan.replica_of_rank(rank)
-        elements, tensors = updated_by(layout, rank)
         after = gradients_complete(layout, rank)
         if layout.plan.clip_gradients:
             after = [*after, scale_key(rank)]
-        work = OptimizerStep(elements=elements, tensors=tensors)
-        draft.add((Phase.OPTIMIZER, rank), work, [Resource(rank, COMPUTE)], after, Origin(stage=stage, replica=replica))
+        *before, last = updates_of(layout, rank)
+        keys: list[TaskKey] = [*((Phase.OPTIMIZER, rank, work.group) for work in before), (Phase.OPTIMIZER, rank)]
+        for key, work in zip(keys, (*before, last), strict=True):
+            draft.add(key, work, [Resource(rank, COMPUTE)], after, Origin(stage=stage, replica=replica))
 
 
 def add_gathering_ahead(draft: Draft, layout: PlanIndex) -> None:

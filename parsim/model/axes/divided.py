@@ -192,6 +192,7 @@ def _piece(component: Component, cp: int, context_bytes: int, ring: bool) -> Com
             forward_peaks=peaks(entry.forward_peaks, held),
             backward_peaks=peaks(entry.backward_peaks, 2 * held),
             selective=selective(entry.selective),
+            split_backward=None,
         )
 
     def selective(entry: Selective | None) -> Selective | None:
@@ -212,6 +213,7 @@ def _piece(component: Component, cp: int, context_bytes: int, ring: bool) -> Com
         shardings=tuple(_piece_sharding(entry, component, operators, cp, held) for entry in component.shardings),
         half=None if component.half is None else half(component.half),
         selective=selective(component.selective),
+        split_backward=None,
     )
 
 

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (  # type: ignore[attr-defined]
 )
 
 from parsim.model.autograd.call_watch import DEVICE, CallWatchHost
+from parsim.model.memory.fake_ctc import CTC, fake_ctc
 
 _PLAIN = frozenset(
     (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -187,6 +188,8 @@ class QuickFakeMode(FakeTensorMode, CallWatchHost):
         """The result of a call, without watches."""
         if func in _DISPATCH_META_HANDLERS:  # sizes and strides of a tensor
             return _DISPATCH_META_HANDLERS[func](args)  # type: ignore[no-untyped-call]
+        if func in CTC:
+            return fake_ctc(func, args)
         if func is _SELECT and len(args) == 3 and type(args[0]) is FakeTensor:
             return self._select(func, types, args)
         if func is _SELECT_BACKWARD and len(args) == 4:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from parsim.errors import TraceError
-from parsim.model.memory.peaks import Peaks, Recorded, moments, upper_envelope
+from parsim.model.memory.peaks import Peaks, Recorded, counted_moments, upper_envelope
 
 
 class SquareSize(NamedTuple):
@@ -58,7 +58,7 @@ def square_peaks(runs: Sequence[Recorded], name: str) -> tuple[Peaks, Peaks, tup
 
     Empty where the recordings differ in more than the batch.
     """
-    counted = [moments(run) for run in runs]
+    counted = [(each.forward, each.backward) for each in map(counted_moments, runs)]
     batches = [run.samples for run in runs]
     peaks: list[Peaks] = []
     most: list[int] = []

@@ -3,6 +3,9 @@
 Forward: what it has made by then. Backward: what is alive beyond what the forward had saved. The backward runs as in the
 executor: the outputs' gradients are held until it ends, the inputs' are handed over, those of parameters are added to what is
 there. Every moment's bytes are linear in the batch; kept are the moments that can be the largest for some batch.
+
+The first half of a backward that puts off the gradients of parameters is counted behind a forward of its own: what arrives at
+operators with parameters waits, with all that the forward saved below them.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parsim.errors import ModelError
 from parsim.model.autograd.cut import InputEdge, Saved, backward_component, enter
-from parsim.model.loops.counts import moments_with
+from parsim.model.autograd.halves import backward_inputs
+from parsim.model.component import SplitBackward
+from parsim.model.loops.counts import moments_with, size_with
 from parsim.model.loops.repeated_calls import Shortened
 from parsim.model.memory.live_memory import LiveBytes
 from parsim.model.runnable import CallProgram, TensorKind, run_op
@@ -68,11 +73,15 @@ class Recorded:
 
 
 class CountedPeaks(NamedTuple):
-    """Of one component. `views`: (input, output) by position, where the first's gradient is a part of the second's."""
+    """Of one component. `views`: (input, output) by position, where the first's gradient is a part of the second's.
+
+    `split`: its backward in halves; None: it has none.
+    """
 
     forward: Peaks
     backward: Peaks
     views: tuple[tuple[int, int], ...]
+    split: SplitBackward | None
 
 
 def component_peaks(small: Recorded, large: Recorded) -> CountedPeaks:
@@ -81,8 +90,21 @@ def component_peaks(small: Recorded, large: Recorded) -> CountedPeaks:
     Empty where the two recordings differ in more than the batch; of the backward, too, where there is none.
     """
     less, more = counted_moments(small), counted_moments(large)
-    forward, backward = (lines(one, other, small.samples, large.samples) for one, other in zip(less[:2], more[:2], strict=True))
-    return CountedPeaks(forward, backward, less[2] if less[2] == more[2] else ())
+    batches = small.samples, large.samples
+    return CountedPeaks(
+        forward=lines(less.forward, more.forward, *batches),
+        backward=lines(less.backward, more.backward, *batches),
+        views=less.views if less.views == more.views else (),
+        split=_split_lines(less.split, more.split, batches),
+    )
+
+
+def _split_lines(less: SplitMoments | None, more: SplitMoments | None, batches: tuple[int, int]) -> SplitBackward | None:
+    """None where the two batches differ in more than their sizes."""
+    if less is None or more is None or len(less.inputs) != len(more.inputs):
+        return None
+    (waiting,) = lines([less.waiting], [more.waiting], *batches)
+    return SplitBackward(peaks=lines(less.inputs, more.inputs, *batches), waiting=waiting)
 
 
 def lines(less: Sequence[int], more: Sequence[int], small: int, large: int) -> Peaks:
@@ -128,75 +150,147 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def moments(recorded: Recorded) -> tuple[list[int], list[int]]:
-    """After every storage that is made: bytes that the forward has made, and bytes beyond the saved ones in the backward."""
-    return counted_moments(recorded)[:2]
+class SplitMoments(NamedTuple):
+    """The first half of a backward: bytes beyond the saved ones after every storage that it makes, and those that it leaves for
+    the second half, without the gradients of inputs."""
+
+    inputs: list[int]
+    waiting: int
 
 
-Moments = tuple[list[int], list[int], tuple[tuple[int, int], ...]]
+class Moments(NamedTuple):
+    """After every storage that is made: bytes that the forward has made, and bytes beyond the saved ones in the backward.
+
+    `views`: as in CountedPeaks. `split`: None where the backward has no halves.
+    """
+
+    forward: list[int]
+    backward: list[int]
+    views: tuple[tuple[int, int], ...] = ()
+    split: SplitMoments | None = None
 
 
 def counted_moments(recorded: Recorded) -> Moments:
-    """The same, and `CountedPeaks.views`."""
+    """Of the whole program."""
     return recorded.counted(partial(_moments_of, recorded), _together)
 
 
 def _together(counts: list[Moments], times: int) -> Moments | None:
-    forward = moments_with([count[0] for count in counts], times)
-    backward = moments_with([count[1] for count in counts], times)
-    views = {count[2] for count in counts}
-    return None if forward is None or backward is None or len(views) > 1 else (forward, backward, views.pop())
+    forward = moments_with([count.forward for count in counts], times)
+    backward = moments_with([count.backward for count in counts], times)
+    views = {count.views for count in counts}
+    if forward is None or backward is None or len(views) > 1:
+        return None
+    splits = [count.split for count in counts if count.split is not None]
+    if not splits:
+        return Moments(forward, backward, views.pop())
+    split = _split_together(splits, times) if len(splits) == len(counts) else None
+    return None if split is None else Moments(forward, backward, views.pop(), split)
+
+
+def _split_together(counts: Sequence[SplitMoments], times: int) -> SplitMoments | None:
+    inputs = moments_with([count.inputs for count in counts], times)
+    waiting = size_with([count.waiting for count in counts], times)
+    return None if inputs is None or waiting is None else SplitMoments(inputs, waiting)
 
 
 def _moments_of(recorded: Recorded, program: CallProgram) -> Moments:
     """Of one program in the place of the recorded one."""
-    environment: list[Any] = [None] * program.slots
     with recorded.fakes, torch.enable_grad():
-        entries: list[InputEdge | None] = []
-        given: list[Tensor] = []
-        for _, slot, differentiable in program.inputs:
-            given.append(like(program.tensors[slot]))
-            cut, entry = enter(given[-1]) if differentiable else (given[-1], None)
-            environment[slot] = cut
-            entries.append(entry)
-            del cut
-        for key, slot in program.state:
-            value = like(program.tensors[slot])
-            if key.kind == "parameter" and program.tensors[slot].differentiable:
-                value.requires_grad_().register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
-            environment[slot] = value
-        for constant, slot in program.constants:
-            environment[slot] = constant
+        given = _given_to(program)
         with LiveBytes() as live:
-            for place in recorded.counted_inputs:
-                live.track(given[place])
-            inputs = live.current_bytes
-            live.moments = []
-            for tensor in environment:
-                if tensor is not None:
-                    live.ignore(tensor)
-            with autocast_as(recorded.autocast):
-                for op in program.ops:
-                    run_op(op, environment)
-            del given, tensor  # the executor holds inputs until the forward ends
-            outputs = [environment[slot] for _, slot, _ in program.outputs]
-            edges = tuple(
-                torch.autograd.graph.get_gradient_edge(value) if isinstance(value, Tensor) and value.requires_grad else None
-                for value in outputs
-            )
-            shapes = [(value.shape, value.dtype) for value in outputs]
-            del outputs, environment
-            forward = [moment - inputs for moment in live.moments]
-            if not any(edges):
-                return forward, [], ()
+            forward, record, made = _forward_of(recorded, program, given, live)
+            if not any(record.edges):
+                return Moments(forward, [])
             saved = live.current_bytes
             live.moments = []
-            gradients = [
-                None if edge is None else torch.ones(shape, dtype=dtype)
-                for edge, (shape, dtype) in zip(edges, shapes, strict=True)
-            ]
-            found = backward_component(Saved(tuple(entries), edges), gradients)
-            return forward, [moment - saved for moment in live.moments], _parts(found, gradients)
+            gradients = made()
+            found = backward_component(record, gradients)
+            backward = [moment - saved for moment in live.moments]
+        halves = recorded.change is None and given.parameters and any(record.entries)
+        split = _split_moments(recorded, program) if halves else None
+        return Moments(forward, backward, _parts(found, gradients), split)
+
+
+def _split_moments(recorded: Recorded, program: CallProgram) -> SplitMoments | None:
+    """The half for inputs, behind a forward of its own: what is neither saved for the other half nor waits is let go.
+
+    None where the graph allows no halves.
+    """
+    given = _given_to(program)
+    with LiveBytes() as live:
+        _, record, made = _forward_of(recorded, program, given, live)
+        saved = live.current_bytes
+        live.moments = []
+        gradients = made()
+        try:
+            found, half = backward_inputs(record, given.parameters, gradients, [None] * len(record.entries))
+        except RuntimeError:  # such as a part that is recomputed by torch's own means
+            return None
+        inputs = [moment - saved for moment in live.moments]
+        del record, found, gradients
+        waiting = live.current_bytes - saved
+        del half
+    return SplitMoments(inputs, waiting)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Given:
+    """What a forward starts from: inputs, and where their gradients arrive; trained parameters; and a value per slot."""
+
+    inputs: list[Tensor]
+    entries: list[InputEdge | None]
+    parameters: list[Tensor]
+    environment: list[Any]
+
+
+def _given_to(program: CallProgram) -> _Given:
+    given = _Given([], [], [], [None] * program.slots)
+    for _, slot, differentiable in program.inputs:
+        given.inputs.append(like(program.tensors[slot]))
+        given.environment[slot], entry = enter(given.inputs[-1]) if differentiable else (given.inputs[-1], None)
+        given.entries.append(entry)
+    for key, slot in program.state:
+        value = like(program.tensors[slot])
+        if key.kind == "parameter" and program.tensors[slot].differentiable:
+            value.requires_grad_().register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+            given.parameters.append(value)
+        given.environment[slot] = value
+    for constant, slot in program.constants:
+        given.environment[slot] = constant
+    return given
+
+
+def _forward_of(
+    recorded: Recorded, program: CallProgram, given: _Given, live: LiveBytes
+) -> tuple[list[int], Saved, Callable[[], list[Tensor | None]]]:
+    """A forward that lets go of what it was given: its moments, what its backward needs, how gradients of outputs are made."""
+    environment = given.environment
+    for place in recorded.counted_inputs:
+        live.track(given.inputs[place])
+    inputs = live.current_bytes
+    live.moments = []
+    for tensor in environment:
+        if tensor is not None:
+            live.ignore(tensor)
+    with autocast_as(recorded.autocast):
+        for op in program.ops:
+            run_op(op, environment)
+    del tensor
+    given.inputs.clear()  # the executor holds inputs until the forward ends
+    outputs = [environment[slot] for _, slot, _ in program.outputs]
+    environment.clear()
+    edges = tuple(
+        torch.autograd.graph.get_gradient_edge(value) if isinstance(value, Tensor) and value.requires_grad else None
+        for value in outputs
+    )
+    kinds = [None if edge is None else (value.shape, value.dtype) for edge, value in zip(edges, outputs, strict=True)]
+    del outputs
+
+    def made() -> list[Tensor | None]:
+        return [None if kind is None else torch.ones(kind[0], dtype=kind[1]) for kind in kinds]
+
+    return [moment - inputs for moment in live.moments], Saved(tuple(given.entries), edges), made
 
 
 def _parts(found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> tuple[tuple[int, int], ...]:

@@ -55,6 +55,7 @@ def narrow(component: Component, rule: str, ways: int) -> Component:
         forward_peaks=tuple(peak.at(share) for peak in sharding.forward_peaks),
         backward_peaks=tuple(peak.at(share) for peak in sharding.backward_peaks),
         half=half,
+        split_backward=None,  # not counted for shards
         selective=None
         if component.selective is None or sharding.selective is None
         else sharding.selective.at(share, component.selective),

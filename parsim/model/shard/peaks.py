@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from parsim.model.component import Sharding, ShardPeak, Share
-from parsim.model.memory.peaks import Recorded, moments, upper_envelope
+from parsim.model.memory.peaks import Recorded, counted_moments, upper_envelope
 from parsim.model.runnable import CallProgram, TensorKind
 from parsim.model.shard.content import SHARD, Content
 from parsim.model.shard.narrow import ways_of
@@ -34,12 +34,12 @@ def shard_peaks(small: Recorded, large: Recorded, sharding: Sharding) -> tuple[S
     for shard in (0,) if shards_are_alike(small.program, sharding, widths[0]) else (0, 1):
         local = partial(local_program, sharding=sharding, shard=shard)
         counted = {
-            (ways, run.samples): moments(replace(run, change=partial(local, ways=ways)))
+            (ways, run.samples): counted_moments(replace(run, change=partial(local, ways=ways)))
             for ways in widths[:2]
             for run in (small, large)
         }
         for found, phase in ((forward, 0), (backward, 1)):
-            lists = {at: both[phase] for at, both in counted.items()}
+            lists = {at: (both.forward, both.backward)[phase] for at, both in counted.items()}
             if any(len(lists[ways, small.samples]) != len(lists[ways, large.samples]) for ways in widths[:2]):
                 return (), ()
             found.update(affine(lists, widths[:2], shares[:2], (small.samples, large.samples)))

@@ -40,7 +40,7 @@ def _component(component: Component, small: TracedForward, large: TracedForward,
     batches = (small.batch, large.batch)
     rounded = bool(small.recording.decisions) or any(component.pair_bytes)
     rate, fixed = split(small.saved_bytes(place), large.saved_bytes(place), batches, f"what {name} saves", rounded=rounded)
-    forward, backward = peaks.of_component(component, place)
+    forward, backward, split_backward = peaks.of_component(component, place)
     half = HalfComponent(
         saved_activation_bytes=rate,
         saved_fixed_bytes=fixed,
@@ -48,6 +48,7 @@ def _component(component: Component, small: TracedForward, large: TracedForward,
         forward_peaks=forward,
         backward_peaks=backward,
         selective=_selective(component, small, place, peaks),
+        split_backward=split_backward,
     )
     shardings = tuple(_sharding(entry, component, half, place, peaks) for entry in component.shardings)
     return replace(component, half=half, shardings=shardings)

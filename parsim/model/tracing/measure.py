@@ -30,6 +30,7 @@ from parsim.model.component import (
     Selective,
     Sharding,
     ShardSelective,
+    SplitBackward,
     Value,
 )
 from parsim.model.loops.repeated_calls import Shortened, shortened
@@ -242,7 +243,8 @@ def combine(
     """
     if [entry.name for entry in small.intervals] != [entry.name for entry in large.intervals]:
         raise TraceError(
-            f"{name} has other components at batch {large.batch} than at {small.batch}; trace it at one batch only"
+            f"{name} calls its parts otherwise for {large.batch} samples than for {small.batch} (a loop over the samples?), so "
+            "nothing can be counted per sample; compute on the whole batch at once"
         )
     values = _values(small, large)
     counted_buffers: set[int] = set()
@@ -332,9 +334,10 @@ class Counted:
             self._calls[own] = self._numbers.setdefault(calls_key(program), len(self._numbers))
         return program_key(program, self._calls[own])
 
-    def of_component(self, component: Component, place: int) -> tuple[Peaks, Peaks]:
-        """Forward and backward of the component at that place."""
-        return self._counted(component, place)[:2]
+    def of_component(self, component: Component, place: int) -> tuple[Peaks, Peaks, SplitBackward | None]:
+        """Forward and backward of the component at that place, and its backward in halves."""
+        found = self._counted(component, place)
+        return found.forward, found.backward, found.split
 
     def gradient_views(self, component: Component, place: int) -> tuple[tuple[str, str], ...]:
         """Of the component at that place, as `Component.gradient_views` has them."""
@@ -456,6 +459,17 @@ def _is_batch_first(small: Tensor, large: Tensor, batches: tuple[int, int]) -> b
     return small.dim() > 0 and (small.shape[0], large.shape[0]) == batches and small.shape[1:] == large.shape[1:]
 
 
+def _parameter(name: str, tensor: Tensor) -> Parameter:
+    """A complex one counts as the pairs of real numbers that an optimizer updates."""
+    parts = 2 if tensor.is_complex() else 1
+    return Parameter(
+        name=name,
+        elements=parts * tensor.numel(),
+        element_bytes=tensor.element_size() // parts,
+        trainable=tensor.requires_grad,
+    )
+
+
 def nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -501,12 +515,7 @@ def _component(
         inputs=tuple(names[number] for number in one.inputs),
         outputs=tuple(names[number] for number in one.outputs),
         parameters=tuple(
-            Parameter(
-                name=recording.state[number].name,
-                elements=recording.tensors[number].numel(),
-                element_bytes=recording.tensors[number].element_size(),
-                trainable=recording.tensors[number].requires_grad,
-            )
+            _parameter(recording.state[number].name, recording.tensors[number])
             for number in state
             if recording.state[number].kind == "parameter"
         ),
@@ -521,12 +530,12 @@ def _component(
         ),
     )
     if largest is None:
-        forward, backward = peaks.of_component(component, place)
+        forward, backward, split_backward = peaks.of_component(component, place)
         views = peaks.gradient_views(component, place)
         selective = peaks.selective(component, place, division.numbers, values)
     else:
         forward, backward, most = square_peaks([run.recorded(place) for run in (small, large, largest)], one.name)
-        pairs, selective, views = (saved, *most), None, ()
+        pairs, selective, views, split_backward = (saved, *most), None, (), None
     counted = (peaks.of_shards(component, place, sharding) for sharding in shardings)
     return replace(
         component,
@@ -535,6 +544,7 @@ def _component(
         pair_bytes=pairs,
         selective=selective,
         gradient_views=views,
+        split_backward=split_backward,
         shardings=tuple(
             replace(
                 sharding,

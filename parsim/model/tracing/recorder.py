@@ -30,7 +30,7 @@ from parsim.model.objective.settle import Settled
 from parsim.model.runnable import PLAIN, Context, Nested, Ref, StateKey
 from parsim.model.tracing.known_values import KnownValues, Routing, UnknownValueError
 from parsim.model.tracing.masked_calls import sets_by_mask, with_index_arrays
-from parsim.model.tracing.refused.messages import at_line, gradient_message, value_message
+from parsim.model.tracing.refused.messages import at_line, gradient_message, hook_message, value_message
 from parsim.model.tracing.refused.unsupported import hint
 
 _DIFFERENTIATING = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -302,6 +302,8 @@ class Recorder(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if function in _DIFFERENTIATING:
             raise TraceError(gradient_message(self.where, name))
+        if function is Tensor.register_hook:
+            raise TraceError(hook_message(self.where))
         in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
         stale = any(self._number.get(id(tensor)) in self._stale for tensor in given)
         if name in _VALUE_QUERIES:

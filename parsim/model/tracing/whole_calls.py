@@ -284,7 +284,16 @@ def assumptions(recording: Recording) -> tuple[str, ...]:
         recording: with its decisions and the attributes that it has changed.
     """
     changed = recording.changed_attributes
-    return (*_assumptions_on_data(recording), *([change_note(changed)] if changed else []))
+    return (*_assumptions_on_data(recording), *_full_lengths(recording), *([change_note(changed)] if changed else []))
+
+
+def _full_lengths(recording: Recording) -> tuple[str, ...]:
+    """Of CTC losses, whose work grows with the lengths of a batch."""
+    calls = [op.call for op in recording.ops if getattr(op.function, "__name__", "") == "ctc_loss"]
+    if not calls:
+        return ()
+    where = "the loss" if calls[0] is None else _module_of(recording.calls, calls[0]) or "the root module"
+    return (f"CTC counted as if every target were as long as its row ({where})",)
 
 
 def _assumptions_on_data(recording: Recording) -> tuple[str, ...]:

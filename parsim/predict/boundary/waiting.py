@@ -11,8 +11,11 @@ from parsim.graph.passes.convert import POINT_TO_POINT_HOPS
 from parsim.graph.placed_model import Reading
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Value
+from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.redistribution import LOCAL_HOPS, ValueLayout, conversion
+from parsim.plans.stage_transfers import StageLink
 from parsim.predict.boundary.conversions import bytes_here, is_view, storage_of
+from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.rank_traffic import local_bytes
 
 
@@ -78,14 +81,15 @@ def _waits(
 def waiting_gradients(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> dict[str, list[Wait]]:
     """Gradients that a rank has while other components than their reader and their maker run (`waiting_bytes`).
 
-    One that is a part of a larger gradient keeps all of that, until another reader adds to it.
+    One that is a part of a larger gradient keeps all of that, until another reader adds to it. Left out is what another stage
+    sends for the half for weights alone: its message is counted until then (`StageLink.late`).
 
     Args:
         layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
     """
     names = layout.rank_components(rank)
     place = {name: number for number, name in enumerate(names)}
-    order = layout.model.component_index
+    order, halves = layout.model.component_index, PIPELINE_ORDERS[layout.plan.pipeline_order].halves
     numbers = [order[name] for name in names]  # ascending
     here = [layout.model.component(name) for name in names]
     found: dict[str, list[Wait]] = {}
@@ -93,12 +97,15 @@ def waiting_gradients(layout: PlanIndex, values: Mapping[str, Value], rank: int)
         entry = values[value]
         if not entry.differentiable or entry.producer is None:
             continue
+        late = halves and not layout.wants_input_gradient(entry.producer)
         first_reader = min((place[name] for name in layout.consumers[value] if name in place), default=0)
         ends = place.get(entry.producer, first_reader) + 1
         for reading in layout.readings[value]:
             readers = [name for name in reading.components if name in layout.differentiable]
             local = sorted(place[name] for name in readers if name in place)
             if not readers or not (local or entry.producer in place):
+                continue
+            if late and not local and reading.stage != layout.stage_of_value[value]:
                 continue
             begins = local[-1] if local else bisect_left(numbers, min(map(order.__getitem__, readers)))
             if not local and reading.stage == layout.stage_of_value[value]:
@@ -114,6 +121,37 @@ def waiting_gradients(layout: PlanIndex, values: Mapping[str, Value], rank: int)
                 begins = max(again, ends)
             found.setdefault(value, []).append(Wait(ends, begins - 1, size))
     return found
+
+
+def between_chunks(kept: KeptActivations, rank: int) -> dict[StageLink, float]:
+    """Bytes of one microbatch that one chunk of a rank makes and another one there reads, by link, ascending.
+
+    Values wait until a component keeps them, or for their last reader; a gradient from the first backward that adds to it.
+    In a V the first and the last chunk of a rank are neighbours in the model.
+
+    Args:
+        kept: values under the plan. rank: global number.
+    """
+    layout = kept.layout
+    found: dict[StageLink, float] = {}
+    if layout.plan.chunks == 1:
+        return found
+    here = layout.rank_components(rank)
+    for name in dict.fromkeys(output for component in here for output in layout.model.component(component).outputs):
+        value, source = kept.values[name], layout.source[name]
+        maker = layout.chunk_of[layout.model.value[name].producer or ""]
+        readers = {reader: layout.chunk_of[reader] for reader in layout.consumers[name] if layout.runs_on(rank, reader)}
+        later = [chunk for chunk in readers.values() if chunk != maker]
+        savers = [layout.chunk_of[saver] for saver in value.savers or () if layout.runs_on(rank, saver)]
+        links = []
+        if later and value.savers is not None and maker not in savers:
+            links.append((StageLink(maker, min(savers, default=max(later))), source.value))
+        back = [chunk for reader, chunk in readers.items() if chunk != maker and reader in layout.differentiable]
+        if back and value.differentiable:
+            links.append((StageLink(max(back), maker), source.gradient))
+        for link, how in links:
+            found[link] = found.get(link, 0.0) + bytes_here(layout, value, how, rank)
+    return dict(sorted(found.items()))
 
 
 def _room_from(layout: PlanIndex, value: Value, rank: int, begins: int) -> int:

@@ -13,7 +13,7 @@ from parsim.analyze.sketch import LETTERS, PIECES
 DIGITS = 5
 """Significant, of every number of the page."""
 MOST_STEPS = 40
-"""Different values of a field that a slider shows; a field with more is drawn as it is and not filtered."""
+"""Different values of a field that a slider steps through; of a field with more, it steps through eighths of the points."""
 
 METRICS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("throughput_samples_per_s", "throughput_p05_samples_per_s", "throughput_p95_samples_per_s", "Throughput", "rate", "max"),

@@ -30,6 +30,15 @@
     Figures.legend(place, [...PALETTE, OTHER].flatMap((colour, number) => (seen.has(number) ? [[number < PALETTE.length ? kinds[number] : "other kinds", colour]] : [])));
   };
   const has = (key) => metrics.some((metric) => metric.key === key);
+  // A slider has a step per value; of a sampled field, one per eighth of its points.
+  const EIGHTHS = 8;
+  const stepsOf = (axis) => (axis.continuous ? EIGHTHS : axis.values.length);
+  const stepAt = (axis, point) => (axis.continuous ? Math.floor((axis.at[point] * EIGHTHS) / axis.values.length) : axis.at[point]);
+  const stepLabel = (axis, step) => {
+    if (!axis.continuous) return label(axis, step);
+    const begin = (of) => Math.ceil((of * axis.values.length) / EIGHTHS);
+    return `${label(axis, begin(step))} to ${label(axis, begin(step + 1) - 1)}`;
+  };
 
   // ---- state: what the address says, else what shows most -------------------------------------------------------------------
   const first = (...keys) => keys.find(has) || (metrics[0] || {}).key;
@@ -52,7 +61,7 @@
     for (const key of Object.keys(state)) if (key[0] === ":") delete state[key];
     for (const [key, value] of given) {
       const axis = key[0] === ":" && axisOf(key.slice(1));
-      if (axis && axis.values[Number(value)] !== undefined) state[key] = value;
+      if (axis && value !== "" && Number.isInteger(Number(value)) && Number(value) >= 0 && Number(value) < stepsOf(axis)) state[key] = value;
       else if (["metric", "against"].includes(key) && has(value)) state[key] = value;
       else if (["x", "mapx"].includes(key) && axisOf(value)) state[key] = value;
       else if (["mapy", "lines"].includes(key) && (value === "" || (axisOf(value) && !(key === "lines" && axisOf(value).continuous)))) state[key] = value;
@@ -73,7 +82,7 @@
   const fits = (point) => text("status", point) === "ok" || state.unfit === "yes";
   const chosen = (except = []) => answered.filter((point) => fits(point) && several.every((axis) => {
     const fixed = state[`:${axis.key}`];
-    return fixed === undefined || except.includes(axis.key) || axis.at[point] === Number(fixed);
+    return fixed === undefined || except.includes(axis.key) || stepAt(axis, point) === Number(fixed);
   }));
   const better = (metric, a, b) => (metric.better === "min" ? metric.median[a] < metric.median[b] : metric.median[a] > metric.median[b]);
   const best = (points, metric) => points.filter((point) => metric.median[point] !== null)
@@ -93,6 +102,17 @@
     const most = window.innerWidth <= 640 ? 6 : 12, step = Math.ceil(axis.values.length / most);
     const shown = axis.values.filter((_, place) => place % step === 0);
     return {type: wide ? "log" : "linear", label: axis.key, tickvals: shown, ticktext: shown.map((value) => Figures.digits(value, 4))};
+  };
+
+  // What the best of the fewest devices would reach if throughput grew as they do.
+  const linearScaling = (points, metric, axis, by) => {
+    if (metric.kind !== "rate" || !["cluster.nodes", "cluster.devices"].includes(axis.key) || axis.values.length < 2) return [];
+    const least = Math.min(...points.map((point) => axis.at[point]));
+    const from = best(points.filter((point) => axis.at[point] === least), metric);
+    if (from === null) return [];
+    const ends = [axis.values[least], axis.values[Math.max(...points.map((point) => axis.at[point]))]];
+    return [{type: "scatter", mode: "lines", x: ends, y: ends.map((end) => (metric.median[from] / by) * (end / ends[0])), hoverinfo: "skip",
+      line: {color: Figures.theme().soft, width: 1.5, dash: "dot"}}];
   };
 
   const drawCurve = () => {
@@ -116,8 +136,10 @@
         line: {color: colour, width: thick(number)}, marker: {color: colour, size: axis.continuous ? 6 : 6 + thick(number), symbol: SYMBOLS[number % SYMBOLS.length]}};
     });
     traces.push(...marked("curve", traces));
+    const linear = linearScaling(points, metric, axis, by);
+    traces.push(...linear);
     $("curve-note").textContent = note(points, order.length > shown.length ? `The first ${shown.length} of ${order.length} lines are drawn. ` : "");
-    Figures.legend($("curve-legend"), lines ? shown.map((key, number) => [`${lines.key} = ${label(lines, key)}`, PALETTE[number % PALETTE.length]]) : []);
+    Figures.legend($("curve-legend"), lines ? shown.map((key, number) => [`${lines.key} = ${label(lines, key)}`, PALETTE[number % PALETTE.length]]) : [], linear.length ? "twice the devices, twice the throughput" : "");
     const values = points.map((point) => metric.median[point]).filter((value) => value > 0);
     const wide = values.length && Math.max(...values) / Math.min(...values) > 30;
     return Figures.draw($("curve"), traces, {xaxis: axisLayout(axis),
@@ -199,9 +221,20 @@
     return Figures.draw($("front"), traces, {xaxis: {label: `${metric.name} (${across.unit})`}, yaxis: {label: `${against.name} (${up.unit})`, rangemode: "tozero"}});
   };
 
+  // The card shows the point under the cursor, and without one the chosen point. It does not shrink while the cursor moves.
+  let under = null;
+  const look = (point) => {
+    if (point === under) return;
+    under = point;
+    const card = $("point-card");
+    card.style.minHeight = point === null ? "" : `${card.offsetHeight}px`;
+    card.setAttribute("aria-live", point === null ? "polite" : "off");
+    window.requestAnimationFrame(() => { if (under === point) drawPoint(); });
+  };
   const drawPoint = () => {
-    const point = state.point === "" ? null : Number(state.point);
-    $("point-title").textContent = point === null ? "No point" : `Point ${data.numbers[point]}`;
+    const point = under !== null ? under : state.point === "" ? null : Number(state.point);
+    const cursor = under !== null && String(under) !== state.point ? " under the cursor" : "";
+    $("point-title").textContent = point === null ? "No point" : `Point ${data.numbers[point]}${cursor}`;
     $("point-figures").replaceChildren();
     $("command").textContent = "";
     if (point === null) {
@@ -209,7 +242,7 @@
       return null;
     }
     const status = text("status", point);
-    $("point-words").textContent = status === "failed" ? text("reason", point) : `${text("plan_in_words", point)}.${status === "ok" ? "" : " It does not fit."}`;
+    $("point-words").textContent = status === "failed" ? text("reason", point) : `${text("plan_in_words", point)}.${status !== "ok" ? " It does not fit." : text("reason", point) ? ` It ${text("reason", point)}.` : ""}`;
     $("point-words").className = status === "ok" ? "" : "bad";
     const entry = (name, value, small = "", kind = "") => {
       const term = document.createElement("dt"), told = document.createElement("dd"), more = document.createElement("small");
@@ -249,6 +282,8 @@
       row.append(cell("td", data.numbers[point], true), ...several.map((axis) => cell("td", label(axis, axis.at[point]), !axis.numeric)), cell("td", text("division", point), true),
         ...shown.map((entry) => cell("td", format(entry.kind, entry.median[point]))));
       row.addEventListener("click", () => choose(point));
+      row.addEventListener("mouseenter", () => look(point));
+      row.addEventListener("mouseleave", () => look(null));
       return row;
     }));
     $("table").replaceChildren(head, body);
@@ -281,12 +316,12 @@
       place.querySelector("select").addEventListener("change", (event) => set(event.target.value));
       return place;
     }
-    const control = Object.assign(document.createElement("input"), {type: "range", min: -1, max: axis.values.length - 1, step: 1});
+    const control = Object.assign(document.createElement("input"), {type: "range", min: -1, max: stepsOf(axis) - 1, step: 1});
     const {place, told} = field(axis.key, control);
     control.addEventListener("input", () => set(control.value));
     controls.push(() => {
       control.value = state[key] === undefined ? -1 : state[key];
-      told.textContent = state[key] === undefined ? "all" : label(axis, Number(state[key]));
+      told.textContent = state[key] === undefined ? "all" : stepLabel(axis, Number(state[key]));
       control.setAttribute("aria-valuetext", told.textContent);
     });
     return place;
@@ -294,8 +329,8 @@
   const build = () => {
     $("title").textContent = data.title;
     $("summary").replaceChildren(...[...data.summary, ...data.notes].map((line) => Object.assign(document.createElement("p"), {textContent: line})));
-    $("fields").hidden = !several.some((axis) => !axis.continuous);
-    $("fields").replaceChildren(...several.filter((axis) => !axis.continuous).map(filter));
+    $("fields").hidden = !several.length;
+    $("fields").replaceChildren(...several.map(filter));
     const swept = several.map((axis) => [axis.key, axis.key]);
     $("choices").replaceChildren(
       select("Show", "metric", metrics.map((metric) => [metric.key, metric.name])),
@@ -305,10 +340,14 @@
       select("Plans that do not fit", "unfit", [["no", "left out"], ["yes", "shown"]]));
     for (const view of ["curve", "map", "front"]) {
       Figures.draw($(view), [], {}).then(() => $(view).on("plotly_click", (event) => {
-        const hit = event.points[0], given = Array.isArray(hit.pointIndex) ? hit.data.customdata[hit.pointIndex[0]][hit.pointIndex[1]] : hit.customdata;
-        if (given !== null && given !== undefined) choose(given);
-      }));
+        const given = pointOf(event);
+        if (given !== null) choose(given);
+      }).on("plotly_hover", (event) => look(pointOf(event))).on("plotly_unhover", () => look(null)));
     }
+  };
+  const pointOf = (event) => {
+    const hit = event.points[0], given = Array.isArray(hit.pointIndex) ? hit.data.customdata[hit.pointIndex[0]][hit.pointIndex[1]] : hit.customdata;
+    return given === undefined ? null : given;
   };
   const choose = (point) => { state.point = String(point); update(); };
   const move = (by) => {
@@ -333,7 +372,11 @@
     return;
   }
   $("theme").addEventListener("click", () => { state.theme = state.theme === "dark" ? "light" : "dark"; update(); });
-  $("link").addEventListener("click", () => navigator.clipboard && navigator.clipboard.writeText(location.href));
+  $("link").addEventListener("click", () => {
+    const told = (said) => { $("link").textContent = said; window.setTimeout(() => { $("link").textContent = "Copy link"; }, 2500); };
+    const copied = navigator.clipboard ? navigator.clipboard.writeText(location.href) : Promise.reject();
+    copied.then(() => told("Copied"), () => told("It is in the address bar"));
+  });
   $("previous").addEventListener("click", () => move(-1));
   $("next").addEventListener("click", () => move(1));
   $("table-card").querySelector("details").addEventListener("toggle", drawTable);

@@ -69,13 +69,15 @@ const Figures = (() => {
     return Plotly.react(place, data, layout(extra), CONFIG);
   };
 
-  const legend = (place, entries) => {
-    place.replaceChildren(...entries.map(([name, colour]) => {
-      const entry = document.createElement("span"), swatch = document.createElement("i");
-      swatch.style.background = colour;
-      entry.append(swatch, document.createTextNode(name));
-      return entry;
-    }));
+  const legend = (place, entries, dotted = "") => {
+    const entry = (name, style) => {
+      const told = document.createElement("span"), swatch = document.createElement("i");
+      Object.assign(swatch.style, style);
+      told.append(swatch, document.createTextNode(name));
+      return told;
+    };
+    const line = dotted ? [entry(dotted, {height: "0", borderTop: `2px dotted ${theme().soft}`})] : [];
+    place.replaceChildren(...entries.map(([name, colour]) => entry(name, {background: colour})), ...line);
   };
 
   // One bar, divided; parts below a thousandth of the whole are left out.

@@ -12,26 +12,30 @@ above the bound may still not fit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import mul
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from parsim.arrays import Floats
-from parsim.graph.parameter_buckets import alike, hold
 from parsim.model.component import Component
-from parsim.model.precision import component_in, value_in
-from parsim.model.shard.narrow import narrow
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, moments
 from parsim.plans.placement import Placement
 from parsim.plans.plan import ZERO_STAGES
 from parsim.plans.recompute import AUTO, NONE
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.bounds.kept import always_kept, least_saved, saved_bytes
+from parsim.schedule.bounds.weights import (
+    LeastWeights,
+    Options,
+    WeightParts,
+    alike_components,
+    untied_components,
+    weight_parts,
+)
 
-Options = Sequence[tuple[Placement, ...]]
 ROUNDED = 1 - 1e-9
 
 
@@ -52,7 +56,7 @@ class MemoryFloor:
         largest_bytes: what one component saves of one microbatch. rooms: by place on the pp axis, of its largest device.
     """
 
-    weights: _Weights
+    weights: LeastWeights
     kept: Floats
     saved: Floats
     largest_bytes: float
@@ -130,21 +134,21 @@ def memory_floor(problem: PlanningProblem, mesh: Mesh, samples: int, options: Op
         problem: model, cluster and batch. mesh: of the plans. samples: of one replica's microbatch.
         options: per component the placements that it may have.
     """
-    known = problem.remembered(_Least)
+    known = problem.remembered(_KnownFloors)
     held = tuple(options), mesh
     key = (*held, samples)
     if key not in known.floors:
         if held not in known.weights:
-            known.weights[held] = _Weights(problem, mesh, held[0])
+            known.weights[held] = LeastWeights(problem, mesh, held[0])
         devices = problem.cluster.devices
         rooms = [
             max(devices[rank].type.memory_bytes - devices[rank].type.context_bytes for rank in mesh.stage_ranks(place))
             for place in range(mesh.pp)
         ]
-        saved, largest_bytes = _least_saved(problem, mesh, samples, held[0])
+        saved, largest_bytes = least_saved(problem, mesh, samples, held[0])
         known.floors[key] = MemoryFloor(
             weights=known.weights[held],
-            kept=saved if problem.recompute == NONE else _always_kept(problem, mesh, samples),
+            kept=saved if problem.recompute == NONE else always_kept(problem, mesh, samples),
             saved=saved,
             largest_bytes=largest_bytes,
             rooms=np.array(rooms, dtype=np.float64),
@@ -170,118 +174,17 @@ def missing_bytes(
     return floor.missing_bytes(stages[0], pipeline, count, segments=problem.segments and problem.recompute == AUTO)
 
 
+_Kind = tuple[int, Component, Placement, WeightParts]
+"""How many components are alike, one of them, and how they lie."""
+
+
 @dataclass
-class _Least:
-    """Of one problem: weights on a mesh, what one component saves of so many samples, and what is made of both."""
+class _KnownFloors:
+    """Of one problem: weights and floors on a mesh, and components that are alike."""
 
-    untied: tuple[Component, ...] | None = None
-    parts: dict[tuple[str, Placement, int], _Parts] = field(default_factory=dict)
-    weights: dict[tuple[tuple[tuple[Placement, ...], ...], Mesh], _Weights] = field(default_factory=dict)
-    saved: dict[tuple[str, tuple[Placement, ...], int, int], tuple[float, float]] = field(default_factory=dict)
+    weights: dict[tuple[tuple[tuple[Placement, ...], ...], Mesh], LeastWeights] = field(default_factory=dict)
     floors: dict[tuple[tuple[tuple[Placement, ...], ...], Mesh, int], MemoryFloor] = field(default_factory=dict)
-    rates: Floats | None = None
-    prints: tuple[tuple[str, str], ...] = ()
-    alike: dict[tuple[tuple[Placement, ...], ...], _Alike] = field(default_factory=dict)
-    kinds: dict[tuple[int, tuple[Placement, ...]], list[tuple[int, Component, Placement, _Parts]]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """By ZeRO stage and component, a tied parameter with the first that has it; a stage is worked out when it is asked for."""
-
-    problem: PlanningProblem
-    mesh: Mesh
-    options: Options
-    stages: dict[int, Floats] = field(default_factory=dict)
-
-    def of(self, stage: int) -> Floats:
-        if stage not in self.stages:
-            self.stages[stage] = self._of(stage)
-        return self.stages[stage]
-
-    def _of(self, stage: int) -> Floats:
-        alike = _alike(self.problem, self.options)
-        parts, copies = self.problem.remembered(_Least).parts, self.mesh.copies
-        untied, found = _untied(self.problem), []
-        for number in alike.first:
-            component, least = untied[number], float("inf")
-            for choice in self.options[number]:
-                held = component.fingerprint, choice, self.mesh.tp
-                if held not in parts:
-                    parts[held] = _weight_parts(self.problem, self.mesh.tp, component, choice)
-                least = min(least, parts[held].bytes_at(stage, copies))
-            found.append(least if self.options[number] else 0.0)
-        own: Floats = np.array(found)[alike.kinds]
-        return own
-
-
-class _Alike(NamedTuple):
-    """Components that do the same work, have the same parameters to themselves, and have the same options.
-
-    Attributes: first: by kind the number of its first component. kinds: int64 [n], by component.
-    """
-
-    first: tuple[int, ...]
-    kinds: NDArray[np.int64]
-
-
-def _alike(problem: PlanningProblem, options: Options) -> _Alike:
-    known = problem.remembered(_Least)
-    key = tuple(options)
-    if key not in known.alike:
-        if not known.prints:
-            own = [component.fingerprint for component in _untied(problem)]
-            known.prints = tuple(zip(problem.model.fingerprints, own, strict=True))
-        numbers: dict[object, int] = {}
-        kinds = [numbers.setdefault(each, len(numbers)) for each in zip(known.prints, key, strict=True)]
-        first = np.unique(kinds, return_index=True)[1]
-        known.alike[key] = _Alike(tuple(first.tolist()), np.array(kinds, dtype=np.int64))
-    return known.alike[key]
-
-
-class _Parts(NamedTuple):
-    """Of the mean tp rank: bytes that every rank holds, and bytes per number of tp ranks that hold the same. The latter are the
-    optimizer state, the gradients and the parameters, which ZeRO divides over these ranks and their replicas."""
-
-    whole: float
-    divided: tuple[tuple[int, tuple[float, float, float]], ...]
-
-    def bytes_at(self, stage: int, copies: int) -> float:
-        return self.whole + sum(
-            size / (copies * ranks) if number <= stage else size
-            for ranks, sizes in self.divided
-            for number, size in enumerate(sizes, start=1)
-        )
-
-
-def _untied(problem: PlanningProblem) -> tuple[Component, ...]:
-    """The components, each without the parameters that an earlier one has."""
-    known = problem.remembered(_Least)
-    if known.untied is None:
-        seen: set[str] = set()
-        found = []
-        for component in problem.model.components:
-            own = tuple(each for each in component.parameters if each.name not in seen)
-            seen.update(each.name for each in own)
-            found.append(component if own == component.parameters else replace(component, parameters=own))
-        known.untied = tuple(found)
-    return known.untied
-
-
-def _weight_parts(problem: PlanningProblem, tp: int, component: Component, placement: Placement) -> _Parts:
-    whole, divided = 0.0, dict[int, list[float]]()
-    state_bytes = problem.optimizer_state_bytes_per_element
-    for parameter in component.parameters:
-        held = hold(component, placement, parameter, 0)
-        groups = alike(component, placement, parameter.name, tp)
-        holders = sum(len(group) for group in groups) / tp
-        if not parameter.trainable:
-            whole += holders * held.size_bytes
-            continue
-        sizes = divided.setdefault(len(groups[0]), [0.0, 0.0, 0.0])
-        for number, size in enumerate((state_bytes * held.elements, held.size_bytes, held.size_bytes)):
-            sizes[number] += holders * size
-    return _Parts(whole, tuple((ranks, (state, gradients, own)) for ranks, (state, gradients, own) in divided.items()))
+    kinds: dict[tuple[int, tuple[Placement, ...]], list[_Kind]] = field(default_factory=dict)
 
 
 class HeldTotals(NamedTuple):
@@ -303,100 +206,27 @@ def held_totals(problem: PlanningProblem, mesh: Mesh, samples: int, placed: Sequ
     Args:
         problem: model, cluster and batch. mesh: of the plans. samples: of one replica's microbatch. placed: by component.
     """
-    known = problem.remembered(_Least)
+    known = problem.remembered(_KnownFloors)
     key = (mesh.tp, tuple(placed))
     if key not in known.kinds:
         kinds: dict[tuple[str, Placement], tuple[Component, int]] = {}
-        untied, alike = _untied(problem), _alike(problem, [(placement,) for placement in placed])
+        untied, alike = untied_components(problem), alike_components(problem, [(placement,) for placement in placed])
         for kind, of_kind in zip(alike.first, np.bincount(alike.kinds).tolist(), strict=True):
             component, placement = untied[kind], placed[kind]
             first, number = kinds.get((component.fingerprint, placement), (component, 0))
             kinds[component.fingerprint, placement] = first, number + of_kind
         known.kinds[key] = [
-            (number, component, placement, _weight_parts(problem, mesh.tp, component, placement))
+            (number, component, placement, weight_parts(problem, mesh.tp, component, placement))
             for (_, placement), (component, number) in kinds.items()
         ]
     every = known.kinds[key]
     saved = sum(
-        number * _saved_bytes(problem, mesh, samples, component, placement) / (mesh.tp if placement.kind == "place" else 1)
+        number * saved_bytes(problem, mesh, samples, component, placement) / (mesh.tp if placement.kind == "place" else 1)
         for number, component, placement, _ in every
     )
     return HeldTotals(
         weights=tuple(sum(number * parts.bytes_at(stage, mesh.copies) for number, *_, parts in every) for stage in ZERO_STAGES),
         parameters=sum(number * sizes[2] for number, *_, parts in every for _, sizes in parts.divided),
         saved=saved,
-        kept=saved if problem.recompute == NONE else float(_always_kept(problem, mesh, samples).sum()),
+        kept=saved if problem.recompute == NONE else float(always_kept(problem, mesh, samples).sum()),
     )
-
-
-def _least_saved(problem: PlanningProblem, mesh: Mesh, samples: int, options: Options) -> tuple[Floats, float]:
-    """By component what it saves of one microbatch on the mean tp rank; and the most that one saves on a rank that has it."""
-    known, alike = problem.remembered(_Least).saved, _alike(problem, options)
-    found = []
-    for number in alike.first:
-        component, choices = problem.model.components[number], options[number]
-        key = component.fingerprint, choices, mesh.tp, samples
-        if key not in known:
-            every = [_saved_bytes(problem, mesh, samples, component, choice) for choice in choices]
-            means = [size / mesh.tp if choice.kind == "place" else size for size, choice in zip(every, choices, strict=True)]
-            known[key] = min(means, default=0.0), min(every, default=0.0)
-        found.append(known[key])
-    saved: Floats = np.array([mean for mean, _ in found])[alike.kinds]
-    return saved, max((alone for _, alone in found), default=0.0)
-
-
-def _saved_bytes(problem: PlanningProblem, mesh: Mesh, samples: int, component: Component, placement: Placement) -> float:
-    own = narrow(component_in(component, problem.precision), placement.rule, placement.ways)
-    local = samples * placement.batch_ways(mesh.tp) // mesh.tp
-    return float(own.saved_activation_bytes * local)
-
-
-def _always_kept(problem: PlanningProblem, mesh: Mesh, samples: int) -> Floats:
-    """By component, of one microbatch: what is kept whatever is recomputed. A shard has at least its part of each value."""
-    known = problem.remembered(_Least)
-    if known.rates is None:
-        known.rates = _kept_rates(problem)
-    rounded = np.maximum(0.0, known.rates / mesh.tp - ROUNDED_VALUES)
-    kept: Floats = rounded * samples
-    return kept
-
-
-ROUNDED_VALUES = 16
-"""Bytes per sample by which the values of one component in shards are rounded down together: they are whole numbers."""
-
-
-def _kept_rates(problem: PlanningProblem) -> Floats:
-    """Bytes per sample that are kept whatever is recomputed, by component.
-
-    A value is kept in any case if a reader needs it for its backward; it counts with the first such reader. Beside these, a
-    component keeps either what it saves and no value stands for, or, recomputed, what it reads: of that its share among all
-    readers. The less of both counts. Values that share storage count together as no more than what their first saver saves.
-    """
-    model, precision = problem.model, problem.precision
-    order = model.component_index
-    saved = [float(component_in(component, precision).saved_activation_bytes) for component in model.components]
-    values = [value for value in (value_in(value, precision) for value in model.values) if value.producer is not None]
-    savers = {value.name: sorted(value.savers or (), key=order.__getitem__) for value in values}
-    stood_for = [0.0] * len(saved)
-    for value in values:
-        for first in savers[value.name][:1]:
-            stood_for[order[first]] += value.bytes_per_sample
-    rates, read = np.zeros(len(saved)), np.zeros(len(saved))
-    readers: dict[str, list[str]] = {}
-    for component in model.components:
-        for name in dict.fromkeys(component.inputs):
-            readers.setdefault(name, []).append(component.name)
-    for value in values:
-        size = float(value.bytes_per_sample)
-        for first in savers[value.name][:1]:
-            size *= min(1.0, saved[order[first]] / max(stood_for[order[first]], 1.0))
-        reading = readers.get(value.name, [])
-        needing = next((name for name in savers[value.name] if name in reading), None)
-        if needing is not None:
-            rates[order[needing]] += size
-        else:
-            for name in reading:
-                read[order[name]] += size / len(reading)
-    inside = np.maximum(0.0, np.array(saved) - np.array(stood_for))
-    least: Floats = rates + np.minimum(read, inside)
-    return least

@@ -26,14 +26,14 @@ import numpy as np
 from parsim.arrays import Floats
 from parsim.costs.uncertainty.draws import rank_noise
 from parsim.engines.side_by_side import FEWEST_DRAWS
-from parsim.graph.passes.gradients import bucket_work, gathering_work
+from parsim.graph.passes.gradients import bucket_work, gathering_work, updates_of
 from parsim.graph.plan_index import PlanIndex
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import NOISY_STEPS, SEED
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.computation import PlaceWork, computation_of, order_s
 from parsim.schedule.bounds.gathering import gathered_s
-from parsim.work import OptimizerStep, Work
+from parsim.work import Work
 
 ROUNDING = 1 - 1e-9
 """Sums in another order differ by rounding: a bound is lowered by that much."""
@@ -165,11 +165,5 @@ def _last_buckets_s(problem: PlanningProblem, layout: PlanIndex, work: PlaceWork
 
 
 def _update_s(problem: PlanningProblem, layout: PlanIndex, rank: int) -> float:
-    elements = tensors = 0
-    for bucket in layout.rank_buckets(rank):
-        divided = layout.is_divided(bucket)
-        elements += bucket.chunk_elements if divided else bucket.elements
-        tensors += 1 if divided else len(bucket.parameters)
-    if not tensors:
-        return 0.0
-    return problem.price([(OptimizerStep(elements=elements, tensors=tensors), rank)], layout.plan.mesh)[0].median_s
+    steps = [(step, rank) for step in updates_of(layout, rank)]
+    return sum(price.median_s for price in problem.price(steps, layout.plan.mesh)) if steps else 0.0

@@ -245,7 +245,6 @@ def switch_cost(problem: PlanningProblem, rebuild_s: float = 0.0) -> SwitchCost:
     Args:
         rebuild_s: seconds beside the moving: process groups, graphs, first steps.
     """
-    state_bytes = problem.optimizer_state_bytes_per_element
 
     def cost_s(old: Plan, new: Plan) -> float:
         before, after = _holdings(old, problem.model), _holdings(new, problem.model)
@@ -257,7 +256,7 @@ def switch_cost(problem: PlanningProblem, rebuild_s: float = 0.0) -> SwitchCost:
                 if own is not None and (own == part or own.part is None):
                     continue
                 source = next(other for other, parts in before.items() if name in parts and other != rank)
-                size = part.size_bytes + state_bytes * part.elements
+                size = part.size_bytes + problem.state_bytes_per_element(part.optimizer) * part.elements
                 moved[source, rank] = moved.get((source, rank), 0) + size
         costs = problem.costs(max(old.world_size, new.world_size))
         busy: dict[int, float] = {}

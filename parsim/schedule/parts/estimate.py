@@ -9,11 +9,12 @@ Leaves out: workspace and buffers, unequal stages, tied parameters, replicas tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from parsim.arrays import Floats
+from parsim.model.optimizers import update_steps
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import in_flight
 from parsim.plans.placement import BATCH, Placement
@@ -41,13 +42,13 @@ UNCOVERED = 0.85
 @dataclass
 class _Known:
     """Of one problem: bytes that cross the middle of the model, by samples of a microbatch; seconds of their transfer by mesh
-    and samples, and of updates by shares of the model and ranks; trainable scalars; by tp and placements the samples of each
-    component over those of a microbatch."""
+    and samples, and of updates by shares of the model and ranks; updates of the whole model; by tp and placements the samples
+    of each component over those of a microbatch."""
 
     middle: dict[int, int] = field(default_factory=dict)
     transfers: dict[tuple[Mesh, int], float] = field(default_factory=dict)
     updates: dict[tuple[int, int], float] = field(default_factory=dict)
-    elements: int | None = None
+    steps: tuple[OptimizerStep, ...] | None = None
     local: dict[tuple[int, tuple[Placement, ...]], Floats] = field(default_factory=dict)
 
 
@@ -194,10 +195,10 @@ def update_s(problem: PlanningProblem, mesh: Mesh, stage: int) -> float:
     shares = mesh.pp * mesh.tp * (mesh.copies if stage else 1)
     known, key = problem.remembered(_Known), (shares, mesh.size)
     if key not in known.updates:
-        if known.elements is None:
-            known.elements = sum(parameter.elements for parameter in problem.model.trainable_parameters)
-        own = max(1, round(known.elements / shares))
-        known.updates[key] = price_s(problem, mesh, OptimizerStep(elements=own, tensors=1))
+        if known.steps is None:
+            known.steps = update_steps(problem.model.trainable_parameters)
+        own = (replace(step, elements=max(1, round(step.elements / shares)), tensors=1) for step in known.steps)
+        known.updates[key] = sum(price_s(problem, mesh, step) for step in own)
     return known.updates[key]
 
 

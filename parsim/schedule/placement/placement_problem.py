@@ -163,7 +163,7 @@ def _weights_key(component: Component) -> tuple[object, ...]:
         for each in component.shardings
     )
     saved = component.saved_activation_bytes, component.saved_fixed_bytes, component.buffer_bytes
-    return sizes, divided, saved
+    return sizes, divided, saved, component.update_groups
 
 
 def _neighbours(prices: Prices) -> Iterator[tuple[Value, Component, Component]]:

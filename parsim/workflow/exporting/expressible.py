@@ -94,6 +94,8 @@ def left_out_of_training(request: ExportRequest, *, clips: bool = True) -> dict[
         found["training.schedule"] = f"{training.schedule.name} is set in your training script"
     if training.no_weight_decay:
         found["training.no_weight_decay"] = "parameter groups without weight decay are made in your training script"
+    if training.groups:
+        found["training.groups"] = "parameters with optimizers of their own are grouped in your training script"
     if training.clip_norm is not None and not clips:
         found["training.clip_norm"] = f"clip gradients to {training.clip_norm:g} in your training script"
     if training.dtype != "float32":

@@ -18,5 +18,5 @@ def write_weights(request: ExportRequest) -> Exported:
         summary=(
             f"{what} of the {done['checkpoint']} checkpoint (step {done['step']}, {done['tensors']} tensors): {done['file']}"
         ),
-        found={key: done[key] for key in ("checkpoint", "weights", "step", "tensors", "elements")},
+        found={key: done[key] for key in ("checkpoint", "weights", "step", "tensors", "elements", "warnings")},
     )

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import shutil
+import signal
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from parsim.errors import ConfigError
-from parsim.execute.processes.supervise.scratch import lock_handle
+from parsim.execute.processes.launch import signals_as_exit
+from parsim.execute.processes.supervise.scratch import sole_user
 from parsim.execute.state.checkpoint import Checkpoint, discard_unfinished, has_checkpoints, latest_checkpoint
+from parsim.execute.training.schedules import SCHEDULES
 from parsim.files import PARTIAL, parse_json, parse_toml, read_regular, read_text
 from parsim.workflow.config import RunConfig
 from parsim.workflow.folders.run_folder import RunFolder
@@ -23,6 +26,7 @@ SAME = ("global_batch", "seed", "dataset", "data_root", "dtype", "optimizer", "a
 """Keys of [training] with which another training begins."""
 TOLD = (
     "learning_rate",
+    "groups",
     "precision",
     "master_weights",
     "optimizer_args",
@@ -43,15 +47,25 @@ def held(folder: RunFolder) -> Iterator[None]:
         ConfigError: another process trains there.
     """
     folder.path.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder.path, os.O_RDONLY)
-    try:
-        if not lock_handle(handle):
+    with sole_user(folder.path) as is_sole:
+        if not is_sole:
             raise ConfigError(
                 f"another process is training in {folder.path}; wait until it has ended, end it, or give another --out"
             )
         yield
-    finally:
-        os.close(handle)
+
+
+@contextlib.contextmanager
+def ending_told(folder: RunFolder, steps: int) -> Iterator[None]:
+    """Where the user or the system ends the process inside, say where the training of `steps` steps stands."""
+    with signals_as_exit():
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit) as ending:
+            number = signal.SIGINT if isinstance(ending, KeyboardInterrupt) else int(ending.code or 0) - 128
+            name = signal.Signals(number).name if number in set(signal.Signals) else "an exit"
+            print(f"parsim: ended by {name}. {what_is_left(folder, steps)}", file=sys.stderr, flush=True)
+            raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +104,7 @@ def resumption(folder: RunFolder, config: RunConfig, steps: int) -> Resumption:
         then, now = getattr(before.training, key), getattr(config.training, key)
         if then != now:
             told.append(f"training.{key} was {then}, and is {now} from here on")
+    told += _other_length(before, config)
     if found is None:
         told.append(f"{folder.path} holds no checkpoint yet: the training starts at step 0")
         return Resumption(step=0, is_finished=False, warnings=tuple(told))
@@ -116,6 +131,9 @@ def _stopped_at(folder: RunFolder) -> int | None:
 def _check_same(folder: RunFolder, before: RunConfig, config: RunConfig) -> None:
     changed = [(f"training.{key}", getattr(before.training, key), getattr(config.training, key)) for key in SAME]
     changed.append(("training.evaluation.validation", _held_out(before), _held_out(config)))
+    then, now = before.training.optimizer_of_group, config.training.optimizer_of_group
+    changed.append(("training.groups (parameters and optimizer)", then, now))
+    changed.append(("training.evaluation.monitor", _followed(before), _followed(config)))
     changed.append(("model", before.model_spec, config.model_spec))
     other = [(key, then, now) for key, then, now in changed if then != now]
     if other:
@@ -129,6 +147,31 @@ def _held_out(config: RunConfig) -> str:
     if looks is None:
         return "not asked for"
     return "left out" if looks.validation is None else f"{looks.validation:g}"
+
+
+def _followed(config: RunConfig) -> str:
+    """The score that decides which checkpoint is the best."""
+    looks = config.training.evaluation
+    if looks is None:
+        return "not asked for"
+    averaged = config.training.ema is not None and config.training.ema.evaluate
+    return f"{looks.monitor} ({'max' if looks.larger_is_better else 'min'}{', of the averaged weights' if averaged else ''})"
+
+
+def _other_length(before: RunConfig, config: RunConfig) -> list[str]:
+    """A schedule over the whole training has other rates where the training has become longer."""
+    schedule = config.training.schedule
+    then, now = (
+        f"{entry.training.epochs} epochs" if entry.training.steps is None else f"{entry.training.steps} steps"
+        for entry in (before, config)
+    )
+    length = "" if schedule is None else SCHEDULES[schedule.name].length
+    if schedule is None or not length or length in schedule.arguments or then == now:
+        return []
+    return [
+        f"training.schedule.{length} is left out: {schedule.name} was over {then}, and is over {now} from here on, with other "
+        f"rates; set it to keep them"
+    ]
 
 
 def _text(value: Any) -> str:

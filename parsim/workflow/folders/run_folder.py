@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from parsim.costs.feedback.history import NO_HISTORY, SUFFIX, History, read_history
-from parsim.errors import ConfigError
-from parsim.files import write_json_atomically, write_text_atomically
+from parsim.costs.loading import OwnLoading, own_loading_from
+from parsim.errors import ConfigError, CostError
+from parsim.files import read_json, reading, write_json_atomically, write_text_atomically
 from parsim.hardware.profile import Profile, load_profile, save_profile
 from parsim.model.model import Model
 from parsim.plans.plan import Plan
@@ -40,6 +41,11 @@ class RunFolder:
     @property
     def history(self) -> Path:
         return self.path / f"profile{SUFFIX}"
+
+    @property
+    def loading(self) -> Path:
+        """What reading a dataset of the user's own costs; only of such a run."""
+        return self.path / "loading.json"
 
     @property
     def job(self) -> Path:
@@ -84,7 +90,13 @@ class RunFolder:
         return self.path / run
 
     def write_question(
-        self, config: RunConfig, model: Model, plan: Plan, profile: Profile, history: History = NO_HISTORY
+        self,
+        config: RunConfig,
+        model: Model,
+        plan: Plan,
+        profile: Profile,
+        history: History = NO_HISTORY,
+        loading: OwnLoading | None = None,
     ) -> None:
         """Write the question, with the profile and plan that answer it, before anything runs."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -93,6 +105,10 @@ class RunFolder:
         plan.save(self.plan)
         save_profile(profile, self.profile)
         history.save(self.history)
+        if loading is None:
+            self.loading.unlink(missing_ok=True)
+        else:
+            write_json(self.loading, loading.to_dict())
 
     def read_config(self) -> RunConfig:
         """The resolved config, with the profile and plan of the same folder. Raises ConfigError if this is no run folder."""
@@ -104,6 +120,16 @@ class RunFolder:
 
     def read_profile(self) -> Profile:
         return load_profile(str(self.profile))
+
+    def read_loading(self) -> OwnLoading | None:
+        """What was known of loading when the question was asked. Raises ConfigError for a file that was changed."""
+        if not self.loading.is_file():
+            return None
+        with reading(f"{self.loading} is not what was measured of loading", ConfigError, "simulate or run again"):
+            try:
+                return own_loading_from(read_json(self.loading))
+            except CostError as error:
+                raise ValueError(str(error)) from error
 
     def read_history(self, profile: Profile) -> History:
         """The validations that were known when the folder's question was asked."""

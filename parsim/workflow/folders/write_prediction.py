@@ -17,7 +17,9 @@ def write_prediction(folder: RunFolder, asked: Prediction) -> None:
     from parsim.workflow.folders.write_report import write_run_files
 
     evaluation, problem = asked.evaluation, asked.problem
-    folder.write_question(asked.config, problem.model, evaluation.result.plan, problem.cluster.profile, problem.history)
+    folder.write_question(
+        asked.config, problem.model, evaluation.result.plan, problem.cluster.profile, problem.history, problem.loading
+    )
     write_json(folder.result, describe(evaluation))
     write_json(folder.environment, describe_environment())
     write_run_files(folder, asked)

@@ -116,7 +116,11 @@ def _run_lines(run: TrainingRun, operation: RunningCosts) -> list[str]:
     price = "price: unknown (set cluster.usd_per_hour)"
     if run.usd is not None:
         price = f"price: {run.usd:,.0f} USD at {operation.usd_per_hour:g} per GPU-hour ({operation.price_source})"
-    energy = "" if run.energy_kwh is None else f"; energy of the GPUs: {run.energy_kwh / 1e3:,.1f} MWh at busy power"
+    energy = (
+        "; energy: unknown (set cluster.busy_power_w)"
+        if run.energy_kwh is None
+        else f"; energy of the GPUs: {run.energy_kwh / 1e3:,.1f} MWh at busy power"
+    )
     return [
         f"{run.tokens:g} tokens: {run.steps:,} steps, {days.median:.3g} days (90% interval {days.p05:.3g} to {days.p95:.3g}), "
         f"{losses.days:.3g} with failures and checkpoints; {run.device_hours:,.0f} GPU-hours",
@@ -184,11 +188,14 @@ def operation_of(config: RunConfig, device: str) -> RunningCosts:
     if price is None and part is not None and part.usd_per_hour is not None:
         dated = part.usd_per_hour
         price, source = dated.value, f"on demand, {dated.as_of}"
+    power_w = table.busy_power_w
+    if power_w is None and part is not None and part.busy_power_w is not None:
+        power_w = part.busy_power_w.value
     hours = table.device_mtbf_hours
     return RunningCosts(
         usd_per_hour=price,
         price_source=source if price is not None else "",
-        busy_power_w=None if part is None or part.busy_power_w is None else part.busy_power_w.value,
+        busy_power_w=power_w,
         device_mtbf_s=(hours or DEVICE_MTBF_HOURS) * HOUR_S,
         mtbf_source="given" if hours else MTBF_SOURCE,
         checkpoint_s=table.checkpoint_s,

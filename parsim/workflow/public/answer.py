@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from parsim.costs.loading import MeasuredLoading
+from parsim.costs.memory.verdict import SAFE_PROBABILITY
 from parsim.errors import DoesNotFitError
 from parsim.plans.words import plan_in_words
 from parsim.predict.evaluate import Evaluation
@@ -126,7 +129,22 @@ class Answer:
             slower = other.step_s.median / self.prediction.step_s.median - 1
             told = "a tie" if is_tie(1 + slower, 1.0) else f"{slower:.0%} slower"
             parts.append(f"Next: {plan_in_words(other.plan)}, {told}.")
+        if self.fits and not self.prediction.is_safe:
+            parts.append(self._safer())
         return " ".join(parts)
+
+    def _safer(self) -> str:
+        """Beside a plan that may run out of memory: the fastest of those shown that will not, and how to ask for such plans."""
+        least = f"{SAFE_PROBABILITY:.0%}"
+        results = (entry.result for entry in self._ranked)
+        safe = next((entry for entry in results if entry.fits and entry.fit_probability >= SAFE_PROBABILITY), None)
+        if safe is None:
+            return f"For plans that fit with {least}, set plan.fit_probability = {SAFE_PROBABILITY}."
+        slower = safe.step_s.median / self.prediction.step_s.median - 1
+        return (
+            f"Fits with {least} or more: {plan_in_words(safe.plan)}, {slower:.0%} slower; plan.fit_probability = "
+            f"{SAFE_PROBABILITY} searches for such plans alone."
+        )
 
     def heading(self) -> list[str]:
         """What stands above the table: the answer, and what is next to it."""
@@ -149,7 +167,8 @@ class Answer:
 
     def verdict(self) -> str:
         """The choice, how it was made, and how far it can be from the best; or what would have to change."""
-        return _verdict(self.to_dict())
+        needed = [max(rank.needed_bytes for rank in entry.memory) for entry in self._ranked]
+        return _verdict(self.to_dict(), needed)
 
     def lines(self) -> list[str]:
         """What stands below the table: families without a plan, the verdict, and the defaults that were taken."""
@@ -159,6 +178,7 @@ class Answer:
             *(f"{name}: {why}" for name, why in skipped),
             self.verdict(),
             *([] if (figures := self.prediction.quoted) is None else figures.lines()),
+            *([self.problem.loading.text()] if isinstance(self.problem.loading, MeasuredLoading) else []),
             loss_text(self.problem.model),
             *filter(None, [constant_text(self.problem.model), assumed_text(self.question.assumed)]),
         ]
@@ -179,6 +199,8 @@ class Answer:
             document["config_file"] = self.question.recipe.to_dict()
         figures = self.prediction.quoted
         document["quoted"] = None if figures is None else figures.to_dict()
+        loading = self.problem.loading
+        document["loading"] = None if loading is None else loading.to_dict()
         document["tie"] = None if self.tie is None else self.tie.result.to_dict()
         return document | {"assumed": _plain(self.assumed), "loss": model.loss or None, "loss_note": loss_note(model) or None}
 
@@ -288,10 +310,11 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
-def _verdict(document: dict[str, Any]) -> str:
+def _verdict(document: dict[str, Any], needed_bytes: Sequence[int]) -> str:
+    """`needed_bytes`: by candidate, of the rank that needs most."""
     chosen = document["chosen"]
     if chosen is None:
-        nearest = min(document["candidates"], key=lambda candidate: max(candidate["peak_memory_bytes"]))
+        room, nearest = min(zip(needed_bytes, document["candidates"], strict=True), key=itemgetter(0))
         untried = document.get("considered", {}).get("not_tried", 0)
         none = (
             f"No plan that was tried fits, and {untried} were not tried: give plan.mesh or plan.microbatches to search fewer"
@@ -300,7 +323,7 @@ def _verdict(document: dict[str, Any]) -> str:
         )
         return (
             f"{none}. The nearest is {nearest['plan_summary']}: devices of "
-            f"{format_bytes(max(nearest['peak_memory_bytes']))} would do; or use more devices or a smaller batch. "
+            f"{format_bytes(room)} would do; or use more devices or a smaller batch. "
             f"{considered_text(document)}"
         )
     return (

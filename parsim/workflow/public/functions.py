@@ -266,7 +266,7 @@ def validate(
             updatable(question.config)
         check_launchable(question.config)
         with progress("Planning"):
-            asked, name = ask(question).prediction, question.name
+            asked, name = ask(question, runs_here=True).prediction, question.name
     return measure(
         asked,
         out=None if out is None else Path(out),
@@ -502,12 +502,12 @@ def _question(
     )
 
 
-def _ask(question: Question, *, top: int | None = None) -> Answer:
+def _ask(question: Question, *, top: int | None = None, runs_here: bool = False) -> Answer:
     from parsim.workflow.ask import ask
 
     config = question.config
     with progress(f"Planning {config.model.name} on {config.cluster.machine}"):
-        return ask(question, top=top)
+        return ask(question, top=top, runs_here=runs_here)
 
 
 def _predicted(
@@ -526,7 +526,7 @@ def _predicted(
         return asked, asked.problem.model.name
     question = _question(model, cluster, global_batch, settings or {}, overrides, None)
     before(question.config)
-    return _ask(question).prediction, question.name
+    return _ask(question, runs_here=True).prediction, question.name
 
 
 def _priced_cluster(cluster: AskedCluster, nodes: int, network: str | None) -> Cluster:

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parsim.costs.memory.verdict import SAFE_PROBABILITY
 from parsim.predict.evaluate import MANY_RANKS, Evaluation, evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import Interval, PlanResult
@@ -85,6 +86,11 @@ class Prediction:
     def fits(self) -> bool:
         """Whether every rank's memory fits its device."""
         return self.result.fits
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether it fits with a probability of at least 95%."""
+        return self.fit_probability >= SAFE_PROBABILITY
 
     @property
     def fit_probability(self) -> float:
@@ -169,13 +175,17 @@ class Prediction:
         problem = self.problem
         with TemporaryDirectory(prefix="parsim-export-") as name:
             RunFolder(Path(name)).write_question(
-                self.config, problem.model, self.plan, problem.cluster.profile, problem.history
+                self.config, problem.model, self.plan, problem.cluster.profile, problem.history, problem.loading
             )
             return export_folder(Path(name), format=format, out=Path(out))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON: the keys all results share, with `breakdown` and `memory` per rank; `quoted` of a language model."""
-        return describe(self.evaluation) | {"quoted": None if self.quoted is None else self.quoted.to_dict()}
+        loading = self.problem.loading
+        return describe(self.evaluation) | {
+            "quoted": None if self.quoted is None else self.quoted.to_dict(),
+            "loading": None if loading is None else loading.to_dict(),
+        }
 
     def headline(self) -> str:
         """`355 ms per step (90% interval 294–433 ms), 2.89 k samples/s, 12 GiB of 32 GiB per device`."""
@@ -186,6 +196,8 @@ class Prediction:
         fullest = max(self.evaluation.memory, key=lambda rank: rank.total_bytes)
         memory = f"{format_bytes(fullest.total_bytes)} of {format_bytes(fullest.limit_bytes)} per device"
         fits = "" if self.fits else "; does not fit"
+        if self.fits and not self.is_safe:
+            fits = f"; fits with a probability of {self.fit_probability:.0%} alone"
         return f"{median} per step (90% interval {interval}), {rate} samples/s, {memory}{fits}"
 
     def __repr__(self) -> str:
@@ -204,6 +216,7 @@ class Prediction:
         alone = format_seconds(self.evaluation.timeline.makespan_s)
         played = "" if self.scenario is None else f"\nUnder {self.scenario['file']}: {self.headline()}"
         text = "\n".join(to_text(table) for table in tables) + f"One step alone: {alone}; in a row, steps overlap{played}"
+        text += "" if self.problem.loading is None else f"\n{self.problem.loading.text()}"
         return text if self.quoted is None else "\n".join([text, *self.quoted.lines()])
 
     def _repr_html_(self) -> str:

@@ -120,6 +120,8 @@ def why_not(answer: Answer, replicas: int) -> str:
         return f"its data are {training.dataset}, and replicas train on digits"
     if training.optimizer not in LOCAL_OPTIMIZERS:
         return f"virtual replicas know no optimizer {training.optimizer}"
+    if training.groups:
+        return "virtual replicas update all parameters by one optimizer"
     if answer.question.given != "name":
         return "it was given as a value"
     try:

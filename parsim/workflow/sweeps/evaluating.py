@@ -19,6 +19,7 @@ from parsim.workflow.sweeps.rows import failed_row, row_of
 if TYPE_CHECKING:
     from parsim.hardware.cluster import Cluster
     from parsim.model.model import Model
+    from parsim.predict.planning_problem import PlanningProblem
 
 MOST_MODELS = 8
 """That are sent to workers; a sweep over more of them is traced where it is priced."""
@@ -99,9 +100,29 @@ def _answered(point: SweepPoint, shared: SharedValues) -> dict[str, Any]:
     faster = HardwareScale(
         computation=float(scale.get("scale.compute", 1.0)), communication=float(scale.get("scale.links", 1.0))
     )
-    problem = replace(problem, scale=faster)
+    problem = _LAST.known(replace(problem, scale=faster))
     answer = answer_of(question.on_devices(cluster.size), problem)
     return row_of(answer, point.samples_per_epoch)
+
+
+class _LastProblem:
+    """The problem of the point before. Points that differ in the strategy ask the same one, with all that it remembers."""
+
+    def __init__(self) -> None:
+        self._problem: PlanningProblem | None = None
+
+    def known(self, problem: PlanningProblem) -> PlanningProblem:
+        """The one before where it is equal, else this one. Args: problem: of a point."""
+        if self._problem != problem:
+            self._problem = problem
+        return self._problem
+
+    def forget(self) -> None:
+        """As if no point had been asked."""
+        self._problem = None
+
+
+_LAST = _LastProblem()
 
 
 def cluster_at(config: RunConfig) -> Cluster:

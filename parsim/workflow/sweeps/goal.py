@@ -52,7 +52,7 @@ MISSING = {
     "epoch_s": "the samples of an epoch are not known; give --samples-per-epoch N (samples_per_epoch=)",
     "usd_per_million_samples": "the price of the devices is not known; set cluster.usd_per_hour",
     "run_s": "how long the run is, is not known; set training.tokens of a language model",
-    "kwh_per_million_samples": "the power of the devices is not known to parsim",
+    "kwh_per_million_samples": "the power of the devices is not known; set cluster.busy_power_w",
 }
 """Why a column may have no value, and what gives it one."""
 SAME_REASON = {

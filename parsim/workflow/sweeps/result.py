@@ -134,7 +134,7 @@ class Sweep:
         parts += [f"{counts[FAILED]} failed"] if counts[FAILED] else []
         known = f"; {self.reused} were known before" if self.reused else ""
         told = f" ({', '.join(parts)})" if parts else ""
-        return f"{self.title}: {len(self.answers)} points{told}{known}."
+        return f"{self.title}: {len(self.answers)} point{'s' if len(self.answers) != 1 else ''}{told}{known}."
 
     def _picked_row(self) -> dict[str, Any] | None:
         """As `best`; None also where the goal's column has no value."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from parsim.analyze.sketch import sketch
@@ -13,6 +14,7 @@ from parsim.workflow.large.quoted import operation_of
 from parsim.workflow.large.training_run import HOUR_S
 
 if TYPE_CHECKING:
+    from parsim.costs.memory.records import RankMemory
     from parsim.workflow.public.answer import Answer
 
 OK, DOES_NOT_FIT, FAILED = "ok", "does_not_fit", "failed"
@@ -86,6 +88,14 @@ def failed_row(reason: str) -> dict[str, Any]:
     return {"status": FAILED, "reason": reason}
 
 
+def _memory_reason(memory: Sequence[RankMemory]) -> str:
+    """Why a plan does not fit, or how sure it is that it does; empty where it is safe."""
+    least = min(memory, key=lambda rank: (rank.fit_probability, -rank.total_bytes))
+    if not least.fits:
+        return f"does not fit: {least.describe()}"
+    return "" if least.is_safe else f"may run out of memory: {least.describe()}"
+
+
 def row_of(answer: Answer, samples_per_epoch: int | None) -> dict[str, Any]:
     """Columns of a point that was answered; what is not known is left out.
 
@@ -98,7 +108,7 @@ def row_of(answer: Answer, samples_per_epoch: int | None) -> dict[str, Any]:
     fullest = max(evaluation.memory, key=lambda rank: rank.total_bytes)
     row: dict[str, Any] = {
         "status": OK if result.fits else DOES_NOT_FIT,
-        "reason": "" if result.fits else f"does not fit: {fullest.describe()}",
+        "reason": _memory_reason(evaluation.memory),
         "strategy": result.strategy,
         "division": division(result.plan),
         "plan": result.plan.summary(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -138,7 +138,7 @@ def _answered(
             folder.write_description(asked.description(), points)
             known = folder.known(keys)
         reused = sum(point.key in known for point in points)
-        order = sorted({point.key: point for point in points if point.key not in known}.values(), key=_neighbours)
+        order = _neighbours({point.key: point for point in points if point.key not in known}.values())
         if order:
             with progress(f"Sweeping {asked.title}") as say:
                 _ask_all(order, place, log, known, say)
@@ -173,12 +173,22 @@ def _ask_all(
         raise
 
 
-def _neighbours(point: SweepPoint) -> tuple[str, str, int]:
-    """Points of one cluster and one model beside one another, so that a process loads both once."""
-    if point.question is None:
-        return "", "", point.number
-    config = point.question.config
-    return config.cluster.model_dump_json(), config.model.model_dump_json(), point.number
+def _neighbours(points: Iterable[SweepPoint]) -> list[SweepPoint]:
+    """Points of one cluster and one model beside one another, so that a process loads both once.
+
+    Of these, points that differ in the strategy alone, so that one takes over what the search of the other found.
+    """
+    first: dict[str, int] = {}
+
+    def place(point: SweepPoint) -> tuple[str, str, int, int]:
+        if point.question is None:
+            return "", "", point.number, point.number
+        config = point.question.config
+        same = f"{config.model_dump_json(exclude={'plan': {'strategy'}})} {sorted(point.scale.items())}"
+        alike = first.setdefault(same, point.number)
+        return config.cluster.model_dump_json(), config.model.model_dump_json(), alike, point.number
+
+    return sorted(points, key=place)
 
 
 def _designed(

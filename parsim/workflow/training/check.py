@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from parsim.errors import ConfigError, MissingDependencyError
 from parsim.workflow.config import RunConfig
 
@@ -17,15 +19,21 @@ def check_training(config: RunConfig, model: Model) -> None:
 
     Raises:
         DataError: data that do not suit the model or the batch. ConfigError: torch refuses the schedule or an argument of the
-            optimizer, or a pattern of no_weight_decay matches nothing. MissingDependencyError: TensorBoard is not installed.
+            optimizer, or a pattern of no_weight_decay matches nothing. ModelError: complex parameters.
+            MissingDependencyError: TensorBoard is not installed.
     """
     from parsim.execute.state.optimizer import check_states
     from parsim.execute.training.learning_rate import check_schedule
     from parsim.execute.training.weight_decay import check_exempt
+    from parsim.model.build import build_fake, check_real
 
     training, recipe = config.training, config.training.recipe
     order = _order(config)
-    check_states(training.optimizer, recipe)
+    check_real(build_fake(config.model_spec))
+    rules = [(training.optimizer, training.resolved_learning_rate, recipe)]
+    rules += [(group.optimizer, group.learning_rate, recipe.of(group.name)) for group in recipe.groups]
+    for optimizer, _, own in rules:
+        check_states(optimizer, own)
     check_exempt((parameter.name for parameter in model.parameters), recipe.no_weight_decay)
     if recipe.evaluation is not None:
         _check_metrics(config, recipe.evaluation.metrics)
@@ -34,7 +42,8 @@ def check_training(config: RunConfig, model: Model) -> None:
     steps = total_steps(config)
     if recipe.tensorboard:
         check_tensorboard()
-    check_schedule(training.optimizer, training.resolved_learning_rate, recipe, steps=steps, order=order)
+    for optimizer, rate, own in rules:
+        check_schedule(optimizer, rate, own, steps=steps, order=order)
 
 
 def check_tensorboard() -> None:
@@ -81,8 +90,19 @@ def steps_per_epoch(config: RunConfig) -> int:
 
 def _order(config: RunConfig) -> Order:
     """In which training reads its samples, the first of which is looked at."""
-    import numpy as np
+    data, held_out, order = training_data(config)
+    for samples, first in ((held_out, 0), (data, int(order.indices(0)[0]))):
+        if samples is not None:
+            samples.values(np.array([first], dtype=np.int64))
+    return order
 
+
+def training_data(config: RunConfig) -> tuple[Samples, Samples | None, Order]:
+    """The samples of the training, those that it validates with (None: it does not), and the order in which it reads.
+
+    Raises:
+        DataError: data that do not suit the model or the batch.
+    """
     from parsim.data import order_of, train_and_validation
     from parsim.data.for_model import dataset_for
 
@@ -92,11 +112,9 @@ def _order(config: RunConfig) -> Order:
         return dataset_for(config.model_spec, training.dataset, root=training.data_root, split=split, seed=training.seed)
 
     looks = training.recipe.evaluation
+    held_out: Samples | None = None
     if looks is None:
         data = load("train")
     else:
         data, held_out = train_and_validation(load, looks.validation, training.seed)
-        held_out.values(np.zeros(1, dtype=np.int64))
-    order = order_of(data, training.global_batch, training.seed)
-    data.values(order.indices(0)[:1])
-    return order
+    return data, held_out, order_of(data, training.global_batch, training.seed)

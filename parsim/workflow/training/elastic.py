@@ -148,6 +148,7 @@ def on_devices(asked: Prediction, devices: Sequence[int]) -> Prediction:
 def _planned(asked: Prediction, config: RunConfig) -> Prediction:
     """The best plan for a config on fewer devices. Raises ParsimError where there is none."""
     problem = problem_of(config, model=asked.problem.model, cluster=cluster_of(config, asked.problem.cluster.profile))
+    problem = replace(problem, loading=asked.problem.loading)
     question = Question(config=config, assumed=asked.assumed, name=config.model.name, given=asked.given)
     found = answer_of(question, problem)
     if not found.fits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -41,7 +42,7 @@ def export_weights(
         checkpoint: "best" by its validation score, or "last"; None: the best if there is one, else the last.
 
     Returns:
-        What was written: file, format, checkpoint, step, parameters.
+        What was written: file, format, checkpoint, weights, step, tensors, elements; warnings: newer ones that are damaged.
 
     Raises:
         ConfigError: an unknown format, no run folder, or no checkpoint. MissingDependencyError: safetensors is not installed.
@@ -54,7 +55,7 @@ def export_weights(
     folder.read_config()
     config = load_config(folder.config)  # the module is built: its code must be trusted
     writer = _writer(format)
-    kind, found = _found(folder, checkpoint)
+    kind, found, told = _found(folder, checkpoint)
     tensors = _state_dict(config.model_spec, found, averaged=weights == "ema")
     file = path / f"{'ema' if weights == 'ema' else 'weights'}{SUFFIXES[format]}" if out is None else out
     write_atomically(file, lambda handle: writer(tensors, handle), force=True)
@@ -67,10 +68,12 @@ def export_weights(
         "step": found.step,
         "tensors": len(tensors),
         "elements": elements,
+        "warnings": told,
     }
 
 
-def _found(folder: RunFolder, checkpoint: Chosen | None) -> tuple[str, Checkpoint]:
+def _found(folder: RunFolder, checkpoint: Chosen | None) -> tuple[str, Checkpoint, list[str]]:
+    """Which checkpoint, and what was wrong with those that come before it."""
     from parsim.execute.state.checkpoint import latest_checkpoint
 
     places = {BEST: folder.best, LAST: folder.checkpoints}
@@ -81,9 +84,11 @@ def _found(folder: RunFolder, checkpoint: Chosen | None) -> tuple[str, Checkpoin
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found = latest_checkpoint(places[kind])
-        if found is not None:
-            return kind, found
         told += [str(entry.message) for entry in caught]
+        if found is not None:
+            for text in told:
+                print(f"warning: {text}", file=sys.stderr, flush=True)
+            return kind, found, told
     why = f" ({told[0]})" if told else ""
     best = "; a best one needs [training.evaluation]" if checkpoint == BEST else ""
     raise ConfigError(f"{folder.path} holds no {checkpoint or 'whole'} checkpoint{why}{best}; train with `parsim run` first")

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from parsim.data import DATASETS
 from parsim.errors import ConfigError, near_matches
 from parsim.execute.training.metrics import LOSS_NAME, METRICS
-from parsim.execute.training.recipe import EmaRule, EvaluationRule, Schedule, TrainingRecipe, pairs
+from parsim.execute.training.recipe import EmaRule, EvaluationRule, Schedule, TrainingRecipe, UpdateGroup, pairs
 from parsim.execute.training.schedules import PLATEAU, SCHEDULES, check_arguments
 from parsim.hardware.record import Count
 from parsim.model.number_formats import FORMATS, check_planned
@@ -23,6 +23,7 @@ MOST_SAMPLES = 10**9
 """In a batch."""
 Whole = Annotated[int, Field(strict=True, ge=0)]
 ArgumentValue = StrictBool | StrictInt | Number | StrictStr | tuple[StrictInt | Number, ...]
+GroupName = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
 Dtype = Literal["float32", "float64"]
 
 TORCH_NAMES = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
@@ -127,6 +128,32 @@ class EmaSection(ConfigSection):
     """[training.evaluation] scores the averages in place of the weights."""
 
 
+class GroupSection(ConfigSection):
+    """[training.groups.NAME]: parameters that another optimizer updates, or the same at another rate."""
+
+    parameters: Annotated[tuple[Name, ...], Field(min_length=1)]
+    """Patterns of their names, such as "discriminator.*"."""
+    optimizer: Annotated[Name, RowOf(OPTIMIZERS)] | None = None
+    """Left out: that of [training], with its arguments and rate where these are left out too."""
+    optimizer_args: dict[Name, ArgumentValue] | None = None
+    """Left out beside another optimizer: its own defaults."""
+    learning_rate: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
+    """Left out beside another optimizer: what its row says."""
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Left out: that of [training]."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_torchs_names(cls, document: Any) -> Any:
+        return _named_as_rows(document)
+
+    @model_validator(mode="after")
+    def _agree(self) -> GroupSection:
+        if self.optimizer_args and "weight_decay" in self.optimizer_args:
+            raise _rule("optimizer_args.weight_decay: weight decay has a key of its own; set weight_decay of the group")
+        return self
+
+
 class TrainingSection(ConfigSection):
     """[training]: how it is trained, whatever the plan."""
 
@@ -140,6 +167,8 @@ class TrainingSection(ConfigSection):
     """A row of `parsim.model.optimizers`, or "package.module:ROW"."""
     optimizer_args: dict[Name, ArgumentValue] = {}
     """Of torch's optimizer in place of its defaults: betas = [0.9, 0.95], eps = 1e-6, nesterov = true."""
+    groups: dict[GroupName, GroupSection] = {}
+    """By name: parameters with an optimizer or a rate of their own, such as the two players of a GAN."""
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Left out: the optimizer's own default (0.01 for adamw, else 0)."""
     no_weight_decay: tuple[Name, ...] = ()
@@ -178,16 +207,12 @@ class TrainingSection(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _by_torchs_names(cls, document: Any) -> Any:
-        if not isinstance(document, Mapping) or document.get("optimizer") not in TORCH_NAMES:
-            return document
-        name = TORCH_NAMES[document["optimizer"]]
-        arguments = document.get("optimizer_args")
-        has_momentum = isinstance(arguments, Mapping) and bool(arguments.get("momentum"))
-        return {**document, "optimizer": "sgd_momentum" if name == "sgd" and has_momentum else name}
+        return _named_as_rows(document)
 
     @model_validator(mode="after")
     def _agree(self) -> TrainingSection:
-        if self.no_weight_decay and self.weight_decay is None:
+        decays = self.weight_decay is not None or any(group.weight_decay is not None for group in self.groups.values())
+        if self.no_weight_decay and not decays:
             raise _rule(
                 f"no_weight_decay = {list(self.no_weight_decay)} excludes from a weight decay that is not given; set "
                 "weight_decay too, for example weight_decay = 0.1"
@@ -204,6 +229,7 @@ class TrainingSection(ConfigSection):
     def recipe(self) -> TrainingRecipe:
         """What the executor does beside the optimizer's own rule."""
         return TrainingRecipe(
+            groups=tuple(self._group(name, group) for name, group in sorted(self.groups.items())),
             optimizer_args=pairs(self.optimizer_args),
             weight_decay=self.weight_decay,
             no_weight_decay=self.no_weight_decay,
@@ -214,6 +240,30 @@ class TrainingSection(ConfigSection):
             tensorboard=self.tensorboard,
         )
 
+    def _group(self, name: str, group: GroupSection) -> UpdateGroup:
+        same = group.optimizer in (None, self.optimizer)
+        optimizer = self.optimizer if group.optimizer is None else group.optimizer
+        rate = self.resolved_learning_rate if same else OPTIMIZERS[optimizer].learning_rate
+        usual = self.optimizer_args if same else {}
+        return UpdateGroup(
+            name=name,
+            parameters=group.parameters,
+            optimizer=optimizer,
+            learning_rate=rate if group.learning_rate is None else group.learning_rate,
+            optimizer_args=pairs(usual if group.optimizer_args is None else group.optimizer_args),
+            weight_decay=self.weight_decay if group.weight_decay is None else group.weight_decay,
+        )
+
+    @property
+    def optimizer_of_group(self) -> dict[str, tuple[tuple[str, ...], str]]:
+        """By group its patterns and its optimizer: with others, another training begins."""
+        return {group.name: (group.parameters, group.optimizer) for group in self.recipe.groups}
+
+    @property
+    def optimizers(self) -> tuple[str, ...]:
+        """Every row of OPTIMIZERS that updates some parameter, the usual one first."""
+        return tuple(dict.fromkeys((self.optimizer, *(group.optimizer for group in self.recipe.groups))))
+
     @property
     def keeps_master_weights(self) -> bool:
         return self.master_weights is not False
@@ -223,6 +273,16 @@ class TrainingSection(ConfigSection):
         if self.learning_rate is not None:
             return self.learning_rate
         return OPTIMIZERS[self.optimizer].learning_rate
+
+
+def _named_as_rows(document: Any) -> Any:
+    """torch's name of an optimizer as that of a row."""
+    if not isinstance(document, Mapping) or document.get("optimizer") not in TORCH_NAMES:
+        return document
+    name = TORCH_NAMES[document["optimizer"]]
+    arguments = document.get("optimizer_args")
+    has_momentum = isinstance(arguments, Mapping) and bool(arguments.get("momentum"))
+    return {**document, "optimizer": "sgd_momentum" if name == "sgd" and has_momentum else name}
 
 
 def _rule(text: str) -> PydanticCustomError:

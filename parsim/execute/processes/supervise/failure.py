@@ -44,7 +44,7 @@ def raise_failure(folder: Path, nproc: int, ended: Ended, output: RankOutput, ti
     Raises:
         ExecutionError, RankLostError, or one of KINDS: always.
     """
-    found = (read_error(error_path(folder, rank)) for rank in range(nproc))
+    found = (read_error(error_path(folder, rank), output.last_words(rank)) for rank in range(nproc))
     records = sorted(
         (record for record in found if record is not None and record.attempt == ended.attempt), key=lambda record: record.time_s
     )
@@ -79,7 +79,8 @@ def _record_text(record: ErrorRecord, nproc: int, folder: Path) -> str:
     if record.reported:
         return f"rank {record.rank} of {nproc} stopped: {record.message}"
     lines = record.message.strip().splitlines()
-    return f"rank {record.rank} of {nproc} failed: {record.kind}: {lines[0]} (traceback in {error_path(folder, record.rank)})"
+    where = f"traceback in {error_path(folder, record.rank)}" if record.traceback else "its traceback could not be written"
+    return f"rank {record.rank} of {nproc} failed: {record.kind}: {lines[0]} ({where})"
 
 
 def _lost_text(records: list[ErrorRecord], nproc: int) -> str:

@@ -72,6 +72,11 @@ class Pulse:
                 self._map = mmap.mmap(file.fileno(), 0)
 
     @property
+    def doing(self) -> str:
+        """In words, as far as it was told."""
+        return self._text.decode(errors="replace")
+
+    @property
     def is_watched(self) -> bool:
         return self._map is not None
 

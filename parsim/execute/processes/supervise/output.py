@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from parsim.execute.processes.supervise.last_words import read_last_words
+
 _FRAME = re.compile(r'File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
@@ -21,6 +23,15 @@ class RankOutput:
     def paths(self, rank: int) -> tuple[Path, Path]:
         """Of stdout and stderr of a rank."""
         return self.folder / str(rank) / "stdout.log", self.folder / str(rank) / "stderr.log"
+
+    @property
+    def words(self) -> Path:
+        """The file of all ranks' last words."""
+        return self.folder / "last-words"
+
+    def last_words(self, rank: int) -> str:
+        """What the rank said when it failed; "" if nothing."""
+        return read_last_words(self.words, rank)
 
     def relay(self) -> None:
         """Hand over the complete lines that are new."""

@@ -46,6 +46,16 @@ def locked(path: Path) -> Iterator[bool]:
         os.close(handle)
 
 
+@contextlib.contextmanager
+def sole_user(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a folder; False inside if another process holds it. The kernel frees it at this one's end."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        yield lock_handle(handle)
+    finally:
+        os.close(handle)
+
+
 def lock_handle(handle: int) -> bool:
     """Lock an open file or folder until it is closed; False if another process holds its lock."""
     try:

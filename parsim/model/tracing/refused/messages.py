@@ -35,6 +35,11 @@ def value_message(where: str, what: object, line: str = "", why: str = "") -> st
             "give the padded batch to the recurrent layer and pick each last step by index (gather), or sort the data into "
             "batches of one length"
         )
+    if "_ctc_loss" in str(what):
+        return (
+            f"{where} takes a CTC loss of targets in one row{line}, whose sizes depend on their lengths; give padded targets "
+            "[batch, longest], and both lengths as inputs"
+        )
     return (
         f"{where} looks at the values of a tensor ({what}){line}, so what it does depends on the data and cannot be "
         f"recorded{because}; rewrite that step with torch.where or masks, keep the value outside the forward, or trace the "
@@ -48,6 +53,14 @@ def gradient_message(where: str, what: str) -> str:
         f"{where} takes gradients inside its forward ({what}){at_line(traceback.extract_stack())}: a step's backward is cut at "
         "the ends of components, and cannot be differentiated again; leave the gradient penalty or inner step out of what is "
         "planned, or write the gradient as ordinary torch functions of the weights"
+    )
+
+
+def hook_message(where: str) -> str:
+    """Why a forward that hangs a hook on a tensor cannot be recorded."""
+    return (
+        f"{where} registers a hook on a tensor{at_line(traceback.extract_stack())}: a step's backward does not run it, and "
+        "what it sees would depend on the plan; change the gradient in a torch.autograd.Function, or drop the hook"
     )
 
 

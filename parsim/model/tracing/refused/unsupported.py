@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from parsim.errors import TraceError
@@ -21,6 +23,10 @@ _SPARSE = "makes sparse gradients, which no bucket can hold; set sparse=False"
 _QUANTISED = (
     "holds weights that torch has packed as integers, which cannot be trained; give the module before it is quantised, or one "
     "prepared for quantisation-aware training (torch.ao.quantization.prepare_qat)"
+)
+_HOOKED = (
+    "has a hook on its backward (register_full_backward_hook), which a recorded forward does not run; change gradients in a "
+    "torch.autograd.Function, or drop the hook"
 )
 _LAZY = "has parameters without a shape; call the module once on a batch before it is traced"
 
@@ -49,6 +55,8 @@ def _reason(part: nn.Module) -> str | None:
         return _SPARSE
     if type(part).__module__.startswith("torch.ao.nn.quantized"):
         return _QUANTISED
+    if part._backward_hooks or part._backward_pre_hooks:
+        return _HOOKED
     if any(isinstance(entry, nn.parameter.UninitializedParameter) for entry in part._parameters.values()):
         return _LAZY
     return None
@@ -83,14 +91,30 @@ def hint(module: nn.Module, message: str) -> str:
 
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
-    """torch.compile'd parts run their Python code, and attention modules do not take the fused path of evaluation."""
+    """torch.compile'd parts run their Python code, attention modules do not take the fused path of evaluation, and
+    torch.utils.checkpoint runs its function in sight: what a step computes again is a plan's choice.
+    """
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
+    with_reentry = torch.utils.checkpoint.CheckpointFunction
+    torch.utils.checkpoint.CheckpointFunction = _InSight  # type: ignore[misc, assignment]
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
+        torch.utils.checkpoint.CheckpointFunction = with_reentry  # type: ignore[misc]
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+class _InSight:
+    """In place of torch's CheckpointFunction (use_reentrant=True), which runs the function out of sight, without gradients."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
+        """As torch: nothing in it gets a gradient unless one of its arguments does."""
+        wanted = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and wanted):
+            return function(*args)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,224 @@
+"""What reading batches of a dataset of the user's own costs, as it was timed on this machine before the prediction.
+
+A rank reads its part of a step in `parts`, one per microbatch:
+
+    read = first_s + (parts - 1) * again_s + samples * sample_s + global_batch * passing_s
+
+`passing_s` is of an iterable dataset alone: every rank reads all samples of a batch and keeps its own. Who waits for it:
+
+    on a CPU             the rank itself reads, in its turn: the whole of it
+    with workers         the rank takes each part over (`handover_s`). W workers give a batch every read / W, except that each
+                         of them passes all samples. What they compute takes the ranks' time where no core is left for them
+    on a GPU             a thread reads ahead: a step is no shorter than a read, or than a batch of the workers
+
+Leaves out: that workers use the time in which a rank waits for others; the interpreter's lock, for which a reading thread and
+the rank compete; samples that become slower later in the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from parsim.costs.estimate import Estimate, Term, Terms, summed
+from parsim.errors import CostError
+from parsim.typed import check_types
+from parsim.units import format_seconds
+from parsim.work import LoadBatch
+
+MOST = 1e9
+"""Of any number."""
+WAIT = "waiting for workers"
+"""The term that lifts loading to what workers read meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredLoading:
+    """Attributes:
+    first_s: seconds of a read beside its samples, with caches as computation leaves them. again_s: of one right behind another.
+    sample_s: per sample of a rank. passing_s: per sample of the global batch.
+    handover_s: of a part that a worker has ready. workers: of each rank. cores: of this machine.
+    core_share: of reading, what a core computes; the rest waits for a disk or a network.
+    sigma: relative standard deviation of the mean. repeat_sigma: relative spread of one step's read.
+    global_batch: samples of a step. batch: samples that were read at once. batches, samples: read, of all readers.
+    readers: processes that read at once. taken_s: that they read. prepared_s: to make the dataset. warm_up_s: of its first
+        sample.
+    """
+
+    first_s: float
+    again_s: float
+    sample_s: float
+    passing_s: float
+    handover_s: float
+    workers: int
+    cores: int
+    core_share: float
+    sigma: float
+    repeat_sigma: float
+    global_batch: int
+    batch: int
+    batches: int
+    samples: int
+    readers: int
+    taken_s: float
+    prepared_s: float
+    warm_up_s: float
+
+    def __post_init__(self) -> None:
+        check_types(self, "loading")
+        negative = [name for name, value in asdict(self).items() if not 0 <= value <= MOST]
+        counted = ("cores", "global_batch", "batch", "batches", "readers")
+        missing = [name for name in counted if getattr(self, name) < 1]
+        if negative or missing or self.core_share > 1:
+            name = (negative or missing or ["core_share"])[0]
+            raise CostError(
+                f"loading.{name} = {getattr(self, name)}: seconds are 0 to {MOST:g}, counts >= 1, a share is at most 1"
+            )
+
+    def read_s(self, work: LoadBatch) -> float:
+        """Seconds that a process takes to read a rank's part of a batch."""
+        return self.own_s(work) + self.global_batch * self.passing_s
+
+    def own_s(self, work: LoadBatch) -> float:
+        """The same without the samples of other ranks."""
+        return self.first_s + (work.parts - 1) * self.again_s + work.samples * self.sample_s
+
+    def every_s(self, work: LoadBatch) -> float:
+        """Seconds between two batches that are read ahead, by the workers or by one thread."""
+        return self.own_s(work) / max(1, self.workers) + self.global_batch * self.passing_s
+
+    def crowding(self, ranks: int) -> float:
+        """The share of what workers compute that takes the time of `ranks` ranks with a core each."""
+        spare = max(0, self.cores - ranks)
+        return max(0.0, 1.0 - spare / max(1, ranks))
+
+    def floor_s(self, work: LoadBatch, *, on_cores: bool) -> float:
+        """No mean step is shorter: what is read ahead while a rank computes. 0 where it reads in its turn."""
+        return self.every_s(work) if self.workers or not on_cores else 0.0
+
+    @property
+    def whole_batch(self) -> LoadBatch:
+        """As much as was read at once."""
+        return LoadBatch(samples=self.batch, size_bytes=0)
+
+    def text(self) -> str:
+        """`loading measured: 1.9 ms a batch of 16 (24 batches by 2 processes in 0.1 s; first sample 3 ms)`."""
+        first = f"; first sample {format_seconds(self.warm_up_s)}" if self.warm_up_s > 5 * self.read_s(_one(self)) else ""
+        made = f"; made in {format_seconds(self.prepared_s)}" if self.prepared_s > 1 else ""
+        by = "" if self.readers == 1 else f" by {self.readers} processes"
+        few = "" if self.batches >= FEW * self.readers else ", few of them: a wide interval"
+        ahead = f", read ahead by {_count(self.workers, 'worker')} per rank" if self.workers else ""
+        seconds = format_seconds(self.read_s(self.whole_batch))
+        return (
+            f"loading measured: {seconds} a batch of {self.batch}{ahead} ({self.batches} batches{by} in "
+            f"{format_seconds(self.taken_s)}{few}{first}{made})"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {"measured": True, **asdict(self), "text": self.text()}
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> MeasuredLoading:
+        """What `to_dict` gave. Raises CostError for anything else."""
+        try:
+            return cls(**{key: value for key, value in document.items() if key not in ("measured", "text")})
+        except (TypeError, ValueError) as error:
+            raise CostError(f"this is not what was measured of loading: {error}") from error
+
+
+FEW = 6
+"""Batches per reader below which an answer says that they are few."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnmeasuredLoading:
+    """Loading of a dataset of the user's own that is priced by its bytes.
+
+    Attributes: reason: why it was not measured. tried: it was read, in vain.
+    """
+
+    reason: str
+    tried: bool = False
+
+    def text(self) -> str:
+        return f"loading not measured: {self.reason}; priced by its bytes, and reading samples may take much longer"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {"measured": False, **asdict(self), "text": self.text()}
+
+
+OwnLoading = MeasuredLoading | UnmeasuredLoading
+
+
+def own_loading_from(document: Mapping[str, Any]) -> OwnLoading:
+    """What either `to_dict` gave. Raises CostError for anything else."""
+    if document.get("measured") is False and isinstance(document.get("reason"), str):
+        return UnmeasuredLoading(reason=document["reason"], tried=document.get("tried") is True)
+    return MeasuredLoading.from_dict(document)
+
+
+def estimate_measured_load(work: LoadBatch, loading: MeasuredLoading, *, ranks: int, on_cores: bool) -> Estimate:
+    """Price what a rank's own time goes into while its batch is read.
+
+    Args:
+        work: samples and parts of the rank. loading: as it was measured. ranks: of the plan, on this machine.
+        on_cores: the rank computes on a core; else it is a GPU's, and this is the interval of a thread that reads ahead.
+
+    Returns:
+        An Estimate. Leaves out what `parsim.costs.loading` lists.
+    """
+    terms = _terms(work, loading, ranks, on_cores)
+    return Estimate.of(
+        terms,
+        source="measured",
+        parameters=(("load", loading.sigma),),
+        repeat_sigma=loading.repeat_sigma,
+        detail=f"{_count(loading.batches, 'batch', 'batches')} of the dataset, read before the prediction",
+    )
+
+
+def _terms(work: LoadBatch, loading: MeasuredLoading, ranks: int, on_cores: bool) -> Terms:
+    read_s, parts = loading.read_s(work), _count(work.parts, "part")
+    if loading.workers and on_cores:
+        shared = loading.crowding(ranks)
+        return summed(
+            (
+                ("hand-over", work.parts * loading.handover_s, "measured", f"{parts} from the workers"),
+                (
+                    "workers on the ranks' cores",
+                    shared * loading.core_share * read_s,
+                    "measured",
+                    f"{shared:.0%} of what they compute: {loading.cores} cores, {ranks} ranks",
+                ),
+            )
+        )
+    if not on_cores:
+        how = f"{loading.workers} workers" if loading.workers else "a thread"
+        return (Term("read ahead", "start", loading.every_s(work), "measured", f"by {how}: no step is shorter"),)
+    found: Terms = summed(
+        (
+            ("parts", loading.first_s + (work.parts - 1) * loading.again_s, "measured", parts),
+            ("samples", work.samples * loading.sample_s, "measured", f"{work.samples} of {format_seconds(loading.sample_s)}"),
+        )
+    )
+    if not loading.passing_s:
+        return found
+    passing = Term(
+        "samples of all ranks",
+        "plus",
+        loading.global_batch * loading.passing_s,
+        "measured",
+        f"{loading.global_batch} of {format_seconds(loading.passing_s)}: every rank reads an iterable dataset whole",
+    )
+    return (*found, passing)
+
+
+def _one(loading: MeasuredLoading) -> LoadBatch:
+    return LoadBatch(samples=1, size_bytes=0)
+
+
+def _count(number: int, noun: str, plural: str = "") -> str:
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
