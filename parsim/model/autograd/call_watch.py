@@ -6,6 +6,7 @@ its watches itself, in the order in which modes would have been called: the last
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
@@ -26,7 +27,7 @@ def _dispatch_again(func: Any, types: Sequence[type], args: tuple[Any, ...], kwa
     return func(*args, **kwargs)
 
 
-class CallWatchHost:
+class CallWatchHost(ABC):
     """A mode that calls watches itself while it is the innermost one.
 
     Attributes:
@@ -35,12 +36,12 @@ class CallWatchHost:
 
     outermost: NextCall | None = None
 
+    @abstractmethod
     def answer(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call, without watches."""
-        raise NotImplementedError
 
 
-class CallWatch(TorchDispatchMode):
+class CallWatch(TorchDispatchMode, ABC):
     """Sees every call below autograd while it is entered."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -50,6 +51,7 @@ class CallWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._entered: list[tuple[CallWatchHost, NextCall | None] | None] = []
 
+    @abstractmethod
     def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call returns.
 
@@ -57,7 +59,6 @@ class CallWatch(TorchDispatchMode):
             call: runs this or another operator as those watch it that were entered before. func, types, args, kwargs: of the
                 call, as torch dispatches it.
         """
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         innermost = _get_current_dispatch_mode()
