@@ -150,10 +150,8 @@ class ShardPeak(NamedTuple):
 
     def at(self, share: Share) -> tuple[int, int]:
         """(bytes per sample, fixed bytes) in a shard."""
-        return (
-            self.bytes_per_sample + share.of(self.divided_bytes_per_sample),
-            self.fixed_bytes + share.of(self.divided_fixed_bytes),
-        )
+        (whole, fixed, divided, divided_fixed), (own, ways) = self, share  # as `Share.of`: asked a hundred thousand times
+        return whole + divided * own // ways, fixed + divided_fixed * own // ways
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

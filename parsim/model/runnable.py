@@ -244,5 +244,5 @@ def renumber(template: Any, slot: Mapping[int, int]) -> Any:
     if type(template) is Ref:
         return Ref(slot[template.slot])
     if type(template) is Nested:
-        return Nested(template.rebuild, tuple(renumber(item, slot) for item in template.items))
+        return Nested(template.rebuild, tuple([renumber(item, slot) for item in template.items]))
     return template

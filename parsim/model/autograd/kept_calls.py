@@ -25,15 +25,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from parsim.errors import TraceError
+from parsim.model.autograd.call_watch import CallWatch, NextCall
 from parsim.model.autograd.kept_operators import draws, is_kept, sizes_from_data, written_arguments
 from parsim.model.autograd.storages import StorageRef, tensors_among
 
-_DETACH, _DEVICE = torch.ops.aten.detach.default, torch.ops.prim.device.default
-"""Autograd calls them more or less often, and they compute nothing."""
+_DETACH = torch.ops.aten.detach.default
+"""Autograd calls it more or less often, and it computes nothing."""
+
+_EMPTY = torch.ops.aten.empty_strided.default
 
 Version = tuple[int, int]
 """A storage, counted in the order of their births, and how often it was written since."""
@@ -129,7 +131,7 @@ def _forgetting(numbers: dict[int, tuple[int, StorageRef]]) -> Callable[[Storage
     return forget
 
 
-class FirstForward(TorchDispatchMode):
+class FirstForward(CallWatch):
     """Watches the calls of a first forward, and holds the outputs of operators in KEPT until it is known which are needed."""
 
     def __init__(self, given: Iterable[Tensor]) -> None:
@@ -137,7 +139,7 @@ class FirstForward(TorchDispatchMode):
         Args:
             given: inputs, parameters, buffers and constants: what is there before.
         """
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.calls: list[KernelCall] = []
         self._number: dict[int, tuple[int, StorageRef]] = {}
         self._forget = _forgetting(self._number)
@@ -145,10 +147,6 @@ class FirstForward(TorchDispatchMode):
         self._needed: set[Version] = set()
         for tensor in given:
             self._storage(tensor)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled inside, and the guard against it costs as much as what is done here
 
     def saved(self, tensor: Tensor) -> None:
         """Autograd would save it for the backward: a saved-tensor hook that keeps nothing."""
@@ -166,16 +164,13 @@ class FirstForward(TorchDispatchMode):
         self._versions.append(0)
         return number
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        kwargs = kwargs or {}
-        if func is _DEVICE:  # asked of a fake tensor several times per call
-            return args[0].device
+    def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the call, which is noted."""
         if func is _DETACH:
-            return func(*args, **kwargs)
+            return call(func, types, args, kwargs)
         given = tensors_among((*args, *kwargs.values()) if kwargs else args)
         read = tuple(dict.fromkeys([(number, self._versions[number]) for number in map(self._storage, given)]))
-        result = func(*args, **kwargs)
+        result = call(func, types, args, kwargs)
         leaves, structure = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
         made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         fresh: dict[int, int] = {}
@@ -189,7 +184,7 @@ class FirstForward(TorchDispatchMode):
         if made and not written and not fresh:
             self.calls.append(KernelCall(function=func, view=True))
             return result
-        call = KernelCall(
+        noted = KernelCall(
             function=func,
             reads=read,
             writes=tuple([(number, self._versions[number]) for number in (*written, *fresh.values())]),
@@ -198,10 +193,10 @@ class FirstForward(TorchDispatchMode):
             structure=structure,
             returned=next((place for place, leaf in enumerate(given) if leaf is result), -1),
         )
-        if call.begins and not written and is_kept(func):
-            call.held = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-            call.state = generator_state(made[0].device) if call.draws else None
-        self.calls.append(call)
+        if noted.begins and not written and is_kept(func):
+            noted.held = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+            noted.state = generator_state(made[0].device) if noted.draws else None
+        self.calls.append(noted)
         return result
 
     def _written(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
@@ -314,41 +309,39 @@ def _keepable(calls: Sequence[KernelCall], refused: set[int]) -> set[int]:
     return found & whole
 
 
-class SecondForward(TorchDispatchMode):
+class SecondForward(CallWatch):
     """The calls of the first forward again, without those whose output is kept or not read."""
 
     def __init__(self, kept: KeptCalls) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._calls = iter(kept.calls)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as for FirstForward
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        kwargs = kwargs or {}
-        if func is _DEVICE:
-            return args[0].device
+    def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the call, or what stands for it."""
         if func is _DETACH:
-            return func(*args, **kwargs)
-        call = next(self._calls, None)
-        if call is None or call.function is not func:
+            return call(func, types, args, kwargs)
+        noted = next(self._calls, None)
+        if noted is None or noted.function is not func:
             raise TraceError(
                 f"a component that is recomputed called {func} where its first forward called "
-                f"{'nothing more' if call is None else call.function}; what it computes must not change between two calls"
+                f"{'nothing more' if noted is None else noted.function}; what it computes must not change between two calls"
             )
-        match call.repeat:
+        match noted.repeat:
             case Repeat.RUN:
-                return func(*args, **kwargs)
+                return call(func, types, args, kwargs)
             case Repeat.WRITTEN:
-                return tensors_among((*args, *kwargs.values()))[call.returned]
-        leaves = call.held if call.held is not None else call.outputs
-        call.held = None
-        if call.state is not None:
-            set_generator_state(call.state, _device_of(call))
-        made = [leaf.room() if isinstance(leaf, Like) else leaf for leaf in leaves]
-        return made[0] if call.structure is None else tree_unflatten(made, call.structure)
+                return tensors_among((*args, *kwargs.values()))[noted.returned]
+        leaves = noted.held if noted.held is not None else noted.outputs
+        noted.held = None
+        if noted.state is not None:
+            set_generator_state(noted.state, _device_of(noted))
+        made = [
+            call(_EMPTY, types, (leaf.shape, leaf.stride), {"dtype": leaf.dtype, "device": leaf.device})
+            if isinstance(leaf, Like)
+            else leaf
+            for leaf in leaves
+        ]
+        return made[0] if noted.structure is None else tree_unflatten(made, noted.structure)
 
 
 def _device_of(call: KernelCall) -> torch.device:

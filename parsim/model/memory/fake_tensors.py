@@ -8,7 +8,6 @@ tensors and plain arguments. Every other call is left to torch.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from torch._subclasses.fake_tensor import (  # type: ignore[attr-defined]
     _CacheKeyState,
 )
 
+from parsim.model.autograd.call_watch import DEVICE, CallWatchHost
 from parsim.model.memory.fake_ctc import CTC, fake_ctc
 
 _PLAIN = frozenset(
@@ -65,7 +65,16 @@ def _kind(made: FakeTensor) -> _Kind:
 
 
 def _attributes(made: FakeTensor) -> dict[str, Any]:
-    return {name: value for name, value in vars(made).items() if name != "fake_mode"}
+    return {name: value for name, value in vars(made).items() if name != "fake_mode"} | {_ANSWERED: True}
+
+
+_ANSWERED = "_parsim_answered"
+"""An attribute of fake tensors that were made from an answer: these are ordinary."""
+
+
+def _is_ordinary(tensor: FakeTensor) -> bool:
+    """Whether a tensor is dense, has no lazy conjugation or negation, and was made outside inference mode."""
+    return tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
 
 
 def _is_new(made: Any, info: Any) -> bool:
@@ -85,11 +94,34 @@ def _first_of(sizes: Sequence[int], dim: int, index: Any) -> Any:
     return 0 if inside and -sizes[dim] <= index < sizes[dim] else index
 
 
-@cache
 def _reads_anywhere(function: Any) -> bool:
     """Whether an operator makes the same of its arguments wherever they lie in their memory: it makes no views of them."""
     computes = torch.Tag.pointwise in function.tags or torch.Tag.reduction in function.tags or function in _COMPUTING
     return computes and all(found.alias_info is None for found in function._schema.returns)
+
+
+class _Operator(NamedTuple):
+    """What is asked about an operator at every call.
+
+    Attributes:
+        function: of torch. number: of its own, which is compared and hashed faster. offsets: it matters to it where tensors
+            lie in their memory.
+    """
+
+    function: Any
+    number: int
+    offsets: bool
+
+
+_OPERATORS: dict[int, _Operator] = {}
+"""By `id`: each is held here, so no other operator gets its id."""
+
+
+def _operator(function: Any) -> _Operator:
+    found = _OPERATORS.get(id(function))
+    if found is None:
+        found = _OPERATORS[id(function)] = _Operator(function, len(_OPERATORS), not _reads_anywhere(function))
+    return found
 
 
 _COMPUTING = tuple(
@@ -101,6 +133,7 @@ _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 _PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "mv", "addmv"))
 _LOOK_UP = torch.ops.aten.embedding.default
 _UNKNOWN: Any = object()
+_META, _NO_ENTRIES = torch.device("meta"), (0,)
 _ANSWERS: dict[Hashable, _Answer | None] = {}
 """Of every mode, by the question. None: torch keeps none."""
 
@@ -119,7 +152,7 @@ def _check_types(func: Any, args: Sequence[Any]) -> None:
         raise RuntimeError(f"{func} multiplies tensors of one dtype, got {' and '.join(map(str, kinds))}")
 
 
-class QuickFakeMode(FakeTensorMode):
+class QuickFakeMode(FakeTensorMode, CallWatchHost):
     """torch's FakeTensorMode, with a shorter way to the answers that torch keeps.
 
     A deep copy is the mode itself: `copy.deepcopy` in an `__init__` (nn.TransformerEncoder) copies layers, not the mode.
@@ -137,14 +170,26 @@ class QuickFakeMode(FakeTensorMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled while a module is recorded, and the guard against it costs as much as an answer
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]  # torch gives a tuple and a dict
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _DISPATCH_META_HANDLERS:  # the device, sizes and strides of a tensor
+        if func is DEVICE:
+            return args[0].device
+        outermost = self.outermost
+        if outermost is None:
+            return self.answer(func, types, args, kwargs or {})
+        self.outermost = None  # what torch calls to find an answer is no call of the program
+        try:
+            return outermost(func, types, args, kwargs or {})
+        finally:
+            self.outermost = outermost
+
+    def answer(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call, without watches."""
+        if func in _DISPATCH_META_HANDLERS:  # sizes and strides of a tensor
             return _DISPATCH_META_HANDLERS[func](args)  # type: ignore[no-untyped-call]
         if func in CTC:
             return fake_ctc(func, args)
-        kwargs = kwargs or {}
         if func is _SELECT and len(args) == 3 and type(args[0]) is FakeTensor:
             return self._select(func, types, args)
         if func is _SELECT_BACKWARD and len(args) == 4:
@@ -193,8 +238,8 @@ class QuickFakeMode(FakeTensorMode):
         """All that an answer can depend on; None if it may be more than is known here."""
         if torch.is_inference_mode_enabled():
             return None
-        parts: list[Any] = [func, torch.get_default_dtype(), torch._C._get_default_device()]
-        offsets = not _reads_anywhere(func)
+        _, number, offsets = _OPERATORS.get(id(func)) or _operator(func)
+        parts: list[Any] = [number, torch.get_default_dtype(), torch._C._get_default_device()]
         if self._add(parts, args, offsets) and (not kwargs or self._add(parts, kwargs.items(), offsets)):
             return tuple(parts)
         return None
@@ -204,7 +249,9 @@ class QuickFakeMode(FakeTensorMode):
         for argument in arguments:
             kind = type(argument)
             if kind is FakeTensor:
-                if argument.fake_mode is not self or argument.constant is not None or argument.layout is not torch.strided:
+                if argument.fake_mode is not self or argument.constant is not None:
+                    return False
+                if _ANSWERED not in argument.__dict__ and not _is_ordinary(argument):
                     return False
                 parts += (
                     argument.shape,
@@ -213,9 +260,6 @@ class QuickFakeMode(FakeTensorMode):
                     (argument.storage_offset(), argument.untyped_storage().nbytes()) if offsets else None,
                     argument.fake_device,
                     argument.requires_grad,
-                    argument.is_conj(),
-                    argument.is_neg(),
-                    argument.is_inference(),
                 )
             elif kind in _PLAIN:
                 parts += kind, argument  # 1, 1.0 and True are equal, but make other tensors
@@ -260,11 +304,14 @@ class QuickFakeMode(FakeTensorMode):
         if made.kind is None:
             return None if made.same_as is None else args[made.same_as]
         shape, stride, offset, dtype, device, requires_grad = made.kind
-        memory = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        if made.view_of is not None:
+        if made.view_of is None:
+            memory = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
+        else:
+            memory = torch.empty(_NO_ENTRIES, dtype=dtype, device=_META)
             memory.set_(args[made.view_of].untyped_storage(), offset + shift, shape, stride)
         found = Tensor._make_subclass(FakeTensor, memory, requires_grad, dispatch_device=True, device_for_backend_keys=device)
         self._guard(found)
-        found.__dict__.update(made.attributes)
-        found.fake_mode = self
+        attributes = found.__dict__
+        attributes.update(made.attributes)
+        attributes["fake_mode"] = self
         return found

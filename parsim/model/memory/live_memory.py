@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from parsim.model.autograd.call_watch import CallWatch, NextCall
 from parsim.model.autograd.storages import StorageRef, tensors_among
 from parsim.model.memory.kernel_workspaces import with_workspace
 
-_DEVICE = torch.ops.prim.device.default
 _ONE_TENSOR = (Tensor, FakeTensor)
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(CallWatch):
     """While active, counts every storage an operator of this thread makes, from its birth to its death.
 
     `track` adds tensors made elsewhere (weights, buckets, receive buffers). `moments`: bytes alive right after each
@@ -27,7 +26,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, moving: Collection[str] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._live: dict[int, tuple[int, str, StorageRef | None]] = {}
         self._ignored: set[int] = set()
         self._moving = moving
@@ -74,10 +73,6 @@ class LiveBytes(TorchDispatchMode):
         self.current_bytes -= self._live.pop(ref.key, (0, "", None))[0]
         self._ignored.discard(ref.key)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled inside, and the guard against it costs as much as what is done here
-
     def _seen(self, tensor: Tensor) -> None:
         """An operator has made it, or a view of it."""
         if self._moving:
@@ -87,17 +82,9 @@ class LiveBytes(TorchDispatchMode):
                 self._live[key] = size, self.line, ref
         self.track(tensor, self.line)
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
-        if func is _DEVICE:  # asked of a fake tensor several times per call
-            return args[0].device
-        result = with_workspace(func, args, func(*args, **(kwargs or {})))
+    def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the call, whose storages count from now on."""
+        result = with_workspace(func, args, call(func, types, args, kwargs))
         if type(result) in _ONE_TENSOR:
             self._seen(result)
             return result

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from parsim.model.autograd.call_watch import CallWatch, NextCall
 from parsim.model.component import HalfComponent, HalfDivided, Operator, OperatorShard, ParameterShard, Sharding
+from parsim.model.memory.kernel_workspaces import with_workspace
 from parsim.model.memory.peaks import autocast_as, like
 from parsim.model.runnable import CallProgram, TensorKind, run_op
 from parsim.model.shard.content import SHARD, Content, Refused, Undecided
@@ -263,11 +265,10 @@ def _saved_by_shard(whole: WholeComponent, sharding: Sharding, ways: int, autoca
         for constant, slot in program.constants:
             environment[slot] = constant
         watch = _SavedBytes([*own, *uncounted])
-        mode = OperatorMode(lambda: 0, {storage_key(tensor) for tensor in own})
-        with watch.open(), mode:
+        with watch.open(), _Casts(own) as cast:
             for op in program.ops:
                 run_op(op, environment)
-    casts = sum(size for key, size in watch.sizes.items() if key in mode.casts)
+    casts = sum(size for key, size in watch.sizes.items() if key in cast.made)
     return watch.size_bytes - casts, casts
 
 
@@ -278,6 +279,22 @@ def _like(kind: TensorKind, content: Content, ways: int) -> Tensor:
     tensor = torch.empty([shape[dim] for dim in order], dtype=kind.dtype)
     tensor = tensor.permute([order.index(dim) for dim in range(len(shape))])
     return tensor.requires_grad_(kind.differentiable)
+
+
+class _Casts(CallWatch):
+    """Notes casts of parameters and buffers. `made`: they themselves, by storage."""
+
+    def __init__(self, state: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._state = {storage_key(tensor) for tensor in state}
+        self.made: dict[int, Tensor] = {}
+
+    def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the call."""
+        result = with_workspace(func, args, call(func, types, args, kwargs))
+        if func is torch.ops.aten._to_copy.default and storage_key(args[0]) in self._state:
+            self.made[storage_key(result)] = result
+        return result
 
 
 class _SavedBytes:

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from parsim.model.autograd.storages import tensors_among
 from parsim.model.component import Operator
 from parsim.model.memory.kernel_workspaces import paged_arrays, with_workspace
 from parsim.model.operator_table import UNLISTED, Dims, KernelPiece, OperatorRow, TracedCall, row_of
-from parsim.model.tracing.recorder import storage_key, tensors_in
+from parsim.model.tracing.recorder import storage_key
 
 aten = torch.ops.aten
 
@@ -132,8 +133,8 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         out = with_workspace(func, args, func(*args, **kwargs))
         packet = func._overloadpacket
-        given = _unique(tensor for _, tensor in tensors_in((args, kwargs)))
-        made = _unique(tensor for _, tensor in tensors_in(out))
+        given = _unique(tensors_among((args, kwargs)))
+        made = _unique(tensors_among((out,)))
         if packet is aten.detach and any(storage_key(tensor) in self._state for tensor in given):
             self.frozen = True  # from here on a weight may be used as if it were
         if packet in _NO_KERNEL or not made:
@@ -181,8 +182,8 @@ def operators_of(
         out: what the call returned. state: storages of parameters and buffers. op: the number to give the kernels.
     """
     packet = func._overloadpacket
-    given = _unique(tensor for _, tensor in tensors_in((args, kwargs)))
-    made = _unique(tensor for _, tensor in tensors_in(out))
+    given = _unique(tensors_among((args, kwargs)))
+    made = _unique(tensors_among((out,)))
     call = TracedCall(
         name=str(packet),
         arguments=_arguments(func, args, kwargs),

@@ -101,7 +101,8 @@ class BlockRecord:
     Attributes:
         path: of the module. inputs, state: value numbers it was given, and of its parameters and buffers.
         made: value numbers it made, in order. outputs: per leaf of `spec` a Ref to a value number, or a constant.
-        new_outputs: those of `made` that it returned. new_memory: storages that did not exist before, with their bytes.
+        memory: storages of `made`. new_outputs: those of `made` that it returned.
+        new_memory: storages that did not exist before, with their bytes.
         foreign: value numbers it read that are none of these.
         form: all of it in comparable form.
     """
@@ -112,6 +113,7 @@ class BlockRecord:
     inputs: tuple[int, ...]
     state: tuple[int, ...]
     made: tuple[int, ...]
+    memory: tuple[Any, ...]
     outputs: tuple[Any, ...]
     new_outputs: frozenset[int]
     new_memory: Mapping[int, int]
@@ -176,6 +178,7 @@ def read_record(
         inputs=inputs,
         state=state,
         made=made,
+        memory=tuple(recording.tensors[number].untyped_storage() for number in made),
         outputs=outputs,
         new_outputs=new_outputs,
         new_memory=memory,
@@ -289,12 +292,11 @@ def copy_record(
         if key not in storage:
             storage[key] = next(_stand_in_keys)
             memory[key] = _StandInStorage(storage[key], size_bytes)
-    for old in record.made:
+    for old, own in zip(record.made, record.memory, strict=True):
         number[old] = len(tensors)
         if old in fakes:
             recorder.add(fakes[old])
         else:
-            own = tensors[old].untyped_storage()
             tensors.append(StandIn(tensors[old], memory.get(own._cdata, own)))
     for old in (*record.made, *record.state):
         if old in recording.differentiable:
@@ -316,19 +318,20 @@ def _copy_calls(record: BlockRecord, recorder: Recorder, path: str, here: Positi
         times = recorder._calls_of[name] = recorder._calls_of.get(name, 0) + 1
         recording.calls.append(Call(name, times, None if call.parent is None else call.parent + shift))
         recording.ends.append(CallEnds((), {}, recording.ends[place].context))
-    for op in recording.ops[record.start.ops : record.stop.ops]:
-        recording.ops.append(
-            RecordedOp(
-                function=op.function,
-                arguments=tuple(renumber(item, number) for item in op.arguments),
-                keywords=tuple((name, renumber(item, number)) for name, item in op.keywords),
-                outputs=tuple((steps, number[made]) for steps, made in op.outputs),
-                context=op.context,
-                call=None if op.call is None else op.call + shift,
-                reads=tuple(number[read] for read in op.reads),
-                mutated=tuple(number[changed] for changed in op.mutated),
-            )
+    named = number.__getitem__
+    recording.ops += [
+        RecordedOp(
+            op.function,
+            tuple([renumber(item, number) for item in op.arguments]),
+            tuple([(name, renumber(item, number)) for name, item in op.keywords]),
+            tuple([(steps, named(made)) for steps, made in op.outputs]),
+            op.context,
+            None if op.call is None else op.call + shift,
+            tuple(map(named, op.reads)),
+            tuple(map(named, op.mutated)),
         )
+        for op in recording.ops[record.start.ops : record.stop.ops]
+    ]
 
 
 def _fake_like(like: Any, recorder: Recorder, watcher: Watcher | None) -> Tensor:
