@@ -10,14 +10,12 @@ from calibration.rounds.request import CalibrationRequest
 from parsim.errors import ConfigError
 from parsim.execute.processes.environment import describe_environment
 from parsim.model.model import Model
+from parsim.model.optimizers import OPTIMIZERS
 from parsim.units import format_bytes
 from parsim.workflow.doctor import CALIBRATE_ON_GPUS, Found, commands_of, look
 
 ELEMENT_BYTES = {"fp64": 8, "bf16": 2}
 """Of a weight; 4 in all other precisions."""
-
-STATES = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
-"""Arrays as large as the weights that an optimizer keeps."""
 
 NEWER = (8, 0)
 """Compute capability from which on a GPU has TF32 and bfloat16 (Ampere)."""
@@ -57,7 +55,7 @@ def held_bytes(models: Sequence[Model], request: CalibrationRequest) -> int:
     Args: models: in the order of `request.measured_models`.
     """
     element = ELEMENT_BYTES.get(request.precision, 4)
-    states = [STATES[name] for name in request.optimizers]
+    states = [len(OPTIMIZERS[name].states) for name in request.optimizers]
     total = 0
     for model, (_, batches, _) in zip(models, request.measured_models, strict=True):
         own = model.parameter_count * element

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from parsim.errors import ConfigError
 from parsim.registry import Registry
@@ -63,71 +63,95 @@ class Optimizer:
         return len(self.states) * self.state_element_bytes
 
 
-def _sgd(parameters: list[Tensor], lr: float) -> TorchOptimizer:
-    import torch
+def _torch(name: str, **settings: Any) -> Callable[[list[Tensor], float], TorchOptimizer]:
+    """(parameters, learning rate) -> torch's optimizer of that name, with these settings."""
 
-    return torch.optim.SGD(parameters, lr=lr, foreach=True)
+    def make(parameters: list[Tensor], lr: float) -> TorchOptimizer:
+        import torch
 
+        made: TorchOptimizer = getattr(torch.optim, name)(parameters, lr=lr, **settings)
+        return made
 
-def _sgd_momentum(parameters: list[Tensor], lr: float) -> TorchOptimizer:
-    import torch
-
-    return torch.optim.SGD(parameters, lr=lr, momentum=MOMENTUM, foreach=True)
-
-
-def _adam(parameters: list[Tensor], lr: float) -> TorchOptimizer:
-    import torch
-
-    return torch.optim.Adam(parameters, lr=lr, foreach=True)
+    return make
 
 
-def _adam_fused(parameters: list[Tensor], lr: float) -> TorchOptimizer:
-    import torch
-
-    return torch.optim.Adam(parameters, lr=lr, fused=True)
-
-
-def _adamw_fused(parameters: list[Tensor], lr: float) -> TorchOptimizer:
-    import torch
-
-    return torch.optim.AdamW(parameters, lr=lr, fused=True)
-
-
-def _adamw(parameters: list[Tensor], lr: float) -> TorchOptimizer:
-    import torch
-
-    return torch.optim.AdamW(parameters, lr=lr, foreach=True)
-
-
-# Accesses: SGD p += g: 3. Momentum m *= mu: 2, m += g: 3, p += m: 3. Adam lerp of m: 3, v *= b: 2, v += g g: 3, sqrt, / and
-# + eps: 6, p += m / sqrt(v): 4. AdamW p *= 1 - wd: 2 more. Each with the zeroing of the gradient: 1.
-# Fused Adam: parameter, gradient and two moments read, all but the gradient written: 7, and the zeroing.
-# Foreach Adam keeps the root of the second moment of all parameters at once; activations are free by then.
+# Accesses are those of torch's foreach operations, one by one: an array that is read or written counts one each (a lerp of a
+# moment 3, a product with a number 2, p += m / d: 4), and the zeroing of the gradient 1 more. Fused Adam reads the parameter,
+# the gradient and two moments, and writes all but the gradient. Temporary arrays hold all parameters at once: the root of the
+# second moment (of Adamax |g|), and with Adagrad the scaled gradient, with Adadelta the change. Activations are free by then.
 OPTIMIZERS: Registry[Optimizer] = Registry(
     "optimizer",
     Optimizer,
     {
-        "sgd": Optimizer(make=_sgd, states=(), accesses_per_element=4, learning_rate=0.05, linear=True),
+        "sgd": Optimizer(make=_torch("SGD", foreach=True), states=(), accesses_per_element=4, learning_rate=0.05, linear=True),
         "sgd_momentum": Optimizer(
-            make=_sgd_momentum, states=("momentum_buffer",), accesses_per_element=9, learning_rate=0.05, linear=True
+            make=_torch("SGD", momentum=MOMENTUM, foreach=True),
+            states=("momentum_buffer",),
+            accesses_per_element=9,
+            learning_rate=0.05,
+            linear=True,
         ),
         "adam": Optimizer(
-            make=_adam,
+            make=_torch("Adam", foreach=True),
             states=("exp_avg", "exp_avg_sq"),
             accesses_per_element=19,
             learning_rate=1e-3,
             temporary_bytes_per_element=4,
         ),
         "adamw": Optimizer(
-            make=_adamw,
+            make=_torch("AdamW", foreach=True),
             states=("exp_avg", "exp_avg_sq"),
             accesses_per_element=21,
             learning_rate=1e-3,
             temporary_bytes_per_element=4,
         ),
-        "adam_fused": Optimizer(make=_adam_fused, states=("exp_avg", "exp_avg_sq"), accesses_per_element=8, learning_rate=1e-3),
+        "adam_fused": Optimizer(
+            make=_torch("Adam", fused=True), states=("exp_avg", "exp_avg_sq"), accesses_per_element=8, learning_rate=1e-3
+        ),
         "adamw_fused": Optimizer(
-            make=_adamw_fused, states=("exp_avg", "exp_avg_sq"), accesses_per_element=8, learning_rate=1e-3
+            make=_torch("AdamW", fused=True), states=("exp_avg", "exp_avg_sq"), accesses_per_element=8, learning_rate=1e-3
+        ),
+        "rmsprop": Optimizer(
+            make=_torch("RMSprop", foreach=True),
+            states=("square_avg",),
+            accesses_per_element=14,
+            learning_rate=1e-3,
+            temporary_bytes_per_element=4,
+        ),
+        "rmsprop_momentum": Optimizer(
+            make=_torch("RMSprop", momentum=MOMENTUM, foreach=True),
+            states=("square_avg", "momentum_buffer"),
+            accesses_per_element=19,
+            learning_rate=1e-3,
+            temporary_bytes_per_element=4,
+        ),
+        "adagrad": Optimizer(
+            make=_torch("Adagrad", foreach=True),
+            states=("sum",),
+            accesses_per_element=14,
+            learning_rate=1e-2,
+            temporary_bytes_per_element=8,
+        ),
+        "radam": Optimizer(
+            make=_torch("RAdam", foreach=True),
+            states=("exp_avg", "exp_avg_sq"),
+            accesses_per_element=23,
+            learning_rate=1e-3,
+            temporary_bytes_per_element=4,
+        ),
+        "adamax": Optimizer(
+            make=_torch("Adamax", foreach=True),
+            states=("exp_avg", "exp_inf"),
+            accesses_per_element=17,
+            learning_rate=2e-3,
+            temporary_bytes_per_element=4,
+        ),
+        "adadelta": Optimizer(
+            make=_torch("Adadelta", foreach=True),
+            states=("square_avg", "acc_delta"),
+            accesses_per_element=28,
+            learning_rate=1.0,
+            temporary_bytes_per_element=8,
         ),
     },
 )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch")
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parsim.errors import ConfigError
 from parsim.execute.state.optimizer import check_states, distinct, flat_gradients, make_optimizer
 from parsim.model.optimizers import OPTIMIZERS
+from parsim.workflow.training.section import TORCH_NAMES
 
 
 def make_parameters() -> list[torch.nn.Parameter]:
@@ -59,6 +63,39 @@ def test_adam_first_step_is_the_learning_rate() -> None:
         make_optimizer(name, parameters, 0.1).step()
         for before, parameter in zip(start, parameters, strict=True):
             torch.testing.assert_close(parameter.detach(), before * (1 - 0.1 * decay) - 0.1, rtol=0, atol=1e-8)
+
+
+class Accesses(TorchDispatchMode):
+    """Arrays that foreach operations read and write, counters aside, and arrays that they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accessed = self.made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        lists = {id(each[0]) for each in args if isinstance(each, list) and torch.is_tensor(each[0]) and each[0].dim()}
+        if "_foreach_" in str(func) and lists:
+            self.accessed += len(lists) + 1
+            self.made += not func.overloadpacket.__name__.endswith("_")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("torchs", "name"), TORCH_NAMES.items())
+def test_torchs_names_are_those_of_its_classes(torchs: str, name: str) -> None:
+    assert type(OPTIMIZERS[name].make(make_parameters(), 0.1)) is getattr(torch.optim, torchs)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if not name.endswith("_fused")])
+def test_accesses_and_temporary_bytes_are_those_of_torchs_operations(name: str) -> None:
+    row, parameter = OPTIMIZERS[name], torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer = row.make([parameter], row.learning_rate)
+    for _ in range(8):  # the first steps of some are not like the others
+        optimizer.step()
+    with Accesses() as seen:
+        optimizer.step()
+    assert row.accesses_per_element == seen.accessed + 1
+    assert row.temporary_bytes_per_element == 4 * seen.made
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

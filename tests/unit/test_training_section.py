@@ -28,6 +28,8 @@ def config_of(more: str) -> RunConfig:
 def test_torchs_names_mean_the_rows_of_the_table() -> None:
     assert config_of('optimizer = "AdamW"').training.optimizer == "adamw"
     assert config_of('optimizer = "SGD"').training.optimizer == "sgd"
+    assert config_of('optimizer = "RMSprop"').training.optimizer == "rmsprop"
+    assert config_of('optimizer = "RMSprop"\noptimizer_args = { momentum = 0.9 }').training.optimizer == "rmsprop_momentum"
     with_momentum = config_of('optimizer = "SGD"\noptimizer_args = { momentum = 0.8, nesterov = true }')
     assert with_momentum.training.optimizer == "sgd_momentum"
     assert dict(with_momentum.training.recipe.group_settings) == {"momentum": 0.8, "nesterov": True}

@@ -60,7 +60,7 @@ def plan(
         cluster: a shipped profile by name, the path of one, "this-machine", a Cluster or a Calibration.
         global_batch: samples per step over all replicas.
         precision: "fp32", "tf32", "amp_fp16", "amp_bf16", "bf16" or "fp8".
-        optimizer: "sgd", "sgd_momentum", "adam", "adamw", or one of the last two with "_fused".
+        optimizer: a row of docs/extending.md ("sgd_momentum", "adamw_fused"), or torch's name ("AdamW").
         strategy: "single", "dp", "mp", "hp", "adaptive" (all of these), or the path of a plan.json.
         devices: the first N of every node, or device numbers. nodes: copies of the cluster, joined by `network`.
         args: keyword arguments of the model. input_shape: of one sample, such as (3, 224, 224); tokens: (seq,).

@@ -26,8 +26,17 @@ ArgumentValue = StrictBool | StrictInt | Number | StrictStr | tuple[StrictInt | 
 GroupName = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
 Dtype = Literal["float32", "float64"]
 
-TORCH_NAMES = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
-"""Optimizers by torch's names; SGD with a momentum is "sgd_momentum"."""
+TORCH_NAMES = {
+    "SGD": "sgd",
+    "Adam": "adam",
+    "AdamW": "adamw",
+    "RMSprop": "rmsprop",
+    "Adagrad": "adagrad",
+    "RAdam": "radam",
+    "Adamax": "adamax",
+    "Adadelta": "adadelta",
+}
+"""Optimizers by torch's names; with a momentum, those that take one are the row of that name with "_momentum"."""
 
 
 class ScheduleSection(ConfigSection):
@@ -282,7 +291,8 @@ def _named_as_rows(document: Any) -> Any:
     name = TORCH_NAMES[document["optimizer"]]
     arguments = document.get("optimizer_args")
     has_momentum = isinstance(arguments, Mapping) and bool(arguments.get("momentum"))
-    return {**document, "optimizer": "sgd_momentum" if name == "sgd" and has_momentum else name}
+    with_momentum = f"{name}_momentum"
+    return {**document, "optimizer": with_momentum if has_momentum and with_momentum in OPTIMIZERS else name}
 
 
 def _rule(text: str) -> PydanticCustomError:
