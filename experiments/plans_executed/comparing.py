@@ -152,10 +152,10 @@ def planted_fault() -> Iterator[None]:
 
     kept = StageReplica.optimizer_step
 
-    def faulty(self: StageReplica) -> None:
+    def faulty(self: StageReplica, group: str = "") -> None:
         for flat in self.buckets.values():
             flat.mul_(1 + 1e-6)
-        kept(self)
+        kept(self, group)
 
     StageReplica.optimizer_step = faulty  # type: ignore[method-assign]
     try:
