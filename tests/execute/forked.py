@@ -13,6 +13,7 @@ from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext, ForkServerContext
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,11 +62,15 @@ def run_job(job_path: Path, *, timeout_s: float = 500.0) -> None:
     world_size = Job.load(job_path).world_size
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = fork_context()
-    ranks = [context.Process(target=_worker, args=(rank, world_size, store.port, job_path)) for rank in range(world_size)]
+    # A rank that is forked while the store looks up the address of another inherits the resolver's lock, and waits for ever.
+    all_forked = context.Event()
+    arguments = [(rank, world_size, store.port, job_path, all_forked) for rank in range(world_size)]
+    ranks = [context.Process(target=_worker, args=own) for own in arguments]
     until = time.monotonic() + timeout_s
     try:
         for process in ranks:
             process.start()
+        all_forked.set()
         running = list(ranks)
         while running and time.monotonic() < until:
             wait([process.sentinel for process in running], timeout=until - time.monotonic())
@@ -85,7 +90,8 @@ def _failure(job_path: Path, rank: int) -> str:
     return f"rank {rank} failed" + ("" if record is None else f": {record.message}\n{record.traceback}")
 
 
-def _worker(rank: int, world_size: int, port: int, job_path: Path) -> NoReturn:
+def _worker(rank: int, world_size: int, port: int, job_path: Path, all_forked: Event) -> NoReturn:
+    all_forked.wait()
     torch.set_num_threads(1)
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": port}
     names = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
