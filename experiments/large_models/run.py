@@ -61,7 +61,8 @@ does not say, a named transformer takes bf16 (fp16 where the GPU has no bf16), a
 parallelism can cut.
 
 `--tokens` adds days, price, energy and failures; `--faster 20%` searches changed clusters; `--config FILE` reads a file
-of Megatron-LM, NeMo or torchtitan. `[cluster]` takes `usd_per_hour`, `busy_power_w`, `device_mtbf_hours`, `checkpoint_s` and `restart_s`.
+of Megatron-LM, NeMo or torchtitan. `[cluster]` takes `usd_per_hour`, `busy_power_w`, `device_mtbf_hours`,
+`checkpoint_s` and `restart_s`.
 
 How far such predictions are from published runs stands in `experiments/published/README.md`. Without a fitted factor they
 were 13 to 18% too fast on average for FSDP on H100, and 7 to 9% for Megatron-LM on A100.
