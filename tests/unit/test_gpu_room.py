@@ -57,6 +57,7 @@ def test_models_are_held_once_per_batch_and_must_fit_side_by_side() -> None:
     request = asked(optimizers=("sgd_momentum", "adam"))
     # two batches of weights, gradients and three states; two arrays of parts with theirs
     assert held_bytes([model], request) == arrays * (2 * 5 + 2 * (3 + 4))
+    assert held_bytes([model], asked(optimizers=("sgd_momentum", "adamw_fused"))) == held_bytes([model], request)
     assert held_bytes([model], asked(precision="fp64")) == 2 * held_bytes([model], asked())
     check_room([model], request, FOUND)
     with pytest.raises(ConfigError, match="name fewer --batches"):
