@@ -20,8 +20,11 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from experiments.common.markdown import replaced
+
+ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- hugging face: begin -->", "<!-- hugging face: end -->"
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
@@ -102,8 +105,7 @@ def table_with(made: dict[str, str], order: list[str]) -> str:
 def write(table: str) -> None:
     """Put the table in its place on the page."""
     page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+    PAGE.write_text(replaced(page, BEGIN, END, table), encoding="utf-8")
 
 
 def main() -> int:

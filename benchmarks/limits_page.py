@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from experiments.common.markdown import replaced
 
 BEGIN, END = "<!-- limits: begin -->", "<!-- limits: end -->"
 LEAST_BYTES = 16 * 2**20
@@ -170,17 +176,12 @@ def notes_of(record: Mapping[str, Any]) -> list[str]:
 
 
 def page_of(text: str, record: Mapping[str, Any]) -> str:
-    """docs/scale.md with its table, and where and when it was measured.
-
-    Args:
-        text: of the page. record: of `limits.json`.
-    """
+    """docs/scale.md (`text`) with the table of `limits.json` (`record`), and where and when it was measured."""
     loads = [case["load"] for case in record["cases"].values()]
     dates = sorted({case["date"] for case in record["cases"].values()})
     told = (
         f"{record['machine']}; {' and '.join(dates)}, load {min(loads):g} to {max(loads):g}. "
         "`python benchmarks/bench_limits.py --record` measures, `--page` writes this table."
     )
-    before, _, rest = text.partition(BEGIN)
     notes = "\n".join(notes_of(record))
-    return f"{before}{BEGIN}\n{table_of(record)}\n\n{told}\n\n{notes}\n{END}{rest.partition(END)[2]}"
+    return replaced(text, BEGIN, END, f"{table_of(record)}\n\n{told}\n\n{notes}")

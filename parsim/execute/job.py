@@ -19,6 +19,9 @@ from parsim.typed import check_types
 SCHEMA_VERSION = 1
 """Of job.json; files written before there was the key have this version, too."""
 
+SCORE = "score.json"
+"""In the job's output, once all steps are made."""
+
 EXECUTION = "execution.json"
 """What rank 0 leaves in the job's output of the numbers it computes in; it becomes a part of environment.json."""
 

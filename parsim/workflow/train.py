@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from parsim.costs.loading import MeasuredLoading
 from parsim.errors import ConfigError, PlanError
-from parsim.execute.job import AdaptiveSpec, Job
+from parsim.execute.job import SCORE, AdaptiveSpec, Job
 from parsim.execute.processes.launch import HANG_S
 from parsim.execute.records.metrics_file import loss_curve
 from parsim.files import parse_json, read_json, read_regular
@@ -166,7 +166,7 @@ def _trained(
     seen = measured(folder, RUN, asked.evaluation)
     comparison = judge(asked.problem, asked.evaluation, seen)
     diagnosis = diagnosed(asked, seen, comparison)
-    score: dict[str, Any] = read_json(folder.path / "score.json")
+    score: dict[str, Any] = read_json(folder.path / SCORE)
     document = {
         **asked.result.to_dict(),
         "folder": str(folder.path),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from parsim.hardware.allocator import NO_ALLOCATOR
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
+from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
@@ -85,28 +87,32 @@ PLANS = [
 ]
 
 
-@pytest.mark.xdist_group("launch")
-def test_peaks_of_tensors_are_as_predicted_and_so_are_the_verdicts(tmp_path: Path) -> None:
-    """Within 0.5%; and a limit 5% below the measured peak refuses the plan, one 5% above it does not."""
-    MODEL.save(tmp_path / "model.json")
+def measured_peaks(folder: Path, spec: ModelSpec, model: Model, plans: Sequence[Plan], *, dataset: str) -> list[list[int]]:
+    """Bytes of tensors at the peak of each rank, by plan: one step of each on two processes."""
+    model.save(folder / "model.json")
     runs = tuple(
         RunSpec(
             name=f"plan{number}",
-            model=SPEC,
-            model_path=str(tmp_path / "model.json"),
+            model=spec,
+            model_path=str(folder / "model.json"),
             plan=plan,
             optimizer="adam",
             learning_rate=1e-3,
-            dataset="digits",
+            dataset=dataset,
         )
-        for number, plan in enumerate(PLANS)
+        for number, plan in enumerate(plans)
     )
-    job = Job(output=str(tmp_path), mode="measure", runs=runs, steps=1, rounds=1, warmup_steps=1)
-    job.save(tmp_path / "job.json")
-    run_job(tmp_path / "job.json")
-    for run, plan in zip(runs, PLANS, strict=True):
+    Job(output=str(folder), mode="measure", runs=runs, steps=1, rounds=1, warmup_steps=1).save(folder / "job.json")
+    run_job(folder / "job.json")
+    return [[RankRecord.load(folder / run.name, rank).peak_bytes for rank in range(2)] for run in runs]
+
+
+@pytest.mark.xdist_group("launch")
+def test_peaks_of_tensors_are_as_predicted_and_so_are_the_verdicts(tmp_path: Path) -> None:
+    """Within 0.5%; and a limit 5% below the measured peak refuses the plan, one 5% above it does not."""
+    peaks = measured_peaks(tmp_path, SPEC, MODEL, PLANS, dataset="digits")
+    for plan, measured in zip(PLANS, peaks, strict=True):
         problem = PlanningProblem(model=MODEL, cluster=two_processes(), global_batch=SAMPLES, optimizer="adam")
-        measured = [RankRecord.load(tmp_path / run.name, rank).peak_bytes for rank in range(2)]
         for entry, peak in zip(problem.memory(plan), measured, strict=True):
             assert sum(entry.tensor_lines.values()) == pytest.approx(peak, rel=0.005), plan.summary()
         beside = max(entry.total_bytes - sum(entry.tensor_lines.values()) for entry in problem.memory(plan))
@@ -130,25 +136,10 @@ def test_backwards_in_halves_are_as_predicted(tmp_path: Path) -> None:
         cut = stages_of(mesh, parts, order=order, chunks=chunks)
         plan = Plan(strategy="custom", mesh=mesh, stages=cut, global_batch=SAMPLES, microbatches=4, pipeline_order=order)
         plans.append(plan)
-    model.save(tmp_path / "model.json")
-    runs = tuple(
-        RunSpec(
-            name=f"plan{number}",
-            model=NORMED,
-            model_path=str(tmp_path / "model.json"),
-            plan=plan,
-            optimizer="adam",
-            learning_rate=1e-3,
-            dataset="synthetic",
-        )
-        for number, plan in enumerate(plans)
-    )
-    Job(output=str(tmp_path), mode="measure", runs=runs, steps=1, rounds=1, warmup_steps=1).save(tmp_path / "job.json")
-    run_job(tmp_path / "job.json")
-    for run, plan in zip(runs, plans, strict=True):
+    peaks = measured_peaks(tmp_path, NORMED, model, plans, dataset="synthetic")
+    for plan, measured in zip(plans, peaks, strict=True):
         problem = PlanningProblem(model=model, cluster=two_processes(), global_batch=SAMPLES, optimizer="adam")
-        for rank, entry in enumerate(problem.memory(plan)):
-            peak = RankRecord.load(tmp_path / run.name, rank).peak_bytes
+        for rank, (entry, peak) in enumerate(zip(problem.memory(plan), measured, strict=True)):
             assert sum(entry.tensor_lines.values()) == pytest.approx(peak, rel=0.001), (plan.summary(), rank)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from experiments.common.markdown import replaced
+
 RESULTS = Path(__file__).parent / "results.json"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
@@ -52,6 +54,4 @@ def write_table() -> None:
 
 def put_table(begin: str, end: str, table: str) -> None:
     """Put a table between its markers in docs/models.md."""
-    before, _, rest = DOCUMENT.read_text().partition(begin)
-    _, _, after = rest.partition(end)
-    DOCUMENT.write_text(f"{before}{begin}\n{table}\n{end}{after}")
+    DOCUMENT.write_text(replaced(DOCUMENT.read_text(), begin, end, table))

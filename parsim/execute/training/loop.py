@@ -12,7 +12,7 @@ from typing import Any
 from parsim.data.own.samples import StreamSamples
 from parsim.errors import ExecutionError, NoSplitError
 from parsim.execute.adaptive_run import Steering
-from parsim.execute.job import Job
+from parsim.execute.job import SCORE, Job
 from parsim.execute.processes.exchange import done_by_rank_0, gather_values, meet, value_of_rank_0
 from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.processes.progress import write_progress
@@ -29,8 +29,6 @@ from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import LOSS
 
 SAY_EVERY_S = 1.0
-SCORE = "score.json"
-"""Written once all steps are made."""
 
 
 def train(

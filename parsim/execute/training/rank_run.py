@@ -194,11 +194,6 @@ class RankRun:
         self.streams.close()
 
     @property
-    def learning_rate(self) -> float:
-        """Of the next step, of parameters in no group."""
-        return self.learning_rates[""]
-
-    @property
     def learning_rates(self) -> dict[str, float]:
         """Of the next step, by group of parameters; "" for those in none."""
         if self.rate is not None:

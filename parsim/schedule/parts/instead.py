@@ -95,7 +95,7 @@ def instead_of(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) ->
         if found is None or other is None:
             return of(found, fits=True)
         if step_bound_s(problem, other) < step_bound_s(problem, found) and not any(place_excess_bytes(problem, other)):
-            return of(other, fits=True) + of(found)
+            found, other = other, found
         return of(found, fits=True) + of(other)
 
     if segmented:

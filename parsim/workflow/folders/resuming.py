@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parsim.errors import ConfigError
+from parsim.execute.job import SCORE
 from parsim.execute.processes.launch import signals_as_exit
 from parsim.execute.processes.supervise.scratch import sole_user
 from parsim.execute.state.checkpoint import Checkpoint, discard_unfinished, has_checkpoints, latest_checkpoint
@@ -181,7 +182,7 @@ def _text(value: Any) -> str:
 def forget_results(folder: RunFolder, run: str) -> None:
     """Remove what an earlier part of the training left: times and results of a plan that may be another from here on."""
     shutil.rmtree(folder.records(run), ignore_errors=True)
-    for path in (folder.result, folder.path / "score.json", folder.path / "decisions.json"):
+    for path in (folder.result, folder.path / SCORE, folder.path / "decisions.json"):
         path.unlink(missing_ok=True)
 
 
