@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from tests.execute.forked import fork_context
 
-WAIT_S = 20
+WAIT_S = 120
+"""Starting four processes that import torch takes more than 20 s where much else runs."""
 
 
 class RankPool:
