@@ -137,7 +137,7 @@ class Pieces:
 
     def _resolve(self, phase: Phase, piece: LoweredPiece) -> None:
         far = self._kinds.known_by_number(piece.component)
-        for offset, (_, _, after, _) in enumerate(piece.draft.entries()):
+        for offset, (_, _, after) in enumerate(piece.draft.entries()):
             for key in after:
                 found = self._awaited(key, piece.component, far)
                 if found is None:
