@@ -188,4 +188,3 @@ def _rank_breakdown(
         idle_s=idle,
         communication_busy_s=float((comm_end - comm_start).sum()),
     )
-

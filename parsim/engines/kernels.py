@@ -367,12 +367,24 @@ def slowest_delays(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def split_gaps(  # type: ignore[no-untyped-def]
-    next_task, gap_start, gap_end, pipelined, own_task, own_end_s, ended, before, task_end_s, loads, transfers, comm_start, comm_end
+    next_task,
+    gap_start,
+    gap_end,
+    pipelined,
+    own_task,
+    own_end_s,
+    ended,
+    before,
+    task_end_s,
+    loads,
+    transfers,
+    comm_start,
+    comm_end,
 ):
     """Seconds in the gaps of one compute stream: exposed communication, waits for loads, for peers and for else, and the rest.
 
-    next_task: of every gap but the last, which ends the step. own_task, own_end_s: the rows of the rank. ended: float64 [n], minus
-    infinity before and after. comm_start, comm_end: disjoint and ascending, as the gaps are.
+    next_task: of every gap but the last, which ends the step. own_task, own_end_s: the rows of the rank. ended: float64 [n],
+    minus infinity before and after. comm_start, comm_end: disjoint and ascending, as the gaps are.
 
     Returns float64 [6]: those five, and when the wait for loads of the first gap ends.
     """

@@ -186,7 +186,7 @@ class _Expansion:
             _add_pairs(self._edges, starts[..., None] + np.array(offsets), before[..., None] + np.array(earlier))
 
     def _finish(self) -> None:
-        """Buckets, optimizer steps and what follows them: one task each. Entries of many tasks are one object, looked at once."""
+        """Buckets, optimizer steps and what follows them: one task each. What many tasks have in common is looked at once."""
         queues, awaited = _Rows(), _Rows()
         units: dict[Hashable, int] = {}
         same: dict[tuple[int, int], int] = {}
