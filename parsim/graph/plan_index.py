@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parsim.errors import PlanError
+from parsim.graph.component_kinds import ComponentKinds
 from parsim.graph.parameter_buckets import Bucket, BucketFamily, Buckets, HeldParameter, gradient_buckets, hold
 from parsim.graph.placed_model import PlacedModel, Reading
 from parsim.plans.pipeline import check_order
@@ -70,6 +71,11 @@ class PlanIndex(PlacedModel):
         if self.model.value[value].differentiable:
             hops = hops + conversion(reading.ends.gradient, made.gradient, tp)
         return hops
+
+    @cached_property
+    def kinds(self) -> ComponentKinds:
+        """Which components differ by names and ranks alone."""
+        return ComponentKinds(self)
 
     @cached_property
     def holders(self) -> dict[str, tuple[int, ...]]:
