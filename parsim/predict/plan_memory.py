@@ -29,6 +29,7 @@ from parsim.model.component import Value
 from parsim.plans.held import held_moments, links_of
 from parsim.plans.pipeline import PIPELINE_ORDERS, in_flight
 from parsim.plans.redistribution import ValueLayout, conversion
+from parsim.predict.boundary.alike import AlikeOnRank, CountedKinds
 from parsim.predict.boundary.conversions import (
     bytes_here,
     converted_for_others,
@@ -36,7 +37,6 @@ from parsim.predict.boundary.conversions import (
     handed_bytes,
     storage_of,
 )
-from parsim.predict.boundary.repeats import Counted, Repeats
 from parsim.predict.boundary.waiting import between_chunks, waiting_gradients, waiting_values
 from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.rank_traffic import local_bytes, made_before, messages_by_link, rank_traffic
@@ -73,7 +73,7 @@ def plan_memory(
         ConfigError: an unknown optimizer.
     """
     plan, kept = layout.plan, KeptActivations(layout, precision)
-    counted = Counted(layout, kept.values)
+    counted = CountedKinds(layout, kept.values)
     known: dict[tuple[int, int, str], RankMemory] = {}
     memories = []
     for rank in range(plan.world_size):
@@ -82,8 +82,8 @@ def plan_memory(
         place = (stage, 0 if layout.shards_alike else plan.shard_of_rank(rank), device.name)
         if place not in known:
             names = layout.rank_components(rank)
-            repeats = counted.on(rank)
-            gradients = waiting_gradients(layout, kept.values, rank, repeats)
+            alike = counted.on(rank)
+            gradients = waiting_gradients(layout, kept.values, rank, alike)
             step = RankStep(
                 components=[kept.component(name) for name in names],
                 values=kept.values,
@@ -96,7 +96,7 @@ def plan_memory(
                 else in_flight(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches, plan.chunks),
                 pipeline=rank_chunks(kept, rank, names),
                 loaded_microbatches=plan.microbatches,
-                boundary=rank_boundary(layout, kept.values, rank, gradients, repeats) if plan.is_mixed else None,
+                boundary=rank_boundary(layout, kept.values, rank, gradients, alike) if plan.is_mixed else None,
                 weights=rank_weights(layout, rank),
                 recomputed={name: kept.again(name) for name in names if layout.recomputes(name)},
             )
@@ -180,16 +180,16 @@ def rank_boundary(
     values: Mapping[str, Value],
     rank: int,
     gradients: Mapping[str, Sequence[Wait]] | None = None,
-    repeats: Repeats | None = None,
+    alike: AlikeOnRank | None = None,
 ) -> Boundary:
     """Bytes of the values that a rank makes or reads, in all layouts in which it does.
 
     Args:
         layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
         gradients: `waiting_gradients` of the rank, where they are known already.
-        repeats: what was counted already on the ranks of this plan; None: nothing.
+        alike: what was counted already on the ranks of this plan; None: nothing.
     """
-    repeats = repeats or Counted(layout, values).on(rank)
+    alike = alike or CountedKinds(layout, values).on(rank)
     loaded_of: dict[str, tuple[float, float]] = {}
     held: dict[str, float] = {}
     batch = ValueLayout("full", layout.batch_ways(rank))
@@ -207,19 +207,19 @@ def rank_boundary(
     for value in (values[name] for name in layout.values_at[layout.plan.stage_of_rank(rank)]):
         if value.producer is None:
             continue
-        if size := repeats.of_value("held", value, partial(_held_bytes, layout, rank, value)):
+        if size := alike.of_value("held", value, partial(_held_bytes, layout, rank, value)):
             keeper = _keeper(layout, rank, value)
             held[keeper] = held.get(keeper, 0.0) + size
     waiting = waiting_bytes(
         [layout.model.component(name) for name in layout.rank_components(rank)],
         values,
         lambda value: bytes_here(layout, value, ValueLayout("full", layout.batch_ways(rank)), rank),
-        waiting_gradients(layout, values, rank, repeats) if gradients is None else gradients,
-        waiting_values(layout, values, rank, repeats),
+        waiting_gradients(layout, values, rank, alike) if gradients is None else gradients,
+        waiting_values(layout, values, rank, alike),
     )
     names = layout.rank_components(rank)
     gradients_of = {
-        name: repeats.of_component("gradients", name, partial(gradient_bytes, layout, values, name, rank)) for name in names
+        name: alike.of_component("gradients", name, partial(gradient_bytes, layout, values, name, rank)) for name in names
     }
     return Boundary(
         held_bytes=sum(held.values()),
@@ -227,9 +227,7 @@ def rank_boundary(
         loaded_bytes=sum(size for size, _ in loaded_of.values()),
         loaded_saved_bytes=sum(size for _, size in loaded_of.values()),
         loaded_of=loaded_of,
-        handed_bytes={
-            name: repeats.of_component("handed", name, partial(handed_bytes, layout, values, name)) for name in names
-        },
+        handed_bytes={name: alike.of_component("handed", name, partial(handed_bytes, layout, values, name)) for name in names},
         gradient_bytes={name: max(found) for name, found in gradients_of.items()},
         converted_bytes=converted_for_others(layout, values, rank, waiting.gradients),
         wanted_bytes={name: found[0] for name, found in gradients_of.items()},

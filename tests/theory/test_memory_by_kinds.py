@@ -14,7 +14,7 @@ from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Value
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
-from parsim.predict.boundary.repeats import Counted, Repeats
+from parsim.predict.boundary.alike import AlikeOnRank, CountedKinds
 from parsim.predict.boundary.waiting import waiting_gradients, waiting_values
 from parsim.predict.plan_memory import rank_boundary
 from tests.models import deep_model
@@ -23,7 +23,7 @@ from tests.theory.test_lowering_by_kinds import planned
 T = TypeVar("T")
 
 
-class Anew(Repeats):
+class Anew(AlikeOnRank):
     """Counts everything anew."""
 
     def waits(self, what: str, value: Value, count: Callable[[], list[Wait]]) -> list[Wait]:
@@ -37,21 +37,20 @@ class Anew(Repeats):
 
 
 def kept_values(draw: st.DataObject, layout: PlanIndex) -> dict[str, Value]:
-    """Values of a block are mostly kept by the same components, and two are not."""
+    """Values of a block are mostly kept by the same components, and some by as many others."""
     names = sorted(value.name for value in layout.model.values if value.producer is not None)
-    odd = draw.draw(st.sets(st.sampled_from(names), max_size=2))
-    usual: dict[str, object] = {}
+    odd = draw.draw(st.sets(st.sampled_from(names), max_size=4))
+    usual: dict[tuple[str, int], set[int] | None] = {}
     found = {}
     for value in layout.model.values:
         users = (*(() if value.producer is None else (value.producer,)), *layout.consumers[value.name])
-        number = (value.producer or "").split(".")[-1], len(users)
-        if value.name in odd or str(number) not in usual:
-            usual_here = draw.draw(st.none() | st.sets(st.integers(0, len(users) - 1)))
-            if value.name not in odd:
-                usual[str(number)] = usual_here
-        else:
-            usual_here = usual[str(number)]  # type: ignore[assignment]
-        savers = None if usual_here is None else tuple(users[place] for place in sorted(usual_here))
+        kind = (value.producer or "").split(".")[-1], len(users)
+        if kind not in usual:
+            usual[kind] = draw.draw(st.none() | st.sets(st.integers(0, len(users) - 1)))
+        places = usual[kind]
+        if places is not None and value.name in odd:
+            places = {(place + 1) % len(users) for place in places}
+        savers = None if places is None else tuple(users[place] for place in sorted(places))
         found[value.name] = replace(value, savers=savers)
     return found
 
@@ -61,7 +60,7 @@ def kept_values(draw: st.DataObject, layout: PlanIndex) -> dict[str, Value]:
 def test_a_rank_keeps_what_it_keeps_when_every_value_is_counted(draw: st.DataObject) -> None:
     layout = planned(draw, placed=draw.draw(st.booleans()))
     values = kept_values(draw, layout)
-    shared, anew = Counted(layout, values), Counted(layout, values)
+    shared, anew = CountedKinds(layout, values), CountedKinds(layout, values)
     for rank in range(layout.plan.world_size):
         if layout.rank_components(rank) and (layout.shards_alike or rank % layout.plan.mesh.tp == 0):
             found = rank_boundary(layout, values, rank, None, shared.on(rank))
@@ -82,7 +81,7 @@ def test_what_is_counted_does_not_grow_with_the_blocks() -> None:
         )
         plan = Plan(strategy="custom", mesh=mesh, stages=stages, global_batch=32, microbatches=4)
         layout = PlanIndex(plan, model)
-        found = Counted(layout, dict(model.value))
+        found = CountedKinds(layout, dict(model.value))
         for rank in (0, 2):
             rank_boundary(layout, found.values, rank, None, found.on(rank))
         return len(found.known)

@@ -15,14 +15,14 @@ from parsim.model.component import Value
 from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.redistribution import LOCAL_HOPS, ValueLayout, conversion
 from parsim.plans.stage_transfers import StageLink
+from parsim.predict.boundary.alike import AlikeOnRank, CountedKinds
 from parsim.predict.boundary.conversions import bytes_here, is_view, storage_of
-from parsim.predict.boundary.repeats import Counted, Repeats
 from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.rank_traffic import local_bytes
 
 
 def waiting_values(
-    layout: PlanIndex, values: Mapping[str, Value], rank: int, repeats: Repeats | None = None
+    layout: PlanIndex, values: Mapping[str, Value], rank: int, alike: AlikeOnRank | None = None
 ) -> dict[str, list[Wait]]:
     """Values that a rank has while it runs forward, before a component there keeps them (`waiting_bytes`).
 
@@ -31,13 +31,13 @@ def waiting_values(
 
     Args:
         layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
-        repeats: what was counted already on the ranks of this plan; None: nothing.
+        alike: what was counted already on the ranks of this plan; None: nothing.
 
     Returns:
         By value. Leaves out batches, and values of which the Model does not say who keeps them.
     """
-    repeats = repeats or Counted(layout, values).on(rank)
-    names, place = layout.rank_components(rank), repeats.place
+    alike = alike or CountedKinds(layout, values).on(rank)
+    names, place = layout.rank_components(rank), alike.place
     order = layout.model.component_index
     numbers = [order[name] for name in names]  # ascending
     here = [layout.model.component(name) for name in names]
@@ -47,7 +47,7 @@ def waiting_values(
         if value.producer is not None and value.savers is not None:
             begins = bisect_right(numbers, order[value.producer])
             waits = partial(_waits, layout, value, value.savers, place, rank, begins)
-            found[name] = repeats.waits("values", value, waits)
+            found[name] = alike.waits("values", value, waits)
     return found
 
 
@@ -85,7 +85,7 @@ def _waits(
 
 
 def waiting_gradients(
-    layout: PlanIndex, values: Mapping[str, Value], rank: int, repeats: Repeats | None = None
+    layout: PlanIndex, values: Mapping[str, Value], rank: int, alike: AlikeOnRank | None = None
 ) -> dict[str, list[Wait]]:
     """Gradients that a rank has while other components than their reader and their maker run (`waiting_bytes`).
 
@@ -94,15 +94,15 @@ def waiting_gradients(
 
     Args:
         layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
-        repeats: what was counted already on the ranks of this plan; None: nothing.
+        alike: what was counted already on the ranks of this plan; None: nothing.
     """
-    repeats = repeats or Counted(layout, values).on(rank)
+    alike = alike or CountedKinds(layout, values).on(rank)
     here = [layout.model.component(name) for name in layout.rank_components(rank)]
     found: dict[str, list[Wait]] = {}
     for value in dict.fromkeys(value for component in here for value in (*component.outputs, *component.inputs)):
         entry = values[value]
         if entry.differentiable and entry.producer is not None:
-            waits = repeats.waits("gradients", entry, partial(_gradient_waits, layout, values, entry, repeats.place, rank))
+            waits = alike.waits("gradients", entry, partial(_gradient_waits, layout, values, entry, alike.place, rank))
             if waits:
                 found[value] = waits
     return found

@@ -19,7 +19,7 @@ from parsim.model.component import Value
 T = TypeVar("T")
 
 
-class Counted:
+class CountedKinds:
     """What was counted of values and components, by kind.
 
     Args:
@@ -31,12 +31,12 @@ class Counted:
         self.values = values
         self.known: dict[Hashable, object] = {}
 
-    def on(self, rank: int) -> Repeats:
+    def on(self, rank: int) -> AlikeOnRank:
         """The same for the values and components of a rank."""
-        return Repeats(self, rank)
+        return AlikeOnRank(self, rank)
 
 
-class Repeats:
+class AlikeOnRank:
     """What was counted already, as it stands on one rank.
 
     Args:
@@ -45,7 +45,7 @@ class Repeats:
     Attributes: place: of the rank's components, their number in execution order.
     """
 
-    def __init__(self, counted: Counted, rank: int) -> None:
+    def __init__(self, counted: CountedKinds, rank: int) -> None:
         self.place = {name: number for number, name in enumerate(counted.layout.rank_components(rank))}
         self._counted = counted
         self._keys: dict[str, Hashable] = {}
