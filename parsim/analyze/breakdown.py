@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parsim.analyze.spans import Rows, covered_until, in_order, rows_of, union
+from parsim.analyze.spans import Rows, in_order, rows_of, union
 from parsim.arrays import Bools, Floats, Ints
 from parsim.engines.compile import AnyGraph, CompiledGraph, compile_graph
 from parsim.errors import GraphError
@@ -145,8 +145,11 @@ def _rank_breakdown(
 ) -> RankBreakdown:
     """`own`: the rows of this rank, first issued first. `own_end`: float64 [n], minus infinity before and after.
 
-    Each gap between compute spans is cut where the waits for load, for peers and for anything else end.
+    Each gap between compute spans is cut where the waits for load, for peers and for anything else end. A need that ran on this
+    rank ended when its own rows did; any other when its last row anywhere did.
     """
+    from parsim.engines.kernels import split_gaps
+
     start, end = np.clip(rows.start_s[own], 0, step_s), np.clip(rows.end_s[own], 0, step_s)
     communicates = kinds.communicates[rows.task[own]]
     computes = rows.compute_stream[own] & ~communicates
@@ -156,46 +159,32 @@ def _rank_breakdown(
 
     gap_start = np.concatenate([[0.0], compute_end])
     gap_end = np.concatenate([compute_start, [max(last_end_s, gap_start[-1])]])
-    until = np.zeros((3, len(gap_start)))  # when the waits for load, for peers and for anything else end
-    until[:, :-1] = _waits(compiled, rows, kinds, own, own_end, next_task)
-    until[1 if kinds.pipelined[rank] else 2, -1] = gap_end[-1]
-    cuts = np.maximum.accumulate(np.vstack([gap_start, np.clip(until, gap_start, gap_end), gap_end]), axis=0)
-
-    exposed = np.diff(covered_until(comm_start, comm_end, cuts), axis=0)
-    load, bubble, idle, host = np.maximum(np.diff(cuts, axis=0) - exposed, 0.0).sum(axis=1)
-    not_begun = max(0.0, min(float(start.min()), float(cuts[1, 0]))) if len(start) else 0.0
+    found = split_gaps(
+        next_task,
+        gap_start,
+        gap_end,
+        bool(kinds.pipelined[rank]),
+        rows.task[own],
+        rows.end_s[own],
+        own_end,
+        compiled.arrays.before,
+        rows.task_end_s,
+        kinds.loads,
+        kinds.transfers,
+        comm_start,
+        comm_end,
+    )
+    exposed, load, bubble, idle, host, loaded_s = found.tolist()
+    not_begun = max(0.0, min(float(start.min()), loaded_s)) if len(start) else 0.0
     load = max(0.0, load - not_begun)
     bubble, idle = (bubble + not_begun, idle) if kinds.pipelined[rank] else (bubble, idle + not_begun)
     return RankBreakdown(
         rank=rank,
         compute_s=float((compute_end - compute_start).sum()),
-        load_s=float(load),
-        host_s=float(host) + step_s - float(gap_end[-1]),
-        exposed_communication_s=float(exposed.sum()),
-        bubble_s=float(bubble),
-        idle_s=float(idle),
+        load_s=load,
+        host_s=host + step_s - float(gap_end[-1]),
+        exposed_communication_s=exposed,
+        bubble_s=bubble,
+        idle_s=idle,
         communication_busy_s=float((comm_end - comm_start).sum()),
     )
-
-
-def _waits(compiled: CompiledGraph, rows: Rows, kinds: _Kinds, own: Ints, own_end: Floats, next_task: Ints) -> Floats:
-    """float64 [3, len(next_task)]: when the last load, the last peer and the last other need of each task had ended.
-
-    A need that ran on this rank ended when its own rows did; any other when its last row anywhere did.
-    """
-    before = compiled.arrays.before
-    counts = before.offsets[next_task + 1] - before.offsets[next_task]
-    waiting = np.repeat(np.arange(len(next_task)), counts)
-    places = np.arange(len(waiting)) - np.repeat(np.cumsum(counts) - counts, counts) + before.offsets[next_task][waiting]
-    needs = before.values[places]
-    np.maximum.at(own_end, rows.task[own], rows.end_s[own])
-    here = own_end[needs]
-    own_end[rows.task[own]] = -np.inf
-    remote = here == -np.inf
-    ended = np.where(remote, rows.task_end_s[needs], here)
-    loads = kinds.loads[needs]
-    peers = ~loads & (kinds.transfers[needs] | remote)
-    until = np.zeros((3, len(next_task)))
-    for row, chosen in enumerate((loads, peers, ~loads & ~peers)):
-        np.maximum.at(until[row], waiting[chosen], ended[chosen])
-    return until

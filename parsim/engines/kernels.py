@@ -363,3 +363,65 @@ def slowest_delays(  # type: ignore[no-untyped-def]
             if step == 0:
                 first[:] = own
     return draws
+
+
+@njit(cache=True, nogil=True)
+def split_gaps(  # type: ignore[no-untyped-def]
+    next_task,
+    gap_start,
+    gap_end,
+    pipelined,
+    own_task,
+    own_end_s,
+    ended,
+    before,
+    task_end_s,
+    loads,
+    transfers,
+    comm_start,
+    comm_end,
+):
+    """Seconds in the gaps of one compute stream: exposed communication, waits for loads, for peers and for else, and the rest.
+
+    next_task: of every gap but the last, which ends the step. own_task, own_end_s: the rows of the rank. ended: float64 [n],
+    minus infinity before and after. comm_start, comm_end: disjoint and ascending, as the gaps are.
+
+    Returns float64 [6]: those five, and when the wait for loads of the first gap ends.
+    """
+    for row in range(len(own_task)):
+        ended[own_task[row]] = max(ended[own_task[row]], own_end_s[row])
+    found = np.zeros(6)
+    cuts, covered = np.empty(5), np.empty(5)
+    begun, total = 0, 0.0
+    for gap in range(len(gap_start)):
+        cuts[0] = gap_start[gap]
+        cuts[1], cuts[2], cuts[3], cuts[4] = 0.0, 0.0, 0.0, gap_end[gap]
+        if gap < len(next_task):
+            for k in range(before.offsets[next_task[gap]], before.offsets[next_task[gap] + 1]):
+                need = before.values[k]
+                remote = ended[need] == -np.inf
+                end = task_end_s[need] if remote else ended[need]
+                place = 1 if loads[need] else (2 if transfers[need] or remote else 3)
+                cuts[place] = max(cuts[place], end)
+        else:
+            cuts[2 if pipelined else 3] = gap_end[gap]
+        for place in range(1, 4):
+            cuts[place] = max(cuts[place - 1], min(max(cuts[place], gap_start[gap]), gap_end[gap]))
+        cuts[4] = max(cuts[3], cuts[4])
+        if gap == 0:
+            found[5] = cuts[1]
+        for place in range(5):
+            while begun < len(comm_start) and comm_start[begun] <= cuts[place]:
+                if begun:
+                    total += comm_end[begun - 1] - comm_start[begun - 1]
+                begun += 1
+            covered[place] = 0.0
+            if begun:
+                covered[place] = total + (min(cuts[place], comm_end[begun - 1]) - comm_start[begun - 1])
+        for place in range(4):
+            exposed = covered[place + 1] - covered[place]
+            found[0] += exposed
+            found[place + 1] += max(cuts[place + 1] - cuts[place] - exposed, 0.0)
+    for row in range(len(own_task)):
+        ended[own_task[row]] = -np.inf
+    return found

@@ -11,11 +11,10 @@ alike in spite of their distance, but for the first of each reading. That one co
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from functools import cached_property
 
-from parsim.graph.placed_model import Reading
-from parsim.graph.plan_index import PlanIndex
+from parsim.graph.placed_model import PlacedModel, Reading
 from parsim.model.component import Component, Value
 
 MANY_READERS = 4
@@ -26,12 +25,11 @@ class ComponentKinds:
     """The kinds of a plan's components, by number of the component in the model.
 
     Args:
-        layout: the plan and its model. loading: per place on the pp axis, which of its tp ranks load a batch.
+        layout: the plan and its model.
     """
 
-    def __init__(self, layout: PlanIndex, loading: Mapping[int, Hashable]) -> None:
+    def __init__(self, layout: PlacedModel) -> None:
         self._layout = layout
-        self._loading = loading
         self._number = layout.model.component_index
         alone: dict[Hashable, int] = {}
         own = [
@@ -131,6 +129,15 @@ class ComponentKinds:
             shape = value.bytes_per_sample, value.fixed_bytes, value.differentiable, layout.source[name], readings
             self._known[name] = self._shapes.setdefault(shape, len(self._shapes))
         return self._known[name]
+
+    @cached_property
+    def _loading(self) -> dict[int, frozenset[int]]:
+        """Per place on the pp axis, which of its tp ranks load a batch."""
+        found: dict[int, set[int]] = {}
+        for value in self._layout.model.values:
+            for reading in self._layout.readings[value.name] if value.producer is None else ():
+                found.setdefault(reading.stage, set()).update(reading.ends.value.holders(self._layout.plan.mesh.tp))
+        return {place: frozenset(ranks) for place, ranks in found.items()}
 
     @cached_property
     def _known(self) -> dict[str, int]:

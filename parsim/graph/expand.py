@@ -155,7 +155,7 @@ class _Expansion:
         names = dict(zip(reversed(places), reversed(components), strict=True))
         queues: dict[Resource, int] = {}
         using, used, works = [], [], []
-        for offset, (work, resources, _, _) in enumerate(draft.entries()):
+        for offset, (work, resources, _) in enumerate(draft.entries()):
             works.append((work, resources[0].rank))
             for resource in resources:
                 using.append(offset)
@@ -186,35 +186,28 @@ class _Expansion:
             _add_pairs(self._edges, starts[..., None] + np.array(offsets), before[..., None] + np.array(earlier))
 
     def _finish(self) -> None:
-        """Buckets, optimizer steps and what follows them: one task each."""
-        using: list[int] = []
-        used: list[int] = []
-        waiting: list[int] = []
-        before: list[int] = []
-        queues: dict[tuple[Resource, ...], list[int]] = {}
-        awaited: dict[tuple[TaskKey, ...], list[int]] = {}
+        """Buckets, optimizer steps and what follows them: one task each. What many tasks have in common is looked at once."""
+        queues, awaited = _Rows(), _Rows()
         units: dict[Hashable, int] = {}
-        first, begin = sum(map(len, self._kind)), len(self._kinds)
-        numbers: list[int] = []
-        for task, (work, resources, after, _) in enumerate(self._end.entries(), self._count):
-            if resources not in queues:
-                queues[resources] = [self._resource(entry) for entry in resources]
-            using += [task] * len(resources)
-            used += queues[resources]
-            number = units.setdefault((_identity(work), resources[0].rank), len(units))
-            if number == len(self._kinds) - begin:
-                self._kinds.append(Unit(work, resources[0].rank))
-            numbers.append(first + number)
-            if after not in awaited:
-                awaited[after] = self._numbers_of(after)
-            waiting += [task] * len(awaited[after])
-            before += awaited[after]
-        self._unit[self._count :] = numbers
+        same: dict[tuple[int, int], int] = {}
+        begin, numbers = len(self._kinds), []
+        for work, resources, after in self._end.entries():
+            if id(resources) not in queues.number:
+                queues.add(resources, [self._resource(entry) for entry in resources])
+            if id(after) not in awaited.number:
+                awaited.add(after, self._numbers_of(after))
+            key = id(work), id(resources)
+            if key not in same:
+                same[key] = units.setdefault((_identity(work), resources[0].rank), len(units))
+                if same[key] == len(self._kinds) - begin:
+                    self._kinds.append(Unit(work, resources[0].rank))
+            numbers.append(same[key])
+        self._unit[self._count :] = np.array(numbers, dtype=np.int64) + sum(map(len, self._kind))
         self._kind.append(np.arange(begin, len(self._kinds), dtype=np.int64))
-        for found, pair in zip((waiting, before), zip(*self._end.waits(), strict=True), strict=False):
-            found += self._numbers_of(pair)
-        self._uses.append((np.array(using, dtype=np.int64), np.array(used, dtype=np.int64)))
-        self._edges.append((np.array(waiting, dtype=np.int64), np.array(before, dtype=np.int64)))
+        self._uses.append(queues.pairs([id(resources) for _, resources, _ in self._end.entries()], self._count))
+        self._edges.append(awaited.pairs([id(after) for _, _, after in self._end.entries()], self._count))
+        waits = [self._numbers_of(keys) for keys in zip(*self._end.waits(), strict=True)] or [[], []]
+        self._edges.append((np.array(waits[0], dtype=np.int64), np.array(waits[1], dtype=np.int64)))
 
     def _numbers_of(self, keys: Iterable[TaskKey]) -> list[int]:
         """Of tasks at the end, and of computation of any kept replica and any microbatch."""
@@ -249,7 +242,7 @@ class _Expansion:
         found: list[Unit] = []
         for copies in self._copies:
             home = copies.places[0] if copies.piece is None else self._place[copies.piece.component]
-            entries = [(work, resources[0].rank) for work, resources, _, _ in copies.draft.entries()]
+            entries = [(work, resources[0].rank) for work, resources, _ in copies.draft.entries()]
             for component, place in zip(copies.components, copies.places, strict=True):
                 name = None if copies.piece is None else self._layout.model.components[component].name
                 for step in self._steps:
@@ -262,12 +255,12 @@ class _Expansion:
         origins: dict[int, Origin] = {}
         for copies in self._copies:
             for number, component in enumerate(copies.components):
-                made = [self._origin(origin, copies, component) for _, _, _, origin in copies.draft.entries()]
+                made = [self._origin(origin, copies, component) for origin in copies.draft.origins()]
                 for (row, microbatch), start in np.ndenumerate(copies.starts[number]):
                     for offset, origin in enumerate(made):
                         own = None if origin.microbatch is None else microbatch
                         origins[int(start) + offset] = replace(origin, replica=self._folding.replicas[row], microbatch=own)
-        for offset, (_, _, _, origin) in enumerate(self._end.entries()):
+        for offset, origin in enumerate(self._end.origins()):
             origins[self._count + offset] = origin
         tasks = tuple(
             Task(
@@ -296,6 +289,33 @@ class _Expansion:
 
     def _resource(self, resource: Resource) -> int:
         return self._resources.setdefault(resource, len(self._resources))
+
+
+class _Rows:
+    """Numbers by the identity of an object that many tasks of a draft have in common."""
+
+    def __init__(self) -> None:
+        self.number: dict[int, int] = {}
+        self._rows: list[list[int]] = []
+
+    def add(self, shared: object, row: list[int]) -> None:
+        """The numbers of an object that has none yet."""
+        self.number[id(shared)] = len(self._rows)
+        self._rows.append(row)
+
+    def pairs(self, shared: Sequence[int], first: int) -> tuple[Ints, Ints]:
+        """(task, number) for all numbers of tasks in a row.
+
+        Args:
+            shared: identity of the object of each task. first: number of the first task.
+        """
+        table = RaggedTable.from_rows(self._rows)
+        of_task = np.array([self.number[entry] for entry in shared], dtype=np.int64)
+        counts = np.diff(table.offsets)[of_task]
+        ends = np.cumsum(counts)
+        inside = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(ends - counts, counts)
+        tasks = np.repeat(np.arange(first, first + len(shared), dtype=np.int64), counts)
+        return tasks, table.values[np.repeat(table.offsets[of_task], counts) + inside]
 
 
 def _identity(work: Work) -> Hashable:

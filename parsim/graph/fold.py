@@ -134,7 +134,7 @@ def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = No
     whole = Folding(mesh=mesh, replica_of=replica_of, shards=tuple(range(mesh.tp)))
     if mesh.team > 1 and not (whole.has_whole_teams and _buckets_pay_alike(layout, costs, price)):
         return replace(whole, is_exact=False)
-    if mesh.tp == 1 or not _shards_do_alike(layout):
+    if mesh.tp == 1 or not layout.shards_alike:
         return whole
     alike = _buckets_pay_alike(layout, costs, price) and all(
         _shards_sit_alike(layout, kinds, replica) and _pay_alike(inside(replica)) for replica in whole.replicas
@@ -166,11 +166,6 @@ def _replicas_of(layout: PlanIndex, kinds: RankKinds, inside: InsideSeconds) -> 
 def _rounded(seconds: float) -> float:
     """To what sums in another order leave alike."""
     return float(f"{seconds:.12g}")
-
-
-def _shards_do_alike(layout: PlanIndex) -> bool:
-    """No component is placed on one tp rank alone, and no value travels to or from one."""
-    return all(placement.kind != "place" for placement in layout.placement.values())
 
 
 def _shards_sit_alike(layout: PlanIndex, kinds: RankKinds, replica: int) -> bool:

@@ -5,7 +5,7 @@ A pass may name a task that a later pass adds, so passes need no order among the
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from parsim.errors import GraphError
@@ -14,6 +14,8 @@ from parsim.graph.taskgraph import TaskGraph
 from parsim.work import Work
 
 TaskKey = tuple[Hashable, ...]
+Entry = tuple[Work, tuple[Resource, ...], tuple[TaskKey, ...]]
+"""Work, resources, what comes before."""
 
 
 @dataclass(slots=True)
@@ -26,18 +28,28 @@ class Draft:
     world_size: int
     ranks: frozenset[int] | None = None
     _number: dict[TaskKey, int] = field(default_factory=dict)
-    _entries: list[tuple[Work, tuple[Resource, ...], tuple[TaskKey, ...], Origin]] = field(default_factory=list)
+    _entries: list[Entry] = field(default_factory=list)
+    _origins: list[Origin | Callable[[], Origin]] = field(default_factory=list)
     _waits: list[tuple[TaskKey, TaskKey]] = field(default_factory=list)
 
     def add(self, key: TaskKey, work: Work, resources: Iterable[Resource], after: Iterable[TaskKey], origin: Origin) -> None:
-        if key in self._number:
-            raise GraphError(f"task {key} was added twice")
         if self.ranks is not None:
             resources = [resource for resource in resources if resource.rank in self.ranks]
-            if not resources:
+            if not resources and key not in self._number:
                 return
+        self.add_alike(key, (work, tuple(resources), tuple(dict.fromkeys(after))), origin)
+
+    def add_alike(self, key: TaskKey, entry: Entry, origin: Origin | Callable[[], Origin]) -> None:
+        """A task that has its work, resources or what comes before in common with others: they should be the same objects.
+
+        Args:
+            key: of the task. entry: of kept resources, and without a key twice. origin: or what makes it when it is asked for.
+        """
+        if key in self._number:
+            raise GraphError(f"task {key} was added twice")
         self._number[key] = len(self._entries)
-        self._entries.append((work, tuple(resources), tuple(dict.fromkeys(after)), origin))
+        self._entries.append(entry)
+        self._origins.append(origin)
 
     def wait(self, key: TaskKey, before: TaskKey) -> None:
         """A task, of this draft or of one that it continues, waits for another of this draft too."""
@@ -77,9 +89,13 @@ class Draft:
         """In the order they were added."""
         return self._number
 
-    def entries(self) -> Iterable[tuple[Work, tuple[Resource, ...], tuple[TaskKey, ...], Origin]]:
-        """Work, resources, what comes before, origin: in the order they were added."""
+    def entries(self) -> Sequence[Entry]:
+        """In the order they were added."""
         return self._entries
+
+    def origins(self) -> Iterator[Origin]:
+        """In the order they were added."""
+        return (entry if isinstance(entry, Origin) else entry() for entry in self._origins)
 
     def finish(self) -> TaskGraph:
         """Numbers for keys. Raises GraphError if a key was never added."""
@@ -88,7 +104,7 @@ class Draft:
         for key, before in self._waits:
             more.setdefault(key, []).append(before)
         keys = list(self._number)
-        for index, (work, resources, after, origin) in enumerate(self._entries):
+        for index, ((work, resources, after), origin) in enumerate(zip(self._entries, self.origins(), strict=True)):
             after = (*after, *more.get(keys[index], ()))
             missing = [key for key in after if key not in self._number]
             if missing:

@@ -37,21 +37,42 @@ class Bucket:
     """Gradients summed together over `group` (all ranks that hold these very parameters, or pieces). Known by its number.
 
     Attributes:
-        first: what tp rank 0 holds of the parameters, or of those in the same places of another shard's bucket.
-        shard: the first tp rank of the group. elements, size_bytes: what every shard holds, the same for all.
-        chunk_elements: of each rank's part when the bucket is divided over its group, padded to equal parts (ZeRO).
-        padded_bytes: of all these parts.
+        family: of the buckets of the same parameters. shard: the first tp rank of the group.
     """
 
     number: int
-    stages: tuple[int, ...]
-    group: tuple[int, ...]
-    first: tuple[HeldParameter, ...]
+    family: BucketFamily
     shard: int
-    elements: int
-    size_bytes: int
-    chunk_elements: int
-    padded_bytes: int
+    group: tuple[int, ...]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return self.family.stages
+
+    @property
+    def first(self) -> tuple[HeldParameter, ...]:
+        """What tp rank 0 holds of the parameters, or of those in the same places of another shard's bucket."""
+        return self.family.first
+
+    @property
+    def elements(self) -> int:
+        """What every shard holds, the same for all."""
+        return self.family.elements
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the elements."""
+        return self.family.size_bytes
+
+    @property
+    def chunk_elements(self) -> int:
+        """Of each rank's part when the bucket is divided over its group, padded to equal parts (ZeRO)."""
+        return -(-self.family.elements // len(self.group))
+
+    @property
+    def padded_bytes(self) -> int:
+        """Of all these parts."""
+        return self.family.padded_bytes(len(self.group))
 
     @cached_property
     def parameters(self) -> tuple[HeldParameter, ...]:
@@ -77,6 +98,10 @@ class BucketFamily(NamedTuple):
     elements: int
     size_bytes: int
 
+    def padded_bytes(self, ranks: int) -> int:
+        """Of a bucket in as many equal parts as it has ranks."""
+        return -(-self.elements // ranks) * ranks * self.first[0].element_bytes
+
 
 class Buckets(Sequence[Bucket]):
     """The buckets of a plan by number. Each is made when somebody asks for it: most ranks are interchangeable with others.
@@ -95,25 +120,25 @@ class Buckets(Sequence[Bucket]):
         """The bucket of a family at a place among its groups."""
         number = family.begin + place
         if number not in self._made:
-            shard, group = family.groups[place]
-            _, stages, _, first, elements, size_bytes = family
-            chunk = -(-elements // len(group))
-            padded = chunk * len(group) * first[0].element_bytes
-            self._made[number] = Bucket(number, stages, group, first, shard, elements, size_bytes, chunk, padded)
+            self._made[number] = Bucket(number, family, *family.groups[place])
         return self._made[number]
 
     def having(self, test: Callable[[Ranks], object]) -> list[Bucket]:
-        """The buckets whose ranks pass a test, which is asked once for all buckets of the same ranks.
+        """The buckets whose ranks pass a test.
 
         Args:
             test: of a bucket's group.
         """
+        return [self.of(family, place) for family, place in self.places(test)]
+
+    def places(self, test: Callable[[Ranks], object]) -> list[tuple[BucketFamily, int]]:
+        """The same, unmade: family, and place among its groups. The test is asked once for all buckets of the same ranks."""
         passed = {number for number, group in self.groups.items() if test(group)}
         places: dict[int, list[int]] = {}
         for family in self.families:
             if id(family.groups) not in places:
                 places[id(family.groups)] = [n for n, (_, group) in enumerate(family.groups) if id(group) in passed]
-        return [self.of(family, place) for family in self.families for place in places[id(family.groups)]]
+        return [(family, place) for family in self.families for place in places[id(family.groups)]]
 
     @cached_property
     def groups(self) -> dict[int, Ranks]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from parsim.errors import GraphError
-from parsim.graph.component_kinds import ComponentKinds
 from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.passes.compute import add_component, add_loads, computations, phases_of
 from parsim.graph.plan_index import PlanIndex
@@ -73,7 +72,7 @@ class Pieces:
         self.loads = {place: self._draft() for place in range(layout.plan.mesh.pp)}
         for place, draft in self.loads.items():
             add_loads(draft, layout, place, 0)
-        self._kinds = ComponentKinds(layout, {place: self._loading(place) for place in self.loads})
+        self._kinds = layout.kinds
         self.sequences = {
             (stage, phase): [(own, self._number[name]) for own, name in computations(layout, stage, phase)]
             for stage in range(len(layout.plan.stages))
@@ -115,12 +114,6 @@ class Pieces:
     def _draft(self) -> Draft:
         return Draft(world_size=self._layout.plan.world_size, ranks=self._kept)
 
-    def _loading(self, place: int) -> tuple[int, ...]:
-        """The tp ranks of a place that load a batch."""
-        first = self._layout.rank(place, 0)
-        keys = self.loads[place].keys()
-        return tuple(rank - first for _, rank in keys if isinstance(rank, int))
-
     def _ranks_between(self, first: int, second: int) -> int:
         """From the ranks of one component to those of another."""
         places, components = self._layout.stage_of, self._layout.model.components
@@ -137,7 +130,7 @@ class Pieces:
 
     def _resolve(self, phase: Phase, piece: LoweredPiece) -> None:
         far = self._kinds.known_by_number(piece.component)
-        for offset, (_, _, after, _) in enumerate(piece.draft.entries()):
+        for offset, (_, _, after) in enumerate(piece.draft.entries()):
             for key in after:
                 found = self._awaited(key, piece.component, far)
                 if found is None:

@@ -49,6 +49,11 @@ class PlacedModel:
             return False
         return self.placement[component].runs_on(self.plan.shard_of_rank(rank))
 
+    @cached_property
+    def shards_alike(self) -> bool:
+        """Whether every component runs on all tp ranks: none is placed on one of them."""
+        return all(placement.kind != "place" for placement in self.placement.values())
+
     def runners(self, component: str, replica: int) -> tuple[int, ...]:
         """The ranks of a replica that run the component."""
         stage, tp = self.stage_of[component], self.plan.mesh.tp

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parsim.errors import PlanError
-from parsim.graph.parameter_buckets import Bucket, Buckets, HeldParameter, gradient_buckets, hold
+from parsim.graph.component_kinds import ComponentKinds
+from parsim.graph.parameter_buckets import Bucket, BucketFamily, Buckets, HeldParameter, gradient_buckets, hold
 from parsim.graph.placed_model import PlacedModel, Reading
 from parsim.plans.pipeline import check_order
 from parsim.plans.plan import check_plan
@@ -72,6 +73,11 @@ class PlanIndex(PlacedModel):
         return hops
 
     @cached_property
+    def kinds(self) -> ComponentKinds:
+        """Which components differ by names and ranks alone."""
+        return ComponentKinds(self)
+
+    @cached_property
     def holders(self) -> dict[str, tuple[int, ...]]:
         """Stages that hold a parameter, by its name: more than one if it is tied across stages."""
         stages: dict[str, dict[int, None]] = {}
@@ -131,24 +137,28 @@ class PlanIndex(PlacedModel):
         return self.zero_stage_of(bucket) >= 1
 
     def zero_stage_of(self, bucket: Bucket) -> int:
+        """See `zero_stage`."""
+        return self.zero_stage(bucket.family, len(bucket.group))
+
+    def zero_stage(self, family: BucketFamily, ranks: int) -> int:
         """The ZeRO stage of a bucket: that of `Plan.zero_stage`, with two exceptions. It is 0 if one rank holds the
         bucket alone. It is at most 1 (the optimizer state) if several stages of the plan, or no backward, use its
         parameters.
         """
-        if len(bucket.group) == 1:
+        if ranks == 1:
             return 0
         if self.plan.zero_stage < 2:
             return self.plan.zero_stage
-        if bucket.number not in self._zero_stages:
-            users = [name for parameter in bucket.first for name in self._users[parameter.name]]
+        if family.begin not in self._zero_stages:
+            users = [name for parameter in family.first for name in self._users[parameter.name]]
             alone = len({self.chunk_of[name] for name in users}) == 1
             divided = alone and not self.differentiable.isdisjoint(users)
-            self._zero_stages[bucket.number] = self.plan.zero_stage if divided else 1
-        return self._zero_stages[bucket.number]
+            self._zero_stages[family.begin] = self.plan.zero_stage if divided else 1
+        return self._zero_stages[family.begin]
 
     @cached_property
     def _zero_stages(self) -> dict[int, int]:
-        """Of buckets that were asked for."""
+        """Of families that were asked for, by their first bucket."""
         return {}
 
     @cached_property
@@ -166,17 +176,17 @@ class PlanIndex(PlacedModel):
         ZeRO 2 these are gradients, with ZeRO 3 parameters too."""
         return self._unsharded[component]
 
-    def completes(self, bucket: Bucket, stage: int) -> tuple[str, ...]:
-        """The components whose backward is the last of their chunk in `stage` to add to the bucket."""
+    def completes(self, family: BucketFamily, stage: int) -> tuple[str, ...]:
+        """The components whose backward is the last of their chunk in `stage` to add to the buckets of a family."""
         found: dict[int, str] = {}
-        for parameter in bucket.first:
-            for name in self._users[parameter.name]:
-                chunk = self.chunk_of[name]
-                if self.stage_of[name] == stage and name in self.differentiable:
-                    first = found.setdefault(chunk, name)
-                    if self.model.component_index[name] < self.model.component_index[first]:
-                        found[chunk] = name
-        return tuple(found[chunk] for chunk in sorted(found))
+        users, stage_of, differentiable, order = self._users, self.stage_of, self.differentiable, self.model.component_index
+        for parameter in family.first:
+            for name in users[parameter.name]:
+                if stage_of[name] == stage and name in differentiable:
+                    first = found.setdefault(self.chunk_of[name], name)
+                    if first != name and order[name] < order[first]:
+                        found[self.chunk_of[name]] = name
+        return tuple(found.values()) if len(found) < 2 else tuple(found[chunk] for chunk in sorted(found))
 
     def users_of(self, bucket: Bucket) -> tuple[str, ...]:
         """The components that use a bucket's parameters, each once."""

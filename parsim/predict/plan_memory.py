@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from parsim.costs.memory.chunks import Chunks
 from parsim.costs.memory.rank_memory import rank_memory
@@ -28,6 +29,7 @@ from parsim.model.component import Value
 from parsim.plans.held import held_moments, links_of
 from parsim.plans.pipeline import PIPELINE_ORDERS, in_flight
 from parsim.plans.redistribution import ValueLayout, conversion
+from parsim.predict.boundary.alike import AlikeOnRank, CountedKinds
 from parsim.predict.boundary.conversions import (
     bytes_here,
     converted_for_others,
@@ -71,16 +73,17 @@ def plan_memory(
         ConfigError: an unknown optimizer.
     """
     plan, kept = layout.plan, KeptActivations(layout, precision)
-    shards_alike = all(placement.kind != "place" for stage in plan.stages for placement in stage.placements)
+    counted = CountedKinds(layout, kept.values)
     known: dict[tuple[int, int, str], RankMemory] = {}
     memories = []
     for rank in range(plan.world_size):
         device = cluster.devices[rank].type
         stage = plan.stage_of_rank(rank)
-        place = (stage, 0 if shards_alike else plan.shard_of_rank(rank), device.name)
+        place = (stage, 0 if layout.shards_alike else plan.shard_of_rank(rank), device.name)
         if place not in known:
             names = layout.rank_components(rank)
-            gradients = waiting_gradients(layout, kept.values, rank)
+            alike = counted.on(rank)
+            gradients = waiting_gradients(layout, kept.values, rank, alike)
             step = RankStep(
                 components=[kept.component(name) for name in names],
                 values=kept.values,
@@ -93,7 +96,7 @@ def plan_memory(
                 else in_flight(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches, plan.chunks),
                 pipeline=rank_chunks(kept, rank, names),
                 loaded_microbatches=plan.microbatches,
-                boundary=rank_boundary(layout, kept.values, rank, gradients) if plan.is_mixed else None,
+                boundary=rank_boundary(layout, kept.values, rank, gradients, alike) if plan.is_mixed else None,
                 weights=rank_weights(layout, rank),
                 recomputed={name: kept.again(name) for name in names if layout.recomputes(name)},
             )
@@ -177,13 +180,16 @@ def rank_boundary(
     values: Mapping[str, Value],
     rank: int,
     gradients: Mapping[str, Sequence[Wait]] | None = None,
+    alike: AlikeOnRank | None = None,
 ) -> Boundary:
     """Bytes of the values that a rank makes or reads, in all layouts in which it does.
 
     Args:
         layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
         gradients: `waiting_gradients` of the rank, where they are known already.
+        alike: what was counted already on the ranks of this plan; None: nothing.
     """
+    alike = alike or CountedKinds(layout, values).on(rank)
     loaded_of: dict[str, tuple[float, float]] = {}
     held: dict[str, float] = {}
     batch = ValueLayout("full", layout.batch_ways(rank))
@@ -199,24 +205,29 @@ def rank_boundary(
         before = loaded_of.get(reader, (0.0, 0.0))
         loaded_of[reader] = before[0] + loaded, before[1] + saved
     for value in (values[name] for name in layout.values_at[layout.plan.stage_of_rank(rank)]):
-        if value.producer is not None and (size := _held_bytes(layout, rank, value)):
+        if value.producer is None:
+            continue
+        if size := alike.of_value("held", value, partial(_held_bytes, layout, rank, value)):
             keeper = _keeper(layout, rank, value)
             held[keeper] = held.get(keeper, 0.0) + size
     waiting = waiting_bytes(
         [layout.model.component(name) for name in layout.rank_components(rank)],
         values,
         lambda value: bytes_here(layout, value, ValueLayout("full", layout.batch_ways(rank)), rank),
-        waiting_gradients(layout, values, rank) if gradients is None else gradients,
-        waiting_values(layout, values, rank),
+        waiting_gradients(layout, values, rank, alike) if gradients is None else gradients,
+        waiting_values(layout, values, rank, alike),
     )
-    gradients_of = {name: gradient_bytes(layout, values, name, rank) for name in layout.rank_components(rank)}
+    names = layout.rank_components(rank)
+    gradients_of = {
+        name: alike.of_component("gradients", name, partial(gradient_bytes, layout, values, name, rank)) for name in names
+    }
     return Boundary(
         held_bytes=sum(held.values()),
         held_of=held,
         loaded_bytes=sum(size for size, _ in loaded_of.values()),
         loaded_saved_bytes=sum(size for _, size in loaded_of.values()),
         loaded_of=loaded_of,
-        handed_bytes={name: handed_bytes(layout, values, name) for name in gradients_of},
+        handed_bytes={name: alike.of_component("handed", name, partial(handed_bytes, layout, values, name)) for name in names},
         gradient_bytes={name: max(found) for name, found in gradients_of.items()},
         converted_bytes=converted_for_others(layout, values, rank, waiting.gradients),
         wanted_bytes={name: found[0] for name, found in gradients_of.items()},

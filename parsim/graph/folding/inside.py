@@ -81,7 +81,8 @@ class InsideSeconds:
         self._price = price
         self._of_replica: dict[int, list[list[float]]] = {}
         self._paths: dict[tuple[object, ...], list[_Path]] = {}
-        self._seconds: dict[tuple[int, Hashable], float] = {}
+        self._kinds: dict[Hashable, int] = {}
+        self._seconds: dict[tuple[int, int], float] = {}
 
     def __call__(self, replica: int) -> list[list[float]]:
         """By kind of communication, then by tp shard."""
@@ -95,7 +96,7 @@ class InsideSeconds:
         route = (replica, exchange.source, exchange.target, exchange.hop, exchange.inside)
         if route not in self._paths:
             groups = _groups_of(self._layout, exchange, replica)
-            self._paths[route] = [_Path(group, self._path(exchange, group)) for group in groups]
+            self._paths[route] = [_Path(group, self._kind(exchange, group)) for group in groups]
         paths = self._paths[route]
         new = {path.kind: path for path in paths if (number, path.kind) not in self._seconds}
         if new:
@@ -103,14 +104,14 @@ class InsideSeconds:
             self._seconds.update(zip([(number, kind) for kind in new], self._price(works), strict=True))
         return [self._seconds[number, path.kind] for path in paths]
 
-    def _path(self, exchange: Exchange, group: tuple[int, ...]) -> Hashable:
-        """Equal for groups that pay the same for the same bytes; where nothing says so, the group itself."""
+    def _kind(self, exchange: Exchange, group: tuple[int, ...]) -> int:
+        """A number, equal for groups that pay the same for the same bytes; where nothing says so, the group's own."""
         mesh = self._layout.plan.mesh
         if exchange.inside is None and (exchange.hop is None or exchange.hop.operation in POINT_TO_POINT_HOPS):
             kind = alike_transfers(self._costs.cluster, (group[0], group[1]), concurrent_transfers(mesh, (group[0], group[1])))
         else:
             kind = alike_collectives(self._costs.cluster, self._operation(exchange), group, concurrent_groups(mesh, group))
-        return group if kind is None else kind
+        return self._kinds.setdefault(group if kind is None else kind, len(self._kinds))
 
     def _operation(self, exchange: Exchange) -> str:
         """Of a collective."""
@@ -121,10 +122,10 @@ class InsideSeconds:
 
 
 class _Path(NamedTuple):
-    """The ranks of a communication, and what is equal for those that pay the same."""
+    """The ranks of a communication, and a number that is equal for those that pay the same."""
 
     group: tuple[int, ...]
-    kind: Hashable
+    kind: int
 
 
 def _groups_of(layout: PlanIndex, exchange: Exchange, replica: int) -> list[tuple[int, ...]]:

@@ -7,10 +7,10 @@ do with every microbatch is in `parsim.graph.passes.unsharded`.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from parsim.graph.graph_builder import Draft, TaskKey
-from parsim.graph.parameter_buckets import Bucket
+from parsim.graph.parameter_buckets import Bucket, BucketFamily
 from parsim.graph.passes.inside import first_key
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import COMPUTE, Origin, Resource
@@ -44,13 +44,13 @@ class _Queues:
 
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
-        self._known: dict[int, tuple[tuple[int, ...], list[int], list[Resource]]] = {}
+        self._known: dict[int, tuple[tuple[int, ...], list[int], tuple[Resource, ...]]] = {}
 
-    def of(self, group: tuple[int, ...]) -> tuple[list[int], list[Resource]]:
+    def of(self, group: tuple[int, ...]) -> tuple[list[int], tuple[Resource, ...]]:
         """Ranks that are lowered, and their queues for gradients."""
         if id(group) not in self._known:  # the group is kept, so no other one gets its identity
             kept = self._draft.kept(group)
-            self._known[id(group)] = group, kept, [Resource(rank, DP_STREAM) for rank in kept]
+            self._known[id(group)] = group, kept, tuple([Resource(rank, DP_STREAM) for rank in kept])
         return self._known[id(group)][1:]
 
 
@@ -61,18 +61,22 @@ def reduction_key(layout: PlanIndex, bucket: Bucket, microbatch: int | None = No
         replica: where replicas are mixed in rounds, whose gradients are summed apart from the others'.
     """
     if layout.zero_stage_of(bucket) < 2:
-        return ("reduce", bucket.number, *(() if replica is None else ("of", replica)))
+        return _reduction_key(bucket.number, replica)
     if microbatch is None:
-        microbatch = _last_microbatch(layout, layout.chunk_of[layout.completes(bucket, bucket.stages[0])[0]])
+        microbatch = _last_microbatch(layout, layout.chunk_of[layout.completes(bucket.family, bucket.stages[0])[0]])
     return ("reduce", bucket.number, microbatch)
 
 
-def summed_groups(layout: PlanIndex, bucket: Bucket) -> dict[int | None, tuple[int, ...]]:
+def _reduction_key(bucket: int, replica: int | None) -> TaskKey:
+    return ("reduce", bucket) if replica is None else ("reduce", bucket, "of", replica)
+
+
+def summed_groups(layout: PlanIndex, held_by: tuple[int, ...]) -> dict[int | None, tuple[int, ...]]:
     """The ranks over which a bucket's gradients are summed: all that hold it, or by replica where replicas mix in rounds."""
     if not layout.plan.synchronisation.mixes:
-        return {None: bucket.group}
+        return {None: held_by}
     groups: dict[int | None, tuple[int, ...]] = {}
-    for rank in bucket.group:
+    for rank in held_by:
         replica = layout.plan.replica_of_rank(rank)
         groups[replica] = (*groups.get(replica, ()), rank)
     return groups
@@ -81,18 +85,18 @@ def summed_groups(layout: PlanIndex, bucket: Bucket) -> dict[int | None, tuple[i
 def add_gradient_reduction(draft: Draft, layout: PlanIndex) -> None:
     """One all_reduce (ZeRO 1: reduce_scatter) per bucket over all ranks that hold its parameters; none where one rank does."""
     queues, works, last = _Queues(draft), _Works(), _LastBackwards(layout)
-    for bucket in layout.buckets.having(draft.keeps_any):
-        if layout.zero_stage_of(bucket) >= 2:
+    for family, place in layout.buckets.places(draft.keeps_any):
+        held_by, number = family.groups[place][1], family.begin + place
+        if layout.zero_stage(family, len(held_by)) >= 2:
             continue
-        operation, size_bytes = _summing(layout, bucket)
-        for replica, group in summed_groups(layout, bucket).items():
+        operation, size_bytes = _summing(layout, family, len(held_by))
+        for replica, group in summed_groups(layout, held_by).items():
             kept, resources = queues.of(group)
             if len(group) == 1 or not kept:
                 continue
-            after = [key for stage in bucket.stages for key in last.of(bucket, stage, kept)]
-            origin = Origin(stage=bucket.stages[0], bucket=bucket.number, replica=replica)
-            work = works.of(operation, size_bytes, group)
-            draft.add(reduction_key(layout, bucket, replica=replica), work, resources, after, origin)
+            origin = partial(Origin, stage=family.stages[0], bucket=number, replica=replica)
+            entry = works.of(operation, size_bytes, group), resources, last.of(family, kept)
+            draft.add_alike(_reduction_key(number, replica), entry, origin)
 
 
 class _LastBackwards:
@@ -100,29 +104,35 @@ class _LastBackwards:
 
     def __init__(self, layout: PlanIndex) -> None:
         self._layout = layout
-        self._known: dict[tuple[str, int, int], list[TaskKey]] = {}
+        self._known: dict[tuple[tuple[tuple[str, ...], ...], tuple[int, ...], int], tuple[TaskKey, ...]] = {}
 
-    def of(self, bucket: Bucket, stage: int, kept: list[int]) -> list[TaskKey]:
-        """On those of some ranks that are of a place on the pp axis; the same list of ranks for all buckets of a group."""
-        found: list[TaskKey] = []
-        for component in self._layout.completes(bucket, stage):
-            key = component, stage, id(kept)
-            if key not in self._known:
-                ranks = [rank for rank in kept if self._layout.plan.stage_of_rank(rank) == stage]
-                self._known[key] = [last_backward_key(self._layout, rank, component) for rank in ranks]
-            found += self._known[key]
-        return found
+    def of(self, family: BucketFamily, kept: list[int]) -> tuple[TaskKey, ...]:
+        """On some ranks of a bucket; the same list of ranks for all buckets of a group."""
+        layout = self._layout
+        ending = tuple([layout.completes(family, stage) for stage in family.stages])
+        key = ending, family.stages, id(kept)
+        if key not in self._known:
+            found = [
+                last_backward_key(layout, rank, component)
+                for stage, components in zip(family.stages, ending, strict=True)
+                for component in components
+                for rank in kept
+                if layout.plan.stage_of_rank(rank) == stage
+            ]
+            self._known[key] = tuple(dict.fromkeys(found))
+        return self._known[key]
 
 
 def bucket_work(layout: PlanIndex, bucket: Bucket, group: tuple[int, ...] | None = None) -> Collective:
     """How the bucket's gradients are summed, over all that hold it or over a group of them."""
-    operation, size_bytes = _summing(layout, bucket)
+    operation, size_bytes = _summing(layout, bucket.family, len(bucket.group))
     return Collective(operation=operation, group=group or bucket.group, size_bytes=size_bytes)
 
 
-def _summing(layout: PlanIndex, bucket: Bucket) -> tuple[str, int]:
-    """The operation that sums the bucket's gradients, and the bytes of its array."""
-    return ("reduce_scatter", bucket.padded_bytes) if layout.is_divided(bucket) else ("all_reduce", bucket.size_bytes)
+def _summing(layout: PlanIndex, family: BucketFamily, ranks: int) -> tuple[str, int]:
+    """The operation that sums a bucket's gradients over so many ranks, and the bytes of its array."""
+    divided = layout.zero_stage(family, ranks) >= 1
+    return ("reduce_scatter", family.padded_bytes(ranks)) if divided else ("all_reduce", family.size_bytes)
 
 
 class _Works:
@@ -169,7 +179,7 @@ def gradients_complete(layout: PlanIndex, rank: int) -> list[TaskKey]:
     after = [
         reduction_key(layout, bucket, replica=own)
         for bucket in layout.rank_buckets(rank)
-        if len(summed_groups(layout, bucket)[own]) > 1
+        if len(summed_groups(layout, bucket.group)[own]) > 1
     ]
     first: dict[int, str] = {}
     for name in layout.rank_components(rank):
@@ -222,12 +232,13 @@ def add_parameter_gathering(draft: Draft, layout: PlanIndex) -> None:
     if layout.plan.gather_ahead:
         return
     queues, works = _Queues(draft), _Works()
-    updated: dict[int, list[TaskKey]] = {}
-    for bucket in layout.buckets.having(draft.keeps_any):
-        if layout.zero_stage_of(bucket) in (1, 2):
-            kept, resources = queues.of(bucket.group)
-            if id(bucket.group) not in updated:
-                updated[id(bucket.group)] = [(Phase.OPTIMIZER, rank) for rank in kept]
-            work = works.of("all_gather", bucket.padded_bytes, bucket.group)
-            origin = Origin(stage=bucket.stages[0], bucket=bucket.number)
-            draft.add(("gather", bucket.number), work, resources, updated[id(bucket.group)], origin)
+    updated: dict[int, tuple[TaskKey, ...]] = {}
+    for family, place in layout.buckets.places(draft.keeps_any):
+        group, number = family.groups[place][1], family.begin + place
+        if layout.zero_stage(family, len(group)) in (1, 2):
+            kept, resources = queues.of(group)
+            if id(group) not in updated:
+                updated[id(group)] = tuple([(Phase.OPTIMIZER, rank) for rank in kept])
+            work = works.of("all_gather", family.padded_bytes(len(group)), group)
+            origin = partial(Origin, stage=family.stages[0], bucket=number)
+            draft.add_alike(("gather", number), (work, resources, updated[id(group)]), origin)

@@ -32,7 +32,7 @@ def mixing_peers(layout: PlanIndex, bucket: Bucket) -> tuple[tuple[int, ...], ..
     Args:
         layout: of a plan that mixes in rounds. bucket: of its parameters.
     """
-    return tuple(zip(*summed_groups(layout, bucket).values(), strict=True))
+    return tuple(zip(*summed_groups(layout, bucket.group).values(), strict=True))
 
 
 def outer_arrays(layout: PlanIndex) -> int:

@@ -76,6 +76,8 @@ def converted_for_others(
         waiting: by component the gradients that wait beside its backward.
     """
     found: dict[str, float] = {}
+    if layout.shards_alike:  # every maker is on the rank too, or on another stage
+        return found
     names = layout.rank_components(rank)
     for number, name in enumerate(names):
         for value in dict.fromkeys(layout.model.component(name).inputs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
+from functools import partial
 
 from parsim.costs.memory.waiting import Wait
 from parsim.graph.hops import hop_pairs
@@ -14,12 +15,15 @@ from parsim.model.component import Value
 from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.redistribution import LOCAL_HOPS, ValueLayout, conversion
 from parsim.plans.stage_transfers import StageLink
+from parsim.predict.boundary.alike import AlikeOnRank, CountedKinds
 from parsim.predict.boundary.conversions import bytes_here, is_view, storage_of
 from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.rank_traffic import local_bytes
 
 
-def waiting_values(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> dict[str, list[Wait]]:
+def waiting_values(
+    layout: PlanIndex, values: Mapping[str, Value], rank: int, alike: AlikeOnRank | None = None
+) -> dict[str, list[Wait]]:
     """Values that a rank has while it runs forward, before a component there keeps them (`waiting_bytes`).
 
     Every layout of a value is a storage of its own. It lives from when the value is made to the last component that reads it
@@ -27,12 +31,13 @@ def waiting_values(layout: PlanIndex, values: Mapping[str, Value], rank: int) ->
 
     Args:
         layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
+        alike: what was counted already on the ranks of this plan; None: nothing.
 
     Returns:
         By value. Leaves out batches, and values of which the Model does not say who keeps them.
     """
-    names = layout.rank_components(rank)
-    place = {name: number for number, name in enumerate(names)}
+    alike = alike or CountedKinds(layout, values).on(rank)
+    names, place = layout.rank_components(rank), alike.place
     order = layout.model.component_index
     numbers = [order[name] for name in names]  # ascending
     here = [layout.model.component(name) for name in names]
@@ -41,7 +46,8 @@ def waiting_values(layout: PlanIndex, values: Mapping[str, Value], rank: int) ->
         value = values[name]
         if value.producer is not None and value.savers is not None:
             begins = bisect_right(numbers, order[value.producer])
-            found[name] = _waits(layout, value, value.savers, place, rank, begins)
+            waits = partial(_waits, layout, value, value.savers, place, rank, begins)
+            found[name] = alike.waits("values", value, waits)
     return found
 
 
@@ -78,7 +84,9 @@ def _waits(
     return [wait for wait in (*waits, *cut) if wait.first <= wait.last and wait.size_bytes]
 
 
-def waiting_gradients(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> dict[str, list[Wait]]:
+def waiting_gradients(
+    layout: PlanIndex, values: Mapping[str, Value], rank: int, alike: AlikeOnRank | None = None
+) -> dict[str, list[Wait]]:
     """Gradients that a rank has while other components than their reader and their maker run (`waiting_bytes`).
 
     One that is a part of a larger gradient keeps all of that, until another reader adds to it. Left out is what another stage
@@ -86,40 +94,51 @@ def waiting_gradients(layout: PlanIndex, values: Mapping[str, Value], rank: int)
 
     Args:
         layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
+        alike: what was counted already on the ranks of this plan; None: nothing.
     """
-    names = layout.rank_components(rank)
-    place = {name: number for number, name in enumerate(names)}
-    order, halves = layout.model.component_index, PIPELINE_ORDERS[layout.plan.pipeline_order].halves
-    numbers = [order[name] for name in names]  # ascending
-    here = [layout.model.component(name) for name in names]
+    alike = alike or CountedKinds(layout, values).on(rank)
+    here = [layout.model.component(name) for name in layout.rank_components(rank)]
     found: dict[str, list[Wait]] = {}
     for value in dict.fromkeys(value for component in here for value in (*component.outputs, *component.inputs)):
         entry = values[value]
-        if not entry.differentiable or entry.producer is None:
+        if entry.differentiable and entry.producer is not None:
+            waits = alike.waits("gradients", entry, partial(_gradient_waits, layout, values, entry, alike.place, rank))
+            if waits:
+                found[value] = waits
+    return found
+
+
+def _gradient_waits(
+    layout: PlanIndex, values: Mapping[str, Value], entry: Value, place: Mapping[str, int], rank: int
+) -> list[Wait]:
+    """Of one value that a rank makes or reads."""
+    assert entry.producer is not None
+    order, names = layout.model.component_index, layout.rank_components(rank)
+    halves, home = PIPELINE_ORDERS[layout.plan.pipeline_order].halves, layout.stage_of_value[entry.name]
+    late = halves and not layout.wants_input_gradient(entry.producer)
+    first_reader = min((place[name] for name in layout.consumers[entry.name] if name in place), default=0)
+    ends = place.get(entry.producer, first_reader) + 1
+    found: list[Wait] = []
+    for reading in layout.readings[entry.name]:
+        readers = [name for name in reading.components if name in layout.differentiable]
+        local = sorted(place[name] for name in readers if name in place)
+        if not readers or not (local or entry.producer in place):
             continue
-        late = halves and not layout.wants_input_gradient(entry.producer)
-        first_reader = min((place[name] for name in layout.consumers[value] if name in place), default=0)
-        ends = place.get(entry.producer, first_reader) + 1
-        for reading in layout.readings[value]:
-            readers = [name for name in reading.components if name in layout.differentiable]
-            local = sorted(place[name] for name in readers if name in place)
-            if not readers or not (local or entry.producer in place):
-                continue
-            if late and not local and reading.stage != layout.stage_of_value[value]:
-                continue
-            begins = local[-1] if local else bisect_left(numbers, min(map(order.__getitem__, readers)))
-            if not local and reading.stage == layout.stage_of_value[value]:
-                begins = _room_until(layout, entry, rank, begins)
-            size = _gradient_size(layout, entry, reading)
-            whole = 0.0
-            if local and not layout.is_halved(names[local[-1]]):  # else what waits between the halves keeps it
-                whole = _whole_bytes(layout, values, value, names[local[-1]])
-            again = local[-2] if len(local) > 1 else ends
-            stays = reading.stage == layout.stage_of_value[value] and reading.ends.gradient == layout.source[value].gradient
-            if whole > size and (stays or len(local) > 1):  # what is sent is copied, and what is converted made anew
-                found.setdefault(value, []).append(Wait(max(again, ends), begins - 1, whole))
-                begins = max(again, ends)
-            found.setdefault(value, []).append(Wait(ends, begins - 1, size))
+        if late and not local and reading.stage != home:
+            continue
+        begins = local[-1] if local else bisect_left(names, min(map(order.__getitem__, readers)), key=order.__getitem__)
+        if not local and reading.stage == home:
+            begins = _room_until(layout, entry, rank, begins)
+        size = _gradient_size(layout, entry, reading)
+        whole = 0.0
+        if local and not layout.is_halved(names[local[-1]]):  # else what waits between the halves keeps it
+            whole = _whole_bytes(layout, values, entry.name, names[local[-1]])
+        again = local[-2] if len(local) > 1 else ends
+        stays = reading.stage == home and reading.ends.gradient == layout.source[entry.name].gradient
+        if whole > size and (stays or len(local) > 1):  # what is sent is copied, and what is converted made anew
+            found.append(Wait(max(again, ends), begins - 1, whole))
+            begins = max(again, ends)
+        found.append(Wait(ends, begins - 1, size))
     return found
 
 

@@ -133,7 +133,7 @@ def _place_end_s(problem: PlanningProblem, layout: PlanIndex, place: int, work: 
         sending += summed * (microbatches if stage >= 2 else 1)
         if stage in (1, 2):
             gathering += seconds(gathering_work(bucket))
-        late.append((_remaining(work, layout.completes(bucket, place)), summed))
+        late.append((_remaining(work, layout.completes(bucket.family, place)), summed))
     if layout.plan.zero_stage >= 3:
         gathered, waiting = gathered_s(problem, layout, place, rank)
         sending += microbatches * gathered
@@ -157,7 +157,7 @@ def _last_buckets_s(problem: PlanningProblem, layout: PlanIndex, work: PlaceWork
     for bucket in layout.rank_buckets(rank):
         if len(bucket.group) > 1:
             price = problem.price([(bucket_work(layout, bucket), rank)], layout.plan.mesh)[0].median_s
-            if _remaining(work, layout.completes(bucket, 0)) <= 0.0:
+            if _remaining(work, layout.completes(bucket.family, 0)) <= 0.0:
                 total += price
             if layout.zero_stage_of(bucket) in (1, 2):
                 gathering += problem.price([(gathering_work(bucket), rank)], layout.plan.mesh)[0].median_s
