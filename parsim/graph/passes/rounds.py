@@ -2,9 +2,11 @@
 
 average  pack, one all_reduce of the weighted weights per bucket, mix (with the outer optimizer where there is one)
 gossip   pack, one message per link of W_t and bucket, mix over what arrived once the own weights have been sent
+merge    a global model per bucket goes from replica to replica: mix the own weights into it, go on from it, hand it on
 
 Packing copies a bucket's parameters into its flat array, which the gradients no longer need. A message waits for both ends,
-so what arrives needs room only while a round goes on. Every rank of a replica mixes with the ranks of the same place in the
+so what arrives needs room only while a round goes on. The global model of merge has room of its own: the last replica hands it
+to the first, which needs it in the next round, and meanwhile all train on. Every rank of a replica mixes with the ranks of the same place in the
 other replicas.
 """
 
@@ -18,7 +20,7 @@ from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.gradients import DP_STREAM, summed_groups
 from parsim.graph.plan_index import PlanIndex
-from parsim.graph.task import COMPUTE, Origin, Resource, Task
+from parsim.graph.task import COMPUTE, TURN, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.work import Collective, Mix, Phase, SendRecv
 
@@ -36,11 +38,15 @@ def mixing_peers(layout: PlanIndex, bucket: Bucket) -> tuple[tuple[int, ...], ..
 
 
 def outer_arrays(layout: PlanIndex) -> int:
-    """Arrays as large as the parameters that an outer optimizer keeps: the weights of the last round, and its momentum.
+    """Arrays as large as the parameters that are kept from round to round.
+
+    An outer optimizer keeps the weights of the last round, and its momentum; merge keeps the global model.
 
     Args:
         layout: of any plan.
     """
+    if layout.plan.synchronisation.kind == "merge":
+        return 1
     outer = layout.plan.synchronisation.outer
     return 0 if outer is None else 2 if outer.momentum else 1
 
@@ -66,6 +72,9 @@ def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
     """
     rule = layout.plan.synchronisation
     if not rule.mixes:
+        return
+    if rule.kind == "merge":
+        _add_turns(draft, layout)
         return
     neighbours = neighbours_of(layout, number)
     for bucket in layout.buckets:
@@ -114,6 +123,31 @@ def _add_messages(draft: Draft, bucket: Bucket, peers: tuple[int, ...], neighbou
             ends = [Resource(source, f"{MESSAGE_STREAM}>{to}"), Resource(to, f"{MESSAGE_STREAM}<{source}")]
             after: list[TaskKey] = [("pack", bucket.number, rank) for rank in (source, to)]
             draft.add(("message", bucket.number, source, to), work, ends, after, _origin(bucket, replica))
+
+
+def _add_turns(draft: Draft, layout: PlanIndex) -> None:
+    """Replicas merge in turn. A Mix holds the stream on which its rank is handed the model, so it waits for the round before."""
+    lines = [(bucket, peers) for bucket in layout.buckets for peers in mixing_peers(layout, bucket)]
+    for bucket, peers in lines:
+        for replica, rank in enumerate(peers):
+            if replica:
+                _hand_on(draft, bucket, peers[replica - 1], rank, [("mix", bucket.number, peers[replica - 1])])
+            after: list[TaskKey] = [(Phase.OPTIMIZER, rank)]
+            if replica:
+                after.append(("message", bucket.number, peers[replica - 1], rank))
+            handed = Resource(rank, f"{TURN}<{peers[replica - 1]}")
+            work = Mix(elements=bucket.elements, copies=2)
+            draft.add(("mix", bucket.number, rank), work, [Resource(rank, COMPUTE), handed], after, _origin(bucket))
+    for bucket, peers in lines:
+        first, last = peers[0], peers[-1]
+        after = [("mix", bucket.number, last), ("mix", bucket.number, first), ("message", bucket.number, first, peers[1])]
+        _hand_on(draft, bucket, last, first, after)
+
+
+def _hand_on(draft: Draft, bucket: Bucket, source: int, to: int, after: list[TaskKey]) -> None:
+    work = SendRecv(source=source, destination=to, size_bytes=bucket.size_bytes)
+    ends = [Resource(source, f"{TURN}>{to}"), Resource(to, f"{TURN}<{source}")]
+    draft.add(("message", bucket.number, source, to), work, ends, after, _origin(bucket))
 
 
 def without_idle(graph: TaskGraph, layout: PlanIndex, number: int, steps: int) -> TaskGraph:
