@@ -147,7 +147,7 @@ class Synchronisation:
             )
         if self.merge != "staleness" and (self.merge_rate, self.merge_exponent) != (1.0, 0.5):
             raise PlanError(
-                f'synchronisation.merge_rate and merge_exponent belong to the merge "staleness", not to {self.merge!r}; drop them'
+                f'synchronisation.merge_rate and merge_exponent belong to "staleness", not to {self.merge!r}; drop them'
             )
         if not 0 < self.merge_rate <= 1 or not self.merge_exponent >= 0:
             raise PlanError(

@@ -3,8 +3,8 @@
     Program = for every round of a cycle: (period - 1) local steps, then a step with the round behind it; W_t by round
 
 A cycle is one period of the graph, one round of every graph that Ada comes to, or `DRAWN_ROUNDS` rounds where replicas are
-drawn. Merging in turn is a cycle of one round, which may outlast its step. Local steps in a row repeat exactly, so at most `UNROLLED_STEPS` of a period are simulated in one graph. Each further one
-takes as long as a local step in a row of its own.
+drawn. Merging in turn is a cycle of one round, which may outlast its step. Local steps in a row repeat exactly, so at most
+`UNROLLED_STEPS` of a period are simulated in one graph. Each further one takes as long as a local step in a row of its own.
 
 Leaves out: that the slowest of unequal replicas need not be the same one in a long row of local steps and in a round.
 """

@@ -98,7 +98,7 @@ def test_a_synchronous_plan_is_written_as_before() -> None:
         ({"kind": "stale", "delays": (1, -1)}, "no gradient is early"),
         ({"kind": "merge", "period_steps": 0}, "1 is after every step"),
         ({"kind": "merge", "merge": "buffered"}, "known: half, running, staleness"),
-        ({"kind": "merge", "merge_rate": 0.5}, 'belong to the merge "staleness"'),
+        ({"kind": "merge", "merge_rate": 0.5}, 'belong to "staleness"'),
         ({"kind": "merge", "merge": "staleness", "merge_rate": 0.0}, "rate in"),
         ({"kind": "merge", "merge": "staleness", "merge_exponent": float("nan")}, "exponent from 0"),
         ({"kind": "merge", "graph": "ring"}, "belongs to kind gossip"),

@@ -176,7 +176,7 @@ class MixingRounds:
         return receive
 
     def _handing_on(self, task: Task) -> Callable[[], None]:
-        """The global model goes to the next replica, which may still train: the sender does not wait, nor does the first replica.
+        """The global model goes to the next replica, which may still train. The sender and the first replica do not wait.
 
         One array is enough at each end. A replica is handed the model again only after all others have had it, so what it
         sent has arrived by then.

@@ -5,9 +5,9 @@ gossip   pack, one message per link of W_t and bucket, mix over what arrived onc
 merge    a global model per bucket goes from replica to replica: mix the own weights into it, go on from it, hand it on
 
 Packing copies a bucket's parameters into its flat array, which the gradients no longer need. A message waits for both ends,
-so what arrives needs room only while a round goes on. The global model of merge has room of its own: the last replica hands it
-to the first, which needs it in the next round, and meanwhile all train on. Every rank of a replica mixes with the ranks of the same place in the
-other replicas.
+so what arrives needs room only while a round goes on. The global model of merge has room of its own: the last replica hands
+it to the first, which needs it in the next round, and meanwhile all train on. Every rank of a replica mixes with the ranks of
+the same place in the other replicas.
 """
 
 from __future__ import annotations
@@ -26,6 +26,25 @@ from parsim.work import Collective, Mix, Phase, SendRecv
 
 MESSAGE_STREAM = "dp"
 """Messages of gossip go over one stream per link: dp>3 to rank 3, dp<1 from rank 1."""
+
+
+PACK_ACCESSES, TAKE_ACCESSES, NEIGHBOUR_ACCESSES, TURN_ACCESSES = 2, 3, 3, 5
+"""4-byte reads and writes per element in `parsim.execute.relaxed.mixing`, operation by operation. Packing is a product. Taking
+the result is a copy into the parameters, and zeroing the flat array. A neighbour's weights are added; a turn is a lerp, a copy.
+"""
+OUTER_ACCESSES, MOMENTUM_ACCESSES, NESTEROV_ACCESSES = 12, 7, 5
+"""Of an outer optimizer: the change, its step and two copies; of momentum: v m + g and a copy; of Nesterov: g + v m."""
+
+
+def _mix(bucket: Bucket, copies: int, accesses: int) -> Mix:
+    return Mix(elements=bucket.elements, copies=copies, accesses=accesses, tensors=len(bucket.parameters))
+
+
+def _outer_accesses(layout: PlanIndex) -> int:
+    outer = layout.plan.synchronisation.outer
+    if outer is None:
+        return 0
+    return OUTER_ACCESSES + (MOMENTUM_ACCESSES if outer.momentum else 0) + (NESTEROV_ACCESSES if outer.nesterov else 0)
 
 
 def mixing_peers(layout: PlanIndex, bucket: Bucket) -> tuple[tuple[int, ...], ...]:
@@ -79,7 +98,7 @@ def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
     neighbours = neighbours_of(layout, number)
     for bucket in layout.buckets:
         for rank in draft.kept(bucket.group):
-            work = Mix(elements=bucket.elements, copies=1)
+            work = _mix(bucket, 1, PACK_ACCESSES)
             updated: TaskKey = (Phase.OPTIMIZER, rank)
             draft.add(("pack", bucket.number, rank), work, [Resource(rank, COMPUTE)], [updated], _origin(bucket))
     for bucket in layout.buckets:
@@ -94,13 +113,15 @@ def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
                 if not draft.keeps(rank):
                     continue
                 arrays = 1 + len(neighbours[replica]) + outer_arrays(layout)
+                accesses = TAKE_ACCESSES + _outer_accesses(layout)
                 after: list[TaskKey] = [("average", bucket.number, peers[0])]
                 if rule.kind == "gossip":
                     after = [("message", bucket.number, peers[other], rank) for other in neighbours[replica]]
                     takers = [other for other, taken in enumerate(neighbours) if replica in taken]
                     after += [("message", bucket.number, rank, peers[other]) for other in takers]
                     after = after or [("pack", bucket.number, rank)]
-                work = Mix(elements=bucket.elements, copies=arrays)
+                    accesses += PACK_ACCESSES + NEIGHBOUR_ACCESSES * len(neighbours[replica])
+                work = _mix(bucket, arrays, accesses)
                 draft.add(("mix", bucket.number, rank), work, [Resource(rank, COMPUTE)], after, _origin(bucket))
 
 
@@ -126,7 +147,7 @@ def _add_messages(draft: Draft, bucket: Bucket, peers: tuple[int, ...], neighbou
 
 
 def _add_turns(draft: Draft, layout: PlanIndex) -> None:
-    """Replicas merge in turn. A Mix holds the stream on which its rank is handed the model, so it waits for the round before."""
+    """Replicas merge in turn. A Mix holds the stream on which its rank is handed the model: it waits for the round before."""
     lines = [(bucket, peers) for bucket in layout.buckets for peers in mixing_peers(layout, bucket)]
     for bucket, peers in lines:
         for replica, rank in enumerate(peers):
@@ -136,7 +157,7 @@ def _add_turns(draft: Draft, layout: PlanIndex) -> None:
             if replica:
                 after.append(("message", bucket.number, peers[replica - 1], rank))
             handed = Resource(rank, f"{TURN}<{peers[replica - 1]}")
-            work = Mix(elements=bucket.elements, copies=2)
+            work = _mix(bucket, 2, TURN_ACCESSES)
             draft.add(("mix", bucket.number, rank), work, [Resource(rank, COMPUTE), handed], after, _origin(bucket))
     for bucket, peers in lines:
         first, last = peers[0], peers[-1]
