@@ -156,14 +156,20 @@ class Mix:
     """Local weight maths: w <- sum_j c_j w_j over `copies` >= 1 arrays of `elements` scalars each, the rank's own among them.
 
     Averaging, the sum over neighbours of gossip, and merging into a global model are all this.
+
+    Attributes:
+        accesses: 4-byte reads and writes per element, operation by operation, where known; 0: one pass over the copies.
+        tensors: over which the elements are spread.
     """
 
     elements: int
     copies: int
+    accesses: int = 0
+    tensors: int = 1
 
     def __post_init__(self) -> None:
-        if self.elements < 0 or self.copies < 1:
-            raise GraphError(f"a mix needs elements >= 0 and copies >= 1, got {self.elements} and {self.copies}")
+        if min(self.elements, self.accesses) < 0 or min(self.copies, self.tensors) < 1:
+            raise GraphError(f"a mix needs elements and accesses >= 0, and copies and tensors >= 1, got {self}")
 
 
 Work = Compute | OptimizerStep | ClipGradients | Collective | SendRecv | LoadBatch | Mix

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.common.claims import Claim, claim, of_every
+from experiments.common.markdown import table
 
 
 def claims(document: dict[str, Any]) -> list[Claim]:
@@ -35,3 +36,29 @@ def claims(document: dict[str, Any]) -> list[Claim]:
 def gain(row: dict[str, Any]) -> float:
     """Share of time saved, from its text in percent."""
     return float(str(row["less_time_than_best_uniform"]).rstrip("%")) / 100
+
+
+def tables(document: dict[str, Any]) -> str:
+    """The best simulated plan of each family as Markdown, milliseconds.
+
+    Args:
+        document: results.json.
+    """
+    head = (
+        "model",
+        "batch",
+        "memory per device",
+        "dp ms",
+        "mp ms",
+        "hp ms",
+        "adaptive ms",
+        "less than the best uniform",
+        "kinds",
+    )
+    lines = []
+    for row in document["rows"]:
+        times = [str(row[f"{family}_ms"]) for family in ("dp", "mp", "hp", "adaptive")]
+        kinds = row["mixes"].replace("+", ", ")
+        gained = row["less_time_than_best_uniform"]
+        lines.append((row["model"], str(row["batch"]), f"{row['memory_gib']:g} GiB", *times, gained, kinds))
+    return table(head, list(dict.fromkeys(lines)), words=1)

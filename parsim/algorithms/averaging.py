@@ -147,6 +147,37 @@ def arrival_weights(rule: MergeRule, arrivals: int) -> NDArray[np.float64]:
     return np.asarray(state.weights, dtype=np.float64)
 
 
+def turn_weight(rule: MergeRule, number: int, worker: int) -> float:
+    """omega of g <- g + omega (w - g), where workers 0, 1, ... merge in turn and each goes on from the global model.
+
+    Args:
+        rule: half, running or staleness; `workers` take part in every round. number: of the round, from 0. worker: whose turn.
+    """
+    read = 0 if number == 0 else (number - 1) * rule.workers + worker + 1
+    staleness = number * rule.workers + worker - read
+    state = Merged(weights=0.0, in_round=worker, share_in_round=float(worker))
+    return float(merge(state, Arrival(weights=1.0, start=0.0, staleness=staleness), rule).weights)
+
+
+def turns_matrix(rule: MergeRule, number: int) -> NDArray[np.float64]:
+    """A round in which workers merge in turn: float64 [workers, 1 + workers].
+
+    Row i is what worker i takes of the global model before the round (column 0) and of every worker. The last row is the
+    global model after the round.
+
+    Args:
+        rule: half, running or staleness. number: of the round, from 0.
+    """
+    rows = np.zeros((rule.workers, 1 + rule.workers))
+    model = np.eye(1 + rule.workers)[0]
+    for worker in range(rule.workers):
+        weight = turn_weight(rule, number, worker)
+        model = model * (1.0 - weight)
+        model[1 + worker] += weight
+        rows[worker] = model
+    return rows
+
+
 def effective_workers(weights: NDArray[np.float64]) -> float:
     """1 / sum omega^2 of weights that sum to 1: how many equal workers would average the noise as well."""
     return float(1.0 / np.square(weights).sum())

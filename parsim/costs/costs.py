@@ -154,7 +154,9 @@ class Costs:
             case ClipGradients():
                 return self._computation.clip(work, self.optimizer, self._device(rank), master_weights=self.master_weights)
             case Mix():
-                return estimate_mix(work, self._device(rank))
+                if not work.accesses:
+                    return estimate_mix(work, self._device(rank))
+                return self._computation.mix(work, self.optimizer, self._device(rank), master_weights=self.master_weights)
             case Collective():
                 return estimate_collective(work, self.cluster, concurrent)
             case SendRecv():

@@ -1,7 +1,8 @@
 """Steps in a row, as the executor runs them: a rank begins a step when all its tasks of the step before have ended.
 
 So the parameters that ZeRO gathers at a step's end are there before the next step reads them. A rank that is done early
-does not wait for the others. Loading alone may run ahead (`OverlapFactors.loads_ahead`).
+does not wait for the others. Loading may run ahead (`OverlapFactors.loads_ahead`), and messages of merging in turn may outlast
+a step (`parsim.graph.task.outlasts`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from parsim.engines import static
 from parsim.engines.compile import CompiledGraph
 from parsim.engines.program import Carried, Part, Program
 from parsim.graph.columns import Columns
-from parsim.graph.task import HOST
+from parsim.graph.task import HOST, outlasts
 
 
 def mean_step_s(
@@ -35,7 +36,7 @@ def mean_step_s(
 
 
 def waiting_together(columns: Columns, overlap: OverlapFactors) -> Ints:
-    """A number per resource, equal for those that begin a step together: all of a rank, except loading that runs ahead.
+    """A number per resource, equal for those that begin a step together: all of a rank, except what runs ahead or outlasts it.
 
     Args:
         columns: the program. overlap: tells whether loading runs ahead.
@@ -43,10 +44,13 @@ def waiting_together(columns: Columns, overlap: OverlapFactors) -> Ints:
     Returns:
         int64 [resources].
     """
-    if not overlap.loads_ahead:
-        return columns.resource_rank
-    loads = np.array([resource.stream == HOST for resource in columns.resources], dtype=np.bool_)
-    return np.where(loads, columns.resource_rank + columns.world_size, columns.resource_rank)
+    found = np.array(columns.resource_rank, dtype=np.int64)
+    if overlap.loads_ahead:
+        loads = np.array([resource.stream == HOST for resource in columns.resources], dtype=np.bool_)
+        found = np.where(loads, found + columns.world_size, found)
+    alone = np.flatnonzero([outlasts(resource) for resource in columns.resources])
+    found[alone] = 2 * columns.world_size + np.arange(len(alone))
+    return found
 
 
 def carried_by_steps(columns: Columns, overlap: OverlapFactors) -> tuple[Carried, Carried]:
@@ -57,6 +61,8 @@ def carried_by_steps(columns: Columns, overlap: OverlapFactors) -> tuple[Carried
     """
     ends: dict[int, tuple[list[int], list[int]]] = {}
     for resource, number in enumerate(waiting_together(columns, overlap).tolist()):
+        if outlasts(columns.resources[resource]):
+            continue  # its own order carries it on
         issued = columns.issued.row(resource)
         if len(issued):
             first, last = ends.setdefault(number, ([], []))

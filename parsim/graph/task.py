@@ -28,6 +28,13 @@ def parse_resource(text: str) -> Resource:
 
 COMPUTE = "compute"
 HOST = "host"
+TURN = "turn"
+"""Streams turn>3 and turn<1 carry a global model from replica to replica. A step does not end with them: see `outlasts`."""
+
+
+def outlasts(resource: Resource) -> bool:
+    """Whether what a resource has begun may go on while its rank begins the next step."""
+    return resource.stream.startswith((f"{TURN}>", f"{TURN}<"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,7 +119,8 @@ def _(work: LoadBatch) -> str:
 
 @work_text.register
 def _(work: Mix) -> str:
-    return f"mix {work.elements} elements of {work.copies}"
+    spread = f" in {work.tensors} by {work.accesses}" if work.accesses else ""
+    return f"mix {work.elements} elements of {work.copies}{spread}"
 
 
 def parse_work(text: str) -> Work:
@@ -150,8 +151,8 @@ def parse_work(text: str) -> Work:
         )
     if match := re.fullmatch(r"send_recv (\d+) B (\d+)>(\d+)", text):
         return SendRecv(size_bytes=int(match[1]), source=int(match[2]), destination=int(match[3]))
-    if match := re.fullmatch(r"mix (\d+) elements of (\d+)", text):
-        return Mix(elements=int(match[1]), copies=int(match[2]))
+    if match := re.fullmatch(r"mix (\d+) elements of (\d+)(?: in (\d+) by (\d+))?", text):
+        return Mix(elements=int(match[1]), copies=int(match[2]), tensors=int(match[3] or 1), accesses=int(match[4] or 0))
     if match := re.fullmatch(r"load x(\d+) (\d+) B(?: in (\d+))?", text):
         return LoadBatch(samples=int(match[1]), size_bytes=int(match[2]), parts=int(match[3] or 1))
     if match := re.fullmatch(r"(\w+) (\d+) B over ([\d,]+)( packed)?", text):

@@ -4,9 +4,12 @@ all_reduce  gradients are summed in every step: synchronous training
 average     replicas train alone for `period_steps` steps, then take the mean of their weights; an outer optimizer may use
             the change of the mean as its gradient (local SGD, federated averaging, DiLoCo)
 gossip      after `period_steps` steps every replica takes a weighted sum over its neighbours on a graph
+merge       after `period_steps` steps one replica after another merges its weights into a global model, and goes on from it;
+            no replica waits for those behind it (asynchronous averaging, FedAsync)
 stale       stages work on different batches at once, and apply gradients that are `delays` steps late
 
-A text form names all that differs from the default: `average/8 outer=nesterov:0.7:0.9`, `gossip/1 ring`, `stale delays=2,0`.
+A text form names all that differs from the default: `average/8 outer=nesterov:0.7:0.9`, `gossip/1 ring`,
+`merge/8 merge=staleness:0.6:0.5`, `stale delays=2,0`.
 """
 
 from __future__ import annotations
@@ -15,22 +18,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from parsim.algorithms.averaging import OuterOptimizer, averaging_matrix, participation_weights
+from parsim.algorithms.averaging import (
+    MergeRule,
+    OuterOptimizer,
+    averaging_matrix,
+    participation_weights,
+    turn_weight,
+    turns_matrix,
+)
 from parsim.algorithms.graphs import check_doubly_stochastic, unreached
 from parsim.errors import AlgorithmError, PlanError, near_matches
 from parsim.plans.mesh import Mesh
 from parsim.plans.mixing_schedule import MixingSchedule, parse_mixing
 
-KINDS = ("all_reduce", "average", "gossip", "stale")
+KINDS = ("all_reduce", "average", "gossip", "merge", "stale")
 OUTER_OPTIMIZERS = {"none": 0.0, "sgd": 1.0, "momentum": 0.7, "nesterov": 0.7}
 """Name of an outer optimizer, and its learning rate where none is given."""
 OUTER_MOMENTUM = 0.9
+TURN_MERGES = ("half", "running", "staleness")
+"""Merges that replicas can make in turn. `buffered` is no plan's: it keeps arrivals beside the global model."""
 MOST_PERIOD = 10**6
 DRAWN_ROUNDS = 4
 """Rounds with drawn replicas that are simulated."""
 
 _BELONGS = {
-    "period_steps": ("average", "gossip"),
+    "period_steps": ("average", "gossip", "merge"),
     "graph": ("gossip",),
     "weights": ("average", "gossip"),
     "outer_optimizer": ("average",),
@@ -38,6 +50,9 @@ _BELONGS = {
     "outer_momentum": ("average",),
     "participation": ("average",),
     "seed": ("average",),
+    "merge": ("merge",),
+    "merge_rate": ("merge",),
+    "merge_exponent": ("merge",),
     "delays": ("stale",),
 }
 """Which kinds a key means something for."""
@@ -55,6 +70,8 @@ class Synchronisation:
     outer_optimizer: a key of OUTER_OPTIMIZERS, for average. outer_learning_rate: 0 stands for the optimizer's own.
     outer_momentum: of momentum and nesterov.
     participation: the fraction of replicas that is drawn for every round of average; the others wait. seed: of the draws.
+    merge: of merge, one of TURN_MERGES: (g + w) / 2 as the reference does, the exact mean of a round, or less of late work.
+    merge_rate, merge_exponent: of the merge "staleness", which takes rate * (1 + s)^-exponent of weights s merges late.
     delays: of stale, per stage, how many steps late its gradients are; left out: 2 (K - 1), ..., 2, 0 for K stages.
     """
 
@@ -67,6 +84,9 @@ class Synchronisation:
     outer_momentum: float = OUTER_MOMENTUM
     participation: float = 1.0
     seed: int = 0
+    merge: str = "half"
+    merge_rate: float = 1.0
+    merge_exponent: float = 0.5
     delays: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -88,6 +108,7 @@ class Synchronisation:
                 "lies above 0 and is at most 1"
             )
         self._check_outer()
+        self._check_merge()
         if self.kind == "gossip":
             if bool(self.graph) == bool(self.weights):
                 what = "both a graph and weights" if self.graph else "neither a graph nor weights"
@@ -118,6 +139,22 @@ class Synchronisation:
                 f"{self.outer_learning_rate:g} and {self.outer_momentum:g}"
             )
 
+    def _check_merge(self) -> None:
+        if self.merge not in TURN_MERGES:
+            raise PlanError(
+                f"unknown synchronisation.merge {self.merge!r}{near_matches(self.merge, TURN_MERGES)}; "
+                f"known: {', '.join(TURN_MERGES)}"
+            )
+        if self.merge != "staleness" and (self.merge_rate, self.merge_exponent) != (1.0, 0.5):
+            raise PlanError(
+                f'synchronisation.merge_rate and merge_exponent belong to "staleness", not to {self.merge!r}; drop them'
+            )
+        if not 0 < self.merge_rate <= 1 or not self.merge_exponent >= 0:
+            raise PlanError(
+                f"a merge by staleness has a rate in (0, 1] and an exponent from 0 on, got {self.merge_rate:g} and "
+                f"{self.merge_exponent:g}"
+            )
+
     @property
     def is_relaxed(self) -> bool:
         """Whether replicas, or stages, hold weights that synchronous training would not have."""
@@ -126,7 +163,7 @@ class Synchronisation:
     @property
     def mixes(self) -> bool:
         """Whether weights are exchanged in rounds."""
-        return self.kind in ("average", "gossip")
+        return self.kind in ("average", "gossip", "merge")
 
     @property
     def outer(self) -> OuterOptimizer | None:
@@ -197,6 +234,8 @@ class Synchronisation:
             )
 
     def _check_weights(self, replicas: int) -> None:
+        if self.kind == "merge":
+            return
         if self.kind == "average":
             if self.weights:
                 if len(self.weights) != 1:
@@ -219,10 +258,23 @@ class Synchronisation:
             )
 
     def matrix(self, number: int, replicas: int) -> Any:
-        """W of round `number`: float64 [replicas, replicas], row i what replica i takes of each (before an outer optimizer)."""
+        """W of round `number`: float64 [replicas, replicas], row i what replica i takes of each (before an outer optimizer).
+
+        Of merge [replicas, 1 + replicas]: the first column is what replica i takes of the global model before the round. The
+        last row is the global model after it.
+        """
+        if self.kind == "merge":
+            return turns_matrix(self._merge_rule(replicas), number)
         if self.kind == "gossip":
             return self.mixing.matrix(number, replicas) if self.graph else _array(self.weights)
         return averaging_matrix(replicas, self.shares(number, replicas))
+
+    def turn_weight(self, number: int, replica: int, replicas: int) -> float:
+        """Of merge: how much of its own weights a replica gives the global model in round `number`."""
+        return turn_weight(self._merge_rule(replicas), number, replica)
+
+    def _merge_rule(self, replicas: int) -> MergeRule:
+        return MergeRule(kind=self.merge, workers=replicas, rate=self.merge_rate, exponent=self.merge_exponent)
 
     def cycle(self, replicas: int) -> tuple[int, ...]:
         """Numbers of the rounds that stand for all: one where all are alike, a few where replicas are drawn.
@@ -259,6 +311,9 @@ class Synchronisation:
             words.append(f"participation={self.participation!r}")
         if self.seed:
             words.append(f"seed={self.seed}")
+        if self.merge != "half":
+            numbers = f":{self.merge_rate!r}:{self.merge_exponent!r}" if self.merge == "staleness" else ""
+            words.append(f"merge={self.merge}{numbers}")
         if self.delays:
             words.append(f"delays={','.join(map(str, self.delays))}")
         return " ".join(words)
@@ -320,6 +375,9 @@ def parse_synchronisation(text: str) -> Synchronisation:
                     found["participation"] = float(value)
                 case "seed":
                     found["seed"] = int(value)
+                case "merge":
+                    found["merge"], *numbers = value.split(":")
+                    found |= dict(zip(("merge_rate", "merge_exponent"), map(float, numbers), strict=False))
                 case "delays":
                     found["delays"] = tuple(map(int, value.split(",")))
                 case _ if not given or "(" in word:

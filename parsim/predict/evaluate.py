@@ -271,8 +271,14 @@ def _period_s(period: MixingPeriod, sigma: float) -> tuple[float, float]:
     """
     rows = period.medians_s
     steady_s = float(period.steps_s(rows)[0])
+
+    def noisy_s(sigma: float) -> float:
+        return period.unsteady_s(lambda compiled, row: unsteady_step_s(compiled, row, period.overlap, sigma), rows)
+
     own = sigma / math.sqrt(period.steps)
-    return steady_s, period.unsteady_s(lambda compiled, row: unsteady_step_s(compiled, row, period.overlap, own), rows)
+    if period.staggers:
+        return steady_s, steady_s + (noisy_s(own) - noisy_s(0.0) if own else 0.0)
+    return steady_s, noisy_s(own)
 
 
 def with_interval(problem: PlanningProblem, evaluation: Evaluation, *, samples: int, reason: str) -> Evaluation:

@@ -3,8 +3,8 @@
     Program = for every round of a cycle: (period - 1) local steps, then a step with the round behind it; W_t by round
 
 A cycle is one period of the graph, one round of every graph that Ada comes to, or `DRAWN_ROUNDS` rounds where replicas are
-drawn. Local steps in a row repeat exactly, so at most `UNROLLED_STEPS` of a period are simulated in one graph. Each further one
-takes as long as a local step in a row of its own.
+drawn. Merging in turn is a cycle of one round, which may outlast its step. Local steps in a row repeat exactly, so at most
+`UNROLLED_STEPS` of a period are simulated in one graph. Each further one takes as long as a local step in a row of its own.
 
 Leaves out: that the slowest of unequal replicas need not be the same one in a long row of local steps and in a round.
 """
@@ -43,10 +43,16 @@ PERIODS = 3
 
 
 def is_one_step(plan: Plan) -> bool:
-    """Whether every step is like the next: synchronous and stale plans, and one equal round behind every step."""
+    """Whether every step is like the next: synchronous and stale plans, and one equal round behind every step.
+
+    Merging in turn is not: its rounds outlast their steps.
+    """
     rule = plan.synchronisation
     return not rule.mixes or (
-        rule.period_steps == 1 and len(plan.synchronisation.cycle(plan.mesh.dp)) == 1 and rule.participation == 1.0
+        rule.kind != "merge"
+        and rule.period_steps == 1
+        and len(plan.synchronisation.cycle(plan.mesh.dp)) == 1
+        and rule.participation == 1.0
     )
 
 
@@ -116,6 +122,8 @@ class MixingPeriod:
         cycle: the rounds, each behind at most `UNROLLED_STEPS` steps. local: one local step; None where none is left out.
         estimates: of the units of both. unit: int64 [tasks of the cycle], local_unit: those of the local step, in `estimates`.
         rounds: in the cycle. steps: from one round to the next. simulated: of these, in the graph.
+        staggers: replicas begin together and then keep a distance, as when they merge in turn. The mean leaves out the first
+            cycle, in which they come to it.
         ranks: that are simulated; None: all.
     """
 
@@ -128,6 +136,7 @@ class MixingPeriod:
     rounds: int
     steps: int
     simulated: int
+    staggers: bool = False
     ranks: tuple[int, ...] | None = None
 
     def mean_s(self, cycle_s: Floats, local_s: Floats) -> Floats:
@@ -137,16 +146,22 @@ class MixingPeriod:
 
     def steps_s(self, rows_s: Floats) -> Floats:
         """float64 [rows]: the mean step for every row of durations, float64 [rows, estimates]."""
-        cycle = mean_step_s(self.cycle, rows_s[:, self.unit], self.overlap, steps=PERIODS)
+        durations = rows_s[:, self.unit]
+        cycle = mean_step_s(self.cycle, durations, self.overlap, steps=PERIODS)
+        if self.staggers:
+            cycle = self._one_more(self.cycle, durations)
         return self.mean_s(cycle, self._local(rows_s))
 
     def _local(self, rows_s: Floats) -> Floats:
         """Seconds of one more local step in a row of them."""
         if self.local is None:
             return np.zeros(len(rows_s))
-        durations = rows_s[:, self.local_unit]
+        return self._one_more(self.local, rows_s[:, self.local_unit])
+
+    def _one_more(self, compiled: CompiledGraph, durations_s: Floats) -> Floats:
+        """Seconds by which one more repeat makes a row of repeats longer."""
         more, fewer = (
-            steps * mean_step_s(self.local, durations, self.overlap, steps=steps) for steps in (PERIODS + 1, PERIODS)
+            steps * mean_step_s(compiled, durations_s, self.overlap, steps=steps) for steps in (PERIODS + 1, PERIODS)
         )
         found: Floats = more - fewer
         return found
@@ -240,6 +255,7 @@ def mixing_period(
         rounds=len(plan.synchronisation.cycle(plan.mesh.dp)),
         steps=rule.period_steps,
         simulated=simulated,
+        staggers=rule.kind == "merge",
         ranks=None if folding is None else folding.ranks,
     )
 
@@ -276,7 +292,7 @@ def priced_units(problem: PlanningProblem, plan: Plan, units: Units, *, rounds: 
     """Prices of the units of a plan: overlapped where it says so, and the messages of a round of mixing share links.
 
     Args:
-        problem: of the plan. plan: with synchronisation average or gossip. units: of its columns.
+        problem: of the plan. plan: with synchronisation average, gossip or merge. units: of its columns.
         rounds: per unit the round that it belongs to; None: all to one.
 
     Returns:

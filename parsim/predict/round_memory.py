@@ -1,6 +1,7 @@
 """What a rank keeps beside a synchronous step, for relaxed synchronisation and for validation: lines of memory of their own.
 
-outer_state        of average with an outer optimizer: the weights of the last round, and its momentum
+outer_state        of average with an outer optimizer: the weights of the last round, and its momentum; of merge: the global
+                   model
 neighbour_buffers  of gossip: what arrives from the neighbours of a round, as far as it exceeds what the step has let go by then
 receive_buffers    of stale: also what arrives in a step for the next one
 stashed_weights    of stale: a copy of a stage's weights for every batch that it holds, unless it runs backward in the same step
@@ -57,7 +58,7 @@ def with_relaxed_lines(memory: RankMemory, kept: KeptActivations, rank: int) -> 
         arriving = round(next_step_bytes(kept, rank))
         held_lines = [(name, size + arriving if name == "receive_buffers" else size) for name, size in memory.lines]
         return replace(memory, lines=(*held_lines, line))
-    lines = [("outer_state", outer_arrays(layout) * trained)] if rule.outer is not None else []
+    lines = [("outer_state", outer_arrays(layout) * trained)] if outer_arrays(layout) else []
     if rule.kind == "gossip":
         replica = plan.replica_of_rank(rank)
         arriving = max(len(neighbours_of(layout, number)[replica]) for number in rule.cycle(plan.mesh.dp)) * trained

@@ -50,7 +50,7 @@ def train_planned(
     """Train one virtual replica per replica of the plan, as the executor would.
 
     Args:
-        plan: with synchronisation average or gossip. training: of the model; its weights are the start.
+        plan: with synchronisation average, gossip or merge. training: of the model; its weights are the start.
         order: of the samples; replicas take equal parts of every global batch. steps: to train.
         step_s: seconds of the plan's mean step, as simulated. score_every: steps between two scores; 0: none.
         on_step: sees (steps done, weights [P, D]).
@@ -60,7 +60,9 @@ def train_planned(
     """
     rule, replicas = plan.synchronisation, plan.mesh.dp
     if not rule.mixes:
-        raise AlgorithmError(f"virtual replicas mix in rounds, and the plan has synchronisation {rule}; use average or gossip")
+        raise AlgorithmError(
+            f"virtual replicas mix in rounds, and the plan has synchronisation {rule}; use average, gossip or merge"
+        )
     if order.global_batch != plan.global_batch:
         raise AlgorithmError(f"the plan has batches of {plan.global_batch} samples, and the order of {order.global_batch}")
     if steps < 1:
@@ -85,7 +87,7 @@ def steps_of(rule: Synchronisation, replicas: int, training: LocalTraining, orde
     """Step after step without end: the replicas behind each, and the rounds so far.
 
     Args:
-        rule: average or gossip; under all_reduce one replica takes the whole batch, which learns the same.
+        rule: average, gossip or merge; under all_reduce one replica takes the whole batch, which learns the same.
         replicas: that mix, 1 under all_reduce. training: of the model. order: of the samples.
 
     Raises:
@@ -101,7 +103,11 @@ def steps_of(rule: Synchronisation, replicas: int, training: LocalTraining, orde
         workers = training.step(workers, samples)
         if rule.mixes and rule.due(step):
             matrix = torch.tensor(rule.matrix(rounds, replicas), dtype=workers.weights.dtype)
-            mixed = matrix @ workers.weights
+            if rule.kind == "merge":
+                mixed = matrix @ torch.cat([previous[None], workers.weights])
+                previous = mixed[-1]
+            else:
+                mixed = matrix @ workers.weights
             if rule.outer is not None:
                 previous, velocity = rule.outer.step(previous, mixed[0], velocity)
                 mixed = previous.repeat(replicas, 1)

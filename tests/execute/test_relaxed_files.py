@@ -15,7 +15,7 @@ FILES = sorted(FOLDER.glob("*.toml"))
 
 def test_every_kind_has_a_run_file_that_the_page_names() -> None:
     page = (FOLDER.parent / "relaxed.md").read_text(encoding="utf-8")
-    assert [path.stem for path in FILES] == ["all_reduce", "average", "gossip", "stale"]
+    assert [path.stem for path in FILES] == ["all_reduce", "average", "gossip", "merge", "stale"]
     assert all(f"(relaxed/{path.name})" in page for path in FILES)
 
 
@@ -31,5 +31,10 @@ def test_a_run_file_is_planned(path: Path) -> None:
     assert document["chosen"]["plan"].get("executable", True)
     if rule.kind != "all_reduce":
         assert document["chosen"]["plan"]["synchronisation"]["kind"] == rule.kind
-    found = {"average": "averaging weights every 8 steps", "gossip": "neighbours (ring)", "stale": "2 steps late"}
+    found = {
+        "average": "averaging weights every 8 steps",
+        "gossip": "neighbours (ring)",
+        "merge": "in turn (staleness) every 4 steps",
+        "stale": "2 steps late",
+    }
     assert found.get(rule.kind, "data parallelism") in answer.sentence()

@@ -37,6 +37,9 @@ TWO = [
     ("average/3 participation=0.5", "sgd_momentum"),
     ("gossip/2 ring", "adam"),
     ("gossip/1 weights=0.9,0.1;0.1,0.9", "sgd_momentum"),
+    ("merge/1", "sgd_momentum"),
+    ("merge/4 merge=running", "adam"),
+    ("merge/3 merge=staleness:0.6:0.5", "sgd_momentum"),
 ]
 FOUR = [
     ("average/8 outer=momentum:0.7:0.5 participation=0.5 seed=3", "sgd_momentum"),
@@ -46,6 +49,8 @@ FOUR = [
     ("gossip/1 complete", "sgd_momentum"),
     ("gossip/1 star", "sgd_momentum"),
     ("gossip/1 ada(start=3, rate=1.0, rounds=4, epochs=3)", "sgd_momentum"),
+    ("merge/1", "sgd_momentum"),
+    ("merge/5 merge=staleness:0.6:0.5", "sgd_momentum"),
 ]
 
 
@@ -176,7 +181,9 @@ def test_a_step_that_fails_is_reported_at_once(monkeypatch: pytest.MonkeyPatch, 
         run_cases([usual], tmp_path, steps=2, start=partial(run_job, timeout_s=60.0))
 
 
-@pytest.mark.parametrize("text", ["average/5 outer=nesterov:0.7:0.9", "gossip/3 ring"])
+@pytest.mark.parametrize(
+    "text", ["average/5 outer=nesterov:0.7:0.9", "gossip/3 ring", "merge/5", "merge/13 merge=staleness:0.6:0.5"]
+)
 def test_a_resumed_training_equals_one_that_was_not_stopped(text: str, tmp_path: Path) -> None:
     """It stops after 13 steps, between two rounds, when replicas hold different weights."""
     plan = replace(relaxed_case(text, "sgd_momentum", 2).plan)
@@ -214,7 +221,7 @@ def test_virtual_replicas_of_a_plan_refuse_what_does_not_mix() -> None:
     training, order = virtual_training(run)
     outcome = train_planned(case.plan, training, order, 4, step_s=0.5, score_every=2)
     assert (outcome.seconds, outcome.rounds, [step for step, _ in outcome.scores]) == (2.0, 4, [2, 4])
-    with pytest.raises(AlgorithmError, match="use average or gossip"):
+    with pytest.raises(AlgorithmError, match="use average, gossip or merge"):
         train_planned(replace(case.plan, synchronisation=parse_synchronisation("all_reduce")), training, order, 1)
     with pytest.raises(AlgorithmError, match="batches of 16"):
         train_planned(case.plan, training, replace(order, global_batch=8), 1)

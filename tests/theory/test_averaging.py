@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parsim.algorithms.arrivals import merge_events
 from parsim.algorithms.averaging import (
     MERGES,
     Arrival,
@@ -22,6 +23,8 @@ from parsim.algorithms.averaging import (
     merge,
     participation_weights,
     sample_weights,
+    turn_weight,
+    turns_matrix,
 )
 from parsim.algorithms.periods import (
     AlgorithmWarning,
@@ -46,6 +49,28 @@ def merged_models(
 
 def test_half_gives_the_last_arrival_a_half_exactly() -> None:
     assert arrival_weights(MergeRule(kind="half", workers=4), 4).tolist() == [1 / 16, 1 / 16, 1 / 8, 1 / 4, 1 / 2]
+
+
+def test_a_round_of_turns_is_the_merges_one_after_another() -> None:
+    half = turns_matrix(MergeRule(kind="half", workers=4), 3)
+    assert half[-1].tolist() == [1 / 16, 1 / 16, 1 / 8, 1 / 4, 1 / 2]
+    assert half[0].tolist() == [1 / 2, 1 / 2, 0, 0, 0]
+    running = turns_matrix(MergeRule(kind="running", workers=4), 3)
+    np.testing.assert_allclose(running[-1], [0, 1 / 4, 1 / 4, 1 / 4, 1 / 4], atol=1e-15)
+
+
+@pytest.mark.parametrize("kind", ["half", "running", "staleness"])
+def test_turns_are_what_equal_workers_do_by_arrival(kind: str) -> None:
+    """The event queue of workers that are equally fast: their order, and how late their work is, round after round."""
+    rule = MergeRule(kind=kind, workers=3, rate=0.6, exponent=0.5)
+    state, units = Merged(weights=np.eye(13)[0]), np.eye(13)[1:]
+    for place, event in enumerate(merge_events(lambda worker, epoch: 1.0, 3, merge_s=0.01, epochs=4)):
+        number, worker = divmod(place, 3)
+        assert (event.epoch, event.worker) == (number, worker)
+        arrival = Arrival(weights=units[place], start=units[0], staleness=place - event.read)
+        before, state = state.weights, merge(state, arrival, rule)
+        weight = turn_weight(rule, number, worker)
+        np.testing.assert_allclose(state.weights, before + weight * (units[place] - before), atol=1e-15)
 
 
 def test_half_of_one_worker_halves_the_progress() -> None:

@@ -29,7 +29,7 @@ from parsim.predict.evaluate import evaluate, simulated_step
 from parsim.predict.mixing_period import mixing_period, step_program
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.by_hand import custom_plan
-from parsim.work import Collective, Mix, SendRecv
+from parsim.work import Collective, Mix, OptimizerStep, SendRecv
 
 RULES = (
     "average/1",
@@ -37,6 +37,8 @@ RULES = (
     "gossip/1 ring",
     "gossip/3 one_peer_exponential",
     "average/2 participation=0.5",
+    "merge/1",
+    "merge/3 merge=running",
 )
 
 
@@ -121,7 +123,55 @@ def test_the_mean_step_is_that_of_the_program_in_both_engines(problem: PlanningP
     assert steps == plan.synchronisation.period_steps * len(plan.synchronisation.cycle(4))
     assert program.rounds == len(plan.synchronisation.cycle(4))
     found = simulated_step(problem, plan).steady_s
-    assert found == pytest.approx(plain / steps, rel=0.02)  # the mean of several cycles in a row
+    if plan.synchronisation.kind == "merge":
+        assert found < plain / steps  # its first cycle, in which replicas come to their distance, is left out
+    else:
+        assert found == pytest.approx(plain / steps, rel=0.02)  # the mean of several cycles in a row
+
+
+@pytest.mark.parametrize(("replicas", "hand_s"), [(2, 0.1), (4, 0.1), (4, 30.0), (2, 30.0)])
+@pytest.mark.parametrize("period", [1, 3])
+def test_merging_in_turn_is_the_recurrence_of_its_turns(
+    problem: PlanningProblem, replicas: int, hand_s: float, period: int
+) -> None:
+    """A replica merges when it has trained and been handed the model, and trains on at once; nobody waits for those behind."""
+    plan = plan_of(problem, f"merge/{period}", dp=replicas)
+    layout = problem.layout(plan)
+    assert len(layout.buckets) == 1
+    program = step_program(layout, mixing_period(problem, layout).overlap, repeat=5)
+    mix_s, paces = 0.5, [1.0, 1.3, 0.7, 1.1][:replicas]
+
+    def seconds(graph: TaskGraph) -> np.ndarray:
+        found = []
+        for task in graph.tasks:
+            by_kind = {Mix: mix_s, SendRecv: hand_s, OptimizerStep: 10 * paces[task.resources[0].rank]}
+            found.append(by_kind.get(type(task.work), 0.0))
+        return np.array(found)
+
+    graph = unrolled(program)
+    ended = static.makespans_s(compile_graph(columns_of(graph)), seconds(graph)[None, :])[0]
+    assert run_program(program, lambda part, step: seconds(part.graph)).makespan_s == pytest.approx(ended, rel=1e-12)
+
+    updates = sum(isinstance(task.work, OptimizerStep) for task in program.steps[0].graph.tasks) // replicas
+    free, handed = [0.0] * replicas, 0.0
+    for _ in range(5):
+        for replica in range(replicas):
+            trained = free[replica] + period * updates * 10 * paces[replica]
+            free[replica] = max(trained, handed) + mix_s
+            handed = free[replica] + hand_s
+    assert ended == pytest.approx(max(*free, handed), rel=1e-12)
+
+
+def test_merging_in_turn_costs_the_slower_of_training_and_the_round(problem: PlanningProblem) -> None:
+    """Few replicas: the step of one that trains alone and one merge. The chain of all turns counts only where it is longer."""
+    plan = plan_of(problem, "merge/1", dp=4)
+    alone = simulated_step(problem, replace(plan, synchronisation=Synchronisation(kind="average", period_steps=4096))).steady_s
+    assert alone < simulated_step(problem, plan).steady_s
+    rare = simulated_step(problem, plan_of(problem, "merge/4096", dp=4)).steady_s
+    assert rare == pytest.approx(alone, rel=1e-3)
+    buckets = len(problem.layout(plan).buckets)
+    found = kinds(lower(plan, problem.model))
+    assert (found["Collective"], found["SendRecv"], found["Mix"]) == (0, 4 * buckets, 4 * buckets)
 
 
 def test_longer_periods_approach_independent_training(problem: PlanningProblem) -> None:
@@ -161,6 +211,7 @@ def test_memory_lines_of_relaxed_plans(problem: PlanningProblem) -> None:
 
     assert "outer_state" not in lines("average/8")[0]
     assert lines("average/8 outer=sgd:1.0")[0]["outer_state"] == weights
+    assert lines("merge/8")[0]["outer_state"] == weights
     assert lines("average/8 outer=nesterov:0.7:0.9")[0]["outer_state"] == 2 * weights
     star = lines("gossip/1 star")
     assert star[0]["neighbour_buffers"] > star[1]["neighbour_buffers"]

@@ -260,6 +260,16 @@ def test_mixing_reads_every_copy_and_writes_one(v100: Cluster) -> None:
     assert seconds == pytest.approx([4 * 25e6 * (copies + 1) / rate for copies in (1, 2, 5)])
 
 
+def test_mixing_with_known_accesses_is_a_share_of_an_optimizer_step(v100: Cluster) -> None:
+    """As many passes over the same tensors: SGD with momentum has 9 accesses per element."""
+    costs = Costs(MODEL, v100)
+    step_s = costs.estimate(OptimizerStep(elements=10**6, tensors=8), 0).median_s
+    mixed = costs.estimate(Mix(elements=10**6, copies=1, accesses=18, tensors=8), 0)
+    assert mixed.median_s == pytest.approx(2 * step_s)
+    assert "18 accesses" in mixed.detail
+    assert costs.estimate(Mix(elements=0, copies=1, accesses=18, tensors=8), 0).median_s <= step_s
+
+
 def test_a_batch_comes_over_pcie_or_from_memory(v100: Cluster) -> None:
     size = 12 * 10**9
     pcie = v100.profile.link_kinds["pcie"].bandwidth_bytes_per_s.value

@@ -33,7 +33,7 @@ strategy = "dp"
 
 @st.composite
 def synchronisations(draw: st.DrawFn) -> Synchronisation:
-    kind = draw(st.sampled_from(("all_reduce", "average", "gossip", "stale")))
+    kind = draw(st.sampled_from(("all_reduce", "average", "gossip", "merge", "stale")))
     if kind == "average":
         outer = draw(st.sampled_from(("none", "sgd", "momentum", "nesterov")))
         rates = st.floats(0.01, 2.0)
@@ -48,6 +48,11 @@ def synchronisations(draw: st.DrawFn) -> Synchronisation:
     if kind == "gossip":
         graphs = ("ring", "exponential", "lattice(neighbours=4)", "ada(rounds=5, epochs=3)", "ada(rounds=2,epochs=2,rate=0.5)")
         return Synchronisation(kind=kind, period_steps=draw(st.integers(1, 9)), graph=draw(st.sampled_from(graphs)))
+    if kind == "merge":
+        merge = draw(st.sampled_from(("half", "running", "staleness")))
+        given = {"merge_rate": draw(st.floats(0.01, 1.0)), "merge_exponent": draw(st.floats(0.0, 3.0))}
+        period = draw(st.integers(1, 9))
+        return Synchronisation(kind=kind, period_steps=period, merge=merge, **(given if merge == "staleness" else {}))
     return Synchronisation(kind=kind, delays=draw(st.sampled_from(((), (2, 0)))) if kind == "stale" else ())
 
 
@@ -82,7 +87,7 @@ def test_a_synchronous_plan_is_written_as_before() -> None:
         ({"kind": "average", "period_steps": 0}, "1 is after every step"),
         ({"kind": "average", "participation": 0.0}, "above 0"),
         ({"kind": "average", "participation": 1.5}, "at most 1"),
-        ({"kind": "all_reduce", "period_steps": 4}, "belongs to kind average or gossip"),
+        ({"kind": "all_reduce", "period_steps": 4}, "belongs to kind average or gossip or merge"),
         ({"kind": "gossip"}, "neither a graph nor weights"),
         ({"kind": "gossip", "graph": "rng"}, "ring"),
         ({"kind": "gossip", "graph": "lattice(width=3)"}, "neighbours"),
@@ -91,6 +96,13 @@ def test_a_synchronous_plan_is_written_as_before() -> None:
         ({"kind": "average", "outer_learning_rate": 0.5}, "needs an outer_optimizer"),
         ({"kind": "average", "outer_optimizer": "adamm"}, "known"),
         ({"kind": "stale", "delays": (1, -1)}, "no gradient is early"),
+        ({"kind": "merge", "period_steps": 0}, "1 is after every step"),
+        ({"kind": "merge", "merge": "buffered"}, "known: half, running, staleness"),
+        ({"kind": "merge", "merge_rate": 0.5}, 'belong to "staleness"'),
+        ({"kind": "merge", "merge": "staleness", "merge_rate": 0.0}, "rate in"),
+        ({"kind": "merge", "merge": "staleness", "merge_exponent": float("nan")}, "exponent from 0"),
+        ({"kind": "merge", "graph": "ring"}, "belongs to kind gossip"),
+        ({"kind": "average", "merge": "running"}, "belongs to kind merge"),
     ],
 )
 def test_contradictions_are_refused(keys: dict[str, object], words: str) -> None:
@@ -107,6 +119,7 @@ def test_contradictions_are_refused(keys: dict[str, object], words: str) -> None
         (Synchronisation(kind="gossip", weights=((1.0,),)), {"dp": 2}, "2 rows"),
         (Synchronisation(kind="gossip", graph="alone"), {"dp": 4}, "not connected"),
         (Synchronisation(kind="gossip", graph="ring"), {"dp": 1}, "at least 2 replicas"),
+        (Synchronisation(kind="merge"), {"dp": 1}, "at least 2 replicas"),
         (Synchronisation(kind="stale"), {"dp": 2}, "at least 2 stages"),
         (Synchronisation(kind="stale", delays=(3, 0)), {"dp": 2, "pp": 2}, r"\[2, 0\]"),
     ],

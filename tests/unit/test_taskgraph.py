@@ -11,7 +11,7 @@ from strategies import task_graphs
 from parsim.errors import GraphError
 from parsim.graph.task import COMPUTE, HOST, Origin, Resource, Task, parse_resource
 from parsim.graph.taskgraph import TaskGraph, from_text, parse_work, to_text, work_text
-from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv, Work
+from parsim.work import Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "taskgraph.txt"
 
@@ -25,6 +25,8 @@ WORKS: dict[str, Work] = {
     "send_recv 256 B 0>1": SendRecv(source=0, destination=1, size_bytes=256),
     "load x16 49152 B": LoadBatch(samples=16, size_bytes=49152),
     "load x16 49152 B in 4": LoadBatch(samples=16, size_bytes=49152, parts=4),
+    "mix 100 elements of 2": Mix(elements=100, copies=2),
+    "mix 100 elements of 2 in 4 by 5": Mix(elements=100, copies=2, tensors=4, accesses=5),
 }
 
 

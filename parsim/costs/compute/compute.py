@@ -39,7 +39,7 @@ from parsim.model.component import Component, Operator
 from parsim.model.number_formats import number_format
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.shard.narrow import narrow
-from parsim.work import BY_OPERATOR_PART, NORM, SCALE, ClipGradients, Compute, OptimizerStep, Phase
+from parsim.work import BY_OPERATOR_PART, NORM, SCALE, ClipGradients, Compute, Mix, OptimizerStep, Phase
 
 SHARD_SIGMA_PER_DOUBLING = 0.25
 """Of a shard's time taken from that of one twice as large. By the roofline, against 232 measured halves of components of six
@@ -60,7 +60,7 @@ MASTER_ACCESSES = 3
 EMA_ACCESSES = 3
 CLIP_ACCESSES = {NORM: 1, SCALE: 2}
 CLIP_SIGMA = 0.3
-"""Assumed: nothing measures clipping by itself."""
+"""Assumed: nothing measures clipping, or the arithmetic of mixing, by itself."""
 """Of 4 bytes per element: two casts between fp32 and half precision, 6 bytes each."""
 
 
@@ -269,6 +269,22 @@ class ComputeCosts:
         every = OPTIMIZERS[optimizer].accesses_per_element
         detail = f"{accesses} of {every} accesses of a step of {optimizer}"
         return _multiple_of(whole, accesses / every, detail, ("operator:clip", CLIP_SIGMA))
+
+    def mix(self, work: Mix, optimizer: str, device: Device, *, master_weights: bool = True) -> Estimate:
+        """Seconds of weight arithmetic whose accesses are known: their share of an optimizer step over the same arrays.
+
+        Both are plain passes over the parameters, tensor by tensor. Nothing measures the arithmetic by itself.
+
+        Raises:
+            ConfigError, CostError: as `optimizer`.
+        """
+        step = OptimizerStep(elements=work.elements, tensors=work.tensors)
+        whole = self.optimizer(step, optimizer, device, master_weights=master_weights)
+        if not work.elements:
+            return whole
+        every = OPTIMIZERS[optimizer].accesses_per_element
+        detail = f"{work.accesses} accesses, where a step of {optimizer} has {every}"
+        return _multiple_of(whole, work.accesses / every, detail, ("operator:mix", CLIP_SIGMA))
 
     def operator_model(self, device: DeviceType) -> OperatorModel:
         """The model that prices components never measured on this type of device: surfaces if the profile has them."""

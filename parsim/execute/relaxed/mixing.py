@@ -1,4 +1,5 @@
-"""A rank's part of mixing rounds: its weights go out, the weighted sum comes back, and an outer optimizer may move it on.
+"""A rank's part of mixing rounds: its weights go out, the weighted sum comes back, and an outer optimizer may move it on. Or a
+global model comes, takes some of the rank's weights, and goes on.
 
 The rounds' tasks are those of `parsim.graph.passes.rounds`. A bucket's weights are packed into the flat array of its gradients,
 which nobody needs between the optimizer's step and the next backward. So sending needs no room of its own.
@@ -19,7 +20,7 @@ from parsim.execute.stage import StageReplica
 from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.rounds import MESSAGE_STREAM, mixing_peers
 from parsim.graph.plan_index import PlanIndex
-from parsim.graph.task import Task
+from parsim.graph.task import TURN, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.work import Collective, Mix, SendRecv
 
@@ -43,7 +44,7 @@ def mean_groups(layout: PlanIndex) -> list[Stream]:
 
 
 def is_message(stream: Stream) -> bool:
-    """Whether a stream carries the messages of one link of gossip.
+    """Whether a stream carries the messages of one link of gossip, or of merging in turn.
 
     Under gloo all links share one group, where tags tell messages apart. A group per link would have a thread per link: on a
     machine of two cores, four ranks with twelve links each way sometimes stood still for minutes.
@@ -51,7 +52,7 @@ def is_message(stream: Stream) -> bool:
     Args:
         stream: name and ranks.
     """
-    return stream[0].startswith(f"{MESSAGE_STREAM}>")
+    return stream[0].startswith((f"{MESSAGE_STREAM}>", f"{TURN}>"))
 
 
 class MixingRounds:
@@ -61,7 +62,8 @@ class MixingRounds:
         stage: the rank's parameters and buckets. groups: by stream. received: called with every buffer for what arrives.
 
     Attributes:
-        previous, velocity: by bucket, what the outer optimizer keeps; empty without one.
+        previous, velocity: by bucket, what the outer optimizer keeps; empty without one. Of merge `previous` is the global
+            model that was here last, which the last replica hands to the first on the way to the next round.
     """
 
     def __init__(self, stage: StageReplica, groups: GroupsByStream, received: Callable[[Tensor], None]) -> None:
@@ -72,15 +74,16 @@ class MixingRounds:
         self._arrived: dict[tuple[int, int], Tensor] = {}
         self.previous: dict[int, Tensor] = {}
         self.velocity: dict[int, Tensor] = {}
-        if self._rule.outer is not None:
-            self._begin_outer()
+        self._handed: dict[tuple[int, bool], dist.Work] = {}
+        self._begin()
 
-    def _begin_outer(self) -> None:
-        assert self._rule.outer is not None
-        self.previous = {bucket.number: self._packed(bucket) for bucket in self._buckets()}
-        self.velocity = (
-            {number: torch.zeros_like(flat) for number, flat in self.previous.items()} if self._rule.outer.momentum else {}
-        )
+    def _begin(self) -> None:
+        """What is kept from round to round, as before the first."""
+        outer = self._rule.outer
+        if outer is not None or self._rule.kind == "merge":
+            self.previous = {bucket.number: self._packed(bucket) for bucket in self._buckets()}
+        if outer is not None and outer.momentum:
+            self.velocity = {number: torch.zeros_like(flat) for number, flat in self.previous.items()}
 
     def _buckets(self) -> tuple[Bucket, ...]:
         return self._stage.layout.rank_buckets(self._stage.rank)
@@ -105,14 +108,18 @@ class MixingRounds:
         for task in graph.tasks:
             if self._stage.rank not in task.ranks or task.origin.bucket is None:
                 continue
+            bucket = task.origin.bucket
             match task.work:
+                case Mix() if self._rule.kind == "merge":
+                    found[task.index] = self._merging(bucket, number)
+                case SendRecv() if self._rule.kind == "merge":
+                    found[task.index] = self._handing_on(task)
                 case Mix():
-                    bucket = task.origin.bucket
                     found[task.index] = self._mixing(bucket, number) if bucket in packed else self._packing(bucket, number)
                     packed.add(bucket)
                 case SendRecv():
                     found[task.index] = self._message(task)
-                case Collective() if task.origin.bucket in packed:
+                case Collective() if bucket in packed:
                     found[task.index] = self._average(task)
         return found
 
@@ -138,18 +145,25 @@ class MixingRounds:
         group = self._groups["dp", tuple(sorted(task.work.group))]
         return lambda: _discard(dist.all_reduce(flat, group=group))
 
+    def _link(self, task: Task) -> tuple[dist.ProcessGroup, int]:
+        """The group and the tag of a message."""
+        work, bucket = task.work, task.origin.bucket
+        assert isinstance(work, SendRecv)
+        assert bucket is not None
+        ends = (min(work.source, work.destination), max(work.source, work.destination))
+        group = self._groups.get((task.resources[0].stream, ends))
+        if group is not None:
+            return group, 0
+        layout = self._stage.layout
+        peers = next(peers for peers in mixing_peers(layout, layout.buckets[bucket]) if ends[0] in peers)
+        return self._groups[MEAN, tuple(sorted(peers))], bucket
+
     def _message(self, task: Task) -> Callable[[], None]:
         work, bucket = task.work, task.origin.bucket
         assert isinstance(work, SendRecv)
         assert bucket is not None
         flat = self._stage.flat_gradient(bucket)
-        ends = (min(work.source, work.destination), max(work.source, work.destination))
-        group, tag = self._groups.get((task.resources[0].stream, ends)), 0
-        if group is None:
-            peers = next(
-                peers for peers in mixing_peers(self._stage.layout, self._stage.layout.buckets[bucket]) if ends[0] in peers
-            )
-            group, tag = self._groups[MEAN, tuple(sorted(peers))], bucket
+        group, tag = self._link(task)
         if self._stage.rank == work.source:
             return lambda: dist.send(flat, work.destination, group=group, tag=tag)
 
@@ -160,6 +174,57 @@ class MixingRounds:
             self._arrived[bucket, self._stage.layout.plan.replica_of_rank(work.source)] = buffer
 
         return receive
+
+    def _handing_on(self, task: Task) -> Callable[[], None]:
+        """The global model goes to the next replica, which may still train. The sender and the first replica do not wait.
+
+        One array is enough at each end. A replica is handed the model again only after all others have had it, so what it
+        sent has arrived by then.
+        """
+        work, bucket = task.work, task.origin.bucket
+        assert isinstance(work, SendRecv)
+        assert bucket is not None
+        group, tag = self._link(task)
+        sends, to = self._stage.rank == work.source, work.destination
+        to_first = self._stage.layout.plan.replica_of_rank(to) == 0
+
+        def run() -> None:
+            model = self.previous[bucket]
+            if sends or to_first:
+                begin, peer = (dist.isend, to) if sends else (dist.irecv, work.source)
+                handed = begin(model, peer, group=group, tag=tag)
+                assert handed is not None
+                self._handed[bucket, sends] = handed
+            else:
+                dist.recv(model, work.source, group=group, tag=tag)
+
+        return run
+
+    def _merging(self, bucket: int, number: int) -> Callable[[], None]:
+        weight = self._rule.turn_weight(number, self._replica, self._replicas)
+
+        def run() -> None:
+            self._settle(bucket)
+            with torch.no_grad():
+                model, offset = self.previous[bucket], 0
+                for parameter in self._parameters(bucket):
+                    part = model[offset : offset + parameter.numel()].view(parameter.shape)
+                    part.lerp_(parameter, weight)
+                    parameter.copy_(part)
+                    offset += parameter.numel()
+
+        return run
+
+    def _settle(self, bucket: int) -> None:
+        """Wait for what was handed on and has come from the round before."""
+        for sends in (True, False):
+            if (handed := self._handed.pop((bucket, sends), None)) is not None:
+                handed.wait()
+
+    def settle(self) -> None:
+        """Wait until no global model is on its way to or from this rank."""
+        for bucket in {bucket for bucket, _ in self._handed}:
+            self._settle(bucket)
 
     def _mixing(self, bucket: int, number: int) -> Callable[[], None]:
         flat = self._stage.flat_gradient(bucket)
@@ -210,6 +275,7 @@ class MixingRounds:
 
     def own_state(self) -> dict[str, Any]:
         """What only this rank can go on with: its weights, its optimizer's state, and what the outer optimizer keeps."""
+        self.settle()
         state: dict[str, Any] = {PLAN: self.marker}
         for name, parameter in self._stage.parameters.items():
             state[f"weights/{name}"] = parameter.detach()
@@ -225,8 +291,7 @@ class MixingRounds:
         Raises ExecutionError where a part of the own state is missing.
         """
         if state.get(PLAN) != self.marker:
-            if self._rule.outer is not None:
-                self._begin_outer()
+            self._begin()
             return
         try:
             for name in self._stage.parameters:

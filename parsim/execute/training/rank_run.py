@@ -192,6 +192,8 @@ class RankRun:
         """End what runs beside the rank's own thread."""
         self.loader.close()
         self.streams.close()
+        if self.mixing is not None:
+            self.mixing.settle()
 
     @property
     def learning_rates(self) -> dict[str, float]:

@@ -2,10 +2,12 @@
 
 average  pack, one all_reduce of the weighted weights per bucket, mix (with the outer optimizer where there is one)
 gossip   pack, one message per link of W_t and bucket, mix over what arrived once the own weights have been sent
+merge    a global model per bucket goes from replica to replica: mix the own weights into it, go on from it, hand it on
 
 Packing copies a bucket's parameters into its flat array, which the gradients no longer need. A message waits for both ends,
-so what arrives needs room only while a round goes on. Every rank of a replica mixes with the ranks of the same place in the
-other replicas.
+so what arrives needs room only while a round goes on. The global model of merge has room of its own: the last replica hands
+it to the first, which needs it in the next round, and meanwhile all train on. Every rank of a replica mixes with the ranks of
+the same place in the other replicas.
 """
 
 from __future__ import annotations
@@ -18,12 +20,31 @@ from parsim.graph.graph_builder import Draft, TaskKey
 from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.gradients import DP_STREAM, summed_groups
 from parsim.graph.plan_index import PlanIndex
-from parsim.graph.task import COMPUTE, Origin, Resource, Task
+from parsim.graph.task import COMPUTE, TURN, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.work import Collective, Mix, Phase, SendRecv
 
 MESSAGE_STREAM = "dp"
 """Messages of gossip go over one stream per link: dp>3 to rank 3, dp<1 from rank 1."""
+
+
+PACK_ACCESSES, TAKE_ACCESSES, NEIGHBOUR_ACCESSES, TURN_ACCESSES = 2, 3, 3, 5
+"""4-byte reads and writes per element in `parsim.execute.relaxed.mixing`, operation by operation. Packing is a product. Taking
+the result is a copy into the parameters, and zeroing the flat array. A neighbour's weights are added; a turn is a lerp, a copy.
+"""
+OUTER_ACCESSES, MOMENTUM_ACCESSES, NESTEROV_ACCESSES = 12, 7, 5
+"""Of an outer optimizer: the change, its step and two copies; of momentum: v m + g and a copy; of Nesterov: g + v m."""
+
+
+def _mix(bucket: Bucket, copies: int, accesses: int) -> Mix:
+    return Mix(elements=bucket.elements, copies=copies, accesses=accesses, tensors=len(bucket.parameters))
+
+
+def _outer_accesses(layout: PlanIndex) -> int:
+    outer = layout.plan.synchronisation.outer
+    if outer is None:
+        return 0
+    return OUTER_ACCESSES + (MOMENTUM_ACCESSES if outer.momentum else 0) + (NESTEROV_ACCESSES if outer.nesterov else 0)
 
 
 def mixing_peers(layout: PlanIndex, bucket: Bucket) -> tuple[tuple[int, ...], ...]:
@@ -36,11 +57,15 @@ def mixing_peers(layout: PlanIndex, bucket: Bucket) -> tuple[tuple[int, ...], ..
 
 
 def outer_arrays(layout: PlanIndex) -> int:
-    """Arrays as large as the parameters that an outer optimizer keeps: the weights of the last round, and its momentum.
+    """Arrays as large as the parameters that are kept from round to round.
+
+    An outer optimizer keeps the weights of the last round, and its momentum; merge keeps the global model.
 
     Args:
         layout: of any plan.
     """
+    if layout.plan.synchronisation.kind == "merge":
+        return 1
     outer = layout.plan.synchronisation.outer
     return 0 if outer is None else 2 if outer.momentum else 1
 
@@ -67,10 +92,13 @@ def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
     rule = layout.plan.synchronisation
     if not rule.mixes:
         return
+    if rule.kind == "merge":
+        _add_turns(draft, layout)
+        return
     neighbours = neighbours_of(layout, number)
     for bucket in layout.buckets:
         for rank in draft.kept(bucket.group):
-            work = Mix(elements=bucket.elements, copies=1)
+            work = _mix(bucket, 1, PACK_ACCESSES)
             updated: TaskKey = (Phase.OPTIMIZER, rank)
             draft.add(("pack", bucket.number, rank), work, [Resource(rank, COMPUTE)], [updated], _origin(bucket))
     for bucket in layout.buckets:
@@ -85,13 +113,15 @@ def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
                 if not draft.keeps(rank):
                     continue
                 arrays = 1 + len(neighbours[replica]) + outer_arrays(layout)
+                accesses = TAKE_ACCESSES + _outer_accesses(layout)
                 after: list[TaskKey] = [("average", bucket.number, peers[0])]
                 if rule.kind == "gossip":
                     after = [("message", bucket.number, peers[other], rank) for other in neighbours[replica]]
                     takers = [other for other, taken in enumerate(neighbours) if replica in taken]
                     after += [("message", bucket.number, rank, peers[other]) for other in takers]
                     after = after or [("pack", bucket.number, rank)]
-                work = Mix(elements=bucket.elements, copies=arrays)
+                    accesses += PACK_ACCESSES + NEIGHBOUR_ACCESSES * len(neighbours[replica])
+                work = _mix(bucket, arrays, accesses)
                 draft.add(("mix", bucket.number, rank), work, [Resource(rank, COMPUTE)], after, _origin(bucket))
 
 
@@ -114,6 +144,31 @@ def _add_messages(draft: Draft, bucket: Bucket, peers: tuple[int, ...], neighbou
             ends = [Resource(source, f"{MESSAGE_STREAM}>{to}"), Resource(to, f"{MESSAGE_STREAM}<{source}")]
             after: list[TaskKey] = [("pack", bucket.number, rank) for rank in (source, to)]
             draft.add(("message", bucket.number, source, to), work, ends, after, _origin(bucket, replica))
+
+
+def _add_turns(draft: Draft, layout: PlanIndex) -> None:
+    """Replicas merge in turn. A Mix holds the stream on which its rank is handed the model: it waits for the round before."""
+    lines = [(bucket, peers) for bucket in layout.buckets for peers in mixing_peers(layout, bucket)]
+    for bucket, peers in lines:
+        for replica, rank in enumerate(peers):
+            if replica:
+                _hand_on(draft, bucket, peers[replica - 1], rank, [("mix", bucket.number, peers[replica - 1])])
+            after: list[TaskKey] = [(Phase.OPTIMIZER, rank)]
+            if replica:
+                after.append(("message", bucket.number, peers[replica - 1], rank))
+            handed = Resource(rank, f"{TURN}<{peers[replica - 1]}")
+            work = _mix(bucket, 2, TURN_ACCESSES)
+            draft.add(("mix", bucket.number, rank), work, [Resource(rank, COMPUTE), handed], after, _origin(bucket))
+    for bucket, peers in lines:
+        first, last = peers[0], peers[-1]
+        after = [("mix", bucket.number, last), ("mix", bucket.number, first), ("message", bucket.number, first, peers[1])]
+        _hand_on(draft, bucket, last, first, after)
+
+
+def _hand_on(draft: Draft, bucket: Bucket, source: int, to: int, after: list[TaskKey]) -> None:
+    work = SendRecv(source=source, destination=to, size_bytes=bucket.size_bytes)
+    ends = [Resource(source, f"{TURN}>{to}"), Resource(to, f"{TURN}<{source}")]
+    draft.add(("message", bucket.number, source, to), work, ends, after, _origin(bucket))
 
 
 def without_idle(graph: TaskGraph, layout: PlanIndex, number: int, steps: int) -> TaskGraph:

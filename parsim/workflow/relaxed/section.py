@@ -18,9 +18,9 @@ class SynchronisationTable(ConfigSection):
     """plan.synchronisation: how and when replicas come together; left out, gradients are summed in every step."""
 
     kind: Name
-    """all_reduce, average, gossip or stale."""
+    """all_reduce, average, gossip, merge or stale."""
     period_steps: Count | None = None
-    """Local steps before each round of average and gossip; left out: 1."""
+    """Local steps before each round of average, gossip and merge; left out: 1."""
     graph: Name | dict[Name, StrictInt | Number | StrictStr] | None = None
     """Of gossip: "ring", or a table { name = "lattice", neighbours = 4 }; Ada: { name = "ada", rounds = 50, epochs = 4 }."""
     weights: tuple[Number, ...] | tuple[tuple[Number, ...], ...] | None = None
@@ -33,6 +33,12 @@ class SynchronisationTable(ConfigSection):
     """Of average: the fraction of replicas drawn for every round."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] | None = None
     """Of the draws of participation."""
+    merge: Name | None = None
+    """Of merge: "half" (left out), "running" or "staleness"."""
+    merge_rate: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
+    """Of "staleness": how much of weights that are not late counts; left out: 1."""
+    merge_exponent: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
+    """Of "staleness": how fast late weights lose; left out: 0.5."""
     delays: tuple[Annotated[int, Field(strict=True, ge=0)], ...] | None = None
     """Of stale: steps by which each stage's gradients are late; left out: 2 (K - 1), ..., 2, 0."""
 
