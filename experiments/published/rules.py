@@ -50,7 +50,8 @@ class Framework:
         seq: tokens of a sample. chunks: per rank, where interleaving is on and its depth is not stated.
         optimizer: one kernel, or a few per array. gather_ahead: ZeRO 1 gathers parameters while the next forward runs.
         batch, tp, heads: of a row that does not state them; 0: by size. depth: chunks per rank of an interleaved schedule.
-        backward_prefetch, blocking_transfers, scatter_gather, tensor_overlap: as in `parsim.plans.plan.Plan`.
+        backward_prefetch, blocking_transfers, scatter_gather, tensor_overlap, tensor_backward_overlap: as in
+            `parsim.plans.plan.Plan`.
         alternate: selective recomputation is that of every second layer (torchtitan's default).
         one_array: the optimizer goes from array to array, so it holds temporary copies of one at a time.
         host: its time to launch kernels counts.
@@ -79,6 +80,7 @@ class Framework:
     alternate: bool = False
     one_array: bool = False
     tensor_overlap: bool = False
+    tensor_backward_overlap: bool = False
     batch: int = 0
     tp: int = 0
     heads: int = 0
@@ -96,8 +98,17 @@ MEGATRON = Framework(
 """In bf16 both add a microbatch's gradients to an array in fp32 (2 bytes read, 4 read, 4 written): Megatron-LM's arguments.py
 turns accumulate_allreduce_grads_in_fp32 on, and DeepSpeed has a BF16_Optimizer."""
 MEGATRON_SELECTIVE = Framework(
-    name="Megatron-LM 2022", recompute="full", sequence=True, batch=4, tp=8, blocking_transfers=True, scatter_gather=True
+    name="Megatron-LM 2022",
+    recompute="full",
+    sequence=True,
+    batch=4,
+    tp=8,
+    blocking_transfers=True,
+    scatter_gather=True,
+    tensor_backward_overlap=True,
 )
+"""Sums of gradients run beside gradients of weights unless no_async_tensor_model_parallel_allreduce is set
+(megatron/mpu/layers.py @02bb1f5c86fc)."""
 MEGATRON_CORE = Framework(
     name="Megatron-Core and NeMo",
     software=CORE,
@@ -213,6 +224,7 @@ WITHOUT: dict[str, Callable[[Framework], Framework]] = {
     "metrics of Composer": lambda rule: replace(rule, software=replace(rule.software, loss_arrays=2.0)),
     "unfused AdamW of Composer": lambda rule: replace(rule, optimizer="adam_fused", one_array=False),
     "overlap of tensor parallelism": lambda rule: replace(rule, tensor_overlap=False),
+    "sums beside weight gradients": lambda rule: replace(rule, tensor_backward_overlap=False),
     "early stop, A100": lambda rule: replace(rule, software=replace(rule.software, early_stop=False)),
     "early stop, H100": lambda rule: replace(rule, software=replace(rule.software, early_stop=False)),
     "sequence parallelism": lambda rule: replace(rule, sequence=False),

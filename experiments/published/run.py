@@ -221,6 +221,7 @@ WORTH: dict[str, str] = {
     "host launch rate": r"^sailor-clariden",
     "fp32 of Sailor": r"^sailor-clariden",
     "gradients of bf16 in fp32": r"^(mtnlg|bloom-tune-(000[56]|013[0479]|0142))",
+    "sums beside weight gradients": r"^(korthikanti|megatron-(mfu2022|sc21|readme))",
     "overlap of tensor parallelism": r"^(megatron-h100|nemo2407-00(02|04|07|10))",
 }
 """By piece the rows on which its worth is measured."""

@@ -300,6 +300,52 @@ def test_overlapped_tensor_parallelism_hides_at_most_what_the_products_take(seq:
     assert 0 < gained < whole.result.step_s.median
 
 
+@pytest.mark.parametrize(
+    ("recompute", "operation", "least"),
+    [("full", "all_reduce", 17 / 26), ("selective, sequence parallel", "reduce_scatter", 1 / 2)],
+)
+def test_sums_of_the_backward_run_beside_gradients_of_weights(recompute: str, operation: str, least: float) -> None:
+    """Wide products hide all sums of the backward: 9 of 26 where the eight of the layers are sent twice forward, else half."""
+    from dataclasses import replace
+
+    from question import question_of
+    from rows import row_of
+
+    from parsim.errors import PlanError
+    from parsim.plans.plan import Plan
+    from parsim.predict.evaluate import evaluate
+    from parsim.predict.planning_problem import PlanningProblem
+    from parsim.work import Collective
+
+    values = {"id": "korthikanti-x", "tp": "4", "pp": "1", "dp": "1", "gpus": "4", "hidden": "8192", "micro_batch": "16"}
+    asked = question_of(row_of(row(**values, heads="64", recompute=recompute)))
+    assert asked.plan.tensor_backward_overlap
+    assert not asked.plan.executable
+    assert Plan.from_json(asked.plan.to_json()) == asked.plan
+    with pytest.raises(PlanError, match="tensor_backward_overlap"):
+        replace(asked.plan, tensor_overlap=True)
+    problem = PlanningProblem(
+        model=asked.model,
+        cluster=asked.cluster,
+        global_batch=asked.plan.global_batch,
+        precision="bf16",
+        optimizer="adamw_fused",
+    )
+    alone = replace(asked.plan, tensor_backward_overlap=False)
+    beside, whole = (evaluate(problem, plan, samples=0, fold=True) for plan in (asked.plan, alone))
+    changed = {}
+    for unit, estimate, other in zip(beside.compiled.columns.units, beside.estimates, whole.estimates, strict=True):
+        work = unit.work
+        if isinstance(work, Collective) and work.operation in ("all_reduce", "reduce_scatter") and other.median_s:
+            changed[work.operation, work.size_bytes] = estimate.median_s / other.median_s
+        else:
+            assert estimate.median_s == other.median_s
+    largest = max(size for name, size in changed if name == operation)
+    assert changed[operation, largest] == pytest.approx(least)
+    assert min(changed.values()) >= least - 1e-9
+    assert beside.result.step_s.median < whole.result.step_s.median
+
+
 def test_the_command_answers_every_row(tmp_path: Path) -> None:
     """A value is never read: the answer is the same without it."""
     from predict import COLUMNS, main
