@@ -16,13 +16,13 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from answer import Answer, answer
+from answer import Answer, answer, with_memory_of
 from blanks import CannotExpressError
 from question import Asked, question_of
 from quoted import in_unit, larger_is_faster
@@ -136,12 +136,20 @@ def fitted() -> Mapping[str, Any]:
 
 
 def _question_that_fits(row: Row, without: str) -> tuple[Asked, Answer]:
-    """Where recomputation is not stated and the plan would not fit, half of the layers are recomputed, then all."""
+    """Where recomputation is not stated and the plan would not fit, half of the layers are recomputed, then all.
+
+    A framework that spares layers keeps so much less, and takes the time of the plan without.
+    """
     asked = question_of(row, without=without)
     found = answer(asked)
-    for more in ("half", "full"):
+    for more, share in (("half", "half"), ("full", "all")):
         if found.peak_bytes <= found.limit_bytes or "recompute" not in " ".join(asked.assumed):
             break
+        if asked.framework.spares_layers:
+            found = with_memory_of(found, question_of(row, more, without=without))
+            text = f"activations of {share} layers are on the host or made again by single modules, at no cost"
+            asked = replace(asked, lacks=(*(entry for entry in asked.lacks if "on the host" not in entry), text))
+            continue
         asked = question_of(row, more, without=without)
         found = answer(asked)
     return asked, found

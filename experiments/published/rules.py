@@ -56,6 +56,7 @@ class Framework:
         one_array: the optimizer goes from array to array, so it holds temporary copies of one at a time.
         host: its time to launch kernels counts.
         bf16_gradients: `gradient_arrays` of a row that states bf16, where gradients are added up in fp32; 0: as in fp16.
+        spares_layers: where a plan would not fit, activations go to the host or single modules run again, never whole layers.
         repeats_sums: full recomputation repeats the sums of tensor parallelism, whole layers at once.
     """
 
@@ -72,6 +73,7 @@ class Framework:
     chunks: int = 1
     bucket_bytes: int = 2**40
     optimizer: str = "adam_fused"
+    spares_layers: bool = False
     repeats_sums: bool = True
     gather_ahead: bool = False
     backward_prefetch: bool = True
@@ -123,6 +125,11 @@ MEGATRON_CORE = Framework(
     tensor_overlap=True,
 )
 """NVIDIA's recipes turn tp_comm_overlap on, and rows of megatron-h100 say so."""
+BRIDGE = replace(MEGATRON_CORE, spares_layers=True)
+"""Its recipes repeat single modules (recompute_modules: mla_up_proj, mlp, moe_act), or keep activations on the host
+(cpu_offloading_num_layers, of Llama 3 70B under FSDP), and never run whole layers again (NVIDIA-NeMo/Megatron-Bridge
+scripts/performance/configs: llama3, qwen3 and deepseek _workload_base_configs.py @00919dcf1fe1, @01b2977e518f, @042641823051).
+Both are taken to cost nothing."""
 BLOOM = replace(MEGATRON, name="Megatron-DeepSpeed with ZeRO 1", zero=1, heads=96)
 """Heads: those of GPT-3, from whose shape its authors began, where they divide the hidden size."""
 COMPOSER = Framework(
@@ -202,6 +209,7 @@ FRAMEWORKS: dict[str, Framework] = {
         depth=8,
     ),
     "nemo": MEGATRON_CORE,
+    "nemo-bridge": BRIDGE,
     "nemo-launcher": LAUNCHER,
     "sailor": SAILOR,
     "simumax": SIMUMAX,
@@ -225,6 +233,7 @@ WITHOUT: dict[str, Callable[[Framework], Framework]] = {
     "unfused AdamW of Composer": lambda rule: replace(rule, optimizer="adam_fused", one_array=False),
     "overlap of tensor parallelism": lambda rule: replace(rule, tensor_overlap=False),
     "sums beside weight gradients": lambda rule: replace(rule, tensor_backward_overlap=False),
+    "layers spared by recipes": lambda rule: replace(rule, spares_layers=False),
     "early stop, A100": lambda rule: replace(rule, software=replace(rule.software, early_stop=False)),
     "early stop, H100": lambda rule: replace(rule, software=replace(rule.software, early_stop=False)),
     "sequence parallelism": lambda rule: replace(rule, sequence=False),

@@ -346,6 +346,39 @@ def test_sums_of_the_backward_run_beside_gradients_of_weights(recompute: str, op
     assert beside.result.step_s.median < whole.result.step_s.median
 
 
+def test_recipes_that_spare_layers_take_the_time_without_and_the_memory_with_recomputation() -> None:
+    """Of a row that would not fit; what it assumes is told. A row that fits, or states its recomputation, is as before."""
+    from answer import answer
+    from predict import predict
+    from question import question_of
+    from rows import row_of
+
+    values = {
+        "hardware": "DGX-H100",
+        "model": "LLAMA3_70B",
+        "gpus": "64",
+        "layers": "",
+        "hidden": "",
+        "heads": "",
+        "seq": "8192",
+    }
+    values |= {"global_batch": "256", "micro_batch": "2", "tp": "1", "pp": "1", "dp": "64", "zero_stage": "3"}
+    bridge = row_of(row(**values, id="nemo-bridge-x", recompute=""))
+    whole, found = answer(question_of(bridge)), predict(bridge, raw=True)
+    assert whole.peak_bytes > whole.limit_bytes
+    assert found.answer is not None
+    assert found.answer.step_s == whole.step_s
+    assert found.answer.peak_bytes == answer(question_of(bridge, "full")).peak_bytes < whole.peak_bytes
+    assert "activations of all layers are on the host" in found.why
+    assert "half layers" not in found.why
+    slower = predict(bridge, "layers spared by recipes", raw=True)
+    assert slower.answer is not None
+    assert slower.answer.peak_bytes == found.answer.peak_bytes
+    assert slower.answer.step_s > 1.2 * whole.step_s
+    stated = row_of(row(**values, id="nemo-bridge-x", recompute="none"))
+    assert "on the host" not in predict(stated, raw=True).why
+
+
 def test_the_command_answers_every_row(tmp_path: Path) -> None:
     """A value is never read: the answer is the same without it."""
     from predict import COLUMNS, main
