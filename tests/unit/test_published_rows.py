@@ -379,6 +379,31 @@ def test_recipes_that_spare_layers_take_the_time_without_and_the_memory_with_rec
     assert "on the host" not in predict(stated, raw=True).why
 
 
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"layers": "1e9"}, "layers is 1000000000, and no run has more than 1000"),
+        ({"gpus": "1e9"}, "gpus is 1000000000"),
+        ({"gpus": "", "tp": "512", "pp": "512", "dp": ""}, "tp 512 x pp 512 x cp 1 is 262144 GPUs"),
+    ],
+)
+def test_sizes_that_no_run_has_are_refused(sizes: dict[str, str], reason: str) -> None:
+    """A plan of 1e9 layers would fill the memory, and its process take the other rows with it."""
+    from predict import predict
+    from rows import row_of
+
+    assert reason in predict(row_of(row(**sizes))).why
+
+
+def test_a_row_whose_process_ends_is_answered() -> None:
+    import os
+
+    import predict
+
+    found = predict._apart(os._exit, 3)  # type: ignore[arg-type]  # it ends as one that is out of memory: without an exception
+    assert "its process was ended" in found.why
+
+
 def test_the_command_answers_every_row(tmp_path: Path) -> None:
     """A value is never read: the answer is the same without it."""
     from predict import COLUMNS, main
