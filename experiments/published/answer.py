@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from question import Asked
 
+from parsim.costs.memory.records import RankMemory
 from parsim.costs.uncertainty.draws import medians_s
 from parsim.engines.steps import mean_step_s
 from parsim.plans.plan import Plan
@@ -37,16 +38,9 @@ class Answer:
 
 def answer(asked: Asked) -> Answer:
     """Evaluate the plan of a question."""
-    problem = PlanningProblem(
-        model=asked.model,
-        cluster=asked.cluster,
-        global_batch=asked.plan.global_batch,
-        precision=asked.precision,
-        optimizer=asked.optimizer,
-    )
+    problem = _problem(asked)
     step_s, sigma, shares = _step(problem, asked.plan)
-    held = replace(problem, optimizer=f"{asked.optimizer}_fused") if asked.framework.one_array else problem
-    fullest = max(held.memory(asked.plan), key=lambda entry: entry.high_bytes - entry.limit_bytes)
+    fullest = _fullest(problem, asked)
     return Answer(
         step_s=step_s,
         sigma=sigma,
@@ -56,6 +50,35 @@ def answer(asked: Asked) -> Answer:
         limit_bytes=fullest.limit_bytes,
         shares=shares,
         line=fullest.describe(),
+    )
+
+
+def with_memory_of(found: Answer, asked: Asked) -> Answer:
+    """The same seconds with the memory of another question."""
+    fullest = _fullest(_problem(asked), asked)
+    return replace(
+        found,
+        peak_bytes=fullest.total_bytes,
+        low_bytes=fullest.low_bytes,
+        high_bytes=fullest.high_bytes,
+        limit_bytes=fullest.limit_bytes,
+        line=fullest.describe(),
+    )
+
+
+def _fullest(problem: PlanningProblem, asked: Asked) -> RankMemory:
+    """Of the rank that is nearest to its limit."""
+    held = replace(problem, optimizer=f"{asked.optimizer}_fused") if asked.framework.one_array else problem
+    return max(held.memory(asked.plan), key=lambda entry: entry.high_bytes - entry.limit_bytes)
+
+
+def _problem(asked: Asked) -> PlanningProblem:
+    return PlanningProblem(
+        model=asked.model,
+        cluster=asked.cluster,
+        global_batch=asked.plan.global_batch,
+        precision=asked.precision,
+        optimizer=asked.optimizer,
     )
 
 

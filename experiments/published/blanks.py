@@ -19,6 +19,31 @@ class CannotExpressError(Exception):
     """A row that parsim has no words for; the message is the reason."""
 
 
+LARGEST = {
+    "gpus": 2**17,
+    "layers": 1000,
+    "hidden": 2**17,
+    "heads": 2**12,
+    "seq": 2**24,
+    "global_batch": 2**20,
+    "micro_batch": 2**14,
+    "tp": 2**9,
+    "pp": 2**9,
+    "dp": 2**17,
+    "cp": 2**12,
+    "ep": 2**12,
+    "vpp": 2**9,
+}
+"""Of a published run, with room to spare. What is larger is taken for a slip: its plan would fill the memory."""
+
+
+def check_sizes(row: Row) -> None:
+    """Raise CannotExpressError for a size that no run has."""
+    for name, largest in LARGEST.items():
+        if (getattr(row, name) or 0) > largest:
+            raise CannotExpressError(f"{name} is {getattr(row, name)}, and no run has more than {largest}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """Ways of each axis. gpus: tp * pp * dp * cp, those that take part."""
@@ -106,6 +131,8 @@ def split_of(row: Row, framework: Framework, shape: Shape, per_node: int, notes:
     if tp is None or pp is None:
         tp, pp = (framework.tp, 1) if framework.tp else _split_by_size(shape, gpus, per_node, notes)
     gpus = max(gpus, tp * pp * cp)
+    if gpus > LARGEST["gpus"]:
+        raise CannotExpressError(f"tp {tp} x pp {pp} x cp {cp} is {gpus} GPUs, and no run has more than {LARGEST['gpus']}")
     dp = row.dp or max(1, gpus // (tp * pp * cp))
     if row.gpus is not None and tp * pp * dp * cp != gpus and row.dp is not None:
         if tp * pp * dp != gpus:

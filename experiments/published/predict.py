@@ -14,15 +14,16 @@ import csv
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from answer import Answer, answer
+from answer import Answer, answer, with_memory_of
 from blanks import CannotExpressError
 from question import Asked, question_of
 from quoted import in_unit, larger_is_faster
@@ -136,12 +137,20 @@ def fitted() -> Mapping[str, Any]:
 
 
 def _question_that_fits(row: Row, without: str) -> tuple[Asked, Answer]:
-    """Where recomputation is not stated and the plan would not fit, half of the layers are recomputed, then all."""
+    """Where recomputation is not stated and the plan would not fit, half of the layers are recomputed, then all.
+
+    A framework that spares layers keeps so much less, and takes the time of the plan without.
+    """
     asked = question_of(row, without=without)
     found = answer(asked)
-    for more in ("half", "full"):
+    for more, share in (("half", "half"), ("full", "all")):
         if found.peak_bytes <= found.limit_bytes or "recompute" not in " ".join(asked.assumed):
             break
+        if asked.framework.spares_layers:
+            found = with_memory_of(found, question_of(row, more, without=without))
+            text = f"activations of {share} layers are on the host or made again by single modules, at no cost"
+            asked = replace(asked, lacks=(*(entry for entry in asked.lacks if "on the host" not in entry), text))
+            continue
         asked = question_of(row, more, without=without)
         found = answer(asked)
     return asked, found
@@ -210,9 +219,29 @@ def predict_all(rows: Sequence[Row], jobs: int, without: str = "", raw: bool = F
     if jobs <= 1 or len(rows) < 2 * jobs:
         return [one(row) for row in rows]
     order = sorted(range(len(rows)), key=lambda number: str(rows[number].model))
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        found = dict(zip(order, pool.map(one, [rows[number] for number in order], chunksize=8), strict=True))
+    found: dict[int, Predicted] = {}
+    try:
+        with _processes(jobs) as pool:
+            for number, entry in zip(order, pool.map(one, [rows[number] for number in order], chunksize=8), strict=True):
+                found[number] = entry
+    except BrokenProcessPool:  # out of memory, as a rule: the row that did it is found by predicting the rest apart
+        for number in order:
+            if number not in found:
+                found[number] = _apart(one, rows[number])
     return [found[number] for number in range(len(rows))]
+
+
+def _processes(jobs: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+
+
+def _apart(one: Callable[[Row], Predicted], row: Row) -> Predicted:
+    """In a process of its own, whose end is an answer."""
+    try:
+        with _processes(1) as pool:
+            return pool.submit(one, row).result()
+    except BrokenProcessPool:
+        return Predicted(row=row, why="cannot be expressed: its process was ended, as happens to one that is out of memory")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

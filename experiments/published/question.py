@@ -9,6 +9,7 @@ from blanks import (
     CannotExpressError,
     Notes,
     batch_of,
+    check_sizes,
     chunks_of,
     expert_ways_of,
     precision_of,
@@ -65,6 +66,7 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
     Raises:
         CannotExpressError: with the reason.
     """
+    check_sizes(row)
     framework = framework_of(row)
     if without:
         framework = WITHOUT[without](framework)

@@ -50,11 +50,13 @@ class Framework:
         seq: tokens of a sample. chunks: per rank, where interleaving is on and its depth is not stated.
         optimizer: one kernel, or a few per array. gather_ahead: ZeRO 1 gathers parameters while the next forward runs.
         batch, tp, heads: of a row that does not state them; 0: by size. depth: chunks per rank of an interleaved schedule.
-        backward_prefetch, blocking_transfers, scatter_gather, tensor_overlap: as in `parsim.plans.plan.Plan`.
+        backward_prefetch, blocking_transfers, scatter_gather, tensor_overlap, tensor_backward_overlap: as in
+            `parsim.plans.plan.Plan`.
         alternate: selective recomputation is that of every second layer (torchtitan's default).
         one_array: the optimizer goes from array to array, so it holds temporary copies of one at a time.
         host: its time to launch kernels counts.
         bf16_gradients: `gradient_arrays` of a row that states bf16, where gradients are added up in fp32; 0: as in fp16.
+        spares_layers: where a plan would not fit, activations go to the host or single modules run again, never whole layers.
         repeats_sums: full recomputation repeats the sums of tensor parallelism, whole layers at once.
     """
 
@@ -71,6 +73,7 @@ class Framework:
     chunks: int = 1
     bucket_bytes: int = 2**40
     optimizer: str = "adam_fused"
+    spares_layers: bool = False
     repeats_sums: bool = True
     gather_ahead: bool = False
     backward_prefetch: bool = True
@@ -79,6 +82,7 @@ class Framework:
     alternate: bool = False
     one_array: bool = False
     tensor_overlap: bool = False
+    tensor_backward_overlap: bool = False
     batch: int = 0
     tp: int = 0
     heads: int = 0
@@ -96,8 +100,17 @@ MEGATRON = Framework(
 """In bf16 both add a microbatch's gradients to an array in fp32 (2 bytes read, 4 read, 4 written): Megatron-LM's arguments.py
 turns accumulate_allreduce_grads_in_fp32 on, and DeepSpeed has a BF16_Optimizer."""
 MEGATRON_SELECTIVE = Framework(
-    name="Megatron-LM 2022", recompute="full", sequence=True, batch=4, tp=8, blocking_transfers=True, scatter_gather=True
+    name="Megatron-LM 2022",
+    recompute="full",
+    sequence=True,
+    batch=4,
+    tp=8,
+    blocking_transfers=True,
+    scatter_gather=True,
+    tensor_backward_overlap=True,
 )
+"""Sums of gradients run beside gradients of weights unless no_async_tensor_model_parallel_allreduce is set
+(megatron/mpu/layers.py @02bb1f5c86fc)."""
 MEGATRON_CORE = Framework(
     name="Megatron-Core and NeMo",
     software=CORE,
@@ -112,6 +125,11 @@ MEGATRON_CORE = Framework(
     tensor_overlap=True,
 )
 """NVIDIA's recipes turn tp_comm_overlap on, and rows of megatron-h100 say so."""
+BRIDGE = replace(MEGATRON_CORE, spares_layers=True)
+"""Its recipes repeat single modules (recompute_modules: mla_up_proj, mlp, moe_act), or keep activations on the host
+(cpu_offloading_num_layers, of Llama 3 70B under FSDP), and never run whole layers again (NVIDIA-NeMo/Megatron-Bridge
+scripts/performance/configs: llama3, qwen3 and deepseek _workload_base_configs.py @00919dcf1fe1, @01b2977e518f, @042641823051).
+Both are taken to cost nothing."""
 BLOOM = replace(MEGATRON, name="Megatron-DeepSpeed with ZeRO 1", zero=1, heads=96)
 """Heads: those of GPT-3, from whose shape its authors began, where they divide the hidden size."""
 COMPOSER = Framework(
@@ -191,6 +209,7 @@ FRAMEWORKS: dict[str, Framework] = {
         depth=8,
     ),
     "nemo": MEGATRON_CORE,
+    "nemo-bridge": BRIDGE,
     "nemo-launcher": LAUNCHER,
     "sailor": SAILOR,
     "simumax": SIMUMAX,
@@ -213,6 +232,8 @@ WITHOUT: dict[str, Callable[[Framework], Framework]] = {
     "metrics of Composer": lambda rule: replace(rule, software=replace(rule.software, loss_arrays=2.0)),
     "unfused AdamW of Composer": lambda rule: replace(rule, optimizer="adam_fused", one_array=False),
     "overlap of tensor parallelism": lambda rule: replace(rule, tensor_overlap=False),
+    "sums beside weight gradients": lambda rule: replace(rule, tensor_backward_overlap=False),
+    "layers spared by recipes": lambda rule: replace(rule, spares_layers=False),
     "early stop, A100": lambda rule: replace(rule, software=replace(rule.software, early_stop=False)),
     "early stop, H100": lambda rule: replace(rule, software=replace(rule.software, early_stop=False)),
     "sequence parallelism": lambda rule: replace(rule, sequence=False),

@@ -40,7 +40,14 @@ MOST_SAMPLES = 2**40
 SCHEMA_VERSION = 2
 STRATEGIES = ("single", "dp", "mp", "hp", "adaptive", "custom")
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
-SIMULATED_ONLY = ("segments", "gather_ahead", "blocking_transfers", "scatter_gather", "tensor_overlap")
+SIMULATED_ONLY = (
+    "segments",
+    "gather_ahead",
+    "blocking_transfers",
+    "scatter_gather",
+    "tensor_overlap",
+    "tensor_backward_overlap",
+)
 """Keys of a plan that the executor does not know; empty or False where unused."""
 CONTEXT_EXCHANGES = ("ring", "all_gather")
 ZERO_STAGES = (0, 1, 2, 3)
@@ -109,6 +116,8 @@ class Plan:
         scatter_gather: of a value or gradient that all tp ranks have whole, each sends its part to the next stage, whose ranks
             gather it.
         tensor_overlap: all_gathers and reduce_scatters on the tp axis run in pieces beside the products that read or make them.
+        tensor_backward_overlap: in the backward, gradients of values are summed over the tp axis beside the gradient of the
+            weight that read the value, as Megatron-LM of 2022 does.
         context_exchange: with mesh.cp above 1, how attention comes by the keys and values of the other pieces of the sequence.
             "ring": in turn from neighbour to neighbour, while it works on those it has. "all_gather": all of them before it
             begins, and a reduce_scatter of their gradients.
@@ -132,6 +141,7 @@ class Plan:
     blocking_transfers: bool = False
     scatter_gather: bool = False
     tensor_overlap: bool = False
+    tensor_backward_overlap: bool = False
     backward_prefetch: bool = True
     context_exchange: str = "ring"
     clip_gradients: bool = False
@@ -183,6 +193,11 @@ class Plan:
             raise PlanError(f"gather_ahead belongs to zero_stage = 1, and the plan has zero_stage = {self.zero_stage}; drop it")
         if self.tensor_overlap and self.mesh.tp == 1:
             raise PlanError("tensor_overlap belongs to mesh.tp > 1, and tp is 1; drop it")
+        if self.tensor_backward_overlap and (self.mesh.tp == 1 or self.tensor_overlap):
+            raise PlanError(
+                f"tensor_backward_overlap belongs to mesh.tp > 1 without tensor_overlap, and tp is {self.mesh.tp}, "
+                f"tensor_overlap {str(self.tensor_overlap).lower()}; drop it"
+            )
         if self.context_exchange not in CONTEXT_EXCHANGES:
             raise PlanError(
                 f"unknown context_exchange {self.context_exchange!r}{near_matches(self.context_exchange, CONTEXT_EXCHANGES)}"
@@ -310,6 +325,7 @@ class Plan:
         zero += " ahead" if self.gather_ahead else ""
         zero += "" if self.backward_prefetch else " post"
         zero += " overlapped" if self.tensor_overlap else ""
+        zero += " backward-overlapped" if self.tensor_backward_overlap else ""
         zero += "" if self.context_exchange == "ring" else f" {self.context_exchange}"
         zero += " clip" if self.clip_gradients else ""
         many = self.mesh.copies * self.mesh.tp > 1 and self.bucket_bytes != DEFAULT_BUCKET_BYTES

@@ -7,8 +7,17 @@ product of another runs, so of its T seconds at most n - 1 pieces hide behind a 
 
 m is the mean forward of the plan's cut components with products. Source: what Transformer Engine calls tp_comm_overlap.
 
-Leaves out: that products of pieces are less efficient than whole ones, and the multiprocessors that copies take from them;
-sums (all_reduce), which no product waits for piece by piece.
+With `Plan.tensor_backward_overlap` the gradient of the input of a product that is cut by columns is summed over the shards
+(all_reduce or reduce_scatter) beside the gradient of its weight, w seconds, taken to be those of its forward:
+
+    exposed = T - min(T, w)
+
+Forwards and backwards send the same, so they share a price: the mean over them. Source: the backward of
+ColumnParallelLinearWithAsyncAllreduce and ColumnParallelLinearWithSequenceParallelism, NVIDIA/Megatron-LM
+megatron/mpu/layers.py @02bb1f5c86fc.
+
+Leaves out: that products of pieces are less efficient than whole ones, and the multiprocessors that communication takes from
+products; in pieces, sums (all_reduce), which no product waits for piece by piece.
 """
 
 from __future__ import annotations
@@ -26,11 +35,13 @@ from parsim.costs.estimate import Estimate, Term
 from parsim.costs.pricing import price
 from parsim.engines.program import DurationsOf, Part
 from parsim.graph.columns import Unit
+from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.plans.plan import Plan
 from parsim.work import Collective, Compute, Phase, SendRecv
 
 IN_PIECES = ("all_gather", "reduce_scatter")
+SUMS = ("all_reduce", "reduce_scatter")
 
 
 def priced(costs: Costs) -> DurationsOf:
@@ -78,6 +89,8 @@ def beside_products(model: Model, plan: Plan, units: Sequence[Unit], estimates: 
     Returns:
         The same estimates if the plan does not overlap.
     """
+    if plan.tensor_backward_overlap:
+        return _beside_weight_gradients(model, plan, units, estimates)
     if not plan.tensor_overlap:
         return list(estimates)
     products = {component.name for component in model.components if any(op.kind == "matmul" for op in component.operators)}
@@ -92,15 +105,15 @@ def beside_products(model: Model, plan: Plan, units: Sequence[Unit], estimates: 
         return list(estimates)
     product_s = fmean(forwards)
     return [
-        _exposed(estimate, product_s, plan.mesh.tp) if _in_pieces(plan, unit) else estimate
+        _exposed(estimate, product_s, plan.mesh.tp) if _among_shards(plan, unit, IN_PIECES) else estimate
         for unit, estimate in zip(units, estimates, strict=True)
     ]
 
 
-def _in_pieces(plan: Plan, unit: Unit) -> bool:
-    """Whether it is communication of that kind among the shards of one copy of a stage."""
+def _among_shards(plan: Plan, unit: Unit, operations: Sequence[str]) -> bool:
+    """Whether it is one of these operations among the shards of one copy of a stage."""
     work, tp = unit.work, plan.mesh.tp
-    if not isinstance(work, Collective) or work.operation not in IN_PIECES or len(work.group) != tp:
+    if not isinstance(work, Collective) or work.operation not in operations or len(work.group) != tp:
         return False
     return len({rank // tp for rank in work.group}) == 1
 
@@ -111,6 +124,43 @@ def _exposed(estimate: Estimate, product_s: float, pieces: int) -> Estimate:
     hidden = (pieces - 1) / pieces
     share = max(1 - hidden, 1 - hidden * product_s / estimate.median_s)
     detail = f"{pieces} pieces beside products"
+    return replace(
+        estimate.then(Term("exposed share", "times", share, "assumed", detail)), detail=f"{estimate.detail}; {detail}"
+    )
+
+
+def _beside_weight_gradients(model: Model, plan: Plan, units: Sequence[Unit], estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Sums over shards, as far as gradients of weights do not hide those of the backward."""
+    by_columns = {component.name: share for component in model.components if (share := _column_share(component))}
+    weight_s = [
+        by_columns[unit.work.component] * sum(term.value for term in estimate.terms if term.name == "matmul")
+        for unit, estimate in zip(units, estimates, strict=True)
+        if isinstance(unit.work, Compute)
+        and (unit.work.phase, unit.work.ways > 1) == (Phase.FORWARD, True)
+        and unit.work.component in by_columns
+    ]
+    if not weight_s:
+        return list(estimates)
+    again = sum(name in by_columns for names in plan.segments for name in names) / len(by_columns)
+    backward = 1 / (2 + again)  # of the runs of a component: its forward, its backward, and its forward again
+    return [
+        _hidden(estimate, weight_s, backward) if _among_shards(plan, unit, SUMS) else estimate
+        for unit, estimate in zip(units, estimates, strict=True)
+    ]
+
+
+def _column_share(component: Component) -> float:
+    """Flop of the products that shards cut by columns, over those of all its products; 0 without any."""
+    cut = {entry.number for sharding in component.shardings for entry in sharding.operators if entry.dim == "n"}
+    products = {number: op.forward_flop for number, op in enumerate(component.operators) if op.kind == "matmul"}
+    return sum(flop for number, flop in products.items() if number in cut) / (sum(products.values()) or 1.0)
+
+
+def _hidden(estimate: Estimate, weight_s: Sequence[float], backward: float) -> Estimate:
+    if not estimate.median_s:
+        return estimate
+    share = 1 - backward * fmean(min(1.0, seconds / estimate.median_s) for seconds in weight_s)
+    detail = "in the backward beside gradients of weights"
     return replace(
         estimate.then(Term("exposed share", "times", share, "assumed", detail)), detail=f"{estimate.detail}; {detail}"
     )

@@ -300,6 +300,110 @@ def test_overlapped_tensor_parallelism_hides_at_most_what_the_products_take(seq:
     assert 0 < gained < whole.result.step_s.median
 
 
+@pytest.mark.parametrize(
+    ("recompute", "operation", "least"),
+    [("full", "all_reduce", 17 / 26), ("selective, sequence parallel", "reduce_scatter", 1 / 2)],
+)
+def test_sums_of_the_backward_run_beside_gradients_of_weights(recompute: str, operation: str, least: float) -> None:
+    """Wide products hide all sums of the backward: 9 of 26 where the eight of the layers are sent twice forward, else half."""
+    from dataclasses import replace
+
+    from question import question_of
+    from rows import row_of
+
+    from parsim.errors import PlanError
+    from parsim.plans.plan import Plan
+    from parsim.predict.evaluate import evaluate
+    from parsim.predict.planning_problem import PlanningProblem
+    from parsim.work import Collective
+
+    values = {"id": "korthikanti-x", "tp": "4", "pp": "1", "dp": "1", "gpus": "4", "hidden": "8192", "micro_batch": "16"}
+    asked = question_of(row_of(row(**values, heads="64", recompute=recompute)))
+    assert asked.plan.tensor_backward_overlap
+    assert not asked.plan.executable
+    assert Plan.from_json(asked.plan.to_json()) == asked.plan
+    with pytest.raises(PlanError, match="tensor_backward_overlap"):
+        replace(asked.plan, tensor_overlap=True)
+    problem = PlanningProblem(
+        model=asked.model,
+        cluster=asked.cluster,
+        global_batch=asked.plan.global_batch,
+        precision="bf16",
+        optimizer="adamw_fused",
+    )
+    alone = replace(asked.plan, tensor_backward_overlap=False)
+    beside, whole = (evaluate(problem, plan, samples=0, fold=True) for plan in (asked.plan, alone))
+    changed = {}
+    for unit, estimate, other in zip(beside.compiled.columns.units, beside.estimates, whole.estimates, strict=True):
+        work = unit.work
+        if isinstance(work, Collective) and work.operation in ("all_reduce", "reduce_scatter") and other.median_s:
+            changed[work.operation, work.size_bytes] = estimate.median_s / other.median_s
+        else:
+            assert estimate.median_s == other.median_s
+    largest = max(size for name, size in changed if name == operation)
+    assert changed[operation, largest] == pytest.approx(least)
+    assert min(changed.values()) >= least - 1e-9
+    assert beside.result.step_s.median < whole.result.step_s.median
+
+
+def test_recipes_that_spare_layers_take_the_time_without_and_the_memory_with_recomputation() -> None:
+    """Of a row that would not fit; what it assumes is told. A row that fits, or states its recomputation, is as before."""
+    from answer import answer
+    from predict import predict
+    from question import question_of
+    from rows import row_of
+
+    values = {
+        "hardware": "DGX-H100",
+        "model": "LLAMA3_70B",
+        "gpus": "64",
+        "layers": "",
+        "hidden": "",
+        "heads": "",
+        "seq": "8192",
+    }
+    values |= {"global_batch": "256", "micro_batch": "2", "tp": "1", "pp": "1", "dp": "64", "zero_stage": "3"}
+    bridge = row_of(row(**values, id="nemo-bridge-x", recompute=""))
+    whole, found = answer(question_of(bridge)), predict(bridge, raw=True)
+    assert whole.peak_bytes > whole.limit_bytes
+    assert found.answer is not None
+    assert found.answer.step_s == whole.step_s
+    assert found.answer.peak_bytes == answer(question_of(bridge, "full")).peak_bytes < whole.peak_bytes
+    assert "activations of all layers are on the host" in found.why
+    assert "half layers" not in found.why
+    slower = predict(bridge, "layers spared by recipes", raw=True)
+    assert slower.answer is not None
+    assert slower.answer.peak_bytes == found.answer.peak_bytes
+    assert slower.answer.step_s > 1.2 * whole.step_s
+    stated = row_of(row(**values, id="nemo-bridge-x", recompute="none"))
+    assert "on the host" not in predict(stated, raw=True).why
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"layers": "1e9"}, "layers is 1000000000, and no run has more than 1000"),
+        ({"gpus": "1e9"}, "gpus is 1000000000"),
+        ({"gpus": "", "tp": "512", "pp": "512", "dp": ""}, "tp 512 x pp 512 x cp 1 is 262144 GPUs"),
+    ],
+)
+def test_sizes_that_no_run_has_are_refused(sizes: dict[str, str], reason: str) -> None:
+    """A plan of 1e9 layers would fill the memory, and its process take the other rows with it."""
+    from predict import predict
+    from rows import row_of
+
+    assert reason in predict(row_of(row(**sizes))).why
+
+
+def test_a_row_whose_process_ends_is_answered() -> None:
+    import os
+
+    import predict
+
+    found = predict._apart(os._exit, 3)  # type: ignore[arg-type]  # it ends as one that is out of memory: without an exception
+    assert "its process was ended" in found.why
+
+
 def test_the_command_answers_every_row(tmp_path: Path) -> None:
     """A value is never read: the answer is the same without it."""
     from predict import COLUMNS, main
