@@ -14,7 +14,7 @@ from parsim.graph.taskgraph import TaskGraph
 from parsim.work import Work
 
 TaskKey = tuple[Hashable, ...]
-Entry = tuple[Work, tuple[Resource, ...], tuple[TaskKey, ...]]
+DraftEntry = tuple[Work, tuple[Resource, ...], tuple[TaskKey, ...]]
 """Work, resources, what comes before."""
 
 
@@ -28,7 +28,7 @@ class Draft:
     world_size: int
     ranks: frozenset[int] | None = None
     _number: dict[TaskKey, int] = field(default_factory=dict)
-    _entries: list[Entry] = field(default_factory=list)
+    _entries: list[DraftEntry] = field(default_factory=list)
     _origins: list[Origin | Callable[[], Origin]] = field(default_factory=list)
     _waits: list[tuple[TaskKey, TaskKey]] = field(default_factory=list)
 
@@ -39,7 +39,7 @@ class Draft:
                 return
         self.add_alike(key, (work, tuple(resources), tuple(dict.fromkeys(after))), origin)
 
-    def add_alike(self, key: TaskKey, entry: Entry, origin: Origin | Callable[[], Origin]) -> None:
+    def add_alike(self, key: TaskKey, entry: DraftEntry, origin: Origin | Callable[[], Origin]) -> None:
         """A task that has its work, resources or what comes before in common with others: they should be the same objects.
 
         Args:
@@ -89,7 +89,7 @@ class Draft:
         """In the order they were added."""
         return self._number
 
-    def entries(self) -> Sequence[Entry]:
+    def entries(self) -> Sequence[DraftEntry]:
         """In the order they were added."""
         return self._entries
 

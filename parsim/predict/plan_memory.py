@@ -217,9 +217,8 @@ def rank_boundary(
         waiting_gradients(layout, values, rank, alike) if gradients is None else gradients,
         waiting_values(layout, values, rank, alike),
     )
-    names = layout.rank_components(rank)
     gradients_of = {
-        name: alike.of_component("gradients", name, partial(gradient_bytes, layout, values, name, rank)) for name in names
+        name: alike.of_component("gradients", name, partial(_gradients_of, layout, values, name, rank)) for name in alike.place
     }
     return Boundary(
         held_bytes=sum(held.values()),
@@ -227,12 +226,17 @@ def rank_boundary(
         loaded_bytes=sum(size for size, _ in loaded_of.values()),
         loaded_saved_bytes=sum(size for _, size in loaded_of.values()),
         loaded_of=loaded_of,
-        handed_bytes={name: alike.of_component("handed", name, partial(handed_bytes, layout, values, name)) for name in names},
-        gradient_bytes={name: max(found) for name, found in gradients_of.items()},
+        handed_bytes={name: handed for name, (_, _, handed) in gradients_of.items()},
+        gradient_bytes={name: max(wanted, most) for name, (wanted, most, _) in gradients_of.items()},
         converted_bytes=converted_for_others(layout, values, rank, waiting.gradients),
-        wanted_bytes={name: found[0] for name, found in gradients_of.items()},
+        wanted_bytes={name: wanted for name, (wanted, _, _) in gradients_of.items()},
         waiting=waiting,
     )
+
+
+def _gradients_of(layout: PlanIndex, values: Mapping[str, Value], name: str, rank: int) -> tuple[float, float, float]:
+    """See `gradient_bytes`; and those that the component hands on."""
+    return *gradient_bytes(layout, values, name, rank), handed_bytes(layout, values, name)
 
 
 def _keeper(layout: PlanIndex, rank: int, value: Value) -> str:

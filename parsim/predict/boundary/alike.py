@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from parsim.costs.memory.waiting import Wait
 from parsim.graph.plan_index import PlanIndex
-from parsim.model.component import Value
+from parsim.model.component import Component, Value
 
 T = TypeVar("T")
 
@@ -24,16 +24,40 @@ class CountedKinds:
 
     Args:
         layout: the plan and its model. values: by name, as kept under the plan.
+
+    Attributes:
+        kind: by component a number, equal for those of one kind whose values are as large; empty where nothing is alike.
+        known: what was counted, by whether of values or components, what, and of which kind. numbers: of kinds of values.
     """
 
     def __init__(self, layout: PlanIndex, values: Mapping[str, Value]) -> None:
         self.layout = layout
         self.values = values
-        self.known: dict[Hashable, object] = {}
+        self.kind: dict[str, int] = {}
+        self.known: dict[tuple[str, str, int], object] = {}
+        self.numbers: dict[Hashable, int] = {}
+        if layout.shards_alike:
+            sizes: dict[Hashable, int] = {}
+            size = {
+                name: sizes.setdefault(
+                    (value.bytes_per_sample, value.fixed_bytes, value.differentiable, value.saved), len(sizes)
+                )
+                for name, value in values.items()
+            }
+            kinds: dict[Hashable, int] = {}
+            for component, alike in zip(layout.model.components, layout.kinds.of, strict=True):
+                own = tuple([size[value] for value in (*component.inputs, *component.outputs)])
+                key = alike, own, _views(component)
+                self.kind[component.name] = kinds.setdefault(key, len(kinds))
 
     def on(self, rank: int) -> AlikeOnRank:
         """The same for the values and components of a rank."""
         return AlikeOnRank(self, rank)
+
+
+def _views(component: Component) -> Hashable:
+    """Which inputs have gradients that are parts of those of outputs, and of which."""
+    return tuple([(component.inputs.index(own), component.outputs.index(of)) for own, of in component.gradient_views])
 
 
 class AlikeOnRank:
@@ -48,7 +72,7 @@ class AlikeOnRank:
     def __init__(self, counted: CountedKinds, rank: int) -> None:
         self.place = {name: number for number, name in enumerate(counted.layout.rank_components(rank))}
         self._counted = counted
-        self._keys: dict[str, Hashable] = {}
+        self._numbers: dict[str, int | None] = {}
 
     def waits(self, what: str, value: Value, count: Callable[[], list[Wait]]) -> list[Wait]:
         """Where a value, or its gradient, waits on the rank: counted, or those of its like beside other components.
@@ -56,11 +80,11 @@ class AlikeOnRank:
         Args:
             what: is counted. value: of the model. count: does so.
         """
-        key = self._key(value)
-        if key is None or value.producer is None:
+        number = self._number(value)
+        if number is None or value.producer is None:
             return count()
         begin = self.place[value.producer]
-        first, found = self._once((what, key), lambda: (begin, count()))
+        first, found = self._once(("value", what, number), lambda: (begin, count()))
         if first == begin:
             return found
         return [Wait(wait.first + begin - first, wait.last + begin - first, wait.size_bytes) for wait in found]
@@ -71,8 +95,8 @@ class AlikeOnRank:
         Args:
             what, value, count: as for `waits`.
         """
-        key = self._key(value)
-        return count() if key is None else self._once((what, key), count)
+        number = self._number(value)
+        return count() if number is None else self._once(("value", what, number), count)
 
     def of_component(self, what: str, name: str, count: Callable[[], T]) -> T:
         """What depends on a component and on the values that it reads and makes.
@@ -80,50 +104,36 @@ class AlikeOnRank:
         Args:
             what: is counted. name: of the component. count: does so.
         """
-        layout = self._counted.layout
-        if not layout.shards_alike:
-            return count()
-        component = layout.model.component(name)
-        sizes = tuple([self._size(value) for value in (*component.inputs, *component.outputs)])
-        return self._once((what, layout.kinds.of[layout.model.component_index[name]], sizes), count)
+        kind = self._counted.kind
+        return self._once(("component", what, kind[name]), count) if kind else count()
 
-    def _once(self, key: Hashable, count: Callable[[], T]) -> T:
+    def _once(self, key: tuple[str, str, int], count: Callable[[], T]) -> T:
         known = self._counted.known
         if key not in known:
             known[key] = count()
         return known[key]  # type: ignore[return-value]  # of one key, all that is counted is of one type
 
-    def _key(self, value: Value) -> Hashable:
+    def _number(self, value: Value) -> int | None:
         """Equal for values that are alike; None: nothing says of which others this one is."""
-        if value.name not in self._keys:
-            self._keys[value.name] = self._new_key(value)
-        return self._keys[value.name]
+        if value.name not in self._numbers:
+            self._numbers[value.name] = self._new_number(value)
+        return self._numbers[value.name]
 
-    def _new_key(self, value: Value) -> Hashable:
-        layout, maker = self._counted.layout, value.producer
-        if maker not in self.place or maker is None or not layout.shards_alike:
+    def _new_number(self, value: Value) -> int | None:
+        layout, maker, kind = self._counted.layout, value.producer, self._counted.kind
+        if maker is None or maker not in self.place or not kind:
             return None
-        chunk, begin = layout.chunk_of[maker], self.place[maker]
-        readers = layout.consumers[value.name]
+        chunk_of, readers = layout.chunk_of, layout.consumers[value.name]
+        chunk, begin = chunk_of[maker], self.place[maker]
         users = (*readers, *(value.savers or ()))
-        if any(layout.chunk_of[user] != chunk for user in users):
-            return None
-        number = layout.model.component_index[maker]
-        return (
-            layout.kinds.of[number],
-            layout.model.components[number].outputs.index(value.name),
+        for user in users:
+            if chunk_of[user] != chunk:
+                return None
+        key = (
+            kind[maker],
+            layout.model.component(maker).outputs.index(value.name),
             value.savers is None,
             tuple([self.place[user] - begin for user in users]),
-            tuple([self._view(reader, value.name) for reader in readers]),
-            self._size(value.name),
+            tuple([kind[reader] for reader in readers]),
         )
-
-    def _view(self, reader: str, value: str) -> Hashable:
-        """The output of a reader of whose gradient that of the value is a part."""
-        component = self._counted.layout.model.component(reader)
-        output = dict(component.gradient_views).get(value) if component.gradient_views else None
-        return None if output is None else (component.outputs.index(output), self._size(output))
-
-    def _size(self, value: str) -> Hashable:
-        entry = self._counted.values[value]
-        return entry.bytes_per_sample, entry.fixed_bytes, entry.differentiable, entry.saved
+        return self._counted.numbers.setdefault(key, len(self._counted.numbers))
