@@ -57,6 +57,13 @@ CATALOGUE = (
         quick=None,
         why="it needs a profile that `parsim calibrate` has measured for two ranks",
     ),
+    Experiment(
+        name="time_to_accuracy",
+        question="How often does the predicted winner of two ways of synchronising win when executed?",
+        whole=None,
+        quick=None,
+        why="it needs a profile that `parsim calibrate` has measured for two ranks, and starts some sixty launches",
+    ),
     Experiment(name="mixing", question="Does it ever pay to place components differently?"),
     Experiment(name="adaptive_tuning", question="Which parameters should the controller have?"),
     Experiment(

@@ -91,7 +91,7 @@ class Synchronisation:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise PlanError(f"unknown synchronisation {self.kind!r}{near_matches(self.kind, KINDS)}; known: {', '.join(KINDS)}")
+            raise PlanError(f"unknown synchronisation {self.kind!r}{near_matches(self.kind, KINDS)}")
         for key in self._given():
             if self.kind not in _BELONGS[key]:
                 raise PlanError(
@@ -141,10 +141,7 @@ class Synchronisation:
 
     def _check_merge(self) -> None:
         if self.merge not in TURN_MERGES:
-            raise PlanError(
-                f"unknown synchronisation.merge {self.merge!r}{near_matches(self.merge, TURN_MERGES)}; "
-                f"known: {', '.join(TURN_MERGES)}"
-            )
+            raise PlanError(f"unknown synchronisation.merge {self.merge!r}{near_matches(self.merge, TURN_MERGES)}")
         if self.merge != "staleness" and (self.merge_rate, self.merge_exponent) != (1.0, 0.5):
             raise PlanError(
                 f'synchronisation.merge_rate and merge_exponent belong to "staleness", not to {self.merge!r}; drop them'

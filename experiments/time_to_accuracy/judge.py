@@ -1,0 +1,77 @@
+"""Claims about predicted and executed winners, from results.json."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+from experiments.common.claims import Claim, claim
+from experiments.common.markdown import table
+
+PAIRS = 20
+WON = 0.8
+APART = 0.05
+"""Executed seconds that differ by less are called a tie: two measurements of one plan differ by as much here."""
+
+
+def pairs(document: dict[str, Any]) -> list[tuple[bool, float]]:
+    """Per pair of rules of one case: whether the predicted winner won, and by how much the executed seconds differ.
+
+    Args:
+        document: results.json.
+    """
+    rows = [row for row in document.get("rows", []) if row["predicted_s"] is not None and row["executed_s"] is not None]
+    found = []
+    for one, other in combinations(rows, 2):
+        if one["case"] != other["case"] or one["predicted_s"] == other["predicted_s"]:
+            continue
+        won = (one["predicted_s"] < other["predicted_s"]) == (one["executed_s"] < other["executed_s"])
+        slower, faster = max(one["executed_s"], other["executed_s"]), min(one["executed_s"], other["executed_s"])
+        found.append((won, slower / faster - 1))
+    return found
+
+
+def claims(document: dict[str, Any]) -> list[Claim]:
+    """How often the predicted winner wins, over all pairs and over those that are apart.
+
+    Args:
+        document: results.json; an empty one compares nothing.
+    """
+    every = pairs(document)
+    apart = [won for won, gap in every if gap > APART]
+    wins = sum(won for won, _ in every)
+    return [
+        claim(
+            f"At least {PAIRS} pairs of rules were executed",
+            len(every) >= PAIRS if every else None,
+            f"{len(every)} were" if every else "",
+        ),
+        claim(
+            f"The predicted winner of a pair wins when executed, in at least {100 * WON:.0f}% of the pairs",
+            wins >= WON * len(every) if every else None,
+            f"{wins} of {len(every)}; {sum(apart)} of {len(apart)} that differ by more than {100 * APART:.0f}%"
+            if every
+            else "",
+        ),
+    ]
+
+
+def tables(document: dict[str, Any]) -> str:
+    """Predicted and executed seconds as Markdown.
+
+    Args:
+        document: results.json.
+    """
+    head = ("case", "synchronisation", "predicted s", "steps", "executed s", "steps executed")
+    lines = [
+        (
+            f"{row['case']}, {row['target']:.0%}",
+            f"`{row['rule']}`",
+            "not reached" if row["predicted_s"] is None else f"{row['predicted_s']:.2f}",
+            "" if row["predicted_steps"] is None else f"{row['predicted_steps']:.0f}",
+            "" if row["executed_s"] is None else f"{row['executed_s']:.2f}",
+            "" if row["executed_steps"] is None else f"{row['executed_steps']:.0f}",
+        )
+        for row in document["rows"]
+    ]
+    return table(head, lines, words=2)
