@@ -124,7 +124,7 @@ TWO_BYTES = Optimizer(make=_ADAM.make, states=_ADAM.states, state_element_bytes=
 class WithNorm(torch.optim.SGD):
     """Keeps one number of each whole parameter, which no part of it knows."""
 
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["norm"] = parameter.grad.norm()
 
