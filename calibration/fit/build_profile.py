@@ -70,7 +70,7 @@ SOURCES: Mapping[str, tuple[str, str]] = {
     ),
     "optimizer_steps": (
         "measurement",
-        "optimizer step and zeroing of the flat gradients, over halves and the whole of a model, right after training steps; "
+        "optimizer step and zeroing of the flat gradients, over parts and the whole of a model, right after training steps; "
         "plus, in proportion to the elements, what the whole took longer inside training steps than here",
     ),
     "collectives": (

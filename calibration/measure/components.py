@@ -216,13 +216,16 @@ class OptimizerCase:
 
 
 def optimizer_cases(stage: StageReplica, optimizers: Sequence[str]) -> list[OptimizerCase]:
-    """Every optimizer over the first half of the arrays, the other half, and all of them."""
-    shapes = [tuple(parameter.shape) for parameter in stage.parameters.values()]
+    """Every optimizer over all arrays, the first third of them, the others, and half the elements in one flat array (ZeRO).
+
+    Four different steps tell what each takes from what each array and each element does.
+    """
+    shapes: list[tuple[int, ...]] = [tuple(parameter.shape) for parameter in stage.parameters.values()]
     example = next(iter(stage.parameters.values()), None)
     if example is None:
         return []
-    half = len(shapes) // 2
-    parts = [part for part in (shapes, shapes[:half], shapes[half:]) if part]
+    third, elements = len(shapes) // 3, sum(parameter.numel() for parameter in stage.parameters.values())
+    parts = [part for part in (shapes, shapes[:third], shapes[third:] if third else [], [(-(-elements // 2),)]) if part]
     return [_optimizer_case(name, part, example) for name in optimizers for part in parts]
 
 

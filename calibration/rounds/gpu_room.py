@@ -50,7 +50,7 @@ def check_gpus(request: CalibrationRequest, found: Found) -> None:
 
 def held_bytes(models: Sequence[Model], request: CalibrationRequest) -> int:
     """Memory of one rank from the first round to the last. It holds every model once per local batch, with its gradients
-    and the states of every optimizer. It also holds the arrays for timing optimizers alone (a whole and two halves).
+    and the states of every optimizer. It also holds the arrays for timing optimizers alone (twice a whole, and a half).
 
     Args: models: in the order of `request.measured_models`.
     """
@@ -59,7 +59,7 @@ def held_bytes(models: Sequence[Model], request: CalibrationRequest) -> int:
     total = 0
     for model, (_, batches, _) in zip(models, request.measured_models, strict=True):
         own = model.parameter_count * element
-        total += own * (len(batches) * (2 + sum(states)) + 2 * sum(2 + state for state in states))
+        total += own * len(batches) * (2 + sum(states)) + 5 * own * sum(2 + state for state in states) // 2
     return total
 
 

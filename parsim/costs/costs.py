@@ -44,6 +44,7 @@ class Costs:
     Attributes:
         precision: a key of DeviceType.peak_flop_per_s, e.g. "fp32". optimizer: e.g. "sgd_momentum".
         master_weights: with precision "bf16", the optimizer updates copies in fp32. ema: it averages the weights too.
+        update_calls: of the optimizer's operations in an update; 2 where some parameters have no weight decay.
         ranks_active: how many ranks compute at once; measurements under that load are preferred (None: the heaviest load).
         ranks: of the plan (None: all of the cluster); where they outnumber the cores, their computation is crowded.
         corrections: what a run has shown the profile to be wrong by, on top of what the profile's own updates say.
@@ -56,6 +57,7 @@ class Costs:
     precision: str = "fp32"
     master_weights: bool = True
     ema: bool = False
+    update_calls: int = 1
     optimizer: str = "sgd_momentum"
     ranks_active: int | None = None
     ranks: int | None = None
@@ -149,7 +151,12 @@ class Costs:
                 return self._compute(work, self._device(rank))
             case OptimizerStep():
                 return self._computation.optimizer(
-                    work, work.optimizer or self.optimizer, self._device(rank), master_weights=self.master_weights, ema=self.ema
+                    work,
+                    work.optimizer or self.optimizer,
+                    self._device(rank),
+                    master_weights=self.master_weights,
+                    ema=self.ema,
+                    calls=self.update_calls,
                 )
             case ClipGradients():
                 return self._computation.clip(work, self.optimizer, self._device(rank), master_weights=self.master_weights)

@@ -117,6 +117,10 @@ class StageReplica:
             for bucket in layout.rank_buckets(rank)
         }
         groups = [step.update_group for step in updates_of(layout, rank)]
+        self._zeroed = {
+            group: [flat for number, flat in self.buckets.items() if layout.buckets[number].first[0].group == group]
+            for group in groups
+        }
         self.updates = GroupUpdates(
             optimizer,
             learning_rate,
@@ -247,9 +251,8 @@ class StageReplica:
             self._skipped = self.overflowed()
         if not self._skipped:
             self.updates.step(group)
-        for number, flat in self.buckets.items():
-            if self.layout.buckets[number].first[0].group == group:
-                flat.zero_()
+        for flat in self._zeroed[group]:
+            flat.zero_()
 
     def overflowed(self) -> bool:
         """With a scaled loss: divide the gradients by the scale, and agree with all ranks of the plan on whether this step is

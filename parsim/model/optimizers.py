@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer as TorchOptimizer
 
 MOMENTUM = 0.9
+COUNTERS = ("step", "mu_product", "eta", "mu")
+"""Entries of an optimizer's state that follow from the number of steps (NAdam's product of momenta, ASGD's rates): one number
+for each parameter, which every rank keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +31,7 @@ class Optimizer:
     Attributes:
         make: (parameters, learning rate) -> the torch.optim.Optimizer, in its foreach form.
         states: names of the arrays of its state with one element per parameter scalar, as in `optimizer.state[p]`. ZeRO 1
-            and above divides them; any other entry of the state (a step counter) is kept whole by every rank.
+            and above divides them. What follows from the number of steps (COUNTERS) is kept by every rank.
         accesses_per_element: 4-byte reads and writes of one step per parameter scalar, operation by operation, the zeroing of
             the gradient (1) included. It prices a step where none was measured.
         learning_rate: taken where the run file gives none.
@@ -51,7 +54,7 @@ class Optimizer:
                 f"an optimizer needs accesses_per_element >= 1 and learning_rate > 0, got {self.accesses_per_element} and "
                 f"{self.learning_rate}"
             )
-        if min(self.state_element_bytes, self.temporary_bytes_per_element) < 0 or "step" in self.states:
+        if min(self.state_element_bytes, self.temporary_bytes_per_element) < 0 or set(COUNTERS) & set(self.states):
             raise ConfigError(
                 f"an optimizer needs bytes >= 0 and states without the step counter, got {self.state_element_bytes}, "
                 f"{self.temporary_bytes_per_element} and {self.states}"
@@ -137,6 +140,20 @@ OPTIMIZERS: Registry[Optimizer] = Registry(
             states=("exp_avg", "exp_avg_sq"),
             accesses_per_element=23,
             learning_rate=1e-3,
+            temporary_bytes_per_element=4,
+        ),
+        "nadam": Optimizer(
+            make=_torch("NAdam", foreach=True),
+            states=("exp_avg", "exp_avg_sq"),
+            accesses_per_element=23,
+            learning_rate=2e-3,
+            temporary_bytes_per_element=4,
+        ),
+        "asgd": Optimizer(
+            make=_torch("ASGD", foreach=True),
+            states=("ax",),
+            accesses_per_element=13,
+            learning_rate=1e-2,
             temporary_bytes_per_element=4,
         ),
         "adamax": Optimizer(

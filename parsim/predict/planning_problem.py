@@ -47,6 +47,7 @@ class PlanningProblem(Remembering):
     """Attributes:
     model: its values are as wide as the precision sends them. global_batch: samples per step.
     precision, optimizer, master_weights: as in RUN.toml. ema: moving averages of the weights are kept.
+    update_calls: of the optimizer's operations in an update; 2 where some parameters have no weight decay.
     scored: what is validated during the training. fit_probability: with which the memory of a plan must suffice.
     corrections: learnt from a run. scale: of hardware that would be faster.
     zero_stage: that plans are to have; "auto": any. recompute: likewise; "auto": where a plan would not fit, as little as
@@ -66,6 +67,7 @@ class PlanningProblem(Remembering):
     optimizer: str = "sgd_momentum"
     master_weights: bool = True
     ema: bool = False
+    update_calls: int = 1
     scored: Scored = ""
     fit_probability: float = FIT_PROBABILITY
     corrections: RunCorrections = NO_RUN_CORRECTIONS
@@ -217,6 +219,7 @@ class PlanningProblem(Remembering):
                 optimizer=self.optimizer,
                 master_weights=self.master_weights,
                 ema=self.ema,
+                update_calls=self.update_calls,
                 ranks_active=len(set(self.cluster.core_of_rank(ranks))),
                 ranks=ranks,
                 corrections=self.corrections,

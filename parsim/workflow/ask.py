@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,7 @@ from parsim.workflow.config import RunConfig
 from parsim.workflow.folders.resuming import what_is_left
 from parsim.workflow.folders.run_folder import RunFolder, write_json
 from parsim.workflow.load import cluster_of, fixed_plan, is_saved_model, problem_of, search_plans
-from parsim.workflow.progress import Say
+from parsim.workflow.progress import Say, warn
 from parsim.workflow.public.answer import Answer
 from parsim.workflow.public.prediction import Prediction
 from parsim.workflow.question import Question, taken_defaults
@@ -222,7 +221,7 @@ def warn_of_profile(asked: Prediction) -> list[str]:
     """
     warnings = differences_from_here(asked.problem.cluster.profile)
     for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
+        warn(warning)
     return list(warnings)
 
 
@@ -246,13 +245,13 @@ def launch_job(job: Job, folder: RunFolder, say: Say, asked: Prediction | None =
     write_json(folder.environment, environment)
     warnings: list[str] = []
 
-    def warn(text: str) -> None:
+    def told(text: str) -> None:
         warnings.append(text)
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        warn(text)
 
     trains = job.mode == "train"
     try:
-        launch(folder.job, job.world_size, on_line=relayed(say, warn), hang_s=hang_s, env=_visible(job, asked))
+        launch(folder.job, job.world_size, on_line=relayed(say, told), hang_s=hang_s, env=_visible(job, asked))
     except ExecutionError as error:
         hints = [nearest_that_fits(asked)] if isinstance(error, OutOfMemoryError) and asked is not None else []
         hints += [what_is_left(folder, job.steps)] if trains else []

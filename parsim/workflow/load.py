@@ -52,6 +52,7 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
         precision=config.training.precision,
         master_weights=config.training.keeps_master_weights,
         ema=config.training.ema is not None,
+        update_calls=2 if config.training.no_weight_decay else 1,
         scored=scored_of(config.training),
         optimizer=config.training.optimizer,
         clip_gradients=config.training.clip_norm is not None,

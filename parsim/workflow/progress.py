@@ -1,4 +1,4 @@
-"""Progress of work that takes more than two seconds: on stderr, for commands, scripts and notebooks alike."""
+"""Warnings, and progress of work that takes more than two seconds: on stderr, for commands, scripts and notebooks alike."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from parsim.units import format_seconds
 QUIET_S = 2.0
 
 Say = Callable[[str], None]
+
+
+def warn(text: object) -> None:
+    """One line on stderr."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager

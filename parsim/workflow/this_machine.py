@@ -19,6 +19,7 @@ from parsim.errors import ConfigError, MissingDependencyError, ProfileError
 from parsim.files import cache_folder
 from parsim.workflow.calibration import calibration_request, device_here, local_batches, measure_machine
 from parsim.workflow.config import RunConfig
+from parsim.workflow.progress import warn
 
 if TYPE_CHECKING:
     from parsim.hardware.profile import Profile
@@ -100,7 +101,7 @@ def _kept_profiles() -> Iterator[tuple[Path, Profile]]:
         try:
             yield path, load_profile(str(path))
         except ProfileError as error:
-            print(f"warning: {error}", file=sys.stderr, flush=True)
+            warn(error)
 
 
 def serves(profile: Profile, config: RunConfig, model: Model) -> bool:

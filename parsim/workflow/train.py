@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +41,7 @@ from parsim.workflow.folders.record_validation import (
 from parsim.workflow.folders.resuming import ending_told, forget_results, held, resumption
 from parsim.workflow.folders.run_folder import RunFolder, new_folder, write_json
 from parsim.workflow.folders.write_report import write_run_files
-from parsim.workflow.progress import progress
+from parsim.workflow.progress import progress, warn
 from parsim.workflow.public.measured import Measured
 from parsim.workflow.public.prediction import Prediction
 from parsim.workflow.relaxed.running import check_adaptive, steps_per_round
@@ -99,7 +98,7 @@ def train(
     with held(folder), ending_told(folder, steps):
         begun = resumption(folder, asked.config, steps) if resume else None
         for text in () if begun is None else begun.warnings:
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+            warn(text)
         if begun is not None and begun.is_finished:
             return _as_it_ended(folder, begun.warnings)
         forget_results(folder, RUN)

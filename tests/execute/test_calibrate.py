@@ -224,15 +224,35 @@ def test_measuring_trains_exactly_as_plain_torch_does() -> None:
         assert min(record["seconds"]) >= 0
 
 
-def test_optimizer_cases_cover_halves_and_the_whole() -> None:
+def test_optimizer_cases_tell_a_step_from_its_arrays_and_elements() -> None:
+    """A step of 240 us, 28 us per array and 0.2 ns per element is priced so where ZeRO leaves one array, which is far from
+    what the model's own arrays took. Without the flat array nothing tells the step from the arrays."""
     import torch
+
+    from parsim.costs.compute.measured import measured_optimizer
+    from parsim.hardware.compute_records import OptimizerPoint
+    from parsim.work import OptimizerStep
 
     request = CalibrationRequest(models=((MLP, (2,)),))
     case = make_case(0, MLP, load_model(MLP), 2, request, torch.device("cpu"))
     cases = optimizer_cases(case.stage, ("sgd",))
-    whole, first, second = cases
+    whole, first, second, flat = cases
     assert whole.elements == load_model(MLP).parameter_count == first.elements + second.elements
     assert whole.tensors == first.tensors + second.tensors
+    assert (flat.elements, flat.tensors) == (-(-whole.elements // 2), 1)
+
+    def took_s(work: OptimizerStep) -> float:
+        return 240e-6 + 28e-6 * work.tensors + 2e-10 * work.elements
+
+    works = [OptimizerStep(elements=one.elements, tensors=one.tensors) for one in cases]
+    same = {"optimizer": "sgd", "device_type": "cpu", "spread": 0.0, "repeats": 9, "source": "optimizer_steps"}
+    points = [
+        OptimizerPoint(elements=work.elements, tensors=work.tensors, seconds=took_s(work), **same)  # type: ignore[arg-type]
+        for work in works
+    ]
+    asked = OptimizerStep(elements=whole.elements // 4, tensors=1)
+    assert measured_optimizer(asked, "sgd", points, 1, ("drift", 0.1)).median_s == pytest.approx(took_s(asked))
+    assert measured_optimizer(asked, "sgd", points[:3], 1, ("drift", 0.1)).median_s < 0.5 * took_s(asked)
 
 
 def test_optimizers_take_as_much_longer_inside_a_step_as_the_whole_one() -> None:

@@ -21,6 +21,7 @@ from parsim.execute.state.checkpoint import latest_checkpoint, load_state
 from parsim.execute.state.loss_scale import LossScale, overflow_flag
 from parsim.execute.state.master_weights import MasterWeights
 from parsim.execute.training.rank_run import run_dataset
+from parsim.execute.training.recipe import PLAIN, TrainingRecipe, UpdateGroup
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.memory.live_memory import LiveBytes
 from parsim.model.number_formats import FORMATS, check_executable, number_format
@@ -41,6 +42,8 @@ def inexact(spec: object, mesh: Mesh, precision: str, **options: object) -> Case
 # The scale falls from 2^24 in steps that are skipped, and grows every third good one.
 SCALING = {"loss_scale": 2.0**24, "loss_scale_growth_steps": 3}
 ADAM = {"optimizer": "adam", "learning_rate": 1e-3}
+BIASES = UpdateGroup(name="biases", parameters=("*.bias",), optimizer="sgd_momentum", learning_rate=0.02)
+TWO_OPTIMIZERS = TrainingRecipe(groups=(BIASES,))
 CASES = [
     inexact(MLP, Mesh(), "amp_bf16"),
     inexact(VIT, Mesh(dp=2), "amp_bf16", **ADAM),
@@ -60,6 +63,8 @@ CASES = [
     inexact(MLP, Mesh(dp=2), "bf16", master_weights=False, **ADAM),
     inexact(VIT, Mesh(dp=2), "bf16", zero_stage=1, **ADAM),
     inexact(VIT, Mesh(dp=2), "bf16", zero_stage=3, **ADAM),
+    dataclasses.replace(inexact(MLP, Mesh(dp=2), "bf16", **ADAM), recipe=TWO_OPTIMIZERS),
+    dataclasses.replace(inexact(MLP, Mesh(dp=2), "bf16", zero_stage=3, **ADAM), recipe=TWO_OPTIMIZERS),
 ]
 # Half precision rounds at 2^-8 (bf16) and 2^-11 (fp16); where kernels add up in another order, a value moves by its last digit.
 # Plans that add up in the same order as one process are compared exactly.
@@ -270,35 +275,52 @@ def test_what_cannot_run_is_refused_with_the_way_out() -> None:
     assert set(FORMATS) == {"fp32", "fp64", "tf32", "amp_fp16", "amp_bf16", "bf16", "fp8"}
 
 
+def stage(precision: str, recipe: TrainingRecipe = PLAIN) -> StageReplica:
+    """The MLP on one process."""
+    of = dataclasses.replace(CASES[0], recipe=recipe)
+    run = RunSpec(
+        name="x",
+        model=of.spec,
+        model_path="",
+        plan=of.plan,
+        optimizer="adam",
+        learning_rate=1e-3,
+        dataset="digits",
+        precision=precision,
+    )
+    numerics = numerics_of(run, CPU)
+    return StageReplica(
+        of.spec,
+        PlanIndex(of.plan, of.model),
+        0,
+        optimizer="adam",
+        learning_rate=1e-3,
+        dtype=numerics.weights,
+        seed=3,
+        device=CPU,
+        numerics=numerics,
+        recipe=recipe,
+    )
+
+
+@pytest.mark.parametrize("overflowing", ["", "biases"])
+def test_an_overflow_in_one_group_skips_the_step_of_all(overflowing: str) -> None:
+    """Whichever group comes first. torch's GradScaler skips only the optimizer whose gradients overflowed."""
+    scaled = stage("amp_fp16", TWO_OPTIMIZERS)
+    for held in (False, True):
+        before = {name: weight.detach().clone() for name, weight in scaled.parameters.items()}
+        for name, parameter in scaled.parameters.items():
+            assert parameter.grad is not None
+            parameter.grad.fill_(float("inf") if not held and name.endswith("bias") == bool(overflowing) else 1.0)
+        for group in scaled.updates.optimizers:
+            scaled.optimizer_step(group)
+        moved = {name for name, weight in scaled.parameters.items() if not torch.equal(weight, before[name])}
+        assert moved == (set(scaled.parameters) if held else set())
+        assert not any(flat.any() for flat in scaled.buckets.values())
+
+
 def test_state_goes_from_any_precision_to_any_other() -> None:
     """Masters become weights where there are none, and weights masters; the loss scale stays."""
-    of = CASES[0]
-
-    def stage(precision: str) -> StageReplica:
-        run = RunSpec(
-            name="x",
-            model=of.spec,
-            model_path="",
-            plan=of.plan,
-            optimizer="adam",
-            learning_rate=1e-3,
-            dataset="digits",
-            precision=precision,
-        )
-        numerics = numerics_of(run, CPU)
-        layout = PlanIndex(of.plan, of.model)
-        return StageReplica(
-            of.spec,
-            layout,
-            0,
-            optimizer="adam",
-            learning_rate=1e-3,
-            dtype=numerics.weights,
-            seed=3,
-            device=CPU,
-            numerics=numerics,
-        )
-
     full = stage("fp32")
     for flat in full.buckets.values():
         flat.fill_(0.01)

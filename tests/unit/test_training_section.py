@@ -10,6 +10,7 @@ import pytest
 from parsim.errors import ConfigError
 from parsim.execute.training.recipe import TrainingRecipe
 from parsim.workflow.config import RunConfig, parse_config
+from parsim.workflow.training.section import REFUSED
 
 FILE = """\
 [model]
@@ -33,6 +34,14 @@ def test_torchs_names_mean_the_rows_of_the_table() -> None:
     with_momentum = config_of('optimizer = "SGD"\noptimizer_args = { momentum = 0.8, nesterov = true }')
     assert with_momentum.training.optimizer == "sgd_momentum"
     assert dict(with_momentum.training.recipe.group_settings) == {"momentum": 0.8, "nesterov": True}
+
+
+@pytest.mark.parametrize(("name", "why"), REFUSED.items())
+def test_optimizers_that_no_plan_runs_are_refused_with_the_reason(name: str, why: str) -> None:
+    for text in (f'optimizer = "{name}"', f'[training.groups.head]\nparameters = ["head.*"]\noptimizer = "{name}"'):
+        with pytest.raises(ConfigError) as refused:
+            config_of(text)
+        assert f"torch's {name} {why}" in str(refused.value)
 
 
 def test_a_schedule_is_written_and_read_again() -> None:

@@ -196,11 +196,19 @@ class ComputeCosts:
         )
 
     def optimizer(
-        self, work: OptimizerStep, optimizer: str, device: Device, *, master_weights: bool = True, ema: bool = False
+        self,
+        work: OptimizerStep,
+        optimizer: str,
+        device: Device,
+        *,
+        master_weights: bool = True,
+        ema: bool = False,
+        calls: int = 1,
     ) -> Estimate:
         """Seconds of one optimizer step and of zeroing the gradients, and of averaging the weights where they are (`ema`).
 
-        Averaging takes the share of the step that its accesses have. Nothing measures it by itself.
+        Averaging takes the share of the step that its accesses have. Nothing measures it by itself. `calls` of the optimizer's
+        operations (2: for parameters with weight decay, and without) count where steps were measured.
 
         Measured: seconds per step, element and tensor through the points of this optimizer and device type. Else, on a device
         with published or fitted numbers: the bytes of the foreach operations over the memory bandwidth. Under autocast one more
@@ -212,7 +220,7 @@ class ComputeCosts:
         """
         row = OPTIMIZERS[optimizer]
         if ema and work.elements:
-            whole = self.optimizer(work, optimizer, device, master_weights=master_weights)
+            whole = self.optimizer(work, optimizer, device, master_weights=master_weights, calls=calls)
             accesses = row.accesses_per_element
             detail = f"{accesses} and {EMA_ACCESSES} accesses for the averages of the weights, where {optimizer} has {accesses}"
             sigma = CLIP_SIGMA * EMA_ACCESSES / (accesses + EMA_ACCESSES)
@@ -232,7 +240,7 @@ class ComputeCosts:
                 f'{self.precision!r} has {kind.weight_bytes}; set precision = "amp_bf16", or use a profile with published peaks'
             )
         if points:
-            return measured_optimizer(work, optimizer, points, self.ranks_active, drift)
+            return measured_optimizer(work, optimizer, points, self.ranks_active, drift, calls=calls)
         if not has_published_peaks(self.profile, device.type):
             raise CostError(
                 f"no cost is known for a step of {optimizer} over {work.elements} elements on {device.type.name}: "

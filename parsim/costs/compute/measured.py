@@ -69,11 +69,14 @@ def measured_optimizer(
     points: Sequence[OptimizerPoint],
     ranks_active: int | None,
     drift: tuple[str, float],
+    *,
+    calls: int = 1,
 ) -> Estimate:
     """Price an optimizer step: seconds per step, element and tensor through the measured points of this optimizer.
 
     Args:
         work: elements and tensors of the step. optimizer: its name.
+        calls: of the optimizer's operations, one for each kind of parameter; each takes what a step takes whatever it updates.
         points: at least one. ranks_active: ranks that compute at once; points under that load are preferred.
         drift: name and relative sigma of the cost parameter shared by all computation.
 
@@ -91,19 +94,24 @@ def measured_optimizer(
         how = f"measured at {work.elements} elements in {work.tensors} tensors"
         issue_s = _issue_s(exact)
         terms: Terms = (Term("measured step", "start", median(point.seconds for point in exact), "measured", how),)
+        if calls > 1:
+            again_s, issue_again_s = (calls - 1) * _per_step(points)[0], (calls - 1) * _per_step(points)[1]
+            issue_s = None if issue_s is None else issue_s + issue_again_s
+            terms = (*terms, Term("calls", "plus", again_s, "measured", f"{calls} calls of its operations, {calls - 1} more"))
     else:
         per_step, per_element, per_tensor = _affine(tuple((point.elements, point.tensors, point.seconds) for point in points))
-        issue_s = _queueing_s(points, work)
+        issue_s = _queueing_s(points, work, calls)
+        called = f", {calls} calls" if calls > 1 else ""
         terms = summed(
             (
-                ("step", per_step, "measured", f"through {len(points)} measured steps"),
+                ("step", calls * per_step, "measured", f"through {len(points)} measured steps{called}"),
                 ("elements", per_element * work.elements, "measured", f"{work.elements} x {format_seconds(per_element)}"),
                 ("tensors", per_tensor * work.tensors, "measured", f"{work.tensors} x {format_seconds(per_tensor)}"),
             )
         )
         how = (
             f"{format_seconds(per_step)} + {format_seconds(per_element)} per element + {format_seconds(per_tensor)} per tensor "
-            f"through {len(points)} measured steps"
+            f"through {len(points)} measured steps{called}"
         )
     return Estimate.of(
         terms,
@@ -122,13 +130,20 @@ def _issue_s(points: Sequence[ComponentPoint] | Sequence[OptimizerPoint]) -> flo
     return median(known) if known else None
 
 
-def _queueing_s(points: Sequence[OptimizerPoint], work: OptimizerStep) -> float | None:
+def _per_step(points: Sequence[OptimizerPoint]) -> tuple[float, float]:
+    """What every step takes whatever it updates, and what the host takes of that to queue it; 0 where nothing tells."""
+    queued = tuple((point.elements, point.tensors, point.issue_s) for point in points if point.issue_s)
+    taken = _affine(tuple((point.elements, point.tensors, point.seconds) for point in points))[0]
+    return taken, _affine(queued)[0] if queued else 0.0
+
+
+def _queueing_s(points: Sequence[OptimizerPoint], work: OptimizerStep, calls: int) -> float | None:
     """By the line through the measured steps; None where nobody measured it apart."""
     known = tuple((point.elements, point.tensors, point.issue_s) for point in points if point.issue_s)
     if not known:
         return None
     per_step, per_element, per_tensor = _affine(known)
-    return per_step + per_element * work.elements + per_tensor * work.tensors
+    return calls * per_step + per_element * work.elements + per_tensor * work.tensors
 
 
 def _loads(points: Iterable[ComponentPoint | OptimizerPoint], ranks_active: int | None) -> list[int]:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from parsim.errors import ExecutionError
 from parsim.execute.state.manifest import SCHEMA_VERSION, Manifest, manifest_text, read_manifest
 from parsim.files import PARTIAL, write_atomically
+from parsim.model.optimizers import COUNTERS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -262,6 +263,8 @@ def optimizer_state(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> d
 def restore_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Any]]) -> None:
     """Load the state of an optimizer's parameters. Its own hyperparameters stay; devices and dtypes follow the parameters.
 
+    Counters keep their dtype: torch takes NAdam's product to that of the parameter, and another training would follow.
+
     Args:
         optimizer: of this rank. parameters: by name. state: by parameter name.
     """
@@ -274,6 +277,10 @@ def restore_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor], st
         if names.get(id(parameter)) in state
     }
     optimizer.load_state_dict(document)
+    for number, own in document["state"].items():
+        loaded = optimizer.state[ordered[number]]
+        for key in loaded.keys() & set(COUNTERS):
+            loaded[key] = loaded[key] if loaded[key].dtype == own[key].dtype else own[key].to(loaded[key].device)
 
 
 def rng_state(device: str = "cpu") -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from parsim.errors import ExecutionError
 from parsim.graph.parameter_buckets import HeldParameter
 from parsim.model.component import ParameterShard
+from parsim.model.optimizers import COUNTERS
 from parsim.model.shard.pieces import assemble
 
 
@@ -59,11 +60,11 @@ def piece_of(part: ParameterShard, shard: int, ways: int) -> Fragment:
 
 
 def is_per_element(value: object, key: str) -> TypeGuard[Tensor]:
-    """Whether this entry of an optimizer's state has an element for each one of its parameter: all but step counters.
+    """Whether this entry of an optimizer's state has an element for each one of its parameter: all but COUNTERS.
 
     The number of dims does not tell: the momentum of a 0-dim parameter has none either.
     """
-    return isinstance(value, Tensor) and key != "step"
+    return isinstance(value, Tensor) and key not in COUNTERS
 
 
 def join(name: str, parts: Mapping[Fragment, Tensor]) -> Tensor:

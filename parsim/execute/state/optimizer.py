@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parsim.errors import ConfigError, near_matches
 from parsim.execute.training.recipe import PLAIN, TrainingRecipe
-from parsim.model.optimizers import OPTIMIZERS
+from parsim.model.optimizers import COUNTERS, OPTIMIZERS
 
 FIXED = ("lr", "foreach", "fused", "capturable", "differentiable", "amsgrad")
 """Arguments of torch's optimizers that parsim sets: the rate has its own key, the others change the state or the kernels."""
@@ -57,12 +57,13 @@ def check_states(name: str, recipe: TrainingRecipe = PLAIN) -> None:
     for group in optimizer.param_groups:
         group.update(recipe.group_settings)
     optimizer.step()
-    kept = {key: value for key, value in optimizer.state[parameter].items() if torch.is_tensor(value) and key != "step"}
+    kept = {key: value for key, value in optimizer.state[parameter].items() if torch.is_tensor(value) and key not in COUNTERS}
     wrong = [key for key, value in kept.items() if value.shape != parameter.shape]
     if wrong:
         raise ConfigError(
             f"optimizer {name!r} keeps {wrong[0]!r} of shape {tuple(kept[wrong[0]].shape)} for a parameter of shape (3,); only "
-            "arrays like the parameter and the counter 'step' can be divided and resumed: keep others in param_groups"
+            f"arrays like the parameter and the counters {', '.join(COUNTERS)} can be divided and resumed: keep others in "
+            "param_groups"
         )
     if set(kept) != set(row.states):
         raise ConfigError(

@@ -10,7 +10,6 @@ Leaves out: a launcher that dies. Start it again with --resume.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from parsim.workflow.config import PlanSection, RunConfig
 from parsim.workflow.folders.resuming import forget_results, resumption
 from parsim.workflow.folders.run_folder import RunFolder
 from parsim.workflow.load import cluster_of, problem_of
+from parsim.workflow.progress import warn
 from parsim.workflow.public.measured import Measured
 from parsim.workflow.public.prediction import Prediction
 from parsim.workflow.question import Question
@@ -106,7 +106,7 @@ def restarting(
                 }
             )
             told = [_told(restarts[-1], is_same=asked.plan == before, count=len(restarts), most=max_restarts)]
-            print(f"warning: {told[0]}", file=sys.stderr, flush=True)
+            warn(told[0])
             forget_results(folder, run)
         else:
             return replace(done, document={**done.document, "restarts": restarts})

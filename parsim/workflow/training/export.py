@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from parsim.errors import ConfigError, MissingDependencyError, near_matches
 from parsim.files import write_atomically
 from parsim.workflow.config import load_config
 from parsim.workflow.folders.run_folder import RunFolder
+from parsim.workflow.progress import warn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,7 +87,7 @@ def _found(folder: RunFolder, checkpoint: Chosen | None) -> tuple[str, Checkpoin
         told += [str(entry.message) for entry in caught]
         if found is not None:
             for text in told:
-                print(f"warning: {text}", file=sys.stderr, flush=True)
+                warn(text)
             return kind, found, told
     why = f" ({told[0]})" if told else ""
     best = "; a best one needs [training.evaluation]" if checkpoint == BEST else ""

@@ -35,8 +35,20 @@ TORCH_NAMES = {
     "RAdam": "radam",
     "Adamax": "adamax",
     "Adadelta": "adadelta",
+    "NAdam": "nadam",
+    "ASGD": "asgd",
 }
 """Optimizers by torch's names; with a momentum, those that take one are the row of that name with "_momentum"."""
+OWN_ROW = "write a row of your own (docs/extending.md) where you need it, or take another optimizer"
+NOT_BY_ELEMENT = "and ZeRO and tensor parallelism give a rank only some of its elements; take AdamW"
+REFUSED = {
+    "Adafactor": f"keeps means over the rows and columns of whole matrices, {NOT_BY_ELEMENT}",
+    "Muon": f"makes whole matrices orthogonal, {NOT_BY_ELEMENT}",
+    "LBFGS": "computes the loss several times within a step, and a plan does so once; take Adam",
+    "SparseAdam": "takes sparse gradients, and buckets of gradients are dense; take Adam",
+    "Rprop": f"makes masks array by array, which parsim does not price; {OWN_ROW}",
+}
+"""Optimizers of torch that no plan runs, and why."""
 
 
 class ScheduleSection(ConfigSection):
@@ -285,7 +297,10 @@ class TrainingSection(ConfigSection):
 
 
 def _named_as_rows(document: Any) -> Any:
-    """torch's name of an optimizer as that of a row."""
+    """torch's name of an optimizer as that of a row. One of REFUSED raises the reason."""
+    asked = document.get("optimizer") if isinstance(document, Mapping) else None
+    if isinstance(asked, str) and asked in REFUSED:
+        raise _rule(f"optimizer = {asked!r}: torch's {asked} {REFUSED[asked]}")
     if not isinstance(document, Mapping) or document.get("optimizer") not in TORCH_NAMES:
         return document
     name = TORCH_NAMES[document["optimizer"]]
