@@ -24,7 +24,7 @@ from experiments.plans_executed.comparing import (  # noqa: E402
 from experiments.plans_executed.drawing import drawn  # noqa: E402
 from experiments.plans_executed.features import FEATURES, counted  # noqa: E402
 from experiments.plans_executed.models import SUBJECTS  # noqa: E402
-from experiments.plans_executed.readme import RESULTS, summary, write_readme  # noqa: E402
+from experiments.plans_executed.readme import RESULTS, run_of, summary, write_readme  # noqa: E402
 from parsim.plans.plan import Plan  # noqa: E402
 
 PLANS, STEPS = 50, 100
@@ -47,6 +47,16 @@ def test_the_same_number_is_the_same_plan_and_numbers_differ() -> None:
     assert len({each.plan for each in some}) == 6
     assert all(each.plan == Plan.from_json(each.plan.to_json()) for each in some)
     assert "--models mlp --nproc 4 --seed 0 --only 3" in some[3].describe()
+
+
+def test_the_results_record_with_what_they_were_made() -> None:
+    """Over several calls: every commit and date, and the seconds of all; a row of before they were recorded is named."""
+    first = {"machine": "A", "date": "2026-01-01", "commit": "1234567", "load": 0.5, "wall_s": 1.0, "cpu_s": 0.5}
+    run = run_of([first, first | {"commit": "89abcde", "load": 3.0}], command="python run.py")
+    assert run["commit"] == "1234567, 89abcde"
+    assert (run["machine"], run["date"], run["load"], run["wall_s"], run["cpu_s"]) == ("A", "2026-01-01", 0.5, 2.0, 1.0)
+    assert run["command"] == "python run.py"
+    assert "not recorded" in run_of([first, {}], command="")["machine"]
 
 
 @FORKS
