@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parsim.data import Order, Samples, part
 from parsim.execute.load_workers import WorkerBatches
+from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.graph.plan_index import PlanIndex
 
 Pin = Callable[[Tensor], Tensor]
@@ -40,11 +41,19 @@ def _typed(array: NDArray[np.generic], own: str | None, dtype: torch.dtype) -> T
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def batch_values(
-    data: Samples, indices: NDArray[np.int64], wanted: Sequence[str] | None, dtype: torch.dtype, device: torch.device
+def batch_to_score(
+    data: Samples, indices: NDArray[np.int64], dtype: torch.dtype, device: torch.device, *, doing: str
 ) -> dict[str, Tensor]:
-    """The same on the device."""
-    return {name: tensor.to(device) for name, tensor in host_values(data, indices, wanted, dtype).items()}
+    """All values of some samples on the device, for a forward that scores. Reading them has more time than other work: of
+    a dataset of one's own a sample may take seconds, in which the rank waits and computes nothing.
+
+    Args:
+        doing: what the rank is at from then on, for messages.
+    """
+    pulse().begin(Doing.PREPARING, f"{doing}: reading samples")
+    values = host_values(data, indices, None, dtype)
+    pulse().begin(Doing.WORKING, doing)
+    return {name: tensor.to(device) for name, tensor in values.items()}
 
 
 class Loader:

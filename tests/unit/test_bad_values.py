@@ -260,6 +260,7 @@ class Net(nn.Module):
     [
         (['model.inputs={ x = { shape = [4], dtype = "flaot32" } }'], "model.inputs: input x: dtype 'flaot32' is unknown; did"),
         (["model.inputs={ x = { shape = [-4] } }"], "sizes of its shape must be >= 1, got [-4]"),
+        (["model.inputs={ x = { shape = [1000000000, 1000000000] } }"], "is more than 8,589,934,592 numbers per sample; give"),
         (["model.inputs={ x = { shpae = [4] } }"], "unknown key 'shpae'; did you mean shape"),
         (["model.inputs={ x = 4 }"], "input x must be a table with a shape, got 4"),
         (["model.inputs={ x = { shape = [4], high = 3 } }"], "high and low are for integers"),
