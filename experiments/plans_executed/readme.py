@@ -57,7 +57,8 @@ def run_of(rows: Sequence[dict[str, Any]], *, command: str) -> dict[str, Any]:
         for key in ("machine", "date", "commit")
     }
     seconds = {key: round(sum(row.get(key, 0.0) for row in rows), 1) for key in ("wall_s", "cpu_s")}
-    return {"command": command, **named, "load": rows[0].get("load") if rows else None, **seconds}
+    recorded = sum("commit" in row for row in rows)
+    return {"command": command, "recorded": recorded, **named, "load": rows[0].get("load") if rows else None, **seconds}
 
 
 def _holds(row: dict[str, Any]) -> bool:

@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one plan may take")
     parser.add_argument("--out", type=Path, default=Path("runs/plans_executed"))
     parser.add_argument("--write", action="store_true", help="results.json and the tables of the README")
+    parser.add_argument("--go-on", action="store_true", help="run no row again of which results.json records the commit")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     if torch.backends.cuda.is_built():
@@ -71,6 +72,8 @@ def main() -> None:
             some = numbers[first : first + asked.at_once]
             found[name, processes] += compared(name, processes, some, references[name], asked, until)
     rows = [row for own in found.values() for row in own]
+    if asked.write:
+        rows = with_earlier(rows)
     document = {"summary": summary(rows), "rows": rows}
     if asked.write:
         text = ",\n".join(json.dumps(row) for row in rows)
@@ -95,6 +98,8 @@ def compared(
     """
     folder = asked.out / f"{references.steps}-steps"
     paths = {number: folder / f"{name}-{processes}-{asked.seed}-{number}.json" for number in numbers}
+    if asked.go_on:
+        keep_recorded(paths, name, processes)
     plans = {number: drawn(name, processes, asked.seed, number) for number in numbers} if time.monotonic() < until else {}
     some = [plan for number, plan in plans.items() if asked.only or not is_known(paths[number], plan)]
     if some:
@@ -109,6 +114,32 @@ def compared(
             write_text_atomically(paths[outcome.drawn.number], json.dumps(row_of(outcome, references.moved) | with_what))
         print(f"{len(some)} plans to {some[-1].name}: {len(some) * with_what['wall_s']:.0f} s", file=sys.stderr, flush=True)
     return [json.loads(path.read_text()) for path in paths.values() if path.is_file()]
+
+
+def keep_recorded(paths: dict[int, Path], name: str, processes: int) -> None:
+    """Put rows of results.json that record their commit where those of this call are kept, as far as none lie there.
+
+    Args:
+        paths: by number. name: of the model. processes: of the launch.
+    """
+    for row in json.loads(RESULTS.read_text())["rows"]:
+        path = paths.get(row["number"]) if (row["model"], row["processes"]) == (name, processes) else None
+        if path is not None and "commit" in row and not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text_atomically(path, json.dumps(row))
+
+
+def with_earlier(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of results.json, and in place of those that were run again their new ones: a call that ends early loses none.
+
+    Args:
+        rows: of this call.
+    """
+
+    def key(row: dict[str, Any]) -> tuple[str, int, int]:
+        return row["model"], row["processes"], row["number"]
+
+    return list(({key(row): row for row in json.loads(RESULTS.read_text())["rows"]} | {key(row): row for row in rows}).values())
 
 
 def launch_began() -> dict[str, Any]:
