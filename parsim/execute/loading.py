@@ -41,6 +41,13 @@ def _typed(array: NDArray[np.generic], own: str | None, dtype: torch.dtype) -> T
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
+def batch_values(
+    data: Samples, indices: NDArray[np.int64], wanted: Sequence[str] | None, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """The same on the device."""
+    return {name: tensor.to(device) for name, tensor in host_values(data, indices, wanted, dtype).items()}
+
+
 def batch_to_score(
     data: Samples, indices: NDArray[np.int64], dtype: torch.dtype, device: torch.device, *, doing: str
 ) -> dict[str, Tensor]:
@@ -51,9 +58,9 @@ def batch_to_score(
         doing: what the rank is at from then on, for messages.
     """
     pulse().begin(Doing.PREPARING, f"{doing}: reading samples")
-    values = host_values(data, indices, None, dtype)
+    values = batch_values(data, indices, None, dtype, device)
     pulse().begin(Doing.WORKING, doing)
-    return {name: tensor.to(device) for name, tensor in values.items()}
+    return values
 
 
 class Loader:
