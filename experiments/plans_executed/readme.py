@@ -46,6 +46,21 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def run_of(rows: Sequence[dict[str, Any]], *, command: str) -> dict[str, Any]:
+    """With what the rows were made, over all the calls that made them: what differs among them, with commas between.
+
+    Args:
+        rows: of results.json, each with what its launch recorded. command: of the last call, which wrote them.
+    """
+    named = {
+        key: ", ".join(dict.fromkeys(str(row.get(key, "not recorded")) for row in rows))
+        for key in ("machine", "date", "commit")
+    }
+    seconds = {key: round(sum(row.get(key, 0.0) for row in rows), 1) for key in ("wall_s", "cpu_s")}
+    recorded = sum("commit" in row for row in rows)
+    return {"command": command, "recorded": recorded, **named, "load": rows[0].get("load") if rows else None, **seconds}
+
+
 def _holds(row: dict[str, Any]) -> bool:
     return row["difference"] is not None and row["difference"] <= TOLERANCE
 

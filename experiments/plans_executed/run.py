@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -28,11 +29,13 @@ os.environ["PARSIM_ALLOW_CODE"] = "1"  # two of the five models are modules besi
 
 import torch
 
+from experiments.common.running import commit
 from experiments.plans_executed.comparing import TOLERANCE, Outcome, References, outcomes_of
 from experiments.plans_executed.drawing import DrawnPlan, drawn
 from experiments.plans_executed.features import features_of
 from experiments.plans_executed.models import SUBJECTS
-from experiments.plans_executed.readme import RESULTS, summary, write_readme
+from experiments.plans_executed.readme import RESULTS, run_of, summary, write_readme
+from parsim.execute.processes.environment import describe_environment, machine_line
 from parsim.files import write_text_atomically
 
 AT_ONCE = 50
@@ -53,6 +56,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one plan may take")
     parser.add_argument("--out", type=Path, default=Path("runs/plans_executed"))
     parser.add_argument("--write", action="store_true", help="results.json and the tables of the README")
+    parser.add_argument("--go-on", action="store_true", help="run no row again of which results.json records the commit")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     if torch.backends.cuda.is_built():
@@ -68,10 +72,13 @@ def main() -> None:
             some = numbers[first : first + asked.at_once]
             found[name, processes] += compared(name, processes, some, references[name], asked, until)
     rows = [row for own in found.values() for row in own]
+    if asked.write:
+        rows = with_earlier(rows)
     document = {"summary": summary(rows), "rows": rows}
     if asked.write:
         text = ",\n".join(json.dumps(row) for row in rows)
-        run = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "seed": asked.seed, "steps": steps}
+        run = run_of(rows, command=" ".join(["python", "experiments/plans_executed/run.py", *sys.argv[1:]]))
+        run |= {"torch": torch.__version__, "seed": asked.seed, "steps": steps}
         head = f'{{"run": {json.dumps(run)},\n"summary": {json.dumps(document["summary"])},\n'
         write_text_atomically(RESULTS, f'{head}"rows": [\n{text}\n]}}\n')
         write_readme()
@@ -91,28 +98,86 @@ def compared(
     """
     folder = asked.out / f"{references.steps}-steps"
     paths = {number: folder / f"{name}-{processes}-{asked.seed}-{number}.json" for number in numbers}
+    if asked.go_on:
+        keep_recorded(paths, name, processes)
     plans = {number: drawn(name, processes, asked.seed, number) for number in numbers} if time.monotonic() < until else {}
     some = [plan for number, plan in plans.items() if asked.only or not is_known(paths[number], plan)]
     if some:
-        began = time.monotonic()
+        began = launch_began()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as place:
             found = outcomes_of(some, Path(place), steps=references.steps, timeout_s=asked.timeout, references=references)
+        with_what = launch_ended(began, len(some))
         for outcome in found:
             if not outcome.holds:
                 print(outcome.describe(), file=sys.stderr, flush=True)
-            write_text_atomically(paths[outcome.drawn.number], json.dumps(row_of(outcome, references.moved)))
-        print(f"{len(some)} plans to {some[-1].name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            write_text_atomically(paths[outcome.drawn.number], json.dumps(row_of(outcome, references.moved) | with_what))
+        print(f"{len(some)} plans to {some[-1].name}: {len(some) * with_what['wall_s']:.0f} s", file=sys.stderr, flush=True)
     return [json.loads(path.read_text()) for path in paths.values() if path.is_file()]
 
 
+def keep_recorded(paths: dict[int, Path], name: str, processes: int) -> None:
+    """Put rows of results.json that record their commit where those of this call are kept, as far as none lie there.
+
+    Args:
+        paths: by number. name: of the model. processes: of the launch.
+    """
+    for row in json.loads(RESULTS.read_text())["rows"]:
+        path = paths.get(row["number"]) if (row["model"], row["processes"]) == (name, processes) else None
+        if path is not None and "commit" in row and not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text_atomically(path, json.dumps(row))
+
+
+def with_earlier(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of results.json, and in place of those that were run again their new ones: a call that ends early loses none.
+
+    Args:
+        rows: of this call.
+    """
+
+    def key(row: dict[str, Any]) -> tuple[str, int, int]:
+        return row["model"], row["processes"], row["number"]
+
+    return list(({key(row): row for row in json.loads(RESULTS.read_text())["rows"]} | {key(row): row for row in rows}).values())
+
+
+def launch_began() -> dict[str, Any]:
+    """With what a launch begins: machine, date, commit and load, and what the clocks of this process and its children show."""
+    return {
+        "machine": machine_line(describe_environment()),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "load": round(os.getloadavg()[0], 1),
+        "wall_s": time.monotonic(),
+        "cpu_s": processor_s(),
+    }
+
+
+def launch_ended(began: dict[str, Any], plans: int) -> dict[str, Any]:
+    """The same for the rows of its plans, each with an equal share of the seconds that have passed.
+
+    Args:
+        began: of its begin. plans: of the launch.
+    """
+    passed = {"wall_s": time.monotonic() - began["wall_s"], "cpu_s": processor_s() - began["cpu_s"]}
+    return began | {key: round(seconds / plans, 2) for key, seconds in passed.items()}
+
+
+def processor_s() -> float:
+    """CPU seconds of this process and of its children that have ended."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
 def is_known(path: Path, plan: DrawnPlan) -> bool:
-    """Whether a row of this very plan is there.
+    """Whether a row of this very plan is there, and says with what it was made.
 
     Args:
         path: of the row of its number. plan: that is drawn under it now.
     """
-    return path.is_file() and json.loads(path.read_text())["plan"] == plan.plan.summary()
+    row = json.loads(path.read_text()) if path.is_file() else {}
+    return "commit" in row and row["plan"] == plan.plan.summary()
 
 
 def row_of(outcome: Outcome, moved: float) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parsim.data import Order, Samples, part
 from parsim.execute.load_workers import WorkerBatches
+from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.graph.plan_index import PlanIndex
 
 Pin = Callable[[Tensor], Tensor]
@@ -45,6 +46,21 @@ def batch_values(
 ) -> dict[str, Tensor]:
     """The same on the device."""
     return {name: tensor.to(device) for name, tensor in host_values(data, indices, wanted, dtype).items()}
+
+
+def batch_to_score(
+    data: Samples, indices: NDArray[np.int64], dtype: torch.dtype, device: torch.device, *, doing: str
+) -> dict[str, Tensor]:
+    """All values of some samples on the device, for a forward that scores. Reading them has more time than other work: of
+    a dataset of one's own a sample may take seconds, in which the rank waits and computes nothing.
+
+    Args:
+        doing: what the rank is at from then on, for messages.
+    """
+    pulse().begin(Doing.PREPARING, f"{doing}: reading samples")
+    values = batch_values(data, indices, None, dtype, device)
+    pulse().begin(Doing.WORKING, doing)
+    return values
 
 
 class Loader:

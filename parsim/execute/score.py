@@ -8,8 +8,7 @@ from torch import Tensor
 
 from parsim.data import IGNORED, Samples
 from parsim.execute.job import RunSpec
-from parsim.execute.loading import batch_values
-from parsim.execute.processes.supervise.heartbeat import Doing, pulse
+from parsim.execute.loading import batch_to_score
 from parsim.execute.stage import seeded_module
 from parsim.execute.state.checkpoint import RankState, restore_tensors
 from parsim.model.interface import interface_of
@@ -36,9 +35,8 @@ def score(run: RunSpec, state: RankState, data: Samples, device: torch.device) -
     total, right, counted = 0.0, 0, 0
     with torch.no_grad():
         for start in range(0, len(data), BATCH):
-            pulse().begin(Doing.WORKING, "scoring")
             indices = np.arange(start, min(start + BATCH, len(data)), dtype=np.int64)
-            values = batch_values(data, indices, None, dtype, device)
+            values = batch_to_score(data, indices, dtype, device, doing="scoring")
             target = values.pop(TARGET, None)
             args, kwargs = interface.arguments(dict(zip(names, values.values(), strict=True)))
             output = module(*args, **kwargs)

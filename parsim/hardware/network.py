@@ -21,6 +21,8 @@ from parsim.hardware.record import NonNegative, Positive, ProfileRecord, check_l
 from parsim.hardware.tables import check_texts, from_text
 
 Algorithm = Literal["ring", "tree", "hierarchical"]
+CardCount = Annotated[int, Field(strict=True, ge=1, le=1024)]
+"""Network cards of a node: each is an object of its own, and a billion of them would take gigabytes."""
 
 
 class Card(ProfileRecord):
@@ -33,7 +35,7 @@ class Card(ProfileRecord):
 
     bandwidth_bytes_per_s: Sourced
     latency_s: Sourced
-    per_node: Annotated[int, Field(ge=1, le=1024)] | None = None
+    per_node: CardCount | None = None
 
     @model_validator(mode="after")
     def _can_be(self) -> Card:

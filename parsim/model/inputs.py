@@ -7,9 +7,12 @@ the dict `batch`, "states.0" the first of the list `states`.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from parsim.errors import ModelError, near_matches
 
@@ -22,6 +25,8 @@ INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 DTYPES = (*FLOATS, *INTEGERS, "bool")
 DEFAULT_DTYPE = "float32"
 KEYS = ("shape", "dtype", "high", "low", "constant")
+MOST_ELEMENTS = 2**33
+"""Of one sample: 34 GB in fp32."""
 InputLeaf = TypeVar("InputLeaf")
 
 
@@ -37,7 +42,7 @@ class ModelInput:
         constant: the same tensor for every batch; its dim 0 is not the batch.
 
     Raises:
-        ModelError: an unknown dtype, a size below 1, or bounds that do not suit the dtype.
+        ModelError: an unknown dtype, a size below 1, too many numbers, or bounds that do not suit the dtype.
     """
 
     name: str
@@ -55,6 +60,7 @@ class ModelInput:
             raise ModelError(f"{where}: dtype {self.dtype!r} is unknown{near_matches(self.dtype, DTYPES)}")
         if any(size < 1 for size in self.shape):
             raise ModelError(f"{where}: the sizes of its shape must be >= 1, got {list(self.shape)}")
+        check_size(f"{where}: shape", self.shape)
         if self.dtype not in INTEGERS:
             if self.high is not None or self.low != 0:
                 raise ModelError(f"{where}: high and low are for integers, and its dtype is {self.dtype}; drop them")
@@ -129,12 +135,31 @@ class ModelInput:
         return torch.randn(shape, generator=generator, dtype=drawn).to(wanted)
 
     def zeros(self, samples: int, dtype: torch.dtype) -> Tensor:
-        """A batch of zeros (of `low` for integers), for a forward that looks at shapes alone."""
+        """A batch of zeros (of `low` for integers), for a forward that looks at shapes alone.
+
+        Zeros come from numpy, where pages that nobody reads take no memory; numpy has no bfloat16.
+
+        Raises:
+            ModelError: the batch is larger than this machine can hold.
+        """
         import torch
 
         shape = self.shape if self.constant else (samples, *self.shape)
         wanted = dtype if self.dtype == DEFAULT_DTYPE else getattr(torch, self.dtype)
-        return torch.full(shape, self.low, dtype=wanted) if self.low else torch.zeros(shape, dtype=wanted)
+        if self.low or wanted == torch.bfloat16:
+            return torch.full(shape, self.low, dtype=wanted)
+        try:
+            return torch.from_numpy(np.zeros(shape, dtype=str(wanted).removeprefix("torch.")))
+        except MemoryError as error:
+            raise ModelError(
+                f"a batch of {samples} of input {self.name} is too large here: {error}; give a smaller shape"
+            ) from error
+
+
+def check_size(where: str, shape: tuple[int, ...]) -> None:
+    """Raise ModelError where one sample has more than `MOST_ELEMENTS` numbers; `where`: for the message."""
+    if math.prod(max(1, size) for size in shape) > MOST_ELEMENTS:
+        raise ModelError(f"{where} {list(shape)} is more than {MOST_ELEMENTS:,} numbers per sample; give a smaller one")
 
 
 def _is_count(size: object) -> bool:

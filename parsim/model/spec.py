@@ -5,13 +5,12 @@ Needs no torch. `build` makes the module, `interface` its batches, `load` its Mo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from parsim.errors import ModelError, near_matches
-from parsim.model.inputs import ModelInput, inputs_from, ordered
+from parsim.model.inputs import ModelInput, check_size, inputs_from, ordered
 from parsim.model.named.names import (
     check_own,
     config_path,
@@ -126,17 +125,6 @@ class ModelSpec:
             raise ModelError(f"not a model: {document!r} ({error!r}); give name, args and input_shape") from error
 
 
-MOST_ELEMENTS = 2**33
-"""Of one sample: 34 GB in fp32."""
-
-
-def _check_shape(spec: ModelSpec) -> None:
-    if spec.input_shape is not None and math.prod(max(1, size) for size in spec.input_shape) > MOST_ELEMENTS:
-        raise ModelError(
-            f"input_shape {list(spec.input_shape)} is more than {MOST_ELEMENTS:,} numbers per sample; give a smaller one"
-        )
-
-
 def resolve(spec: ModelSpec) -> ModelSpec:
     """The same model with every argument and the input shape spelled out (zoo), and the arguments in one order.
 
@@ -146,7 +134,8 @@ def resolve(spec: ModelSpec) -> ModelSpec:
     Raises:
         ModelError: an unknown name or argument, or a shape that does not suit the model.
     """
-    _check_shape(spec)
+    if spec.input_shape is not None:
+        check_size("input_shape", spec.input_shape)
     if is_transformer(spec.name):
         return _resolve_named(spec)
     if (row_by_name := named(spec.name)) is not None:

@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from parsim.errors import ConfigError
+from parsim.hardware.network import CardCount
 from parsim.hardware.record import Count
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -34,7 +35,7 @@ class ClusterSection(ConfigSection):
     """With `gpu`: of each node; left out: as many as the usual machine has."""
     link: Name | None = None
     """With `gpu`: what joins the GPUs of a node, by name or path; left out: what the usual machine has."""
-    cards_per_node: Count | None = None
+    cards_per_node: CardCount | None = None
     """Network cards of each node; left out: as the network says, usually one for each slot of the machine."""
     history: Name | None = None
     """Path of the profile's validations; left out: beside a profile that is a file, none for a shipped one."""

@@ -40,7 +40,7 @@ from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
 from parsim.plans.placement import KINDS, parse_placement
-from parsim.plans.plan import STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
+from parsim.plans.plan import MOST_MICROBATCHES, STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
 from parsim.plans.recompute import AUTO
 from parsim.plans.recompute import WORDS as RECOMPUTE_WORDS
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
@@ -52,9 +52,8 @@ from parsim.workflow.relaxed.section import SynchronisationTable, as_table, chec
 from parsim.workflow.toml_text import is_path, make_paths_absolute, merge, parse_overrides, table_text
 from parsim.workflow.training.section import TrainingSection
 
-MOST_PARTS = 10**6
-"""Microbatches of a batch, or chunks of a pipeline."""
-PartCount = Annotated[int, Field(strict=True, ge=1, le=MOST_PARTS)]
+PartCount = Annotated[int, Field(strict=True, ge=1, le=MOST_MICROBATCHES)]
+"""Microbatches of a batch, or chunks of a pipeline: no plan may have more."""
 TomlScalar = StrictBool | StrictInt | Number | StrictStr
 
 Granularity = Literal["block", "sublayer", "layer"]

@@ -154,6 +154,18 @@ def fatal(split: str) -> Fatal:
     return Fatal(split)
 
 
+class SlowToScore(Noisy):
+    """Of the samples that are not trained on, each takes a quarter of a second."""
+
+    def __init__(self, split: str) -> None:
+        super().__init__(split)
+        self._wait_s = 0.25 * (split != "train")
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(self._wait_s)
+        return super().__getitem__(index)
+
+
 class Glacial(Slow):
     """A sample takes most of a second."""
 

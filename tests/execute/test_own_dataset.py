@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +11,19 @@ import numpy as np
 import pytest
 import torch
 
+import parsim
 from parsim.data import Samples, order_of
 from parsim.data.for_model import dataset_for
 from parsim.data.own.samples import MapSamples, StreamSamples
 from parsim.errors import DataError, FactoryError, NoSplitError
 from parsim.execute.load_workers import WorkerBatches
+from parsim.execute.loading import batch_to_score
+from parsim.execute.processes.supervise import heartbeat
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from tests.execute import own_data
+from tests.execute.own_data import Noisy
+from tests.execute.test_bad_run import cpu_profile
 from tests.execute.test_equality import MLP, assert_equal_to_one_process, case
 
 HERE = "tests.execute.own_data"
@@ -116,3 +122,59 @@ def test_a_factory_without_splits_has_training_samples_alone() -> None:
     assert len(load("only_train")) == 48
     with pytest.raises(NoSplitError, match="has no split 'test'; let it take split="):
         load("only_train", "test")
+
+
+def test_reading_samples_to_score_has_the_patience_of_preparing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a dataset of one's own a batch may take longer than --timeout, in which the rank computes nothing."""
+    beats = tmp_path / "beats"
+    heartbeat.create_beats(beats, 1)
+    monkeypatch.setattr(heartbeat, "_own", [heartbeat.Pulse(beats, 0)])
+    seen: list[heartbeat.Beat] = []
+
+    class Told(Noisy):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            seen.extend(heartbeat.read_beats(beats, 1))
+            return super().__getitem__(index)
+
+    monkeypatch.setattr(own_data, "Noisy", Told)
+    values = batch_to_score(load("Noisy", "test"), np.arange(3), torch.float32, torch.device("cpu"), doing="scoring")
+    assert values["input:0"].shape == (3, 1, 8, 8)
+    assert {(beat.doing, beat.text) for beat in seen} == {(heartbeat.Doing.PREPARING, "scoring: reading samples")}
+    (now,) = heartbeat.read_beats(beats, 1)
+    assert (now.doing, now.text) == (heartbeat.Doing.WORKING, "scoring")
+
+
+SLOW_TO_SCORE = """
+[model]
+name = "mlp"
+args = { width = 16 }
+input_shape = [1, 8, 8]
+[cluster]
+profile = "profile.json"
+devices = 2
+[training]
+global_batch = 16
+steps = 4
+dataset = "tests.execute.own_data:SlowToScore"
+[training.evaluation]
+every = 2
+[plan]
+strategy = "dp"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("launch")
+def test_a_training_whose_scores_take_longer_than_the_timeout_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each validation, and the score at the end, reads for four times `--timeout` without computing; --resume does, too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PARSIM_ALLOW_CODE", "1")
+    Path("profile.json").write_text(json.dumps(cpu_profile()))
+    Path("RUN.toml").write_text(SLOW_TO_SCORE)
+    first = parsim.run("RUN.toml", out="kept", checkpoint_every=2, timeout_s=1.0)
+    assert len(first.losses) == 4
+    again = parsim.run("RUN.toml", out="kept", resume=True, timeout_s=1.0, overrides=["training.steps=6"])
+    assert len(again.losses) == 6
+    assert "test_loss" in json.loads(Path("kept/score.json").read_text())

@@ -13,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra")
 
+from experiments.plans_executed import run  # noqa: E402
 from experiments.plans_executed.comparing import (  # noqa: E402
     LEAST_MOVED,
     TOLERANCE,
@@ -24,7 +25,7 @@ from experiments.plans_executed.comparing import (  # noqa: E402
 from experiments.plans_executed.drawing import drawn  # noqa: E402
 from experiments.plans_executed.features import FEATURES, counted  # noqa: E402
 from experiments.plans_executed.models import SUBJECTS  # noqa: E402
-from experiments.plans_executed.readme import RESULTS, summary, write_readme  # noqa: E402
+from experiments.plans_executed.readme import RESULTS, run_of, summary, write_readme  # noqa: E402
 from parsim.plans.plan import Plan  # noqa: E402
 
 PLANS, STEPS = 50, 100
@@ -47,6 +48,30 @@ def test_the_same_number_is_the_same_plan_and_numbers_differ() -> None:
     assert len({each.plan for each in some}) == 6
     assert all(each.plan == Plan.from_json(each.plan.to_json()) for each in some)
     assert "--models mlp --nproc 4 --seed 0 --only 3" in some[3].describe()
+
+
+def test_the_results_record_with_what_they_were_made() -> None:
+    """Over several calls: every commit and date, and the seconds of all; a row of before they were recorded is named."""
+    first = {"machine": "A", "date": "2026-01-01", "commit": "1234567", "load": 0.5, "wall_s": 1.0, "cpu_s": 0.5}
+    made = run_of([first, first | {"commit": "89abcde", "load": 3.0}], command="python run.py")
+    assert made["commit"] == "1234567, 89abcde"
+    assert (made["machine"], made["date"], made["load"], made["wall_s"], made["cpu_s"]) == ("A", "2026-01-01", 0.5, 2.0, 1.0)
+    assert made["command"] == "python run.py"
+    assert "not recorded" in run_of([first, {}], command="")["machine"]
+
+
+def test_a_call_that_ends_early_keeps_the_rows_of_before_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows without a commit are of an earlier search, and are run again; the others are not, with --go-on."""
+    old = {"model": "mlp", "processes": 2, "number": 0, "plan": "old"}
+    kept = old | {"number": 1, "commit": "1234567"}
+    monkeypatch.setattr(run, "RESULTS", tmp_path / "results.json")
+    run.RESULTS.write_text(json.dumps({"rows": [old, kept]}))
+    new = old | {"plan": "new", "commit": "89abcde"}
+    assert run.with_earlier([new]) == [new, kept]
+    paths = {number: tmp_path / f"{number}.json" for number in range(3)}
+    run.keep_recorded(paths, "mlp", 2)
+    assert [number for number, path in paths.items() if path.is_file()] == [1]
+    assert json.loads(paths[1].read_text()) == kept
 
 
 @FORKS

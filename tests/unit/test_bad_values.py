@@ -127,6 +127,19 @@ def test_a_batch_of_1e20(refused: Refused) -> None:
     assert (status, f"batch = {10**20}: must be <= 1000000000" in message) == (1, True)
 
 
+def test_a_billion_network_cards_are_refused_before_one_is_built(refused: Refused) -> None:
+    message = plan(
+        refused, "cluster.nodes=2", "cluster.devices=8", "cluster.network=infiniband-100g", "cluster.cards_per_node=1000000000"
+    )
+    assert "cluster.cards_per_node = 1000000000: must be <= 1024; for example cards_per_node = 8" in message
+
+
+@pytest.mark.parametrize("key", ["microbatches", "chunks"])
+def test_more_parts_than_a_plan_may_have_are_refused_before_the_search(refused: Refused, key: str) -> None:
+    message = plan(refused, f"plan.{key}=1000000", "training.global_batch=500000000")
+    assert f"plan.{key} = 1000000: must be <= 10000; for example {key} = " in message
+
+
 def test_a_million_nodes_are_refused_before_anything_is_built(refused: Refused) -> None:
     message = plan(refused, "cluster.nodes=1000000", "cluster.devices=8", "cluster.network=infiniband-100g")
     assert "cluster.nodes = 1000000: must be <= 65536; for example nodes = 2" in message
@@ -247,6 +260,7 @@ class Net(nn.Module):
     [
         (['model.inputs={ x = { shape = [4], dtype = "flaot32" } }'], "model.inputs: input x: dtype 'flaot32' is unknown; did"),
         (["model.inputs={ x = { shape = [-4] } }"], "sizes of its shape must be >= 1, got [-4]"),
+        (["model.inputs={ x = { shape = [1000000000, 1000000000] } }"], "is more than 8,589,934,592 numbers per sample; give"),
         (["model.inputs={ x = { shpae = [4] } }"], "unknown key 'shpae'; did you mean shape"),
         (["model.inputs={ x = 4 }"], "input x must be a table with a shape, got 4"),
         (["model.inputs={ x = { shape = [4], high = 3 } }"], "high and low are for integers"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,26 @@ def test_a_spec_with_inputs_is_read_back(entries: list[ModelInput]) -> None:
 def test_a_spec_without_inputs_is_written_as_before() -> None:
     spec = ModelSpec(name="mlp", args=(("width", 3),), input_shape=(4,))
     assert spec.to_dict() == {"name": "mlp", "args": {"width": 3}, "input_shape": [4]}
+
+
+def test_a_batch_of_zeros_that_nobody_reads_takes_no_memory() -> None:
+    """2^30 numbers: as torch makes them, they took 4 GB. More than any machine has is a message."""
+    torch = pytest.importorskip("torch")
+    before = _resident_bytes()
+    batch = ModelInput("x", (2**29,)).zeros(2, torch.float32)
+    assert (batch.shape, batch.dtype) == ((2, 2**29), torch.float32)
+    assert _resident_bytes() - before < 2**28
+    assert not batch[1, -5:].any()
+    for dtype in DTYPES:
+        assert ModelInput("x", (3,), dtype=dtype).zeros(2, torch.float64).dtype == (
+            torch.float64 if dtype == "float32" else getattr(torch, dtype)
+        )
+    with pytest.raises(ModelError, match=r"a batch of 1048576 of input x is too large here"):
+        ModelInput("x", (2**33,), dtype="complex128").zeros(2**20, torch.float32)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_names_with_dots_become_dicts_and_lists() -> None:

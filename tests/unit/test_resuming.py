@@ -76,6 +76,12 @@ def test_scores_of_two_kinds_are_never_compared(tmp_path: Path, after: str, told
         going_on(tmp_path, LOOKS, after)
 
 
+def test_another_model_of_the_same_name_is_refused_with_what_differs(tmp_path: Path) -> None:
+    """Before, the message said "model was mlp, now mlp"."""
+    with pytest.raises(ConfigError, match=r"\(model.args was \{'width': 64\}, now \{\}\)"):
+        going_on(tmp_path, "steps = 20\n[model.args]\nwidth = 64", "steps = 20")
+
+
 def test_a_negative_distance_of_checkpoints_is_refused() -> None:
     with pytest.raises(ConfigError, match="checkpoint_every = -1: must be >= 0"):
         check_options(adaptive=False, resume=False, out=None, checkpoint_every=-1)

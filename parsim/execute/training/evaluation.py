@@ -17,9 +17,8 @@ from torch import Tensor
 
 from parsim.data import Samples
 from parsim.execute.job import RunSpec
-from parsim.execute.loading import batch_values
+from parsim.execute.loading import batch_to_score
 from parsim.execute.processes.exchange import gather_values
-from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.execute.stage import seeded_module
 from parsim.execute.state import checkpoint
 from parsim.execute.training.metrics import LOSS_NAME, METRICS
@@ -95,9 +94,8 @@ def _own_sums(
         for number, start in enumerate(range(0, len(data), size)):
             if number % ranks != rank:
                 continue
-            pulse().begin(Doing.WORKING, "validating")
             indices = np.arange(start, min(start + size, len(data)), dtype=np.int64)
-            values = batch_values(data, indices, None, dtype, device)
+            values = batch_to_score(data, indices, dtype, device, doing="validating")
             target = values.pop(TARGET, None)
             args, kwargs = interface.arguments(dict(zip(names, values.values(), strict=True)))
             output = module(*args, **kwargs)

@@ -19,6 +19,7 @@ from parsim.execute.processes.supervise.scratch import sole_user
 from parsim.execute.state.checkpoint import Checkpoint, discard_unfinished, has_checkpoints, latest_checkpoint
 from parsim.execute.training.schedules import SCHEDULES
 from parsim.files import PARTIAL, parse_json, parse_toml, read_regular, read_text
+from parsim.model.spec import ModelSpec
 from parsim.workflow.config import RunConfig
 from parsim.workflow.folders.run_folder import RunFolder
 from parsim.workflow.references import references
@@ -135,11 +136,20 @@ def _check_same(folder: RunFolder, before: RunConfig, config: RunConfig) -> None
     then, now = before.training.optimizer_of_group, config.training.optimizer_of_group
     changed.append(("training.groups (parameters and optimizer)", then, now))
     changed.append(("training.evaluation.monitor", _followed(before), _followed(config)))
-    changed.append(("model", before.model_spec, config.model_spec))
+    changed += _changed_model(before.model_spec, config.model_spec)
     other = [(key, then, now) for key, then, now in changed if then != now]
     if other:
         said = "; ".join(f"{key} was {_text(then)}, now {_text(now)}" for key, then, now in other)
         raise ConfigError(f"{folder.path} holds another training ({said}); ask for the same to go on, or give another --out")
+
+
+def _changed_model(before: ModelSpec, now: ModelSpec) -> list[tuple[str, Any, Any]]:
+    """What the two specs say differently, by key: two models of one name differ in arguments or inputs."""
+    if before.name != now.name:
+        return [("model", before, now)]
+    then_said, now_said = before.to_dict(), now.to_dict()
+    keys = dict.fromkeys([*then_said, *now_said])
+    return [(f"model.{key}", then_said.get(key), now_said.get(key)) for key in keys]
 
 
 def _held_out(config: RunConfig) -> str:
