@@ -7,6 +7,7 @@ tensors and plain arguments. Every other call is left to torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -130,12 +131,30 @@ _COMPUTING = tuple(
 )
 _SELECT, _SELECT_BACKWARD = torch.ops.aten.select.int, torch.ops.aten.select_backward.default
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+_VIEWS, _AS_STRIDED = (torch.ops.aten.view.default, _UNSAFE_VIEW), torch.ops.aten.as_strided.default
 _PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "mv", "addmv"))
 _LOOK_UP = torch.ops.aten.embedding.default
 _UNKNOWN: Any = object()
 _META, _NO_ENTRIES = torch.device("meta"), (0,)
 _ANSWERS: dict[Hashable, _Answer | None] = {}
 """Of every mode, by the question. None: torch keeps none."""
+
+
+def _strided_view(args: Sequence[Any]) -> tuple[Any, ...] | None:
+    """The arguments of `as_strided` for a view in another shape; None where another way is needed.
+
+    torch finds such a view dim by dim in Python. Of a dense tensor without dims of one entry only one such view exists.
+    """
+    given, shape = args
+    if not all(type(size) is int and size > 1 for size in (*given.shape, *shape)):
+        return None
+    if math.prod(shape) != given.numel() or given.stride() != _dense_strides(given.shape):
+        return None
+    return given, shape, _dense_strides(shape)
+
+
+def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _check_types(func: Any, args: Sequence[Any]) -> None:
@@ -229,7 +248,11 @@ class QuickFakeMode(FakeTensorMode, CallWatchHost):
             _check_types(func, args)
         if func in _DISPATCH_HANDLE_DIRECTLY or not self.cache_enabled:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        result = self._dispatch_impl(func, types, args, kwargs)
+        strided = _strided_view(args) if func in _VIEWS and not kwargs else None
+        if strided is None:
+            result = self._dispatch_impl(func, types, args, kwargs)
+        else:
+            result = self._dispatch_impl(_AS_STRIDED, types, strided, {})
         if self._key(func, args, kwargs) == key:  # no argument has become another tensor
             _ANSWERS[key] = self._kept_by_torch(func, args, kwargs, result)
         return result

@@ -260,6 +260,39 @@ class _Renamed(dict[int, int]):
         return key
 
 
+class CopiedOp(RecordedOp):
+    """A call of a copied block: what another call did, on other values.
+
+    Its arguments and keywords are made when somebody asks for them. Most programs take those of the other call.
+    """
+
+    __slots__ = ("_number", "_source")
+
+    def __init__(self, source: RecordedOp, number: Mapping[int, int], call: int | None) -> None:
+        """
+        Args:
+            source: the other call. number: its value numbers with those of this one. call: of a module, in which this one is.
+        """
+        self._source = source
+        self._number = number
+        self.function = source.function
+        self.outputs = tuple([(path, number[made]) for path, made in source.outputs])
+        self.context = source.context
+        self.call = call
+        self.reads = tuple([number[read] for read in source.reads])
+        self.mutated = tuple([number[changed] for changed in source.mutated]) if source.mutated else ()
+        self.measured = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "arguments":
+            self.arguments = tuple([renumber(item, self._number) for item in self._source.arguments])
+            return self.arguments
+        if name == "keywords":
+            self.keywords = tuple([(key, renumber(item, self._number)) for key, item in self._source.keywords])
+            return self.keywords
+        raise AttributeError(f"a call has no {name}")
+
+
 def may_copy(record: BlockRecord, recording: Recording, state: Sequence[int], inputs: Sequence[int]) -> bool:
     """Whether what the record takes from outside is none of what another block is given or owns."""
     tensors = recording.tensors
@@ -318,18 +351,8 @@ def _copy_calls(record: BlockRecord, recorder: Recorder, path: str, here: Positi
         times = recorder._calls_of[name] = recorder._calls_of.get(name, 0) + 1
         recording.calls.append(Call(name, times, None if call.parent is None else call.parent + shift))
         recording.ends.append(CallEnds((), {}, recording.ends[place].context))
-    named = number.__getitem__
     recording.ops += [
-        RecordedOp(
-            op.function,
-            tuple([renumber(item, number) for item in op.arguments]),
-            tuple([(name, renumber(item, number)) for name, item in op.keywords]),
-            tuple([(steps, named(made)) for steps, made in op.outputs]),
-            op.context,
-            None if op.call is None else op.call + shift,
-            tuple(map(named, op.reads)),
-            tuple(map(named, op.mutated)),
-        )
+        CopiedOp(op, number, None if op.call is None else op.call + shift)
         for op in recording.ops[record.start.ops : record.stop.ops]
     ]
 
