@@ -178,6 +178,7 @@ class Answer:
             *(f"{name}: {why}" for name, why in skipped),
             self.verdict(),
             *([] if (figures := self.prediction.quoted) is None else figures.lines()),
+            *([] if (run := self.prediction.samples_run) is None else run.lines()),
             *([self.problem.loading.text()] if isinstance(self.problem.loading, MeasuredLoading) else []),
             loss_text(self.problem.model),
             *filter(None, [constant_text(self.problem.model), assumed_text(self.question.assumed)]),
@@ -199,6 +200,8 @@ class Answer:
             document["config_file"] = self.question.recipe.to_dict()
         figures = self.prediction.quoted
         document["quoted"] = None if figures is None else figures.to_dict()
+        run = self.prediction.samples_run
+        document["samples_run"] = None if run is None else run.to_dict()
         loading = self.problem.loading
         document["loading"] = None if loading is None else loading.to_dict()
         document["tie"] = None if self.tie is None else self.tie.result.to_dict()
