@@ -50,7 +50,7 @@ def simulate(
     """Simulate one step of the best plan of a strategy: step time, breakdown, memory, critical path."""
     from parsim.costs.loading import MeasuredLoading
     from parsim.plans.words import plan_in_words
-    from parsim.report.tables import breakdown_table, memory_table, strategy_table
+    from parsim.report.tables import alone, breakdown_table, memory_table, strategy_table
     from parsim.workflow.folders.run_folder import new_folder, write_json
     from parsim.workflow.folders.write_prediction import write_prediction
     from parsim.workflow.public.functions import simulate as predict
@@ -84,11 +84,9 @@ def simulate(
         return
     where = f"{problem.model.name} on {problem.cluster.name}, global batch {problem.global_batch}"
     print(f"{where}: {plan_in_words(found.plan)}, {found.headline()}.", end="\n\n")
-    result = found.result.to_dict()
-    reason = str(result["reason"]).removeprefix("fastest plan that fits").removeprefix("; ")  # there is one plan alone
     print_tables(
         [
-            strategy_table([result | {"reason": reason}], title=""),
+            strategy_table([alone(found.result.to_dict())], title=""),
             breakdown_table(document["breakdown"]),
             memory_table(document["memory"]),
             *([] if happening is None else scenario_tables(dict(happening))),

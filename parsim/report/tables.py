@@ -47,6 +47,16 @@ class ReportTable:
     notes: tuple[str, ...] = ()
 
 
+def alone(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of one plan without the words that it is the fastest: it was compared with none.
+
+    Args:
+        result: PlanResult.to_dict().
+    """
+    reason = str(result.get("reason", ""))
+    return {**result, "reason": reason.removeprefix("fastest plan that fits").removeprefix("; ")}
+
+
 def strategy_table(
     results: Sequence[Mapping[str, Any]], *, chosen: Mapping[str, Any] | str | None = None, title: str = "Strategies"
 ) -> ReportTable:
