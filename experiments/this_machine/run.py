@@ -2,15 +2,15 @@
 
     python experiments/this_machine/run.py [--quick] [--out DIR] [--records N] [--rounds N] [--seed N] [--json]
 
-1. Calibrates the machine on half of the models: with a rank per core, with twice as many, and with two ranks in network
-   namespaces of their own, joined by a link of 1 Gbit/s (where root can make such).
+1. Calibrates the machine on half of the models: with a rank per core and with twice as many. Where root can make them, also
+   with two ranks in network namespaces of their own, joined by a link of 1 Gbit/s.
 2. Predicts every case (six models, plans on one to four processes) and writes the predictions down.
 3. Measures all cases in interleaved rounds, N records one after the other, each with launches of its own. For 20 seconds before
    each launch `parsim calibrate --refresh` looks how fast the cores are, and every case is said again with that. A probe before
    and after each round of each case tells how fast the cores were, and every case is said once more at that pace.
 4. Judges: errors beside the A/A floor, coverage of the intervals, order of the plans, what the predicted choice costs.
 
-A step that is done (its file lies in DIR) is not done again, so a record that was stopped goes on, and more records can be
+A step that is done (its file lies in DIR) is not done again. So a record that was stopped goes on, and more records can be
 added to predictions that stay as they were.
 """
 
