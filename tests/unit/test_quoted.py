@@ -132,7 +132,7 @@ def test_samples_to_train_on_have_a_time_and_a_price() -> None:
     assert (run["samples"], run["steps"], run["devices_paid"]) == (64_000, 1000, 8)
     assert run["days"]["p95"] == pytest.approx(1000 * answer.prediction.step_s.p95 / DAY_S)
     assert run["usd"] == pytest.approx(3 * run["device_hours"])
-    told = "\n".join(answer.lines())
+    told = "\n".join(answer.heading())
     assert "64,000 samples: 1,000 steps, " in told
     assert f"price: {run['usd']:.3g} USD at 3 per GPU-hour (given)" in told
     assert "failures: one in" not in told

@@ -147,8 +147,10 @@ class Answer:
         )
 
     def heading(self) -> list[str]:
-        """What stands above the table: the answer, and what is next to it."""
-        return list(filter(None, [self.sentence(), self.runners_up()]))
+        """What stands above the table: the answer, what is next to it, and the whole training where it was asked for."""
+        run = self.prediction.samples_run
+        whole = [] if run is None or not self.fits else run.lines()
+        return list(filter(None, [self.sentence(), self.runners_up(), *whole]))
 
     @cached_property
     def tie(self) -> Evaluation | None:
@@ -178,7 +180,6 @@ class Answer:
             *(f"{name}: {why}" for name, why in skipped),
             self.verdict(),
             *([] if (figures := self.prediction.quoted) is None else figures.lines()),
-            *([] if (run := self.prediction.samples_run) is None else run.lines()),
             *([self.problem.loading.text()] if isinstance(self.problem.loading, MeasuredLoading) else []),
             loss_text(self.problem.model),
             *filter(None, [constant_text(self.problem.model), assumed_text(self.question.assumed)]),
