@@ -1,7 +1,7 @@
 """Every published collective of collectives.csv as a question to parsim: which machine, which ranks, how many bytes, how long.
 
-Rows that are no measurement of a collective (constants of NCCL's own model, lines fitted to rows that are listed too) or have
-no counterpart here are listed with the reason.
+Some rows are no measurement of a collective (constants of NCCL's own model, lines fitted to rows that are listed too), and some
+have no counterpart here. They are listed with the reason.
 """
 
 from __future__ import annotations

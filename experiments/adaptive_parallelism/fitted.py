@@ -1,7 +1,7 @@
 """The paper's own constants, solved from its rows, and what they say of the rows that were not used.
 
-Per model three constants: seconds per image on one GPU (from its hours), how much longer computation takes under data
-parallelism than an eighth of that (from the hours and the share), and the bus bandwidth of its all_reduce (from the share).
+Three constants per model. Seconds per image on one GPU come from its hours. How much longer computation takes under data
+parallelism than an eighth of that comes from the hours and the share. The bus bandwidth of its all_reduce comes from the share.
 Shared by both models: four stages at module borders, 16 microbatches, and the bandwidth between stages, all three chosen by the
 ResNet-50 rows of model parallelism. Nine constants in all, seven of them of a continuous kind. Everything else is predicted:
 

@@ -1,8 +1,8 @@
 """Under which hardware, batch and memory would the paper's order and its 18% hold? Predicted over a grid.
 
-Links are made slower by a factor, everything else stays the profile's. Per point the fastest of a fixed list of plans of each
-family that fits, and for adaptive these and the best placement of every component, which an exact solver finds anew for every
-point. The fixed lists stand for the search, which would take hours over the grid; they can only make a family slower.
+Links are made slower by a factor, everything else stays the profile's. Per point: the fastest that fits of a fixed list of
+plans of each family. For adaptive also the best placement of every component, which an exact solver finds anew for every point.
+The fixed lists stand for the search, which would take hours over the grid; they can only make a family slower.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python experiments/adaptive_parallelism/run.py [--quick] [--parts P,...] [--out DIR] [--json]
 
-Parts: table (Table I on eight V100s, speed over 1 to 8 GPUs, and the fit), reading (the paper's problem and the improved one),
-map (where its order and its 18% would hold), learning (five strategies on digits, 20 seeds). Figures 1 to 6 go to DIR as HTML;
+Parts: table (Table I on eight V100s, speed over 1 to 8 GPUs, and the fit); reading (the paper's problem and the improved one);
+map (where its order and its 18% would hold); learning (five strategies on digits, 20 seeds). Figures 1 to 6 go to DIR as HTML;
 the finding stands in README.md, the verdicts are `judge.py`'s.
 """
 

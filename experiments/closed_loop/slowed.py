@@ -2,8 +2,8 @@
 
     python experiments/closed_loop/slowed.py --cores 1 --factor 1.2 -- COMMAND ...
 
-On each named core a competitor computes in bursts of `BURST_S` of processor time, and sleeps in between as long as it is ahead
-of its share, so that whoever else is pinned there takes about `factor` times as long.
+On each named core a competitor computes in bursts of `BURST_S` of processor time. In between it sleeps as long as it is ahead
+of its share. So whoever else is pinned there takes about `factor` times as long.
 """
 
 from __future__ import annotations

@@ -130,7 +130,13 @@ CATALOGUE = (
         quick=None,
         why="it needs the published tables (`--data`)",
     ),
-    Experiment(name="this_machine", question="How close are predictions where they can be run?", quick=None, why=MEASURES),
+    Experiment(
+        name="this_machine",
+        question="How close are predictions where they can be run?",
+        whole=("--records", "5", "--seed", "300", "--keep", "experiments/this_machine/records.tar.xz"),
+        quick=None,
+        why=MEASURES,
+    ),
     Experiment(
         name="operators_here",
         question="How well is a model priced that was never measured on this machine?",

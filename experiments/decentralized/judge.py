@@ -69,6 +69,70 @@ def tables(document: dict[str, Any]) -> str:
     return table(head, lines, words=1)
 
 
+def named_tables(document: dict[str, Any]) -> dict[str, str]:
+    """Accuracies, scaling and whole epochs as Markdown, by the name in the marks of the README.
+
+    Args:
+        document: results.json; a part without rows has no table.
+    """
+    parts = {"specified accuracies": ("figures", _accuracy_table), "scaling": ("scaling", _scaling_table)}
+    parts["whole epochs"] = ("epochs", _epoch_table)
+    return {name: made(document[part]) for name, (part, made) in parts.items() if document.get(part)}
+
+
+def _accuracy_table(rows: list[Row]) -> str:
+    head = ("shards", "graph", "averaged", "specified", "replicas", "specified", "distance", "specified", "sent, in weights")
+
+    def told(value: float | None) -> str:
+        return "" if value is None else f"{value:.3f}"
+
+    lines = [
+        (
+            row["sharding"].replace("_", "-").replace("iid", "IID"),
+            "Ada, 14 - e" if row["graph"] == "ada" else row["graph"],
+            f"{row['accuracy']:.3f} ± {row['deviation']:.3f}",
+            told(row["specified"]),
+            f"{row['replicas']:.3f} ± {row['replicas_deviation']:.3f}",
+            told(row["specified_replicas"]),
+            f"{row['consensus_before']:.3f}",
+            told(row["specified_consensus_before"]),
+            f"{row['sent_in_weights']:,.0f}",
+        )
+        for row in rows
+    ]
+    return table(head, lines, words=2)
+
+
+def _scaling_table(rows: list[Row]) -> str:
+    head = ("way", "computation, ms", "exchange, ms", "step, ms", "efficiency", "published")
+    lines = [
+        (
+            row["way"],
+            *(f"{row[key]:.1f}" for key in ("compute_ms", "exchange_ms", "step_ms")),
+            f"{row['efficiency']:.3f}",
+            "" if row["published"] is None else f"{row['published']:.2f}",
+        )
+        for row in rows
+    ]
+    return table(head, lines, words=1)
+
+
+def _epoch_table(rows: list[Row]) -> str:
+    head = ("way", "GPUs", "rounds", "rounds simulated", "tasks written", "tasks run", "step, ms", "epoch, s", "by clock, s")
+    counts = ("gpus", "rounds", "rounds_simulated", "tasks_written", "tasks_run")
+    lines = [
+        (
+            row["way"],
+            *(f"{row[key]:,}" for key in counts),
+            f"{row['step_ms']:.1f}",
+            f"{row['epoch_s']:.2f}",
+            f"{row['epoch_by_clock_s']:.2f}",
+        )
+        for row in rows
+    ]
+    return table(head, lines, words=1)
+
+
 def _accuracies(figures: list[Row]) -> list[Claim]:
     """Of the averaged model, and of the replicas themselves."""
 

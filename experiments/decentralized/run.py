@@ -2,8 +2,8 @@
 
     python experiments/decentralized/run.py [--quick] [--seed N] [--seeds N] [--parts P,...] [--out DIR] [--json]
 
-Parts: figures (the specified accuracies and the spectral gaps), ada (schedules and closed loop), dbench (four models, three
-scales, seven ways of training, every tensor), times (clusters of up to 1,008 GPUs), curves (accuracy over simulated seconds).
+Parts: figures (the specified accuracies and the spectral gaps); ada (schedules and closed loop); dbench (four models, three
+scales, seven ways of training, every tensor); times (clusters of up to 1,008 GPUs); curves (accuracy over simulated seconds).
 Tables go to DIR as CSV, figures as HTML; the finding stands in README.md, the verdicts are `judge.py`'s.
 """
 

@@ -2,8 +2,8 @@
 
     python experiments/memory/resident.py MODEL SAMPLES
 
-A process of its own, pinned and set as a rank is, measured as a calibration does (`calibration.measure.allocator`), so that
-models that were not calibrated can be held against the line `allocator` of a profile. Linux alone: it reads /proc.
+A process of its own, pinned and set as a rank is, measured as a calibration does (`calibration.measure.allocator`). So models
+that were not calibrated can be held against the line `allocator` of a profile. Linux alone: it reads /proc.
 """
 
 from __future__ import annotations

@@ -69,8 +69,11 @@ def with_memory(cluster: Cluster, limit_gib: float) -> Cluster:
 
 
 def row(name: str, granularity: str, batch: int, limit_gib: float, optimizer: str) -> tuple[dict[str, object], Plan | None]:
-    """One case: milliseconds per step of each family's best plan that fits, by how much mixing is faster than all, and
-    the best plan of one stage with a placement for every component."""
+    """One case: milliseconds per step of each family's best plan that fits, and by how much mixing is faster than all.
+
+    Returns:
+        The row, and the best plan of one stage with a placement for every component.
+    """
     cluster = with_memory(cluster_from_profile(load_profile("dgx1-v100-32gb"), 8), limit_gib)
     problem = PlanningProblem(
         model=load_model(ModelSpec(name=name), granularity=granularity),

@@ -1,7 +1,7 @@
 """One training step four ways, from the same weights on the same samples: executor, eager torch, CUDA graph, torch.compile.
 
-All of them hold the batch on the device, divide the loss by the batch, and step the same foreach optimizer, so they differ in
-how the step is issued and in nothing else. None loads samples: predictions leave loading out, too.
+All of them hold the batch on the device, divide the loss by the batch, and step the same foreach optimizer. They differ in how
+the step is issued and in nothing else. None loads samples: predictions leave loading out, too.
 """
 
 from __future__ import annotations

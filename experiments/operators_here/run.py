@@ -3,9 +3,9 @@
     python experiments/operators_here/run.py [--quick] [--seed N] [--profile FILE] [--out DIR] [--json]
 
 Calibrates this machine with the small models of the zoo and its operators (or reads a profile made so), then leaves out one
-model at a time: every point of its components, and of components that do the same work, is removed, what components add to
-their operators is learned anew from the other models, and all its components and its step's whole computation are predicted
-and compared with their measurement in the same calibration. The floor beside it: how far the measurements of identical
+model at a time. Every point of its components, and of components that do the same work, is removed. What components add to
+their operators is learned anew from the other models. All its components and its step's whole computation are predicted and
+compared with their measurement in the same calibration. The floor beside it: how far the measurements of identical
 components that stand in two models differ.
 """
 

@@ -2,8 +2,8 @@
 
     python experiments/published/run.py --rows TRAINING.csv [--quick] [--json] [--only REGEX] [--keep FILE]
 
-Predicts every row (`predict.py`), then fits at most one factor per GPU type and precision on the rows of the other sources
-and judges each source with it (cross-validation over sources). Writes results.json and README.md beside this file. The rows
+Predicts every row (`predict.py`). Each source is judged by factors that were fitted on the rows of the other sources, at most
+one per GPU type and precision (cross-validation over sources). Writes results.json and README.md beside this file. The rows
 themselves are not part of the repository.
 """
 

@@ -1,7 +1,7 @@
 """Every plan of a tiny problem, and the fastest of them that fits: the oracle of a search.
 
-Enumerated are all meshes over the first w devices, all cuts into stages, pipeline orders, numbers of microbatches, placements
-of every component, ZeRO stages, sets of recomputed components, and bucket sizes as far as they make different buckets. Each is
+Enumerated are all meshes over the first w devices, all cuts into stages, pipeline orders and numbers of microbatches. So are
+placements of every component, ZeRO stages, sets of recomputed components, and bucket sizes that make different buckets. Each is
 simulated as `evaluate` does, unless its computation alone takes longer than the best plan known so far.
 
 Leaves out: zero-bubble orders, which a search does not propose, and more than two chunks per rank.

@@ -6,8 +6,10 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from ablation import MEASURED_SPEED, Compared, ablated
 
 from parsim.analyze.accuracy import accuracy, rank_correlation, regret
 from parsim.costs.uncertainty.conformal import ValidationRecord, coverage_split
@@ -28,6 +30,8 @@ class CaseRow:
         aa_median, aa_p95: the case against itself. aa_at_speed: both of its rounds over the slowness beside them.
         compute_s, cpu_s: predicted computation, measured processor time of all ranks, per step.
         kinds: by kind of task, predicted (times the slowness) and measured seconds per step summed over its tasks.
+        without: as `at_speed_s`, by the name of the correction that is left out. rounds_s: measured step of each round.
+        probes_s: seconds of the probe beside each round, as it was measured.
     """
 
     record: str
@@ -49,6 +53,9 @@ class CaseRow:
     compute_s: float
     cpu_s: float
     kinds: dict[str, tuple[float, float]]
+    without: dict[str, float] = field(default_factory=dict)
+    rounds_s: list[float] = field(default_factory=list)
+    probes_s: list[Any] = field(default_factory=list)
 
     @property
     def error(self) -> float:
@@ -74,6 +81,8 @@ class CaseRow:
         """One line of the table."""
         line = asdict(self)
         kinds = line.pop("kinds")
+        for nested in ("without", "rounds_s", "probes_s"):
+            line.pop(nested)
         line["aa_at_speed_median"], line["aa_at_speed_p95"] = line.pop("aa_at_speed")
         line["error_percent"] = round(100 * self.error, 2)
         for kind in KINDS:
@@ -125,6 +134,7 @@ def judged(rows: Sequence[CaseRow]) -> dict[str, Any]:
         "coverage, at the pace beside them": asdict(coverage_split([record_of(row) for row in paced])),
         "coverage, refreshed before the launch": asdict(coverage_split([record_of(row) for row in refreshed])),
         "choice": choice_of(rows),
+        "corrections": corrections_of(rows),
         "processor time": processor_time(rows),
     }
 
@@ -151,6 +161,17 @@ def record_of(row: CaseRow) -> ValidationRecord:
         ranks=row.ranks,
         aa_floor=row.aa_median,
     )
+
+
+def corrections_of(rows: Sequence[CaseRow]) -> dict[str, Any]:
+    """By correction, what it does to the error (`ablation.ablated`). Rows of older records lack most of them."""
+    found: dict[str, list[Compared]] = {}
+    for row in rows:
+        for name, seconds in {MEASURED_SPEED: row.predicted_s, **row.without}.items():
+            case = f"{row.launch} {row.model} {row.label}"
+            run = Compared(case=case, with_s=row.at_speed_s, without_s=seconds, measured_s=row.measured_s)
+            found.setdefault(name, []).append(run)
+    return {name: ablated(runs) for name, runs in found.items()}
 
 
 def errors_by(rows: Sequence[CaseRow], groups: Groups) -> dict[str, dict[str, float] | None]:

@@ -1,16 +1,17 @@
 """How close are the predictions on the machine at hand, and how often do the intervals hold?
 
     python experiments/this_machine/run.py [--quick] [--out DIR] [--records N] [--rounds N] [--seed N] [--json]
+        [--keep FILE.tar.xz]
 
-1. Calibrates the machine on half of the models: with a rank per core, with twice as many, and with two ranks in network
-   namespaces of their own, joined by a link of 1 Gbit/s (where root can make such).
+1. Calibrates the machine on half of the models: with a rank per core and with twice as many. Where root can make them, also
+   with two ranks in network namespaces of their own, joined by a link of 1 Gbit/s.
 2. Predicts every case (six models, plans on one to four processes) and writes the predictions down.
 3. Measures all cases in interleaved rounds, N records one after the other, each with launches of its own. For 20 seconds before
    each launch `parsim calibrate --refresh` looks how fast the cores are, and every case is said again with that. A probe before
    and after each round of each case tells how fast the cores were, and every case is said once more at that pace.
 4. Judges: errors beside the A/A floor, coverage of the intervals, order of the plans, what the predicted choice costs.
 
-A step that is done (its file lies in DIR) is not done again, so a record that was stopped goes on, and more records can be
+A step that is done (its file lies in DIR) is not done again. So a record that was stopped goes on, and more records can be
 added to predictions that stay as they were.
 """
 
@@ -21,6 +22,7 @@ import contextlib
 import json
 import shutil
 import statistics
+import tarfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ablation import WITHOUT
 from cases import CALIBRATED_BATCHES, GRANULARITY, SMALL, SUBJECTS, Case, Subject, cases_of, problem_of
 from judging import CaseRow, judged, printed
 from measuring import STEPS, Seen, measure, progress
@@ -42,7 +45,7 @@ from parsim.execute.processes.launch import launch
 from parsim.files import write_csv, write_text_atomically
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import PaceToday, Profile, load_profile, save_profile
-from parsim.hardware.speed_factor import probe_seconds, speed_beside
+from parsim.hardware.speed_factor import SpeedFactor, probe_seconds, speed_beside
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
@@ -125,6 +128,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--keep", type=Path, metavar="FILE.tar.xz", help="pack profiles, predictions and records into it")
     asked = parser.parse_args()
     names = asked.models.split(",") if asked.models else ["mlp"] if asked.quick else [subject.name for subject in SUBJECTS]
     subjects = [subject for subject in SUBJECTS if subject.name in names]
@@ -146,7 +150,23 @@ def main() -> None:
     verdict = judged(rows)
     document = {"machine": machine_line(describe_environment()), "date": time.strftime("%Y-%m-%d"), **verdict}
     write_text_atomically(asked.out / "verdict.json", json.dumps(document, indent=1))
+    if asked.keep is not None:
+        pack(asked.out, asked.keep)
     print(json.dumps(document) if asked.json else printed(document))
+
+
+def pack(folder: Path, file: Path) -> None:
+    """Write profiles, their raw points, predictions and every row of every record into one compressed file.
+
+    Args:
+        folder: --out. file: to write.
+    """
+    made = file.with_name(f".{file.name}")
+    with tarfile.open(made, "w:xz") as packed:
+        for path in sorted(folder.rglob("*")):
+            if path.name.endswith((".json", ".json.gz")):
+                packed.add(path, arcname=str(path.relative_to(folder)))
+    made.replace(file)
 
 
 def calibrated(path: Path, setting: Setting, subjects: Sequence[Subject], asked: argparse.Namespace) -> Profile:
@@ -256,7 +276,6 @@ def row_of(record_name: str, said: Prediction, seen: Seen, profile: Profile, tod
     case, measurement = said.case, seen.measurement
     speed = speed_beside(profile, measurement.pace_s, case.plan.world_size)
     assert speed is not None, "the calibration and the record have a probe"
-    asked = question(said.launch, case, profile)
     floor = aa_floor([[float(value)] for value in measurement.step_s])
     floor_at_speed = aa_floor([[float(value)] for value in measurement.step_s / speed.by_rank.mean(axis=0)])
     taken = np.mean(np.stack([task_durations_s(seen.graph, timeline) for timeline in measurement.timelines]), axis=0)
@@ -277,7 +296,7 @@ def row_of(record_name: str, said: Prediction, seen: Seen, profile: Profile, tod
         refreshed_s=evaluate(
             question(said.launch, case, profile.model_copy(update={"today": today})), case.plan, samples=0, fold=False
         ).result.step_s.median,
-        at_speed_s=step_at_speed(asked, evaluate(asked, case.plan, samples=0, fold=False), speed),
+        at_speed_s=at_speed_s(said.launch, case, profile, speed),
         slowness=speed.mean,
         measured_s=measurement.mean_step_s,
         aa_median=floor.median,
@@ -286,7 +305,16 @@ def row_of(record_name: str, said: Prediction, seen: Seen, profile: Profile, tod
         compute_s=said.compute_s,
         cpu_s=sum(measurement.cpu_s) / (len(measurement.step_s) * STEPS),
         kinds={kind: (pair[0], pair[1]) for kind, pair in kinds.items()},
+        without={name: at_speed_s(said.launch, case, less(profile), speed) for name, less in WITHOUT.items()},
+        rounds_s=[float(value) for value in measurement.step_s],
+        probes_s=np.asarray(measurement.pace_s).tolist(),
     )
+
+
+def at_speed_s(launch_name: str, case: Case, profile: Profile, speed: SpeedFactor) -> float:
+    """The step at the speed of the cores beside its rounds. Args: speed: by the profile with all corrections."""
+    asked = question(launch_name, case, profile)
+    return step_at_speed(asked, evaluate(asked, case.plan, samples=0, fold=False), speed)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python experiments/v100_published/run.py --data DIR [--json] [--rows]
 
 DIR holds throughput.csv and collectives.csv. Tables: single-GPU training throughput from operators alone (no row of a whole
-model enters the prediction), the efficiency factors and what they do to held-out rows, eight GPUs through plan, graph and
-simulator with and without communication, and every published collective. `--rows` lists each collective and each row left out.
+model enters the prediction); the efficiency factors and what they do to held-out rows; eight GPUs through plan, graph and
+simulator with and without communication; every published collective. `--rows` lists each collective and each row left out.
 """
 
 from __future__ import annotations

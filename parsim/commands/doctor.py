@@ -8,11 +8,12 @@ from parsim.workflow.progress import progress
 
 def doctor(as_json: JsonFlag = False) -> None:
     """What this machine has, what will work here, what is missing and how to get it."""
-    from parsim.workflow.doctor import examine, tables
+    from parsim.workflow.doctor import examine, sentence, tables
 
     with progress("Looking at this machine"):
         findings = examine()
     if as_json:
         print_json(findings)
     else:
+        print(sentence(findings), end="\n\n")
         print_tables(tables(findings))

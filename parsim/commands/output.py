@@ -59,6 +59,11 @@ TokensOption = Annotated[
     float | None, typer.Option("--tokens", metavar="N", help="Tokens to train on, e.g. 1e12: days, price and failures.")
 ]
 
+SamplesOption = Annotated[
+    float | None,
+    typer.Option("--samples", metavar="N", help="Samples to train on over all epochs: time and price of the training."),
+]
+
 
 def on_gpus(
     cluster: str | None,
@@ -68,8 +73,9 @@ def on_gpus(
     *,
     seq: int | None = None,
     tokens: float | None = None,
+    samples: float | None = None,
 ) -> tuple[str | None, list[str]]:
-    """The cluster and the overrides that --on, --gpus, --network, --seq, --tokens and --set mean together.
+    """The cluster and the overrides that --on, --gpus, --network, --seq, --tokens, --samples and --set mean together.
 
     Raises:
         ConfigError: both --on and --gpus, or --gpus of another form.
@@ -80,6 +86,7 @@ def on_gpus(
         *([] if network is None else [f'cluster.network="{network}"']),
         *([] if seq is None else [f"model.args.seq={seq}"]),
         *([] if tokens is None else [f"training.tokens={tokens!r}"]),
+        *([] if samples is None else [f"training.samples={samples!r}"]),
         *(overrides or []),
     ]
     if gpus is None:

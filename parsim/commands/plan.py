@@ -17,6 +17,7 @@ from parsim.commands.output import (
     NetworkOption,
     OnCluster,
     Overrides,
+    SamplesOption,
     SeqOption,
     TokensOption,
     on_gpus,
@@ -35,6 +36,7 @@ def plan(
     batch: BatchOption = None,
     seq: SeqOption = None,
     tokens: TokensOption = None,
+    samples: SamplesOption = None,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
     top: Annotated[int | None, typer.Option(min=1, help="Show the K fastest plans instead of each family's best.")] = None,
@@ -71,7 +73,7 @@ def plan(
     aim = None if faster is None else parse_faster(faster)
     if target_accuracy is None and (rules or curves):
         raise typer.BadParameter("--rule and --curves go with --target-accuracy")
-    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens)
+    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples)
     if (config is None) == (not asked):
         raise typer.BadParameter(
             "give what to plan, once: a run file, a model, or --config FILE of Megatron-LM, NeMo or torchtitan"

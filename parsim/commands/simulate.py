@@ -16,6 +16,7 @@ from parsim.commands.output import (
     NetworkOption,
     OnCluster,
     Overrides,
+    SamplesOption,
     SeqOption,
     TokensOption,
     on_gpus,
@@ -33,6 +34,7 @@ def simulate(
     batch: BatchOption = None,
     seq: SeqOption = None,
     tokens: TokensOption = None,
+    samples: SamplesOption = None,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
     strategy: Annotated[str | None, typer.Option(help="Instead of the file's: the same as --set plan.strategy=...")] = None,
@@ -47,7 +49,8 @@ def simulate(
 ) -> None:
     """Simulate one step of the best plan of a strategy: step time, breakdown, memory, critical path."""
     from parsim.costs.loading import MeasuredLoading
-    from parsim.report.tables import breakdown_table, memory_table, strategy_table
+    from parsim.plans.words import plan_in_words
+    from parsim.report.tables import alone, breakdown_table, memory_table, strategy_table
     from parsim.workflow.folders.run_folder import new_folder, write_json
     from parsim.workflow.folders.write_prediction import write_prediction
     from parsim.workflow.public.functions import simulate as predict
@@ -55,7 +58,7 @@ def simulate(
     from parsim.workflow.simulation import scenario_tables
 
     folder = None if out is None else new_folder(out, "")
-    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens)
+    where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples)
     found = predict(
         asked,
         cluster=where,
@@ -79,10 +82,11 @@ def simulate(
     if as_json:
         print_json(document)
         return
-    title = f"{problem.model.name} on {problem.cluster.name}, batch {problem.global_batch}"
+    where = f"{problem.model.name} on {problem.cluster.name}, global batch {problem.global_batch}"
+    print(f"{where}: {plan_in_words(found.plan)}, {found.headline()}.", end="\n\n")
     print_tables(
         [
-            strategy_table([found.result.to_dict()], title=title),
+            strategy_table([alone(found.result.to_dict())], title=""),
             breakdown_table(document["breakdown"]),
             memory_table(document["memory"]),
             *([] if happening is None else scenario_tables(dict(happening))),
@@ -92,6 +96,8 @@ def simulate(
     print(f"Critical path: {len(labels)} of {len(evaluation.graph.tasks)} tasks, from {', '.join(labels[:3])}")
     print(f"One step alone: {format_seconds(evaluation.timeline.makespan_s)}; in a row, steps overlap")
     for line in [] if found.quoted is None else found.quoted.lines():
+        print(line)
+    for line in [] if found.samples_run is None else found.samples_run.lines():
         print(line)
     if isinstance(problem.loading, MeasuredLoading):
         print(problem.loading.text())

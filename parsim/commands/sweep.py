@@ -94,6 +94,7 @@ def sweep(
     if as_json:
         print_json(found.to_dict())
         return
+    print_lines([*found.heading(), ""])
     print_tables([found.report()])
     print_lines(found.lines())
     print(f"Rows: {folder / 'points.csv'}; a page to explore them: parsim explore {folder}")

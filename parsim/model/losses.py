@@ -120,7 +120,7 @@ def usual_loss(name: str, output: tuple[int, ...], *, tokens: bool) -> str:
     raise ModelError(
         f'{name} returns {list(output)} per sample, which leaves the loss open; in [model] choose loss = "mse" (targets like '
         f'the output), "bce" (0 or 1 for each number), "cross_entropy" with classes_dim = -1 (classes along the last dim, '
-        f'{output[-1]}){maps}, "package:function" or "package.module:ROW", a loss of your own'
+        f'{output[-1]}){maps}; or a loss of your own as "package:function" or "package.module:ROW"'
     )
 
 

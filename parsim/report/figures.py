@@ -8,6 +8,7 @@ Okabe and Ito, which colour-blind readers can distinguish. A kind has the same c
 from __future__ import annotations
 
 import html
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -119,6 +120,10 @@ def timeline_figure(graph: TaskGraph, timelines: Mapping[str, Timeline]) -> go.F
     return styled(figure, height + 60, top=30)
 
 
+LABEL_WIDTH = 24
+"""Letters in a line of a label beside a bar."""
+
+
 def strategies_figure(results: Sequence[Mapping[str, Any]], *, chosen: Mapping[str, Any] | str | None = None) -> go.Figure:
     """Step time with its 90% interval per PlanResult.to_dict(), best first as given."""
     scale, unit = _time_unit(max((result["step_s"]["median"] for result in results), default=0.0))
@@ -168,7 +173,8 @@ def strategies_figure(results: Sequence[Mapping[str, Any]], *, chosen: Mapping[s
     )
     figure.update_xaxes(rangemode="tozero", zeroline=False, ticksuffix=f" {unit}")
     figure.update_layout(barmode="overlay", bargap=0.35)
-    return styled(figure, 44 * max(2, len(results)) + 50)
+    most = max((len(textwrap.wrap(plan_text(result.get("plan")), LABEL_WIDTH)) for result in results), default=1)
+    return styled(figure, (30 + 14 * max(1, most)) * max(2, len(results)) + 50)
 
 
 def breakdown_figure(breakdowns: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
@@ -363,7 +369,9 @@ def _text(value: object) -> str:
 
 
 def _two_lines(first: str, second: str) -> str:
-    return f'{html.escape(first)}<br><span style="font-size:11px">{html.escape(second)}</span>'
+    """A name and what explains it, in small lines that leave room for the bars on a narrow screen."""
+    small = "<br>".join(html.escape(line) for line in textwrap.wrap(second, LABEL_WIDTH, break_long_words=False))
+    return f'{html.escape(first)}<br><span style="font-size:11px">{small}</span>'
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:

@@ -152,7 +152,10 @@ def _header(data: ReportData, *, compared: bool) -> str:
 def _section(section: ReportSection, number: int, drawn: list[go.Figure]) -> str:
     parts = [f'<section id="section-{number}"><h2>{html.escape(section.title)}</h2>']
     parts += [f"<p>{html.escape(section.text)}</p>"] if section.text else []
-    if section.results:
+    if len(section.results) == 1:  # a figure would show one bar
+        parts.append("<h3>The plan</h3>")
+        parts.append(_table(tables.strategy_table([tables.alone(section.results[0])], title="")))
+    elif section.results:
         parts.append("<h3>Strategies</h3>")
         parts.append(_table(tables.strategy_table(section.results, chosen=section.chosen, title="")))
         caption = "Predicted step time by plan; hatched plans do not fit in memory."

@@ -47,6 +47,16 @@ class ReportTable:
     notes: tuple[str, ...] = ()
 
 
+def alone(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of one plan without the words that it is the fastest: it was compared with none.
+
+    Args:
+        result: PlanResult.to_dict().
+    """
+    reason = str(result.get("reason", ""))
+    return {**result, "reason": reason.removeprefix("fastest plan that fits").removeprefix("; ")}
+
+
 def strategy_table(
     results: Sequence[Mapping[str, Any]], *, chosen: Mapping[str, Any] | str | None = None, title: str = "Strategies"
 ) -> ReportTable:
@@ -231,7 +241,7 @@ def largest_errors_table(comparison: Mapping[str, Any], *, title: str = "Tasks f
 def memory_table(memory: Sequence[Mapping[str, Any]], *, title: str = "Peak memory by rank") -> ReportTable:
     """One row per line and one column per rank (equal ranks share one), from RankMemory as dictionaries.
 
-    Of more than MEMORY_COLUMNS different columns, the fullest.
+    Of more than MEMORY_COLUMNS different columns, the fullest. A line that is 0 on all of them is left out.
     """
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, rank in enumerate(memory):
@@ -240,7 +250,7 @@ def memory_table(memory: Sequence[Mapping[str, Any]], *, title: str = "Peak memo
     peaks = [sum(memory_lines(rank).values()) for rank in memory]
     shown = sorted(sorted(groups.values(), key=lambda group: -peaks[group[0]])[:MEMORY_COLUMNS])
     amounts = [memory_lines(memory[group[0]]) for group in shown]
-    names = list(dict.fromkeys(name for lines in amounts for name in lines))
+    names = list(dict.fromkeys(name for lines in amounts for name, size in lines.items() if size))
     rows = [[line_name(name), *(format_bytes(lines.get(name, 0)) for lines in amounts)] for name in names]
     rows.append(["peak", *(format_bytes(peaks[group[0]]) for group in shown)])
     if any("p95_bytes" in memory[group[0]] for group in shown):

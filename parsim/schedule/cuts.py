@@ -1,6 +1,6 @@
 """Every cut of a chain into pipeline stages, the one with the least bound first.
 
-With t_s the time of one microbatch on stage s and e_s the least time of what comes before it, no pipeline takes less than
+Let t_s be the time of one microbatch on stage s, and e_s the least time of what comes before it. No pipeline takes less than
 e_s + M t_s for any s. The largest of these is the bound of a cut. A best-first search over (stage, first component) finds the
 cuts in its order: what the remaining stages take at least is known exactly, by a dynamic programme from the last stage on.
 """

@@ -217,8 +217,8 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, calls_model: bool 
 
     Args:
         overrides: texts "section.key=value", the value as TOML or as a bare word. An override of plan.strategy
-            replaces the hand-written plan of a file with strategy = "custom" (CUSTOM_KEYS) unless it says "custom" too, and
-            what steers the file's search (ADAPTIVE_KEYS) unless it says "adaptive". Constraints of a search stay.
+            replaces the hand-written plan of a file with strategy = "custom" (CUSTOM_KEYS) unless it says "custom" too. It
+            replaces what steers the file's search (ADAPTIVE_KEYS) unless it says "adaptive". Constraints of a search stay.
         calls_model: False for a run that is only looked at (`check_trusted`).
 
     Raises:

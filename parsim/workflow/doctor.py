@@ -265,6 +265,19 @@ def _on_gpus(found: Found, name: str) -> Check:
 # --- for people -------------------------------------------------------------------------------------------------------
 
 
+def sentence(findings: dict[str, Any]) -> str:
+    """`All commands work here but calibrate --device cuda: torch 2.13.0+cpu was built without CUDA.`
+
+    Args:
+        findings: of `examine`.
+    """
+    missing = [entry for entry in findings["commands"] if not entry["ok"]]
+    if not missing:
+        return "All commands work here."
+    reasons = "; ".join(dict.fromkeys(entry["found"] for entry in missing))
+    return f"All commands work here but {' and '.join(entry['name'] for entry in missing)}: {reasons}."
+
+
 def tables(findings: dict[str, Any]) -> tuple[ReportTable, ...]:
     """The findings of `examine` for people."""
     environment = findings["environment"]

@@ -28,9 +28,10 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
     Args:
         model, cluster: instead of those that the file names.
 
-    Raises: ModelError, ProfileError; ConfigError for patterns, pins and forbids that the model cannot follow; PlanError for a
-        mesh that the devices do not make.
+    Raises: ModelError, ProfileError; ConfigError for patterns, pins, forbids and tokens that the model does not have;
+        PlanError for a mesh that the devices do not make.
     """
+    from parsim.analyze.model_flop import tokens_per_sample
     from parsim.costs.feedback.history import history_path, read_history
     from parsim.costs.loading import UnmeasuredLoading
     from parsim.data import DATASETS
@@ -42,6 +43,11 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
 
     cluster = cluster_of(config) if cluster is None else cluster
     model = with_update_groups(model_of(config) if model is None else model, config.training.recipe.groups)
+    if config.training.tokens is not None and not tokens_per_sample(model):
+        raise ConfigError(
+            f"training.tokens = {config.training.tokens:g}: {model.name} is no language model, so its samples have no tokens; "
+            "give training.samples (--samples N), the samples of all epochs together"
+        )
     if config.plan.mesh is not None:
         check_axes(config.plan.mesh, cluster.size, by_hand=config.plan.strategy == "custom")
     pins = pins_by_pattern(parse_placements(config.plan.pin), model, cluster.size)

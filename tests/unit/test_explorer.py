@@ -141,6 +141,7 @@ def test_a_sweep_becomes_a_page(tmp_path: Path) -> None:
     assert found.explore() == out / "explorer.html"
     document = document_in((out / "explorer.html").read_text(encoding="utf-8"))
     assert document["picked"] == 2
+    assert document["summary"][:2] == found.heading()
     assert document["texts"]["status"]["words"] == ["ok", "failed"]
     assert document["command"].startswith("parsim plan mlp --on dgx1-v100-32gb --batch 64 --set ")
     again = open_sweep(out).explore(tmp_path / "other.html")

@@ -109,12 +109,38 @@ def test_other_models_have_no_such_figures() -> None:
 
 def test_days_price_and_energy_are_plain_arithmetic() -> None:
     step = Interval(median=2.0, p05=1.0, p95=4.0)
-    run = training_run(1e9, 1000, step, operation(mtbf_s=1e15, checkpoint_s=1e-3, restart_s=0), devices=8, paid=16)
+    own = operation(mtbf_s=1e15, checkpoint_s=1e-3, restart_s=0)
+    run = training_run(1e9, 1000, step, own, unit="tokens", devices=8, paid=16)
     assert run.steps == 1_000_000
     assert run.days.median == pytest.approx(2e6 / DAY_S)
     assert run.device_hours == pytest.approx(2e6 / HOUR_S * 16, rel=1e-3)
     assert run.usd == pytest.approx(2 * run.device_hours)
     assert run.energy_kwh == pytest.approx(0.5 * run.device_hours / 2)
+
+
+def test_samples_to_train_on_have_a_time_and_a_price() -> None:
+    """Ten epochs of 6,400 samples: 1,000 steps of 64, of which all eight devices are paid for."""
+    answer = parsim.plan(
+        "mlp",
+        cluster="dgx1-v100-32gb",
+        global_batch=64,
+        strategy="dp",
+        samples=64_000,
+        settings={"cluster.usd_per_hour": 3.0},
+    )
+    run = answer.to_dict()["samples_run"]
+    assert (run["samples"], run["steps"], run["devices_paid"]) == (64_000, 1000, 8)
+    assert run["days"]["p95"] == pytest.approx(1000 * answer.prediction.step_s.p95 / DAY_S)
+    assert run["usd"] == pytest.approx(3 * run["device_hours"])
+    told = "\n".join(answer.heading())
+    assert "64,000 samples: 1,000 steps, " in told
+    assert f"price: {run['usd']:.3g} USD at 3 per GPU-hour (given)" in told
+    assert "failures: one in" not in told
+
+
+def test_tokens_of_a_model_without_tokens_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"mlp is no language model, so its samples have no tokens; give training\.samples"):
+        parsim.plan("mlp", cluster="dgx1-v100-32gb", global_batch=64, tokens=1e9)
 
 
 def test_the_default_failure_rate_is_one_in_three_hours_on_16384() -> None:

@@ -146,6 +146,26 @@ def test_a_prediction_names_the_cluster_that_was_asked_about() -> None:
     assert report_facts()[0][0] == "Machine"
 
 
+def test_one_plan_alone_is_no_comparison() -> None:
+    """No figure of one bar, and no word that the plan is the fastest; what else its row says stays."""
+    section = next(section for section in report_data().sections if section.results)
+    first = {**section.results[0], "reason": "fastest plan that fits; recomputes 2 of 4 components"}
+    several, one = ([first, dict(section.results[0], strategy="other")], [first])
+    pages = [
+        report_html(ReportData(title="t", sections=[replace(section, results=results, runs=[])])) for results in (several, one)
+    ]
+    assert [len(figures_of(page)) for page in pages] == [1, 0]
+    assert ["fastest plan that fits" in page for page in pages] == [True, False]
+    assert all("recomputes 2 of 4 components" in page for page in pages)
+
+
+def test_labels_beside_bars_leave_room_on_a_narrow_screen() -> None:
+    section = next(section for section in report_data().sections if section.results)
+    drawn = figures.strategies_figure([{**section.results[0], "strategy": "hp"}])
+    (label,) = drawn.layout.yaxis.ticktext
+    assert all(len(line) <= 24 for line in re.sub("<span[^>]*>|</span>", "", label).split("<br>"))
+
+
 def test_a_step_drawn_by_itself_is_told_from_the_predicted_step() -> None:
     run = replace(predicted_run("dp", RESNET, pp=1, dp=2, microbatches=1), step_s=1.0)
     section = ReportSection(model="m", title="m on c", runs=(run,))

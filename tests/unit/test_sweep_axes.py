@@ -218,3 +218,11 @@ def test_any_text_is_a_goal_or_a_message(text: str) -> None:
     except ConfigError as error:
         said = str(error)
     assert said.startswith("--goal") or not said
+
+
+def test_points_that_a_measurement_cannot_tell_apart_are_ties() -> None:
+    rows = [{"status": status, "step_s": step_s, "memory_limit_bytes": 1} for status, step_s in (
+        ("ok", 1.03), ("ok", 1.0), ("ok", 1.04), ("does_not_fit", 1.0), ("ok", 1.0)
+    )]  # fmt: skip
+    assert parse_goal("min step", rows, ["step_s"]).ties(rows) == [0, 4]
+    assert parse_goal("max memory_limit_bytes", rows, ["memory_limit_bytes"]).ties(rows) == [], "not a time"

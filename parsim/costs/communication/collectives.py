@@ -82,8 +82,8 @@ def estimate_collective(work: Collective, cluster: Cluster, concurrent: Sequence
         device's memory.
 
     Raises:
-        CostError: a group names an unknown rank or one rank twice, no link joins two members, or the profile has neither a
-            link model nor a fit for this operation and group size.
+        CostError: a group names an unknown rank or one rank twice; no link joins two members; the profile has neither a link
+            model nor a fit for this operation and group size.
     """
     _check_ranks(work.group, cluster, work.operation)
     if len(work.group) == 1:

@@ -41,8 +41,9 @@ def ring_set(topology: Topology, link_kind: str, devices: tuple[str, ...]) -> Ri
 
     The first of three forms that exists is taken. (1) Rings packed on the lanes that join the devices directly, for at most
     MAX_RING_DEVICES devices. (2) Rings through switches of that kind that join all devices (NVSwitch, a PCIe tree under one
-    root), in the order of device numbers, as many as the busiest link carries. (3) One ring in that order whose hops use
-    direct lanes where they exist and the path over other links elsewhere. The slowest hop sets the rate of all rings.
+    root). They take the order of device numbers, and there are as many as the busiest link carries. (3) One ring in that order
+    whose hops use direct lanes where they exist and the path over other links elsewhere. The slowest hop sets the rate of all
+    rings.
 
     Args:
         topology: links of one node. link_kind: such as "nvlink". devices: names in the topology.

@@ -60,7 +60,7 @@ def optimizer_bytes(optimizer: str, precision: str, *, master_weights: bool, ema
 
 NCCL_COMMUNICATOR_BYTES = 256 * MIB
 """Assumed per communicator: about a dozen channels, each with send and receive buffers of 4 MiB (the default
-NCCL_BUFFSIZE) for one protocol and as much again for the low-latency ones and scratch, rounded up."""
+NCCL_BUFFSIZE) for one protocol. The low-latency protocols and scratch are taken to need as much again; rounded up."""
 
 
 def rank_memory(

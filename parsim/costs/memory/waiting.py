@@ -1,8 +1,8 @@
 """Values that wait for their readers, and gradients that wait for their makers, while another component of the rank runs.
 
 A value that no backward needs lives until its last reader has run; one that a later component saves first, until that one
-counts it. The gradient of a value with several readers, or of one read long after it was made, lies there from the backward
-of its last reader to that of its maker. A gradient from another rank lies there from the beginning of the backward: it comes
+counts it. A value may have several readers, or be read long after it was made. Its gradient lies there from the backward of
+its last reader to that of its maker. A gradient from another rank lies there from the beginning of the backward: it comes
 from what was run last.
 
 Leaves out: that gradients of two values may be one storage, as those of a residual sum's operands.

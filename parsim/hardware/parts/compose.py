@@ -10,7 +10,7 @@ The links of a node, by the form of the link part:
 
 Besides, every device hangs on the host: on a PCIe switch (two share one) under one of two sockets, with a slot for a network
 card at each switch. With "switch" and "mesh" every device has a PCIe switch and a slot of its own, as in machines with a card
-per GPU, and all switches hang on one host end: the library reaches a card of another socket over the direct links and
+per GPU. All switches hang on one host end: the library reaches a card of another socket over the direct links and
 the device beside the card. `cards_per_node` changes only how many cards are plugged in.
 
 Leaves out: which cards share a socket's memory, and hosts whose PCIe differs from the GPU's generation.

@@ -7,8 +7,9 @@ where a view begins in its memory changes neither sizes nor what autograd keeps.
 A program can be shortened to a few of its groups. The tensors that a `stack` or `cat` behind the loop takes from the others are
 replaced by that of the last group which is left.
 
-Not shortened: loops whose groups each read another tensor from outside (rows of an `unbind`, what another loop has made), read
-further back than the group before, or make what is used in any other way. With fewer groups others would get no gradient.
+Not shortened: loops whose groups each read another tensor from outside (rows of an `unbind`, what another loop has made). Nor
+those that read further back than the group before, or make what is used in any other way. With fewer groups others would get no
+gradient.
 """
 
 from __future__ import annotations

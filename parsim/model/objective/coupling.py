@@ -37,8 +37,9 @@ def loss_form(
     constants: frozenset[str] = frozenset(),
     call: ArgumentsOf,
 ) -> str:
-    """`form`, COUPLED where the loss is no sum over samples, ADDED_UP where it is one and was taken as a mean, or `form` and
-    UNCHECKED where that cannot be found out.
+    """Whether the loss is a sum over the samples: `form` where it is.
+
+    COUPLED where it is no such sum, ADDED_UP where it is one and was taken as a mean, `form` and UNCHECKED where that is open.
 
     Args:
         module: with real weights; it stays as it is. form: what the loss gave, see `total`.

@@ -1,7 +1,7 @@
 """What is read from the calls of a component beside their rules: calls without a rule, and tensors taken apart in runs.
 
-Any function may be done whole by every shard, if it is given full tensors only, is linear in the gradient (as all of torch's
-own are) and draws no random numbers. Operators of torch say by a tag whether they draw.
+Any function may be done whole by every shard on three conditions. It is given full tensors only, is linear in the gradient (as
+all of torch's own are) and draws no random numbers. Operators of torch say by a tag whether they draw.
 """
 
 from __future__ import annotations

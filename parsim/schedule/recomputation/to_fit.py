@@ -1,7 +1,7 @@
 """The cheapest recomputation that makes a plan fit: memory bought with forwards run twice.
 
-Of every place on the pp axis steps are taken in the order of what a second of recomputing each frees, the best first, and as
-few as make its ranks fit (`parsim.schedule.recomputation.steps`).
+At every place on the pp axis, steps are taken in the order of what a second of recomputing each frees, the best first. As few
+are taken as make its ranks fit (`parsim.schedule.recomputation.steps`).
 
 Leaves out: other sets of components than the first of that order, some of which may be cheaper. Of a model of few components
 all sets are tried (`every_set`).

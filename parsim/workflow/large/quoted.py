@@ -9,11 +9,10 @@ from parsim.analyze.model_flop import model_flop, recomputed_flop, tokens_per_sa
 from parsim.errors import ProfileError
 from parsim.hardware.parts.load import load_gpu
 from parsim.model.number_formats import operator_precision
-from parsim.plans.plan import Plan
 from parsim.predict.evaluate import Evaluation
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import Interval
-from parsim.units import format_bytes, format_count, format_percent, format_seconds
+from parsim.units import format_bytes, format_count, format_percent
 from parsim.workflow.config import RunConfig
 from parsim.workflow.large.training_run import (
     DEVICE_MTBF_HOURS,
@@ -93,7 +92,7 @@ class Quoted:
             "definition": DEFINITION,
             "memory_bytes": dict(self.memory),
             "memory_limit_bytes": self.limit_bytes,
-            "training": None if self.run is None else self.run.to_dict(self.operation),
+            "training": None if self.run is None else self.run.to_dict(),
         }
 
     def lines(self) -> list[str]:
@@ -108,28 +107,7 @@ class Quoted:
             f"memory of the fullest GPU: {', '.join(f'{name} {format_bytes(size)}' for name, size in self.memory)}; "
             f"{format_bytes(self.limit_bytes)} there",
         ]
-        return lines if self.run is None else [*lines, *_run_lines(self.run, self.operation)]
-
-
-def _run_lines(run: TrainingRun, operation: RunningCosts) -> list[str]:
-    losses, days = run.losses, run.days
-    price = "price: unknown (set cluster.usd_per_hour)"
-    if run.usd is not None:
-        price = f"price: {run.usd:,.0f} USD at {operation.usd_per_hour:g} per GPU-hour ({operation.price_source})"
-    energy = (
-        "; energy: unknown (set cluster.busy_power_w)"
-        if run.energy_kwh is None
-        else f"; energy of the GPUs: {run.energy_kwh / 1e3:,.1f} MWh at busy power"
-    )
-    return [
-        f"{run.tokens:g} tokens: {run.steps:,} steps, {days.median:.3g} days (90% interval {days.p05:.3g} to {days.p95:.3g}), "
-        f"{losses.days:.3g} with failures and checkpoints; {run.device_hours:,.0f} GPU-hours",
-        f"{price}{energy}",
-        f"failures: one in {format_seconds(losses.machine_mtbf_s)} on {run.devices} GPUs "
-        f"({operation.device_mtbf_s / HOUR_S:,.0f} hours per GPU: {operation.mtbf_source}), {losses.failures:.3g} expected; "
-        f"a checkpoint every {format_seconds(losses.interval_s)} (Daly; {operation.checkpoint_s:g} s to write, "
-        f"{operation.restart_s:g} s to restart) loses {format_percent(losses.lost_fraction)}",
-    ]
+        return lines if self.run is None else [*lines, *self.run.lines()]
 
 
 def quoted(config: RunConfig, problem: PlanningProblem, evaluation: Evaluation) -> Quoted | None:
@@ -163,14 +141,28 @@ def quoted(config: RunConfig, problem: PlanningProblem, evaluation: Evaluation) 
         memory=tuple((name, size) for name, size in fullest.lines if size),
         limit_bytes=fullest.limit_bytes,
         operation=operation,
-        run=None if total is None else _run(total, per_step, step_s, operation, plan, problem),
+        run=None if total is None else _run(total, "tokens", per_step, operation, problem, evaluation),
     )
 
 
+def samples_run(config: RunConfig, problem: PlanningProblem, evaluation: Evaluation) -> TrainingRun | None:
+    """What `training.samples` takes under a plan; None where the question does not have it.
+
+    Args:
+        config: the question. problem: model and cluster. evaluation: of the plan.
+    """
+    samples = config.training.samples
+    if samples is None:
+        return None
+    operation = operation_of(config, problem.cluster.devices[0].type.name)
+    return _run(samples, "samples", problem.global_batch, operation, problem, evaluation)
+
+
 def _run(
-    tokens: float, per_step: int, step_s: Interval, operation: RunningCosts, plan: Plan, problem: PlanningProblem
+    amount: float, unit: str, per_step: int, operation: RunningCosts, problem: PlanningProblem, evaluation: Evaluation
 ) -> TrainingRun:
-    return training_run(tokens, per_step, step_s, operation, devices=plan.world_size, paid=problem.cluster.size)
+    result, paid = evaluation.result, problem.cluster.size
+    return training_run(amount, per_step, result.step_s, operation, unit=unit, devices=result.plan.world_size, paid=paid)
 
 
 def operation_of(config: RunConfig, device: str) -> RunningCosts:

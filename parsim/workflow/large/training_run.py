@@ -1,4 +1,4 @@
-"""What a number of tokens takes at a predicted step: days, price, energy, and what failures cost at that scale."""
+"""What a number of tokens or samples takes at a predicted step: days, price, energy, and what failures cost at that scale."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from typing import Any
 
 from parsim.engines.scenario.checkpointing import daly_interval_s, expected_run_s, young_interval_s
 from parsim.predict.result import Interval
+from parsim.units import format_percent, format_seconds
 
 DAY_S, HOUR_S = 86_400.0, 3_600.0
+BILLION = 1e9
 
 DEVICE_MTBF_HOURS = 16_384 * 54 * 24 / 419
 """50,700 hours: 419 unexpected interruptions in 54 days on 16,384 H100."""
 MTBF_SOURCE = "419 unexpected interruptions of 16,384 H100 in 54 days (Llama 3, arXiv 2407.21783, section 3.3.4)"
 CHECKPOINT_S = 60.0
 RESTART_S = 600.0
+SELDOM = 0.01
+"""Expected failures of a run below which no line is spent on them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +61,14 @@ class Losses:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun:
     """Attributes:
-    tokens, steps: to train. days: without failures, median and 90% interval. devices: that train; paid: idle ones too.
+    amount: of `unit`, "tokens" or "samples", to train on. operation: price, power and failures. steps: to train.
+    days: without failures, median and 90% interval. devices: that train; paid: idle ones too.
     device_hours, usd, energy_kwh: with the time that failures cost; None: not known.
     """
 
-    tokens: float
+    amount: float
+    unit: str
+    operation: RunningCosts
     steps: int
     days: Interval
     losses: Losses
@@ -71,11 +78,11 @@ class TrainingRun:
     usd: float | None
     energy_kwh: float | None
 
-    def to_dict(self, operation: RunningCosts) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain JSON; every key names its unit."""
-        losses = self.losses
+        losses, operation = self.losses, self.operation
         return {
-            "tokens": self.tokens,
+            self.unit: self.amount,
             "steps": self.steps,
             "days": self.days.to_dict(),
             "days_with_failures": losses.days,
@@ -99,6 +106,51 @@ class TrainingRun:
             },
         }
 
+    def lines(self) -> list[str]:
+        """The same for people. Failures are left out where less than one in a hundred runs meets one."""
+        losses, days, operation = self.losses, self.days, self.operation
+        price = "price: unknown (set cluster.usd_per_hour)"
+        if self.usd is not None:
+            price = f"price: {_figure(self.usd)} USD at {operation.usd_per_hour:g} per GPU-hour ({operation.price_source})"
+        energy = (
+            "; energy: unknown (set cluster.busy_power_w)"
+            if self.energy_kwh is None
+            else f"; energy of the GPUs: {_energy(self.energy_kwh)} at busy power"
+        )
+        median, low, high, whole = _durations(days.median, days.p05, days.p95, losses.days)
+        amount = f"{self.amount:,.0f}" if self.amount < BILLION else f"{self.amount:g}"
+        lines = [
+            f"{amount} {self.unit}: {self.steps:,} steps, {median} (90% interval {low} to {high}), "
+            f"{whole} with failures and checkpoints; {_figure(self.device_hours)} GPU-hours",
+            f"{price}{energy}",
+        ]
+        if losses.failures < SELDOM:
+            return lines
+        return [
+            *lines,
+            f"failures: one in {format_seconds(losses.machine_mtbf_s)} on {self.devices} GPUs "
+            f"({operation.device_mtbf_s / HOUR_S:,.0f} hours per GPU: {operation.mtbf_source}), "
+            f"{losses.failures:.3g} expected; a checkpoint every {format_seconds(losses.interval_s)} "
+            f"(Daly; {operation.checkpoint_s:g} s to write, {operation.restart_s:g} s to restart) "
+            f"loses {format_percent(losses.lost_fraction)}",
+        ]
+
+
+def _figure(value: float) -> str:
+    """Whole from 100 on, below it three digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _energy(kwh: float) -> str:
+    return f"{kwh / 1e3:,.1f} MWh" if kwh >= 1e3 else f"{kwh:.3g} kWh"
+
+
+def _durations(first: float, *others: float) -> list[str]:
+    """Days as texts, of which the first alone has the unit; hours and minutes where it is below one day."""
+    if first < 1:
+        return [format_seconds(value * DAY_S) for value in (first, *others)]
+    return [f"{first:.3g} days", *(f"{value:.3g}" for value in others)]
+
 
 def losses_of(work_s: float, devices: int, operation: RunningCosts) -> Losses:
     """The expected cost of failures and checkpoints.
@@ -121,20 +173,22 @@ def losses_of(work_s: float, devices: int, operation: RunningCosts) -> Losses:
 
 
 def training_run(
-    tokens: float, tokens_per_step: int, step_s: Interval, operation: RunningCosts, *, devices: int, paid: int
+    amount: float, per_step: int, step_s: Interval, operation: RunningCosts, *, unit: str, devices: int, paid: int
 ) -> TrainingRun:
-    """What so many tokens take.
+    """What so many tokens or samples take.
 
     Args:
-        tokens: to train on. tokens_per_step: of the global batch. step_s: predicted.
+        amount: of `unit` ("tokens", "samples"), to train on. per_step: of the global batch. step_s: predicted.
         devices: of the plan, which fail and draw power. paid: of the cluster.
     """
-    steps = math.ceil(tokens / tokens_per_step)
+    steps = math.ceil(amount / per_step)
     days = Interval(**{name: steps * value / DAY_S for name, value in step_s.to_dict().items()})
     losses = losses_of(steps * step_s.median, devices, operation)
     hours = losses.days * DAY_S / HOUR_S * paid
     return TrainingRun(
-        tokens=tokens,
+        amount=amount,
+        unit=unit,
+        operation=operation,
         steps=steps,
         days=days,
         losses=losses,

@@ -147,8 +147,10 @@ class Answer:
         )
 
     def heading(self) -> list[str]:
-        """What stands above the table: the answer, and what is next to it."""
-        return list(filter(None, [self.sentence(), self.runners_up()]))
+        """What stands above the table: the answer, what is next to it, and the whole training where it was asked for."""
+        run = self.prediction.samples_run
+        whole = [] if run is None or not self.fits else run.lines()
+        return list(filter(None, [self.sentence(), self.runners_up(), *whole]))
 
     @cached_property
     def tie(self) -> Evaluation | None:
@@ -199,6 +201,8 @@ class Answer:
             document["config_file"] = self.question.recipe.to_dict()
         figures = self.prediction.quoted
         document["quoted"] = None if figures is None else figures.to_dict()
+        run = self.prediction.samples_run
+        document["samples_run"] = None if run is None else run.to_dict()
         loading = self.problem.loading
         document["loading"] = None if loading is None else loading.to_dict()
         document["tie"] = None if self.tie is None else self.tie.result.to_dict()

@@ -47,6 +47,7 @@ def plan(
     input_shape: Sequence[int] | None = None,
     seq: int | None = None,
     tokens: float | None = None,
+    samples: float | None = None,
     example_inputs: Any = None,
     settings: QuestionSettings | None = None,
     overrides: Sequence[str] = (),
@@ -64,7 +65,7 @@ def plan(
         strategy: "single", "dp", "mp", "hp", "adaptive" (all of these), or the path of a plan.json.
         devices: the first N of every node, or device numbers. nodes: copies of the cluster, joined by `network`.
         args: keyword arguments of the model. input_shape: of one sample, such as (3, 224, 224); tokens: (seq,).
-        seq: tokens per sample of a language model. tokens: to train on, for days, price and failures.
+        seq: tokens per sample of a language model. tokens, samples: to train on in all, for days, price and failures.
         example_inputs: of an nn.Module, instead of input_shape: a batch as the module takes it (a Tensor, a tuple, a dict by
             name); a tensor whose dim 0 is not that of the first is constant.
         settings: any further key of a run file, such as {"plan.zero_stage": 1}. overrides: the same as texts, as `--set` takes
@@ -96,6 +97,7 @@ def plan(
         "model.input_shape": None if input_shape is None else list(input_shape),
         "model.args.seq": seq,
         "training.tokens": tokens,
+        "training.samples": samples,
     }
     question = _question(model, cluster, global_batch, _merged(keys, settings), overrides, example_inputs)
     return _ask(question, top=top)

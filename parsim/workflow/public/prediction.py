@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from parsim.predict.explain import Explanation
     from parsim.workflow.exporting.request import Exported
     from parsim.workflow.large.quoted import Quoted
+    from parsim.workflow.large.training_run import TrainingRun
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -154,6 +155,13 @@ class Prediction:
 
         return quoted(self.config, self.problem, self.evaluation)
 
+    @cached_property
+    def samples_run(self) -> TrainingRun | None:
+        """Days, price and energy of `training.samples`; None: not asked for."""
+        from parsim.workflow.large.quoted import samples_run
+
+        return samples_run(self.config, self.problem, self.evaluation)
+
     def export(self, format: str, *, out: str | Path) -> Exported:
         """Write the plan or its timeline as a file of another tool.
 
@@ -184,6 +192,7 @@ class Prediction:
         loading = self.problem.loading
         return describe(self.evaluation) | {
             "quoted": None if self.quoted is None else self.quoted.to_dict(),
+            "samples_run": None if self.samples_run is None else self.samples_run.to_dict(),
             "loading": None if loading is None else loading.to_dict(),
         }
 
@@ -217,7 +226,9 @@ class Prediction:
         played = "" if self.scenario is None else f"\nUnder {self.scenario['file']}: {self.headline()}"
         text = "\n".join(to_text(table) for table in tables) + f"One step alone: {alone}; in a row, steps overlap{played}"
         text += "" if self.problem.loading is None else f"\n{self.problem.loading.text()}"
-        return text if self.quoted is None else "\n".join([text, *self.quoted.lines()])
+        figures = [] if self.quoted is None else self.quoted.lines()
+        whole = [] if self.samples_run is None else self.samples_run.lines()
+        return "\n".join([text, *figures, *whole])
 
     def _repr_html_(self) -> str:
         from parsim.report.notebook import table_html

@@ -13,6 +13,7 @@ from typing import Any
 
 from parsim.errors import ConfigError
 from parsim.files import parse_toml, read_json, read_text
+from parsim.schedule.ties import is_tie
 from parsim.units import format_bytes, format_seconds
 from parsim.workflow.sweeps.folder import SweepFolder
 from parsim.workflow.sweeps.result import open_sweep
@@ -135,6 +136,7 @@ class Difference:
         change = self.ratio - 1
         said = "the same time" if abs(change) < 1e-9 else f"{abs(change):.1%} {'more' if change > 0 else 'less'} time"
         apart = "" if self.certain or abs(change) < 1e-9 else "; their 90% intervals overlap"
+        apart = "; a tie" if abs(change) >= 1e-9 and is_tie(max(times), min(times)) else apart
         lines = [
             f"A: {self.first.name}",
             f"B: {self.second.name}",

@@ -23,7 +23,7 @@ def write_explorer(sweep: Sweep, path: Path) -> Path:
         raise ConfigError(f"{path} is a folder; give the page a name, such as {path / 'explorer.html'}")
     data = ExplorerData(
         title=sweep.title,
-        summary=[line for line in sweep.lines() if line not in sweep.notes],
+        summary=[*sweep.heading(), *(line for line in sweep.lines() if line not in sweep.notes)],
         axes=[axis.key for axis in sweep.axes],
         rows=sweep.rows,
         picked=_picked(sweep),

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parsim.errors import ConfigError, near_matches
+from parsim.schedule.ties import is_tie
 from parsim.workflow.sweeps.rows import COLUMNS, DOES_NOT_FIT, FAILED
 
 SHORT: Mapping[str, tuple[str, ...]] = {
@@ -95,6 +96,10 @@ class Condition:
         return isinstance(found, int | float) and _COMPARE[self.sign](found, self.value)
 
 
+FROM_THE_STEP = ("throughput", "usd", "kwh", "run")
+"""How columns begin that grow or shrink with the step; those in seconds do too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
     """Attributes: text: as it was given. least: min or max. column: what is least or most. conditions: that all hold."""
@@ -110,9 +115,29 @@ class Goal:
         Args:
             rows: the table of a sweep.
         """
+        taken = self._taken(rows)
+        if not taken:
+            return None
+        return min(taken)[1] if self.least else max(taken, key=lambda entry: (entry[0], -entry[1]))[1]
+
+    def ties(self, rows: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Other rows that meet the conditions and are as good as a measurement can tell (`parsim.schedule.ties`).
+
+        Args:
+            rows: the table of a sweep. Columns that do not follow from the step have no ties.
+        """
+        best = self.best(rows)
+        if best is None or not (self.column.endswith("_s") or self.column.startswith(FROM_THE_STEP)):
+            return []
+        value = rows[best][self.column]
+        near = ((number, (own, value) if self.least else (value, own)) for own, number in self._taken(rows) if number != best)
+        return [number for number, (worse, better) in near if is_tie(worse, better)]
+
+    def _taken(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
+        """Value and number of the rows that meet the conditions."""
         named = {self.column, *(condition.column for condition in self.conditions)}
         refused = {FAILED} if named & {"status", "fit_probability"} else {FAILED, DOES_NOT_FIT}
-        taken = [
+        return [
             (row[self.column], number)
             for number, row in enumerate(rows)
             if row["status"] not in refused
@@ -120,9 +145,6 @@ class Goal:
             and row[self.column] == row[self.column]
             and all(condition.holds(row) for condition in self.conditions)
         ]
-        if not taken:
-            return None
-        return min(taken)[1] if self.least else max(taken, key=lambda entry: (entry[0], -entry[1]))[1]
 
 
 def parse_goal(text: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Goal:

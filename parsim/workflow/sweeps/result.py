@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from parsim.report.tables import ReportTable
 
+TIES_SHOWN = 3
 ROWS_SHOWN = 12
 ASKED_AGAIN = "parsim plan"
 
@@ -157,13 +158,26 @@ class Sweep:
         spent += [f"{format_seconds(row['epoch_s'])} per epoch"] if row.get("epoch_s") is not None else []
         for name, text in (("usd_per_epoch", "USD per epoch"), ("run_usd", "USD in all")):
             spent += [f"{row[name]:,.2f} {text}"] if row.get(name) is not None else []
-        return f"{what}: point {row['point']} ({where}): {row['plan_in_words']}, {', '.join(spent)}."
+        return f"{what}: point {row['point']} ({where}): {row['plan_in_words']}, {', '.join(spent)}{self._ties()}."
+
+    def _ties(self) -> str:
+        """`; a tie with point 5`, where other points are as good as a measurement can tell."""
+        goal = parse_goal(self.goal or "max throughput", self.rows, self.columns)
+        numbers = [str(self.rows[number]["point"]) for number in goal.ties(self.rows)]
+        if not numbers:
+            return ""
+        shown = ", ".join(numbers[:TIES_SHOWN]) + (f" and {len(numbers) - TIES_SHOWN} more" * (len(numbers) > TIES_SHOWN))
+        return f"; a tie with point{'s' if len(numbers) > 1 else ''} {shown}"
+
+    def heading(self) -> list[str]:
+        """What stands above the table: how many points there are, and what the goal picks."""
+        picked = [self.picked()] if any(row["status"] == OK for row in self.answers) or self.goal else []
+        return [self.sentence(), *picked]
 
     def lines(self) -> list[str]:
         """What stands below the table."""
-        picked = [self.picked()] if any(row["status"] == OK for row in self.answers) or self.goal else []
         matters = self.sensitivity().lines() if self.design == "saltelli" else []
-        return [self.sentence(), *picked, *matters, *self._failures(), *self.notes]
+        return [*matters, *self._failures(), *self.notes]
 
     def _failures(self) -> list[str]:
         """The commonest reasons of points that failed. Reasons that differ in numbers alone count as one."""
@@ -188,7 +202,9 @@ class Sweep:
         from parsim.report.tables import NOTHING, Column, ReportTable
 
         swept = [axis.key for axis in self.axes]
-        names = [*swept, "plan", "step", "90% interval", "samples/s", "memory", "price", "status"]
+        priced = any(row.get("usd_per_million_samples") is not None for row in self.rows)
+        figures = ["plan", "step", "90% interval", "samples/s", "memory", *(["USD per million samples"] if priced else [])]
+        names = [*swept, *figures, "status"]
         columns = tuple(Column(name=name, numeric=name not in ("plan", "status"), wraps=name == "plan") for name in names)
         shown = self.rows[:most]
         best = self._picked_row()
@@ -197,7 +213,13 @@ class Sweep:
             mark = "> " if best is not None and row["point"] == best["point"] else ""
             first = [str(row[key]) if not isinstance(row[key], float) else f"{row[key]:.4g}" for key in swept]
             first[0] = mark + first[0]
-            texts.append((*first, *(_figures(row) if row["status"] != FAILED else [NOTHING] * 6), row["status"]))
+            texts.append(
+                (
+                    *first,
+                    *(_figures(row)[: len(figures)] if row["status"] != FAILED else [NOTHING] * len(figures)),
+                    row["status"],
+                )
+            )
         notes = [f"... and {len(self.rows) - most} more"] if len(self.rows) > most else []
         return ReportTable(title="", columns=columns, rows=tuple(texts), notes=tuple(notes))
 
@@ -229,7 +251,7 @@ class Sweep:
     def __str__(self) -> str:
         from parsim.report.tables import to_text
 
-        return to_text(self.report()) + "\n".join(self.lines())
+        return "\n".join([*self.heading(), "", to_text(self.report()), *self.lines()])
 
     def __repr__(self) -> str:
         return f"Sweep({self.sentence()})"
@@ -237,7 +259,8 @@ class Sweep:
     def _repr_html_(self) -> str:
         from parsim.report.notebook import paragraph_html, table_html
 
-        return table_html(self.report()) + "".join(paragraph_html(line) for line in self.lines())
+        above, below = ("".join(map(paragraph_html, lines)) for lines in (self.heading(), self.lines()))
+        return above + table_html(self.report()) + below
 
 
 def _figures(row: dict[str, Any]) -> list[str]:
@@ -248,7 +271,7 @@ def _figures(row: dict[str, Any]) -> list[str]:
         f"{format_seconds(row['step_p05_s'])} to {format_seconds(row['step_p95_s'])}",
         f"{row['throughput_samples_per_s']:,.4g}",
         format_bytes(row["peak_memory_bytes"]),
-        "–" if price is None else f"{price:,.2f} USD/M",
+        "–" if price is None else f"{price:,.2f}",
     ]
 
 

@@ -219,6 +219,8 @@ class TrainingSection(ConfigSection):
     """Steps to train; left out: as many as `epochs` takes."""
     tokens: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Tokens to train on, for days and price of a language model; no key of a real run."""
+    samples: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Samples to train on over all epochs, for days and price of any model; no key of a real run."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     dtype: Dtype = "float32"
     """Of the weights of a real run."""

@@ -1,0 +1,72 @@
+"""Claims about predictions on the machine at hand, from results.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.common.claims import Claim, claim, of_every
+from experiments.common.markdown import table
+
+AT_SPEED = "at the pace beside them"
+MEDIAN, COVERAGE = 0.05, 0.85
+
+
+def claims(document: dict[str, Any]) -> list[Claim]:
+    """The error at the measured speed, the intervals, and whether every correction is needed.
+
+    Args:
+        document: results.json; an empty one compares nothing.
+    """
+    row = document.get(AT_SPEED, {}).get("all")
+    return [
+        claim(
+            "Corrected by the machine's measured speed, the median error is at most 5%, or at most the A/A floor",
+            None if row is None else row["median"] <= max(MEDIAN, row["aa_median"]),
+            "" if row is None else f"{_percent(row['median'])}; A/A floor {_percent(row['aa_median'])}",
+        ),
+        claim(
+            "Intervals of 90% at the measured speed hold at least 85% of the steps",
+            None if row is None else row["covered_as_drawn"] >= COVERAGE,
+            "" if row is None else _percent(row["covered_as_drawn"]),
+        ),
+        of_every(
+            "Without any one correction the error is larger: the 95% interval of a paired bootstrap lies above 0",
+            list(document.get("corrections", {}).items()),
+            lambda entry: entry[1]["helps"],
+            lambda entry: entry[0],
+        ),
+    ]
+
+
+def tables(document: dict[str, Any]) -> str:
+    """Errors by group, forecast first, and what every correction is worth.
+
+    Args:
+        document: results.json.
+    """
+    head = ("steps of", "n", "forecast, median error", "p95", "at the measured speed", "p95", "A/A median", "inside 90%")
+    lines = []
+    for name, forecast in document["errors"].items():
+        corrected = document[AT_SPEED][name]
+        if forecast is not None:
+            cells = [forecast["median"], forecast["p95"], *(corrected[key] for key in ("median", "p95", "aa_median"))]
+            cells.append(corrected["covered_as_drawn"])
+            lines.append((name, str(forecast["cases"]), *map(_percent, cells)))
+    corrections = [
+        (
+            name,
+            str(row["runs"]),
+            _percent(row["median_with"]),
+            _percent(row["median_without"]),
+            f"{100 * row['gain']:+.2f} ({100 * row['gain_low']:+.2f} to {100 * row['gain_high']:+.2f})",
+            "yes" if row["helps"] else "**no**",
+        )
+        for name, row in document["corrections"].items()
+    ]
+    gain = "mean gain in points of error (95%)"
+    second = table(("correction", "runs", "median error with it", "without it", gain, "helps"), corrections, words=1)
+    return f"{table(head, lines, words=1)}\n\n{second}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}%"
