@@ -6,26 +6,32 @@
 2. Two and four ranks on one GPU, in float64: data parallel, ZeRO 1 to 3, pipelines, tensor parallel and hybrids. First with
    NCCL and a host name per rank, since NCCL refuses two ranks of one host on one GPU. Where that fails, with gloo on copies
    in the host's memory. Without a GPU: with gloo, and once more on copies.
+3. On a GPU: every rank of these plans alone, with torch's fake process group, for issue order and overlap only.
 
-Every part says what came of it. Exit status 1 if one fails that does not need NCCL's consent, or NCCL's weights are wrong.
+Every part says what came of it, as soon as it is known. Exit status 1 if one fails that does not need NCCL's consent, or NCCL's
+weights are wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from fake_peers import IssuedStep, PlannedRun, drawn_durations_s, issued_step, simulated_ends_s, with_rooms
 from questions import GRANULARITY, REHEARSED, Question
 
+from parsim.execute.cuda.driver import Driver, TorchCudaDriver
 from parsim.execute.cuda.shared_gpu import NCCL, SHARE_VARIABLE, STAGED
 from parsim.execute.job import Job, RunSpec
+from parsim.execute.loading import Pin
 from parsim.execute.processes.launch import launch
 from parsim.execute.reference import largest_difference, train_reference
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
@@ -46,6 +52,9 @@ TIMEOUT_S = 90
 SHARED_TIMEOUT_S = 100
 """Of a launch of all plans of one number of ranks. Ranks that share a GPU take turns at it, some milliseconds each."""
 
+LATE = 0.05
+"""Of a step: what a task may begin away from its simulated time, on a GPU whose events and launches take some time."""
+
 SMALL = ModelSpec(name="gpt_small", args=(("heads", 2), ("hidden", 16), ("layers", 2), ("seq", 16), ("vocab", 32)))
 
 
@@ -56,13 +65,18 @@ def main() -> int:
     asked = parser.parse_args()
     first, second = REHEARSED.held_out[0], REHEARSED.held_out[3]
     questions = (first, second, replace(first, microbatches=2), replace(first, recompute="full"))
-    rows = [weights_after_training(question, asked.device) for question in questions]
-    rows += several_ranks(asked.device)
-    for row in rows:
+    found = itertools.chain(
+        (weights_after_training(question, asked.device) for question in questions),
+        several_ranks(asked.device),
+        ranks_alone() if asked.device == "cuda" else (),
+    )
+    rows = []
+    for row in found:
+        rows.append(row)
         print(f"{'ok    ' if row['ok'] else 'FAILED'} {row['what']}: {row['found']}", flush=True)
-    if asked.out is not None:
-        asked.out.mkdir(parents=True, exist_ok=True)
-        (asked.out / "correct.json").write_text(json.dumps(rows, indent=1))
+        if asked.out is not None:
+            asked.out.mkdir(parents=True, exist_ok=True)
+            (asked.out / "correct.json").write_text(json.dumps(rows, indent=1))
     return int(not all(row["ok"] or row.get("refused", False) for row in rows))
 
 
@@ -93,16 +107,14 @@ def weights_after_training(question: Question, device: str) -> dict[str, Any]:
         return {"what": what, "ok": False, "found": f"{type(error).__name__}: {error}"}
 
 
-def several_ranks(device: str) -> list[dict[str, Any]]:
+def several_ranks(device: str) -> Iterator[dict[str, Any]]:
     """Every kind of plan on two and on four ranks. On one GPU with NCCL; where that fails, with gloo through the host."""
-    rows = []
     for ranks, plans in shared_plans().items():
         for way in (NCCL, STAGED) if device == "cuda" else ("", STAGED):
             found = ranks_sharing(ranks, plans, device, way)
-            rows += found
+            yield from found
             if device == "cuda" and all(row["ok"] for row in found):
                 break  # what NCCL has shown, gloo need not show
-    return rows
 
 
 def shared_plans() -> dict[int, dict[str, Plan]]:
@@ -176,6 +188,36 @@ def ranks_sharing(ranks: int, plans: Mapping[str, Plan], device: str, way: str) 
         refused = f"{type(error).__name__}: {error}"
         what = f"{', '.join(plans)}: {ranks} ranks, {where}"
         return [{"what": what, "way": way, "ok": False, "refused": way == NCCL, "found": refused}]
+
+
+def ranks_alone(driver: Driver[Any, Any] | None = None, pin: Pin = torch.Tensor.pin_memory) -> Iterator[dict[str, Any]]:
+    """Every rank of every plan, one after the other, beside its simulated step. For issue order and overlap only.
+
+    Args:
+        driver: None: the GPU's.
+    """
+    device = torch.device("cuda", 0) if driver is None else torch.device("cpu")
+    for ranks, plans in shared_plans().items():
+        for name, plan in plans.items():
+            what = f"{name}: {ranks} ranks, each alone with torch's fake process group, for issue order and overlap only"
+            try:
+                steps = steps_alone(plan, driver or TorchCudaDriver(device), device, pin)
+                late = max(step.latest_s / step.makespan_s for step in steps)
+                hidden, simulated = (sum(shares) / ranks for shares in zip(*(step.shares for step in steps), strict=True))
+                found = (
+                    f"no task begins {late:.2%} of the step from its time; {hidden:.0%} of communication beside computation, "
+                    f"{simulated:.0%} simulated"
+                )
+                yield {"what": what, "ok": late < LATE, "found": found}
+            except Exception as error:  # the other plans are worth trying
+                yield {"what": what, "ok": False, "found": f"{type(error).__name__}: {error}"}
+
+
+def steps_alone(plan: Plan, driver: Driver[Any, Any], device: torch.device, pin: Pin) -> list[IssuedStep]:
+    run = PlannedRun(spec=SMALL, model=shared_model(), plan=plan)
+    graph = with_rooms(run)
+    ends_s = simulated_ends_s(graph, drawn_durations_s(graph, seed=0))
+    return [issued_step(run, rank, driver, device, pin, graph, ends_s) for rank in range(plan.world_size)]
 
 
 def beside_plain_training(run: RunSpec, checkpoints: Path, model: Model) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from parsim.execute.cuda import rank_gpu
 from parsim.execute.cuda.rank_gpu import check_gpus, take_gpu, usable_gpus
 from parsim.execute.cuda.shared_gpu import NCCL, NCCL_APART, STAGED, gpu_of, rank_variables, sharing
 from parsim.units import GIB
+from tests.virtual_cuda import VirtualDriver
 
 FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "one_gpu"
 TOO_OLD = (
@@ -141,7 +142,7 @@ def correct(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     module = importlib.import_module("correct")
     monkeypatch.setattr(module, "SHARED_TIMEOUT_S", 900)  # of a busy machine
     yield module
-    for name in ("correct", "questions"):
+    for name in ("correct", "questions", "fake_peers"):
         sys.modules.pop(name, None)
 
 
@@ -164,6 +165,20 @@ def test_staged_ranks_train_what_one_process_does(correct: ModuleType) -> None:
 def test_every_shared_plan_trains_what_one_process_does(correct: ModuleType, ranks: int, way: str) -> None:
     plans = correct.shared_plans()[ranks]
     assert_right(correct.ranks_sharing(ranks, plans, "cpu", way), len(plans))
+
+
+def test_ranks_alone_issue_and_overlap_as_simulated(correct: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `correct.py` does on a GPU, in virtual time; and with communication that waits for nothing, every plan fails."""
+    plans = {4: {name: plan for name, plan in correct.shared_plans()[4].items() if name != "dp 2 x pp 2"}}
+    monkeypatch.setattr(correct, "shared_plans", lambda: plans)
+    rows = list(correct.ranks_alone(VirtualDriver(clock_s=100.0), torch.clone))
+    assert_right(rows, 3)
+    for row in rows:
+        assert "for issue order and overlap only" in row["what"]
+        assert row["found"].startswith("no task begins 0.00% of the step from its time")
+    careless = VirtualDriver(clock_s=100.0, careless=frozenset(range(1, 999)))
+    rows = list(correct.ranks_alone(careless, torch.clone))
+    assert [row["ok"] for row in rows] == [False] * 3
 
 
 def test_a_launch_that_fails_is_a_row_and_only_nccl_may_refuse(correct: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
