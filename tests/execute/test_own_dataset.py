@@ -136,8 +136,8 @@ def test_reading_samples_to_score_has_the_patience_of_preparing(tmp_path: Path, 
             seen.extend(heartbeat.read_beats(beats, 1))
             return super().__getitem__(index)
 
-    monkeypatch.setattr(own_data, "Noisy", Told)
-    values = batch_to_score(load("Noisy", "test"), np.arange(3), torch.float32, torch.device("cpu"), doing="scoring")
+    monkeypatch.setattr(own_data, "Told", Told, raising=False)  # a name of its own: datasets that were read once are kept
+    values = batch_to_score(load("Told", "test"), np.arange(3), torch.float32, torch.device("cpu"), doing="scoring")
     assert values["input:0"].shape == (3, 1, 8, 8)
     assert {(beat.doing, beat.text) for beat in seen} == {(heartbeat.Doing.PREPARING, "scoring: reading samples")}
     (now,) = heartbeat.read_beats(beats, 1)
