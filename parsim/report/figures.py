@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,8 +173,7 @@ def strategies_figure(results: Sequence[Mapping[str, Any]], *, chosen: Mapping[s
     )
     figure.update_xaxes(rangemode="tozero", zeroline=False, ticksuffix=f" {unit}")
     figure.update_layout(barmode="overlay", bargap=0.35)
-    most = max((len(textwrap.wrap(plan_text(result.get("plan")), LABEL_WIDTH)) for result in results), default=1)
-    return styled(figure, (30 + 14 * max(1, most)) * max(2, len(results)) + 50)
+    return styled(figure, _labelled_height(plan_text(result.get("plan")) for result in results))
 
 
 def breakdown_figure(breakdowns: Mapping[str, Sequence[Mapping[str, Any]]]) -> go.Figure:
@@ -290,7 +289,7 @@ def errors_figure(runs: Sequence[tuple[str, str, Mapping[str, Any]]]) -> go.Figu
         zeroline=False,
     )
     figure.update_xaxes(zeroline=True, zerolinecolor=INK, zerolinewidth=1.5, zerolinelayer="above traces", ticksuffix="%")
-    return styled(figure, 44 * max(2, len(defined)) + 50)
+    return styled(figure, _labelled_height(plan for _, plan, _ in defined))
 
 
 def _bars(graph: TaskGraph, timeline: Timeline, row: Mapping[str, int]) -> list[Bar]:
@@ -368,9 +367,19 @@ def _text(value: object) -> str:
     return "" if value is None else html.escape(str(value))
 
 
+def _small_lines(text: str) -> list[str]:
+    return textwrap.wrap(text, LABEL_WIDTH, break_long_words=False)
+
+
+def _labelled_height(explained: Iterable[str]) -> int:
+    """Of a figure with a row for each label of `_two_lines`, whose second parts are given."""
+    lines = [len(_small_lines(text)) for text in explained]
+    return (30 + 14 * max([1, *lines])) * max(2, len(lines)) + 50
+
+
 def _two_lines(first: str, second: str) -> str:
     """A name and what explains it, in small lines that leave room for the bars on a narrow screen."""
-    small = "<br>".join(html.escape(line) for line in textwrap.wrap(second, LABEL_WIDTH, break_long_words=False))
+    small = "<br>".join(html.escape(line) for line in _small_lines(second))
     return f'{html.escape(first)}<br><span style="font-size:11px">{small}</span>'
 
 
