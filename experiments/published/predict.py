@@ -142,14 +142,14 @@ def _question_that_fits(row: Row, without: str) -> tuple[Asked, Answer]:
     A framework that spares layers keeps so much less, and takes the time of the plan without.
     """
     asked = question_of(row, without=without)
-    found = answer(asked)
+    found, lacks = answer(asked), asked.lacks
     for more, share in (("half", "half"), ("full", "all")):
         if found.peak_bytes <= found.limit_bytes or "recompute" not in " ".join(asked.assumed):
             break
         if asked.framework.spares_layers:
             found = with_memory_of(found, question_of(row, more, without=without))
             text = f"activations of {share} layers are on the host or made again by single modules, at no cost"
-            asked = replace(asked, lacks=(*(entry for entry in asked.lacks if "on the host" not in entry), text))
+            asked = replace(asked, lacks=(*lacks, text))
             continue
         asked = question_of(row, more, without=without)
         found = answer(asked)

@@ -133,7 +133,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     questions = {case: asked(given.profile, case) for case in cases}
     ranked = {
-        case: answer.to_target(case.target, rules=rules, seeds=1, most_steps=1000).contenders
+        case: answer.to_target(case.target, rules=rules, seeds=1, most_steps=MOST_STEPS).contenders
         for case, answer in questions.items()
     }
     for number in range(rounds):

@@ -82,8 +82,8 @@ def simulate(
     if as_json:
         print_json(document)
         return
-    where = f"{problem.model.name} on {problem.cluster.name}, global batch {problem.global_batch}"
-    print(f"{where}: {plan_in_words(found.plan)}, {found.headline()}.", end="\n\n")
+    question = f"{problem.model.name} on {problem.cluster.name}, global batch {problem.global_batch}"
+    print(f"{question}: {plan_in_words(found.plan)}, {found.headline()}.", end="\n\n")
     print_tables(
         [
             strategy_table([alone(found.result.to_dict())], title=""),

@@ -124,7 +124,10 @@ def _exposed(estimate: Estimate, product_s: float, pieces: int) -> Estimate:
         return estimate
     hidden = (pieces - 1) / pieces
     share = max(1 - hidden, 1 - hidden * product_s / estimate.median_s)
-    detail = f"{pieces} pieces beside products"
+    return _exposed_share(estimate, share, f"{pieces} pieces beside products")
+
+
+def _exposed_share(estimate: Estimate, share: float, detail: str) -> Estimate:
     return replace(
         estimate.then(Term("exposed share", "times", share, "assumed", detail)), detail=f"{estimate.detail}; {detail}"
     )
@@ -161,7 +164,4 @@ def _hidden(estimate: Estimate, weight_s: Sequence[float], backward: float) -> E
     if not estimate.median_s:
         return estimate
     share = 1 - backward * fmean(min(1.0, seconds / estimate.median_s) for seconds in weight_s)
-    detail = "in the backward beside gradients of weights"
-    return replace(
-        estimate.then(Term("exposed share", "times", share, "assumed", detail)), detail=f"{estimate.detail}; {detail}"
-    )
+    return _exposed_share(estimate, share, "in the backward beside gradients of weights")

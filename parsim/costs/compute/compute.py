@@ -57,11 +57,11 @@ IMBALANCE_SIGMA = 0.1
 
 FULL_BYTES = 4
 MASTER_ACCESSES = 3
+"""Of 4 bytes per element: two casts between fp32 and half precision, 6 bytes each."""
 EMA_ACCESSES = 3
 CLIP_ACCESSES = {NORM: 1, SCALE: 2}
 CLIP_SIGMA = 0.3
 """Assumed: nothing measures clipping, or the arithmetic of mixing, by itself."""
-"""Of 4 bytes per element: two casts between fp32 and half precision, 6 bytes each."""
 
 
 class MeasuredWork(NamedTuple):
@@ -269,14 +269,10 @@ class ComputeCosts:
         Raises:
             ConfigError, CostError: as `optimizer`.
         """
-        step = OptimizerStep(elements=work.elements, tensors=work.tensors)
-        whole = self.optimizer(step, optimizer, device, master_weights=master_weights)
-        if not work.elements:
-            return whole
-        accesses = CLIP_ACCESSES[work.part]
-        every = OPTIMIZERS[optimizer].accesses_per_element
+        accesses, every = CLIP_ACCESSES[work.part], OPTIMIZERS[optimizer].accesses_per_element
         detail = f"{accesses} of {every} accesses of a step of {optimizer}"
-        return _multiple_of(whole, accesses / every, detail, ("operator:clip", CLIP_SIGMA))
+        whole = self._step_over(work, optimizer, device, master_weights=master_weights)
+        return _multiple_of(whole, accesses / every, detail, ("operator:clip", CLIP_SIGMA)) if work.elements else whole
 
     def mix(self, work: Mix, optimizer: str, device: Device, *, master_weights: bool = True) -> Estimate:
         """Seconds of weight arithmetic whose accesses are known: their share of an optimizer step over the same arrays.
@@ -286,13 +282,15 @@ class ComputeCosts:
         Raises:
             ConfigError, CostError: as `optimizer`.
         """
-        step = OptimizerStep(elements=work.elements, tensors=work.tensors)
-        whole = self.optimizer(step, optimizer, device, master_weights=master_weights)
-        if not work.elements:
-            return whole
         every = OPTIMIZERS[optimizer].accesses_per_element
         detail = f"{work.accesses} accesses, where a step of {optimizer} has {every}"
-        return _multiple_of(whole, work.accesses / every, detail, ("operator:mix", CLIP_SIGMA))
+        whole = self._step_over(work, optimizer, device, master_weights=master_weights)
+        return _multiple_of(whole, work.accesses / every, detail, ("operator:mix", CLIP_SIGMA)) if work.elements else whole
+
+    def _step_over(self, work: ClipGradients | Mix, optimizer: str, device: Device, *, master_weights: bool) -> Estimate:
+        """An optimizer step over the same arrays."""
+        step = OptimizerStep(elements=work.elements, tensors=work.tensors)
+        return self.optimizer(step, optimizer, device, master_weights=master_weights)
 
     def operator_model(self, device: DeviceType) -> OperatorModel:
         """The model that prices components never measured on this type of device: surfaces if the profile has them."""

@@ -95,12 +95,14 @@ def measured_optimizer(
         issue_s = _issue_s(exact)
         terms: Terms = (Term("measured step", "start", median(point.seconds for point in exact), "measured", how),)
         if calls > 1:
-            again_s, issue_again_s = (calls - 1) * _per_step(points)[0], (calls - 1) * _per_step(points)[1]
-            issue_s = None if issue_s is None else issue_s + issue_again_s
+            queued = _queueing_line(points)
+            again_s = (calls - 1) * _line(points)[0]
+            issue_s = None if issue_s is None else issue_s + (0.0 if queued is None else (calls - 1) * queued[0])
             terms = (*terms, Term("calls", "plus", again_s, "measured", f"{calls} calls of its operations, {calls - 1} more"))
     else:
-        per_step, per_element, per_tensor = _affine(tuple((point.elements, point.tensors, point.seconds) for point in points))
-        issue_s = _queueing_s(points, work, calls)
+        per_step, per_element, per_tensor = _line(points)
+        queued = _queueing_line(points)
+        issue_s = None if queued is None else calls * queued[0] + queued[1] * work.elements + queued[2] * work.tensors
         called = f", {calls} calls" if calls > 1 else ""
         terms = summed(
             (
@@ -130,20 +132,15 @@ def _issue_s(points: Sequence[ComponentPoint] | Sequence[OptimizerPoint]) -> flo
     return median(known) if known else None
 
 
-def _per_step(points: Sequence[OptimizerPoint]) -> tuple[float, float]:
-    """What every step takes whatever it updates, and what the host takes of that to queue it; 0 where nothing tells."""
-    queued = tuple((point.elements, point.tensors, point.issue_s) for point in points if point.issue_s)
-    taken = _affine(tuple((point.elements, point.tensors, point.seconds) for point in points))[0]
-    return taken, _affine(queued)[0] if queued else 0.0
+def _line(points: Sequence[OptimizerPoint]) -> tuple[float, float, float]:
+    """Seconds of every step whatever it updates, per element and per tensor, through the measured steps."""
+    return _affine(tuple((point.elements, point.tensors, point.seconds) for point in points))
 
 
-def _queueing_s(points: Sequence[OptimizerPoint], work: OptimizerStep, calls: int) -> float | None:
-    """By the line through the measured steps; None where nobody measured it apart."""
+def _queueing_line(points: Sequence[OptimizerPoint]) -> tuple[float, float, float] | None:
+    """The same of the host, to queue a step; None where nobody measured it apart."""
     known = tuple((point.elements, point.tensors, point.issue_s) for point in points if point.issue_s)
-    if not known:
-        return None
-    per_step, per_element, per_tensor = _affine(known)
-    return calls * per_step + per_element * work.elements + per_tensor * work.tensors
+    return _affine(known) if known else None
 
 
 def _loads(points: Iterable[ComponentPoint | OptimizerPoint], ranks_active: int | None) -> list[int]:

@@ -7,7 +7,7 @@ which nobody needs between the optimizer's step and the next backward. So sendin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -206,12 +206,10 @@ class MixingRounds:
         def run() -> None:
             self._settle(bucket)
             with torch.no_grad():
-                model, offset = self.previous[bucket], 0
-                for parameter in self._parameters(bucket):
-                    part = model[offset : offset + parameter.numel()].view(parameter.shape)
+                parameters = list(self._parameters(bucket))
+                for parameter, part in zip(parameters, _parts(self.previous[bucket], parameters), strict=True):
                     part.lerp_(parameter, weight)
                     parameter.copy_(part)
-                    offset += parameter.numel()
 
         return run
 
@@ -261,11 +259,8 @@ class MixingRounds:
             peers = next(group for group in mixing_peers(self._stage.layout, bucket) if self._stage.rank in group)
             flat = self._packed(bucket).mul_(1.0 / self._replicas)
             dist.all_reduce(flat, group=self._groups[MEAN, tuple(sorted(peers))])
-            offset = 0
-            for held in bucket.parameters:
-                shape = self._stage.parameters[held.name].shape
-                found[held.name] = flat[offset : offset + held.elements].view(shape)
-                offset += held.elements
+            parts = _parts(flat, [self._stage.parameters[held.name] for held in bucket.parameters])
+            found |= {held.name: part for held, part in zip(bucket.parameters, parts, strict=True)}
         return found
 
     @property
@@ -313,6 +308,14 @@ PLAN = "plan"
 def lacking(error: KeyError, rank: int) -> ExecutionError:
     """What a checkpoint says whose own part of a rank lacks something."""
     return ExecutionError(f"the checkpoint lacks {error} of rank {rank}; resume from an older one")
+
+
+def _parts(flat: Tensor, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Of an array that holds one parameter behind the other: the part of each, in its shape."""
+    offset = 0
+    for parameter in parameters:
+        yield flat[offset : offset + parameter.numel()].view(parameter.shape)
+        offset += parameter.numel()
 
 
 def _discard(work: object) -> None:

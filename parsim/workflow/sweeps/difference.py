@@ -134,9 +134,13 @@ class Difference:
         per = "per sample" if self.per_sample else "per step"
         times = [entry.sample_s if self.per_sample else entry.step_s for entry in (self.first, self.second)]
         change = self.ratio - 1
-        said = "the same time" if abs(change) < 1e-9 else f"{abs(change):.1%} {'more' if change > 0 else 'less'} time"
-        apart = "" if self.certain or abs(change) < 1e-9 else "; their 90% intervals overlap"
-        apart = "; a tie" if abs(change) >= 1e-9 and is_tie(max(times), min(times)) else apart
+        said, apart = f"{abs(change):.1%} {'more' if change > 0 else 'less'} time", ""
+        if abs(change) < 1e-9:
+            said = "the same time"
+        elif is_tie(max(times), min(times)):
+            apart = "; a tie"
+        elif not self.certain:
+            apart = "; their 90% intervals overlap"
         lines = [
             f"A: {self.first.name}",
             f"B: {self.second.name}",
