@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.common.catalogue import DATA, ROOT, Experiment, chosen
 from experiments.common.page import PAGE, SITE_PAGE, made_anew, page, quick_page, site_page
-from experiments.common.running import ExperimentError, documented
+from experiments.common.running import PROGRESS_LOG, ExperimentError, documented
 from parsim.files import write_text_atomically
 
 QUICK_LIMIT_S = 120.0
@@ -82,9 +82,10 @@ def whole(some: Sequence[Experiment], data: Path | None, arguments: Sequence[str
             print(f"{each.name}: not run; {each.why}", file=sys.stderr)
             continue
         words = [word.replace(DATA, str(data)) for word in usual]
-        print(f"{each.name} ...", file=sys.stderr, flush=True)
+        out = ROOT / "runs" / each.name
+        print(f"{each.name} ... (progress: {out / PROGRESS_LOG})", file=sys.stderr, flush=True)
         try:
-            found = documented(each.name, words, quick=False, out=ROOT / "runs" / each.name, limit_s=limit_s)
+            found = documented(each.name, words, quick="--quick" in words, out=out, limit_s=limit_s)
         except ExperimentError as error:
             print(f"{each.name}: {error}", file=sys.stderr)
             failed.append(each.name)

@@ -73,7 +73,7 @@ def claims_of(each: Experiment, document: dict[str, Any] | None) -> list[Claim]:
 
 def finding_of(each: Experiment) -> str:
     """The opening of its README: the paragraph below the title."""
-    text = (each.folder / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"<!-- finding: .*? -->\n?", "", (each.folder / "README.md").read_text(encoding="utf-8"))
     paragraphs = [part.strip() for part in text.split("\n\n")[1:] if part.strip() and not part.startswith("<!--")]
     return " ".join(paragraphs[0].split())
 
@@ -111,8 +111,9 @@ def _seeds(run: dict[str, Any]) -> str:
 
 
 def made_anew() -> dict[Path, str]:
-    """READMEs with their table of claims and their other tables, where they have the marks for them."""
-    pages = {}
+    """READMEs with their finding, table of claims and other tables, where they have the marks for them; and the pages that
+    quote rows of them."""
+    pages: dict[Path, str] = _quoting_pages()
     for each in CATALOGUE:
         path = each.folder / "README.md"
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -121,9 +122,46 @@ def made_anew() -> dict[Path, str]:
         made = _between(made, "tables", lambda each=each, document=document: _tables_text(each, document))
         for name, table_text in _named_tables(each, document).items():
             made = _between(made, name, lambda table_text=table_text: table_text)
+        finding = getattr(judge_of(each), "finding", None)
+        if finding is not None and document is not None:
+            made = _between(made, "finding", lambda finding=finding, document=document: str(finding(document)))
         if made != text or "<!-- claims: begin -->" in text:
             pages[path] = made
     return pages
+
+
+def _quoting_pages() -> dict[Path, str]:
+    """Pages outside the experiments' folders with the rows that judges give them: `page_rows` of a judge that has it.
+
+    It maps a page to rows by what they begin with. A row that begins so is replaced; one that is new stands first in the table
+    whose head `AFTER` names.
+    """
+    pages: dict[Path, str] = {}
+    for each in CATALOGUE:
+        document = results_of(each)
+        rows_of = getattr(judge_of(each), "page_rows", None)
+        if rows_of is None or document is None or document["run"].get("quick"):
+            continue
+        for name, rows in rows_of(document).items():
+            path = FOLDER.parent / name
+            text = pages.get(path, path.read_text(encoding="utf-8"))
+            for begins, row in rows.items():
+                text = _with_row(text, begins, row, getattr(judge_of(each), "AFTER", ""))
+            pages[path] = text
+    return pages
+
+
+def _with_row(text: str, begins: str, row: str, after: str) -> str:
+    """A page with one row of a table replaced, or put in below the rule of the table with the head `after`."""
+    lines = text.split("\n")
+    there = [number for number, line in enumerate(lines) if line.startswith(begins)]
+    if there:
+        lines[there[0]] = row
+    elif after in lines:
+        lines.insert(lines.index(after) + 2, row)
+    else:
+        raise ValueError(f"no row begins with {begins!r}, and no table has the head {after!r}")
+    return "\n".join(lines)
 
 
 def _between(text: str, name: str, made: Callable[[], str]) -> str:

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRESS = "parsim-progress "
 """Lines of ranks that an experiment started itself, on its stdout."""
 VERSIONS = ("python", "torch", "numpy")
+PROGRESS_LOG = "progress.log"
 
 
 def add_parts(parser: argparse.ArgumentParser, known: Sequence[str]) -> None:
@@ -53,6 +54,8 @@ def documented(name: str, arguments: Sequence[str], *, quick: bool, out: Path, l
         `run` (command, machine, versions, date, commit, load, quick, wall_s, cpu_s) and what the experiment printed; a
         document that is a list stands under `rows`.
 
+    What it prints on stderr goes to `out`/progress.log as it comes, so a run of half an hour can be watched.
+
     Raises:
         ExperimentError: it failed, took too long, or printed no JSON.
     """
@@ -60,13 +63,18 @@ def documented(name: str, arguments: Sequence[str], *, quick: bool, out: Path, l
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     load, began_at = os.getloadavg()[0], commit()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    out.mkdir(parents=True, exist_ok=True)
+    log = out / PROGRESS_LOG
     try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
+        with log.open("w", encoding="utf-8") as told:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=told, text=True, timeout=limit_s, check=False
+            )
     except subprocess.TimeoutExpired:
         raise ExperimentError(f"{name} was stopped after {limit_s:g} s; give it more, or leave it out") from None
     if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise ExperimentError(f"{name} ended with status {done.returncode}: {last[0]}")
+        last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:] or ["no message"]
+        raise ExperimentError(f"{name} ended with status {done.returncode}: {last[0]}; more in {log}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     printed = "".join(line for line in done.stdout.splitlines(keepends=True) if not line.startswith(PROGRESS))
     try:

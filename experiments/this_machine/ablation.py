@@ -67,6 +67,7 @@ def ablated(runs: Sequence[Compared]) -> dict[str, Any]:
 
     Returns:
         Median absolute errors with and without it, the mean gain, and its 95% interval by a paired bootstrap over cases.
+        `changed` counts the runs whose prediction the correction changes; one that changes none was not tried.
         `helps` says that the whole interval lies above 0. Leaves out that cases of one launch share its spell of the machine.
     """
     names = list(dict.fromkeys(run.case for run in runs))
@@ -76,6 +77,7 @@ def ablated(runs: Sequence[Compared]) -> dict[str, Any]:
     low, high = np.quantile(sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1), (0.025, 0.975))
     return {
         "runs": len(runs),
+        "changed": sum(run.with_s != run.without_s for run in runs),
         "median_with": statistics.median(abs(run.with_s / run.measured_s - 1) for run in runs),
         "median_without": statistics.median(abs(run.without_s / run.measured_s - 1) for run in runs),
         "gain": float(sums.sum() / counts.sum()),

@@ -31,11 +31,59 @@ def claims(document: dict[str, Any]) -> list[Claim]:
         ),
         of_every(
             "Without any one correction the error is larger: the 95% interval of a paired bootstrap lies above 0",
-            list(document.get("corrections", {}).items()),
+            [entry for entry in document.get("corrections", {}).items() if entry[1]["changed"]],
             lambda entry: entry[1]["helps"],
             lambda entry: entry[0],
         ),
     ]
+
+
+def finding(document: dict[str, Any]) -> str:
+    """The opening of the README: two sentences.
+
+    Args:
+        document: results.json.
+    """
+    forecast, corrected = document["errors"]["all"], document[AT_SPEED]["all"]
+    return (
+        f"{forecast['cases']} real runs of {document['cases']} cases were predicted with a median error of "
+        f"{_percent(forecast['median'])} beforehand, and of {_percent(corrected['median'])} (p95 {_percent(corrected['p95'])}) "
+        f"at the speed that the cores had beside the run. Two measurements of one program differ by "
+        f"{_percent(corrected['aa_median'])} there (p95 {_percent(corrected['aa_p95'])})."
+    )
+
+
+AFTER = "| what | forecast | at measured speed | where |"
+"""Head of the table of docs/accuracy.md that the row of these results stands in."""
+
+
+def page_rows(document: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Rows of README.md and docs/accuracy.md that quote these results: by page, by how the row begins.
+
+    Args:
+        document: results.json.
+    """
+    forecast, corrected = document["errors"]["all"], document[AT_SPEED]["all"]
+    refreshed = document["refreshed before the launch"]["all"]
+    choice = list(document["choice"].values())[-1]
+    steps = "| real steps on two shared CPU cores: "
+    choosing = "| choosing among "
+    plans = " to ".join(dict.fromkeys(str(choice[key]) for key in ("plans_fewest", "plans_most")))
+    record = "| step time, the committed record"
+    return {
+        "README.md": {
+            steps: f"{steps}forecast, and corrected by the machine's measured speed | median {_percent(forecast['median'])} and "
+            f"{_percent(corrected['median'])} | [this_machine](experiments/this_machine/README.md) |",
+            choosing: f"{choosing}{plans} plans by such predictions | {_percent(choice['regret_mean'])} slower than the best, on "
+            "average | the same |",
+        },
+        "docs/accuracy.md": {
+            record: f"{record}: {document['machine']}, {document['date']}, {forecast['cases']} runs | median "
+            f"{_percent(forecast['median'])}, bias {_signed(forecast['bias'])}; {_percent(refreshed['median'])} after `calibrate "
+            f"--refresh` | median {_percent(corrected['median'])}, p95 {_percent(corrected['p95'])}, bias "
+            f"{_signed(corrected['bias'])} | [this_machine](../experiments/this_machine/README.md) |",
+        },
+    }
 
 
 def tables(document: dict[str, Any]) -> str:
@@ -59,7 +107,7 @@ def tables(document: dict[str, Any]) -> str:
             _percent(row["median_with"]),
             _percent(row["median_without"]),
             f"{100 * row['gain']:+.2f} ({100 * row['gain_low']:+.2f} to {100 * row['gain_high']:+.2f})",
-            "yes" if row["helps"] else "**no**",
+            ("yes" if row["helps"] else "**no**") if row["changed"] else "not tried: changes no prediction here",
         )
         for name, row in document["corrections"].items()
     ]
@@ -70,3 +118,7 @@ def tables(document: dict[str, Any]) -> str:
 
 def _percent(value: float) -> str:
     return f"{100 * value:.1f}%"
+
+
+def _signed(value: float) -> str:
+    return f"{100 * value:+.1f}%"

@@ -216,17 +216,20 @@ def choice_of(rows: Sequence[CaseRow]) -> dict[str, dict[str, float]]:
     """Per model, over the records: order of its plans as predicted and measured, and what the predicted choice loses."""
     found = {}
     for name, launches in (("a core per rank", ("two",)), ("all plans on this machine", ("two", "four"))):
-        orders, losses = [], []
+        orders, losses, sizes = [], [], []
         for _, group in itertools.groupby(sorted(rows, key=_by_question), key=_by_question):
             plans = [row for row in group if row.launch in launches]
             if len(plans) < 2:
                 continue
+            sizes.append(len(plans))
             predicted, measured = [row.predicted_s for row in plans], [row.measured_s for row in plans]
             orders.append(rank_correlation(predicted, measured))
             losses.append(regret(predicted, measured, floor=statistics.median(row.aa_median for row in plans)))
         if orders:
             found[name] = {
                 "questions": len(orders),
+                "plans_fewest": min(sizes),
+                "plans_most": max(sizes),
                 "rank_correlation_median": statistics.median(orders),
                 "rank_correlation_worst": min(orders),
                 "regret_mean": statistics.mean(losses),

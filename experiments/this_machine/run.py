@@ -9,10 +9,12 @@
 3. Measures all cases in interleaved rounds, N records one after the other, each with launches of its own. For 20 seconds before
    each launch `parsim calibrate --refresh` looks how fast the cores are, and every case is said again with that. A probe before
    and after each round of each case tells how fast the cores were, and every case is said once more at that pace.
-4. Judges: errors beside the A/A floor, coverage of the intervals, order of the plans, what the predicted choice costs.
+4. Judges: errors beside the A/A floor, coverage of the intervals, order of the plans, what the predicted choice costs, and
+   what every correction is worth.
 
 A step that is done (its file lies in DIR) is not done again. So a record that was stopped goes on, and more records can be
-added to predictions that stay as they were.
+added to predictions that stay as they were. A DIR of other models, launches or seed is refused. `--keep` packs DIR into one
+file; unpacked, it is a DIR that judges again without measuring.
 """
 
 from __future__ import annotations
@@ -133,11 +135,20 @@ def main() -> None:
     names = asked.models.split(",") if asked.models else ["mlp"] if asked.quick else [subject.name for subject in SUBJECTS]
     subjects = [subject for subject in SUBJECTS if subject.name in names]
     wanted = asked.launches.split(",") if asked.launches else ["two", "four"] if asked.quick else list(SETTINGS)
+    for option, given, known in (("models", names, [each.name for each in SUBJECTS]), ("launches", wanted, list(SETTINGS))):
+        if unknown := sorted(set(given) - set(known)):
+            parser.error(f"--{option}: no {', '.join(unknown)}; there are {', '.join(known)}")
     if "shaped" in wanted and (why := possible()):
         progress(f"no record over a shaped link: {why}")
         wanted.remove("shaped")
+    if all(SETTINGS[name].link_bytes_per_s is not None for name in wanted):
+        parser.error("--launches: give two or four; the pace of the cores is looked up without a shaped link")
     records, rounds = (1, 4) if asked.quick else (asked.records, asked.rounds)
-    asked.out.mkdir(parents=True, exist_ok=True)
+    if asked.keep is not None and not asked.keep.absolute().parent.is_dir():
+        parser.error(f"--keep {asked.keep}: there is no folder {asked.keep.parent}")
+    about = {"models": names, "launches": wanted, "rounds": rounds, "seed": asked.seed, "quick": asked.quick}
+    if other := other_record(asked.out, about):
+        parser.error(f"{asked.out} holds a record of {other}; give another --out, or remove it")
     profiles = {name: calibrated(asked.out / f"{name}.json", SETTINGS[name], subjects, asked) for name in wanted}
     said = predictions(asked.out / "predictions.json", profiles, subjects)
     if records == 0:
@@ -153,6 +164,23 @@ def main() -> None:
     if asked.keep is not None:
         pack(asked.out, asked.keep)
     print(json.dumps(document) if asked.json else printed(document))
+
+
+def other_record(folder: Path, about: Mapping[str, Any]) -> str:
+    """What a folder holds if that is not this record; "" where it does or is new. A new one is marked as this record.
+
+    Args:
+        folder: --out. about: the arguments that rows of one record share.
+    """
+    path = folder / "record.json"
+    if path.is_file():
+        there = json.loads(path.read_text(encoding="utf-8"))
+        return "" if there == about else f"other arguments ({json.dumps(there)})"
+    if (folder / "predictions.json").is_file():
+        return "unknown arguments"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text_atomically(path, json.dumps(about))
+    return ""
 
 
 def pack(folder: Path, file: Path) -> None:
