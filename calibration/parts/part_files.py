@@ -102,11 +102,11 @@ def economics(gpu: CatalogGpu, row: Mapping[str, str], folder: Path, sources: di
     if row["usd_per_gpu_hour"]:
         low, _, high = row["usd_per_gpu_hour"].partition(" to ")
         price = float(low) if not high else (float(low) + float(high)) / 2
-        version = "an older catalogue (v5)" if "older" in row["price_note"] else "catalogue v8"
+        version = "v5" if "older" in row["price_note"] else "v8"
         sources["price"] = {"kind": "datasheet", "text": f"on demand at {row['price_note']}: {expanded('prices')}"}
         found["usd_per_hour"] = {
             "value": digits(price),
-            "as_of": f"SkyPilot {version}; its commit bears no date here",
+            "as_of": f"SkyPilot catalogue {version}, undated",
             "source": "price",
         }
     return found

@@ -66,22 +66,24 @@ def page_rows(document: dict[str, Any]) -> dict[str, dict[str, str]]:
     forecast, corrected = document["errors"]["all"], document[AT_SPEED]["all"]
     refreshed = document["refreshed before the launch"]["all"]
     choice = list(document["choice"].values())[-1]
-    steps = "| real steps on two shared CPU cores: "
-    choosing = "| choosing among "
     plans = " to ".join(dict.fromkeys(str(choice[key]) for key in ("plans_fewest", "plans_most")))
+    steps, choosing = "| real steps on two shared CPU cores: ", "| choosing among "
     record = "| step time, the committed record"
+    medians = f"median {_percent(forecast['median'])} and {_percent(corrected['median'])}"
+    link = "[this_machine](experiments/this_machine/README.md)"
+    forecast_text = f"median {_percent(forecast['median'])}, bias {_signed(forecast['bias'])}"
+    corrected_text = (
+        f"median {_percent(corrected['median'])}, p95 {_percent(corrected['p95'])}, bias {_signed(corrected['bias'])}"
+    )
     return {
         "README.md": {
-            steps: f"{steps}forecast, and corrected by the machine's measured speed | median {_percent(forecast['median'])} and "
-            f"{_percent(corrected['median'])} | [this_machine](experiments/this_machine/README.md) |",
-            choosing: f"{choosing}{plans} plans by such predictions | {_percent(choice['regret_mean'])} slower than the best, on "
-            "average | the same |",
+            steps: f"{steps}forecast, and corrected by the machine's measured speed | {medians} | {link} |",
+            choosing: f"{choosing}{plans} plans by such predictions | {_percent(choice['regret_mean'])} slower than the best, "
+            "on average | the same |",
         },
         "docs/accuracy.md": {
-            record: f"{record}: {document['machine']}, {document['date']}, {forecast['cases']} runs | median "
-            f"{_percent(forecast['median'])}, bias {_signed(forecast['bias'])}; {_percent(refreshed['median'])} after `calibrate "
-            f"--refresh` | median {_percent(corrected['median'])}, p95 {_percent(corrected['p95'])}, bias "
-            f"{_signed(corrected['bias'])} | [this_machine](../experiments/this_machine/README.md) |",
+            record: f"{record}: {document['machine']}, {document['date']}, {forecast['cases']} runs | {forecast_text}; "
+            f"{_percent(refreshed['median'])} after `calibrate --refresh` | {corrected_text} | {link.replace('(', '(../')} |",
         },
     }
 

@@ -179,6 +179,8 @@ def demo(
         if run.seen.losses:
             first, last = run.seen.losses[0], run.seen.losses[-1]
             print(f"{run.model} under {run.name}: loss {first:.3f} -> {last:.3f}")
+    for line in _summary(what_if, real):
+        print(line)
     print(f"report: {report}")
 
 
@@ -341,7 +343,7 @@ def _write_report(
 
 def _summary(what_if: Sequence[tuple[RunConfig, Search]], real: Sequence[tuple[Answer, list[RealRun]]]) -> list[str]:
     from parsim.plans.words import plan_in_words
-    from parsim.units import format_percent, format_seconds
+    from parsim.units import format_seconds
 
     lines = []
     for config, found in what_if:
@@ -350,24 +352,41 @@ def _summary(what_if: Sequence[tuple[RunConfig, Search]], real: Sequence[tuple[A
             step = format_seconds(result.step_s.median)
             lines.append(f"{config.model.name} on 8 V100s: use {plan_in_words(result.plan)}, {step} per step (predicted).")
     for asked, runs in real:
-        errors = [abs(run.comparison.step.relative_error or 0.0) for run in runs]
-        worst = format_percent(max(errors))
-        lines.append(f"{asked.config.model.name} here: {len(runs)} plans run for real; the largest step error is {worst}.")
+        lines.append(f"{asked.config.model.name} here: {_measured_sentence(runs)}")
     return lines
+
+
+def _measured_sentence(runs: Sequence[RealRun]) -> str:
+    """Whether the plan that was predicted fastest was the fastest, and how large the errors are."""
+    from parsim.units import format_percent, format_seconds
+
+    def step_s(run: RealRun) -> float:
+        return run.comparison.step.measured_s
+
+    predicted = min(runs, key=lambda run: run.comparison.step.predicted_s)
+    fastest = min(runs, key=step_s)
+    told = f"{predicted.name} was predicted fastest, and was: {format_seconds(step_s(predicted))} per step measured"
+    if fastest is not predicted:
+        lost = step_s(predicted) / step_s(fastest) - 1
+        told = (
+            f"{predicted.name} was predicted fastest; measured, {fastest.name} was, and {predicted.name} took {lost:.0%} longer"
+        )
+    errors = sorted(abs(run.comparison.step.relative_error or 0.0) for run in runs)
+    return f"{told}. Step times of {len(runs)} plans were off by {format_percent(errors[0])} to {format_percent(errors[-1])}."
 
 
 def _what_if_section(config: RunConfig, found: Search) -> ReportSection:
     from parsim.report.html import ReportSection
     from parsim.workflow.folders.write_report import report_run
 
-    shown = [found.chosen] if found.chosen is not None else []
+    shown = [found.candidates[0]] if found.chosen is not None else []
     return ReportSection(
         model=config.model.name,
         title=f"{config.model.name} on 8 V100s (what if)",
         text=f"Global batch {config.training.global_batch}, {config.training.optimizer}, {config.training.precision}; "
         "no V100 was there: costs come from published measurements.",
         results=[entry.result.to_dict() for entry in found.candidates],
-        chosen=None if found.chosen is None else found.chosen.result.to_dict(),
+        chosen=None if found.chosen is None else found.candidates[0].result.to_dict(),
         runs=[report_run(entry, None, None) for entry in shown],
     )
 
@@ -383,6 +402,6 @@ def _real_section(asked: Answer, runs: Sequence[RealRun], ranks: ChosenRanks, ho
         text=f"Global batch {asked.config.training.global_batch}, digits; every plan ran {how.rounds} interleaved rounds of "
         f"{STEPS_PER_ROUND} steps.",
         results=[entry.result.to_dict() for entry in asked.search.candidates],
-        chosen=asked.evaluation.result.to_dict(),
+        chosen=asked.search.candidates[0].result.to_dict() if asked.fits else None,
         runs=[report_run(run.evaluation, run.seen, run.comparison) for run in runs],
     )

@@ -13,25 +13,38 @@ from parsim.workflow.toml_text import parse_numbers
 
 
 def import_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="nccl-tests, torch profiler, nsys, topo -m, lstopo, DeepSpeed.")],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="Of nccl-tests, torch.profiler, nsys, nvidia-smi topo -m, lstopo or DeepSpeed."),
+    ],
     kind: Annotated[
-        str | None, typer.Option(metavar="KIND", help="nccl-tests, kineto, nsys, topo, lstopo, deepspeed; left out: found out.")
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="nccl-tests, kineto (torch.profiler), nsys, topo, lstopo or deepspeed. Default: what the content says.",
+        ),
     ] = None,
     into: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="PROFILE.json, RUN.toml or TIMELINE.json.gz; left out: only read and report."),
+        typer.Option(metavar="FILE", help="PROFILE.json, RUN.toml or TIMELINE.json.gz to write. Without it, only report."),
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option("--on", metavar="CLUSTER", help="The machine: a profile, or GPUs (8xh100-sxm).")
+        str | None, typer.Option("--on", metavar="CLUSTER", help="The measured machine: a profile, or GPUs (8xh100-sxm).")
     ] = None,
-    collective: Annotated[str | None, typer.Option(help="nccl-tests: what was measured, if the file does not say.")] = None,
+    collective: Annotated[str | None, typer.Option(help="nccl-tests: the collective, where the file does not name it.")] = None,
     ranks: Annotated[
-        str | None, typer.Option(help="nccl-tests: the devices, e.g. 0,1,2,3, if the file lacks them. nsys: the GPU.")
+        str | None, typer.Option(help="nccl-tests: the devices, e.g. 0,1,2,3, where the file lacks them. nsys: the GPU.")
     ] = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="DeepSpeed: data-parallel ranks.")] = None,
-    precision: Annotated[str | None, typer.Option(help="Trace: whose peak counts; left out: that of most products.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Trace: how many steps, if none are marked.")] = None,
-    against: Annotated[Path | None, typer.Option(metavar="RUN.toml", help="Trace: a prediction to set beside it.")] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(help="Trace: compare kernels with the peak of this precision. Default: that of most matrix products."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Trace: how many steps it holds, where none are marked.")] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN.toml", help="Trace: predict the step of this run file, and show both side by side."),
+    ] = None,
     overrides: Overrides = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -61,3 +74,7 @@ def import_command(
         print(note)
     if imported.into is not None:
         print(f"Written: {imported.into}")
+        if imported.kind == "nccl-tests":
+            print(f"Next: parsim plan MODEL --on {imported.into} --batch N")
+    elif imported.kind in ("kineto", "nsys") and against is None:
+        print("Next: --against RUN.toml shows the predicted step beside this one")

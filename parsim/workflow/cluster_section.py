@@ -67,6 +67,11 @@ class ClusterSection(ConfigSection):
         gpu = str(self.gpu)
         return Machines(gpu, self.gpus_per_node or load_gpu(gpu).gpus_per_node, self.nodes, self.link).node
 
+    @property
+    def in_words(self) -> str:
+        """`4 x 8xh100-sxm`: the machine, and how many of it."""
+        return self.machine if self.nodes == 1 else f"{self.nodes} x {self.machine}"
+
 
 OPERATION = frozenset({"usd_per_hour", "busy_power_w", "device_mtbf_hours", "checkpoint_s", "restart_s"})
 """Keys that change no plan, and may stand beside a cluster that was given as a value."""

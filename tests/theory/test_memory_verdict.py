@@ -62,7 +62,7 @@ def test_a_rank_fits_by_its_probability_and_says_so_where_it_is_in_doubt() -> No
     assert (rank.low_bytes, rank.total_bytes, rank.high_bytes) == (950, 1000, 1050)
     assert 0.8 < rank.fit_probability < SAFE_PROBABILITY
     assert (rank.fits, rank.is_safe, rank.excess_bytes) == (True, False, 0)
-    assert "(it fits with a probability of 84% alone)" in rank.describe()
+    assert "(it fits with a probability of only 84%)" in rank.describe()
     careful = replace(rank, wanted_probability=0.95)
     assert (careful.fits, careful.needed_bytes, careful.excess_bytes) == (False, 1050, 20)
     assert "20 B too much; it fits with a probability of 84%" in careful.describe()

@@ -119,7 +119,7 @@ def test_the_answer_counts_what_became_of_the_plans() -> None:
     counts = asked.to_dict()["considered"]
     parts = counts["simulated"], counts["slower_by_a_lower_bound"], counts["do_not_fit"], sum(counts["infeasible"].values())
     assert counts["plans"] == sum(parts) > 100
-    assert f"{counts['plans']} plans considered: {counts['simulated']} simulated" in asked.verdict()
+    assert f"Of {counts['plans']:,} plans: {counts['simulated']:,} simulated" in asked.verdict()
 
 
 def test_a_plan_by_hand_keeps_its_defaults() -> None:

@@ -108,3 +108,20 @@ def test_the_demo_calibrates_and_trains_on_the_gpus_it_finds(
     assert f"Training for real on {gpus} GPU" in said
     assert ("the calibration is a quick one" in said) == (gpus == 1)
     assert said.count(" left, longer on a busy machine") == 3
+
+
+def _run(name: str, predicted_s: float, measured_s: float) -> Any:
+    from types import SimpleNamespace
+
+    error = predicted_s / measured_s - 1
+    step = SimpleNamespace(predicted_s=predicted_s, measured_s=measured_s, relative_error=error)
+    return SimpleNamespace(name=name, comparison=SimpleNamespace(step=step))
+
+
+def test_the_demo_says_whether_its_choice_was_the_fastest() -> None:
+    right = command._measured_sentence([_run("dp", 0.1, 0.125), _run("mp", 0.2, 0.2)])
+    assert (
+        right == "dp was predicted fastest, and was: 125 ms per step measured. Step times of 2 plans were off by 0.0% to 20.0%."
+    )
+    wrong = command._measured_sentence([_run("dp", 0.1, 0.3), _run("mp", 0.2, 0.2)])
+    assert wrong.startswith("dp was predicted fastest; measured, mp was, and dp took 50% longer.")

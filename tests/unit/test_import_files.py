@@ -79,6 +79,40 @@ def test_loading_is_told_from_other_launch_gaps() -> None:
     assert (ledger.loading_s, ledger.launch_gaps_s, ledger.idle_s) == pytest.approx((60e-6, 40e-6, 100e-6), abs=1e-9)
 
 
+RUN = """
+[model]
+name = "mlp"
+[cluster]
+profile = "{profile}"
+devices = 1
+[training]
+global_batch = 64
+"""
+
+
+def test_a_trace_beside_a_prediction_for_other_devices(tmp_path: Path) -> None:
+    """Another GPU is named. A GPU beside CPUs is refused: their difference says nothing of the step."""
+    trace = write(tmp_path / "trace.json", gpu_trace())
+    (tmp_path / "run.toml").write_text(RUN.format(profile="dgx1-v100-32gb"))
+    imported = ps.import_file(trace, against=tmp_path / "run.toml")
+    assert any("the trace is of h100-sxm, and the prediction beside it is for V100" in note for note in imported.warnings)
+    on_cpu = gpu_trace()
+    on_cpu["traceEvents"] = [event for event in on_cpu["traceEvents"] if event.get("cat") not in ("kernel", "gpu_memcpy")]  # type: ignore[attr-defined]
+    with pytest.raises(ImportedFileError, match=r"the trace is of a CPU, and .*run\.toml asks about GPUs"):
+        ps.import_file(write(tmp_path / "cpu.json", on_cpu), against=tmp_path / "run.toml")
+
+
+def test_the_ledger_says_what_helps_against_its_largest_parts() -> None:
+    from parsim.workflow.importing.into_timeline import HELPS, _what_helps
+
+    ledger = ledger_of(read_kineto(source(gpu_trace())), 2.0 * 1024**3 / 100e-6)
+    names = [line.removeprefix("Against ").partition(":")[0] for line in _what_helps(ledger)]
+    assert names == ["slow kernels", "other kernels", "exposed communication"]
+    bare = ledger_of(read_kineto(source(gpu_trace())), None)
+    parts = {name.partition(":")[0] for some in (ledger, bare) for name, _ in some.entries()} - {"ideal"}
+    assert parts == set(HELPS)
+
+
 @pytest.mark.parametrize("suffix", [".json", ".json.gz"])
 def test_a_trace_becomes_a_timeline(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"trace{suffix}"

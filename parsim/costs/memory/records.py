@@ -98,7 +98,7 @@ class RankMemory:
         chance = f"; it fits with a probability of {self.fit_probability:.0%}" if self.fit_probability > DOUBTFUL[0] else ""
         over = "" if self.fits else f" ({format_bytes(self.excess_bytes)} too much{chance})"
         if self.fits and not self.is_safe:
-            over = f" ({chance.removeprefix('; ')} alone)"
+            over = f" (it fits with a probability of only {self.fit_probability:.0%})"
         return (
             f"rank {self.rank} needs {format_bytes(self.total_bytes)}{upto} of {format_bytes(self.limit_bytes)}{over}; "
             f"its largest line is {name}, {format_bytes(size)}"

@@ -259,7 +259,7 @@
     if (status !== "failed") entry("Plan", text("plan", point));
     const settings = axes.filter((axis) => !axis.key.startsWith("scale.")).map((axis) => `--set '${axis.key}=${axis.settings[axis.at[point]].replace(/'/g, "'\\''")}'`);
     const scaled = axes.some((axis) => axis.key.startsWith("scale.") && axis.values[axis.at[point]] !== 1);
-    $("command").textContent = `${[data.command, ...settings].join(" ")}${scaled ? "   (scale.* has no other command than sweep)" : ""}`;
+    $("command").textContent = `${[axes.some((axis) => axis.key === "training.global_batch") ? data.command.replace(/ --batch \d+/, "") : data.command, ...settings].join(" ")}${scaled ? "   (scale.* has no other command than sweep)" : ""}`;
     const lanes = data.timeline.at[point];
     $("timeline-note").textContent = !lanes.length ? "The page has no timeline of this point." : `One step alone, in ${data.timeline.pieces} pieces; the first rank of each stage.`;
     const parts = (from) => from.map(({name, values}) => [name, values[point]]);

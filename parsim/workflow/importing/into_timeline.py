@@ -61,7 +61,7 @@ def import_trace(
         "predicted": None,
     }
     if against is not None:
-        predicted = _predicted(against)
+        predicted = _predicted(against, trace, warnings)
         document["predicted"] = predicted
         tables.append(_against_table(ledger, predicted))
     return Imported(
@@ -165,8 +165,33 @@ def _ledger_table(ledger: TraceLedger, peak_text: str) -> ReportTable:
         title="Where the step goes",
         columns=(Column(name="part", wraps=True), Column(name="per step", numeric=True), Column(name="share", numeric=True)),
         rows=(*rows, ("measured step", format_seconds(ledger.step_s), format_percent(1.0))),
-        notes=(f"{peak}Communication runs for {format_seconds(ledger.communication_busy_s)} per step, hidden or not.",),
+        notes=(
+            f"{peak}Communication runs for {format_seconds(ledger.communication_busy_s)} per step, hidden or not.",
+            *_what_helps(ledger),
+        ),
     )
+
+
+HELPS = {
+    "compute": "faster kernels (larger batches, tensor cores, torch.compile), or more devices",
+    "slow kernels": "larger batches, tensor cores (a lower precision, sizes that 64 divides)",
+    "other kernels": "fusion (torch.compile), a fused optimizer",
+    "exposed communication": "overlap with computation, larger buckets, faster links, fewer messages",
+    "exposed copies": "pinned memory, prefetching",
+    "data loading": "more workers of the loader",
+    "launch gaps": "CUDA graphs, torch.compile, larger batches, fewer .item() calls",
+    "idle": "a look at the timeline: nothing was launched, or no launch was recorded",
+}
+"""What shortens a part of the step, by how its name begins; docs/import.md has the same table."""
+WORTH_TELLING = 0.05
+"""Share of the step below which a part is left out of `HELPS`."""
+
+
+def _what_helps(ledger: TraceLedger) -> list[str]:
+    """For the three largest parts beyond the ideal."""
+    parts = [(seconds, name.partition(":")[0]) for name, seconds in ledger.entries() if not name.startswith("ideal")]
+    large = sorted((part for part in parts if part[0] > WORTH_TELLING * ledger.step_s), reverse=True)[:3]
+    return [f"Against {name}: {HELPS[name]}." for _, name in large]
 
 
 def _kernel_table(ledger: TraceLedger) -> ReportTable:
@@ -200,11 +225,20 @@ CATEGORIES: Sequence[tuple[str, str]] = (
 )
 
 
-def _predicted(against: Path) -> dict[str, float]:
-    """Seconds of the predicted step by category, means over ranks."""
+def _predicted(against: Path, trace: KinetoTrace, warnings: list[str]) -> dict[str, float]:
+    """Seconds of the predicted step by category, means over ranks. Raises ImportedFileError for devices of another kind."""
     from parsim.workflow.public.functions import simulate
 
     prediction: Prediction = simulate(against)
+    device = prediction.problem.cluster.devices[0].type
+    if (device.kind == "cpu") == trace.on_gpu:
+        seen, asked = ("a GPU", "CPUs") if trace.on_gpu else ("a CPU", "GPUs")
+        raise ImportedFileError(
+            f"the trace is of {seen}, and {against} asks about {asked} ({device.name}); name the same machine"
+        )
+    part = gpu_named(trace.device)
+    if part is not None and part.name != device.name:
+        warnings.append(f"the trace is of {part.name}, and the prediction beside it is for {device.name}")
     ranks = prediction.breakdown()
     seconds = {key: float(ranks[key].mean()) for _, key in CATEGORIES}
     seconds["idle_s"] += float(ranks["bubble_s"].mean())

@@ -95,8 +95,12 @@ class Quoted:
             "training": None if self.run is None else self.run.to_dict(),
         }
 
-    def lines(self) -> list[str]:
-        """The same for people."""
+    def lines(self, *, run: bool = True) -> list[str]:
+        """The same for people.
+
+        Args:
+            run: with those of the whole training.
+        """
         rate, each = self.tokens_per_s, self.tokens_per_s_per_device
         lines = [
             f"tokens/s: {rate.median:,.0f} (90% interval {rate.p05:,.0f} to {rate.p95:,.0f}); per GPU {each.median:,.0f}; "
@@ -107,7 +111,7 @@ class Quoted:
             f"memory of the fullest GPU: {', '.join(f'{name} {format_bytes(size)}' for name, size in self.memory)}; "
             f"{format_bytes(self.limit_bytes)} there",
         ]
-        return lines if self.run is None else [*lines, *self.run.lines()]
+        return lines if self.run is None or not run else [*lines, *self.run.lines()]
 
 
 def quoted(config: RunConfig, problem: PlanningProblem, evaluation: Evaluation) -> Quoted | None:

@@ -148,7 +148,8 @@ class Answer:
 
     def heading(self) -> list[str]:
         """What stands above the table: the answer, what is next to it, and the whole training where it was asked for."""
-        run = self.prediction.samples_run
+        figures = self.prediction.quoted
+        run = self.prediction.samples_run or (None if figures is None else figures.run)
         whole = [] if run is None or not self.fits else run.lines()
         return list(filter(None, [self.sentence(), self.runners_up(), *whole]))
 
@@ -170,16 +171,18 @@ class Answer:
     def verdict(self) -> str:
         """The choice, how it was made, and how far it can be from the best; or what would have to change."""
         needed = [max(rank.needed_bytes for rank in entry.memory) for entry in self._ranked]
-        return _verdict(self.to_dict(), needed)
+        row = self._chosen_row()
+        summary = "" if row is None else self._ranked[row].result.plan.summary()
+        return _verdict(self.to_dict(), needed, summary)
 
     def lines(self) -> list[str]:
-        """What stands below the table: families without a plan, the verdict, and the defaults that were taken."""
+        """What stands below the table: families without a plan, how the choice was made, and the defaults that were taken."""
         skipped = () if self.search is None else self.search.skipped
         return [
             *([] if self.question.recipe is None else self.question.recipe.lines()),
             *(f"{name}: {why}" for name, why in skipped),
-            self.verdict(),
-            *([] if (figures := self.prediction.quoted) is None else figures.lines()),
+            *([self.verdict()] if self.fits else []),  # without a plan it is the sentence above the table
+            *([] if (figures := self.prediction.quoted) is None else figures.lines(run=not self.fits)),
             *([self.problem.loading.text()] if isinstance(self.problem.loading, MeasuredLoading) else []),
             loss_text(self.problem.model),
             *filter(None, [constant_text(self.problem.model), assumed_text(self.question.assumed)]),
@@ -314,14 +317,14 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
-def _verdict(document: dict[str, Any], needed_bytes: Sequence[int]) -> str:
-    """`needed_bytes`: by candidate, of the rank that needs most."""
+def _verdict(document: dict[str, Any], needed_bytes: Sequence[int], summary: str) -> str:
+    """`needed_bytes`: by candidate, of the rank that needs most. `summary`: of the plan in the row that the table marks."""
     chosen = document["chosen"]
     if chosen is None:
         room, nearest = min(zip(needed_bytes, document["candidates"], strict=True), key=itemgetter(0))
         untried = document.get("considered", {}).get("not_tried", 0)
         none = (
-            f"No plan that was tried fits, and {untried} were not tried: give plan.mesh or plan.microbatches to search fewer"
+            f"No plan that was tried fits, and {untried:,} were not tried: give plan.mesh or plan.microbatches to search fewer"
             if untried
             else "No plan fits"
         )
@@ -331,26 +334,27 @@ def _verdict(document: dict[str, Any], needed_bytes: Sequence[int]) -> str:
             f"{considered_text(document)}"
         )
     return (
-        f"Chosen: {chosen['plan_summary']}. None of the plans can take less than "
+        f"Chosen: {summary}. None of the plans can take less than "
         f"{format_seconds(document['lower_bound_s'])} ({format_percent(document['gap'])} less). {considered_text(document)}"
         f"{_unrefined(document)}{_placements(document)}"
     )
 
 
 def considered_text(document: dict[str, Any]) -> str:
-    """`412 plans considered: 31 simulated, 341 slower by a lower bound, 37 do not fit, 3 impossible (why).`"""
+    """`Of 412 plans: 31 simulated, 341 ruled out by a lower bound on their time, 37 do not fit, 3 impossible (why).`"""
     counts = document["considered"]
     impossible = counts["infeasible"]
-    parts = [
-        f"{counts['simulated']} simulated",
-        f"{counts['slower_by_a_lower_bound']} slower by a lower bound" if counts["slower_by_a_lower_bound"] else "",
-        f"{counts['do_not_fit']} do not fit" if counts["do_not_fit"] else "",
-        f"{counts['not_tried']} not tried" if counts["not_tried"] else "",
-    ]
+    told = {
+        "slower_by_a_lower_bound": "ruled out by a lower bound on their time",
+        "do_not_fit": "do not fit",
+        "not_tried": "not tried",
+    }
+    parts = [f"{counts['simulated']:,} simulated"]
+    parts += [f"{counts[key]:,} {words}" for key, words in told.items() if counts[key]]
     if impossible:
         why = "" if document["chosen"] else f" ({most_frequent(impossible, ' in --json')})"
-        parts.append(f"{sum(impossible.values())} impossible{why}")
-    return f"{counts['plans']} plans considered: {', '.join(filter(None, parts))}."
+        parts.append(f"{sum(impossible.values()):,} impossible{why}")
+    return f"Of {counts['plans']:,} plans: {', '.join(parts)}."
 
 
 def _unrefined(document: dict[str, Any]) -> str:

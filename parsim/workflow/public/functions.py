@@ -508,7 +508,7 @@ def _ask(question: Question, *, top: int | None = None, runs_here: bool = False)
     from parsim.workflow.ask import ask
 
     config = question.config
-    with progress(f"Planning {config.model.name} on {config.cluster.machine}"):
+    with progress(f"Planning {config.model.name} on {config.cluster.in_words}"):
         return ask(question, top=top, runs_here=runs_here)
 
 

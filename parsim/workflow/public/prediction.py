@@ -206,7 +206,7 @@ class Prediction:
         memory = f"{format_bytes(fullest.total_bytes)} of {format_bytes(fullest.limit_bytes)} per device"
         fits = "" if self.fits else "; does not fit"
         if self.fits and not self.is_safe:
-            fits = f"; fits with a probability of {self.fit_probability:.0%} alone"
+            fits = f"; fits with a probability of only {self.fit_probability:.0%}"
         return f"{median} per step (90% interval {interval}), {rate} samples/s, {memory}{fits}"
 
     def __repr__(self) -> str:
