@@ -16,32 +16,38 @@ if TYPE_CHECKING:
 
 def calibrate(
     out: Annotated[
-        Path | None, typer.Option(metavar="PROFILE.json", help="The profile to write; raw points go beside it.")
+        Path | None, typer.Option(metavar="PROFILE.json", help="The profile to write. Raw measurements are kept beside it.")
     ] = None,
     files: Annotated[
-        list[Path] | None, typer.Argument(metavar="[RUN.toml]...", help="Measure the models, batches and optimizers of these.")
+        list[Path] | None,
+        typer.Argument(metavar="[RUN.toml]...", help="Run files whose models, batches and optimizers are measured."),
     ] = None,
-    models: Annotated[list[str] | None, typer.Option("--model", help="Measure this model of the zoo; may be repeated.")] = None,
-    batches: Annotated[str | None, typer.Option(help="Local batches of every --model, e.g. 1,4,16.")] = None,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="gloo on CPU cores, or NCCL on GPUs.")] = "cpu",
-    nproc: Annotated[int | None, typer.Option(help="Ranks that measure at once; left out: one per device or core.")] = None,
+    models: Annotated[list[str] | None, typer.Option("--model", help="Measure this built-in model. Repeatable.")] = None,
+    batches: Annotated[str | None, typer.Option(help="Samples per rank to measure every --model at, e.g. 1,4,16.")] = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="CPU cores with gloo, or GPUs with NCCL.")] = "cpu",
+    nproc: Annotated[int | None, typer.Option(help="Processes that measure together. Default: one per GPU or core.")] = None,
     precision: Annotated[
         str | None,
-        typer.Option(help="fp32 (IEEE); on GPUs also tf32, amp_bf16, amp_fp16, bf16. Left out: that of the files, else fp32."),
+        typer.Option(help="fp32 (IEEE); on GPUs also tf32, amp_bf16, amp_fp16, bf16. Default: as in the files, else fp32."),
     ] = None,
-    optimizers: Annotated[list[str] | None, typer.Option("--optimizer", help="Measured too; may be repeated.")] = None,
+    optimizers: Annotated[list[str] | None, typer.Option("--optimizer", help="Measure this optimizer too. Repeatable.")] = None,
     collectives: Annotated[
-        list[str] | None, typer.Option("--collective", help="package.module:ROW of one of your own; may be repeated.")
+        list[str] | None, typer.Option("--collective", help="Measure a collective of your own, package.module:ROW. Repeatable.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes: a first look.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Insist on going on with a stopped calibration of --out.")] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Throw away what a stopped calibration of --out left.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure fewer rounds and sizes; intervals get wider.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the stopped calibration of --out; fail if there is none.")
+    ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Start again; discard what a stopped calibration of --out measured.")
+    ] = False,
     refit: Annotated[
-        Path | None, typer.Option(metavar="PROFILE.json", help="Measure nothing: make this profile anew from its raw points.")
+        Path | None,
+        typer.Option(metavar="PROFILE.json", help="Fit this profile again from its raw measurements; measure nothing."),
     ] = None,
     refresh: Annotated[
         Path | None,
-        typer.Option(metavar="PROFILE.json", help="Look for 20 s how fast the cores are by now; all prices follow."),
+        typer.Option(metavar="PROFILE.json", help="Measure for 20 s how fast the cores are now, and scale all prices."),
     ] = None,
     overrides: Overrides = None,
     allow_code: AllowCode = False,

@@ -14,23 +14,21 @@ from parsim.workflow.toml_text import parse_numbers, scalar_pairs
 def cost(
     profile: Annotated[str, typer.Argument(help="A shipped profile by name, or the path of one.")],
     collective: Annotated[str | None, typer.Option(help="all_reduce, all_gather, reduce_scatter, ..., or send_recv.")] = None,
-    size_bytes: Annotated[int | None, typer.Option(help="S, the whole array, as nccl-tests counts it.")] = None,
+    size_bytes: Annotated[int | None, typer.Option(help="Bytes of the whole array, as nccl-tests counts them.")] = None,
     ranks: Annotated[
-        str | None, typer.Option(help="Devices of the group, e.g. 0,1,2, counted through the nodes; left out: all.")
+        str | None, typer.Option(help="Devices of the group, e.g. 0,1,2, numbered over all nodes. Default: all.")
     ] = None,
-    nodes: Annotated[int, typer.Option(help="So many machines of the profile, joined by --network.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Number of machines of the profile, joined by --network.")] = 1,
     network: Annotated[str | None, typer.Option(help="A shipped network by name, or the path of one.")] = None,
     model: Annotated[str | None, typer.Option(help="Price every component of this model instead.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Local samples that every component sees.")] = None,
-    args: Annotated[list[str] | None, typer.Option("--arg", metavar="KEY=VALUE", help="Argument of the model.")] = None,
-    input_shape: Annotated[str | None, typer.Option(help="One sample, e.g. 3,224,224.")] = None,
-    granularity: Annotated[Granularity, typer.Option(help="Of the model's components.")] = "block",
-    ways: Annotated[int | None, typer.Option(help="Also one of that many shards of every component that can be cut.")] = None,
-    precision: Annotated[str, typer.Option(help="Of the computation.")] = "fp32",
-    optimizer: Annotated[str, typer.Option(help="Of the optimizer row.")] = "sgd_momentum",
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Also print the terms of every price and where they are from.")
-    ] = False,
+    batch: Annotated[int | None, typer.Option(help="Samples per rank.")] = None,
+    args: Annotated[list[str] | None, typer.Option("--arg", metavar="KEY=VALUE", help="An argument of the model.")] = None,
+    input_shape: Annotated[str | None, typer.Option(help="Shape of one sample, e.g. 3,224,224.")] = None,
+    granularity: Annotated[Granularity, typer.Option(help="Size of the model's components.")] = "block",
+    ways: Annotated[int | None, typer.Option(help="Price one of N tensor-parallel shards of each component too.")] = None,
+    precision: Annotated[str, typer.Option(help="Precision of the computation.")] = "fp32",
+    optimizer: Annotated[str, typer.Option(help="Optimizer to price.")] = "sgd_momentum",
+    explain: Annotated[bool, typer.Option("--explain", help="Print the terms of every price and their sources too.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """What a collective costs, or every component of a model."""

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def coverage(
     profile: Annotated[str, typer.Argument(metavar="PROFILE", help="A shipped profile by name, or the path of one.")],
     history: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Its validations; left out: PROFILE.history.jsonl beside the file.")
+        Path | None, typer.Option(metavar="FILE", help="Its validations. Default: PROFILE.history.jsonl beside the profile.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="REPORT.html", help="Write the table and the figures as a page.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="REPORT.html", help="Write tables and figures to this HTML page.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """How often the predicted intervals of a profile held in its validations, and how new ones are corrected."""

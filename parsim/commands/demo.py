@@ -118,7 +118,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the profile, the runs and report.html.")] = Path("parsim-demo"),
     nproc: Annotated[
         int | None,
-        typer.Option(min=1, max=MOST_RANKS, help="Ranks of the real runs; left out: one per GPU, or 2 processes on a CPU."),
+        typer.Option(min=1, max=MOST_RANKS, help="Ranks of the real runs. Default: one per GPU, or 2 processes on a CPU."),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Calibrate and measure longer: five minutes instead of two.")] = False,
     as_json: JsonFlag = False,

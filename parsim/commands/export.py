@@ -18,19 +18,28 @@ def export(
         str,
         typer.Option("--format", help="state_dict, safetensors, torchrun, slurm, ...: docs/export.md."),
     ] = "state_dict",
-    out: Annotated[Path | None, typer.Option("--out", help="The file; left out: the format's own name in RUN_DIR.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="File to write. Default: the usual name of the format, in RUN_DIR.")
+    ] = None,
     checkpoint: Annotated[
-        str | None, typer.Option("--checkpoint", help="Of weights: best or last; left out: best if there is one.")
+        str | None,
+        typer.Option("--checkpoint", help="Weights: the best or the last checkpoint. Default: best, if there is one."),
     ] = None,
     weights: Annotated[
-        str | None, typer.Option("--weights", help="Of weights: trained (left out), or ema: their moving averages.")
+        str | None, typer.Option("--weights", help="Weights: trained, or ema (their moving averages). Default: trained.")
     ] = None,
-    interface: Annotated[str | None, typer.Option("--interface", help="To launch: where the ranks meet; left out: lo.")] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="To launch: machines; left out: the plan's.")] = None,
-    port: Annotated[int | None, typer.Option("--port", help="To launch: of the ranks' store; left out: 29500.")] = None,
+    interface: Annotated[
+        str | None, typer.Option("--interface", help="Launch files: network interface on which the ranks meet. Default: lo.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, help="Launch files: number of machines. Default: as in the plan.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", help="Launch files: port on which the ranks meet. Default: 29500.")
+    ] = None,
     checkpoint_every: Annotated[
         int | None,
-        typer.Option("--checkpoint-every", min=0, help="To launch: steps between checkpoints."),
+        typer.Option("--checkpoint-every", min=0, help="Launch files: steps between checkpoints."),
     ] = None,
     allow_code: AllowCode = False,
     as_json: JsonFlag = False,

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file, e.g. cluster.devices=4.")
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Set a key of the run file, e.g. cluster.devices=4 (docs/run-file.md). Repeatable."
+    ),
 ]
 
 
@@ -37,7 +40,10 @@ AllowCode = Annotated[
 ]
 Asked = Annotated[
     str,
-    typer.Argument(metavar="RUN.toml|MODEL", help="A run file; or a model, with --on and --batch. Keys: docs/run-file.md."),
+    typer.Argument(
+        metavar="RUN.toml|MODEL",
+        help="A run file (docs/run-file.md); or a model with --on and --batch: resnet50, llama3-8b, module:Class.",
+    ),
 ]
 OnCluster = Annotated[
     str | None,
@@ -46,22 +52,23 @@ OnCluster = Annotated[
     ),
 ]
 GpusOption = Annotated[
-    str | None, typer.Option("--gpus", metavar="COUNTxGPU", help="With a MODEL: so many GPUs, e.g. 1024xh100-sxm.")
+    str | None, typer.Option("--gpus", metavar="COUNTxGPU", help="With a MODEL: number and kind of GPUs, e.g. 1024xh100-sxm.")
 ]
 NetworkOption = Annotated[
-    str | None, typer.Option("--network", metavar="NETWORK", help="What joins several nodes, e.g. infiniband-400g.")
+    str | None, typer.Option("--network", metavar="NETWORK", help="Network between nodes, e.g. infiniband-400g.")
 ]
 BatchOption = Annotated[
     int | None, typer.Option("--batch", metavar="N", help="With a MODEL: samples per step over all replicas.")
 ]
 SeqOption = Annotated[int | None, typer.Option("--seq", metavar="N", help="Tokens per sample of a language model.")]
 TokensOption = Annotated[
-    float | None, typer.Option("--tokens", metavar="N", help="Tokens to train on, e.g. 1e12: days, price and failures.")
+    float | None,
+    typer.Option("--tokens", metavar="N", help="Tokens of the whole training, e.g. 1e12: adds days, price and failures."),
 ]
 
 SamplesOption = Annotated[
     float | None,
-    typer.Option("--samples", metavar="N", help="Samples to train on over all epochs: time and price of the training."),
+    typer.Option("--samples", metavar="N", help="Samples of the whole training, all epochs: adds time and price."),
 ]
 
 

@@ -42,19 +42,21 @@ def plan(
     top: Annotated[int | None, typer.Option(min=1, help="Show the K fastest plans instead of each family's best.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="PLAN.json", help="Write the chosen plan here.")] = None,
     certify: Annotated[
-        bool, typer.Option("--certify", help="Solve the placement problem by a MILP too, and show both optima.")
+        bool, typer.Option("--certify", help="Solve the placement problem with a MILP solver too, and show both optima.")
     ] = False,
     config: Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE", help="A file of Megatron-LM, NeMo or torchtitan, as it is."),
+        typer.Option("--config", metavar="FILE", help="Plan a config or script of Megatron-LM, NeMo or torchtitan."),
     ] = None,
     faster: Annotated[
         str | None,
-        typer.Option("--faster", metavar="20%", help="What would make it so much faster: plans other clusters."),
+        typer.Option("--faster", metavar="20%", help="Search changed clusters for one that is so much faster."),
     ] = None,
     target_accuracy: Annotated[
         float | None,
-        typer.Option("--target-accuracy", metavar="A", help="Rank synchronous and relaxed training by time to A, e.g. 0.95."),
+        typer.Option(
+            "--target-accuracy", metavar="A", help="Rank synchronous and relaxed training by time to this accuracy, e.g. 0.95."
+        ),
     ] = None,
     rules: Annotated[
         list[str] | None,

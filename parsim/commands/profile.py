@@ -14,10 +14,12 @@ from parsim.errors import ConfigError
 def profile(
     action: Annotated[str, typer.Argument(metavar="new|list", help="Write a profile made of parts, or list the parts.")],
     gpu: Annotated[str | None, typer.Option(metavar="GPU", help="A GPU by name (h100-sxm) or path.")] = None,
-    count: Annotated[int | None, typer.Option(min=1, metavar="N", help="GPUs of a node.")] = None,
-    link: Annotated[str | None, typer.Option(metavar="LINK", help="What joins them, by name or path.")] = None,
-    network: Annotated[str | None, typer.Option(metavar="NETWORK", help="What joins the nodes.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.toml", help="Where to write it; left out: GPU.toml here.")] = None,
+    count: Annotated[int | None, typer.Option(min=1, metavar="N", help="GPUs per node.")] = None,
+    link: Annotated[str | None, typer.Option(metavar="LINK", help="Link between GPUs of a node, by name or path.")] = None,
+    network: Annotated[str | None, typer.Option(metavar="NETWORK", help="Network between nodes.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="File to write. Default: GPU.toml in this folder.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Write a commented profile that refers to parts (`new`), or list GPUs, links, networks and profiles (`list`)."""

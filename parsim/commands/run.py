@@ -25,15 +25,19 @@ def run(
     asked: Asked,
     cluster: OnCluster = None,
     batch: BatchOption = None,
-    nproc: Annotated[int | None, typer.Option(help="Processes; must be as many as the plan has ranks.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run; left out: a new one below runs/.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the latest checkpoint in --out.")] = False,
+    nproc: Annotated[int | None, typer.Option(help="Number of processes; must equal the ranks of the plan.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run. Default: a new one below runs/.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the latest checkpoint in --out.")] = False,
     checkpoint_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints; 0: at the end only.")] = 0,
-    adaptive: Annotated[bool, typer.Option("--adaptive", help="Measure on the way; change plan where that pays.")] = False,
-    window: Annotated[int, typer.Option(min=1, help="With --adaptive: steps between two looks.")] = 20,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a process that does not move ends the run.")] = 30,
-    elastic: Annotated[bool, typer.Option("--elastic", help="Where a rank dies, go on by itself on what is left.")] = False,
-    max_restarts: Annotated[int, typer.Option(min=0, help="With --elastic: how often.")] = 3,
+    adaptive: Annotated[
+        bool, typer.Option("--adaptive", help="Measure while training, and change the plan where that saves time.")
+    ] = False,
+    window: Annotated[int, typer.Option(min=1, help="With --adaptive: steps between two decisions.")] = 20,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds without progress of a process after which the run ends.")] = 30,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="If a rank dies, restart by itself, on fewer devices if need be.")
+    ] = False,
+    max_restarts: Annotated[int, typer.Option(min=0, help="With --elastic: number of restarts.")] = 3,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
     as_json: JsonFlag = False,

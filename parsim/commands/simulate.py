@@ -37,13 +37,17 @@ def simulate(
     samples: SamplesOption = None,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
-    strategy: Annotated[str | None, typer.Option(help="Instead of the file's: the same as --set plan.strategy=...")] = None,
-    engine: Annotated[Literal["static", "dynamic"], typer.Option(help="numba arrays, or SimPy processes.")] = "static",
+    strategy: Annotated[str | None, typer.Option(help="Strategy, or a plan.json: the same as --set plan.strategy=...")] = None,
+    engine: Annotated[
+        Literal["static", "dynamic"], typer.Option(help="static: fast, arrays; dynamic: SimPy, takes a --scenario.")
+    ] = "static",
     scenario: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Stragglers, links, failures; needs --engine dynamic (docs/scenarios.md)."),
     ] = None,
-    whole_run: Annotated[bool, typer.Option("--whole-run", help="To the end of training, by the scenario's [run].")] = False,
+    whole_run: Annotated[
+        bool, typer.Option("--whole-run", help="Simulate the whole training, as the table \\[run] of the scenario says.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep config, plan, timeline, trace and report.")] = None,
     as_json: JsonFlag = False,
 ) -> None:

@@ -29,7 +29,7 @@ OverOption = Annotated[
     typer.Option(
         "--over",
         metavar="KEY=VALUES",
-        help="What is swept: cluster.nodes=1,2,4, training.global_batch=256:4096:x2, or scale.links=0.5:2:log for samples.",
+        help="A key and its values: cluster.nodes=1,2,4, training.global_batch=256:4096:x2, scale.links=0.5:2:log (samples).",
     ),
 ]
 
@@ -39,7 +39,9 @@ def sweep(
     over: OverOption = None,
     on: Annotated[
         list[str] | None,
-        typer.Option("--on", metavar="CLUSTER|tcp://…", help="With a MODEL: its cluster. tcp://HOST:PORT: a Dask scheduler."),
+        typer.Option(
+            "--on", metavar="CLUSTER|tcp://…", help="With a MODEL: its cluster. tcp://HOST:PORT: run on this Dask scheduler."
+        ),
     ] = None,
     gpus: GpusOption = None,
     network: NetworkOption = None,
@@ -49,24 +51,26 @@ def sweep(
     overrides: Overrides = None,
     allow_code: AllowCode = False,
     sample: Annotated[
-        int | None, typer.Option("--sample", metavar="N", help="N points of a Sobol sequence instead of the grid.")
+        int | None, typer.Option("--sample", metavar="N", help="Draw N points of a Sobol sequence instead of the grid.")
     ] = None,
     sensitivity: Annotated[
         int | None,
-        typer.Option("--sensitivity", metavar="N", help="N * (fields + 2) points and the Sobol indices of each field."),
+        typer.Option(
+            "--sensitivity", metavar="N", help="Draw N * (keys + 2) points, and compute the Sobol indices of each key."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of a sample.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of a sample.")] = 0,
     goal: Annotated[
-        str | None, typer.Option("--goal", metavar="GOAL", help='Picks a point: "min cost where epoch < 2h".')
+        str | None, typer.Option("--goal", metavar="GOAL", help='The point to pick, e.g. "min cost where epoch < 2h".')
     ] = None,
     samples_per_epoch: Annotated[
-        int | None, typer.Option("--samples-per-epoch", metavar="N", help="For time and price of an epoch.")
+        int | None, typer.Option("--samples-per-epoch", metavar="N", help="Samples of an epoch: adds its time and price.")
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", metavar="N", help="Processes; left out: as many cores as it is worth.")
+        int | None, typer.Option("--jobs", "-j", metavar="N", help="Processes. Default: as many cores as pay for their start.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Folder of the sweep; left out: runs/NAME-sweep.")
+        Path | None, typer.Option("--out", metavar="DIR", help="Folder of the sweep. Default: runs/NAME-sweep.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -129,8 +133,10 @@ def compare(
 
 
 def explore(
-    sweep_folder: Annotated[Path, typer.Argument(metavar="SWEEP_DIR", help="The --out of `parsim sweep`.")],
-    out: Annotated[Path | None, typer.Option("--out", metavar="PAGE.html", help="Left out: explorer.html in it.")] = None,
+    sweep_folder: Annotated[Path, typer.Argument(metavar="SWEEP_DIR", help="Folder of a sweep.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="PAGE.html", help="Page to write. Default: explorer.html in SWEEP_DIR.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Write the explorer of a sweep: one page with sliders, a map of winning plans, fronts and curves."""

@@ -13,20 +13,22 @@ ROUNDS = 10
 
 
 def validate(
-    target: Annotated[Path, typer.Argument(metavar="RUN_DIR|RUN.toml", help="A folder that `parsim run` left, or a run file.")],
-    out: Annotated[Path | None, typer.Option(help="Where to keep the new run of a RUN.toml.")] = None,
-    rounds: Annotated[int, typer.Option(min=4, help="Rounds measured of a RUN.toml; the A/A floor splits them.")] = ROUNDS,
+    target: Annotated[Path, typer.Argument(metavar="RUN_DIR|RUN.toml", help="A folder of `parsim run`, or a run file.")],
+    out: Annotated[Path | None, typer.Option(help="With a RUN.toml: folder of the new run.")] = None,
+    rounds: Annotated[
+        int, typer.Option(min=4, help="With a RUN.toml: rounds to measure. Halves of them give the A/A floor (noise).")
+    ] = ROUNDS,
     tasks: Annotated[bool, typer.Option("--tasks", help="List every task in the JSON, not only the largest errors.")] = False,
     history: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Record the validation here instead of beside the profile.")
     ] = None,
     session: Annotated[
-        str | None, typer.Option(help="Name of measurements made together; none of them tests what another one taught.")
+        str | None, typer.Option(help="Name of measurements made together. None of them counts as a test of another.")
     ] = None,
     update: Annotated[
-        bool, typer.Option("--update", help="Write into the profile what the run shows it to be wrong by, without calibrating.")
+        bool, typer.Option("--update", help="Correct the profile by what the run shows, without a calibration.")
     ] = False,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a process that does not move ends the run.")] = 30,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds without progress of a process after which the run ends.")] = 30,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
     as_json: JsonFlag = False,
