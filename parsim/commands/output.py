@@ -129,11 +129,11 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 def print_verdict(document: Mapping[str, Any]) -> None:
-    """What loading was predicted from; whether a run went as predicted, what was different, and where it is recorded."""
+    """Whether a run went as predicted, what was different, what loading was predicted from, and where it is recorded."""
+    found = document["diagnosis"]
+    print(f"The run went {found['text']}")
     if document.get("loading") is not None:
         print(document["loading"]["text"])
-    found = document["diagnosis"]
-    print(f"prediction: {found['text']}")
     for finding in found["findings"]:
         print(f"  {finding['text']}; {finding['advice']}")
     print(f"history: {document['history']['text']}")

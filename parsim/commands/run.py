@@ -68,9 +68,14 @@ def run(
     row = (done.prediction.problem.model.name, done.prediction.plan.summary(), done.comparison.to_dict())
     print_tables([validation_table([row])])
     _print_decisions(document["decisions"])
-    print(f"{_moved(document)}, {_scored(document)}")
+    print(f"{_data(done.prediction.config.training.dataset, document)}{_moved(document)}, {_scored(document)}")
     print_verdict(document)
     print(f"folder: {done.folder} (report.html, trace.json for Perfetto, checkpoints/)")
+
+
+def _data(dataset: str, document: dict[str, Any]) -> str:
+    """On what was trained: a module of one's own takes the default where the question names no data."""
+    return f"trained on {dataset} for {len(document['losses'])} steps: " if document["losses"] else ""
 
 
 def _moved(document: dict[str, Any]) -> str:
