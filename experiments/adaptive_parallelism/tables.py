@@ -120,7 +120,7 @@ def region(rows: list[Row]) -> str:
         parts.append(f"{model}, batch {batch}:\n\n" + table(head, lines))
     legend = (
         "**The map: under which links, batch and memory would the paper's order and its 18% hold?** "
-        "A cell names the fastest uniform family, then what adaptive gains over hybrid, and over the fastest uniform family. "
+        "A cell names the fastest uniform family. Two figures follow: what adaptive gains over hybrid, and over that family. "
         "A star marks the paper's order."
     )
     return "\n\n".join([legend, *parts]) if parts else ""

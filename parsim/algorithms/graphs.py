@@ -261,7 +261,7 @@ def check_doubly_stochastic(matrix: Matrix, *, tolerance: float = STOCHASTIC_TOL
     if not (rows <= tolerance and columns <= tolerance) or (matrix < 0).any():
         raise AlgorithmError(
             f"a mixing matrix must be doubly stochastic: entries >= 0 (least {matrix.min():.3g}), sums of rows and columns 1 "
-            f"(off by up to {rows:.3g} and {columns:.3g}); use metropolis_hastings, or pushsum for directed links"
+            f"(off by up to {rows:.3g} and {columns:.3g}). Use metropolis_hastings, or pushsum for directed links"
         )
 
 

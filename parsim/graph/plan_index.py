@@ -58,8 +58,8 @@ class PlanIndex(PlacedModel):
                 if samples % pieces:
                     raise PlanError(
                         f"value {value.name} is cut into {pieces} pieces of the batch on its way to {reading.components[0]}, "
-                        f"which a microbatch of {samples} samples does not divide into; use fewer microbatches or place "
-                        f"{value.producer} and {reading.components[0]} alike"
+                        f"which a microbatch of {samples} samples does not divide into. Use fewer microbatches, or place "
+                        f"{value.producer} and {reading.components[0]} the same way"
                     )
 
     def _hops_of(self, value: str, reading: Reading) -> tuple[Hop, ...]:

@@ -82,7 +82,7 @@ def _check_machine(profile: Profile) -> None:
     if profile.communication.link_model is None:
         raise ProfileError(
             f"profile {profile.name} prices communication by group of ranks as measured, not by links, so nothing is known of "
-            "several of it; set nodes = 1, or choose a profile with a link model"
+            "several of it. Set nodes = 1, or choose a profile with a link model"
         )
 
 

@@ -94,7 +94,7 @@ def check_launchable(config: RunConfig) -> None:
     """Raise PlanError for a cluster of several nodes: all processes are started on this machine."""
     if config.cluster.nodes > 1:
         raise PlanError(
-            f"cluster.nodes = {config.cluster.nodes}: only the processes of one node can be started from here; set "
+            f"cluster.nodes = {config.cluster.nodes}: only the processes of one node can be started from here. Set "
             "cluster.nodes = 1 to train, or use `parsim plan` and `parsim simulate`, which take any number of nodes"
         )
 
@@ -121,7 +121,7 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
         what = "an nn.Module" if asked.given == "module" else "a Model"
         raise ModelError(
             f"{asked.config.model.name} was given as {what}: it can be planned and simulated, but every process of a run must "
-            'build its own; put the code that makes it into a function and give "package.module:function" as the model'
+            'build its own. Put the code that makes it into a function and give "package.module:function" as the model'
         )
     if is_transformer(asked.config.model.name):
         raise ModelError(

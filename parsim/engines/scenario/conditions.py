@@ -124,7 +124,7 @@ def _flows(columns: Columns, cluster: Cluster) -> dict[Collective | SendRecv, Fl
     if cluster.profile.communication.link_model is None:
         raise ScenarioError(
             f"profile {cluster.profile.name} prices communication per group of ranks and knows no links, so none can change or "
-            "be shared; drop links and share_links, or take a profile with a link model"
+            "be shared. Drop links and share_links, or take a profile with a link model"
         )
     works = dict.fromkeys(unit.work for unit in columns.units if isinstance(unit.work, Collective | SendRecv))
     found = {work: flow_of(work, cluster) for work in works}

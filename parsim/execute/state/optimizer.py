@@ -61,7 +61,7 @@ def check_states(name: str, recipe: TrainingRecipe = PLAIN) -> None:
     wrong = [key for key, value in kept.items() if value.shape != parameter.shape]
     if wrong:
         raise ConfigError(
-            f"optimizer {name!r} keeps {wrong[0]!r} of shape {tuple(kept[wrong[0]].shape)} for a parameter of shape (3,); only "
+            f"optimizer {name!r} keeps {wrong[0]!r} of shape {tuple(kept[wrong[0]].shape)} for a parameter of shape (3,). Only "
             f"arrays like the parameter and the counters {', '.join(COUNTERS)} can be divided and resumed: keep others in "
             "param_groups"
         )

@@ -27,6 +27,6 @@ def check_names(model: Model, recorded: Mapping[str, CallProgram]) -> None:
             if list(dict.fromkeys(planned)) != list(dict.fromkeys(here)):
                 raise ExecutionError(
                     f"{component.name} {kind} {', '.join(planned)} in the model that was planned, but {', '.join(here)} on "
-                    "this rank: its forward runs in another order here, as one does that iterates over a set; sort what it "
-                    "iterates over, or plan and run with PYTHONHASHSEED=0 (as ranks have that parsim starts)"
+                    "this rank: its forward runs in another order here, as one that iterates over a set does. Sort what it "
+                    "iterates over, or plan and run with PYTHONHASHSEED=0 (parsim sets it for the ranks that it starts)"
                 )

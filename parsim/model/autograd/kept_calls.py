@@ -222,7 +222,7 @@ class FirstForward(CallWatch):
         for number, version in wanted:
             if number not in restored and self._versions[number] > version:
                 raise TraceError(
-                    "a component that is recomputed writes in place into what it is given, so it cannot run twice; use the "
+                    "a component that is recomputed writes in place into what it is given, so it cannot run twice. Use the "
                     'operator that is not in place, or recompute = "none" for it'
                 )
         storages = {number for number, _ in wanted}

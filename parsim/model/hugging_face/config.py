@@ -231,7 +231,7 @@ def default_loss(spec: ModelSpec, module: nn.Module) -> str:
     if kind.loss == OWN and not trains_by_contrast(name):
         raise ModelError(
             f"{name} trains by comparing all samples of a batch with one another, which is no sum over samples. Of such models "
-            f"only the loss of {', '.join(CONTRASTIVE)} is known; plan one tower with inputs and a loss of your own, or give a "
+            f"only the loss of {', '.join(CONTRASTIVE)} is known. Plan one tower with inputs and a loss of your own, or give a "
             'module that returns its loss (loss = "own")'
         )
     labels = getattr(module.config, "num_labels", None)

@@ -124,7 +124,7 @@ def choose_output(name: str, outputs: Mapping[str, OutputKind], wanted: str | No
         raise ModelError(f"{name} returns no tensor, so no loss can be taken; return a tensor, or tensors in a tuple or dict")
     first = next(iter(outputs))
     raise ModelError(
-        f"{name} returns {len(outputs)} tensors, {_listing(outputs)}, which leaves open what the loss reads; in [model] choose "
+        f"{name} returns {len(outputs)} tensors, {_listing(outputs)}, which leaves open what the loss reads. In [model] choose "
         f'output = "{first}" or another of them, or loss = "package:function", a function (output, target) of all of them'
     )
 
@@ -153,8 +153,7 @@ def _sample_of(name: str, entry: str, kind: OutputKind, samples: int) -> tuple[i
     if not kind.shape or kind.shape[0] != samples:
         raise ModelError(
             f"{name} returns {_text(entry, kind)} for {samples} samples (dim 0 of the first input): dim 0 is not the "
-            f'batch, so no loss per sample can be taken of it; take and return [batch, ...], or choose loss = "own" if it is '
-            "the loss"
+            f'batch, so there is no loss per sample. Take and return [batch, ...], or choose loss = "own" if it is the loss'
         )
     return kind.shape[1:]
 

@@ -425,7 +425,7 @@ def split(small: int, large: int, batches: tuple[int, int], what: str, *, rounde
     if rest or rate < 0 or fixed < 0:
         raise TraceError(
             f"{what} takes {small} bytes at batch {batches[0]} and {large} at {batches[1]}: not linear in the batch, so "
-            f"there is no number per sample; keep samples independent of one another in the forward"
+            f"there is no number per sample. Keep samples independent of one another in the forward"
         )
     return rate, fixed
 

@@ -244,8 +244,8 @@ class Recorder(TorchFunctionMode):
         if tensor.layout != torch.strided:
             line = at_line(traceback.extract_stack()) if self.stack else ""
             raise TraceError(
-                f"{self.where} holds or makes a tensor of layout {tensor.layout}{line}, and only dense ones can be recorded; "
-                "keep indices and values as dense tensors (index_select, index_add), or put the product into an operator of "
+                f"{self.where} holds or makes a tensor of layout {tensor.layout}{line}, and only dense ones can be recorded. "
+                "Keep indices and values as dense tensors (index_select, index_add), or put the product into an operator of "
                 "your own (torch.library.custom_op, parsim.model.operator_table)"
             )
         number = len(self.recording.tensors)
@@ -268,7 +268,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(tensor, FakeTensor):
             raise TraceError(
                 f"{self.where} uses a tensor of shape {tuple(tensor.shape)} that no recorded torch call made (it came from "
-                f"C++ or from a function transform such as vmap); compute it with ordinary torch functions"
+                f"C++ or from a function transform such as vmap). Compute it with ordinary torch functions"
             )
         if tensor.requires_grad:
             raise TraceError(
