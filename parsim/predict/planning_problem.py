@@ -29,7 +29,7 @@ from parsim.plans.constraints import FREE, PlanConstraints
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan
-from parsim.plans.recompute import AUTO, NONE, Recompute
+from parsim.plans.recompute import AUTO, Recompute
 from parsim.predict.plan_memory import plan_memory
 from parsim.predict.round_memory import Scored
 from parsim.remembered import Remembering
@@ -127,10 +127,7 @@ class PlanningProblem(Remembering):
     def layout(self, plan: Plan) -> PlanIndex:
         """The plan over this model; made once. Raises PlanError if they do not match."""
         if plan not in self._layouts:
-            shape = replace(plan.without_zero(), recompute=NONE, segments=())
-            made = PlanIndex(plan, self.model_on(plan.mesh, plan.context_exchange))
-            made.share(self._shapes.setdefault(shape, made))
-            self._layouts[plan] = made
+            self._layouts[plan] = PlanIndex(plan, self.model_on(plan.mesh, plan.context_exchange))
         return self._layouts[plan]
 
     def model_on(self, mesh: Mesh, exchange: str = "ring") -> Model:
@@ -166,11 +163,6 @@ class PlanningProblem(Remembering):
         if self.is_divided or mesh.cp == mesh.ep == 1:
             return self
         return replace(self, model=self.model_on(mesh), is_divided=True)
-
-    @cached_property
-    def _shapes(self) -> dict[Plan, PlanIndex]:
-        """The first layout of each mesh, stages, placements and order: what does not depend on the rest is worked out once."""
-        return {}
 
     @cached_property
     def _layouts(self) -> dict[Plan, PlanIndex]:
