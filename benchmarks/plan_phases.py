@@ -31,7 +31,8 @@ FUNCTIONS: tuple[tuple[str, Any, str], ...] = (
     ("simulation", evaluating, "mean_step_s"),
     ("simulation", nearly, "mean_step_s"),
     ("simulation", evaluating.static, "simulate"),
-    ("memory", planning, "plan_memory"),
+    ("memory", planning, "unlike_memory"),
+    ("memory", planning, "of_every_rank"),
     ("breakdown", evaluating, "breakdown"),
 )
 """Part, and the function (by its owner and name) whose time counts there."""

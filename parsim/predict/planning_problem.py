@@ -30,7 +30,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan
 from parsim.plans.recompute import AUTO, Recompute
-from parsim.predict.plan_memory import plan_memory
+from parsim.predict.plan_memory import of_every_rank, unlike_memory
 from parsim.predict.round_memory import Scored
 from parsim.remembered import Remembering
 
@@ -171,7 +171,13 @@ class PlanningProblem(Remembering):
     def memory(self, plan: Plan) -> tuple[RankMemory, ...]:
         """Peak memory of every rank of a plan."""
         if plan not in self._memories:
-            self._memories[plan] = plan_memory(
+            self._memories[plan] = of_every_rank(self.layout(plan), self.cluster, self.unlike_memory(plan))
+        return self._memories[plan]
+
+    def unlike_memory(self, plan: Plan) -> tuple[RankMemory, ...]:
+        """The same of the first of all ranks that hold as much as one another: what to ask whether a plan fits."""
+        if plan not in self._unlike_memories:
+            self._unlike_memories[plan] = unlike_memory(
                 self.layout(plan),
                 self.cluster,
                 precision=self.precision,
@@ -181,7 +187,11 @@ class PlanningProblem(Remembering):
                 scored=self.scored,
                 fit_probability=self.fit_probability,
             )
-        return self._memories[plan]
+        return self._unlike_memories[plan]
+
+    @cached_property
+    def _unlike_memories(self) -> dict[Plan, tuple[RankMemory, ...]]:
+        return {}
 
     @cached_property
     def _memories(self) -> dict[Plan, tuple[RankMemory, ...]]:
