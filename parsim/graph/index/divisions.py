@@ -77,11 +77,14 @@ class shared(Generic[T]):
 
 
 class SharedProperty(Generic[T]):
-    """See `shared`."""
+    """See `shared`.
+
+    Attributes: part: of the plan from which it follows. work_out: from an index.
+    """
 
     def __init__(self, part: FollowsFrom, work_out: Callable[[Any], T]) -> None:
-        self._part: FollowsFrom = part
-        self._work_out = work_out
+        self.part: FollowsFrom = part
+        self.work_out = work_out
         self.__doc__ = work_out.__doc__
 
     def __set_name__(self, owner: type[object], name: str) -> None:
@@ -94,9 +97,9 @@ class SharedProperty(Generic[T]):
     def __get__(self, index: PlacedModel | None, owner: type[object]) -> T | SharedProperty[T]:
         if index is None:
             return self
-        known = index.worked_out[self._part]
+        known = index.worked_out[self.part]
         if self._name not in known:
-            known[self._name] = self._work_out(index)
+            known[self._name] = self.work_out(index)
         found: Any = known[self._name]
         index.__dict__[self._name] = found  # the next one who asks this index does not come here
         return found  # type: ignore[no-any-return]
