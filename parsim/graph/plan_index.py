@@ -17,6 +17,7 @@ from parsim.model.component import Value
 from parsim.plans.pipeline import check_order
 from parsim.plans.plan import check_plan
 from parsim.plans.redistribution import Hop, conversion
+from parsim.work import OptimizerStep
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,11 @@ class PlanIndex(PlacedModel):
         return {}
 
     @shared("zero")
+    def rank_updates(self) -> dict[int, tuple[OptimizerStep, ...]]:
+        """What ranks that were asked for update."""
+        return {}
+
+    @shared("zero")
     def _unsharded(self) -> dict[str, tuple[Bucket, ...]]:
         found: dict[str, dict[int, Bucket]] = {component.name: {} for component in self.model.components}
         for bucket in self.buckets if self.plan.zero_stage >= 2 else ():
@@ -177,6 +183,17 @@ class PlanIndex(PlacedModel):
 
     def completes(self, family: BucketFamily, stage: int) -> tuple[str, ...]:
         """The components whose backward is the last of their chunk in `stage` to add to the buckets of a family."""
+        key = family.begin, stage
+        if key not in self._completing:
+            self._completing[key] = self._completed_by(family, stage)
+        return self._completing[key]
+
+    @shared("buckets")
+    def _completing(self) -> dict[tuple[int, int], tuple[str, ...]]:
+        """Of families that were asked for, by their first bucket and stage."""
+        return {}
+
+    def _completed_by(self, family: BucketFamily, stage: int) -> tuple[str, ...]:
         found: dict[int, str] = {}
         users, stage_of, differentiable, order = self._users, self.stage_of, self.differentiable, self.model.component_index
         for parameter in family.first:
