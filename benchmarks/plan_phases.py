@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, wraps
+from functools import wraps
 from typing import Any
 
 import parsim.graph.expand as expand
@@ -15,6 +15,7 @@ import parsim.predict.evaluate as evaluating
 import parsim.predict.nearly_alike as nearly
 import parsim.predict.planning_problem as planning
 from parsim.graph.component_kinds import ComponentKinds
+from parsim.graph.index.divisions import SharedProperty
 from parsim.graph.plan_index import PlanIndex
 
 FUNCTIONS: tuple[tuple[str, Any, str], ...] = (
@@ -31,7 +32,8 @@ FUNCTIONS: tuple[tuple[str, Any, str], ...] = (
     ("simulation", evaluating, "mean_step_s"),
     ("simulation", nearly, "mean_step_s"),
     ("simulation", evaluating.static, "simulate"),
-    ("memory", planning, "plan_memory"),
+    ("memory", planning, "unlike_memory"),
+    ("memory", planning, "of_every_rank"),
     ("breakdown", evaluating, "breakdown"),
 )
 """Part, and the function (by its owner and name) whose time counts there."""
@@ -71,7 +73,7 @@ def watched() -> Iterator[Stopwatch]:
     """Time the parts while the block runs."""
     watch, kept = Stopwatch(), [(owner, name, getattr(owner, name)) for _, owner, name in FUNCTIONS]
     buckets = PlanIndex.__dict__["buckets"]
-    timed = cached_property(watch.timed(BUCKETS, buckets.func))
+    timed = SharedProperty(buckets.part, watch.timed(BUCKETS, buckets.work_out))
     timed.__set_name__(PlanIndex, "buckets")
     try:
         for part, owner, name in FUNCTIONS:

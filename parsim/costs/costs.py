@@ -92,6 +92,16 @@ class Costs:
             self._device_kinds[rank] = self._device_kind(rank)
         return self._device_kinds[rank]
 
+    def unlike_ranks(self, ranks: range) -> tuple[int, ...]:
+        """The last of these ranks of each kind of device, the kinds in the order of their first ranks."""
+        if ranks not in self._unlike_ranks:
+            self._unlike_ranks[ranks] = tuple({self.device_kind(rank): rank for rank in ranks}.values())
+        return self._unlike_ranks[ranks]
+
+    @cached_property
+    def _unlike_ranks(self) -> dict[range, tuple[int, ...]]:
+        return {}
+
     @cached_property
     def _device_kinds(self) -> dict[int, str]:
         return {}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -72,6 +72,9 @@ def _end_of_step(layout: PlanIndex, kept: frozenset[int] | None, mixing_round: i
     if mixing_round is not None:
         add_round(end, layout, mixing_round)
     return end
+
+
+T = TypeVar("T")
 
 
 class _Copies(NamedTuple):
@@ -190,22 +193,27 @@ class _Expansion:
         queues, awaited = _Rows(), _Rows()
         units: dict[Hashable, int] = {}
         same: dict[tuple[int, int], int] = {}
-        begin, numbers = len(self._kinds), []
-        for work, resources, after in self._end.entries():
-            if id(resources) not in queues.number:
-                queues.add(resources, [self._resource(entry) for entry in resources])
-            if id(after) not in awaited.number:
-                awaited.add(after, self._numbers_of(after))
-            key = id(work), id(resources)
-            if key not in same:
-                same[key] = units.setdefault((_identity(work), resources[0].rank), len(units))
-                if same[key] == len(self._kinds) - begin:
-                    self._kinds.append(Unit(work, resources[0].rank))
-            numbers.append(same[key])
-        self._unit[self._count :] = np.array(numbers, dtype=np.int64) + sum(map(len, self._kind))
+        begin, found = len(self._kinds), dict[int, tuple[int, int, int]]()
+        rows = []  # of each task the numbers of its unit, queues and what comes before
+        for entry in self._end.entries():
+            if id(entry) not in found:
+                work, resources, after = entry
+                key = id(work), id(resources)
+                if key not in same:
+                    same[key] = units.setdefault((_identity(work), resources[0].rank), len(units))
+                    if same[key] == len(self._kinds) - begin:
+                        self._kinds.append(Unit(work, resources[0].rank))
+                found[id(entry)] = (
+                    same[key],
+                    queues.of(resources, lambda own: [self._resource(queue) for queue in own]),
+                    awaited.of(after, self._numbers_of),
+                )
+            rows.append(found[id(entry)])
+        unit_of, queues_of, awaited_of = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+        self._unit[self._count :] = unit_of + sum(map(len, self._kind))
         self._kind.append(np.arange(begin, len(self._kinds), dtype=np.int64))
-        self._uses.append(queues.pairs([id(resources) for _, resources, _ in self._end.entries()], self._count))
-        self._edges.append(awaited.pairs([id(after) for _, _, after in self._end.entries()], self._count))
+        self._uses.append(queues.pairs(queues_of, self._count))
+        self._edges.append(awaited.pairs(awaited_of, self._count))
         waits = [self._numbers_of(keys) for keys in zip(*self._end.waits(), strict=True)] or [[], []]
         self._edges.append((np.array(waits[0], dtype=np.int64), np.array(waits[1], dtype=np.int64)))
 
@@ -295,26 +303,28 @@ class _Rows:
     """Numbers by the identity of an object that many tasks of a draft have in common."""
 
     def __init__(self) -> None:
-        self.number: dict[int, int] = {}
+        self._number: dict[int, int] = {}
         self._rows: list[list[int]] = []
 
-    def add(self, shared: object, row: list[int]) -> None:
-        """The numbers of an object that has none yet."""
-        self.number[id(shared)] = len(self._rows)
-        self._rows.append(row)
+    def of(self, shared: T, row: Callable[[T], list[int]]) -> int:
+        """Which row the object has; `row` makes that of one that has none yet."""
+        number = self._number.get(id(shared))
+        if number is None:
+            number = self._number[id(shared)] = len(self._rows)
+            self._rows.append(row(shared))
+        return number
 
-    def pairs(self, shared: Sequence[int], first: int) -> tuple[Ints, Ints]:
+    def pairs(self, of_task: Ints, first: int) -> tuple[Ints, Ints]:
         """(task, number) for all numbers of tasks in a row.
 
         Args:
-            shared: identity of the object of each task. first: number of the first task.
+            of_task: which row each task has. first: number of the first task.
         """
         table = RaggedTable.from_rows(self._rows)
-        of_task = np.array([self.number[entry] for entry in shared], dtype=np.int64)
         counts = np.diff(table.offsets)[of_task]
         ends = np.cumsum(counts)
         inside = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(ends - counts, counts)
-        tasks = np.repeat(np.arange(first, first + len(shared), dtype=np.int64), counts)
+        tasks = np.repeat(np.arange(first, first + len(of_task), dtype=np.int64), counts)
         return tasks, table.values[np.repeat(table.offsets[of_task], counts) + inside]
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from parsim.graph.index.divisions import FollowsFrom, divisions_of, shared
 from parsim.model.component import InnerExchange
 from parsim.model.model import Model
 from parsim.model.shard.narrow import narrow
@@ -36,10 +37,15 @@ class PlacedModel:
     plan: Plan
     model: Model
 
+    @cached_property
+    def worked_out(self) -> dict[FollowsFrom, dict[str, object]]:
+        """What indexes of the same model have worked out for plans that agree with this one, by what it follows from."""
+        return divisions_of(self.model, self.plan)
+
     def rank(self, stage: int, replica: int, shard: int = 0) -> int:
         return self.plan.mesh.rank(stage=stage, replica=replica, shard=shard)
 
-    @cached_property
+    @shared("division")
     def placement(self) -> dict[str, Placement]:
         return {name: placement for stage in self.plan.stages for name, placement in stage.placed()}
 
@@ -49,7 +55,7 @@ class PlacedModel:
             return False
         return self.placement[component].runs_on(self.plan.shard_of_rank(rank))
 
-    @cached_property
+    @shared("division")
     def shards_alike(self) -> bool:
         """Whether every component runs on all tp ranks: none is placed on one of them."""
         return all(placement.kind != "place" for placement in self.placement.values())
@@ -59,7 +65,7 @@ class PlacedModel:
         stage, tp = self.stage_of[component], self.plan.mesh.tp
         return tuple(self.rank(stage, replica, shard) for shard in range(tp) if self.placement[component].runs_on(shard))
 
-    @cached_property
+    @shared("division")
     def _rank_components(self) -> dict[tuple[int, int], tuple[str, ...]]:
         return {
             (place, shard): tuple(
@@ -84,7 +90,7 @@ class PlacedModel:
             self._inside[component] = None if shard is None else shard.inside
         return self._inside[component]
 
-    @cached_property
+    @shared("division")
     def _inside(self) -> dict[str, InnerExchange | None]:
         return {}
 
@@ -105,7 +111,7 @@ class PlacedModel:
             self._shares[how] = how.local_share(self.plan.mesh.tp)
         return self._shares[how]
 
-    @cached_property
+    @shared("division")
     def _shares(self) -> dict[ValueLayout, float]:
         return {}
 
@@ -114,13 +120,13 @@ class PlacedModel:
         tp = self.plan.mesh.tp
         return self.microbatch_samples * self.placement[component].batch_ways(tp) // tp
 
-    @cached_property
+    @shared("division")
     def stage_of(self) -> dict[str, int]:
         """Place on the pp axis by component."""
         places = self.plan.stage_places
         return {name: places[number] for name, number in self.chunk_of.items()}
 
-    @cached_property
+    @shared("division")
     def chunk_of(self) -> dict[str, int]:
         """Number in `Plan.stages` by component."""
         return {name: number for number, stage in enumerate(self.plan.stages) for name in stage.components}
@@ -137,7 +143,7 @@ class PlacedModel:
         """Whether its backward runs in halves: if the order does so, and there is something to do in both."""
         return component in self._halved
 
-    @cached_property
+    @shared("division")
     def _halved(self) -> frozenset[str]:
         if not PIPELINE_ORDERS[self.plan.pipeline_order].halves:
             return frozenset()
@@ -157,11 +163,11 @@ class PlacedModel:
         """Whether only some of its operators run again."""
         return component in self._by_operator
 
-    @cached_property
+    @shared("recomputed")
     def _recomputed(self) -> frozenset[str]:
         return self.plan.recomputed & self.differentiable
 
-    @cached_property
+    @shared("recomputed")
     def _by_operator(self) -> frozenset[str]:
         """Those that keep less so, as they are placed."""
         return frozenset(
@@ -177,7 +183,7 @@ class PlacedModel:
         """The components that are recomputed together with this one, those with a backward; none if it is not in a segment."""
         return self._segments.get(component, ())
 
-    @cached_property
+    @shared("recomputed")
     def _segments(self) -> dict[str, tuple[str, ...]]:
         kept = (tuple(name for name in segment if name in self.differentiable) for segment in self.plan.segments)
         return {name: segment for segment in kept for name in segment}
@@ -191,7 +197,7 @@ class PlacedModel:
         values = (self.model.value[name] for name in self.model.component(component).inputs)
         return any(value.producer is not None and value.differentiable for value in values)
 
-    @cached_property
+    @shared("division")
     def stage_of_value(self) -> dict[str, int | None]:
         """Stage that makes a value; None for the batch itself."""
         return {v.name: None if v.producer is None else self.stage_of[v.producer] for v in self.model.values}
@@ -206,7 +212,7 @@ class PlacedModel:
         """Components that have a backward."""
         return self.model.differentiable_components
 
-    @cached_property
+    @shared("division")
     def source(self) -> dict[str, ValueAndGradientLayout]:
         """In what layout each value that a component makes is made, and in what layout its gradient is wanted there."""
         tp = self.plan.mesh.tp
@@ -216,7 +222,7 @@ class PlacedModel:
             for number, value in enumerate(component.outputs)
         }
 
-    @cached_property
+    @shared("division")
     def _input_ends(self) -> dict[tuple[str, str], ValueAndGradientLayout]:
         tp = self.plan.mesh.tp
         return {
@@ -229,7 +235,7 @@ class PlacedModel:
         """The layouts of a value and its gradient at one of its readers."""
         return self._input_ends[component, value]
 
-    @cached_property
+    @shared("division")
     def readings(self) -> dict[str, tuple[Reading, ...]]:
         """Per value its readers, grouped by stage and layouts, in execution order of the first of each group."""
         found: dict[str, tuple[Reading, ...]] = {}
@@ -249,7 +255,7 @@ class PlacedModel:
         ]
         return min(alike, key=self.model.component_index.__getitem__)
 
-    @cached_property
+    @shared("division")
     def values_at(self) -> dict[int, tuple[str, ...]]:
         """Per place on the pp axis the values that are made or read there, in the order of the model."""
         found: dict[int, list[str]] = {place: [] for place in range(self.plan.mesh.pp)}

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from parsim.errors import PlanError
 from parsim.graph.component_kinds import ComponentKinds
+from parsim.graph.index.divisions import shared
 from parsim.graph.parameter_buckets import Bucket, BucketFamily, Buckets, HeldParameter, gradient_buckets, hold
 from parsim.graph.placed_model import PlacedModel, Reading
+from parsim.model.component import Value
 from parsim.plans.pipeline import check_order
 from parsim.plans.plan import check_plan
 from parsim.plans.redistribution import Hop, conversion
+from parsim.work import OptimizerStep
 
 
 @dataclass(frozen=True)
@@ -29,38 +31,36 @@ class PlanIndex(PlacedModel):
         if self.plan.is_mixed:
             self._check_conversions()
 
-    def share(self, other: PlanIndex) -> None:
-        """Take over what another index of the same model has worked out and this plan does not change.
-
-        Args:
-            other: of a plan that differs at most in strategy, ZeRO stage, bucket size and recomputation.
-        """
-        if other is self:
-            return
-        alike = self.plan.bucket_bytes == other.plan.bucket_bytes and (self.plan.zero_stage < 2) == (other.plan.zero_stage < 2)
-        names = _OF_SHAPE + (_OF_BUCKETS if alike else ())
-        self.__dict__.update({name: other.__dict__[name] for name in names if name in other.__dict__})
-
     def _check_conversions(self) -> None:
         """Every value can be cut as its way from layout to layout asks."""
-        tp, samples = self.plan.mesh.tp, self.plan.microbatch_samples
+        samples = self.plan.microbatch_samples
+        for value, reading, pieces in self._cuts:
+            if pieces is None:
+                raise PlanError(
+                    f"value {value.name} has no samples along dim 0, so {', '.join(reading.components)} cannot read it in "
+                    f"another layout than {value.producer} makes it in; place them alike"
+                )
+            if samples % pieces:
+                raise PlanError(
+                    f"value {value.name} is cut into {pieces} pieces of the batch on its way to {reading.components[0]}, "
+                    f"which a microbatch of {samples} samples does not divide into. Use fewer microbatches, or place "
+                    f"{value.producer} and {reading.components[0]} the same way"
+                )
+
+    @shared("division")
+    def _cuts(self) -> tuple[tuple[Value, Reading, int | None], ...]:
+        """Values that are cut on the way to a reading, and into how many pieces of the batch; None: it cannot be cut."""
+        tp, found = self.plan.mesh.tp, list[tuple[Value, Reading, int | None]]()
         for value in self.model.values:
             for reading in self.readings[value.name]:
                 hops = self._hops_of(value.name, reading)
-                if not (value.batch_first and value.bytes_per_sample):
-                    if all(hop.operation == "all_reduce" and hop.source.ways == tp for hop in hops):
-                        continue  # summands of a gradient that all ranks hold whole
-                    raise PlanError(
-                        f"value {value.name} has no samples along dim 0, so {', '.join(reading.components)} cannot read it in "
-                        f"another layout than {value.producer} makes it in; place them alike"
-                    )
-                pieces = max((tp // layout.ways for hop in hops for layout in (hop.source, hop.target)), default=1)
-                if samples % pieces:
-                    raise PlanError(
-                        f"value {value.name} is cut into {pieces} pieces of the batch on its way to {reading.components[0]}, "
-                        f"which a microbatch of {samples} samples does not divide into. Use fewer microbatches, or place "
-                        f"{value.producer} and {reading.components[0]} the same way"
-                    )
+                if value.batch_first and value.bytes_per_sample:
+                    pieces = max((tp // layout.ways for hop in hops for layout in (hop.source, hop.target)), default=1)
+                    if pieces > 1:
+                        found.append((value, reading, pieces))
+                elif any(hop.operation != "all_reduce" or hop.source.ways != tp for hop in hops):
+                    found.append((value, reading, None))  # no summands of a gradient that all ranks hold whole
+        return tuple(found)
 
     def _hops_of(self, value: str, reading: Reading) -> tuple[Hop, ...]:
         """All that changes the layout of a value and of its gradient between its maker and a reading."""
@@ -72,12 +72,12 @@ class PlanIndex(PlacedModel):
             hops = hops + conversion(reading.ends.gradient, made.gradient, tp)
         return hops
 
-    @cached_property
+    @shared("recomputed")
     def kinds(self) -> ComponentKinds:
         """Which components differ by names and ranks alone."""
         return ComponentKinds(self)
 
-    @cached_property
+    @shared("division")
     def holders(self) -> dict[str, tuple[int, ...]]:
         """Stages that hold a parameter, by its name: more than one if it is tied across stages."""
         stages: dict[str, dict[int, None]] = {}
@@ -86,7 +86,7 @@ class PlanIndex(PlacedModel):
                 stages.setdefault(parameter.name, {})[self.stage_of[component.name]] = None
         return {name: tuple(numbers) for name, numbers in stages.items()}
 
-    @cached_property
+    @shared("division")
     def _held(self) -> dict[tuple[int, int], tuple[HeldParameter, ...]]:
         return {}
 
@@ -103,7 +103,7 @@ class PlanIndex(PlacedModel):
             self._held[place, shard] = tuple(found.values())
         return self._held[place, shard]
 
-    @cached_property
+    @shared("buckets")
     def buckets(self) -> Buckets:
         """See `gradient_buckets`."""
         return gradient_buckets(self.plan, self.model, self.placement, self.holders)
@@ -113,7 +113,7 @@ class PlanIndex(PlacedModel):
         """Whether the model has frozen parameters."""
         return len(self.model.trainable_parameters) < len(self.model.parameters)
 
-    @cached_property
+    @shared("buckets")
     def frozen(self) -> dict[int, tuple[HeldParameter, ...]]:
         """By rank the frozen parameters, or pieces, of which it is the first holder."""
         found: dict[int, list[HeldParameter]] = {rank: [] for rank in range(self.plan.world_size)}
@@ -121,7 +121,7 @@ class PlanIndex(PlacedModel):
             found[group.group[0]] += group.parameters
         return {rank: tuple(parameters) for rank, parameters in found.items()}
 
-    @cached_property
+    @shared("buckets")
     def _rank_buckets(self) -> dict[int, tuple[Bucket, ...]]:
         """Of ranks that were asked for."""
         return {}
@@ -156,12 +156,17 @@ class PlanIndex(PlacedModel):
             self._zero_stages[family.begin] = self.plan.zero_stage if divided else 1
         return self._zero_stages[family.begin]
 
-    @cached_property
+    @shared("zero")
     def _zero_stages(self) -> dict[int, int]:
         """Of families that were asked for, by their first bucket."""
         return {}
 
-    @cached_property
+    @shared("zero")
+    def rank_updates(self) -> dict[int, tuple[OptimizerStep, ...]]:
+        """What ranks that were asked for update."""
+        return {}
+
+    @shared("zero")
     def _unsharded(self) -> dict[str, tuple[Bucket, ...]]:
         found: dict[str, dict[int, Bucket]] = {component.name: {} for component in self.model.components}
         for bucket in self.buckets if self.plan.zero_stage >= 2 else ():
@@ -178,6 +183,17 @@ class PlanIndex(PlacedModel):
 
     def completes(self, family: BucketFamily, stage: int) -> tuple[str, ...]:
         """The components whose backward is the last of their chunk in `stage` to add to the buckets of a family."""
+        key = family.begin, stage
+        if key not in self._completing:
+            self._completing[key] = self._completed_by(family, stage)
+        return self._completing[key]
+
+    @shared("buckets")
+    def _completing(self) -> dict[tuple[int, int], tuple[str, ...]]:
+        """Of families that were asked for, by their first bucket and stage."""
+        return {}
+
+    def _completed_by(self, family: BucketFamily, stage: int) -> tuple[str, ...]:
         found: dict[int, str] = {}
         users, stage_of, differentiable, order = self._users, self.stage_of, self.differentiable, self.model.component_index
         for parameter in family.first:
@@ -196,23 +212,3 @@ class PlanIndex(PlacedModel):
     def _users(self) -> Mapping[str, tuple[str, ...]]:
         """Components that use a parameter, in execution order."""
         return self.model.parameter_users
-
-
-_OF_SHAPE = (
-    "placement",
-    "_rank_components",
-    "stage_of",
-    "chunk_of",
-    "_halved",
-    "stage_of_value",
-    "source",
-    "_input_ends",
-    "readings",
-    "values_at",
-    "holders",
-    "_held",
-)
-"""What an index works out from mesh, stages, placements and order alone."""
-
-_OF_BUCKETS = ("buckets", "_rank_buckets")
-"""From the bucket size too, and from whether buckets come and go with every microbatch."""

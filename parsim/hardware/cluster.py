@@ -78,6 +78,11 @@ class Cluster:
             )
         return tuple(places[name] for name in names)
 
+    @cached_property
+    def most_on_a_node(self) -> int:
+        """Ranks of the node that has most."""
+        return max(Counter(node for node, _ in self.places).values())
+
     def spread(self, group: tuple[int, ...]) -> NodeSpread:
         """Where the ranks of a group sit: per node, in order, the sorted numbers of their devices there."""
         if group not in self._spreads:

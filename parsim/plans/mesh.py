@@ -58,8 +58,12 @@ class Mesh:
 
     def stage_ranks(self, stage: int) -> tuple[int, ...]:
         """The ranks at place `stage % pp` of the pp axis; a pipeline order's row says at which place each stage runs."""
+        return tuple(self.stage_range(stage))
+
+    def stage_range(self, stage: int) -> range:
+        """The same, which are in a row."""
         width, place = self.copies * self.tp, stage % self.pp
-        return tuple(range(place * width, (place + 1) * width))
+        return range(place * width, (place + 1) * width)
 
     def rank(self, *, stage: int, replica: int, shard: int = 0) -> int:
         """`replica`: the number of the copy, replica * cp + context."""

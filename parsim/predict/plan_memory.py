@@ -72,48 +72,93 @@ def plan_memory(
     Raises:
         ConfigError: an unknown optimizer.
     """
+    first = unlike_memory(
+        layout,
+        cluster,
+        precision=precision,
+        optimizer=optimizer,
+        master_weights=master_weights,
+        ema=ema,
+        scored=scored,
+        fit_probability=fit_probability,
+    )
+    return of_every_rank(layout, cluster, first)
+
+
+def of_every_rank(layout: PlanIndex, cluster: Cluster, first: Sequence[RankMemory]) -> tuple[RankMemory, ...]:
+    """The memory of all ranks of a plan.
+
+    Args:
+        layout: the plan and its model. cluster: devices by rank. first: `unlike_memory`.
+    """
+    mesh, own, known = layout.plan.mesh, {entry.rank: entry for entry in first}, dict[tuple[int, int, str], RankMemory]()
+    shards = 1 if layout.shards_alike else mesh.tp
+    memories = []
+    for place in range(mesh.pp):
+        for rank in mesh.stage_range(place):
+            kind = place, rank % shards, cluster.devices[rank].type.name
+            if rank in own:
+                known[kind] = own[rank]
+            memories.append(known[kind].of_rank(rank))
+    return tuple(memories)
+
+
+def unlike_memory(
+    layout: PlanIndex,
+    cluster: Cluster,
+    *,
+    precision: str,
+    optimizer: str,
+    master_weights: bool = True,
+    ema: bool = False,
+    scored: Scored = "",
+    fit_probability: float = FIT_PROBABILITY,
+) -> tuple[RankMemory, ...]:
+    """Of ranks that hold as much as one another that of the first, as `plan_memory` takes and gives it; in rank order."""
     plan, kept = layout.plan, KeptActivations(layout, precision)
     counted = CountedKinds(layout, kept.values)
-    known: dict[tuple[int, int, str], RankMemory] = {}
-    memories = []
-    for rank in range(plan.world_size):
-        device = cluster.devices[rank].type
-        stage = plan.stage_of_rank(rank)
-        place = (stage, 0 if layout.shards_alike else plan.shard_of_rank(rank), device.name)
-        if place not in known:
-            names = layout.rank_components(rank)
-            alike = counted.on(rank)
-            gradients = waiting_gradients(layout, kept.values, rank, alike)
-            step = RankStep(
-                components=[kept.component(name) for name in names],
-                values=kept.values,
-                gradients=gradients,
-                microbatch_samples={name: layout.local_samples(name) for name in names}
-                if plan.is_mixed
-                else plan.microbatch_samples // plan.mesh.tp,
-                in_flight=batches_held(layout, stage)
-                if plan.synchronisation.kind == "stale"
-                else in_flight(plan.pipeline_order, stage, plan.mesh.pp, plan.microbatches, plan.chunks),
-                pipeline=rank_chunks(kept, rank, names),
-                loaded_microbatches=plan.microbatches,
-                boundary=rank_boundary(layout, kept.values, rank, gradients, alike) if plan.is_mixed else None,
-                weights=rank_weights(layout, rank),
-                recomputed={name: kept.again(name) for name in names if layout.recomputes(name)},
-            )
-            memory = rank_memory(
-                rank,
-                step,
-                device,
-                optimizer=optimizer,
-                precision=precision,
-                master_weights=master_weights,
-                ema=ema,
-                traffic=rank_traffic(kept, rank, cluster.profile.communication.backend),
-            )
-            known[place] = replace(memory, wanted_probability=fit_probability)
-        own = known[place].of_rank(rank)
-        memories.append(with_evaluation_line(with_relaxed_lines(own, kept, rank), kept, scored))
-    return tuple(memories)
+    found = []
+    for rank in (rank for place in range(plan.mesh.pp) for rank in _unlike_ranks(layout, cluster, place)):
+        device, names, place = cluster.devices[rank].type, layout.rank_components(rank), plan.stage_of_rank(rank)
+        alike = counted.on(rank)
+        gradients = waiting_gradients(layout, kept.values, rank, alike)
+        step = RankStep(
+            components=[kept.component(name) for name in names],
+            values=kept.values,
+            gradients=gradients,
+            microbatch_samples={name: layout.local_samples(name) for name in names}
+            if plan.is_mixed
+            else plan.microbatch_samples // plan.mesh.tp,
+            in_flight=batches_held(layout, place)
+            if plan.synchronisation.kind == "stale"
+            else in_flight(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks),
+            pipeline=rank_chunks(kept, rank, names),
+            loaded_microbatches=plan.microbatches,
+            boundary=rank_boundary(layout, kept.values, rank, gradients, alike) if plan.is_mixed else None,
+            weights=rank_weights(layout, rank),
+            recomputed={name: kept.again(name) for name in names if layout.recomputes(name)},
+        )
+        memory = rank_memory(
+            rank,
+            step,
+            device,
+            optimizer=optimizer,
+            precision=precision,
+            master_weights=master_weights,
+            ema=ema,
+            traffic=rank_traffic(kept, rank, cluster.profile.communication.backend),
+        )
+        found.append(replace(memory, wanted_probability=fit_probability))
+    if plan.synchronisation.is_relaxed:
+        found = [with_relaxed_lines(own, kept, own.rank) for own in of_every_rank(layout, cluster, found)]
+    return tuple(with_evaluation_line(own, kept, scored) for own in found)
+
+
+def _unlike_ranks(layout: PlanIndex, cluster: Cluster, place: int) -> list[int]:
+    """At a place on the pp axis the first rank of each kind of device; of each tp shard, where some components are on one."""
+    ranks, tp = layout.plan.mesh.stage_range(place), layout.plan.mesh.tp
+    shards = 1 if layout.shards_alike else tp
+    return sorted({(rank % shards, cluster.devices[rank].type.name): rank for rank in reversed(ranks)}.values())
 
 
 def rank_chunks(kept: KeptActivations, rank: int, names: Sequence[str]) -> Chunks | None:

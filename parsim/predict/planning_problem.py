@@ -29,8 +29,8 @@ from parsim.plans.constraints import FREE, PlanConstraints
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan
-from parsim.plans.recompute import AUTO, NONE, Recompute
-from parsim.predict.plan_memory import plan_memory
+from parsim.plans.recompute import AUTO, Recompute
+from parsim.predict.plan_memory import of_every_rank, unlike_memory
 from parsim.predict.round_memory import Scored
 from parsim.remembered import Remembering
 
@@ -127,10 +127,7 @@ class PlanningProblem(Remembering):
     def layout(self, plan: Plan) -> PlanIndex:
         """The plan over this model; made once. Raises PlanError if they do not match."""
         if plan not in self._layouts:
-            shape = replace(plan.without_zero(), recompute=NONE, segments=())
-            made = PlanIndex(plan, self.model_on(plan.mesh, plan.context_exchange))
-            made.share(self._shapes.setdefault(shape, made))
-            self._layouts[plan] = made
+            self._layouts[plan] = PlanIndex(plan, self.model_on(plan.mesh, plan.context_exchange))
         return self._layouts[plan]
 
     def model_on(self, mesh: Mesh, exchange: str = "ring") -> Model:
@@ -168,18 +165,19 @@ class PlanningProblem(Remembering):
         return replace(self, model=self.model_on(mesh), is_divided=True)
 
     @cached_property
-    def _shapes(self) -> dict[Plan, PlanIndex]:
-        """The first layout of each mesh, stages, placements and order: what does not depend on the rest is worked out once."""
-        return {}
-
-    @cached_property
     def _layouts(self) -> dict[Plan, PlanIndex]:
         return {}
 
     def memory(self, plan: Plan) -> tuple[RankMemory, ...]:
         """Peak memory of every rank of a plan."""
         if plan not in self._memories:
-            self._memories[plan] = plan_memory(
+            self._memories[plan] = of_every_rank(self.layout(plan), self.cluster, self.unlike_memory(plan))
+        return self._memories[plan]
+
+    def unlike_memory(self, plan: Plan) -> tuple[RankMemory, ...]:
+        """The same of the first of all ranks that hold as much as one another: what to ask whether a plan fits."""
+        if plan not in self._unlike_memories:
+            self._unlike_memories[plan] = unlike_memory(
                 self.layout(plan),
                 self.cluster,
                 precision=self.precision,
@@ -189,7 +187,11 @@ class PlanningProblem(Remembering):
                 scored=self.scored,
                 fit_probability=self.fit_probability,
             )
-        return self._memories[plan]
+        return self._unlike_memories[plan]
+
+    @cached_property
+    def _unlike_memories(self) -> dict[Plan, tuple[RankMemory, ...]]:
+        return {}
 
     @cached_property
     def _memories(self) -> dict[Plan, tuple[RankMemory, ...]]:

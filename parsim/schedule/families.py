@@ -154,7 +154,7 @@ def dp_meshes(problem: PlanningProblem) -> list[Mesh]:
     Raises:
         ScheduleError: another mesh is asked for.
     """
-    return _kept(problem, "dp", [mesh for mesh in meshes(problem) if mesh.copies == mesh.size > 1])
+    return _kept(problem, "dp", [mesh for mesh in meshes(problem, lambda pp, _, tp: pp == tp == 1) if mesh.size > 1])
 
 
 def mp_meshes(problem: PlanningProblem) -> list[Mesh]:
@@ -166,7 +166,7 @@ def mp_meshes(problem: PlanningProblem) -> list[Mesh]:
     Raises:
         ScheduleError: another mesh is asked for.
     """
-    some = [mesh for mesh in meshes(problem) if mesh.dp == 1 and mesh.size > 1]
+    some = [mesh for mesh in meshes(problem, lambda _pp, dp, _tp: dp == 1) if mesh.size > 1]
     whole = Mesh(pp=problem.cluster.size)
     return _kept(problem, "mp", some or [whole])  # too few components: it says so
 
@@ -180,14 +180,14 @@ def hp_meshes(problem: PlanningProblem) -> list[Mesh]:
     Raises:
         ScheduleError: there is none, or another mesh is asked for.
     """
-    found = [mesh for mesh in meshes(problem) if mesh.dp > 1 and mesh.pp * mesh.tp > 1]
-    dividing = [mesh for mesh in found if problem.global_batch % mesh.dp == 0]
+    batch = problem.global_batch
+    dividing = list(meshes(problem, lambda pp, dp, tp: dp > 1 and pp * tp > 1 and batch % dp == 0))
     if not dividing and not problem.constraints.axes:
         raise ScheduleError(
             f"hp needs dp > 1 and pp * tp > 1 with pp * dp * tp at most {problem.cluster.size} and dp dividing the batch "
             f"({problem.global_batch}); use another number of devices or another batch"
         )
-    return _kept(problem, "hp", dividing or found)
+    return _kept(problem, "hp", dividing or list(meshes(problem, lambda pp, dp, tp: dp > 1 and pp * tp > 1)))
 
 
 def mixed_meshes(problem: PlanningProblem) -> list[Mesh]:
@@ -201,7 +201,7 @@ def mixed_meshes(problem: PlanningProblem) -> list[Mesh]:
     if asked.tp is not None:
         return []
     few = len(problem.model.components) <= FEW_COMPONENTS
-    return [mesh for mesh in meshes(problem) if mesh.tp > 1 and (few or mesh.dp == (asked.dp or 1))]
+    return list(meshes(problem, lambda _pp, dp, tp: tp > 1 and (few or dp == (asked.dp or 1))))
 
 
 def _kept(problem: PlanningProblem, name: str, some: list[Mesh]) -> list[Mesh]:

@@ -230,7 +230,7 @@ def _keeps(asked: PlanConstraints, plan: Plan) -> bool:
 
 
 def _excess_bytes(problem: PlanningProblem, plan: Plan) -> int:
-    return max((entry.excess_bytes for entry in problem.memory(plan) if not entry.fits), default=0)
+    return max((entry.excess_bytes for entry in problem.unlike_memory(plan) if not entry.fits), default=0)
 
 
 def _rank(entry: JudgedPlan) -> tuple[bool, float]:

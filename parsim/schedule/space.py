@@ -5,7 +5,7 @@ Every key that the question gives has one value here, every other all that make 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from parsim.errors import ScheduleError
@@ -37,14 +37,14 @@ FREE_CHUNKS = (1, 2, 3, 4, 6, 8)
 """Stages per rank that are tried where their number is free."""
 
 
-def meshes(problem: PlanningProblem) -> Iterator[Mesh]:
+def meshes(problem: PlanningProblem, wanted: Callable[[int, int, int], bool] | None = None) -> Iterator[Mesh]:
     """Every mesh over the first devices of the cluster that keeps the constraints, most devices and fewest stages first.
 
     Those that leave devices idle are among them: the batch, or what shards divide by, may not divide over all, and one more
     device must not make the answer slower.
 
     Args:
-        problem: cluster, model and constraints.
+        problem: cluster, model and constraints. wanted: of pp, dp and tp, whether to make the mesh; None: all.
     """
     asked, most = problem.constraints, len(problem.model.components)
     for devices in range(problem.cluster.size, 0, -1):
@@ -56,6 +56,8 @@ def meshes(problem: PlanningProblem) -> Iterator[Mesh]:
                 continue
             for tp in divisors(devices // context // pp):
                 dp = devices // context // (pp * tp)
+                if wanted is not None and not wanted(pp, dp, tp):
+                    continue  # of 16,384 devices there are 377,000
                 if asked.tp in (None, tp) and asked.dp in (None, dp) and dp * context % (asked.ep or 1) == 0:
                     yield Mesh(pp=pp, dp=dp, tp=tp, cp=context, ep=asked.ep or 1)
 

@@ -122,7 +122,7 @@ class StageCosts:
     def _kinds(self) -> list[set[str]]:
         """Per stage its kinds of devices."""
         return [
-            {self._costs.device_kind(rank) for rank in self.mesh.stage_ranks(place)}
+            {self._costs.device_kind(rank) for rank in self._costs.unlike_ranks(self.mesh.stage_range(place))}
             for place in rank_of_stage(self.order, self.mesh.pp, self.chunks)
         ]
 

@@ -210,5 +210,8 @@ class Cutting:
 
 def _excess_bytes(problem: PlanningProblem, plan: Plan) -> list[float]:
     """Per stage by how much its worst rank does not fit."""
-    memory = problem.memory(plan)
-    return [float(max(memory[rank].excess_bytes for rank in stage.ranks)) for stage in plan.stages]
+    worst = [0.0] * plan.mesh.pp
+    for entry in problem.unlike_memory(plan):
+        place = plan.stage_of_rank(entry.rank)
+        worst[place] = max(worst[place], float(entry.excess_bytes))
+    return [worst[place] for place in plan.stage_places]

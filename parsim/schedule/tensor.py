@@ -208,7 +208,7 @@ def fits(problem: PlanningProblem, plan: Plan) -> bool:
     Args:
         problem: model, cluster and batch. plan: of this model.
     """
-    return all(entry.fits for entry in problem.memory(plan))
+    return all(entry.fits for entry in problem.unlike_memory(plan))
 
 
 def _within_memory(

@@ -24,8 +24,11 @@ def transfer_pace(
         seconds (0 inside one). Leaves out that a transfer speeds up once others have ended.
     """
     own = transfer_loads(cluster, link_kind, pair)
-    total = _all_transfer_loads(cluster, link_kind, concurrent if pair in concurrent else (*concurrent, pair))
-    seconds = max(total[key] / capacity for key, (_, capacity) in own.items())
+    if concurrent:
+        total = _all_transfer_loads(cluster, link_kind, concurrent if pair in _distinct(concurrent) else (*concurrent, pair))
+        seconds = max([total[key] / capacity for key, (_, capacity) in own.items()])
+    else:
+        seconds = max([weight / capacity for weight, capacity in own.values()])
     (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
     if source == destination:
         shape = cluster.nodes.shapes[source]
@@ -47,6 +50,11 @@ def hop_latency_s(cluster: Cluster, pair: tuple[int, ...]) -> float:
     if leaves[0] != leaves[1]:
         latency += sum(cluster.nodes.leaves[leaf].uplink_latency_s for leaf in leaves)
     return latency
+
+
+@lru_cache(maxsize=256)
+def _distinct(pairs: tuple[tuple[int, ...], ...]) -> frozenset[tuple[int, ...]]:
+    return frozenset(pairs)
 
 
 @lru_cache(maxsize=256)

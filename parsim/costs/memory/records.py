@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from parsim.costs.memory.chunks import Chunks
 from parsim.costs.memory.verdict import DOUBTFUL, FIT_PROBABILITY, SAFE_PROBABILITY, bytes_at, fit_probability
@@ -37,7 +37,13 @@ class RankMemory:
         """
         if rank == self.rank:
             return self
-        return replace(self, rank=rank)
+        return RankMemory(
+            rank=rank,
+            lines=self.lines,
+            limit_bytes=self.limit_bytes,
+            spreads=self.spreads,
+            wanted_probability=self.wanted_probability,
+        )
 
     @property
     def total_bytes(self) -> int:

@@ -7,9 +7,11 @@ do with every microbatch is in `parsim.graph.passes.unsharded`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache, partial
+from typing import NamedTuple
 
-from parsim.graph.graph_builder import Draft, TaskKey
+from parsim.graph.graph_builder import Draft, DraftEntry, TaskKey
 from parsim.graph.parameter_buckets import Bucket, BucketFamily
 from parsim.graph.passes.inside import first_key
 from parsim.graph.plan_index import PlanIndex
@@ -85,18 +87,40 @@ def summed_groups(layout: PlanIndex, held_by: tuple[int, ...]) -> dict[int | Non
 def add_gradient_reduction(draft: Draft, layout: PlanIndex) -> None:
     """One all_reduce (ZeRO 1: reduce_scatter) per bucket over all ranks that hold its parameters; none where one rank does."""
     queues, works, last = _Queues(draft), _Works(), _LastBackwards(layout)
-    for family, place in layout.buckets.places(draft.keeps_any):
-        held_by, number = family.groups[place][1], family.begin + place
-        if layout.zero_stage(family, len(held_by)) >= 2:
-            continue
-        operation, size_bytes = _summing(layout, family, len(held_by))
-        for replica, group in summed_groups(layout, held_by).items():
-            kept, resources = queues.of(group)
-            if len(group) == 1 or not kept:
+    sums: dict[int, list[_Sum]] = {}
+    for family in layout.buckets.families:
+        if id(family.groups) not in sums:
+            sums[id(family.groups)] = list(_sums(draft, layout, family, queues))
+        for place, ranks, replica, group, kept, resources in sums[id(family.groups)]:
+            if layout.zero_stage(family, ranks) >= 2:
                 continue
+            operation, size_bytes = _summing(layout, family, ranks)
+            number = family.begin + place
             origin = partial(Origin, stage=family.stages[0], bucket=number, replica=replica)
             entry = works.of(operation, size_bytes, group), resources, last.of(family, kept)
             draft.add_alike(_reduction_key(number, replica), entry, origin)
+
+
+class _Sum(NamedTuple):
+    """A sum over several ranks of which some are lowered, as all buckets of the same groups have it.
+
+    Attributes: place: among the groups. held_by: so many ranks hold the bucket. kept: ranks that are lowered; resources: theirs.
+    """
+
+    place: int
+    held_by: int
+    replica: int | None
+    group: tuple[int, ...]
+    kept: list[int]
+    resources: tuple[Resource, ...]
+
+
+def _sums(draft: Draft, layout: PlanIndex, family: BucketFamily, queues: _Queues) -> Iterator[_Sum]:
+    for place, (_, held_by) in enumerate(family.groups):
+        for replica, group in summed_groups(layout, held_by).items() if draft.keeps_any(held_by) else ():
+            kept, resources = queues.of(group)
+            if len(group) > 1 and kept:
+                yield _Sum(place, len(held_by), replica, group, kept, resources)
 
 
 class _LastBackwards:
@@ -131,8 +155,9 @@ def bucket_work(layout: PlanIndex, bucket: Bucket, group: tuple[int, ...] | None
 
 def _summing(layout: PlanIndex, family: BucketFamily, ranks: int) -> tuple[str, int]:
     """The operation that sums a bucket's gradients over so many ranks, and the bytes of its array."""
-    divided = layout.zero_stage(family, ranks) >= 1
-    return ("reduce_scatter", family.padded_bytes(ranks)) if divided else ("all_reduce", family.size_bytes)
+    if layout.zero_stage(family, ranks):
+        return "reduce_scatter", family.padded_bytes(ranks)
+    return "all_reduce", family.size_bytes
 
 
 class _Works:
@@ -161,12 +186,22 @@ def scale_key(rank: int) -> TaskKey:
 
 def updates_of(layout: PlanIndex, rank: int) -> tuple[OptimizerStep, ...]:
     """What a rank updates: one step per group of parameters, the usual ones first; a bucket is of one group."""
+    if rank not in layout.rank_updates:
+        layout.rank_updates[rank] = _updates_of(layout, rank)
+    return layout.rank_updates[rank]
+
+
+def _updates_of(layout: PlanIndex, rank: int) -> tuple[OptimizerStep, ...]:
     sizes: dict[tuple[str, str], list[int]] = {}
     for bucket in layout.rank_buckets(rank):
-        divided, lead = layout.is_divided(bucket), bucket.first[0]
+        family, lead, ranks = bucket.family, bucket.family.first[0], len(bucket.group)
         size = sizes.setdefault((lead.group, lead.optimizer), [0, 0])
-        size[0] += bucket.chunk_elements if divided else bucket.elements
-        size[1] += 1 if divided else len(bucket.first)
+        if layout.zero_stage(family, ranks):
+            size[0] += -(-family.elements // ranks)
+            size[1] += 1
+        else:
+            size[0] += family.elements
+            size[1] += len(family.first)
     return tuple(
         OptimizerStep(elements=elements, tensors=tensors, update_group=group, optimizer=optimizer)
         for (group, optimizer), (elements, tensors) in sorted(sizes.items())
@@ -175,12 +210,12 @@ def updates_of(layout: PlanIndex, rank: int) -> tuple[OptimizerStep, ...]:
 
 def gradients_complete(layout: PlanIndex, rank: int) -> list[TaskKey]:
     """What must have ended before a rank has all gradients that it updates with."""
-    own = layout.plan.replica_of_rank(rank) if layout.plan.synchronisation.mixes else None
-    after = [
-        reduction_key(layout, bucket, replica=own)
-        for bucket in layout.rank_buckets(rank)
-        if len(summed_groups(layout, bucket.group)[own]) > 1
-    ]
+    if layout.plan.synchronisation.mixes:
+        own = layout.plan.replica_of_rank(rank)
+        summed = [bucket for bucket in layout.rank_buckets(rank) if len(summed_groups(layout, bucket.group)[own]) > 1]
+        after = [reduction_key(layout, bucket, replica=own) for bucket in summed]
+    else:
+        after = [reduction_key(layout, bucket) for bucket in layout.rank_buckets(rank) if len(bucket.group) > 1]
     first: dict[int, str] = {}
     for name in layout.rank_components(rank):
         if name in layout.differentiable:
@@ -231,7 +266,7 @@ def add_parameter_gathering(draft: Draft, layout: PlanIndex) -> None:
     """ZeRO 1 and 2: one all_gather per divided bucket after every rank of its group has updated its part."""
     if layout.plan.gather_ahead:
         return
-    queues, works = _Queues(draft), _Works()
+    queues, works, entries = _Queues(draft), _Works(), dict[int, DraftEntry]()
     updated: dict[int, tuple[TaskKey, ...]] = {}
     for family, place in layout.buckets.places(draft.keeps_any):
         group, number = family.groups[place][1], family.begin + place
@@ -240,5 +275,5 @@ def add_parameter_gathering(draft: Draft, layout: PlanIndex) -> None:
             if id(group) not in updated:
                 updated[id(group)] = tuple([(Phase.OPTIMIZER, rank) for rank in kept])
             work = works.of("all_gather", family.padded_bytes(len(group)), group)
-            origin = partial(Origin, stage=family.stages[0], bucket=number)
-            draft.add_alike(("gather", number), (work, resources, updated[id(group)]), origin)
+            entry = entries.setdefault(id(work), (work, resources, updated[id(group)]))
+            draft.add_alike(("gather", number), entry, partial(Origin, stage=family.stages[0], bucket=number))

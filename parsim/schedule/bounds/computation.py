@@ -145,12 +145,12 @@ class _Computation:
             )
         return tuple(found)
 
-    def _unlike_ranks(self, place: int) -> list[int]:
+    def _unlike_ranks(self, place: int) -> Sequence[int]:
         """One rank of each kind of device; where components are placed on single ranks, every shard of the first replica."""
         if self._placed_alone:
             return [self.layout.rank(place, 0, shard) for shard in range(self.plan.mesh.tp)]
         costs = self.problem.costs(self.plan.world_size)
-        return list({costs.device_kind(rank): rank for rank in self.plan.mesh.stage_ranks(place)}.values())
+        return costs.unlike_ranks(self.plan.mesh.stage_range(place))
 
     def _ahead_s(self, chunk: int) -> float:
         """What a backward of a stage may do before the gradient has come: the second forward of its first component, or of the

@@ -96,18 +96,10 @@ def is_usual(problem: PlanningProblem, mesh: Mesh, order: tuple[str, int]) -> bo
         problem: model, cluster and constraints. mesh, order: of its plans; the order with its stages per rank.
     """
     asked = problem.constraints
-    in_node = _devices_per_node(problem)
-    within = asked.tp is not None or in_node % mesh.tp == 0
+    within = asked.tp is not None or problem.cluster.most_on_a_node % mesh.tp == 0
     ordered = asked.pipeline_order is not None or asked.chunks is not None or mesh.pp == 1 or order in USUAL_ORDERS
     return within and ordered
 
 
 def _size(problem: PlanningProblem) -> int:
     return problem.cluster.size * len(problem.model.components)
-
-
-def _devices_per_node(problem: PlanningProblem) -> int:
-    nodes: dict[int, int] = {}
-    for node, _ in problem.cluster.places:
-        nodes[node] = nodes.get(node, 0) + 1
-    return max(nodes.values())

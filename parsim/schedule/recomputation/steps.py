@@ -69,7 +69,7 @@ def place_excess_bytes(problem: PlanningProblem, plan: Plan) -> list[float]:
         problem: model, cluster and batch. plan: of this model.
     """
     worst = [0.0] * plan.mesh.pp
-    for entry in problem.memory(plan):
+    for entry in problem.unlike_memory(plan):
         if not entry.fits:
             place = plan.stage_of_rank(entry.rank)
             worst[place] = max(worst[place], float(entry.excess_bytes), 1.0)

@@ -1,0 +1,1 @@
+"""What indexes of plans share."""
