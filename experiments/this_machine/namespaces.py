@@ -24,6 +24,7 @@ NAMES = ("parsim-a", "parsim-b")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "parsim0"
 PORT = 29511
+POLL_S = 0.05
 BURST_BYTES = 256 * 1024
 """What the bucket lets through at once. A smaller one cannot keep the rate with a timer of 4 ms."""
 
@@ -38,9 +39,12 @@ def possible() -> str:
 
 @dataclass(frozen=True)
 class ShapedPair:
-    """A `launch` whose two ranks talk over the shaped link; make one with `shaped_pair`."""
+    """A `launch` whose two ranks talk over the shaped link; make one with `shaped_pair`.
 
-    rate_bytes_per_s: float
+    Attributes: rate_bytes_per_s: of the link at first; None: as fast as the machine carries it.
+    """
+
+    rate_bytes_per_s: float | None
 
     def __call__(
         self,
@@ -76,10 +80,25 @@ class ShapedPair:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
+    def shape(self, rate_bytes_per_s: float | None) -> None:
+        """From now on the link has this rate in each direction, whatever runs over it; None: as fast as can be."""
+        for name in NAMES:
+            shaped = bool(_run("tc", "-n", name, "qdisc", "show", "dev", INTERFACE).count("tbf"))
+            if rate_bytes_per_s is None:
+                if shaped:
+                    _run("tc", "-n", name, "qdisc", "delete", "dev", INTERFACE, "root")
+                continue
+            rate = f"{round(8 * rate_bytes_per_s)}bit"
+            bucket = ["tbf", "rate", rate, "burst", str(BURST_BYTES), "latency", "100ms"]
+            _run("tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", *bucket)
+
 
 @contextlib.contextmanager
-def shaped_pair(rate_bytes_per_s: float) -> Iterator[ShapedPair]:
-    """Two namespaces with a link of this rate in each direction; gone again when left. Raises ExecutionError."""
+def shaped_pair(rate_bytes_per_s: float | None) -> Iterator[ShapedPair]:
+    """Two namespaces with a link of this rate in each direction (None: unshaped); gone again when left.
+
+    Raises ExecutionError.
+    """
     if why := possible():
         raise ExecutionError(why)
     _remove()
@@ -91,10 +110,9 @@ def shaped_pair(rate_bytes_per_s: float) -> Iterator[ShapedPair]:
             _ip("-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
             for device in ("lo", INTERFACE):
                 _ip("-n", name, "link", "set", device, "up")
-            rate = f"{round(8 * rate_bytes_per_s)}bit"
-            shape = ["tbf", "rate", rate, "burst", str(BURST_BYTES), "latency", "100ms"]
-            _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *shape)
-        yield ShapedPair(rate_bytes_per_s)
+        pair = ShapedPair(rate_bytes_per_s)
+        pair.shape(rate_bytes_per_s)
+        yield pair
     finally:
         _remove()
 
@@ -118,17 +136,18 @@ def _wait(
 ) -> None:
     """Until all have ended well. Raises ExecutionError as soon as one has not, with the last it said."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    said = 0
+    said = [0] * len(logs)
     while any(process.poll() is None for process in processes):
-        lines = logs[0].read_text(errors="replace").splitlines()
-        for line in lines[said:]:
-            if on_line is not None:
-                on_line(line)
-        said = len(lines)
+        for node, log in enumerate(logs):  # the rank that speaks of the training is the last one of the plan
+            lines = log.read_text(errors="replace").split("\n")[:-1]  # the last one may not be whole yet
+            for line in lines[said[node] :]:
+                if on_line is not None:
+                    on_line(line)
+            said[node] = len(lines)
         failed = [node for node, process in enumerate(processes) if process.poll() not in (None, 0)]
         if failed or (deadline is not None and time.monotonic() > deadline):
             break
-        time.sleep(0.2)
+        time.sleep(POLL_S)
     for node, process in enumerate(processes):
         if process.poll() != 0:
             last = logs[node].read_text(errors="replace").strip().splitlines()[-1:]
@@ -146,7 +165,9 @@ def _ip(*arguments: str) -> None:
     _run("ip", *arguments)
 
 
-def _run(*command: str) -> None:
+def _run(*command: str) -> str:
+    """What a command prints. Raises ExecutionError if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ExecutionError(f"{' '.join(command)} failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout

@@ -28,10 +28,8 @@ from parsim.plans.plan import Plan
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.live.controller import Controller
 from parsim.schedule.live.decisions import Keep
-from parsim.schedule.live.planning import controller_for, observation_of, search_planner, task_seconds
-
-PLANNING_S = 2.0
-"""Assumed seconds of a planning, until the first has been timed."""
+from parsim.schedule.live.planning import controller_for, observation_of, task_seconds
+from parsim.schedule.live.prepared import prepared_planner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +65,12 @@ class Steering:
         self.decisions: list[Decision] = []
         self._controller: Controller | None = None
         if place.rank == 0:
+            pulse().begin(Doing.PREPARING, "pricing plans to change to")
             problem = problem_of(spec, run)
-            planner = search_planner(problem, ("adaptive",), world_size=run.plan.world_size)
-            controller = controller_for(problem, run.plan, plan_for=planner, rebuild_s=built_s, planning_s=PLANNING_S)
+            planner = prepared_planner(problem, run.plan)
+            controller = controller_for(
+                problem, run.plan, plan_for=planner.plan_for, rebuild_s=built_s, planning_s=planner.planning_s
+            )
             by_hand = run.plan.strategy == "custom"  # no search has stood behind it yet
             self._controller = replace(controller, question="the plan was written by hand") if by_hand else controller
 
