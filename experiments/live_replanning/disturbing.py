@@ -18,8 +18,8 @@ from parsim.execute.processes.processes import rank_processes
 RANKS = 2
 SLOW_RANK, THROTTLE = 1, 5.0
 """Which rank is throttled, and how many times as long its work takes then."""
-RATE_BYTES_PER_S = 12.5e6
-"""Of the shaped link: 100 Mbit/s."""
+CALM_BYTES_PER_S, RATE_BYTES_PER_S = 250e6, 12.5e6
+"""Of the link: 2 Gbit/s at first, 100 Mbit/s when it is disturbed."""
 AHEAD_S = 1.5
 """Ranks say at most once in a second where they are; in between, the step is reckoned from their pace."""
 
@@ -44,7 +44,7 @@ class Arena:
             try:
                 yield
             finally:
-                self.link.shape(None)
+                self.link.shape(CALM_BYTES_PER_S)
             return
         pid = rank_processes(os.getpid()).get(SLOW_RANK)
         if pid is None:
@@ -60,7 +60,7 @@ def arena() -> Iterator[Arena]:
     if why:
         yield Arena(link=None, why=why)
         return
-    with shaped_pair(None) as pair:
+    with shaped_pair(CALM_BYTES_PER_S) as pair:
         yield Arena(link=pair)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 
 def narrow(
-    *, width: int = 256, waist: int = 16, before: int = 4, after: int = 2, classes: int = 10, side: int = 16
+    *, width: int = 384, waist: int = 64, before: int = 4, after: int = 2, classes: int = 10, side: int = 16
 ) -> nn.Sequential:
     """Linear layers with ReLU on images of one channel, flattened: `before` of `width`, one of `waist`, `after` of `width`.
 

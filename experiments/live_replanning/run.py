@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from calibration.rounds.calibrate import calibrate
 from calibration.rounds.request import CalibrationRequest
-from experiments.live_replanning.disturbing import RANKS, RATE_BYTES_PER_S, SLOW_RANK, THROTTLE, Arena, AtStep, arena
+from experiments.live_replanning.disturbing import CALM_BYTES_PER_S, RANKS, RATE_BYTES_PER_S, SLOW_RANK, THROTTLE, Arena, AtStep, arena
 from experiments.live_replanning.plans import BATCH, SPEC, WAYS, problem_on, fixed_plans
 from parsim.execute.job import AdaptiveSpec, Job, RunSpec
 from parsim.execute.processes.launch import launch
@@ -35,7 +35,7 @@ from parsim.plans.plan import Plan
 
 KINDS = ("link", "throttled")
 WINDOW = 5
-STEPS = {"link": (400, 480), "throttled": (400, 440), "float64": (60, 160)}
+STEPS = {"link": (320, 360), "throttled": (320, 360), "float64": (60, 160)}
 """Until the disturbance, and in all; `--quick` has those of float64. Undisturbed pairs make as many as those of links."""
 
 
@@ -68,6 +68,7 @@ def main() -> None:
     document = {
         "plans": {name: plan.summary() for name, plan in plans.items()},
         "no_link": ranks.why,
+        "calm_bytes_per_s": CALM_BYTES_PER_S,
         "rate_bytes_per_s": RATE_BYTES_PER_S,
         "throttle": THROTTLE,
         "slow_rank": SLOW_RANK,

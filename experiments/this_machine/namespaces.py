@@ -27,6 +27,8 @@ PORT = 29511
 POLL_S = 0.05
 BURST_BYTES = 256 * 1024
 """What the bucket lets through at once. A smaller one cannot keep the rate with a timer of 4 ms."""
+FASTEST_S = 0.002
+"""What the link carries in this time passes at once, too: above 125 MB/s a fixed bucket would limit it."""
 
 
 def possible() -> str:
@@ -41,10 +43,10 @@ def possible() -> str:
 class ShapedPair:
     """A `launch` whose two ranks talk over the shaped link; make one with `shaped_pair`.
 
-    Attributes: rate_bytes_per_s: of the link at first; None: as fast as the machine carries it.
+    Attributes: rate_bytes_per_s: of the link at first.
     """
 
-    rate_bytes_per_s: float | None
+    rate_bytes_per_s: float
 
     def __call__(
         self,
@@ -80,25 +82,22 @@ class ShapedPair:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def shape(self, rate_bytes_per_s: float | None) -> None:
-        """From now on the link has this rate in each direction, whatever runs over it; None: as fast as can be."""
+    def shape(self, rate_bytes_per_s: float, *, burst_s: float = FASTEST_S) -> None:
+        """From now on the link has this rate in each direction, whatever runs over it. Raises ExecutionError.
+
+        Args:
+            rate_bytes_per_s: of the link. burst_s: the bucket holds what the link carries in this time, and may let that
+                through at once.
+        """
+        rate, burst = f"{round(8 * rate_bytes_per_s)}bit", round(rate_bytes_per_s * burst_s)
+        shape = ["tbf", "rate", rate, "burst", str(burst), "latency", "100ms"]
         for name in NAMES:
-            shaped = bool(_run("tc", "-n", name, "qdisc", "show", "dev", INTERFACE).count("tbf"))
-            if rate_bytes_per_s is None:
-                if shaped:
-                    _run("tc", "-n", name, "qdisc", "delete", "dev", INTERFACE, "root")
-                continue
-            rate = f"{round(8 * rate_bytes_per_s)}bit"
-            bucket = ["tbf", "rate", rate, "burst", str(BURST_BYTES), "latency", "100ms"]
-            _run("tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", *bucket)
+            _run("tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", *shape)
 
 
 @contextlib.contextmanager
-def shaped_pair(rate_bytes_per_s: float | None) -> Iterator[ShapedPair]:
-    """Two namespaces with a link of this rate in each direction (None: unshaped); gone again when left.
-
-    Raises ExecutionError.
-    """
+def shaped_pair(rate_bytes_per_s: float) -> Iterator[ShapedPair]:
+    """Two namespaces with a link of this rate in each direction; gone again when left. Raises ExecutionError."""
     if why := possible():
         raise ExecutionError(why)
     _remove()
@@ -111,7 +110,7 @@ def shaped_pair(rate_bytes_per_s: float | None) -> Iterator[ShapedPair]:
             for device in ("lo", INTERFACE):
                 _ip("-n", name, "link", "set", device, "up")
         pair = ShapedPair(rate_bytes_per_s)
-        pair.shape(rate_bytes_per_s)
+        pair.shape(rate_bytes_per_s, burst_s=max(FASTEST_S, BURST_BYTES / rate_bytes_per_s))
         yield pair
     finally:
         _remove()
@@ -165,9 +164,7 @@ def _ip(*arguments: str) -> None:
     _run("ip", *arguments)
 
 
-def _run(*command: str) -> str:
-    """What a command prints. Raises ExecutionError if it fails."""
+def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ExecutionError(f"{' '.join(command)} failed: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout

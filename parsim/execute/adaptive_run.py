@@ -21,6 +21,7 @@ from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.execute.records.measurement import merge_times
 from parsim.execute.streams import TaskTime
 from parsim.graph.lower import lower
+from parsim.graph.taskgraph import TaskGraph
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.model import Model
@@ -57,12 +58,13 @@ class Steering:
     """The controller on rank 0, and everyone's part in asking it."""
 
     def __init__(self, spec: AdaptiveSpec, run: RunSpec, steps: int, place: ProcessPlace, *, built_s: float) -> None:
-        """`built_s`: that this rank took to build what runs the first plan; a switch builds as much again."""
+        """`built_s`: that this rank takes to build what runs a plan."""
         self._spec = spec
         self._place = place
         self._steps = steps
         self._windows = 0
         self.decisions: list[Decision] = []
+        self._graph: tuple[Plan, TaskGraph] | None = None
         self._controller: Controller | None = None
         if place.rank == 0:
             pulse().begin(Doing.PREPARING, "pricing plans to change to")
@@ -98,7 +100,9 @@ class Steering:
         self, plan: Plan, model: Model, step: int, gathered: Sequence[Sequence[Sequence[TaskTime]]], step_s: float
     ) -> Decision:
         assert self._controller is not None
-        graph = lower(plan, model)
+        if self._graph is None or self._graph[0] != plan:
+            self._graph = plan, lower(plan, model)
+        graph = self._graph[1]
         recorded = min(len(times) for times in gathered)
         if not recorded:
             return Decision(step=step, reason="no step of this window was recorded", plan=None, step_s=step_s)
