@@ -24,8 +24,11 @@ NAMES = ("parsim-a", "parsim-b")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "parsim0"
 PORT = 29511
+POLL_S = 0.05
 BURST_BYTES = 256 * 1024
 """What the bucket lets through at once. A smaller one cannot keep the rate with a timer of 4 ms."""
+FASTEST_S = 0.002
+"""What the link carries in this time passes at once, too: above 125 MB/s a fixed bucket would limit it."""
 
 
 def possible() -> str:
@@ -38,7 +41,10 @@ def possible() -> str:
 
 @dataclass(frozen=True)
 class ShapedPair:
-    """A `launch` whose two ranks talk over the shaped link; make one with `shaped_pair`."""
+    """A `launch` whose two ranks talk over the shaped link; make one with `shaped_pair`.
+
+    Attributes: rate_bytes_per_s: of the link at first.
+    """
 
     rate_bytes_per_s: float
 
@@ -76,6 +82,18 @@ class ShapedPair:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
+    def shape(self, rate_bytes_per_s: float, *, burst_s: float = FASTEST_S) -> None:
+        """From now on the link has this rate in each direction, whatever runs over it. Raises ExecutionError.
+
+        Args:
+            rate_bytes_per_s: of the link. burst_s: the bucket holds what the link carries in this time, and may let that
+                through at once.
+        """
+        rate, burst = f"{round(8 * rate_bytes_per_s)}bit", round(rate_bytes_per_s * burst_s)
+        shape = ["tbf", "rate", rate, "burst", str(burst), "latency", "100ms"]
+        for name in NAMES:
+            _run("tc", "-n", name, "qdisc", "replace", "dev", INTERFACE, "root", *shape)
+
 
 @contextlib.contextmanager
 def shaped_pair(rate_bytes_per_s: float) -> Iterator[ShapedPair]:
@@ -91,10 +109,9 @@ def shaped_pair(rate_bytes_per_s: float) -> Iterator[ShapedPair]:
             _ip("-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
             for device in ("lo", INTERFACE):
                 _ip("-n", name, "link", "set", device, "up")
-            rate = f"{round(8 * rate_bytes_per_s)}bit"
-            shape = ["tbf", "rate", rate, "burst", str(BURST_BYTES), "latency", "100ms"]
-            _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *shape)
-        yield ShapedPair(rate_bytes_per_s)
+        pair = ShapedPair(rate_bytes_per_s)
+        pair.shape(rate_bytes_per_s, burst_s=max(FASTEST_S, BURST_BYTES / rate_bytes_per_s))
+        yield pair
     finally:
         _remove()
 
@@ -118,17 +135,18 @@ def _wait(
 ) -> None:
     """Until all have ended well. Raises ExecutionError as soon as one has not, with the last it said."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    said = 0
+    said = [0] * len(logs)
     while any(process.poll() is None for process in processes):
-        lines = logs[0].read_text(errors="replace").splitlines()
-        for line in lines[said:]:
-            if on_line is not None:
-                on_line(line)
-        said = len(lines)
+        for node, log in enumerate(logs):  # the rank that speaks of the training is the last one of the plan
+            lines = log.read_text(errors="replace").split("\n")[:-1]  # the last one may not be whole yet
+            for line in lines[said[node] :]:
+                if on_line is not None:
+                    on_line(line)
+            said[node] = len(lines)
         failed = [node for node, process in enumerate(processes) if process.poll() not in (None, 0)]
         if failed or (deadline is not None and time.monotonic() > deadline):
             break
-        time.sleep(0.2)
+        time.sleep(POLL_S)
     for node, process in enumerate(processes):
         if process.poll() != 0:
             last = logs[node].read_text(errors="replace").strip().splitlines()[-1:]

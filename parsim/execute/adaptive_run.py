@@ -21,6 +21,7 @@ from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.execute.records.measurement import merge_times
 from parsim.execute.streams import TaskTime
 from parsim.graph.lower import lower
+from parsim.graph.taskgraph import TaskGraph
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.model import Model
@@ -28,10 +29,8 @@ from parsim.plans.plan import Plan
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.live.controller import Controller
 from parsim.schedule.live.decisions import Keep
-from parsim.schedule.live.planning import controller_for, observation_of, search_planner, task_seconds
-
-PLANNING_S = 2.0
-"""Assumed seconds of a planning, until the first has been timed."""
+from parsim.schedule.live.planning import controller_for, observation_of, task_seconds
+from parsim.schedule.live.prepared import prepared_planner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +58,21 @@ class Steering:
     """The controller on rank 0, and everyone's part in asking it."""
 
     def __init__(self, spec: AdaptiveSpec, run: RunSpec, steps: int, place: ProcessPlace, *, built_s: float) -> None:
-        """`built_s`: that this rank took to build what runs the first plan; a switch builds as much again."""
+        """`built_s`: that this rank takes to build what runs a plan."""
         self._spec = spec
         self._place = place
         self._steps = steps
         self._windows = 0
         self.decisions: list[Decision] = []
+        self._graph: tuple[Plan, TaskGraph] | None = None
         self._controller: Controller | None = None
         if place.rank == 0:
+            pulse().begin(Doing.PREPARING, "pricing plans to change to")
             problem = problem_of(spec, run)
-            planner = search_planner(problem, ("adaptive",), world_size=run.plan.world_size)
-            controller = controller_for(problem, run.plan, plan_for=planner, rebuild_s=built_s, planning_s=PLANNING_S)
+            planner = prepared_planner(problem, run.plan)
+            controller = controller_for(
+                problem, run.plan, plan_for=planner.plan_for, rebuild_s=built_s, planning_s=planner.planning_s
+            )
             by_hand = run.plan.strategy == "custom"  # no search has stood behind it yet
             self._controller = replace(controller, question="the plan was written by hand") if by_hand else controller
 
@@ -97,7 +100,9 @@ class Steering:
         self, plan: Plan, model: Model, step: int, gathered: Sequence[Sequence[Sequence[TaskTime]]], step_s: float
     ) -> Decision:
         assert self._controller is not None
-        graph = lower(plan, model)
+        if self._graph is None or self._graph[0] != plan:
+            self._graph = plan, lower(plan, model)
+        graph = self._graph[1]
         recorded = min(len(times) for times in gathered)
         if not recorded:
             return Decision(step=step, reason="no step of this window was recorded", plan=None, step_s=step_s)

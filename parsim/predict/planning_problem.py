@@ -164,6 +164,17 @@ class PlanningProblem(Remembering):
             return self
         return replace(self, model=self.model_on(mesh), is_divided=True)
 
+    def corrected(self, corrections: RunCorrections) -> PlanningProblem:
+        """The same question where the machine runs otherwise. What does not depend on it, layouts and memory, is shared.
+
+        Args:
+            corrections: in place of the problem's own.
+        """
+        made = replace(self, corrections=corrections)
+        for name in ("_shapes", "_layouts", "_memories", "_state_bytes"):
+            made.__dict__[name] = getattr(self, name)
+        return made
+
     @cached_property
     def _layouts(self) -> dict[Plan, PlanIndex]:
         return {}

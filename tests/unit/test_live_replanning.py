@@ -75,12 +75,14 @@ def test_a_throttle_slows_down(factor: float) -> None:
         Throttle(1, factor)
 
 
-def rows(sooner: int, switched_when_quiet: int = 0) -> list[dict[str, Any]]:
+def rows(sooner: int, switched_when_quiet: int = 0, kinds: tuple[str, ...] = ("link", "throttled")) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for number in range(PAIRS):
         took = {"adaptive": 50.0 if number < sooner else 70.0, "start": 90.0, "other": 60.0}
         found += [
-            {"pair": f"throttled {number}", "way": way, "seconds": seconds, "switches": []} for way, seconds in took.items()
+            {"pair": f"{kind} {number}", "way": way, "seconds": seconds, "switches": []}
+            for kind in kinds
+            for way, seconds in took.items()
         ]
         switches = [{"step": 3}] if number < switched_when_quiet else []
         found.append({"pair": f"quiet {number}", "way": "adaptive", "seconds": 30.0, "switches": switches})
@@ -89,20 +91,32 @@ def rows(sooner: int, switched_when_quiet: int = 0) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("sooner", "verdict"), [(10, MET), (8, MET), (7, MISSED)])
 def test_eight_of_ten_pairs_win_the_race(sooner: int, verdict: str) -> None:
-    assert [each.verdict for each in claims({"rows": rows(sooner)})] == [verdict, MET, NOT_CHECKED]
+    assert [each.verdict for each in claims({"rows": rows(sooner)})] == [verdict, verdict, MET, NOT_CHECKED]
+
+
+def test_a_race_that_could_not_be_run_says_why() -> None:
+    found = claims({"rows": rows(10, kinds=("throttled",)), "no_link": "network namespaces need root"})
+    assert [each.verdict for each in found[:2]] == [NOT_CHECKED, MET]
+    assert found[0].found == "skipped: network namespaces need root"
 
 
 def test_a_switch_without_a_disturbance_counts_against_it() -> None:
-    assert claims({"rows": rows(10, switched_when_quiet=1)})[1].verdict == MISSED
+    assert claims({"rows": rows(10, switched_when_quiet=1)})[2].verdict == MISSED
 
 
 def test_fewer_pairs_compare_nothing() -> None:
-    assert {each.verdict for each in claims({"rows": rows(10)[: 4 * (PAIRS - 1)]})} == {NOT_CHECKED}
+    assert {each.verdict for each in claims({"rows": rows(10)[: 7 * (PAIRS - 1)]})} == {NOT_CHECKED}
 
 
 def test_losses_are_compared_to_the_end_and_only_if_the_plan_changed() -> None:
     straight = {"pair": "float64", "way": "start", "steps": 3, "losses": [3.0, 2.0, 1.0], "switches": []}
     changed = {**straight, "way": "adaptive", "switches": [{"step": 1}]}
-    assert claims({"rows": [straight, changed]})[2].verdict == MET
-    assert claims({"rows": [straight, {**changed, "losses": [3.0, 2.0, 1.0 + 1e-9]}]})[2].verdict == MISSED
-    assert claims({"rows": [straight, {**changed, "switches": []}]})[2].verdict == NOT_CHECKED
+
+    def verdict(*rows: dict[str, Any], weights: float | None = 0.0) -> str:
+        return claims({"rows": list(rows), "weights_differ_by": weights})[3].verdict
+
+    assert verdict(straight, changed) == MET
+    assert verdict(straight, changed, weights=1e-9) == MISSED
+    assert verdict(straight, changed, weights=None) == NOT_CHECKED
+    assert verdict(straight, {**changed, "losses": [3.0, 2.0, 1.0 + 1e-9]}) == MISSED
+    assert verdict(straight, {**changed, "switches": []}) == NOT_CHECKED

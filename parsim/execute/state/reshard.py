@@ -1,6 +1,7 @@
 """Moving a training from one plan to another on the same processes, without files.
 
-Parameter by parameter, the first rank that holds a piece broadcasts it with its optimizer state. Each rank assembles the
+Parameter by parameter, the first rank that holds a piece broadcasts it with its optimizer state, unless every rank has all it will
+need. Each rank assembles the
 whole and keeps its part under the new plan. So beside what both plans hold, a rank has one whole parameter with its state
 at a time. Running statistics follow in the same way, all at once, because they are small. A rank keeps its own. If it had
 none, or the new plan cuts the channels differently, it takes those of the lowest rank.
@@ -20,6 +21,7 @@ from parsim.execute.stage import StageReplica
 from parsim.execute.state.checkpoint import RankState
 from parsim.execute.state.fragments import WHOLE, Fragment, fragment_from, is_per_element, join, join_state
 from parsim.execute.state.weight_averages import averaged_state
+from parsim.graph.plan_index import PlanIndex
 
 
 def reshard(old: StageReplica, new: StageReplica) -> None:
@@ -29,7 +31,13 @@ def reshard(old: StageReplica, new: StageReplica) -> None:
     """
     state = old.state()
     catalogue = _catalogue(state)
+    moved = _moved(old.layout, new.layout)
     for name in [parameter.name for parameter in old.layout.model.parameters]:
+        if name not in moved:
+            if name in new.parameters:
+                moments = {WHOLE: state.optimizer[name]} if name in state.optimizer else {}
+                new.load_parameter(name, state.weights[name], join_state(name, moments) if moments else {})
+            continue
         weights = _collect(catalogue["weights"].get(name, {}), state.weights.get(name), old.device)
         moments = _collect(catalogue["optimizer"].get(name, {}), state.optimizer.get(name), old.device)
         if name in new.parameters:
@@ -45,6 +53,20 @@ def reshard(old: StageReplica, new: StageReplica) -> None:
     new.load_buffers(buffers)
     new.finish_loading()
     new.loss_scale = old.loss_scale
+
+
+def _moved(old: PlanIndex, new: PlanIndex) -> set[str]:
+    """The parameters that some rank needs under the new plan and does not hold, whole and with all of its state, under the old.
+
+    From data parallelism to a pipeline that is none: nothing has to be sent, over a link that may be why the plan changes.
+    """
+    if old.plan.zero_stage or old.plan.synchronisation.is_relaxed:
+        return {parameter.name for parameter in old.model.parameters}
+    found: set[str] = set()
+    for rank in range(new.plan.world_size):
+        whole = {parameter.name for parameter in old.rank_parameters(rank) if parameter.part is None}
+        found |= {parameter.name for parameter in new.rank_parameters(rank)} - whole
+    return found
 
 
 def whole_weights(stage: StageReplica, *, averaged: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

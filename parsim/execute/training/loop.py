@@ -51,7 +51,9 @@ def train(
                 warnings.warn(text, stacklevel=1)
             return None
     said = time.monotonic()
-    steering = Steering(job.adaptive, entry.run, job.steps, place, built_s=entry.built_s) if job.adaptive is not None else None
+    steering: Steering | None = None
+    if job.adaptive is not None:
+        steering = Steering(job.adaptive, entry.run, job.steps, place, built_s=entry.rebuilt_s(place, groups))
     validation = _validation(job, entry, place)
     stopped: int | None = None
     log = TrainingLog(Path(job.output), entry, job.steps)

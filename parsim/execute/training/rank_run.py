@@ -30,7 +30,7 @@ from parsim.execute.records.task_time import TaskTime
 from parsim.execute.relaxed.mixing import MixingRounds, is_message, mean_groups
 from parsim.execute.relaxed.stale import StaleStage
 from parsim.execute.runtime import RankProgram, required_groups
-from parsim.execute.stage import LOSS_SCALE, StageReplica
+from parsim.execute.stage import LOSS_SCALE, StageReplica, recorded_programs
 from parsim.execute.state import checkpoint
 from parsim.execute.state.finite import check_loss, check_state
 from parsim.execute.state.reshard import reshard
@@ -187,6 +187,20 @@ class RankRun:
             after.stale.restart(after.step_number)
         self.close()
         return after
+
+    def rebuilt_s(self, place: ProcessPlace, groups: ProcessGroups) -> float:
+        """Seconds to build this again with warm libraries: what a switch takes beside the moving of weights.
+
+        A GPU may not hold it twice: there it is the seconds of the first build, which warmed libraries up, too.
+        """
+        if self.stage.device.type != "cpu":
+            return self.built_s
+        random = checkpoint.rng_state(str(self.stage.device))
+        recorded_programs.cache_clear()  # another plan has other microbatches, whose programs are recorded anew
+        again = RankRun(self.run, self.layout, lower(self.run.plan, self.layout.model), place, groups.mine, steps=self.steps)
+        again.close()
+        checkpoint.restore_rng(random, str(self.stage.device))
+        return again.built_s
 
     def close(self) -> None:
         """End what runs beside the rank's own thread."""

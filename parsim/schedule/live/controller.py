@@ -8,7 +8,8 @@ The rule (written for this project; the paper's Algorithm 1 says only that commu
     the windows. A factor has changed if it deviates from the reference (the average at the last planning) by more than
     `threshold`, on one side, for `patience` windows in a row. Its average then starts anew from those windows.
  2. The plan is questioned when a factor has changed; and at the end of an epoch, when an average has moved by more than
-    `epoch_threshold`. A change of communication outdates what was known of communication that the plan does not use.
+    `epoch_threshold`. A change of communication outdates what was known of communication that the plan does not use. One
+    that was there when the communication was first seen does not: what had been inferred of it was wrong.
  3. With `ask_probes`, measurements of such communication are asked for one window before a planning is due; where that could
     not be foreseen, the planning waits for one window.
  4. A new plan must pass two tests. It is predicted at least `least_improvement` faster than the current one *under the
@@ -139,7 +140,7 @@ class Controller:
         if config.ask_probes and not seen.probes and not self.asked and not state._waits_for(lasting):
             reason = f"{why}; other plans' communication is probed first"
             return replace(state, question=why, asked=True), Keep(reason=reason, probe=True)
-        if any(not isinstance(key, int) for key in lasting):
+        if any(not isinstance(key, int) and tracks[key].since is not None for key in lasting):
             kept = {key: track for key, track in tracks.items() if isinstance(key, int) or key in fresh}
             state = replace(state, tracks=kept)
         return state._plan_again(seen, why, lasting)

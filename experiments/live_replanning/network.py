@@ -1,0 +1,22 @@
+"""A network whose cheapest cut lies at an uneven place: a narrow layer behind two thirds of the work."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+
+def narrow(
+    *, width: int = 384, waist: int = 64, before: int = 4, after: int = 2, classes: int = 10, side: int = 16
+) -> nn.Sequential:
+    """Linear layers with ReLU on images of one channel, flattened: `before` of `width`, one of `waist`, `after` of `width`.
+
+    A pipeline cut at the waist sends little and is uneven; data parallelism is even and sends the gradients of all weights.
+    """
+    layers: list[nn.Module] = [nn.Flatten()]
+    inputs = math.prod((side, side))
+    for size in (*[width] * before, waist, *[width] * after):
+        layers += [nn.Linear(inputs, size), nn.ReLU()]
+        inputs = size
+    return nn.Sequential(*layers, nn.Linear(inputs, classes))
