@@ -2,7 +2,7 @@
 
     python experiments/time_to_accuracy/run.py PROFILE [--rounds N] [--quick] [--json] [--out DIR]
 
-PROFILE is one that `parsim calibrate` has measured here for two ranks. For each case `to_target` predicts the seconds of each
+PROFILE is one that `parsim calibrate` has measured here for two ranks; `--quick` compares nothing, so any will do. For each case `to_target` predicts the seconds of each
 rule to a test accuracy: simulated seconds per step times steps of virtual replicas, over three seeds. Then real processes
 train by each rule until the mean weights score the target. Every round has a seed that the prediction has not seen. One launch
 trains all rules of a case and a round in turns. Predictions are kept in DIR/predictions.jsonl before the first launch, and
@@ -44,7 +44,7 @@ FIRST_SEED = 10
 MOST_STEPS = 1000
 PATIENCE = 2
 """Times the predicted steps after which an executed training is given up."""
-RULES = ("average/4", "average/16", "average/16 outer=nesterov:0.7:0.9", "gossip/1 ring", "gossip/4 ring", "merge/4")
+RULES = ("average/4", "average/16", "average/16 outer=nesterov:0.7:0.9", "gossip/1 ring", "gossip/4 ring", "merge/4", "stale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +183,8 @@ def main() -> None:
     )
     try:
         profile = load_profile(str(given.profile)).name
-        digest = hashlib.sha256(given.profile.read_bytes()).hexdigest()[:12]
+        content = given.profile.read_bytes() if given.profile.is_file() else str(given.profile).encode()
+        digest = hashlib.sha256(content).hexdigest()[:12]
         rows = raced(given.profile, digest, given.out / "quick" if given.quick else given.out, cases, rules, rounds, seeds)
     except (OSError, ParsimError) as error:
         parser.exit(1, f"{error}\n")

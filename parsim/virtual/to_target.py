@@ -32,13 +32,21 @@ class LearningCourse:
 
 
 def course_to(
-    target: float, rule: Synchronisation, replicas: int, training: LocalTraining, order: BatchOrder, *, most_steps: int
+    target: float,
+    rule: Synchronisation,
+    replicas: int,
+    training: LocalTraining,
+    order: BatchOrder,
+    *,
+    most_steps: int,
+    stages: Sequence[Sequence[str]] = (),
 ) -> LearningCourse:
     """Train until the mean weights score `target`.
 
     Args:
-        target: accuracy, or R^2. rule: all_reduce, average or gossip. replicas: 1 under all_reduce, which learns the same as
-            any number. training: of the model. order: of the samples. most_steps: after which it is given up.
+        target: accuracy, or R^2. rule: any. replicas: 1 under all_reduce and stale, which learn the same with any number.
+        training: of the model. order: of the samples. most_steps: after which it is given up. stages: of stale, the names of
+            each stage's parameters.
 
     Raises:
         AlgorithmError: so many replicas do not fit, or `most_steps` has no score in it.
@@ -46,7 +54,7 @@ def course_to(
     if most_steps < SCORED_EVERY:
         raise AlgorithmError(f"a target is looked for every {SCORED_EVERY} steps, got {most_steps} at most; allow more")
     scores: list[tuple[int, float]] = []
-    for step, (workers, _) in enumerate(steps_of(rule, replicas, training, order), 1):
+    for step, (workers, _) in enumerate(steps_of(rule, replicas, training, order, stages), 1):
         if step % SCORED_EVERY == 0:
             scores.append((step, training.score(workers.weights.mean(0))))
             if scores[-1][1] >= target or step + SCORED_EVERY > most_steps:

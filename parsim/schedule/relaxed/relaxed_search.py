@@ -54,7 +54,8 @@ def relaxed_search(
             reasons[str(error)] = None
     if not found:
         rule = problem.constraints.synchronisation
-        raise ScheduleError(f"no plan has synchronisation {rule}: {'; '.join(reasons) or 'the mesh leaves no replicas'}")
+        why = "; ".join(reason.removeprefix(f"synchronisation {rule}: ") for reason in reasons)
+        raise ScheduleError(f"no plan has synchronisation {rule}: {why or 'the mesh leaves no replicas'}")
     found.sort(key=lambda entry: (not entry.result.fits, entry.result.step_s.median))
     shown = found[:top] if top is not None else _best_of_each(found)
     best = shown[0]

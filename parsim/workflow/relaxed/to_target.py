@@ -23,6 +23,8 @@ RULES = (
     "average/16 outer=nesterov:0.7:0.9",
     "gossip/1 ring",
     "gossip/1 one_peer_exponential",
+    "merge/4",
+    "stale",
 )
 """Tried beside synchronous training, unless others are given."""
 SEEDS = 3
@@ -186,8 +188,7 @@ def _planned(answer: Answer, rule: Synchronisation) -> Contender:
 def _learnt(entry: Contender, learner: Learner, target: float, seeds: Sequence[int], most_steps: int) -> Contender:
     if entry.result is None:
         return entry
-    replicas = entry.result.plan.mesh.dp if entry.rule.is_relaxed else 1
     try:
-        return replace(entry, learnt=learner.steps_to(target, entry.rule, replicas, seeds, most_steps))
+        return replace(entry, learnt=learner.steps_to(target, entry.result.plan, entry.rule, seeds, most_steps))
     except ParsimError as error:
         return replace(entry, result=None, reason=str(error))
