@@ -168,6 +168,7 @@ def main() -> None:
         "rows": rows,
     }
     if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
         write_json_atomically(given.out / "results.json", document, indent=1)
     if given.json:
         print(json.dumps(document))

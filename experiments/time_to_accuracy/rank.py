@@ -114,7 +114,7 @@ class Training:
         )
         dist.all_reduce(flat)
         dist.all_reduce(held)
-        parts = zip(self._names, flat.split(sizes), held.tolist(), strict=True)
+        parts = zip(self._names, torch.split(flat, sizes), held.tolist(), strict=True)
         return {name: (part / holders).view(shape) for (name, shape), part, holders in parts}
 
     def row(self) -> dict[str, Any]:

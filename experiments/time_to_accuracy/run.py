@@ -171,16 +171,14 @@ def joined(case: Case, predictions: list[dict[str, Any]], launches: list[dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("profile", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one case, one round, three rules, one seed")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/time_to_accuracy"))
     given = parser.parse_args()
     if given.rounds < 1:
         parser.error("--rounds is at least 1")
-    cases, rules, rounds, seeds = (
-        (CASES[:1], RULES[:2], 1, 1) if given.quick else (CASES, RULES, given.rounds, SEEDS)
-    )
+    cases, rules, rounds, seeds = (CASES[:1], RULES[:2], 1, 1) if given.quick else (CASES, RULES, given.rounds, SEEDS)
     try:
         profile = load_profile(str(given.profile)).name
         content = given.profile.read_bytes() if given.profile.is_file() else str(given.profile).encode()

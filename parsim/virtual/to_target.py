@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -97,12 +98,30 @@ class LearntSteps:
 
 
 def learnt_steps(
-    course: Callable[[float, int], LearningCourse], learning_rates: Sequence[float], seeds: Sequence[int]
+    course: Callable[[float, int, int], LearningCourse], learning_rates: Sequence[float], seeds: Sequence[int], most_steps: int
 ) -> LearntSteps:
     """Of several learning rates the one that reaches the target first, or comes nearest.
 
+    A rate is given up where the best one so far had reached the target: beyond, it cannot be better. Of the best rate every
+    seed trains as long as it may.
+
     Args:
-        course: of a learning rate and a seed. learning_rates, seeds: to try, all with all.
+        course: of a learning rate, a seed and the most steps. learning_rates, seeds: to try, all with all.
+        most_steps: of every training.
     """
-    tried = [LearntSteps(learning_rate=rate, courses=tuple(course(rate, seed) for seed in seeds)) for rate in learning_rates]
-    return min(tried, key=lambda entry: (entry.steps is None, entry.steps or 0.0, -entry.best.best))
+    best: LearntSteps | None = None
+    for rate in learning_rates:
+        most = most_steps if best is None or best.steps is None else math.ceil(best.steps)
+        tried = LearntSteps(learning_rate=rate, courses=tuple(course(rate, seed, most) for seed in seeds))
+        if best is None or _order(tried) < _order(best):
+            whole = (
+                course(rate, seed, most_steps) if given.steps is None and most < most_steps else given
+                for seed, given in zip(seeds, tried.courses, strict=True)
+            )
+            best = LearntSteps(learning_rate=rate, courses=tuple(whole))
+    assert best is not None
+    return best
+
+
+def _order(tried: LearntSteps) -> tuple[bool, float, float]:
+    return tried.steps is None, tried.steps or 0.0, -tried.best.best

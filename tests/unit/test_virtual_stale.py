@@ -99,8 +99,6 @@ def test_stale_is_ranked_by_the_time_to_an_accuracy() -> None:
     assert entry.learnt.courses[0].scores[:20] != prompt.learnt.courses[0].scores[:20]
 
 
-
-
 def test_a_stand_in_with_fewer_layers_than_stages_is_refused_with_both_numbers() -> None:
     learner = Learner(words="", problem=load_problem("digits"), own=None, optimizer="sgd", rates=(0.1,), batch=32)
     stages = tuple(Stage(components=(f"c{place}",), ranks=(place,)) for place in range(3))

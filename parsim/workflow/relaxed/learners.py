@@ -64,18 +64,20 @@ class Learner:
         stages = self._stages(plan) if rule.kind == "stale" else ()
         replicas = plan.mesh.dp if rule.mixes else 1
 
-        def course(rate: float, seed: int) -> LearningCourse:
+        def course(rate: float, seed: int, most: int) -> LearningCourse:
             order = BatchOrder(n=len(self.problem), global_batch=self.batch, seed=seed)
             training = self.training(rate, seed)
-            return course_to(target, rule, replicas, training, order, most_steps=most_steps, stages=stages)
+            return course_to(target, rule, replicas, training, order, most_steps=most, stages=stages)
 
-        return learnt_steps(course, self.rates, seeds)
+        return learnt_steps(course, self.rates, seeds, most_steps)
 
     def _stages(self, plan: Plan) -> tuple[tuple[str, ...], ...]:
         """The parameters of each stage: as the plan has them, or the stand-in's layers in as many parts."""
         if self.own is not None:
             held = {each.name: [parameter.name for parameter in each.parameters] for each in self.own.problem.model.components}
-            return tuple(tuple(dict.fromkeys(name for part in stage.components for name in held[part])) for stage in plan.stages)
+            return tuple(
+                tuple(dict.fromkeys(name for part in stage.components for name in held[part])) for stage in plan.stages
+            )
         layers: dict[str, list[str]] = {}
         for name, _ in self.training(self.rates[0], 0).tensors:
             layers.setdefault(name.rpartition(".")[0], []).append(name)
