@@ -2,11 +2,11 @@
 
     python experiments/time_to_accuracy/run.py PROFILE [--rounds N] [--quick] [--json] [--out DIR]
 
-PROFILE is one that `parsim calibrate` has measured here for two ranks; `--quick` compares nothing, so any will do. For each case `to_target` predicts the seconds of each
-rule to a test accuracy: simulated seconds per step times steps of virtual replicas, over three seeds. Then real processes
-train by each rule until the mean weights score the target. Every round has a seed that the prediction has not seen. One launch
-trains all rules of a case and a round in turns. Predictions are kept in DIR/predictions.jsonl before the first launch, and
-launches in DIR/launches.jsonl; the same command goes on behind the last one.
+PROFILE is one that `parsim calibrate` has measured here for two ranks; `--quick` compares nothing, so any will do. For each
+case `to_target` predicts the seconds of each rule to a test accuracy: simulated seconds per step times steps of virtual
+replicas, over three seeds. Then real processes train by each rule until the mean weights score the target. Every round has a
+seed that the prediction has not seen. One launch trains all rules of a case and a round in turns. Predictions are kept in
+DIR/predictions.jsonl before the first launch, and launches in DIR/launches.jsonl; the same command goes on behind the last one.
 """
 
 from __future__ import annotations

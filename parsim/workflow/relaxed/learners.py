@@ -83,8 +83,8 @@ class Learner:
             layers.setdefault(name.rpartition(".")[0], []).append(name)
         if plan.mesh.pp > len(layers):
             raise AlgorithmError(
-                f"the plan has {plan.mesh.pp} stages, and the stand-in that learns has {len(layers)} layers; set plan.mesh.pp to "
-                f"{len(layers)} at most, or ask about a model that classifies digits"
+                f"the plan has {plan.mesh.pp} stages, and the stand-in that learns has {len(layers)} layers; set plan.mesh.pp "
+                f"to {len(layers)} at most, or ask about a model that classifies digits"
             )
         parts = np.array_split(np.arange(len(layers)), plan.mesh.pp)
         of_layer = list(layers.values())
