@@ -45,6 +45,9 @@ RULES = (
     "average/8 outer=nesterov:0.7:0.9",
     "gossip/1 ring",
     "gossip/4 ring",
+    "merge/4",
+    "merge/8 merge=staleness:0.6",
+    "stale",
 )
 MLP = ModelSpec(name="mlp", args=(("width", 512),))
 CASES = {"mlp, 256": (MLP, 256), "mlp, 64": (MLP, 64)}
@@ -61,8 +64,11 @@ def problem_of(profile: str, spec: ModelSpec, batch: int) -> PlanningProblem:
 
 
 def predicted(problem: PlanningProblem) -> list[Evaluation]:
-    """Every rule on two replicas."""
-    plans = [custom_plan(problem, Mesh(dp=RANKS), synchronisation=parse_synchronisation(rule)) for rule in RULES]
+    """Every rule on two replicas, or two stages where gradients are stale."""
+    rules = [parse_synchronisation(text) for text in RULES]
+    plans = [
+        custom_plan(problem, Mesh(pp=RANKS) if rule.kind == "stale" else Mesh(dp=RANKS), synchronisation=rule) for rule in rules
+    ]
     return [evaluate(problem, plan) for plan in plans]
 
 
@@ -162,6 +168,7 @@ def main() -> None:
         "rows": rows,
     }
     if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
         write_json_atomically(given.out / "results.json", document, indent=1)
     if given.json:
         print(json.dumps(document))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
 from typing import Any
 
@@ -17,18 +18,24 @@ APART = 0.05
 def pairs(document: dict[str, Any]) -> list[tuple[bool, float]]:
     """Per pair of rules of one case: whether the predicted winner won, and by how much the executed seconds differ.
 
+    A way that was executed and did not reach the target is slower than any that did; two of them are not compared.
+
     Args:
         document: results.json.
     """
-    rows = [row for row in document.get("rows", []) if row["predicted_s"] is not None and row["executed_s"] is not None]
+    rows = [row for row in document.get("rows", []) if row["predicted_s"] is not None and row["rounds"]]
     found = []
     for one, other in combinations(rows, 2):
-        if one["case"] != other["case"] or one["predicted_s"] == other["predicted_s"]:
+        first, second = _executed_s(one), _executed_s(other)
+        if one["case"] != other["case"] or one["predicted_s"] == other["predicted_s"] or math.inf == first == second:
             continue
-        won = (one["predicted_s"] < other["predicted_s"]) == (one["executed_s"] < other["executed_s"])
-        slower, faster = max(one["executed_s"], other["executed_s"]), min(one["executed_s"], other["executed_s"])
-        found.append((won, slower / faster - 1))
+        won = (one["predicted_s"] < other["predicted_s"]) == (first < second)
+        found.append((won, max(first, second) / min(first, second) - 1))
     return found
+
+
+def _executed_s(row: dict[str, Any]) -> float:
+    return math.inf if row["executed_s"] is None else float(row["executed_s"])
 
 
 def claims(document: dict[str, Any]) -> list[Claim]:
@@ -69,9 +76,13 @@ def tables(document: dict[str, Any]) -> str:
             f"`{row['rule']}`",
             "not reached" if row["predicted_s"] is None else f"{row['predicted_s']:.2f}",
             "" if row["predicted_steps"] is None else f"{row['predicted_steps']:.0f}",
-            "" if row["executed_s"] is None else f"{row['executed_s']:.2f}",
-            "" if row["executed_steps"] is None else f"{row['executed_steps']:.0f}",
+            _said(row["executed_s"], row["rounds"], 2),
+            _said(row["executed_steps"], row["rounds"], 0),
         )
         for row in document["rows"]
     ]
     return table(head, lines, words=2)
+
+
+def _said(value: float | None, rounds: int, digits: int) -> str:
+    return ("not reached" if rounds else "not run") if value is None else f"{value:.{digits}f}"

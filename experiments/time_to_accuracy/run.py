@@ -2,42 +2,49 @@
 
     python experiments/time_to_accuracy/run.py PROFILE [--rounds N] [--quick] [--json] [--out DIR]
 
-PROFILE is one that `parsim calibrate` has measured here for two ranks. For each case `to_target` predicts the seconds of each
-rule to a test accuracy: simulated seconds per step times steps of virtual replicas. Then real processes train by each rule,
-from the same weights and samples, until a checkpoint scores the target: measured seconds per step times its steps.
-Rules take turns in rounds. Launches are kept in DIR/launches.jsonl; the same command goes on behind the last one.
+PROFILE is one that `parsim calibrate` has measured here for two ranks; `--quick` compares nothing, so any will do. For each
+case `to_target` predicts the seconds of each rule to a test accuracy: simulated seconds per step times steps of virtual
+replicas, over three seeds. Then real processes train by each rule until the mean weights score the target. Every round has a
+seed that the prediction has not seen. One launch trains all rules of a case and a round in turns. Predictions are kept in
+DIR/predictions.jsonl before the first launch, and launches in DIR/launches.jsonl; the same command goes on behind the last one.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import math
 import statistics
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(HERE), str(ROOT)]
 
-import parsim
-from parsim.execute.job import Job, RunSpec
-from parsim.execute.processes.launch import launch
-from parsim.execute.records.measurement import load_measurement
-from parsim.execute.state.checkpoint import latest_checkpoint, load_state
-from parsim.graph.lower import lower
-from parsim.hardware.profile import load_profile
-from parsim.virtual.to_target import SCORED_EVERY
-from parsim.workflow.public.answer import Answer
-from parsim.workflow.relaxed.learners import learner_of
-from parsim.workflow.relaxed.to_target import Contender
+from rank import FOUND, Goal  # noqa: E402
+
+import parsim  # noqa: E402
+from parsim.errors import ParsimError  # noqa: E402
+from parsim.execute.job import Job, RunSpec  # noqa: E402
+from parsim.execute.processes.launch import launch  # noqa: E402
+from parsim.files import read_json  # noqa: E402
+from parsim.hardware.profile import load_profile  # noqa: E402
+from parsim.plans.plan import Plan  # noqa: E402
+from parsim.workflow.public.answer import Answer  # noqa: E402
 
 RANKS = 2
-SEED = 0
+SEEDS = 3
+"""Of the prediction: 0, 1, 2."""
+FIRST_SEED = 10
+"""Of the first round that is executed."""
 MOST_STEPS = 1000
-MORE = 10
-"""Times that a training may go on by `SCORED_EVERY` steps where it does not score the target after the predicted steps."""
-RULES = ("average/4", "average/16", "average/16 outer=nesterov:0.7:0.9", "gossip/1 ring", "gossip/4 ring", "merge/4")
+PATIENCE = 2
+"""Times the predicted steps after which an executed training is given up."""
+RULES = ("average/4", "average/16", "average/16 outer=nesterov:0.7:0.9", "gossip/1 ring", "gossip/4 ring", "merge/4", "stale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +68,21 @@ CASES = (
 )
 
 
+class Record:
+    """Lines of JSON in a file, each with the profile that it belongs to; the file grows by a line when one is known."""
+
+    def __init__(self, path: Path, profile: str) -> None:
+        self._path, self._profile = path, profile
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self.entries = [entry for line in lines if (entry := json.loads(line))["profile"] == profile]
+
+    def add(self, entry: dict[str, Any]) -> None:
+        own = {"profile": self._profile, **entry}
+        self.entries.append(own)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(own) + "\n")
+
+
 def asked(profile: Path, case: Case) -> Answer:
     """The question about a case, planned."""
     return parsim.plan(
@@ -75,106 +97,134 @@ def asked(profile: Path, case: Case) -> Answer:
     )
 
 
-def executed(answer: Answer, case: Case, contender: Contender) -> dict[str, Any]:
-    """One launch: trained until a checkpoint scores the target.
+def predicted(answer: Answer, case: Case, rules: tuple[str, ...], seeds: int) -> list[dict[str, Any]]:
+    """A row per rule: seconds and steps to the target, None where virtual replicas do not reach it, and its plan."""
+    ranking = answer.to_target(case.target, rules=rules, seeds=seeds, most_steps=MOST_STEPS)
+    return [
+        {
+            "rule": str(entry.rule),
+            "predicted_s": entry.seconds,
+            "steps": None if entry.learnt is None else entry.learnt.steps,
+            "plan": None if entry.result is None else entry.result.plan.to_json(),
+        }
+        for entry in ranking.contenders
+    ]
+
+
+def executed(answer: Answer, case: Case, rows: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
+    """One launch: every rule trained until the mean weights score the target, or twice as long as predicted.
 
     Returns:
-        reached: whether it did. steps: until then. step_s: mean seconds of a step of the first training. score: at the end.
+        Per rule: reached, steps, seconds and score, at the target or at the end.
     """
-    assert contender.result is not None
-    assert contender.learnt is not None
-    assert contender.learnt.steps is not None
-    plan, config = contender.result.plan, answer.config
-    scorer = learner_of(answer, RANKS).training(case.rate, SEED)
-    names = [name for name, _ in scorer.tensors]
+    config = answer.config
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         answer.problem.model.save(folder / "model.json")
-        run = RunSpec(
-            name="run",
-            model=config.model_spec,
-            model_path=str(folder / "model.json"),
-            plan=plan,
-            optimizer=config.training.optimizer,
-            learning_rate=case.rate,
-            dataset="digits",
-            seed=SEED,
+        runs = tuple(
+            RunSpec(
+                name=f"rule{number}",
+                model=config.model_spec,
+                model_path=str(folder / "model.json"),
+                plan=Plan.from_json(row["plan"]),
+                optimizer=config.training.optimizer,
+                learning_rate=case.rate,
+                dataset="digits",
+                seed=seed,
+            )
+            for number, row in enumerate(rows)
         )
-        steps, step_s, score = int(contender.learnt.steps), 0.0, 0.0
-        for number in range(1 + MORE):
-            job = Job(output=str(folder), mode="train", runs=(run,), steps=steps, warmup_steps=0, resume=number > 0)
-            job.save(folder / "job.json")
-            launch(folder / "job.json", plan.world_size)
-            step_s = step_s or load_measurement(folder / "run", lower(plan, answer.problem.model)).mean_step_s
-            found = latest_checkpoint(folder / "checkpoints")
-            assert found is not None
-            weights = load_state(found).weights
-            score = scorer.score(torch.cat([weights[name].flatten().float() for name in names]))
-            if score >= case.target:
-                break
-            steps += SCORED_EVERY
-        return {"reached": score >= case.target, "steps": found.step, "step_s": step_s, "score": score}
+        Job(output=str(folder), mode="measure", runs=runs, steps=MOST_STEPS).save(folder / "job.json")
+        Goal(target=case.target, most_steps=tuple(math.ceil(PATIENCE * row["steps"]) for row in rows)).save(folder)
+        launch(folder / "job.json", RANKS, module="rank", env={"PYTHONPATH": f"{HERE}:{ROOT}"}, hang_s=120.0)
+        found = read_json(folder / FOUND)
+    return [{"rule": row["rule"], **found[run.name]} for row, run in zip(rows, runs, strict=True)]
+
+
+def middle(rows: list[dict[str, Any]], key: str) -> float | None:
+    """The median over rounds; None where half of them or more did not reach the target."""
+    value = statistics.median([row[key] if row["reached"] else math.inf for row in rows]) if rows else math.inf
+    return None if value == math.inf else value
+
+
+def joined(case: Case, predictions: list[dict[str, Any]], launches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row per rule of a case: predicted, and the median of the executed rounds."""
+    table = []
+    for row in predictions:
+        own = [found for entry in launches for found in entry["rows"] if found["rule"] == row["rule"]]
+        table.append(
+            {
+                "case": case.name,
+                "target": case.target,
+                "rule": row["rule"],
+                "predicted_s": row["predicted_s"],
+                "predicted_steps": row["steps"],
+                "executed_s": middle(own, "seconds"),
+                "executed_steps": middle(own, "steps"),
+                "rounds": len(own),
+                "seconds": [found["seconds"] if found["reached"] else None for found in own],
+            }
+        )
+    return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("profile", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one case, one round, three rules")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one case, one round, three rules, one seed")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/time_to_accuracy"))
     given = parser.parse_args()
-    cases, rules, rounds = (CASES[:1], RULES[:2], 1) if given.quick else (CASES, RULES, given.rounds)
-    given.out.mkdir(parents=True, exist_ok=True)
-    profile = load_profile(str(given.profile)).name
-    record = given.out / "launches.jsonl"
-    kept = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
-    done = {(entry["case"], entry["rule"], entry["round"]) for entry in kept if entry["profile"] == profile}
-    rows: list[dict[str, Any]] = []
-    questions = {case: asked(given.profile, case) for case in cases}
-    ranked = {
-        case: answer.to_target(case.target, rules=rules, seeds=1, most_steps=MOST_STEPS).contenders
-        for case, answer in questions.items()
-    }
-    for number in range(rounds):
-        for case, contenders in ranked.items():
-            for contender in contenders:
-                key = (case.name, str(contender.rule), number)
-                if contender.seconds is None or key in done:
-                    continue
-                entry = {"profile": profile, "case": case.name, "rule": str(contender.rule), "round": number}
-                entry |= executed(questions[case], case, contender)
-                kept.append(entry)
-                with record.open("a") as file:
-                    file.write(json.dumps(entry) + "\n")
-    for case, contenders in ranked.items():
-        for contender in contenders:
-            own = [
-                entry
-                for entry in kept
-                if (entry["profile"], entry["case"], entry["rule"]) == (profile, case.name, str(contender.rule))
-                and entry["reached"]
-                and entry["round"] < rounds
-            ]
-            seconds = [entry["steps"] * entry["step_s"] for entry in own]
-            rows.append(
-                {
-                    "case": case.name,
-                    "target": case.target,
-                    "rule": str(contender.rule),
-                    "predicted_s": contender.seconds,
-                    "predicted_steps": None if contender.learnt is None else contender.learnt.steps,
-                    "executed_s": statistics.median(seconds) if seconds else None,
-                    "executed_steps": statistics.median(entry["steps"] for entry in own) if own else None,
-                    "rounds": len(own),
-                }
-            )
+    if given.rounds < 1:
+        parser.error("--rounds is at least 1")
+    cases, rules, rounds, seeds = (CASES[:1], RULES[:2], 1, 1) if given.quick else (CASES, RULES, given.rounds, SEEDS)
+    try:
+        profile = load_profile(str(given.profile)).name
+        content = given.profile.read_bytes() if given.profile.is_file() else str(given.profile).encode()
+        digest = hashlib.sha256(content).hexdigest()[:12]
+        rows = raced(given.profile, digest, given.out / "quick" if given.quick else given.out, cases, rules, rounds, seeds)
+    except (OSError, ParsimError) as error:
+        parser.exit(1, f"{error}\n")
     document = {"profile": profile, "rounds": rounds, "rows": rows}
     if given.json:
         print(json.dumps(document))
         return
     for row in rows:
         print({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
+
+
+def raced(
+    profile: Path, digest: str, out: Path, cases: tuple[Case, ...], rules: tuple[str, ...], rounds: int, seeds: int
+) -> list[dict[str, Any]]:
+    """Predict every case, then execute it in rounds; what is in `out` of this profile is not done again."""
+    out.mkdir(parents=True, exist_ok=True)
+    told, launched = Record(out / "predictions.jsonl", digest), Record(out / "launches.jsonl", digest)
+    answers = {case: asked(profile, case) for case in cases}
+    known = {entry["case"]: entry["rows"] for entry in told.entries}
+    for case, answer in answers.items():
+        if case.name not in known:
+            known[case.name] = predicted(answer, case, rules, seeds)
+            told.add({"case": case.name, "rows": known[case.name]})
+            print(f"{case.name}: predicted", file=sys.stderr, flush=True)
+    done = {(entry["case"], entry["round"]) for entry in launched.entries}
+    for number in range(rounds):
+        for case, answer in answers.items():
+            if (case.name, number) in done:
+                continue
+            rows = [row for row in known[case.name] if row["steps"] is not None]
+            found = executed(answer, case, rows, FIRST_SEED + number) if rows else []
+            launched.add({"case": case.name, "round": number, "rows": found})
+            print(f"{case.name}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    return [
+        row
+        for case in cases
+        for row in joined(
+            case,
+            known[case.name],
+            [entry for entry in launched.entries if entry["case"] == case.name and entry["round"] < rounds],
+        )
+    ]
 
 
 if __name__ == "__main__":

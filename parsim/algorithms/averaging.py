@@ -195,8 +195,10 @@ def sample_weights(samples: Sequence[int]) -> NDArray[np.float64]:
 def averaging_matrix(workers: int, weights: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
     """Averaging as a mixing matrix [P, P]: each row holds the weights (None: 1/P, the complete graph)."""
     row = np.full(workers, 1.0 / workers) if weights is None else np.asarray(weights, dtype=np.float64)
-    if row.shape != (workers,) or (row < 0).any() or abs(row.sum() - 1.0) > 1e-12:
-        raise AlgorithmError(f"averaging needs {workers} weights >= 0 that sum to 1, got {row.tolist()}")
+    if row.shape != (workers,):
+        raise AlgorithmError(f"averaging needs {workers} weights, one per replica, got {row.size}: {row.tolist()}")
+    if not (row >= 0).all() or not abs(row.sum() - 1.0) <= 1e-12:
+        raise AlgorithmError(f"averaging needs weights >= 0 that sum to 1, and the sum of {row.tolist()} is {row.sum():.6g}")
     return np.tile(row, (workers, 1))
 
 
@@ -206,13 +208,14 @@ def participation_weights(
     """Partial participation: max(1, round(fraction * P)) workers drawn for this round, their weights scaled to sum to 1.
 
     A pure function of (seed, round_number). Workers that do not take part have weight 0: they do no local work in the round
-    and begin the next from the average, as all do.
+    and begin the next from the average, as all do. Those with weight 0 are not drawn: a round needs weights to scale.
     """
     if not 0 < fraction <= 1:
         raise AlgorithmError(f"the participating fraction must be in (0, 1], got {fraction}")
     count = max(1, round(fraction * workers))
-    chosen = np.random.default_rng([seed, round_number, workers]).permutation(workers)[:count]
     base = np.full(workers, 1.0 / workers) if weights is None else np.asarray(weights, dtype=np.float64)
+    order = np.random.default_rng([seed, round_number, workers]).permutation(workers)
+    chosen = order[base[order] > 0][:count]
     drawn = np.zeros(workers)
     drawn[chosen] = base[chosen]
     scaled: NDArray[np.float64] = drawn / drawn.sum()

@@ -62,6 +62,10 @@ def plan(
         list[str] | None,
         typer.Option("--rule", metavar="RULE", help='With --target-accuracy: compare these, e.g. "average/8". Repeatable.'),
     ] = None,
+    most_steps: Annotated[
+        int | None,
+        typer.Option("--most-steps", min=5, metavar="N", help="With --target-accuracy: give a training up after N (2000)."),
+    ] = None,
     curves: Annotated[
         Path | None,
         typer.Option("--curves", metavar="FILE.html", help="With --target-accuracy: draw accuracy over simulated seconds."),
@@ -73,8 +77,12 @@ def plan(
     from parsim.workflow.public.functions import plan as find_plan
 
     aim = None if faster is None else parse_faster(faster)
-    if target_accuracy is None and (rules or curves):
-        raise typer.BadParameter("--rule and --curves go with --target-accuracy")
+    if target_accuracy is None and (rules or curves or most_steps):
+        raise typer.BadParameter("--rule, --most-steps and --curves go with --target-accuracy")
+    if target_accuracy is not None:
+        from parsim.workflow.relaxed.to_target import MOST_STEPS, asked_rules
+
+        asked_rules(target_accuracy, rules or ())  # before minutes of planning
     where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples)
     if (config is None) == (not asked):
         raise typer.BadParameter(
@@ -84,8 +92,9 @@ def plan(
     document = answer.to_dict()
     if certify:
         document["certificate"] = answer.certificate()
-    ranking = None if target_accuracy is None else answer.to_target(target_accuracy, rules=rules or None)
-    if ranking is not None:
+    ranking = None
+    if target_accuracy is not None:
+        ranking = answer.to_target(target_accuracy, rules=rules or None, most_steps=most_steps or MOST_STEPS)
         document["to_target"] = ranking.to_dict()
         if curves is not None:
             curves.parent.mkdir(parents=True, exist_ok=True)

@@ -114,6 +114,8 @@ def parse_mixing(text: str) -> MixingSchedule:
         key, given, value = (part.strip() for part in word.partition("="))
         if not given:
             raise PlanError(f"{text!r}: write settings as key=value, for example lattice(neighbours=4)")
+        if key in settings:
+            raise PlanError(f"{text!r} gives {key} twice; give it once")
         try:
             settings[key] = (_ADA_KEYS.get(key, int) if match[1] == ADA else int)(value)
         except ValueError as error:

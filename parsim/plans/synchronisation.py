@@ -14,6 +14,7 @@ A text form names all that differs from the default: `average/8 outer=nesterov:0
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -133,7 +134,7 @@ class Synchronisation:
             raise PlanError('synchronisation.outer_learning_rate needs an outer_optimizer: "sgd", "momentum" or "nesterov"')
         if name in ("none", "sgd") and self.outer_momentum != OUTER_MOMENTUM:
             raise PlanError(f'synchronisation.outer_momentum belongs to "momentum" and "nesterov", not to {name!r}; drop it')
-        if self.outer_learning_rate < 0 or not 0 <= self.outer_momentum < 1:
+        if not 0 <= self.outer_learning_rate < math.inf or not 0 <= self.outer_momentum < 1:
             raise PlanError(
                 f"an outer optimizer has a learning rate above 0 and a momentum in [0, 1), got "
                 f"{self.outer_learning_rate:g} and {self.outer_momentum:g}"
@@ -146,7 +147,7 @@ class Synchronisation:
             raise PlanError(
                 f'synchronisation.merge_rate and merge_exponent belong to "staleness", not to {self.merge!r}; drop them'
             )
-        if not 0 < self.merge_rate <= 1 or not self.merge_exponent >= 0:
+        if not 0 < self.merge_rate <= 1 or not 0 <= self.merge_exponent < math.inf:
             raise PlanError(
                 f"a merge by staleness has a rate in (0, 1] and an exponent from 0 on, got {self.merge_rate:g} and "
                 f"{self.merge_exponent:g}"
@@ -302,7 +303,7 @@ class Synchronisation:
         if self.weights:
             words.append("weights=" + ";".join(",".join(f"{weight!r}" for weight in row) for row in self.weights))
         if self.outer is not None:
-            rate = f":{self.outer.lr!r}" + (f":{self.outer.momentum!r}" if self.outer.momentum else "")
+            rate = f":{self.outer.lr!r}" + (f":{self.outer.momentum!r}" if self.outer_optimizer != "sgd" else "")
             words.append(f"outer={self.outer_optimizer}{rate}")
         if self.participation != 1.0:
             words.append(f"participation={self.participation!r}")
@@ -354,36 +355,56 @@ def parse_synchronisation(text: str) -> Synchronisation:
         PlanError: it is none.
     """
     head, *words = _words(text)
-    kind, _, period = head.partition("/")
+    kind, has_period, period = head.partition("/")
     found: dict[str, Any] = {"kind": kind}
+    seen: set[str] = set()
     try:
-        if period:
+        if has_period:
             found["period_steps"] = int(period)
         for word in words:
             name, given, value = word.partition("=")
+            if not given or "(" in name:
+                name = "graph"
+            if name in seen:
+                raise PlanError(f"{text!r} is no synchronisation: {word!r} is a second {name}; give one")
+            seen.add(name)
             match name:
+                case "graph":
+                    found["graph"] = word
                 case "weights":
                     found["weights"] = tuple(tuple(map(float, row.split(","))) for row in value.split(";"))
                 case "outer":
-                    outer, *numbers = value.split(":")
-                    found["outer_optimizer"] = outer
-                    found |= dict(zip(("outer_learning_rate", "outer_momentum"), map(float, numbers), strict=False))
+                    found["outer_optimizer"], *numbers = value.split(":")
+                    found |= _numbers(word, ("outer_learning_rate", "outer_momentum"), numbers)
                 case "participation":
                     found["participation"] = float(value)
                 case "seed":
                     found["seed"] = int(value)
                 case "merge":
                     found["merge"], *numbers = value.split(":")
-                    found |= dict(zip(("merge_rate", "merge_exponent"), map(float, numbers), strict=False))
+                    names = ("merge_rate", "merge_exponent") if found["merge"] == "staleness" else ()
+                    found |= _numbers(word, names, numbers)
                 case "delays":
                     found["delays"] = tuple(map(int, value.split(",")))
-                case _ if not given or "(" in word:
-                    found["graph"] = word
                 case _:
-                    raise PlanError(f"{text!r} is no synchronisation: {word!r} is unknown")
+                    raise PlanError(
+                        f"{text!r} is no synchronisation: {word!r} is unknown{near_matches(name, _WORDS)}; known: "
+                        f"{', '.join(f'{known}=' for known in _WORDS)}, or a graph"
+                    )
     except ValueError as error:
         raise PlanError(f"{text!r} is no synchronisation: {error}; write e.g. `average/8` or `gossip/1 ring`") from error
     return Synchronisation(**found)
+
+
+_WORDS = ("weights", "outer", "participation", "seed", "merge", "delays")
+
+
+def _numbers(word: str, names: tuple[str, ...], numbers: list[str]) -> dict[str, float]:
+    """The numbers behind a name, in order; those that are left out keep their defaults. Raises PlanError for too many."""
+    if len(numbers) > len(names):
+        takes = f"at most {len(names)} ({', '.join(names)})" if names else "none"
+        raise PlanError(f"{word!r} has {len(numbers)} numbers, and takes {takes}; drop the rest")
+    return {name: float(number) for name, number in zip(names, numbers, strict=False)}
 
 
 def _words(text: str) -> list[str]:

@@ -135,19 +135,35 @@ class LocalTraining:
     def step_on(self, workers: Workers, batch: WorkerBatch) -> Workers:
         """One local step of each worker on its samples of the batch; a worker without a real sample makes no step."""
         count = batch.real.sum(1)
-        share = batch.real.to(workers.weights.dtype) / count.clamp(min=1)[:, None]
-        gradient, _ = self._gradient(workers.weights, batch.inputs, batch.targets, share)
-        moved, moments = LOCAL_OPTIMIZERS[self.optimizer.kind](workers, gradient, self.optimizer)
+        moved = self.updated(workers, self._gradient_on(workers.weights, batch))
         steps = (count > 0).to(torch.int64)
         if bool(steps.all()):
-            return Workers(weights=moved, moments=moments, steps=workers.steps + steps)
+            return moved
         still = (steps == 0)[:, None]
-        before = workers.moments or tuple(torch.zeros_like(moment) for moment in moments)
+        before = workers.moments or tuple(torch.zeros_like(moment) for moment in moved.moments)
         return Workers(
-            weights=torch.where(still, workers.weights, moved),
-            moments=tuple(torch.where(still, old, new) for old, new in zip(before, moments, strict=True)),
+            weights=torch.where(still, workers.weights, moved.weights),
+            moments=tuple(torch.where(still, old, new) for old, new in zip(before, moved.moments, strict=True)),
             steps=workers.steps + steps,
         )
+
+    def gradient(self, weights: Tensor, samples: NDArray[np.int64]) -> Tensor:
+        """Of the mean loss, [m, D], for weights [m, D] on samples int64 [m, batch]."""
+        index = torch.tensor(samples)
+        real = torch.ones(index.shape, dtype=torch.bool)
+        return self._gradient_on(
+            weights, WorkerBatch(inputs=self.problem.inputs[index], targets=self.problem.targets[index], real=real)
+        )
+
+    def updated(self, workers: Workers, gradient: Tensor) -> Workers:
+        """Every worker after one update of its optimizer by a gradient [m, D]."""
+        weights, moments = LOCAL_OPTIMIZERS[self.optimizer.kind](workers, gradient, self.optimizer)
+        return Workers(weights=weights, moments=moments, steps=workers.steps + 1)
+
+    def _gradient_on(self, weights: Tensor, batch: WorkerBatch) -> Tensor:
+        share = batch.real.to(weights.dtype) / batch.real.sum(1).clamp(min=1)[:, None]
+        gradient: Tensor = self._gradient(weights, batch.inputs, batch.targets, share)[0]
+        return gradient
 
 
 COPIES = 6

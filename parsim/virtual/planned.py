@@ -7,7 +7,7 @@ rounds. So a curve over simulated seconds has one clock.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from parsim.errors import AlgorithmError
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import Synchronisation
 from parsim.virtual.local import LocalTraining, Workers, check_room
+from parsim.virtual.stale import stale_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,16 +84,23 @@ def train_planned(
     )
 
 
-def steps_of(rule: Synchronisation, replicas: int, training: LocalTraining, order: BatchOrder) -> Iterator[tuple[Workers, int]]:
+def steps_of(
+    rule: Synchronisation, replicas: int, training: LocalTraining, order: BatchOrder, stages: Sequence[Sequence[str]] = ()
+) -> Iterator[tuple[Workers, int]]:
     """Step after step without end: the replicas behind each, and the rounds so far.
 
     Args:
-        rule: average, gossip or merge; under all_reduce one replica takes the whole batch, which learns the same.
-        replicas: that mix, 1 under all_reduce. training: of the model. order: of the samples.
+        rule: any; under all_reduce and stale one replica takes the whole batch, which learns the same.
+        replicas: that mix, 1 under all_reduce and stale. training: of the model. order: of the samples.
+        stages: of stale, the parameters of each.
 
     Raises:
         AlgorithmError: so many replicas do not fit.
     """
+    if rule.kind == "stale":
+        check_room(len(stages), training.weight_bytes)  # waiting batches keep weights and gradients of their own
+        yield from ((workers, 0) for workers in stale_steps(training, order, stages))
+        return
     check_room(replicas, training.weight_bytes)
     workers = Workers.fresh(training.start.repeat(replicas, 1))
     previous, velocity, rounds = training.start.clone(), None, 0

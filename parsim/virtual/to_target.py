@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,13 +33,21 @@ class LearningCourse:
 
 
 def course_to(
-    target: float, rule: Synchronisation, replicas: int, training: LocalTraining, order: BatchOrder, *, most_steps: int
+    target: float,
+    rule: Synchronisation,
+    replicas: int,
+    training: LocalTraining,
+    order: BatchOrder,
+    *,
+    most_steps: int,
+    stages: Sequence[Sequence[str]] = (),
 ) -> LearningCourse:
     """Train until the mean weights score `target`.
 
     Args:
-        target: accuracy, or R^2. rule: all_reduce, average or gossip. replicas: 1 under all_reduce, which learns the same as
-            any number. training: of the model. order: of the samples. most_steps: after which it is given up.
+        target: accuracy, or R^2. rule: any. replicas: 1 under all_reduce and stale, which learn the same with any number.
+        training: of the model. order: of the samples. most_steps: after which it is given up. stages: of stale, the names of
+            each stage's parameters.
 
     Raises:
         AlgorithmError: so many replicas do not fit, or `most_steps` has no score in it.
@@ -46,7 +55,7 @@ def course_to(
     if most_steps < SCORED_EVERY:
         raise AlgorithmError(f"a target is looked for every {SCORED_EVERY} steps, got {most_steps} at most; allow more")
     scores: list[tuple[int, float]] = []
-    for step, (workers, _) in enumerate(steps_of(rule, replicas, training, order), 1):
+    for step, (workers, _) in enumerate(steps_of(rule, replicas, training, order, stages), 1):
         if step % SCORED_EVERY == 0:
             scores.append((step, training.score(workers.weights.mean(0))))
             if scores[-1][1] >= target or step + SCORED_EVERY > most_steps:
@@ -89,12 +98,30 @@ class LearntSteps:
 
 
 def learnt_steps(
-    course: Callable[[float, int], LearningCourse], learning_rates: Sequence[float], seeds: Sequence[int]
+    course: Callable[[float, int, int], LearningCourse], learning_rates: Sequence[float], seeds: Sequence[int], most_steps: int
 ) -> LearntSteps:
     """Of several learning rates the one that reaches the target first, or comes nearest.
 
+    A rate is given up where the best one so far had reached the target: beyond, it cannot be better. Of the best rate every
+    seed trains as long as it may.
+
     Args:
-        course: of a learning rate and a seed. learning_rates, seeds: to try, all with all.
+        course: of a learning rate, a seed and the most steps. learning_rates, seeds: to try, all with all.
+        most_steps: of every training.
     """
-    tried = [LearntSteps(learning_rate=rate, courses=tuple(course(rate, seed) for seed in seeds)) for rate in learning_rates]
-    return min(tried, key=lambda entry: (entry.steps is None, entry.steps or 0.0, -entry.best.best))
+    best: LearntSteps | None = None
+    for rate in learning_rates:
+        most = most_steps if best is None or best.steps is None else math.ceil(best.steps)
+        tried = LearntSteps(learning_rate=rate, courses=tuple(course(rate, seed, most) for seed in seeds))
+        if best is None or _order(tried) < _order(best):
+            whole = (
+                course(rate, seed, most_steps) if given.steps is None and most < most_steps else given
+                for seed, given in zip(seeds, tried.courses, strict=True)
+            )
+            best = LearntSteps(learning_rate=rate, courses=tuple(whole))
+    assert best is not None
+    return best
+
+
+def _order(tried: LearntSteps) -> tuple[bool, float, float]:
+    return tried.steps is None, tried.steps or 0.0, -tried.best.best

@@ -178,6 +178,27 @@ def test_participation_is_a_pure_function_and_averages_the_drawn() -> None:
     assert counts.min() > 60, "every worker is drawn about a quarter of the time"
 
 
+def test_replicas_that_count_for_nothing_are_not_drawn() -> None:
+    """Before, a round that drew them alone divided by 0, and weights became NaN."""
+    weights = np.array([1.0, 0.0, 0.0, 0.0])
+    for number in range(20):
+        assert participation_weights(4, 0.25, number, weights=weights).tolist() == weights.tolist()
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ([0.5, 0.3, 0.1, 0.2], "the sum of .* is 1.1"),
+        ([0.5, 0.5], "4 weights, one per replica, got 2"),
+        ([float("nan"), 0.5, 0.25, 0.25], "weights >= 0"),
+        ([1.5, -0.5, 0.0, 0.0], "weights >= 0"),
+    ],
+)
+def test_weights_of_an_average_that_are_none_are_refused_with_the_sum(weights: list[float], words: str) -> None:
+    with pytest.raises(AlgorithmError, match=words):
+        averaging_matrix(4, np.array(weights))
+
+
 def test_averaging_matrix() -> None:
     assert np.array_equal(averaging_matrix(4), np.full((4, 4), 0.25))
     assert np.array_equal(averaging_matrix(2, np.array([0.25, 0.75])), [[0.25, 0.75], [0.25, 0.75]])

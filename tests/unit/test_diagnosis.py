@@ -108,7 +108,9 @@ def test_a_slow_rank_of_a_slow_machine_is_both() -> None:
 KEYS = [ComputeClass(rank, "c", Phase.FORWARD) for rank in (0, 1)]
 
 
-def case(ranks: tuple[float, float], *, loading: float = 0.0, cores_carry: bool = True, link: float = 1.0) -> Diagnosis:
+def case(
+    ranks: tuple[float, float], *, loading: float = 0.0, cores_carry: bool = True, link: float = 1.0, adapts: bool = True
+) -> Diagnosis:
     """By hand: two ranks of 10 ms, an all_reduce of 4 ms, known within 2%."""
     link_key = CommunicationClass("all_reduce", (0, 1))
     expected = {KEYS[0]: 0.01, KEYS[1]: 0.01, link_key: 0.004}
@@ -124,6 +126,7 @@ def case(ranks: tuple[float, float], *, loading: float = 0.0, cores_carry: bool 
         high_s=0.0145,
         devices=["cpu0", "cpu1"],
         cores_carry=cores_carry,
+        adapts=adapts,
     )
     step_s = max(step[KEYS[0]], step[KEYS[1]]) + step[link_key] + loading
     return diagnose(
@@ -135,6 +138,14 @@ def test_what_a_slow_core_does_to_the_communication_that_it_carries_is_its_own()
     assert [one.subject for one in case((1.0, 2.0), link=2.0).findings] == ["rank 1"]
     assert {one.subject for one in case((1.0, 2.0), link=2.0, cores_carry=False).findings} == {"rank 1", "link cpu0-cpu1"}
     assert [one.subject for one in case((1.0, 1.0), link=2.0).findings] == ["link cpu0-cpu1"]
+
+
+def test_a_plan_that_adaptive_refuses_is_not_advised_to_use_it() -> None:
+    for change in ({"ranks": (1.0, 2.0)}, {"ranks": (1.0, 1.0), "link": 2.0}):
+        (usual,), (relaxed,) = (case(**change, adapts=adapts).findings for adapts in (True, False))  # type: ignore[arg-type]
+        assert "--adaptive" in usual.advice
+        assert "--adaptive" not in relaxed.advice
+        assert relaxed.text == usual.text
 
 
 def test_slow_loading_is_told_with_the_rank_that_waits_most() -> None:

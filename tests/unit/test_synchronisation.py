@@ -42,6 +42,7 @@ def synchronisations(draw: st.DrawFn) -> Synchronisation:
             period_steps=draw(st.integers(1, 1000)),
             outer_optimizer=outer,
             outer_learning_rate=0.0 if outer == "none" else draw(rates),
+            outer_momentum=draw(st.floats(0.0, 0.99)) if outer in ("momentum", "nesterov") else 0.9,
             participation=draw(st.floats(0.01, 1.0)),
             seed=draw(st.integers(0, 9)),
         )
@@ -71,6 +72,36 @@ def test_text_and_json_round_trip(rule: Synchronisation) -> None:
     if rule.mixes or not rule.is_relaxed:
         plan = plan_of(rule)
         assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("merge/4 merge=staleness:0.6:0.5:0.4", "3 numbers, and takes at most 2"),
+        ("merge/4 merge=half:0.6", "1 numbers, and takes none"),
+        ("merge/4 merge=running:1:0.5", "2 numbers, and takes none"),
+        ("average/8 outer=nesterov:0.7:0.9:0.1", "3 numbers, and takes at most 2"),
+        ("average/8 outer=sgd:inf", "learning rate above 0"),
+        ("average/8 outer=sgd:nan", "learning rate above 0"),
+        ("average/8 participation=0.5 participation=0.7", "second participation"),
+        ("gossip/1 ring torus", "second graph"),
+        ("gossip/1 lattice(neighbours=2, neighbours=4)", "neighbours twice"),
+        ("average/8 participaton=0.5", "did you mean.*participation"),
+        ("average/", "no synchronisation"),
+        ("average/8/2", "no synchronisation"),
+        ("merge/4 merge=staleness:inf", "rate in"),
+        ("merge/4 merge=staleness:1:inf", "exponent from 0"),
+    ],
+)
+def test_a_text_with_words_that_would_be_ignored_is_refused(text: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        parse_synchronisation(text)
+
+
+def test_a_merge_may_leave_its_last_numbers_out() -> None:
+    rule = parse_synchronisation("merge/4 merge=staleness:0.6")
+    assert (rule.merge_rate, rule.merge_exponent) == (0.6, 0.5)
+    assert parse_synchronisation("merge/4 merge=staleness").merge_rate == 1.0
 
 
 def test_a_synchronous_plan_is_written_as_before() -> None:

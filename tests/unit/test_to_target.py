@@ -17,6 +17,7 @@ from parsim.virtual.local import LocalOptimizer, LocalTraining
 from parsim.virtual.problems import load_problem, perceptron
 from parsim.virtual.to_target import LearningCourse, course_to, learnt_steps
 from parsim.workflow.public.answer import Answer
+from parsim.workflow.relaxed.to_target import asked_rules
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +54,29 @@ def test_a_course_ends_at_the_target_or_after_the_most_steps() -> None:
 
 
 def test_the_best_rate_reaches_the_target_first_and_half_of_the_seeds_must() -> None:
-    def course(rate: float, seed: int) -> LearningCourse:
-        steps = None if rate > 0.3 and seed else int(100 / rate)
-        return LearningCourse(steps=steps, best=rate, best_step=5, scores=((5, rate),))
+    asked: list[tuple[float, int, int]] = []
 
-    assert learnt_steps(course, (0.1, 0.2, 0.4), range(3)).learning_rate == 0.2
-    only = learnt_steps(course, (0.4,), range(3))
+    def course(rate: float, seed: int, most: int) -> LearningCourse:
+        asked.append((rate, seed, most))
+        needed = 10**6 if rate > 0.3 and seed else int(100 / rate) + 200 * (seed == 2)
+        return LearningCourse(steps=needed if needed <= most else None, best=rate, best_step=5, scores=((5, rate),))
+
+    chosen = learnt_steps(course, (0.1, 0.2, 0.4), range(3), 2000)
+    assert (chosen.learning_rate, chosen.steps, chosen.spread) == (0.2, 500, (500, 700))
+    assert (0.2, 0, 1000) in asked  # at 0.1 it was reached after 1000 steps, so no better rate needs more
+    assert (0.4, 1, 500) in asked
+    only = learnt_steps(course, (0.4,), range(3), 2000)
     assert only.steps is None
     assert only.spread == (250, None)
+
+
+def test_seeds_that_are_slower_than_the_rate_before_train_on_at_the_best_rate() -> None:
+    def course(rate: float, seed: int, most: int) -> LearningCourse:
+        needed = 100 if rate == 0.1 else (50, 60, 300)[seed]
+        return LearningCourse(steps=needed if needed <= most else None, best=rate, best_step=5, scores=((5, rate),))
+
+    chosen = learnt_steps(course, (0.1, 0.2), range(3), 2000)
+    assert (chosen.learning_rate, chosen.steps, chosen.spread) == (0.2, 60, (50, 300))
 
 
 def test_seconds_are_steps_of_the_rules_own_plan(answer: Answer) -> None:
@@ -100,6 +116,25 @@ def test_a_rule_without_a_plan_stays_in_with_its_reason(answer: Answer) -> None:
 def test_a_target_that_is_no_accuracy_is_refused(answer: Answer, target: float) -> None:
     with pytest.raises(ConfigError, match="lies between 0 and 1"):
         answer.to_target(target)
+
+
+def test_a_bad_target_or_rule_ends_the_command_before_it_plans(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*given: object, **named: object) -> None:
+        raise AssertionError("planned")
+
+    monkeypatch.setattr("parsim.workflow.public.functions.plan", never)
+    question = ["plan", "mlp", "--on", "dgx1-v100-32gb", "--batch", "64"]
+    assert run_command([*question, "--target-accuracy", "95"], monkeypatch) == 1
+    assert "give 0.95 for 95%" in capsys.readouterr().err
+    assert run_command([*question, "--target-accuracy", "0.9", "--rule", "gosip/1 ring"], monkeypatch) == 1
+    assert "did you mean gossip" in capsys.readouterr().err
+
+
+def test_a_rule_that_is_given_twice_is_compared_once() -> None:
+    rules = asked_rules(0.9, ["average/4", "average/4", "all_reduce", "merge/4 merge=half", "merge/4"])
+    assert [str(rule) for rule in rules] == ["average/4", "merge/4"]
 
 
 def test_bad_questions_are_refused(answer: Answer) -> None:

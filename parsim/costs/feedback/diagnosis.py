@@ -47,6 +47,7 @@ class PredictedStep:
     Attributes:
         seconds: by class of work. draws: float64 [samples] by class. loading: seconds of reading batches, by rank.
         low_s, median_s, high_s: of the mean step. devices: names, by rank. cores_carry: communication uses the ranks' cores.
+        adapts: `--adaptive` may change the plan, and so advice may name it; it refuses relaxed plans.
     """
 
     seconds: ClassSeconds
@@ -57,6 +58,7 @@ class PredictedStep:
     high_s: float
     devices: Sequence[str]
     cores_carry: bool
+    adapts: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,8 +208,8 @@ class _Case:
                 factor=whole,
                 seconds=seconds,
                 text=f"rank {rank} ({self.predicted.devices[rank]}) computes {_change(whole)} than predicted{others}",
-                advice="look for other programs or a lowered clock on its device; a plan without it: cluster.devices; "
-                "--adaptive changes plan on the way",
+                advice="look for other programs or a lowered clock on its device; a plan without it: cluster.devices"
+                + ("; --adaptive changes plan on the way" if self.predicted.adapts else ""),
             )
 
     def machine(self) -> Iterator[Finding]:
@@ -289,7 +291,8 @@ class _Case:
             factor=factor,
             seconds=seconds,
             text=f"{subject} at {format_percent(1 / factor)} of the predicted speed ({', '.join(map(str, slow))})",
-            advice="look for other traffic or a damaged link; a plan that uses it less: --adaptive, or calibrate again",
+            advice="look for other traffic or a damaged link; "
+            + ("a plan that uses it less: --adaptive, or calibrate again" if self.predicted.adapts else "calibrate again"),
         )
 
     def loading(self) -> Iterator[Finding]:

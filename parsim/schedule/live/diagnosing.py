@@ -75,6 +75,7 @@ def _predicted(problem: PlanningProblem, evaluation: Evaluation) -> PredictedSte
         high_s=step.p95,
         devices=[device_name(device.index, device.type.kind) for device in problem.cluster.devices],
         cores_carry=problem.cluster.profile.communication.uses_cores,
+        adapts=not evaluation.result.plan.synchronisation.is_relaxed,
     )
 
 

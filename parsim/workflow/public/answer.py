@@ -250,7 +250,7 @@ class Answer:
         Seconds of a step are those of each rule's fastest plan.
 
         Args:
-            accuracy: between 0 and 1. rules: as `plan.synchronisation` takes them; None: five usual ones.
+            accuracy: between 0 and 1. rules: as `plan.synchronisation` takes them; None: the usual ones.
             seeds: trainings of each. most_steps: after which a training is given up.
 
         Raises:
@@ -260,8 +260,9 @@ class Answer:
         from parsim.workflow.progress import progress
         from parsim.workflow.relaxed.to_target import RULES, to_target
 
-        with progress("Training virtual replicas"):
-            return to_target(self, accuracy, rules=RULES if rules is None else rules, seeds=seeds, most_steps=most_steps)
+        asked = RULES if rules is None else rules
+        with progress("Training virtual replicas") as say:
+            return to_target(self, accuracy, rules=asked, seeds=seeds, most_steps=most_steps, say=say)
 
     def _given(self) -> dict[str, Any]:
         """A plan that was given, as the search would show it."""

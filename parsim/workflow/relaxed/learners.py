@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch import nn
 from parsim.data import BatchOrder, Samples
 from parsim.data.for_model import dataset_for, target_of
 from parsim.errors import AlgorithmError, DataError, ModelError
+from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import Synchronisation
 from parsim.virtual.local import LOCAL_OPTIMIZERS, LocalOptimizer, LocalTraining, check_room
 from parsim.virtual.problems import LearningProblem, load_problem, perceptron
@@ -51,21 +51,44 @@ class Learner:
             return perceptron(self.problem, HIDDEN, seed=seed)
         return own_module(self.own, seed)
 
-    def steps_to(
-        self, target: float, rule: Synchronisation, replicas: int, seeds: Sequence[int], most_steps: int
-    ) -> LearntSteps:
+    def steps_to(self, target: float, plan: Plan, rule: Synchronisation, seeds: Sequence[int], most_steps: int) -> LearntSteps:
         """Steps over seeds at the best learning rate.
 
         Args:
-            target: score. rule: of synchronisation. replicas: that mix. seeds: of weights and order. most_steps: at most.
-        """
-        return learnt_steps(partial(self._course, target, rule, replicas, most_steps), self.rates, seeds)
+            target: score. plan: of the rule, with its replicas or stages. rule: of synchronisation. seeds: of weights and
+                order. most_steps: at most.
 
-    def _course(
-        self, target: float, rule: Synchronisation, replicas: int, most_steps: int, rate: float, seed: int
-    ) -> LearningCourse:
-        order = BatchOrder(n=len(self.problem), global_batch=self.batch, seed=seed)
-        return course_to(target, rule, replicas, self.training(rate, seed), order, most_steps=most_steps)
+        Raises:
+            AlgorithmError: so many replicas do not fit, or the stand-in has fewer layers than the plan has stages.
+        """
+        stages = self._stages(plan) if rule.kind == "stale" else ()
+        replicas = plan.mesh.dp if rule.mixes else 1
+
+        def course(rate: float, seed: int, most: int) -> LearningCourse:
+            order = BatchOrder(n=len(self.problem), global_batch=self.batch, seed=seed)
+            training = self.training(rate, seed)
+            return course_to(target, rule, replicas, training, order, most_steps=most, stages=stages)
+
+        return learnt_steps(course, self.rates, seeds, most_steps)
+
+    def _stages(self, plan: Plan) -> tuple[tuple[str, ...], ...]:
+        """The parameters of each stage: as the plan has them, or the stand-in's layers in as many parts."""
+        if self.own is not None:
+            held = {each.name: [parameter.name for parameter in each.parameters] for each in self.own.problem.model.components}
+            return tuple(
+                tuple(dict.fromkeys(name for part in stage.components for name in held[part])) for stage in plan.stages
+            )
+        layers: dict[str, list[str]] = {}
+        for name, _ in self.training(self.rates[0], 0).tensors:
+            layers.setdefault(name.rpartition(".")[0], []).append(name)
+        if plan.mesh.pp > len(layers):
+            raise AlgorithmError(
+                f"the plan has {plan.mesh.pp} stages, and the stand-in that learns has {len(layers)} layers; set plan.mesh.pp "
+                f"to {len(layers)} at most, or ask about a model that classifies digits"
+            )
+        parts = np.array_split(np.arange(len(layers)), plan.mesh.pp)
+        of_layer = list(layers.values())
+        return tuple(tuple(name for layer in part for name in of_layer[layer]) for part in parts)
 
 
 def learner_of(answer: Answer, replicas: int) -> Learner:

@@ -11,6 +11,7 @@ from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation, parse_sync
 from parsim.predict.result import PlanResult
 from parsim.schedule.relaxed.relaxed_search import relaxed_search
 from parsim.units import format_seconds
+from parsim.workflow.progress import Say
 
 if TYPE_CHECKING:
     from parsim.virtual.to_target import LearntSteps
@@ -23,6 +24,8 @@ RULES = (
     "average/16 outer=nesterov:0.7:0.9",
     "gossip/1 ring",
     "gossip/1 one_peer_exponential",
+    "merge/4",
+    "stale",
 )
 """Tried beside synchronous training, unless others are given."""
 SEEDS = 3
@@ -130,36 +133,58 @@ class TargetRanking:
 
 
 def to_target(
-    answer: Answer, target: float, *, rules: Sequence[str] = RULES, seeds: int = SEEDS, most_steps: int = MOST_STEPS
+    answer: Answer,
+    target: float,
+    *,
+    rules: Sequence[str] = RULES,
+    seeds: int = SEEDS,
+    most_steps: int = MOST_STEPS,
+    say: Say | None = None,
 ) -> TargetRanking:
     """Rank synchronous training and relaxed rules by seconds to an accuracy.
 
     Args:
         answer: of a question without a relaxed rule; its fastest plan is that of synchronous training.
         target: test accuracy, between 0 and 1. rules: to compare, as `plan.synchronisation` takes them.
-        seeds: trainings of each. most_steps: after which one is given up.
+        seeds: trainings of each. most_steps: after which one is given up. say: is told of every rule that has been trained.
 
     Raises:
         ConfigError: a target that is none, or a question that asks for a relaxed rule itself. PlanError: a rule that is none.
     """
     from parsim.workflow.relaxed.learners import learner_of
 
-    if not 0 < target < 1:
-        raise ConfigError(f"a target accuracy lies between 0 and 1, got {target:g}; give 0.95 for 95%")
+    wanted = [ALL_REDUCE, *asked_rules(target, rules)]
     if seeds < 1:
         raise ConfigError(f"steps are counted over at least one seed, got {seeds}")
     if answer.problem.constraints.synchronisation.is_relaxed:
         raise ConfigError(
             f"the question asks for synchronisation {answer.problem.constraints.synchronisation} already; leave "
-            "plan.synchronisation out, and every way is compared"
+            "plan.synchronisation out, or add --set plan.synchronisation=all_reduce, and every way is compared"
         )
-    wanted = [ALL_REDUCE, *map(parse_synchronisation, rules)]
     planned = [_planned(answer, rule) for rule in wanted]
     replicas = max((entry.result.plan.mesh.dp for entry in planned if entry.result is not None), default=1)
     learner = learner_of(answer, replicas)
-    found = [_learnt(entry, learner, target, range(seeds), most_steps) for entry in planned]
+    found = []
+    for number, entry in enumerate(planned, 1):
+        found.append(_learnt(entry, learner, target, range(seeds), most_steps))
+        if say is not None:
+            say(f"{number} of {len(planned)} ways: {found[-1].line()}")
     found.sort(key=lambda entry: (entry.seconds is None, entry.seconds or 0.0, entry.result is None, -_best(entry)))
     return TargetRanking(target=target, learner=learner.words, contenders=tuple(found))
+
+
+def asked_rules(target: float, rules: Sequence[str]) -> list[Synchronisation]:
+    """The rules to compare, each once. A command calls it before it plans.
+
+    Args:
+        target: test accuracy. rules: as `plan.synchronisation` takes them.
+
+    Raises:
+        ConfigError: a target that is none. PlanError: a rule that is none.
+    """
+    if not 0 < target < 1:
+        raise ConfigError(f"a target accuracy lies between 0 and 1, got {target:g}; give 0.95 for 95%")
+    return list(dict.fromkeys(rule for text in rules if (rule := parse_synchronisation(text)).is_relaxed))
 
 
 def _best(entry: Contender) -> float:
@@ -186,8 +211,7 @@ def _planned(answer: Answer, rule: Synchronisation) -> Contender:
 def _learnt(entry: Contender, learner: Learner, target: float, seeds: Sequence[int], most_steps: int) -> Contender:
     if entry.result is None:
         return entry
-    replicas = entry.result.plan.mesh.dp if entry.rule.is_relaxed else 1
     try:
-        return replace(entry, learnt=learner.steps_to(target, entry.rule, replicas, seeds, most_steps))
+        return replace(entry, learnt=learner.steps_to(target, entry.result.plan, entry.rule, seeds, most_steps))
     except ParsimError as error:
         return replace(entry, result=None, reason=str(error))

@@ -1,0 +1,88 @@
+"""The experiment on predicted and executed winners: its verdicts, and that a stopped run goes on behind what it has kept."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = ROOT / "experiments" / "time_to_accuracy"
+sys.path[:0] = [str(ROOT), str(HERE)]
+
+import run as experiment  # noqa: E402
+
+from experiments.time_to_accuracy import judge  # noqa: E402
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _alone() -> Any:
+    """Other experiments have a module `run` too."""
+    yield
+    for name in ("run", "rank"):
+        sys.modules.pop(name, None)
+    sys.path.remove(str(HERE))
+
+
+def row(rule: str, predicted_s: float | None, executed_s: float | None, rounds: int = 3) -> dict[str, Any]:
+    return {
+        "case": "one",
+        "target": 0.9,
+        "rule": rule,
+        "predicted_s": predicted_s,
+        "predicted_steps": 10,
+        "executed_s": executed_s,
+        "executed_steps": 10,
+        "rounds": rounds,
+    }
+
+
+def test_a_way_that_does_not_reach_the_target_loses_to_those_that_do() -> None:
+    document = {"rows": [row("a", 1.0, None), row("b", 2.0, 3.0), row("c", 3.0, 4.0), row("d", 4.0, None)]}
+    assert [won for won, _ in judge.pairs(document)] == [False, False, True, True, True]  # (a, d) are not compared
+    assert "not reached" in judge.tables(document)
+
+
+def test_what_was_not_executed_is_no_pair() -> None:
+    document = {"rows": [row("a", 1.0, None, rounds=0), row("b", 2.0, 3.0), row("c", None, None, rounds=0)]}
+    assert judge.pairs(document) == []
+    assert {each.verdict for each in judge.claims(document)} == {"not checked"}
+
+
+def test_the_middle_of_rounds_counts_those_that_did_not_reach() -> None:
+    reached = [{"reached": True, "seconds": 2.0}, {"reached": True, "seconds": 4.0}]
+    missed = {"reached": False, "seconds": 1.0}
+    assert experiment.middle([*reached, missed], "seconds") == 4.0
+    assert experiment.middle([reached[0], missed, missed], "seconds") is None
+    assert experiment.middle([], "seconds") is None
+
+
+def test_a_stopped_run_goes_on_behind_its_last_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[str, int]] = []
+    asked: list[str] = []
+
+    def predicted(answer: object, case: experiment.Case, rules: tuple[str, ...], seeds: int) -> list[dict[str, Any]]:
+        asked.append(case.name)
+        return [{"rule": rule, "predicted_s": 1.0, "steps": 10, "plan": "{}"} for rule in rules]
+
+    def executed(answer: object, case: experiment.Case, rows: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
+        if len(launched) == 2:
+            raise KeyboardInterrupt
+        launched.append((case.name, seed))
+        return [{"rule": each["rule"], "reached": True, "steps": 10, "seconds": 1.0, "score": 0.9} for each in rows]
+
+    monkeypatch.setattr(experiment, "asked", lambda profile, case: None)
+    monkeypatch.setattr(experiment, "predicted", predicted)
+    monkeypatch.setattr(experiment, "executed", executed)
+    arguments = (Path("here.json"), "digest", tmp_path, experiment.CASES[:2], ("average/4", "stale"), 2, 3)
+    with pytest.raises(KeyboardInterrupt):
+        experiment.raced(*arguments)
+    before, launched[:] = list(launched), []
+    rows = experiment.raced(*arguments)
+    first, second = (case.name for case in experiment.CASES[:2])
+    assert (before, launched) == ([(first, 10), (second, 10)], [(first, 11), (second, 11)])
+    assert asked == [first, second]
+    assert [entry["rounds"] for entry in rows] == [2] * 4
+    assert experiment.Record(tmp_path / "launches.jsonl", "another profile").entries == []

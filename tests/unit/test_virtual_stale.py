@@ -1,0 +1,108 @@
+"""Late gradients on one row of weights: equal to the tick engine, and to plain training with one stage."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import parsim
+from parsim.data import BatchOrder
+from parsim.errors import AlgorithmError
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, Stage
+from parsim.plans.synchronisation import ALL_REDUCE, parse_synchronisation
+from parsim.virtual.agent import TickRule
+from parsim.virtual.local import LocalOptimizer, LocalTraining
+from parsim.virtual.planned import steps_of
+from parsim.virtual.problems import load_problem, perceptron
+from parsim.virtual.stale import stale_steps
+from parsim.virtual.ticks import TickEngine
+from parsim.workflow.relaxed.learners import Learner
+
+STEPS = 20
+TOLERANCE = 1e-12
+
+
+def learner(kind: str = "sgd_momentum") -> tuple[LocalTraining, BatchOrder, nn.Sequential]:
+    problem = load_problem("digits", dtype=torch.float64)
+    model = perceptron(problem, (24, 20, 16), seed=0, dtype=torch.float64, activation="tanh")
+    start = copy.deepcopy(model)
+    optimizer = LocalOptimizer(kind=kind, learning_rate=0.05)
+    return LocalTraining(model, problem, optimizer), BatchOrder(n=len(problem), global_batch=32, seed=3), start
+
+
+def in_parts(model: nn.Sequential, sizes: tuple[int, ...]) -> list[nn.Sequential]:
+    """Consecutive children; Linear and its activation belong together."""
+    pairs = [list(model)[place : place + 2] for place in range(0, len(model), 2)]
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return [nn.Sequential(*itertools.chain(*pairs[first:end])) for first, end in itertools.pairwise(ends)]
+
+
+def names_in_parts(training: LocalTraining, sizes: tuple[int, ...]) -> list[list[str]]:
+    names = [name for name, _ in training.tensors]
+    ends = list(itertools.accumulate((2 * size for size in sizes), initial=0))
+    return [names[first:end] for first, end in itertools.pairwise(ends)]
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), (1, 2, 1), (1, 1, 1, 1)])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_weights_equal_those_of_the_tick_engine(sizes: tuple[int, ...], groups: int) -> None:
+    training, order, model = learner()
+    engine = TickEngine(
+        in_parts(model, sizes),
+        nn.functional.cross_entropy,
+        TickRule(learning_rate=0.05, momentum=0.9),
+        groups=groups,
+    )
+    problem = training.problem
+    rows = stale_steps(training, order, names_in_parts(training, sizes))
+    for step, workers in enumerate(itertools.islice(rows, STEPS)):
+        parts = order.indices(step).reshape(groups, -1)
+        engine.step([(problem.inputs[own], problem.targets[own]) for own in map(torch.from_numpy, parts)])
+        live: list[Tensor] = [value.detach().flatten() for agent in engine.agents[0] for value in agent.live]
+        assert (torch.cat(live) - workers.weights[0]).abs().max().item() < TOLERANCE
+    assert (workers.weights[0] - training.start).abs().max().item() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["sgd", "sgd_momentum", "adam"])
+def test_one_stage_is_plain_training(kind: str) -> None:
+    training, order, _ = learner(kind)
+    plain = steps_of(ALL_REDUCE, 1, training, order)
+    late = stale_steps(training, order, [[name for name, _ in training.tensors]])
+    for (one, _), other in itertools.islice(zip(plain, late, strict=False), STEPS):
+        assert (one.weights - other.weights).abs().max().item() < TOLERANCE
+
+
+def test_stages_that_miss_or_share_a_parameter_are_refused() -> None:
+    training, order, _ = learner()
+    first, second = names_in_parts(training, (2, 2))
+    with pytest.raises(AlgorithmError, match=second[-1]):
+        next(stale_steps(training, order, [first, second[:-1]]))
+    with pytest.raises(AlgorithmError, match=first[0]):
+        next(stale_steps(training, order, [first, [*second, first[0]]]))
+
+
+def test_stale_is_ranked_by_the_time_to_an_accuracy() -> None:
+    asked = parsim.plan("mlp", cluster="dgx1-v100-32gb", devices=2, global_batch=64, args={"width": 16}, optimizer="sgd")
+    late = asked.to_target(0.5, rules=["stale"], seeds=1, most_steps=400)
+    (entry,) = [each for each in late.contenders if each.rule.kind == "stale"]
+    assert entry.result is not None
+    assert entry.learnt is not None
+    assert entry.result.plan.mesh.pp == 2
+    assert entry.seconds == entry.learnt.steps * entry.result.step_s.median  # type: ignore[operator]
+    (prompt,) = [each for each in late.contenders if not each.rule.is_relaxed]
+    assert prompt.learnt is not None
+    assert entry.learnt.courses[0].scores[:20] != prompt.learnt.courses[0].scores[:20]
+
+
+def test_a_stand_in_with_fewer_layers_than_stages_is_refused_with_both_numbers() -> None:
+    learner = Learner(words="", problem=load_problem("digits"), own=None, optimizer="sgd", rates=(0.1,), batch=32)
+    stages = tuple(Stage(components=(f"c{place}",), ranks=(place,)) for place in range(3))
+    rule = parse_synchronisation("stale")
+    plan = Plan(strategy="mp", mesh=Mesh(pp=3), stages=stages, global_batch=32, synchronisation=rule)
+    with pytest.raises(AlgorithmError, match="3 stages, and the stand-in that learns has 2 layers"):
+        learner.steps_to(0.5, plan, rule, range(1), 10)
