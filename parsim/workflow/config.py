@@ -33,6 +33,7 @@ from parsim.files import NO_CONTROL, control_character_in, parse_toml, read_text
 from parsim.hardware.record import Count
 from parsim.model.inputs import ModelInput, inputs_from, ordered
 from parsim.model.losses import LOSSES
+from parsim.model.named.names import SEQUENCE_PARALLEL, is_transformer
 from parsim.model.objective.objective import TARGET
 from parsim.model.spec import REFUSE, ModelSpec
 from parsim.model.transformer.shape import nearest_divisors
@@ -175,6 +176,8 @@ class PlanSection(ConfigSection):
     """Likewise: tensor shards send a part each of what all of them have."""
     backward_prefetch: StrictBool | None = None
     """Of a plan by hand with zero_stage 3: false gathers parameters behind the backward before, as FSDP's BACKWARD_POST."""
+    sequence_parallel: StrictBool | None = None
+    """Of a transformer by name under mesh.tp: norms and residuals divided along the sequence (left out: true)."""
     capacity_factor: Annotated[float, Field(strict=True, ge=1.0, le=100.0)] | None = None
     """Visits that an expert has room for (and computes, padded) over their mean; left out: as many as come."""
     synchronisation: SynchronisationTable | None = None
@@ -204,10 +207,11 @@ class RunConfig(ConfigSection):
 
     @property
     def model_spec(self) -> ModelSpec:
-        model = self.model
+        model, parallel = self.model, self.plan.sequence_parallel
+        args = model.args if parallel is None else {**model.args, SEQUENCE_PARALLEL: parallel}
         return ModelSpec(
             name=model.name,
-            args=tuple(sorted(model.args.items())),
+            args=tuple(sorted(args.items())),
             input_shape=model.input_shape,
             loss=model.loss,
             inputs=None if model.inputs is None else ordered(inputs_from(model.inputs)),
@@ -383,6 +387,8 @@ def _check_plan_section(config: RunConfig) -> None:
             f'plan.context_exchange = "{plan.context_exchange}" belongs to strategy = "custom" with cp > 1; '
             "drop it: a searched plan exchanges in a ring"
         )
+    if plan.sequence_parallel is not None:
+        _check_sequence_parallel(plan.sequence_parallel, config.model)
     switched = [key for key in SWITCHES if getattr(plan, key) is not None]
     if switched and plan.strategy != "custom":
         raise ConfigError(
@@ -426,6 +432,16 @@ def _check_synchronisation(plan: PlanSection) -> None:
         raise ConfigError(
             f"plan.zero_stage = {zero} divides states over replicas that synchronisation {rule} keeps apart; drop it"
         )
+
+
+def _check_sequence_parallel(asked: bool, model: ModelSection) -> None:
+    if not is_transformer(model.name):
+        raise ConfigError(
+            f"plan.sequence_parallel = {str(asked).lower()} belongs to a transformer by name (llama3-8b), and the model is "
+            f"{model.name}: its components have the rules that were traced; drop it"
+        )
+    if model.args.get(SEQUENCE_PARALLEL, asked) != asked:
+        raise ConfigError(f"plan.sequence_parallel and model.args.{SEQUENCE_PARALLEL} contradict each other; drop one of them")
 
 
 def _check_family(name: str) -> None:

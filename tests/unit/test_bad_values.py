@@ -134,6 +134,19 @@ def test_four_bits_are_not_priced_and_the_message_names_the_nearest(refused: Ref
     assert "fp8 is the nearest" in message
 
 
+@pytest.mark.parametrize(
+    ("key", "rule"),
+    [
+        ("plan.dp_shard=4", "unknown key plan.dp_shard (= 4): sharding within groups of replicas (HSDP) is not built"),
+        ("plan.mesh.dp_shard=4", "unknown key plan.mesh.dp_shard (= 4): sharding within groups"),
+        ("plan.optimizer_offload=true", "offload to the host is not built: states and activations stay on the device"),
+        ("plan.sequence_parallel=false", "belongs to a transformer by name (llama3-8b), and the model is"),
+    ],
+)
+def test_keys_of_other_libraries_say_what_comes_nearest(refused: Refused, key: str, rule: str) -> None:
+    assert rule in plan(refused, key)
+
+
 @pytest.mark.parametrize("key", ["tokens", "samples"])
 def test_more_tokens_than_anybody_trains_on(refused: Refused, key: str) -> None:
     assert f"training.{key} = 1e+300: must be <= 1e+18" in plan(refused, f"training.{key}=1e300")

@@ -180,6 +180,11 @@ def test_context_and_expert_axes_of_megatron() -> None:
     assert recipe.settings(8)["plan.mesh"] == {"pp": 1, "dp": 8, "tp": 1, "ep": 4}
 
 
+def test_fewer_devices_than_the_mesh_has() -> None:
+    with pytest.raises(ConfigError, match=r"= 8 must divide the devices \(6\); ask for 8$"):
+        read_script(SIZES + "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2").settings(6)
+
+
 def test_devices_and_batch_must_divide() -> None:
     recipe = read_script(SIZES + "--tensor-model-parallel-size 8 --global-batch-size 10 --micro-batch-size 4")
     with pytest.raises(ConfigError, match=r"= 8 must divide the devices \(12\); ask for 8 or 16"):

@@ -168,6 +168,24 @@ def test_splits_that_do_not_divide_name_the_nearest(settings: dict[str, object],
         parsim.plan("llama3-8b", cluster="8xh100-sxm", global_batch=batch, settings=given)
 
 
+def test_sequence_parallel_is_a_key_of_the_plan() -> None:
+    """With it norms are components of their own, and what a rank keeps of them is divided."""
+    held = {}
+    for parallel in (True, False):
+        answer = parsim.plan(
+            "llama3-8b", cluster="8xh100-sxm", global_batch=8, args={"layers": 2, "seq": 1024}, strategy="mp",
+            settings={"plan.sequence_parallel": parallel, "plan.mesh": {"tp": 8}, "plan.microbatches": 1, "plan.zero_stage": 0},
+        )  # fmt: skip
+        assert ("shard:sequence/8" in answer.chosen.plan.summary()) == parallel
+        held[parallel] = int(answer.chosen.memory().query("line == 'activations'").size_bytes.max())
+    assert held[True] < 0.7 * held[False]
+    with pytest.raises(parsim.ParsimError, match="contradict each other"):
+        parsim.plan(
+            "llama3-8b", cluster="8xh100-sxm", global_batch=8, args={"sequence_parallel": True},
+            settings={"plan.sequence_parallel": False},
+        )  # fmt: skip
+
+
 def test_documents_divide_the_scores_and_nothing_else() -> None:
     """Attention within D documents of a sample costs 1 / D of the scores; products, memory and parameters stay."""
     whole, cut = by_name("llama3-8b", seq=8192), by_name("llama3-8b", seq=8192, document_tokens=1024)
