@@ -295,20 +295,17 @@ def left_out(spec: ModelSpec) -> tuple[str, ...]:
     if document.get("quantization_config"):
         told.append("quantization_config is left out: weights are as training.precision says, and all of them train")
     if unknown := _unknown_keys(Path(spec.name), document):
-        told.append(
-            f"keys of {Path(spec.name).name} that its class does not know, and which are left out: {', '.join(unknown)}"
-            "; they may matter"
-        )
+        told.append(f"keys of {Path(spec.name).name} that its class does not list, and which may matter: {', '.join(unknown)}")
     return tuple(told)
 
 
 def _unknown_keys(path: Path, document: Mapping[str, Any]) -> list[str]:
-    """Keys that no class of the config has. Those of code beside the config (auto_map) are its own, and none is unknown."""
+    """Keys that the class of the config does not list; none where the config has code of its own beside it (auto_map)."""
     if document.get("auto_map"):
         return []
     try:
         default = _transformers(path).AutoConfig.for_model(str(document["model_type"]))
     except (ValueError, KeyError):
         return []
-    known = {*default.to_dict(), *type(default).attribute_map, *_ABOUT_THE_FILE}
-    return sorted(key for key in document if key not in known and not key.startswith("_"))
+    known = {*default.to_dict(), *type(default).attribute_map, *_ABOUT_THE_FILE, *_COUNTS}
+    return sorted(key for key, value in document.items() if value is not None and key not in known and not key.startswith("_"))
