@@ -14,6 +14,7 @@ from parsim.model.inputs import ModelInput, check_size, inputs_from, ordered
 from parsim.model.named.names import (
     check_own,
     config_path,
+    document_of,
     is_transformer,
     known_names,
     named,
@@ -191,6 +192,7 @@ def _resolve_named(spec: ModelSpec) -> ModelSpec:
     check_own(spec.name, args)
     check_count(spec.name, "layers", shape_of(spec.name, args).layers)
     args["seq"] = seq = sequence_of(spec.name, args)
+    document_of(spec.name, args)
     return replace(spec, args=tuple(sorted(args.items())), input_shape=(seq,), loss=None)
 
 

@@ -218,6 +218,63 @@ def zero_bubble_v(rank: int, ranks: int, microbatches: int, chunks: int) -> Acti
     return tuple(action for action in made if action.microbatch < microbatches)
 
 
+def dual_pipe_v(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
+    """DualPipeV: two chunks per rank in a V; between fill and drain a forward of one chunk is followed by a backward of the
+    other.
+
+    Backwards run in halves. Those for weights follow at once, and wait where they fill the drain. With fewer than 2 S
+    microbatches the actions of the missing ones are left out. Leaves out: communication inside a forward (of experts) does not
+    hide behind the backward beside it, which is what DeepSeek made the order for.
+
+    Args:
+        rank, ranks: of the pipeline. microbatches: per step. chunks: per rank, 2.
+
+    Source: DeepSeek-V3 (2024), section 3.2.1; order of PyTorch's ScheduleDualPipeV, its overlapped pairs one after another.
+    """
+    near, far = rank, chunks * ranks - 1 - rank
+    total = max(2 * ranks, microbatches)
+    done: dict[tuple[int, str], int] = {}
+    made: list[Action] = []
+    waiting: list[Action] = []
+
+    def run(stage: int, phase: str) -> None:
+        number = done.get((stage, phase), 0)
+        done[stage, phase] = number + 1
+        made.append(Action(stage, _PHASES[phase], number))
+
+    def backward(stage: int, *, weights: bool = True) -> None:
+        run(stage, "I")
+        waiting.append(Action(stage, _PHASES["W"], done[stage, "I"] - 1))
+        if weights:
+            made.append(waiting.pop())
+
+    for _ in range(2 * (ranks - rank - 1)):
+        run(near, "F")
+    for _ in range(rank + 1):
+        run(near, "F")
+        run(far, "F")
+    for _ in range(ranks - rank - 1):
+        backward(far)
+        run(far, "F")
+    for _ in range(total - 2 * ranks + rank + 1):
+        run(near, "F")
+        backward(far)
+        run(far, "F")
+        backward(near)
+    for _ in range(ranks - rank - 1):
+        backward(far)
+        run(far, "F")
+        backward(near)
+    for number in range(2 * (rank + 1)):
+        backward((far, near)[number % 2], weights=number <= rank)
+    for _ in range(ranks - rank - 1):
+        made += waiting[:1]
+        del waiting[:1]
+        backward(near, weights=False)
+    made += waiting
+    return tuple(action for action in made if action.microbatch < microbatches)
+
+
 def microbatches_per_round(ranks: int, microbatches: int, chunks: int) -> int:
     """Microbatches of one chunk that a rank runs before it turns to the next chunk.
 
@@ -267,6 +324,7 @@ PIPELINE_ORDERS: Registry[PipelineOrder] = Registry(
         "interleaved": PipelineOrder(actions=interleaved, most_chunks=None),
         "zero-bubble": PipelineOrder(actions=zero_bubble, most_chunks=None, halves=True),
         "zero-bubble-v": PipelineOrder(actions=zero_bubble_v, place=in_a_v, fewest_chunks=2, most_chunks=2, halves=True),
+        "dualpipe-v": PipelineOrder(actions=dual_pipe_v, place=in_a_v, fewest_chunks=2, most_chunks=2, halves=True),
     },
     error=PlanError,
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from parsim.errors import ConfigError, ModelError, PlanError, near_matches
 from parsim.model.component import Component
@@ -206,11 +207,13 @@ def custom_plan(
     recompute: Recompute = NONE,
     context_exchange: str = "ring",
     synchronisation: Synchronisation = ALL_REDUCE,
+    switches: Mapping[str, bool] | None = None,
 ) -> Plan:
     """The plan on `mesh` with these placements; its stages are cut so that the slowest is as fast as can be.
 
     Args:
         placements: by component; None: all batch-sharded. context_exchange, synchronisation: as in Plan.
+        switches: keys of Plan that are true or false, by name.
 
     Raises:
         PlanError: the placements, the batch and the mesh do not go together. ScheduleError: more stages than components.
@@ -233,6 +236,7 @@ def custom_plan(
         bucket_bytes=bucket_bytes,
         placements=placements,
     )
-    plan = replace(plan, recompute=recompute, context_exchange=context_exchange, synchronisation=synchronisation)
+    given: dict[str, Any] = dict(switches or {})
+    plan = replace(plan, recompute=recompute, context_exchange=context_exchange, synchronisation=synchronisation, **given)
     check_plan(plan, problem.model)
     return plan

@@ -33,6 +33,7 @@ from parsim.files import NO_CONTROL, control_character_in, parse_toml, read_text
 from parsim.hardware.record import Count
 from parsim.model.inputs import ModelInput, inputs_from, ordered
 from parsim.model.losses import LOSSES
+from parsim.model.named.names import SEQUENCE_PARALLEL, is_transformer
 from parsim.model.objective.objective import TARGET
 from parsim.model.spec import REFUSE, ModelSpec
 from parsim.model.transformer.shape import nearest_divisors
@@ -64,6 +65,15 @@ CONSTRAINT_KEYS = ("mesh", "microbatches", "pipeline_order", "chunks", "bucket_b
 CUSTOM_KEYS = (*CONSTRAINT_KEYS, "placements")
 # Keys that steer the search of strategy = "adaptive".
 ADAPTIVE_KEYS = ("pin", "forbid")
+# Switches of a plan by hand, as in Plan; the search proposes none of them.
+SWITCHES = (
+    "tensor_overlap",
+    "tensor_backward_overlap",
+    "gather_ahead",
+    "blocking_transfers",
+    "scatter_gather",
+    "backward_prefetch",
+)
 
 
 def _checked(make: Callable[[], object]) -> None:
@@ -154,6 +164,20 @@ class PlanSection(ConfigSection):
     0.95 leaves safe plans alone. The verdict beside a plan has its probability."""
     context_exchange: Literal["ring", "all_gather"] | None = None
     """Of a plan by hand with mesh.cp above 1: how keys and values of the other pieces of the sequence arrive."""
+    tensor_overlap: StrictBool | None = None
+    """Of a plan by hand, simulated only: all_gathers and reduce_scatters on the tp axis run in pieces beside products."""
+    tensor_backward_overlap: StrictBool | None = None
+    """Likewise: sums of tensor parallelism run beside gradients of weights."""
+    gather_ahead: StrictBool | None = None
+    """Likewise: with zero_stage 1, parameters are gathered at the beginning of a step."""
+    blocking_transfers: StrictBool | None = None
+    """Likewise: a rank computes nothing while it sends to another stage."""
+    scatter_gather: StrictBool | None = None
+    """Likewise: tensor shards send a part each of what all of them have."""
+    backward_prefetch: StrictBool | None = None
+    """Of a plan by hand with zero_stage 3: false gathers parameters behind the backward before, as FSDP's BACKWARD_POST."""
+    sequence_parallel: StrictBool | None = None
+    """Of a transformer by name under mesh.tp: norms and residuals divided along the sequence (left out: true)."""
     capacity_factor: Annotated[float, Field(strict=True, ge=1.0, le=100.0)] | None = None
     """Visits that an expert has room for (and computes, padded) over their mean; left out: as many as come."""
     synchronisation: SynchronisationTable | None = None
@@ -183,10 +207,11 @@ class RunConfig(ConfigSection):
 
     @property
     def model_spec(self) -> ModelSpec:
-        model = self.model
+        model, parallel = self.model, self.plan.sequence_parallel
+        args = model.args if parallel is None else {**model.args, SEQUENCE_PARALLEL: parallel}
         return ModelSpec(
             name=model.name,
-            args=tuple(sorted(model.args.items())),
+            args=tuple(sorted(args.items())),
             input_shape=model.input_shape,
             loss=model.loss,
             inputs=None if model.inputs is None else ordered(inputs_from(model.inputs)),
@@ -332,6 +357,11 @@ def _check_plan_section(config: RunConfig) -> None:
         )
     if plan.recompute != AUTO and plan.plan_path is not None:
         raise ConfigError(f"plan.recompute = {plan.recompute!r}: the plan is read from {plan.plan_path}; drop recompute")
+    if plan.microbatches is not None and training.global_batch % plan.microbatches:
+        raise ConfigError(
+            f"training.global_batch ({training.global_batch}) must be divisible by plan.microbatches ({plan.microbatches}); "
+            f"the nearest microbatches that divide it: {nearest_divisors(training.global_batch, plan.microbatches)}"
+        )
     _check_synchronisation(plan)
     check_machine(cluster)
     if cluster.nodes > 1 and cluster.network is None:
@@ -356,6 +386,14 @@ def _check_plan_section(config: RunConfig) -> None:
         raise ConfigError(
             f'plan.context_exchange = "{plan.context_exchange}" belongs to strategy = "custom" with cp > 1; '
             "drop it: a searched plan exchanges in a ring"
+        )
+    if plan.sequence_parallel is not None:
+        _check_sequence_parallel(plan.sequence_parallel, config.model)
+    switched = [key for key in SWITCHES if getattr(plan, key) is not None]
+    if switched and plan.strategy != "custom":
+        raise ConfigError(
+            f'plan.{switched[0]} belongs to a plan by hand, and plan.strategy = {plan.strategy!r}: set strategy = "custom" and '
+            f"plan.mesh, or drop {', '.join(switched)}"
         )
     if plan.strategy == "custom" and plan.mesh is None:
         raise ConfigError('plan.strategy = "custom" needs plan.mesh, for example mesh = { pp = 2, dp = 2, tp = 1 }')
@@ -394,6 +432,16 @@ def _check_synchronisation(plan: PlanSection) -> None:
         raise ConfigError(
             f"plan.zero_stage = {zero} divides states over replicas that synchronisation {rule} keeps apart; drop it"
         )
+
+
+def _check_sequence_parallel(asked: bool, model: ModelSection) -> None:
+    if not is_transformer(model.name):
+        raise ConfigError(
+            f"plan.sequence_parallel = {str(asked).lower()} belongs to a transformer by name (llama3-8b), and the model is "
+            f"{model.name}: its components have the rules that were traced; drop it"
+        )
+    if model.args.get(SEQUENCE_PARALLEL, asked) != asked:
+        raise ConfigError(f"plan.sequence_parallel and model.args.{SEQUENCE_PARALLEL} contradict each other; drop one of them")
 
 
 def _check_family(name: str) -> None:
@@ -460,6 +508,7 @@ def check_axes(table: MeshTable, devices: int, *, by_hand: bool) -> None:
         PlanError: there is none.
     """
     given = {name: size for name in ("pp", "dp", "tp", "cp") if (size := getattr(table, name)) is not None}
+    _check_experts(table, devices, by_hand=by_hand)
     if by_hand or not {"pp", "dp", "tp"} - given.keys() or table == MeshTable(pp=1, dp=1, tp=1):
         check_mesh(mesh_of(table), devices)
         return
@@ -469,6 +518,20 @@ def check_axes(table: MeshTable, devices: int, *, by_hand: bool) -> None:
         raise PlanError(
             f"mesh {what} = {product} must divide the devices ({devices}); the nearest that do: "
             f"{nearest_divisors(devices, product)}; or ask for devices = {-(-devices // product) * product}"
+        )
+
+
+def _check_experts(table: MeshTable, devices: int, *, by_hand: bool) -> None:
+    """Experts are divided over dp * cp ranks: with dp free, at most over the devices beside pp and tp."""
+    pp, tp, cp, ep = table.pp or 1, table.tp or 1, table.cp or 1, table.ep or 1
+    if by_hand or table.dp is not None:
+        copies, what = (table.dp or 1) * cp, f"dp ({table.dp or 1}) * cp ({cp})"
+    else:
+        copies, what = devices // (pp * tp), f"devices ({devices}) / (pp ({pp}) * tp ({tp}))"
+    if copies and copies % ep:
+        raise PlanError(
+            f"mesh ep ({ep}) must divide {what} = {copies}, the ranks that hold the same layers; the nearest that do: "
+            f"{nearest_divisors(copies, ep)}"
         )
 
 

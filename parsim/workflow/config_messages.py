@@ -39,6 +39,8 @@ def explained(problem: ErrorDetails, sections: type[ConfigSection]) -> str:
         return f"{path}: {context['rule']}"
     if kind == "extra_forbidden":
         known = _section_at(sections, location[:-1]).model_fields
+        if location[-1] in NOT_BUILT:
+            return f"unknown key {path} (= {_short(value)}): {NOT_BUILT[location[-1]]}"
         return f"unknown key {path} (= {_short(value)}){near_matches(location[-1], known)}"
     if kind == "missing":
         example = EXAMPLES.get(path, "")
@@ -62,6 +64,16 @@ def explained(problem: ErrorDetails, sections: type[ConfigSection]) -> str:
     example = EXAMPLES.get(table_key, "")
     return f"{path} = {_short(value)}: {rule}" + (f"; for example {example}" if example else "")
 
+
+_NOT_SHARDED = (
+    "sharding within groups of replicas (HSDP) is not built; zero_stage = 3 divides over all replicas, zero_stage = 0 over none"
+)
+_ON_THE_DEVICE = "offload to the host is not built: states and activations stay on the device"
+NOT_BUILT = {
+    **dict.fromkeys(("dp_shard", "dp_replicate", "hsdp"), _NOT_SHARDED),
+    **dict.fromkeys(("offload", "cpu_offload", "optimizer_offload", "activation_offload"), _ON_THE_DEVICE),
+}
+"""Keys of other libraries that no plan has, and what comes nearest."""
 
 _BOUNDS = {
     "greater_than_equal": (">=", "ge"),

@@ -10,7 +10,7 @@ from parsim.errors import ConfigError, PlanError
 from parsim.files import parse_json, read_text
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan
 from parsim.plans.recompute import AUTO, NONE
-from parsim.workflow.config import RunConfig, check_axes, constraints_of, mesh_of
+from parsim.workflow.config import SWITCHES, RunConfig, check_axes, constraints_of, mesh_of
 
 if TYPE_CHECKING:
     from parsim.hardware.cluster import Cluster
@@ -176,6 +176,7 @@ def fixed_plan(problem: PlanningProblem, config: RunConfig) -> Plan | None:
         recompute=NONE if problem.recompute == AUTO else problem.recompute,
         context_exchange=table.context_exchange or "ring",
         synchronisation=table.relaxed,
+        switches={key: value for key in SWITCHES if (value := getattr(table, key)) is not None},
     )
 
 

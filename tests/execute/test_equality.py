@@ -46,6 +46,7 @@ QUICK = [
     case(GPT, Mesh(pp=2), microbatches=4, order="zero-bubble"),
     case(MLP, Mesh(pp=2), microbatches=4, order="zero-bubble", chunks=2, optimizer="adamw", learning_rate=1e-3),
     case(GPT, Mesh(pp=2), microbatches=4, order="zero-bubble-v", chunks=2, optimizer="adamw", learning_rate=1e-3),
+    case(GPT, Mesh(pp=2), microbatches=4, order="dualpipe-v", chunks=2, optimizer="adamw", learning_rate=1e-3),
     case(VIT, Mesh(pp=2), microbatches=2, order="interleaved", chunks=2, optimizer="adam", learning_rate=1e-3),
 ]
 

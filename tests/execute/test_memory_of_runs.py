@@ -130,7 +130,7 @@ def test_backwards_in_halves_are_as_predicted(tmp_path: Path) -> None:
     model = load_model(NORMED, granularity="block")
     names = tuple(component.name for component in model.components)
     plans = []
-    for order, chunks in (("zero-bubble", 1), ("zero-bubble-v", 2)):
+    for order, chunks in (("zero-bubble", 1), ("zero-bubble-v", 2), ("dualpipe-v", 2)):
         mesh = Mesh(pp=2)
         parts = even_parts(names, 2 * chunks)
         cut = stages_of(mesh, parts, order=order, chunks=chunks)

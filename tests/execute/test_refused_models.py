@@ -185,3 +185,16 @@ def test_configs_that_are_quantised_or_of_impossible_size(tmp_path: Path) -> Non
     path.write_text(json.dumps({**LLAMA, "vocab_size": 10**18}))
     with pytest.raises(ModelError, match=r"cannot be built.*correct the sizes"):
         load_model(ModelSpec(name=str(path), input_shape=(8,)))
+
+
+@pytest.mark.hf
+def test_unknown_keys_of_a_config_are_named(tmp_path: Path) -> None:
+    """A key that the class of the config does not have may be an option of a newer one; usual metadata is none."""
+    pytest.importorskip("transformers", reason="needs the hf extra")
+    path = tmp_path / "config.json"
+    about = {"torch_dtype": "bfloat16", "_name_or_path": "x", "pretraining_tp": 1, "sliding_window": None}
+    path.write_text(json.dumps({**LLAMA, **about, "frobnicate": 5}))
+    answer = parsim.plan(str(path), cluster="dgx1-v100-32gb", global_batch=8, strategy="dp", args={"seq": 16})
+    assert [text for text in answer.prediction.warnings if "keys of" in text] == [
+        "keys of config.json that its class does not list, and which may matter: frobnicate"
+    ]

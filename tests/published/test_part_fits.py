@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from calibration.parts import attentions, collectives, products
+from calibration.parts.catalog import GPUS, IDLE, LAUNCH, CatalogGpu
 from calibration.parts.robust import named
 from parsim.costs.compute.tile_model import tile_seconds
+from parsim.hardware.tables import to_text
 
 ROOT = Path(__file__).resolve().parents[2]
 SYNTHETIC = Path(__file__).parent / "parts_synthetic"
@@ -34,10 +36,10 @@ CHIP = products.Chip(100, 300e12, 2e12)
 
 def data_folder() -> Path:
     """The tables of published timings, which are not part of the repository."""
-    folder = os.environ.get("PARSIM_GPU_OPS")
-    if folder is None or not Path(folder).is_dir():
+    folder = Path(os.environ.get("PARSIM_GPU_OPS", ROOT.parent / "shared" / "data" / "gpu_ops"))
+    if not folder.is_dir():
         pytest.skip("the tables of published GPU timings are not here: set PARSIM_GPU_OPS to their folder")
-    return Path(folder)
+    return folder
 
 
 def test_the_synthetic_table_is_the_truth() -> None:
@@ -74,17 +76,18 @@ def test_a_burst_is_faster_only_while_it_is_short() -> None:
 
 
 @pytest.mark.slow
-def test_shipped_products_come_from_the_tables() -> None:
-    """The numbers of one part, fitted again."""
-    from calibration.parts.gpus import all_fits
-    from calibration.parts.part_files import read_sources
+def test_shipped_parts_are_what_the_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file, to the last character: a number or a line changed by hand would be lost by the next fit."""
+    from calibration.parts import __main__ as command
 
-    folder = data_folder()
-    read_sources(folder)
-    fits = all_fits(folder)
-    for name in ("a100-sxm-80gb", "h100-sxm"):
-        shipped = json.loads((PARTS / "gpus" / f"{name}.json").read_text())["fits"]
-        assert [fit["coefficients"] for fit in fits[name]] == [fit["coefficients"] for fit in shipped]
+    out = tmp_path / "parts"
+    monkeypatch.setattr("sys.argv", ["calibration.parts", "--data", str(data_folder()), "--out", str(out)])
+    command.main()
+    written = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.json"))
+    assert {path.name for path in PARTS.rglob("*.json")} <= {path.name for path in written}
+    for path in written:
+        shipped = PARTS.parent / path
+        assert (tmp_path / path).read_text(encoding="utf-8") == shipped.read_text(encoding="utf-8"), path
 
 
 def test_shipped_links_come_from_the_tables() -> None:
@@ -96,6 +99,27 @@ def test_shipped_links_come_from_the_tables() -> None:
     table = collectives.read_collectives(folder)
     for name in SWITCHES:
         assert _switch(name, table) == json.loads((PARTS / "links" / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("path", sorted(PARTS.rglob("*.json")), ids=lambda path: path.stem)
+def test_a_shipped_part_is_laid_out_as_the_command_lays_it_out(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert to_text(json.loads(text)) == text
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_what_no_table_holds_is_the_same_in_the_catalogue_and_in_the_part(gpu: CatalogGpu) -> None:
+    """Units, launches, idle watts and how the GPUs are joined: no table is needed to compare them."""
+    shipped = json.loads((PARTS / "gpus" / f"{gpu.name}.json").read_text())
+    assert shipped["multiprocessors"]["value"] == gpu.units[0]
+    assert shipped["sources"]["units"] == {"kind": gpu.units[1], "text": gpu.units[2]}
+    assert (shipped["link"], shipped["host_link"], shipped["gpus_per_node"]) == (gpu.link, gpu.host_link, gpu.gpus_per_node)
+    kind, text, seconds = LAUNCH.get(gpu.name, ("", "", None))
+    assert shipped.get("launch_s", {}).get("value") == seconds
+    assert seconds is None or shipped["sources"]["launch"] == {"kind": kind, "text": text}
+    watts, told = IDLE.get(gpu.name, (None, ""))
+    assert shipped.get("idle_power_w", {}).get("value") == watts
+    assert watts is None or shipped["sources"]["idle"]["text"] == told
 
 
 def test_every_library_of_attention_is_one_of_the_models() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import re
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -102,7 +103,7 @@ def test_actions_round_trip_through_their_text(shape: tuple[int, int, int], orde
     ("order", "chunks", "words"),
     [
         ("1f1", 1, "1f1b"),
-        ("1f1b", 2, "only interleaved, zero-bubble, zero-bubble-v have more than one chunk"),
+        ("1f1b", 2, "only interleaved, zero-bubble, zero-bubble-v, dualpipe-v have more than one chunk"),
         ("interleaved", 0, "chunks = 0"),
         ("zero-bubble-v", 1, "it takes 2 stages per rank; set chunks = 2"),
         ("zero-bubble-v", 3, "it takes 2 stages per rank; set chunks = 2"),
@@ -185,6 +186,29 @@ def test_zb_v_and_its_placement_are_torchs_own(ranks: int, microbatches: int) ->
     assert dict(enumerate(rank_of_stage("zero-bubble-v", ranks, 2))) == generate_stage_to_rank_mapping(
         ranks, 2 * ranks, style="v"
     )
+
+
+@WITH_TORCH
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 4), (2, 9), (3, 6), (3, 7), (4, 8), (4, 16), (5, 11), (8, 32)])
+def test_dualpipe_v_is_torchs_own_with_its_pairs_one_after_another(ranks: int, microbatches: int) -> None:
+    theirs = torch_actions("dualpipe-v", "ScheduleDualPipeV", ranks, microbatches, 2)
+    flat = [[part for action in row for part in re.findall(r"\d+[FBIW]\d+", action)] for row in theirs]
+    halves = [[half for part in row for half in _in_halves(part)] for row in flat]
+    ours = [list(map(str, pipeline_actions("dualpipe-v", rank, ranks, microbatches, 2))) for rank in range(ranks)]
+    assert ours == halves
+
+
+def _in_halves(action: str) -> list[str]:
+    """`2B0` as `2I0`, `2W0`."""
+    return [action.replace("B", "I"), action.replace("B", "W")] if "B" in action else [action]
+
+
+@given(ranks=st.integers(1, 6), microbatches=st.integers(1, 16))
+def test_dualpipe_v_ends_and_holds_one_chunk_more_than_zb_v(ranks: int, microbatches: int) -> None:
+    """DeepSeek-V3, table 2: activations of PP + 1 chunks' pairs, here 2 S + 1 chunks."""
+    check_order("dualpipe-v", ranks, microbatches, 2)
+    for rank in range(ranks):
+        assert in_flight("dualpipe-v", rank, ranks, microbatches, 2) <= min(2 * ranks + 1, 2 * microbatches)
 
 
 @given(ranks=st.integers(1, 6), microbatches=st.integers(1, 16))

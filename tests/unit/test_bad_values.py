@@ -127,6 +127,31 @@ def test_a_batch_of_1e20(refused: Refused) -> None:
     assert (status, f"batch = {10**20}: must be <= 1000000000" in message) == (1, True)
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "MXFP4", "fp4"])
+def test_four_bits_are_not_priced_and_the_message_names_the_nearest(refused: Refused, name: str) -> None:
+    message = plan(refused, f"training.precision={name}")
+    assert f"training.precision = {name!r}: products in 4 bits are not priced" in message
+    assert "fp8 is the nearest" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "rule"),
+    [
+        ("plan.dp_shard=4", "unknown key plan.dp_shard (= 4): sharding within groups of replicas (HSDP) is not built"),
+        ("plan.mesh.dp_shard=4", "unknown key plan.mesh.dp_shard (= 4): sharding within groups"),
+        ("plan.optimizer_offload=true", "offload to the host is not built: states and activations stay on the device"),
+        ("plan.sequence_parallel=false", "belongs to a transformer by name (llama3-8b), and the model is"),
+    ],
+)
+def test_keys_of_other_libraries_say_what_comes_nearest(refused: Refused, key: str, rule: str) -> None:
+    assert rule in plan(refused, key)
+
+
+@pytest.mark.parametrize("key", ["tokens", "samples"])
+def test_more_tokens_than_anybody_trains_on(refused: Refused, key: str) -> None:
+    assert f"training.{key} = 1e+300: must be <= 1e+18" in plan(refused, f"training.{key}=1e300")
+
+
 def test_a_billion_network_cards_are_refused_before_one_is_built(refused: Refused) -> None:
     message = plan(
         refused, "cluster.nodes=2", "cluster.devices=8", "cluster.network=infiniband-100g", "cluster.cards_per_node=1000000000"

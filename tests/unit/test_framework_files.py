@@ -131,6 +131,24 @@ def test_options_of_megatron(extra: str, recompute: str, zero: int, precision: s
     assert recipe.unknown == []
 
 
+def test_four_bits_are_taken_as_eight_and_the_answer_says_so() -> None:
+    recipe = read_script(SIZES + "--fp4-format e2m1 --bf16 --reset-attention-mask")
+    assert recipe.training["precision"] == "fp8"
+    assert recipe.left_out["--fp4-format"] == "products are priced at the FP8 rate, which is too slow for FP4"
+    assert "--reset-attention-mask" in recipe.left_out
+    assert recipe.unknown == []
+
+
+def test_dualpipe_v_of_torchtitan_is_its_own_order() -> None:
+    parallelism = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": "DualPipeV"}
+    recipe = read_toml({"model": {"name": "llama3", "flavor": "8B"}, "parallelism": parallelism})
+    assert (recipe.order, recipe.chunks, recipe.left_out.get("parallelism.pipeline_parallel_schedule")) == (
+        "dualpipe-v",
+        2,
+        None,
+    )
+
+
 def test_experts_of_megatron() -> None:
     recipe = read_script(SIZES + "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 96 --moe-layer-freq ([0]*1+[1]*3)")
     args = recipe.args
@@ -160,6 +178,11 @@ def test_context_and_expert_axes_of_megatron() -> None:
     assert recipe.settings(8)["plan.mesh"] == {"pp": 1, "dp": 2, "tp": 2, "cp": 2}
     recipe = read_script(SIZES + "--num-experts 8 --expert-model-parallel-size 4")
     assert recipe.settings(8)["plan.mesh"] == {"pp": 1, "dp": 8, "tp": 1, "ep": 4}
+
+
+def test_fewer_devices_than_the_mesh_has() -> None:
+    with pytest.raises(ConfigError, match=r"= 8 must divide the devices \(6\); ask for 8$"):
+        read_script(SIZES + "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2").settings(6)
 
 
 def test_devices_and_batch_must_divide() -> None:

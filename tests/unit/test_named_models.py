@@ -96,6 +96,12 @@ def test_an_unknown_name_lists_near_ones() -> None:
         ({"kv_heads": 5}, r"kv_heads \(5\) must divide the heads \(32\); the nearest that do: 4 or 8"),
         ({"seq": 0.5}, "seq of llama3-8b must be a whole number"),
         ({"seq": -1}, "seq of llama3-8b must be a whole number"),
+        ({"seq": 0}, "seq of llama3-8b must be a whole number >= 1 and <= 8589934592, got 0"),
+        ({"seq": 10**12}, "seq of llama3-8b must be a whole number >= 1 and <= 8589934592, got 1000000000000"),
+        ({"seq": 4096, "document_tokens": 1000}, r"document_tokens .*\(1000\) must divide .*\(4096\); .*: 512 or 1024"),
+        ({"seq": 4096, "document_tokens": 0}, "document_tokens of llama3-8b must be a whole number >= 1, got 0"),
+        ({"seq": 4096, "document_tokens": True}, "document_tokens of llama3-8b must be a whole number >= 1, got True"),
+        ({"seq": 4096, "document_tokens": 512, "kernels": "unfused-attention"}, "computes masked scores too; drop it"),
         ({"kernels": "fusd"}, "did you mean fused"),
         ({"sequence_parallel": 1}, "sequence_parallel of llama3-8b must be true or false"),
     ],
@@ -147,6 +153,10 @@ def test_a_named_model_plans_like_any_other() -> None:
             r"8 stages, and llama3-8b has 4 layers; .*chunks <= 4",
         ),
         ({"plan.mesh": {"cp": 3}, "model.args.seq": 1000}, r"cp = 3 must divide the tokens of a sample \(1,000\).*: 2 or 4"),
+        ({"plan.microbatches": 3}, r"global_batch \(8\) must be divisible by plan.microbatches \(3\); .* divide it: 2 or 4$"),
+        ({"plan.mesh": {"dp": 2, "tp": 4, "ep": 4}}, r"ep \(4\) must divide dp \(2\) \* cp \(1\) = 2, .*that do: 2$"),
+        ({"plan.mesh": {"tp": 4, "ep": 4}}, r"ep \(4\) must divide devices \(8\) / .* = 2, .*that do: 2$"),
+        ({"plan.tensor_overlap": True}, r'plan.tensor_overlap belongs to a plan by hand.* set strategy = "custom"'),
         ({"plan.mesh": {"tp": 3}}, r"must divide the (devices|heads).*the nearest that do: "),
         ({"plan.mesh": {"dp": 8}, "training.global_batch": 12}, r"must be divisible by .*; the nearest that is: "),
     ],
@@ -158,9 +168,60 @@ def test_splits_that_do_not_divide_name_the_nearest(settings: dict[str, object],
         parsim.plan("llama3-8b", cluster="8xh100-sxm", global_batch=batch, settings=given)
 
 
+def test_sequence_parallel_is_a_key_of_the_plan() -> None:
+    """With it norms are components of their own, and what a rank keeps of them is divided."""
+    held = {}
+    for parallel in (True, False):
+        answer = parsim.plan(
+            "llama3-8b", cluster="8xh100-sxm", global_batch=8, args={"layers": 2, "seq": 1024}, strategy="mp",
+            settings={"plan.sequence_parallel": parallel, "plan.mesh": {"tp": 8}, "plan.microbatches": 1, "plan.zero_stage": 0},
+        )  # fmt: skip
+        assert ("shard:sequence/8" in answer.chosen.plan.summary()) == parallel
+        held[parallel] = int(answer.chosen.memory().query("line == 'activations'").size_bytes.max())
+    assert held[True] < 0.7 * held[False]
+    with pytest.raises(parsim.ParsimError, match="contradict each other"):
+        parsim.plan(
+            "llama3-8b", cluster="8xh100-sxm", global_batch=8, args={"sequence_parallel": True},
+            settings={"plan.sequence_parallel": False},
+        )  # fmt: skip
+
+
+def test_documents_divide_the_scores_and_nothing_else() -> None:
+    """Attention within D documents of a sample costs 1 / D of the scores; products, memory and parameters stay."""
+    whole, cut = by_name("llama3-8b", seq=8192), by_name("llama3-8b", seq=8192, document_tokens=1024)
+
+    def flop(model: Model, kind: str) -> float:
+        return sum(op.forward_flop for component in model.components for op in component.operators if op.kind == kind)
+
+    assert flop(whole, "attention") == 8 * flop(cut, "attention") > 0
+    assert flop(whole, "matmul") == flop(cut, "matmul")
+    assert [c.saved_activation_bytes for c in whole.components] == [c.saved_activation_bytes for c in cut.components]
+    assert by_name("llama3-8b", seq=8192, document_tokens=8192) == whole
+    assert cut.assumptions == ("documents of 1024 tokens: attention computes no scores between them, and MFU counts none",)
+    sharded = by_name("llama3-8b", "sublayer", seq=8192, document_tokens=1024)
+    assert flop(sharded, "attention") == flop(cut, "attention")
+
+
+def test_documents_make_a_step_faster_and_the_answer_says_so() -> None:
+    settings: dict[str, object] = {"plan.zero_stage": 3, "plan.microbatches": 1, "plan.recompute": "full"}
+    asked: dict[str, object] = {"layers": 2, "seq": 32768}
+    step = {}
+    for documents in (32768, 2048):
+        answer = parsim.plan(
+            "llama3-8b", cluster="8xh100-sxm", global_batch=8, strategy="dp", args=asked | {"document_tokens": documents},
+            settings=settings,
+        )  # fmt: skip
+        step[documents] = answer.chosen.step_s.median
+        assert ("documents of 2048 tokens" in str(answer)) == (documents == 2048)
+    assert step[2048] < 0.8 * step[32768]
+
+
 def test_machines_that_are_not_known_say_how_to_describe_one() -> None:
     with pytest.raises(parsim.ParsimError, match=r"did you mean h100.*describe your own in a JSON file"):
         parsim.plan("llama3-8b", cluster="8xh101", global_batch=8)
+    with pytest.raises(parsim.ParsimError, match=r"^unknown GPU 'foo'; known: ") as caught:
+        parsim.plan("llama3-8b", cluster="8xfoo", global_batch=8)
+    assert str(caught.value).count("known: ") == 1
     with pytest.raises(parsim.ParsimError, match=r"did you mean infiniband-400g.*describe your own in a JSON file"):
         parsim.plan("llama3-8b", cluster="16xh100-sxm", network="infiniband-401g", global_batch=16)
 

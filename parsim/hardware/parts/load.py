@@ -58,10 +58,9 @@ def _load(record: type[AnyPart], name_or_path: str) -> AnyPart:
             raise ProfileError(f"cannot read {what} {path}: {error}; {HOW_TO_DESCRIBE}") from error
     names = _names(folder)
     if name_or_path.lower() not in names:
-        known = ", ".join(_shipped(folder))
-        raise ProfileError(
-            f"unknown {what} {name_or_path!r}{near_matches(name_or_path.lower(), names)}; known: {known}; or {HOW_TO_DESCRIBE}"
-        )
+        near, known = near_matches(name_or_path.lower(), names), ", ".join(_shipped(folder))
+        near = near if "did you mean" in near else ""
+        raise ProfileError(f"unknown {what} {name_or_path!r}{near}; known: {known}; or {HOW_TO_DESCRIBE}")
     name = names[name_or_path.lower()]
     return _parse(record, _files(folder).joinpath(f"{name}.json").read_text("utf-8"), name)
 

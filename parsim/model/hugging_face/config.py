@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,17 @@ _COUNTS = frozenset(
     num_channels num_local_experts num_experts num_experts_per_tok state_size moe_intermediate_size
     """.split()  # noqa: SIM905
 )
+
+
+_ABOUT_THE_FILE = frozenset(
+    """
+    architectures auto_map model_type torch_dtype dtype transformers_version use_cache bos_token_id eos_token_id pad_token_id
+    decoder_start_token_id sep_token_id pretraining_tp initializer_range id2label label2id finetuning_task
+    task_specific_params gradient_checkpointing quantization_config tie_word_embeddings rope_theta rope_scaling num_labels
+    problem_type is_decoder is_encoder_decoder output_attentions output_hidden_states return_dict torchscript
+    """.split()  # noqa: SIM905
+)
+"""Keys of any config.json that change neither the time nor the memory of a step, or are read elsewhere here."""
 
 
 def read_config(spec: ModelSpec) -> dict[str, Any]:
@@ -279,6 +290,22 @@ def left_out(spec: ModelSpec) -> tuple[str, ...]:
     Args:
         spec: of a config.
     """
-    if not read_config(spec).get("quantization_config"):
-        return ()
-    return ("quantization_config is left out: weights are as training.precision says, and all of them train",)
+    document = read_config(spec)
+    told = []
+    if document.get("quantization_config"):
+        told.append("quantization_config is left out: weights are as training.precision says, and all of them train")
+    if unknown := _unknown_keys(Path(spec.name), document):
+        told.append(f"keys of {Path(spec.name).name} that its class does not list, and which may matter: {', '.join(unknown)}")
+    return tuple(told)
+
+
+def _unknown_keys(path: Path, document: Mapping[str, Any]) -> list[str]:
+    """Keys that the class of the config does not list; none where the config has code of its own beside it (auto_map)."""
+    if document.get("auto_map"):
+        return []
+    try:
+        default = _transformers(path).AutoConfig.for_model(str(document["model_type"]))
+    except (ValueError, KeyError):
+        return []
+    known = {*default.to_dict(), *type(default).attribute_map, *_ABOUT_THE_FILE, *_COUNTS}
+    return sorted(key for key, value in document.items() if value is not None and key not in known and not key.startswith("_"))

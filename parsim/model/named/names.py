@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from parsim.errors import ModelError, near_matches
 from parsim.model.named.rows import NAMED, NamedModel
 from parsim.model.transformer.build import recorded
-from parsim.model.transformer.shape import Shape
+from parsim.model.transformer.shape import Shape, nearest_divisors
 from parsim.model.transformer.software import KERNELS
 from parsim.model.transformer.sublayers import SamplePart
 
@@ -41,11 +41,15 @@ ALIASES: dict[str, str] = {
 """Other names of the same row."""
 
 SEQ, KERNEL, SEQUENCE_PARALLEL, CASTS, SELECTIVE = "seq", "kernels", "sequence_parallel", "fp8_casts", "selective"
-OWN: dict[str, Any] = {SEQ: 0, KERNEL: "fused", SEQUENCE_PARALLEL: True, CASTS: False, SELECTIVE: False}
+DOCUMENT = "document_tokens"
+OWN: dict[str, Any] = {SEQ: 0, DOCUMENT: 0, KERNEL: "fused", SEQUENCE_PARALLEL: True, CASTS: False, SELECTIVE: False}
 """Arguments beside the sizes, with their defaults.
 
-Tokens of a sample (0: the row's); a row of `KERNELS`; norms divided along the sequence under tensor parallelism; inputs of
-products cast to 8 bits; the inside of attention as a component of its own."""
+Tokens of a sample (left out: the row's); of a document, which attention does not leave (left out: the sample is one); a row
+of `KERNELS`; norms divided along the sequence under tensor parallelism; inputs of products cast to 8 bits; the inside of
+attention as a component of its own."""
+MOST_TOKENS = 2**33
+"""Of a sample, as of the numbers of any input."""
 SIZES = {field.name: field.type for field in fields(Shape) if field.name != "name"}
 
 
@@ -112,10 +116,35 @@ def shape_of(name: str, args: dict[str, Any]) -> Shape:
 def sequence_of(name: str, args: dict[str, Any]) -> int:
     """Tokens of a sample. Raises ModelError for a number that cannot be."""
     row = NAMED[normalised(name)]
-    seq = args.get(SEQ) or row.seq
-    if isinstance(seq, bool) or not isinstance(seq, int) or seq < 1:
-        raise ModelError(f"argument seq of {name} must be a whole number >= 1, got {args.get(SEQ)!r}")
+    seq = args.get(SEQ, row.seq)
+    if isinstance(seq, bool) or not isinstance(seq, int) or not 1 <= seq <= MOST_TOKENS:
+        raise ModelError(f"argument seq of {name} must be a whole number >= 1 and <= {MOST_TOKENS}, got {seq!r}")
     return seq
+
+
+def document_of(name: str, args: dict[str, Any]) -> int:
+    """Tokens of a document; without the argument, those of a sample.
+
+    Raises:
+        ModelError: a number that does not divide the sample, or attention that computes the scores under a mask.
+    """
+    seq = sequence_of(name, args)
+    if DOCUMENT not in args:
+        return seq
+    tokens = args[DOCUMENT]
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        raise ModelError(f"argument {DOCUMENT} of {name} must be a whole number >= 1, got {tokens!r}")
+    if seq % tokens:
+        raise ModelError(
+            f"argument {DOCUMENT} of {name} ({tokens}) must divide the tokens of a sample ({seq}); the nearest that do: "
+            f"{nearest_divisors(seq, tokens)}"
+        )
+    if tokens < seq and not KERNELS[str(args.get(KERNEL, OWN[KERNEL]))].flash:
+        raise ModelError(
+            f"argument {DOCUMENT} of {name} changes nothing with kernels = {args[KERNEL]!r}: unfused attention computes masked "
+            'scores too; drop it, or set kernels = "fused"'
+        )
+    return tokens
 
 
 def check_own(name: str, args: dict[str, Any]) -> None:
@@ -140,6 +169,7 @@ def named_model(name: str, args: dict[str, Any], *, granularity: str, weights: s
     seq = sequence_of(name, args)
     own = OWN | args
     software = replace(KERNELS[own[KERNEL]], casts=own[CASTS], selective=own[SELECTIVE])
+    part = SamplePart(tokens=seq, context=document_of(name, args))
     cut = "layer" if granularity == "block" else "sequence" if own[SEQUENCE_PARALLEL] else "sublayer"
-    model = recorded(shape_of(name, args), software, SamplePart(tokens=seq, context=seq), cut, weights)
+    model = recorded(shape_of(name, args), software, part, cut, weights)
     return replace(model, granularity=granularity)

@@ -56,7 +56,9 @@ def transformer(shape: Shape, software: Software, part: SamplePart, granularity:
     tokens = Value(name="tokens", producer=None, bytes_per_sample=8 * part.tokens, differentiable=False, savers=("embed",))
     target = Value(name="target", producer=None, bytes_per_sample=8 * part.tokens, differentiable=False, savers=("head",))
     loss = Value(name="loss", producer="head", bytes_per_sample=FULL_BYTES, savers=())
-    mixture = (BALANCED,) if shape.experts else ()
+    assumed: tuple[str, ...] = (BALANCED,) if shape.experts else ()
+    if part.context < part.tokens:
+        assumed += (f"documents of {part.context} tokens: attention computes no scores between them, and MFU counts none",)
     return Model(
         name=shape.name,
         granularity="sublayer" if granularity != "layer" else "block",
@@ -66,7 +68,7 @@ def transformer(shape: Shape, software: Software, part: SamplePart, granularity:
         outputs=("loss",),
         source=f"parsim.model.transformer of {shape}, {part.tokens} tokens per sample",
         loss="cross_entropy",
-        assumptions=mixture,
+        assumptions=assumed,
     )
 
 

@@ -34,7 +34,8 @@ class SamplePart:
     """The tokens that a rank sees of a sample.
 
     Attributes:
-        tokens: of a sample. context: keys that attention sees. element_bytes: of an activation and of a parameter.
+        tokens: of a sample. context: keys that attention sees, which divides the tokens: of several documents each token
+            sees its own. element_bytes: of an activation and of a parameter.
     """
 
     tokens: int
@@ -115,14 +116,15 @@ def scores_of(layer: Layer, shape: Shape, software: Software, part: SamplePart, 
     n, keys, heads = part.tokens, part.context, shape.heads
     scores = heads * n * keys
     if software.flash:
-        heads = round(heads * software.attention_work)
-        scores = heads * n * keys
+        documents = n // keys
+        heads, queries = round(heads * documents * software.attention_work), n // documents
+        scores = heads * queries * keys
         operator = Operator(
             kind="attention",
-            shape=(("heads", heads), ("q", n), ("kv", keys), ("d", dim), ("kv_heads", shape.keys)),
+            shape=(("heads", heads), ("q", queries), ("kv", keys), ("d", dim), ("kv_heads", shape.keys * documents)),
             batch="batch",
             forward_flop=4.0 * scores * dim,
-            activation_bytes=FULL_BYTES * heads * dim * 2 * (n + keys),
+            activation_bytes=FULL_BYTES * heads * dim * 2 * (queries + keys),
             parameter_bytes=0,
             function="causal" if shape.causal else "",
         )

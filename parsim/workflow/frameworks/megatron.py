@@ -45,6 +45,7 @@ LEFT_OUT = {
     "moe-expert-capacity-factor": "experts are visited evenly, and no token is dropped",
     "recompute-modules": "selective recomputation is that of attention's inside",
     "recompute-num-layers": "full recomputation is that of every layer",
+    "reset-attention-mask": "attention computes scores between documents too; see model.args.document_tokens",
     "rampup-batch-size": "the batch is the full one from the start",
     "account-for-embedding-in-pipeline-split": "stages are cut by their cost",
     "decoder-first-pipeline-num-layers": "stages are cut by their cost",
@@ -215,6 +216,8 @@ def _recipe(framework: str, found: Mapping[str, list[str]]) -> Recipe:
     _recompute(options, recipe)
     _chunks(options, recipe)
     recipe.taken = dict(options.read)
+    if "fp4-format" in options.read:
+        recipe.left_out["--fp4-format"] = "products are priced at the FP8 rate, which is too slow for FP4"
     every = "uniform" in found.get("recompute-method", [])
     for name in found:
         if name in options.read or name in HARMLESS or (every and name == "recompute-num-layers"):
@@ -295,8 +298,8 @@ def _vocabulary(options: _Options) -> int:
 
 
 def _precision(options: _Options) -> str:
-    fp8 = options.text("fp8-format") or options.flag("fp8") or options.flag("fp8-hybrid") or options.flag("fp8-e4m3")
-    if fp8:
+    formats = [options.text(name) for name in ("fp4-format", "fp8-format")]
+    if any([*formats, *(options.flag(name) for name in ("fp8", "fp8-hybrid", "fp8-e4m3"))]):
         return "fp8"
     if options.flag("bf16"):
         return "bf16"

@@ -62,7 +62,7 @@ class Recipe:
         if devices % shard:
             raise ConfigError(
                 f"{self.framework}: tp {self.tp} x pp {self.pp} x cp {self.cp} = {shard} must divide the devices ({devices}); "
-                f"ask for {max(1, devices // shard) * shard} or {(devices // shard + 1) * shard}"
+                f"ask for {f'{devices // shard * shard} or ' if devices > shard else ''}{(devices // shard + 1) * shard}"
             )
         dp = devices // shard
         if self.dp and self.dp != dp:

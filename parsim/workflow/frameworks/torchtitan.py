@@ -36,6 +36,7 @@ SCHEDULES: dict[str, tuple[str, int]] = {
     "Interleaved1F1B": ("interleaved", 2),
     "InterleavedZeroBubble": ("zero-bubble", 2),
     "ZBVZeroBubble": ("zero-bubble-v", 2),
+    "DualPipeV": ("dualpipe-v", 2),
 }
 """torch's names of pipeline orders: parsim's, and stages per rank where the file gives no layers per stage."""
 OPTIMIZERS = {"adam": "adam", "adamw": "adamw"}

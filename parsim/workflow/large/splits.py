@@ -27,7 +27,7 @@ def check_splits(config: RunConfig) -> None:
     if mesh.tp is not None:
         _divides("tp", mesh.tp, "heads", shape.heads, name)
         _divides("tp", mesh.tp, "inside of the MLP", shape.inner, name)
-        if args.get("sequence_parallel", True):
+        if config.plan.sequence_parallel is not False and args.get("sequence_parallel", True):
             _divides("tp", mesh.tp, "tokens of a sample", _tokens(config, args), name)
     if mesh.pp is not None:
         stages = mesh.pp * (config.plan.chunks or 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, model_validator
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from parsim.data import DATASETS
@@ -21,6 +21,8 @@ from parsim.workflow.cluster_section import ConfigSection, Name, Number
 
 MOST_SAMPLES = 10**9
 """In a batch."""
+MOST_TRAINED = 1e18
+"""Tokens or samples of a whole training; the largest so far took less than 1e14."""
 Whole = Annotated[int, Field(strict=True, ge=0)]
 ArgumentValue = StrictBool | StrictInt | Number | StrictStr | tuple[StrictInt | Number, ...]
 GroupName = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
@@ -217,15 +219,26 @@ class TrainingSection(ConfigSection):
     epochs: Count = 1
     steps: Count | None = None
     """Steps to train; left out: as many as `epochs` takes."""
-    tokens: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    tokens: Annotated[float, Field(gt=0, le=MOST_TRAINED, allow_inf_nan=False)] | None = None
     """Tokens to train on, for days and price of a language model; no key of a real run."""
-    samples: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    samples: Annotated[float, Field(gt=0, le=MOST_TRAINED, allow_inf_nan=False)] | None = None
     """Samples to train on over all epochs, for days and price of any model; no key of a real run."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     dtype: Dtype = "float32"
     """Of the weights of a real run."""
     allow_coupled_loss: StrictBool = False
     """Train by a loss that is no sum over samples even where the plan divides the batch, which makes it another loss."""
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _no_four_bits(cls, value: Any) -> Any:
+        if isinstance(value, str) and "fp4" in value.lower():
+            rule = (
+                "products in 4 bits are not priced: no fit of them comes with parsim; fp8 is the nearest, and too slow where "
+                "the GPU multiplies 4 bits faster"
+            )
+            raise PydanticCustomError("unknown_row", "{rule}", {"rule": rule})
+        return value
 
     @model_validator(mode="before")
     @classmethod
