@@ -26,6 +26,7 @@ from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
 from parsim.model.transformer.build import transformer
 from parsim.model.transformer.shape import Shape
+from parsim.model.transformer.software import TORCH_SOFTMAX_ARRAYS, softmax_is_fused
 from parsim.model.transformer.sublayers import SamplePart
 from parsim.plans.plan import Plan
 
@@ -88,6 +89,9 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
         raise CannotExpressError(f"{shape.heads} heads do not divide over tp {split.tp}")
     precision = precision_of(row, framework, notes)
     software = replace(framework.software, selective=states.recompute == "selective")
+    if framework.softmax_limits and not softmax_is_fused(shape.heads // split.tp * batch.micro, seq):
+        software = replace(software, score_arrays=max(software.score_arrays, TORCH_SOFTMAX_ARRAYS))
+        notes.lacks.append("fused softmax does not take these heads: torch's, in fp32")
     if framework.bf16_gradients and row.precision.lower().startswith("bf16"):
         software = replace(software, gradient_arrays=framework.bf16_gradients)
     if precision == "fp8":
