@@ -35,6 +35,7 @@ from parsim.plans.plan import Plan
 class Asked:
     """Attributes:
     model, plan, cluster, precision, optimizer: what is evaluated. samples: of the plan's batch that make one of the row's.
+    scaled: 16 bits are fp16, with a scaled loss. precision is "bf16" then too: products of both take the same time.
     shape, seq, batch, gpus, recompute: of the run itself. assumed: what the row does not say. lacks: what is left out.
     """
 
@@ -52,6 +53,7 @@ class Asked:
     recompute: str
     assumed: tuple[str, ...]
     lacks: tuple[str, ...]
+    scaled: bool = False
     chip: str = ""
     per_node: int = 8
 
@@ -117,6 +119,7 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
         batch=batch.size,
         gpus=split.gpus,
         recompute=states.recompute,
+        scaled=framework.scales_fp16 and precision == "bf16" and row.precision.lower().startswith("fp16"),
         assumed=tuple(notes.assumed),
         lacks=tuple(notes.lacks),
         chip=chip_of(machine),

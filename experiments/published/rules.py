@@ -58,6 +58,7 @@ class Framework:
         bf16_gradients: `gradient_arrays` of a row that states bf16, where gradients are added up in fp32; 0: as in fp16.
         spares_layers: where a plan would not fit, activations go to the host or single modules run again, never whole layers.
         softmax_limits: its fused softmax takes some numbers of heads alone (`parsim.model.transformer.software.softmax_is_fused`).
+        scales_fp16: in fp16 the loss is scaled, and gradients are divided again and looked through for infinities.
         clip: gradients are clipped by the norm of all of them: the default, or in the files, of every framework here.
         repeats_sums: full recomputation repeats the sums of tensor parallelism, whole layers at once.
     """
@@ -87,6 +88,7 @@ class Framework:
     tensor_backward_overlap: bool = False
     clip: bool = True
     softmax_limits: bool = False
+    scales_fp16: bool = True
     batch: int = 0
     tp: int = 0
     heads: int = 0
@@ -253,6 +255,7 @@ WITHOUT: dict[str, Callable[[Framework], Framework]] = {
     "host launch rate": lambda rule: replace(rule, host=False),
     "gradients of bf16 in fp32": lambda rule: replace(rule, bf16_gradients=0.0),
     "limits of the fused softmax": lambda rule: replace(rule, softmax_limits=False),
+    "loss scaling": lambda rule: replace(rule, scales_fp16=False),
     "clipping": lambda rule: replace(rule, clip=False),
     "kernels of biases": lambda rule: replace(rule, software=replace(rule.software, bias_kernels=False)),
     "passes of the loss": lambda rule: replace(rule, software=replace(rule.software, loss_arrays=8.0)),
