@@ -171,6 +171,7 @@ Sailor's megatron/model/gpt_neo_model.py, and the configs of OPT-350M and GPT-Ne
 SAILOR = replace(
     MEGATRON,
     name="Megatron-DeepSpeed, no recomputation",
+    softmax_limits=False,
     recompute="none",
     precision="tf32",
     software=FULL_PRECISION,
