@@ -77,7 +77,7 @@ def _problem(asked: Asked) -> PlanningProblem:
         model=asked.model,
         cluster=asked.cluster,
         global_batch=asked.plan.global_batch,
-        precision=asked.precision,
+        precision="fp16" if asked.scaled else asked.precision,
         optimizer=asked.optimizer,
     )
 

@@ -137,6 +137,12 @@ def profile_of(machine: Machine, count: int) -> Profile:
             fit.model_copy(update={"precisions": sorted({*fit.precisions, "bf16"})}) if "amp_fp16" in fit.precisions else fit
             for fit in fits
         ]
+    if "amp_fp16" in peaks:
+        peaks["fp16"] = peaks["amp_fp16"]
+        fits = [
+            fit.model_copy(update={"precisions": sorted({*fit.precisions, "fp16"})}) if "amp_fp16" in fit.precisions else fit
+            for fit in fits
+        ]
     if machine.clock != 1.0:
         peaks = {name: peak.model_copy(update={"value": machine.clock * peak.value}) for name, peak in peaks.items()}
     part = part.model_copy(update={**changes, "peak_flop_per_s": peaks, "fits": fits})

@@ -26,6 +26,7 @@ from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
 from parsim.model.transformer.build import transformer
 from parsim.model.transformer.shape import Shape
+from parsim.model.transformer.software import TORCH_SOFTMAX_ARRAYS, softmax_is_fused
 from parsim.model.transformer.sublayers import SamplePart
 from parsim.plans.plan import Plan
 
@@ -34,6 +35,7 @@ from parsim.plans.plan import Plan
 class Asked:
     """Attributes:
     model, plan, cluster, precision, optimizer: what is evaluated. samples: of the plan's batch that make one of the row's.
+    scaled: 16 bits are fp16, with a scaled loss. precision is "bf16" then too: products of both take the same time.
     shape, seq, batch, gpus, recompute: of the run itself. assumed: what the row does not say. lacks: what is left out.
     """
 
@@ -51,6 +53,7 @@ class Asked:
     recompute: str
     assumed: tuple[str, ...]
     lacks: tuple[str, ...]
+    scaled: bool = False
     chip: str = ""
     per_node: int = 8
 
@@ -88,6 +91,9 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
         raise CannotExpressError(f"{shape.heads} heads do not divide over tp {split.tp}")
     precision = precision_of(row, framework, notes)
     software = replace(framework.software, selective=states.recompute == "selective")
+    if framework.softmax_limits and not softmax_is_fused(shape.heads // split.tp * batch.micro, seq):
+        software = replace(software, score_arrays=max(software.score_arrays, TORCH_SOFTMAX_ARRAYS))
+        notes.lacks.append("fused softmax does not take these heads: torch's, in fp32")
     if framework.bf16_gradients and row.precision.lower().startswith("bf16"):
         software = replace(software, gradient_arrays=framework.bf16_gradients)
     if precision == "fp8":
@@ -113,6 +119,7 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
         batch=batch.size,
         gpus=split.gpus,
         recompute=states.recompute,
+        scaled=framework.scales_fp16 and precision == "bf16" and row.precision.lower().startswith("fp16"),
         assumed=tuple(notes.assumed),
         lacks=tuple(notes.lacks),
         chip=chip_of(machine),

@@ -69,6 +69,7 @@ def plan_of(model: Model, given: Given) -> Plan:
         backward_prefetch=framework.backward_prefetch or zero != 3 or copies == 1,
         tensor_overlap=framework.tensor_overlap and given.states.sequence and split.tp > 1,
         tensor_backward_overlap=framework.tensor_backward_overlap and split.tp > 1,
+        clip_gradients=framework.clip,
         gather_ahead=framework.gather_ahead and zero == 1 and copies > 1,
     )
 

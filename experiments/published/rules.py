@@ -57,6 +57,9 @@ class Framework:
         host: its time to launch kernels counts.
         bf16_gradients: `gradient_arrays` of a row that states bf16, where gradients are added up in fp32; 0: as in fp16.
         spares_layers: where a plan would not fit, activations go to the host or single modules run again, never whole layers.
+        softmax_limits: its fused softmax takes some numbers of heads alone (`parsim.model.transformer.software.softmax_is_fused`).
+        scales_fp16: in fp16 the loss is scaled, and gradients are divided again and looked through for infinities.
+        clip: gradients are clipped by the norm of all of them: the default, or in the files, of every framework here.
         repeats_sums: full recomputation repeats the sums of tensor parallelism, whole layers at once.
     """
 
@@ -83,19 +86,30 @@ class Framework:
     one_array: bool = False
     tensor_overlap: bool = False
     tensor_backward_overlap: bool = False
+    clip: bool = True
+    softmax_limits: bool = False
+    scales_fp16: bool = True
     batch: int = 0
     tp: int = 0
     heads: int = 0
     depth: int = INTERLEAVED_CHUNKS
 
 
-MEGATRON_2020 = Framework(name="Megatron-LM 2020", recompute="full", seq=1024, blocking_transfers=True, scatter_gather=True)
+MEGATRON_2020 = Framework(
+    name="Megatron-LM 2020",
+    recompute="full",
+    seq=1024,
+    blocking_transfers=True,
+    scatter_gather=True,
+    softmax_limits=True,
+)
 MEGATRON = Framework(
     name="Megatron-LM 2021 and Megatron-DeepSpeed",
     recompute="full",
     bf16_gradients=5.0,
     blocking_transfers=True,
     scatter_gather=True,
+    softmax_limits=True,
 )
 """In bf16 both add a microbatch's gradients to an array in fp32 (2 bytes read, 4 read, 4 written): Megatron-LM's arguments.py
 turns accumulate_allreduce_grads_in_fp32 on, and DeepSpeed has a BF16_Optimizer."""
@@ -107,6 +121,7 @@ MEGATRON_SELECTIVE = Framework(
     tp=8,
     blocking_transfers=True,
     scatter_gather=True,
+    softmax_limits=True,
     tensor_backward_overlap=True,
 )
 """Sums of gradients run beside gradients of weights unless no_async_tensor_model_parallel_allreduce is set
@@ -156,6 +171,7 @@ Sailor's megatron/model/gpt_neo_model.py, and the configs of OPT-350M and GPT-Ne
 SAILOR = replace(
     MEGATRON,
     name="Megatron-DeepSpeed, no recomputation",
+    softmax_limits=False,
     recompute="none",
     precision="tf32",
     software=FULL_PRECISION,
@@ -239,6 +255,11 @@ WITHOUT: dict[str, Callable[[Framework], Framework]] = {
     "sequence parallelism": lambda rule: replace(rule, sequence=False),
     "host launch rate": lambda rule: replace(rule, host=False),
     "gradients of bf16 in fp32": lambda rule: replace(rule, bf16_gradients=0.0),
+    "limits of the fused softmax": lambda rule: replace(rule, softmax_limits=False),
+    "loss scaling": lambda rule: replace(rule, scales_fp16=False),
+    "clipping": lambda rule: replace(rule, clip=False),
+    "kernels of biases": lambda rule: replace(rule, software=replace(rule.software, bias_kernels=False)),
+    "passes of the loss": lambda rule: replace(rule, software=replace(rule.software, loss_arrays=8.0)),
     "fp32 of Sailor": lambda rule: replace(rule, precision="bf16", software=MEGATRON_2021),
 }
 """A piece of the model, and the rule without it: what it is worth."""

@@ -220,6 +220,11 @@ WORTH: dict[str, str] = {
     "early stop, H100": r"^mosaic-00([0-6]|7[01])",
     "host launch rate": r"^sailor-clariden",
     "fp32 of Sailor": r"^sailor-clariden",
+    "kernels of biases": r"^(korthikanti|megatron-(sc21|sep2020|readme)|vtrain-multi-00[0-2])",
+    "passes of the loss": r"^(korthikanti|megatron-(sc21|sep2020|readme)|vtrain-multi-00[0-2])",
+    "clipping": r"^(korthikanti|megatron-(sc21|sep2020))",
+    "loss scaling": r"^(korthikanti|megatron-(sc21|sep2020))",
+    "limits of the fused softmax": r"^vtrain-multi-0040",
     "gradients of bf16 in fp32": r"^(mtnlg|bloom-tune-(000[56]|013[0479]|0142))",
     "sums beside weight gradients": r"^(korthikanti|megatron-(mfu2022|sc21|readme))",
     "layers spared by recipes": r"^nemo-bridge-(0(024|042|048|089|099|1(00|06|25|26|44|79|88|90))|"

@@ -22,6 +22,15 @@ PAGE_BYTES = 4096
 GRADIENT_SUM = "sum of gradients"
 """Function of the operator that adds the gradients of a microbatch to those before it: its forward does nothing."""
 
+BIAS = "bias"
+"""Function of the operator that adds a bias to what a product made. Its backward sums the gradient of the bias."""
+
+BIAS_GRADIENT = "gradient of a bias"
+"""The same where another kernel adds the bias: its forward does nothing."""
+
+PARTS = "parts of an array"
+"""Function of the operator that hands on views of an array. Its backward copies their gradients together."""
+
 UNALIGNED = "unaligned"
 """Function of a product whose rows are no whole multiple of 16 bytes, in a library that then uses no tensor cores."""
 
@@ -42,7 +51,7 @@ class Operator:
         parameter_bytes: parameters read, whatever the samples.
         count: how often it occurs.
         function: of a memory-bound one its name in aten, such as "gelu", or "unlisted:NAME" where the operator table has no row
-            for it; of an attention "causal" or nothing; `GRADIENT_SUM`; of a product `UNALIGNED`; "" where unknown.
+            for it; of an attention "causal" or nothing; `GRADIENT_SUM`, `BIAS`, `BIAS_GRADIENT`, `PARTS`; of a product `UNALIGNED`; "" where unknown.
         gradients: one of GRADIENTS, what its backward computes.
     """
 

@@ -272,7 +272,7 @@ def test_what_cannot_run_is_refused_with_the_way_out() -> None:
             check_executable(precision, dtype, kind)
     with pytest.raises(CostError, match="unknown precision 'fp16'"):
         number_format("fp16")
-    assert set(FORMATS) == {"fp32", "fp64", "tf32", "amp_fp16", "amp_bf16", "bf16", "fp8"}
+    assert set(FORMATS) == {"fp32", "fp64", "tf32", "amp_fp16", "amp_bf16", "bf16", "fp16", "fp8"}
 
 
 def stage(precision: str, recipe: TrainingRecipe = PLAIN) -> StageReplica:

@@ -102,7 +102,7 @@ def test_the_optimizer_s_bytes_by_precision() -> None:
 
 def test_sizes_of_every_precision() -> None:
     assert {name: element_bytes(name) for name in FORMATS} == {
-        "fp32": 4, "fp64": 8, "tf32": 4, "amp_fp16": 2, "amp_bf16": 2, "bf16": 2, "fp8": 1,
+        "fp32": 4, "fp64": 8, "tf32": 4, "amp_fp16": 2, "amp_bf16": 2, "bf16": 2, "fp16": 2, "fp8": 1,
     }  # fmt: skip
     assert [name for name in FORMATS if is_half(name)] == ["amp_fp16", "amp_bf16"]
     with pytest.raises(CostError, match="unknown precision 'half'"):

@@ -211,8 +211,8 @@ class ComputeCosts:
         operations (2: for parameters with weight decay, and without) count where steps were measured.
 
         Measured: seconds per step, element and tensor through the points of this optimizer and device type. Else, on a device
-        with published or fitted numbers: the bytes of the foreach operations over the memory bandwidth. Under autocast one more
-        read and write of the gradients unscales them. Weights in half precision move half the bytes; with master weights the
+        with published or fitted numbers: the bytes of the foreach operations over the memory bandwidth. Under autocast, or with
+        a scaled loss, one more read and write of the gradients unscales them. Weights in half precision move half the bytes; with master weights the
         update is that of fp32, beside two casts: gradients to fp32, copies to half precision.
 
         Raises:
@@ -246,9 +246,8 @@ class ComputeCosts:
                 f"no cost is known for a step of {optimizer} over {work.elements} elements on {device.type.name}: "
                 f"calibrate with that optimizer (`parsim calibrate`)"
             )
-        accesses, width = row.accesses_per_element + (2 if kind.autocast else 0), FULL_BYTES
-        if kind.weight_bytes < width:
-            accesses, width = (accesses + MASTER_ACCESSES, width) if master_weights else (accesses, kind.weight_bytes)
+        accesses = self._step_accesses(optimizer, device, master_weights=master_weights)
+        width = FULL_BYTES if master_weights else min(FULL_BYTES, kind.weight_bytes)
         kernel = Kernel(kind="memory_bound", phase="forward", count=1, flop=0.0, size_bytes=width * accesses * work.elements)
         seconds, sigma, source, outside = KernelModel(self.profile, device.type, "fp32").price(kernel)
         efficiency, spread = KernelModel(self.profile, device.type, self.precision).efficiency
@@ -261,6 +260,14 @@ class ComputeCosts:
             extrapolated=outside,
         )
 
+    def _step_accesses(self, optimizer: str, device: Device, *, master_weights: bool) -> int:
+        """Of an element in an optimizer step: measured ones have those of the optimizer alone."""
+        accesses, kind = OPTIMIZERS[optimizer].accesses_per_element, number_format(self.precision)
+        if any(point.optimizer == optimizer and point.device_type == device.type.name for point in self.profile.compute.optimizers):
+            return accesses
+        casts = MASTER_ACCESSES if master_weights and kind.weight_bytes < FULL_BYTES else 0
+        return accesses + (2 if kind.autocast or kind.scales_loss else 0) + casts
+
     def clip(self, work: ClipGradients, optimizer: str, device: Device, *, master_weights: bool = True) -> Estimate:
         """Seconds of one part of clipping: one access per element for the norm, two for the scaling.
 
@@ -269,7 +276,7 @@ class ComputeCosts:
         Raises:
             ConfigError, CostError: as `optimizer`.
         """
-        accesses, every = CLIP_ACCESSES[work.part], OPTIMIZERS[optimizer].accesses_per_element
+        accesses, every = CLIP_ACCESSES[work.part], self._step_accesses(optimizer, device, master_weights=master_weights)
         detail = f"{accesses} of {every} accesses of a step of {optimizer}"
         whole = self._step_over(work, optimizer, device, master_weights=master_weights)
         return _multiple_of(whole, accesses / every, detail, ("operator:clip", CLIP_SIGMA)) if work.elements else whole

@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from parsim.costs.compute.operators import Kernel, element_bytes, forward_kernels, halved_backward_kernels
-from parsim.model.component import GRADIENT_SUM, Operator
+from parsim.model.component import BIAS, BIAS_GRADIENT, GRADIENT_SUM, PARTS, Operator
 from parsim.model.number_formats import number_format
 
 FULL_BYTES = 4
@@ -69,6 +69,9 @@ PASSES: Mapping[str, Passes] = {
     "nll_loss_forward": Passes(forward=0, backward=1, full=True),
     "bernoulli_": DROPOUT,
     "native_dropout": DROPOUT,
+    BIAS: Passes(forward=2, backward=1),
+    BIAS_GRADIENT: Passes(forward=0, backward=1),
+    PARTS: Passes(forward=0, backward=2),
 }
 LIKE_FORWARD = frozenset({"clone", "copy_", "_to_copy", "mul", "div", "neg"})
 """Their backward is the same again."""

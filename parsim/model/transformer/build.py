@@ -227,7 +227,7 @@ def _attention_parts(
     n, h, d = part.tokens, shape.hidden, shape.dim
     queries, keys = shape.heads * d, shape.keys * d
     before, inside, after = (new_layer("h", software, part) for _ in range(3))
-    before.linear("qkv", n, queries + 2 * keys, h, split="column", bias=shape.bias or shape.qkv_bias)
+    before.qkv(n, queries, keys, h, bias=shape.bias or shape.qkv_bias)
     scores_of(inside, shape, software, part, d)
     after.linear("proj", n, h, queries, split="row", bias=shape.bias)
     inside.keep(part.element_bytes * n * (queries + 2 * keys), divided=True)
@@ -263,7 +263,7 @@ def _norm_component(shape: Shape, software: Software, part: SamplePart, *, joins
     n, h = part.tokens, shape.hidden
     layer = new_layer("h", software, part)
     if joins:
-        residual_of(layer, software, n * h, divided=True)
+        residual_of(layer, shape, software, n * h, divided=True)
     layer.norm("norm", n, h, divided=True, kind=shape.norm, arrays=software.norm_arrays)
     layer.keep((part.element_bytes + part.operand_bytes(software)) * n * h, divided=True)
     layer.peak_divided = 2 * part.element_bytes * n * h

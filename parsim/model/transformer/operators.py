@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from parsim.model.component import GRADIENT_SUM, Operator, OperatorShard, Parameter, ParameterShard
+from parsim.model.component import BIAS, BIAS_GRADIENT, GRADIENT_SUM, PARTS, Operator, OperatorShard, Parameter, ParameterShard
 
 FULL_BYTES = 4
 CAST_ARRAYS = 2.0
@@ -20,7 +20,7 @@ class Layer:
 
     Attributes:
         weight_bytes: of one parameter as stored. casts: inputs of products are cast to 8 bits.
-        gradient_arrays, early_stop: as in Software.
+        gradient_arrays, early_stop, bias_kernels: as in Software.
         saved, saved_divided: bytes kept for the backward, and the part of them that a shard has its share of.
         given, given_divided: of it what lies in the storage of the component's input.
         again, again_divided: of it what runs again where the component is recomputed by operator; by the operators `repeated`.
@@ -33,6 +33,7 @@ class Layer:
     casts: bool = False
     gradient_arrays: float = 0.0
     early_stop: bool = False
+    bias_kernels: bool = False
     operators: list[Operator] = field(default_factory=list)
     cut: list[OperatorShard] = field(default_factory=list)
     parameters: list[Parameter] = field(default_factory=list)
@@ -88,11 +89,21 @@ class Layer:
         self.again, self.again_divided = self.saved - self.given, self.saved_divided - self.given_divided
 
     def linear(
-        self, name: str, rows: int, outputs: int, inputs: int, *, split: str, bias: bool = False, problems: int = 1
+        self,
+        name: str,
+        rows: int,
+        outputs: int,
+        inputs: int,
+        *,
+        split: str,
+        bias: bool = False,
+        problems: int = 1,
+        added: str = BIAS_GRADIENT,
     ) -> None:
         """A product with a weight: split "column" (its outputs), "row" (its inputs) or "" (whole on every shard).
 
-        `problems`: of so many experts, each with its own weight and `rows` rows.
+        `problems`: of so many experts, each with its own weight and `rows` rows. `added`: as `bias_kernel` has it; with "row" the
+        residual's kernel adds the bias.
         """
         whole = problems * rows
         shape = (("m", rows), ("n", outputs), ("k", inputs))
@@ -116,6 +127,22 @@ class Layer:
             self.peak_fixed = max(self.peak_fixed, gradient)
         if bias:
             self.weight(f"{name}.bias", problems * outputs, 0 if split == "column" else None)
+            if split == "column":
+                self.bias_kernel(whole * outputs, added, divided=True)
+
+    def qkv(self, tokens: int, queries: int, keys: int, hidden: int, *, bias: bool) -> None:
+        """The product that makes queries, keys and values; its bias has no other kernel that could add it.
+
+        The gradients of the three, which are views of one array, are copied together before the product's backward.
+        """
+        self.linear("qkv", tokens, queries + 2 * keys, hidden, split="column", bias=bias, added=BIAS)
+        if self.bias_kernels:
+            self.moved(tokens * (queries + 2 * keys), 0.0, divided=True, function=PARTS)
+
+    def bias_kernel(self, elements: int, function: str, *, divided: bool) -> None:
+        """What a bias costs beside fused kernels, `BIAS` or `BIAS_GRADIENT`, where the product's kernel does not do it."""
+        if self.bias_kernels:
+            self.moved(elements, 2.0 if function == BIAS else 0.0, divided=divided, function=function)
 
     def moved(
         self,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from parsim.model.component import (
     ALONE,
+    BIAS_GRADIENT,
     UNALIGNED,
     Component,
     Operator,
@@ -55,6 +56,7 @@ def new_layer(prefix: str, software: Software, part: SamplePart) -> Layer:
         casts=software.casts,
         gradient_arrays=software.gradient_arrays,
         early_stop=software.early_stop,
+        bias_kernels=software.bias_kernels,
     )
 
 
@@ -69,7 +71,7 @@ def attention(layer: Layer, shape: Shape, software: Software, part: SamplePart, 
         width = shape.heads * (d + shape.rope_dim)
         layer.keep(part.element_bytes * n * (2 * width + 2 * queries + shape.query_rank + shape.key_rank), divided=True)
     else:
-        layer.linear("qkv", n, queries + 2 * keys, h, split="column", bias=shape.bias or shape.qkv_bias)
+        layer.qkv(n, queries, keys, h, bias=shape.bias or shape.qkv_bias)
         layer.keep(part.element_bytes * n * (2 * queries + 2 * keys), divided=True)
         width = queries
     begin = len(layer.operators)
@@ -87,7 +89,7 @@ def attention(layer: Layer, shape: Shape, software: Software, part: SamplePart, 
     layer.linear("proj", n, h, queries, split="row", bias=shape.bias)
     layer.peak, layer.peak_divided = part.element_bytes * n * h, part.element_bytes * n * (queries + 2 * keys)
     if residual:
-        residual_of(layer, software, n * h, divided=False)
+        residual_of(layer, shape, software, n * h, divided=False)
 
 
 def _entering_norm(layer: Layer, name: str, shape: Shape, software: Software, part: SamplePart) -> None:
@@ -159,8 +161,11 @@ def _batched(problems: int, m: int, n: int, k: int, aligned: bool) -> Operator:
     )
 
 
-def residual_of(layer: Layer, software: Software, elements: int, *, divided: bool) -> None:
+def residual_of(layer: Layer, shape: Shape, software: Software, elements: int, *, divided: bool) -> None:
+    """The addition to the stream, of the last product's bias too."""
     layer.moved(elements, software.residual_arrays, divided=divided)
+    if shape.bias:
+        layer.bias_kernel(elements, BIAS_GRADIENT, divided=divided)
     if software.dropout:
         layer.keep(elements, divided=divided)
 
@@ -181,7 +186,7 @@ def mlp(layer: Layer, shape: Shape, software: Software, part: SamplePart, *, exp
     else:
         _feed(layer, shape, software, part, n, shape.inner, "mlp")
     if residual:
-        residual_of(layer, software, n * h, divided=False)
+        residual_of(layer, shape, software, n * h, divided=False)
 
 
 def _feed(
