@@ -28,6 +28,7 @@ class CatalogGpu:
         peaks: its row of peaks.csv ("" : `numbers` hold everything). rows: its names in the tables of timings.
         family: GPUs whose fits stand for one another first. units: multiprocessors, and where that was read.
         ecc_in_memory: GDDR keeps a sixteenth of its nominal size for error correction.
+        decimal_memory: its nominal size counts bytes by the thousand.
     """
 
     name: str
@@ -39,6 +40,7 @@ class CatalogGpu:
     attention_rows: tuple[str, ...] = ()
     attention: tuple[str, ...] = ("flash", "engine")
     ecc_in_memory: bool = False
+    decimal_memory: bool = False
     link: str = "pcie-4"
     host_link: str = "pcie-4"
     gpus_per_node: int = 8
@@ -139,6 +141,32 @@ GPUS: tuple[CatalogGpu, ...] = (
         rows=("GB200",),
         attention_rows=("GB200",),
         attention=("cudnn",),
+        link="nvlink-rack-5",
+        host_link="pcie-5",
+        gpus_per_node=72,
+    ),
+    CatalogGpu(
+        name="b300",
+        peaks="B300-SXM",
+        description="NVIDIA B300-SXM, 288 GB.",
+        family="blackwell",
+        units=(148, "assumption", f"as the B200, the same two dies ({B200_PAGE})"),
+        rows=("B300-SXM",),
+        attention=("cudnn",),
+        decimal_memory=True,
+        link="nvswitch-5",
+        host_link="pcie-5",
+    ),
+    CatalogGpu(
+        name="gb300",
+        peaks="GB300",
+        description="NVIDIA GB300 (one of the two GPUs of a superchip), 288 GB.",
+        family="blackwell",
+        units=(148, "assumption", f"as the B200, the same two dies ({B200_PAGE})"),
+        rows=("GB300",),
+        attention_rows=("GB300",),
+        attention=("cudnn",),
+        decimal_memory=True,
         link="nvlink-rack-5",
         host_link="pcie-5",
         gpus_per_node=72,
@@ -256,7 +284,8 @@ LINEAR = "host time of a forward of torch.nn.Linear, hidden 2048, 8192 tokens, b
 LAUNCH: Mapping[str, tuple[str, str, float]] = {
     "h100-sxm": ("measurement", f"{LINEAR} an H100 DGX (Xeon 8480C): {LAUNCHES}", 13.48e-6),
     "gb200": ("measurement", f"{LINEAR} a GB200 (Grace): {LAUNCHES}", 37.08e-6),
-    **dict.fromkeys(("h200", "b200", "a100-sxm-80gb", "a100-sxm-40gb"), X86_LAUNCH),
+    "gb300": ("assumption", f"as on a GB200, which has the same host (Grace): {LAUNCHES}", 37.08e-6),
+    **dict.fromkeys(("h200", "b200", "b300", "a100-sxm-80gb", "a100-sxm-40gb"), X86_LAUNCH),
 }
 """Host seconds per operator of eager torch: kind of source, its text, seconds."""
 BUSY_ROWS: Mapping[str, tuple[str, str]] = {

@@ -27,7 +27,8 @@ def part_of(gpu: CatalogGpu, folder: Path, fits: list[dict[str, Any]]) -> dict[s
     row = peaks_of(folder)[gpu.peaks]
     peaks = peak_numbers(gpu, row)
     share = REPORTED_SHARE * (ECC_SHARE if gpu.ecc_in_memory else 1.0)
-    memory = float(row["memory_gb"]) * 2**30 * share
+    memory = float(row["memory_gb"]) * (1e9 if gpu.decimal_memory else 2**30) * share
+    unit = "GB of 10^9 bytes" if gpu.decimal_memory else "GB"
     ecc = " and GDDR keeps a sixteenth for error correction, as on a T4 (NeuSight: 15 of 16)" if gpu.ecc_in_memory else ""
     sources: dict[str, dict[str, str]] = {
         "peaks": {
@@ -36,7 +37,7 @@ def part_of(gpu: CatalogGpu, folder: Path, fits: list[dict[str, Any]]) -> dict[s
         },
         "memory": {
             "kind": "derived",
-            "text": f"nominal {row['memory_gb']} GB (as peaks) times the share that an A100 of 80 GB reports{ecc}",
+            "text": f"nominal {row['memory_gb']} {unit} (as peaks) times the share that an A100 of 80 GB reports{ecc}",
         },
         "units": {"kind": gpu.units[1], "text": gpu.units[2]},
         "context": {"kind": "assumption", "text": "CUDA context and communicators: no measurement was found for this GPU"},

@@ -90,55 +90,65 @@ def _like(row: Judged, others: Sequence[Judged]) -> list[Judged]:
     return list(others)
 
 
-def _reaches(rows: Sequence[Judged], errors: Mapping[str, float]) -> dict[bool, float]:
-    """For rows with blanks and for complete ones, how many scales of the rows like it hold most of them."""
-    away: dict[bool, list[float]] = {False: [], True: []}
+def _distances(rows: Sequence[Judged], errors: Mapping[str, float]) -> dict[str, float]:
+    """By row how many scales of the others like it lie between their middle and its error."""
+    found = {}
     for row in rows:
         others = _like(row, [other for other in rows if other is not row])
         spread = spread_of(_errors(others, errors) or [0.0])
-        away[row.predicted.row.complete].append(spread.scales_away(errors[row.predicted.row.id]))
-    return {complete: reach_of(distances) for complete, distances in away.items() if distances}
+        found[row.predicted.row.id] = spread.scales_away(errors[row.predicted.row.id])
+    return found
 
 
 def _errors(rows: Sequence[Judged], errors: Mapping[str, float]) -> list[float]:
     return [errors[row.predicted.row.id] for row in rows]
 
 
-def _ends(alike: Sequence[Judged], complete: bool, errors: Mapping[str, float], reaches: Mapping[bool, float]) -> Ends:
+def _ends(
+    alike: Sequence[Judged],
+    complete: bool,
+    errors: Mapping[str, float],
+    rows: Sequence[Judged],
+    distances: Mapping[str, float],
+) -> Ends:
     """From rows that have the most in common with one that is complete or not.
 
-    Where enough of them are as complete as it, they also say how many of their scales hold most of them. Else all rows do.
+    Where enough of them are as complete as it, they also say how many of their scales hold most of them. Else all `rows` that
+    are as complete do, by their `distances`.
     """
     own = _errors([row for row in alike if row.predicted.row.complete == complete], errors)
     if len(own) >= END_ROWS:
         spread = spread_of(own)
-        return ends_of(spread, reach_of([spread.scales_away(error) for error in own]))
-    return ends_of(spread_of(_errors(alike, errors) or [0.0]), reaches[complete])
+        return ends_of(spread, reach_of([spread.scales_away(error) for error in own], spread))
+    spread = spread_of(_errors(alike, errors) or [0.0])
+    away = [distances[row.predicted.row.id] for row in rows if row.predicted.row.complete == complete]
+    return ends_of(spread, reach_of(away or [0.0], spread))
 
 
 def interval_ends(rows: Sequence[Judged], factors: Mapping[str, tuple[float, int]]) -> dict[str, Ends]:
     """By place and by kind of row, complete or not, the ends of its interval, from the errors that its factor leaves."""
     errors = {row.predicted.row.id: row.log_error + factors.get(row.key, (0.0, 0))[0] for row in rows}
-    reaches = _reaches(rows, errors)
+    distances = _distances(rows, errors)
     found: dict[str, Ends] = {}
     for row in rows:
         facts = facts_of(row)
         same = [other for other in rows if facts_of(other).kind == facts.kind]
-        for complete in reaches:
-            found.setdefault(key_of(facts.place, complete), _ends(_like(row, rows), complete, errors, reaches))
-            if len(same) >= FEW_ROWS:
-                found.setdefault(key_of(facts.kind, complete), _ends(same, complete, errors, reaches))
+        for complete in {other.predicted.row.complete for other in rows}:
+            names = [(facts.place, _like(row, rows))] + ([(facts.kind, same)] if len(same) >= FEW_ROWS else [])
+            for name, alike in names:
+                if key_of(name, complete) not in found:
+                    found[key_of(name, complete)] = _ends(alike, complete, errors, rows, distances)
     return found
 
 
 def covered(rows: Sequence[Judged], outside: Mapping[str, float]) -> dict[str, tuple[bool, float]]:
     """By row whether its held-out error lies in the interval of the other rows like it, and the width over the prediction."""
     found = {}
-    reaches = _reaches(rows, outside)
+    distances = _distances(rows, outside)
     for row in rows:
         name = row.predicted.row.id
-        alike = _like(row, [other for other in rows if other is not row])
-        low, high = _ends(alike, row.predicted.row.complete, outside, reaches)
+        others = [other for other in rows if other is not row]
+        low, high = _ends(_like(row, others), row.predicted.row.complete, outside, others, distances)
         found[name] = (low <= -outside[name] <= high, math.exp(high) - math.exp(low))
     return found
 

@@ -44,9 +44,9 @@ GRACE_LAUNCH_S = 33.17e-6
 """Host time of a forward of torch.nn.Linear on a GH200 (NVIDIA/TransformerEngine issue 2053); 13.48e-6 on an H100 DGX."""
 
 GPUS: tuple[tuple[str, Machine], ...] = (
-    (r"GB300", Machine(gpu="gb200", per_node=72, cards=72, gbit=800, memory_gb=288, chip="GB300")),
+    (r"GB300", Machine(gpu="gb300", per_node=72, cards=72, gbit=800)),
     (r"GB200", Machine(gpu="gb200", per_node=72, cards=72, gbit=400)),
-    (r"B300", Machine(gpu="b200", cards=8, gbit=800, memory_gb=288, chip="B300")),
+    (r"B300", Machine(gpu="b300", cards=8, gbit=800)),
     (r"B200", Machine(gpu="b200", cards=8, gbit=400)),
     (
         r"GH-?96|GH200",

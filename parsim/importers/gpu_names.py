@@ -8,6 +8,8 @@ from parsim.hardware.parts.load import load_gpu
 from parsim.hardware.parts.records import GpuPart
 
 PATTERNS: tuple[tuple[str, str], ...] = (
+    (r"GB300", "gb300"),
+    (r"B300", "b300"),
     (r"GB200", "gb200"),
     (r"B200", "b200"),
     (r"H200", "h200"),

@@ -233,11 +233,34 @@ def test_ends_of_an_interval_hold_the_prediction_and_nine_rows_of_ten(errors: li
     from intervals import NOISE, ends_of, reach_of, spread_of
 
     spread = spread_of(errors)
-    reach = reach_of([spread.scales_away(error) for error in errors])
+    reach = reach_of([spread.scales_away(error) for error in errors], spread)
     low, high = ends_of(spread, reach)
     assert low <= -NOISE < NOISE <= high
     assert sum(low - 1e-9 <= -error <= high + 1e-9 for error in errors) >= 0.9 * len(errors) - 1e-9
-    assert ends_of(spread_of([-error for error in errors]), reach) == pytest.approx((-high, -low))
+    assert ends_of(spread_of([-error for error in errors]), reach[::-1]) == pytest.approx((-high, -low))
+
+
+def test_an_interval_gives_no_room_to_the_side_on_which_no_row_errs() -> None:
+    from intervals import NOISE, ends_of, reach_of, spread_of
+
+    errors = [-0.01 * number for number in range(40)]
+    spread = spread_of(errors)
+    low, high = ends_of(spread, reach_of([spread.scales_away(error) for error in [*errors, -2.0]], spread))
+    assert low == pytest.approx(-NOISE)
+    assert high == pytest.approx(0.37, abs=0.02)
+    skewed = spread_of([0.02, 0.01, 0.0, -0.2, -0.4])
+    assert (skewed.middle, skewed.below) == (0.0, NOISE)
+    assert skewed.above == pytest.approx(1.4826 * 0.2)
+
+
+def test_few_rows_are_all_held_for_the_one_to_come() -> None:
+    from intervals import reach_of, spread_of
+
+    spread = spread_of([0.0, 0.1, -0.3])
+    assert reach_of([-3.0, 0.5, 4.0], spread) == (3.0, 4.0)
+    many = [0.1 * number for number in range(-50, 50)]
+    below, above = reach_of(many, spread)
+    assert sum(-below - 1e-9 <= away <= above + 1e-9 for away in many) == 91
 
 
 def test_cards_of_a_node_are_counted_where_each_has_its_own_rate() -> None:
