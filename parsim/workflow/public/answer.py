@@ -22,7 +22,7 @@ from parsim.units import format_bytes, format_percent, format_seconds
 from parsim.workflow.config import RunConfig
 from parsim.workflow.public.frames import plans_frame
 from parsim.workflow.public.prediction import Prediction
-from parsim.workflow.question import Question, assumed_text, constant_text, loss_note, loss_text
+from parsim.workflow.question import Question, assumed_text, constant_text, loss_note, loss_text, precision_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -201,7 +201,14 @@ class Answer:
             *([] if (figures := self.prediction.quoted) is None else figures.lines(run=not self.fits)),
             *([self.problem.loading.text()] if isinstance(self.problem.loading, MeasuredLoading) else []),
             loss_text(self.problem.model),
-            *filter(None, [constant_text(self.problem.model), assumed_text(self.question.assumed)]),
+            *filter(
+                None,
+                [
+                    constant_text(self.problem.model),
+                    assumed_text(self.question.assumed),
+                    precision_text(self.question.assumed, self.problem.cluster.devices[0].type.peak_flop_per_s),
+                ],
+            ),
         ]
 
     def report(self) -> ReportTable:
