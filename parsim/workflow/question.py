@@ -85,6 +85,18 @@ def assumed_text(assumed: Sequence[tuple[str, Any]]) -> str:
     return f"assumed: {', '.join(told)}" if told else ""
 
 
+def precision_text(assumed: Sequence[tuple[str, Any]], peak_flop_per_s: Mapping[str, float]) -> str:
+    """What the default fp32 leaves unused of a device with bf16; empty otherwise.
+
+    Args:
+        assumed: keys with the defaults that were taken. peak_flop_per_s: of the device, by precision.
+    """
+    full, half = peak_flop_per_s.get("fp32"), peak_flop_per_s.get("bf16")
+    if ("training.precision", "fp32") not in assumed or not full or not half or half < 2 * full:
+        return ""
+    return f"precision fp32 was assumed; training.precision = amp_bf16 has {half / full:.0f} times its peak on this device"
+
+
 def loss_text(model: Model) -> str:
     """`loss: cross_entropy`, with what was assumed of a loss that is the user's own."""
     note = loss_note(model)

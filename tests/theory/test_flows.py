@@ -110,7 +110,7 @@ def test_a_profile_without_links_is_told() -> None:
     without = profile.model_copy(update={"communication": profile.communication.model_copy(update={"link_model": None})})
     cluster = cluster_from_profile(without, 2)
     graph = from_text("world_size 2\n0 r0.dp r1.dp | all_reduce 8 B over 0,1 | - | stage=0\n")
-    with pytest.raises(ScenarioError, match="knows no links, so none can change or be shared. Drop links and share_links"):
+    with pytest.raises(ScenarioError, match=r"knows no links, so none can change or be shared\. Drop links and share_links"):
         conditions_for(parse_scenario("share_links = true"), columns_of(graph), cluster)
     with pytest.raises(CostError, match="has no link model"):
         flow_of(Collective(operation="all_reduce", group=(0, 1), size_bytes=8), cluster)

@@ -75,7 +75,7 @@ def test_a_profile_from_datasheets_refuses_by_its_median_and_says_how_sure_it_is
     above, below = (asked(capacity, PLANS[name], DATASHEET) for capacity in (peak / 1.05, peak * 1.05))
     assert (above.fits, below.fits) == (False, True)
     assert above.prediction.fit_probability < 0.5 < below.prediction.fit_probability < SAFE_PROBABILITY
-    told = f"fits with a probability of {below.prediction.fit_probability:.0%} alone"
+    told = f"fits with a probability of only {below.prediction.fit_probability:.0%}"
     assert told in below.sentence()
     assert any(warning.startswith("may run out of memory: rank ") for warning in below.prediction.warnings)
     assert "set plan.fit_probability = 0.95" in below.runners_up()
@@ -101,3 +101,44 @@ def test_5_percent_too_much_is_refused_and_5_percent_less_is_not(name: str) -> N
         if not fits:
             with pytest.raises(DoesNotFitError):
                 _ = answer.chosen
+
+
+def test_beside_a_choice_in_doubt_stands_a_plan_that_surely_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for it keeps mesh, microbatches and strategy; its answer is shown with how much slower it is."""
+    from types import SimpleNamespace
+
+    from parsim.workflow.public import safer
+
+    def searched(memory_bytes: float) -> ps.Answer:
+        settings = {"plan.mesh": {"dp": 4}, "plan.zero_stage": 0}
+        cluster = machine(4, memory_bytes, DATASHEET)
+        return ps.plan(MODEL, cluster=cluster, global_batch=BATCH, strategy="dp", settings=settings)
+
+    roomy = searched(2**44)
+    assert roomy.safer is None, "it is safe itself"
+    tight = searched(1.01 * max(rank.total_bytes for rank in roomy.prediction.evaluation.memory))
+    assert tight.fits
+    assert not tight.prediction.is_safe
+    questions: list[tuple[Any, Any]] = []
+
+    def found(problem: Any, strategies: Any) -> Any:
+        questions.append((problem, strategies))
+        return SimpleNamespace(chosen=roomy.evaluation)
+
+    monkeypatch.setattr(safer, "search", found)
+    assert tight.safer is roomy.evaluation
+    ((problem, strategies),) = questions
+    plan = tight.prediction.plan
+    assert (problem.constraints.dp, problem.constraints.microbatches) == (4, plan.microbatches)
+    assert (problem.fit_probability, strategies) == (SAFE_PROBABILITY, ("dp",))
+    assert "Fits with 95% or more: 4-way data parallelism" in tight.runners_up()
+    assert "as fast" in tight.runners_up()
+    assert tight.to_dict()["safer"]["plan"] == roomy.prediction.to_dict()["plan"]
+
+
+def test_where_no_plan_surely_fits_the_key_is_named() -> None:
+    settings = {"plan.mesh": {"dp": 4}, "plan.zero_stage": 0}
+    tight = ps.plan(MODEL, cluster=machine(4, 3.28 * 2**30, DATASHEET), global_batch=BATCH, strategy="dp", settings=settings)
+    assert tight.fits
+    assert tight.safer is None
+    assert "set plan.fit_probability = 0.95" in tight.runners_up()

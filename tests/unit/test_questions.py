@@ -216,3 +216,17 @@ def test_processes_find_modules_where_this_one_does(tmp_path: Path, monkeypatch:
     assert sysconfig.get_path("stdlib") not in folders
     assert str(tmp_path / "absent") not in folders
     assert ranks._environment(0, {"PYTHONPATH": "own"})["PYTHONPATH"] == "own"
+
+
+def test_an_assumed_fp32_says_what_it_leaves_unused() -> None:
+    """On a GPU with bf16; where the precision was given, or the device has none, nothing is said."""
+    from parsim.workflow.question import precision_text
+
+    peaks = {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12}
+    assumed = (("training.precision", "fp32"),)
+    assert precision_text(assumed, peaks) == (
+        "precision fp32 was assumed; training.precision = amp_bf16 has 16 times its peak on this device"
+    )
+    assert precision_text((), peaks) == precision_text(assumed, {"fp32": 15.7e12, "amp_fp16": 125e12}) == ""
+    lines = ps.plan("mlp", cluster="1xa100-sxm-80gb", global_batch=64).lines()
+    assert any(line.startswith("precision fp32 was assumed") for line in lines)

@@ -118,7 +118,7 @@ class TrainingRun:
             else f"; energy of the GPUs: {_energy(self.energy_kwh)} at busy power"
         )
         median, low, high, whole = _durations(days.median, days.p05, days.p95, losses.days)
-        amount = f"{self.amount:,.0f}" if self.amount < BILLION else f"{self.amount:g}"
+        amount = _amount(self.amount)
         lines = [
             f"{amount} {self.unit}: {self.steps:,} steps, {median} (90% interval {low} to {high}), "
             f"{whole} with failures and checkpoints; {_figure(self.device_hours)} GPU-hours",
@@ -134,6 +134,13 @@ class TrainingRun:
             f"(Daly; {operation.checkpoint_s:g} s to write, {operation.restart_s:g} s to restart) "
             f"loses {format_percent(losses.lost_fraction)}",
         ]
+
+
+def _amount(value: float) -> str:
+    """`12,800,000`; from a billion on `300 billion`, `15 trillion`."""
+    if value < BILLION:
+        return f"{value:,.0f}"
+    return f"{value / BILLION:.6g} billion" if value < 1e3 * BILLION else f"{value / BILLION / 1e3:.6g} trillion"
 
 
 def _figure(value: float) -> str:

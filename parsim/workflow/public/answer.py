@@ -22,7 +22,7 @@ from parsim.units import format_bytes, format_percent, format_seconds
 from parsim.workflow.config import RunConfig
 from parsim.workflow.public.frames import plans_frame
 from parsim.workflow.public.prediction import Prediction
-from parsim.workflow.question import Question, assumed_text, constant_text, loss_note, loss_text
+from parsim.workflow.question import Question, assumed_text, constant_text, loss_note, loss_text, precision_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -136,15 +136,31 @@ class Answer:
     def _safer(self) -> str:
         """Beside a plan that may run out of memory: the fastest of those shown that will not, and how to ask for such plans."""
         least = f"{SAFE_PROBABILITY:.0%}"
-        results = (entry.result for entry in self._ranked)
-        safe = next((entry for entry in results if entry.fits and entry.fit_probability >= SAFE_PROBABILITY), None)
-        if safe is None:
+        if self.safer is None:
             return f"For plans that fit with {least}, set plan.fit_probability = {SAFE_PROBABILITY}."
+        safe = self.safer.result
         slower = safe.step_s.median / self.prediction.step_s.median - 1
+        told = "as fast" if is_tie(1 + slower, 1.0) else f"{slower:.0%} slower"
         return (
-            f"Fits with {least} or more: {plan_in_words(safe.plan)}, {slower:.0%} slower; plan.fit_probability = "
-            f"{SAFE_PROBABILITY} searches for such plans alone."
+            f"Fits with {least} or more: {plan_in_words(safe.plan)}, {format_bytes(max(safe.peak_memory_bytes))}, {told}. "
+            f"plan.fit_probability = {SAFE_PROBABILITY} searches for such plans alone."
         )
+
+    @cached_property
+    def safer(self) -> Evaluation | None:
+        """Where the choice may run out of memory: the fastest plan known that fits with `SAFE_PROBABILITY`.
+
+        That is one of the ranked plans, or one found by a search on the mesh of the choice, with as many microbatches. None
+        where the choice is safe, or where neither has any.
+        """
+        if self.search is None or not self.fits or self.prediction.is_safe:
+            return None
+        from parsim.workflow.progress import progress
+        from parsim.workflow.public.safer import safer_plan
+
+        row = self._chosen_row()
+        with progress(f"Looking for a plan that fits with {SAFE_PROBABILITY:.0%}"):
+            return safer_plan(self.problem, self._ranked, self._ranked[row or 0])
 
     def heading(self) -> list[str]:
         """What stands above the table: the answer, what is next to it, and the whole training where it was asked for."""
@@ -185,7 +201,14 @@ class Answer:
             *([] if (figures := self.prediction.quoted) is None else figures.lines(run=not self.fits)),
             *([self.problem.loading.text()] if isinstance(self.problem.loading, MeasuredLoading) else []),
             loss_text(self.problem.model),
-            *filter(None, [constant_text(self.problem.model), assumed_text(self.question.assumed)]),
+            *filter(
+                None,
+                [
+                    constant_text(self.problem.model),
+                    assumed_text(self.question.assumed),
+                    precision_text(self.question.assumed, self.problem.cluster.devices[0].type.peak_flop_per_s),
+                ],
+            ),
         ]
 
     def report(self) -> ReportTable:
@@ -209,6 +232,7 @@ class Answer:
         loading = self.problem.loading
         document["loading"] = None if loading is None else loading.to_dict()
         document["tie"] = None if self.tie is None else self.tie.result.to_dict()
+        document["safer"] = None if self.safer is None else self.safer.result.to_dict()
         return document | {"assumed": _plain(self.assumed), "loss": model.loss or None, "loss_note": loss_note(model) or None}
 
     def certificate(self) -> dict[str, Any]:
