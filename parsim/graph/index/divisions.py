@@ -62,7 +62,7 @@ def divisions_of(model: Model, plan: Plan) -> dict[FollowsFrom, dict[str, object
     return model.remembered(Divisions).of(plan)
 
 
-class shared(Generic[T]):
+class shared:
     """A property of an index that is worked out once for all plans of a Model that agree in a part.
 
     Args:
