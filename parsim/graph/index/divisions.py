@@ -52,6 +52,10 @@ class Divisions:
             "zero": known.setdefault((plan.bucket_bytes, in_microbatches, plan.zero_stage), {}),
         }
 
+    def forget(self) -> None:
+        """As if no plan had been indexed."""
+        self._known.clear()
+
     def __reduce__(self) -> tuple[type[Divisions], tuple[()]]:
         """Not sent to other processes."""
         return Divisions, ()
