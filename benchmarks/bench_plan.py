@@ -2,6 +2,7 @@
 
 python benchmarks/bench_plan.py [--layers 80] [--repeats 7] [--deep] [--phases] [--only 3] [--quick]
 
+A first question finds on the Model how an earlier one divided it (`parsim.graph.index.divisions`); "division new" does not.
 --deep: plans of a narrow llama of 1,024 layers under ZeRO 2 and 3 instead. --phases: where the time of a first question goes.
 --only: the plan of that number alone, from 1 on.
 """
@@ -18,6 +19,7 @@ from dataclasses import replace
 from machine import QUICK_NOTE, add_quick, machine_line
 from plan_phases import phases_ms, print_phases
 
+from parsim.graph.index.divisions import Divisions
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.parts.compose import profile_from_parts
 from parsim.model.named.names import named
@@ -46,10 +48,11 @@ DEEP_PLANS = (("layer", Mesh(dp=32), 4, 3), ("layer", Mesh(pp=4, dp=8), 8, 2))
 """The same, and the ZeRO stage."""
 
 
-def milliseconds(call: Callable[[], object], repeats: int) -> float:
-    """Median of the CPU time, without the collection of what earlier calls left."""
+def milliseconds(call: Callable[[], object], repeats: int, before: Callable[[], object] = bool) -> float:
+    """Median of the CPU time, without what comes `before` each call and the collection of what earlier calls left."""
     times = []
     for _ in range(repeats):
+        before()
         gc.collect()
         gc.disable()
         begun = time.process_time()
@@ -75,11 +78,13 @@ def row(
     posed = asked()
     plan = plan_of(posed, Outline(mesh=mesh, microbatches=microbatches, zero_stage=zero_stage))
     found = evaluate(posed, plan, samples=0, fold=True)
+    divisions = posed.layout(plan).model.remembered(Divisions)
     first = milliseconds(lambda: evaluate(asked(), plan, samples=0, fold=True), repeats)
+    new = milliseconds(lambda: evaluate(asked(), plan, samples=0, fold=True), repeats, divisions.forget)
     again = milliseconds(lambda: evaluate(posed, plan, samples=0, fold=True), repeats)
     drawn = milliseconds(lambda: evaluate(posed, plan, samples=200, fold=True), max(1, repeats // 3))
     what = f"| {mesh.size:,} | {mesh} | {len(model.components)} | {len(found.folding.ranks)} | {found.compiled.size:,} |"
-    print(f"{what} {first:,.1f} | {again:,.1f} | {drawn:,.1f} |", flush=True)
+    print(f"{what} {first:,.1f} | {new:,.1f} | {again:,.1f} | {drawn:,.1f} |", flush=True)
     return phases_ms(lambda: evaluate(asked(), plan, samples=0, fold=True), repeats) if phases else {}
 
 
@@ -105,8 +110,9 @@ def main() -> None:
     print(f"{machine_line()}\n")
     what = "1,024 layers, ZeRO 3, then 2" if arguments.deep else f"{arguments.layers} layers, ZeRO 1 where there are replicas"
     print(f"A llama of {what}, on h100-sxm nodes. CPU time:\n")
-    print("| GPUs | mesh | components | ranks simulated | tasks | first question, ms | again, ms | with 200 draws, ms |")
-    print("|---:|---|---:|---:|---:|---:|---:|---:|")
+    heads = "GPUs | mesh | components | ranks simulated | tasks | first question, ms | division new, ms | again, ms"
+    print(f"| {heads} | with 200 draws, ms |")
+    print("|---:|---|---:|---:|---:|---:|---:|---:|---:|")
     if arguments.deep:
         for granularity, mesh, microbatches, zero_stage in DEEP_PLANS:
             shape = shape_of("llama3-8b", DEEP_LAYERS, DEEP_HIDDEN)

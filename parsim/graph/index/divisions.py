@@ -52,6 +52,10 @@ class Divisions:
             "zero": known.setdefault((plan.bucket_bytes, in_microbatches, plan.zero_stage), {}),
         }
 
+    def forget(self) -> None:
+        """As if no plan had been indexed."""
+        self._known.clear()
+
     def __reduce__(self) -> tuple[type[Divisions], tuple[()]]:
         """Not sent to other processes."""
         return Divisions, ()
@@ -62,7 +66,7 @@ def divisions_of(model: Model, plan: Plan) -> dict[FollowsFrom, dict[str, object
     return model.remembered(Divisions).of(plan)
 
 
-class shared(Generic[T]):
+class shared:
     """A property of an index that is worked out once for all plans of a Model that agree in a part.
 
     Args:

@@ -104,7 +104,8 @@ def add_gradient_reduction(draft: Draft, layout: PlanIndex) -> None:
 class _Sum(NamedTuple):
     """A sum over several ranks of which some are lowered, as all buckets of the same groups have it.
 
-    Attributes: place: among the groups. held_by: so many ranks hold the bucket. kept: ranks that are lowered; resources: theirs.
+    Attributes:
+        place: among the groups. held_by: so many ranks hold the bucket. kept: those of the group that are lowered.
     """
 
     place: int
