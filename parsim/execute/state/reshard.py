@@ -35,8 +35,7 @@ def reshard(old: StageReplica, new: StageReplica) -> None:
     for name in [parameter.name for parameter in old.layout.model.parameters]:
         if name not in moved:
             if name in new.parameters:
-                moments = {WHOLE: state.optimizer[name]} if name in state.optimizer else {}
-                new.load_parameter(name, state.weights[name], join_state(name, moments) if moments else {})
+                new.load_parameter(name, *old.held_state(name))
             continue
         weights = _collect(catalogue["weights"].get(name, {}), state.weights.get(name), old.device)
         moments = _collect(catalogue["optimizer"].get(name, {}), state.optimizer.get(name), old.device)
