@@ -1,7 +1,7 @@
 """Moving a training from one plan to another on the same processes, without files.
 
-Parameter by parameter, the first rank that holds a piece broadcasts it with its optimizer state, unless every rank has all it will
-need. Each rank assembles the
+Parameter by parameter, the first rank that holds a piece broadcasts it with its optimizer state, unless every rank has all
+it will need. Each rank assembles the
 whole and keeps its part under the new plan. So beside what both plans hold, a rank has one whole parameter with its state
 at a time. Running statistics follow in the same way, all at once, because they are small. A rank keeps its own. If it had
 none, or the new plan cuts the channels differently, it takes those of the lowest rank.
