@@ -3,10 +3,12 @@
     python experiments/live_replanning/run.py [--quick] [--pairs N] [--kinds link,throttled] [--seconds N] [--out DIR] [--json]
 
 Two kinds of disturbance, both from outside, in the middle of a training: the link between two network namespaces is shaped by
-`tc` (needs root), or a rank is stopped for a part of every 20 ms. The controller is told of neither. A profile is calibrated
-for the two ranks. `start` is the plan that the search finds, `other` the one that it would find under the disturbance. Every pair
-trains the same steps as `adaptive` (from `start`), as `start` and as `other`, in turning order; as many pairs are trained
-undisturbed. One more pair trains in float64, and losses and weights are compared. What lies in DIR already is not run again.
+`tc` (needs root), or a rank is stopped for a part of every 20 ms. The controller is told of neither.
+
+A profile is calibrated for the two ranks. `start` is the plan that the search finds, `other` the one that it would find under
+the disturbance. Every pair trains the same steps as `adaptive` (from `start`), as `start` and as `other`, in turning order; as
+many pairs are trained undisturbed. One more pair trains in float64, and losses and weights are compared. What lies in DIR
+already is not run again.
 """
 
 from __future__ import annotations
