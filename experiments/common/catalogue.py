@@ -68,9 +68,9 @@ CATALOGUE = (
     Experiment(name="adaptive_tuning", question="Which parameters should the controller have?"),
     Experiment(
         name="live_replanning",
-        question="Does changing the plan pay when a rank is throttled in the middle of a run?",
+        question="Does changing the plan pay when a link or a rank becomes slow in the middle of a run?",
         quick=None,
-        why="it measures this machine for more than an hour",
+        why="it measures this machine for three quarters of an hour",
     ),
     Experiment(name="checkpoint_interval", question="How often should a run write a checkpoint?"),
     Experiment(

@@ -8,11 +8,12 @@ from torch import nn
 
 
 def narrow(
-    *, width: int = 384, waist: int = 64, before: int = 4, after: int = 2, classes: int = 10, side: int = 16
+    *, width: int = 384, waist: int = 64, before: int = 5, after: int = 2, classes: int = 384, side: int = 16
 ) -> nn.Sequential:
     """Linear layers with ReLU on images of one channel, flattened: `before` of `width`, one of `waist`, `after` of `width`.
 
     A pipeline cut at the waist sends little and is uneven; data parallelism is even and sends the gradients of all weights.
+    The classes are as many as a layer is wide: a cut before the loss sends as much as elsewhere.
     """
     layers: list[nn.Module] = [nn.Flatten()]
     inputs = math.prod((side, side))

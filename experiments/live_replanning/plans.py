@@ -47,7 +47,7 @@ def fixed_plans(problem: PlanningProblem, kinds: list[str]) -> dict[str, Plan]:
 
 
 def disturbed(problem: PlanningProblem, plan: Plan, kind: str) -> RunCorrections:
-    """What a disturbance makes of the profile: a throttled rank, or all communication as slow as what the plan sends on the link."""
+    """What a disturbance makes of the profile: a throttled rank, or all communication as slow as what the plan sends."""
     if kind == "throttled":
         return RunCorrections(ranks=tuple((rank, THROTTLE if rank == SLOW_RANK else 1.0) for rank in range(RANKS)))
     sent = [work for task in lower(plan, problem.model).tasks if isinstance(work := task.work, Collective)]

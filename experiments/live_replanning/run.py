@@ -3,10 +3,12 @@
     python experiments/live_replanning/run.py [--quick] [--pairs N] [--kinds link,throttled] [--seconds N] [--out DIR] [--json]
 
 Two kinds of disturbance, both from outside, in the middle of a training: the link between two network namespaces is shaped by
-`tc` (needs root), or a rank is stopped for a part of every 20 ms. The controller is told of neither. A profile is calibrated for
-the two ranks. `start` is the plan that the search finds, `other` the one that it would find under the disturbance. Every pair
-trains the same steps as `adaptive` (from `start`), as `start` and as `other`, in turning order; as many pairs are trained
-undisturbed. One more pair trains in float64, and losses and weights are compared. What lies in DIR already is not run again.
+`tc` (needs root), or a rank is stopped for a part of every 20 ms. The controller is told of neither.
+
+A profile is calibrated for the two ranks. `start` is the plan that the search finds, `other` the one that it would find under
+the disturbance. Every pair trains the same steps as `adaptive` (from `start`), as `start` and as `other`, in turning order; as
+many pairs are trained undisturbed. One more pair trains in float64, and losses and weights are compared. What lies in DIR
+already is not run again.
 """
 
 from __future__ import annotations
@@ -24,8 +26,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from calibration.rounds.calibrate import calibrate
 from calibration.rounds.request import CalibrationRequest
-from experiments.live_replanning.disturbing import CALM_BYTES_PER_S, RANKS, RATE_BYTES_PER_S, SLOW_RANK, THROTTLE, Arena, AtStep, arena
-from experiments.live_replanning.plans import BATCH, SPEC, WAYS, problem_on, fixed_plans
+from experiments.live_replanning.disturbing import (
+    CALM_BYTES_PER_S,
+    RANKS,
+    RATE_BYTES_PER_S,
+    SLOW_RANK,
+    THROTTLE,
+    Arena,
+    AtStep,
+    arena,
+)
+from experiments.live_replanning.plans import BATCH, SPEC, WAYS, fixed_plans, problem_on
 from parsim.execute.job import AdaptiveSpec, Job, RunSpec
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.progress import read_progress_line
@@ -116,9 +127,7 @@ def plans_of(out: Path, ranks: Arena, kinds: list[str]) -> dict[str, Plan]:
     return {name: Plan.load(file) for name, file in files.items()}
 
 
-def trained(
-    out: Path, ranks: Arena, plans: dict[str, Plan], which: tuple[str, str, str], *, quick: bool
-) -> dict[str, Any]:
+def trained(out: Path, ranks: Arena, plans: dict[str, Plan], which: tuple[str, str, str], *, quick: bool) -> dict[str, Any]:
     """One training, or what is known of it: seconds from the first timed step to the last, decisions, losses.
 
     Args:

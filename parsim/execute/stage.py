@@ -367,6 +367,11 @@ class StageReplica:
         held = self._held[name]
         return self.updates.state_of(self.parameters[name], held.group) if held.trainable else {}
 
+    def held_state(self, name: str) -> tuple[Tensor, Mapping[str, Any]]:
+        """The weight and optimizer state of a parameter that this rank holds undivided, whoever contributes it."""
+        held, own = self._held[name], self.parameters[name]
+        return own.data, self.updates.state_of(own, held.group) if held.trainable else {}
+
     def _bucket_weights(self, bucket: Bucket) -> Iterator[tuple[str, Fragment, Tensor]]:
         """The weights of a bucket that this rank contributes."""
         divided = self._divided.get(bucket.number)

@@ -1,7 +1,7 @@
 """Moving a training from one plan to another on the same processes, without files.
 
-Parameter by parameter, the first rank that holds a piece broadcasts it with its optimizer state, unless every rank has all it will
-need. Each rank assembles the
+Parameter by parameter, the first rank that holds a piece broadcasts it with its optimizer state, unless every rank has all
+it will need. Each rank assembles the
 whole and keeps its part under the new plan. So beside what both plans hold, a rank has one whole parameter with its state
 at a time. Running statistics follow in the same way, all at once, because they are small. A rank keeps its own. If it had
 none, or the new plan cuts the channels differently, it takes those of the lowest rank.
@@ -35,8 +35,7 @@ def reshard(old: StageReplica, new: StageReplica) -> None:
     for name in [parameter.name for parameter in old.layout.model.parameters]:
         if name not in moved:
             if name in new.parameters:
-                moments = {WHOLE: state.optimizer[name]} if name in state.optimizer else {}
-                new.load_parameter(name, state.weights[name], join_state(name, moments) if moments else {})
+                new.load_parameter(name, *old.held_state(name))
             continue
         weights = _collect(catalogue["weights"].get(name, {}), state.weights.get(name), old.device)
         moments = _collect(catalogue["optimizer"].get(name, {}), state.optimizer.get(name), old.device)

@@ -1,10 +1,10 @@
 """A planner whose work is done before the training: plans are searched and priced for what may happen to the machine.
 
-During the run only factors on known prices change. So a planning is one pass of the static engine per plan (milliseconds), where
-a search takes seconds in which all ranks stand still.
+During the run only factors on known prices change. So a planning is one pass of the static engine per plan (milliseconds),
+where a search takes seconds in which all ranks stand still.
 
-The machine that is prepared for: as the profile says; all communication `COMMUNICATION` times as slow; every rank in turn `RANK`
-times as slow. The best plan of every family is kept in each of these states, and under any other state one of them is the answer.
+The machine that is prepared for: as the profile says; all communication `COMMUNICATION` times as slow; every rank in turn
+`RANK` times as slow. The best plan of every family is kept in each of these states, and one of them is the answer under any.
 
 Leaves out: plans that are good under none of these states; noise of single ranks, which searches price; and, in all states but
 the first, placements of single components, which take most of a search.
