@@ -60,6 +60,9 @@ sizes and their sources are in `parsim/model/named/rows.py`; `--set model.args.l
 does not say, a named transformer takes bf16 (fp16 where the GPU has no bf16), a fused AdamW and components that tensor
 parallelism can cut.
 
+Samples that are packed of documents take `--set model.args.document_tokens=1024`: attention then sees one document. Of
+documents of different lengths, give the mean over tokens (the sum of squares over the sum).
+
 `--tokens` adds days, price, energy and failures; `--faster 20%` searches changed clusters; `--config FILE` reads a file
 of Megatron-LM, NeMo or torchtitan. `[cluster]` takes `usd_per_hour`, `busy_power_w`, `device_mtbf_hours`,
 `checkpoint_s` and `restart_s`.

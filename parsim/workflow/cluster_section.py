@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from parsim.errors import ConfigError
 from parsim.hardware.network import CardCount
@@ -24,6 +25,16 @@ MOST_NODES = 2**16
 """Of a cluster: four times the largest that is known to train one model; a million nodes are a slip of the pen."""
 
 
+class NodeGroupSection(ConfigSection):
+    """[[cluster.group]]: nodes with GPUs of one kind, beside nodes with others."""
+
+    gpu: Name
+    """A shipped GPU by name, or the path of one."""
+    nodes: Annotated[int, Field(strict=True, ge=1, le=MOST_NODES)] = 1
+    gpus_per_node: Count | None = None
+    """Left out: as many as the usual machine has; the same in all groups."""
+
+
 class ClusterSection(ConfigSection):
     """[cluster]: the devices that train."""
 
@@ -31,6 +42,8 @@ class ClusterSection(ConfigSection):
     """A shipped hardware profile by name, or the path of one; or `gpu`, which needs none."""
     gpu: Name | None = None
     """A shipped GPU by name ("h100-sxm"), or the path of one: a machine made of parts."""
+    group: tuple[NodeGroupSection, ...] | None = None
+    """Instead of `gpu`: nodes with different GPUs; `nodes` is then their sum."""
     gpus_per_node: Count | None = None
     """With `gpu`: of each node; left out: as many as the usual machine has."""
     link: Name | None = None
@@ -56,11 +69,28 @@ class ClusterSection(ConfigSection):
     restart_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 600.0
     """From a failure until the last checkpoint is back."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _nodes_of_groups(cls, document: Any) -> Any:
+        groups = document.get("group") if isinstance(document, dict) else None
+        if not isinstance(groups, (list, tuple)) or not groups:
+            return document
+        counts = [entry.get("nodes", 1) if isinstance(entry, dict) else getattr(entry, "nodes", 1) for entry in groups]
+        if not all(isinstance(count, int) and 1 <= count <= MOST_NODES for count in counts):
+            return document
+        if document.get("nodes", sum(counts)) != sum(counts):
+            rule = f"the groups have {sum(counts)} nodes, and nodes = {document['nodes']}; drop nodes"
+            raise PydanticCustomError("described", "{rule}", {"rule": rule})
+        return {**document, "nodes": sum(counts)}
+
     @property
     def machine(self) -> str:
-        """The profile, or the node of `gpu` as a shorthand: what `parsim.hardware.profile.load_profile` takes."""
+        """The profile, or the node of `gpu` as a shorthand: what `parsim.hardware.profile.load_profile` takes. Of groups their
+        names."""
         if self.profile is not None:
             return self.profile
+        if self.group is not None:
+            return " + ".join(f"{group.nodes} nodes of {group.gpu}" for group in self.group)
         from parsim.hardware.parts.load import load_gpu
         from parsim.hardware.parts.shorthand import Machines
 
@@ -78,7 +108,13 @@ OPERATION = frozenset({"usd_per_hour", "busy_power_w", "device_mtbf_hours", "che
 
 
 def check_machine(cluster: ClusterSection) -> None:
-    """Exactly one of profile and gpu, and the keys that belong to gpu."""
+    """Exactly one of profile, gpu and groups, and the keys that belong to parts."""
+    if cluster.group is not None:
+        beside = [key for key in ("profile", "gpu", "gpus_per_node") if getattr(cluster, key) is not None]
+        if beside or not cluster.group:
+            what = f"has cluster.{beside[0]} beside it; drop one of them" if beside else "is empty; name a GPU in each group"
+            raise ConfigError(f"[[cluster.group]] {what}")
+        return
     if (cluster.profile is None) == (cluster.gpu is None):
         given = "neither is given" if cluster.profile is None else f"profile = {cluster.profile!r} and gpu = {cluster.gpu!r}"
         raise ConfigError(

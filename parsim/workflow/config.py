@@ -395,6 +395,10 @@ def _check_plan_section(config: RunConfig) -> None:
             f'plan.{switched[0]} belongs to a plan by hand, and plan.strategy = {plan.strategy!r}: set strategy = "custom" and '
             f"plan.mesh, or drop {', '.join(switched)}"
         )
+    if plan.scatter_gather and (plan.mesh is None or 1 in (plan.mesh.tp or 1, plan.mesh.pp or 1)):
+        raise ConfigError("plan.scatter_gather belongs to plan.mesh with pp > 1 and tp > 1; drop it")
+    if plan.blocking_transfers and (plan.mesh is None or (plan.mesh.pp or 1) == 1):
+        raise ConfigError("plan.blocking_transfers belongs to plan.mesh with pp > 1; drop it")
     if plan.strategy == "custom" and plan.mesh is None:
         raise ConfigError('plan.strategy = "custom" needs plan.mesh, for example mesh = { pp = 2, dp = 2, tp = 1 }')
     if plan.mesh is not None:

@@ -102,6 +102,7 @@ EXAMPLES = {
     "model.target": 'target = { shape = [32, 32], dtype = "int64", high = 5 }',
     "cluster.profile": 'profile = "dgx1-v100-32gb"',
     "cluster.gpu": 'gpu = "h100-sxm"',
+    "cluster.group": '[[cluster.group]] with gpu = "h100-sxm" and nodes = 2',
     "cluster.gpus_per_node": "gpus_per_node = 8",
     "cluster.link": 'link = "nvswitch-4"',
     "cluster.cards_per_node": "cards_per_node = 8",
@@ -137,10 +138,10 @@ def key_parts(problem: ErrorDetails) -> list[str]:
 
 
 def _section_at(sections: type[ConfigSection], location: Sequence[str]) -> type[ConfigSection]:
-    """The table a path leads to. A field may be a dict of tables by name (`training.groups.NAME`)."""
+    """The table a path leads to. A field may be a list or a dict of tables (`training.groups.NAME`)."""
     found, is_name = sections, False
     for key in location:
-        if is_name:
+        if is_name or key.isdigit():  # the place in a list of tables (`cluster.group`)
             is_name = False
             continue
         annotation = found.model_fields[key].annotation

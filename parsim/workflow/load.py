@@ -90,12 +90,16 @@ def cluster_of(config: RunConfig, profile: Profile | None = None) -> Cluster:
     """The cluster of [cluster], on its own profile or on the one given. Raises ProfileError."""
     from parsim.hardware.cluster import cluster_from_profile
     from parsim.hardware.network import load_network, with_cards
+    from parsim.hardware.parts.mixed import NodeGroup, mixed_cluster
     from parsim.hardware.profile import load_profile
 
     table = config.cluster
     network = None if table.network is None else load_network(table.network)
     if network is not None and table.cards_per_node is not None:
         network = with_cards(network, table.cards_per_node)
+    if table.group is not None and profile is None:
+        groups = [NodeGroup(gpu=entry.gpu, nodes=entry.nodes, gpus_per_node=entry.gpus_per_node) for entry in table.group]
+        return mixed_cluster(groups, network, devices=config.devices, link=table.link)
     return cluster_from_profile(
         load_profile(table.machine) if profile is None else profile, config.devices, nodes=table.nodes, network=network
     )

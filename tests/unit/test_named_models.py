@@ -156,6 +156,14 @@ def test_a_named_model_plans_like_any_other() -> None:
         ({"plan.microbatches": 3}, r"global_batch \(8\) must be divisible by plan.microbatches \(3\); .* divide it: 2 or 4$"),
         ({"plan.mesh": {"dp": 2, "tp": 4, "ep": 4}}, r"ep \(4\) must divide dp \(2\) \* cp \(1\) = 2, .*that do: 2$"),
         ({"plan.mesh": {"tp": 4, "ep": 4}}, r"ep \(4\) must divide devices \(8\) / .* = 2, .*that do: 2$"),
+        (
+            {"plan.strategy": "custom", "plan.mesh": {"pp": 8}, "plan.scatter_gather": True},
+            r"plan.scatter_gather belongs to plan.mesh with pp > 1 and tp > 1; drop it",
+        ),
+        (
+            {"plan.strategy": "custom", "plan.mesh": {"dp": 8}, "plan.blocking_transfers": True},
+            r"plan.blocking_transfers belongs to plan.mesh with pp > 1; drop it",
+        ),
         ({"plan.tensor_overlap": True}, r'plan.tensor_overlap belongs to a plan by hand.* set strategy = "custom"'),
         ({"plan.mesh": {"tp": 3}}, r"must divide the (devices|heads).*the nearest that do: "),
         ({"plan.mesh": {"dp": 8}, "training.global_batch": 12}, r"must be divisible by .*; the nearest that is: "),

@@ -100,6 +100,10 @@ def what_would(answer: Answer, faster: float) -> WhatWould:
     from parsim.workflow.ask import ask
 
     check_faster(faster)
+    if answer.config.cluster.group is not None:
+        raise ConfigError(
+            "--faster changes clusters of one kind of GPU, and [[cluster.group]] names several; change the groups"
+        )
     if not answer.fits:
         raise ConfigError("--faster compares with the plan that was chosen, and none fits; change the question first")
     base = answer.prediction.throughput_samples_per_s.median

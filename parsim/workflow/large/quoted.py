@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from parsim.analyze.model_flop import model_flop, recomputed_flop, tokens_per_sample
@@ -122,15 +124,17 @@ def quoted(config: RunConfig, problem: PlanningProblem, evaluation: Evaluation) 
     """
     model, plan = problem.model, evaluation.result.plan
     tokens = tokens_per_sample(model)
-    device = problem.cluster.devices[0].type
-    peaks = device.peak_flop_per_s
+    used = [device.type for device in problem.cluster.devices[: plan.world_size]]
+    kinds = list(dict.fromkeys(kind.name for kind in used))
     precision = operator_precision(problem.precision, "matmul")
-    if not tokens or precision not in peaks:
+    if not tokens or any(precision not in kind.peak_flop_per_s for kind in used):
         return None
+    peak = sum(kind.peak_flop_per_s[precision] for kind in used) / len(used)
+    mean = "the mean of " if len(kinds) > 1 else ""
     per_sample = model_flop(model)
     fullest = max(evaluation.memory, key=lambda entry: entry.total_bytes)
     per_step = tokens * problem.global_batch
-    step_s, operation = evaluation.result.step_s, operation_of(config, device.name)
+    step_s, operation = evaluation.result.step_s, running_costs(config, problem)
     total = config.training.tokens
     return Quoted(
         devices=plan.world_size,
@@ -140,8 +144,8 @@ def quoted(config: RunConfig, problem: PlanningProblem, evaluation: Evaluation) 
         flop_per_token=per_sample / tokens,
         causal_flop_per_token=model_flop(model, causal=True) / tokens,
         hardware_flop_per_token=(per_sample + recomputed_flop(model, plan)) / tokens,
-        peak_flop_per_s=peaks[precision],
-        peak=f"{peaks[precision] / 1e12:,.0f} dense {precision} TFLOP/s of {device.name}",
+        peak_flop_per_s=peak,
+        peak=f"{peak / 1e12:,.0f} dense {precision} TFLOP/s of {mean}{' and '.join(kinds)}",
         memory=tuple((name, size) for name, size in fullest.lines if size),
         limit_bytes=fullest.limit_bytes,
         operation=operation,
@@ -158,7 +162,7 @@ def samples_run(config: RunConfig, problem: PlanningProblem, evaluation: Evaluat
     samples = config.training.samples
     if samples is None:
         return None
-    operation = operation_of(config, problem.cluster.devices[0].type.name)
+    operation = running_costs(config, problem)
     return _run(samples, "samples", problem.global_batch, operation, problem, evaluation)
 
 
@@ -167,6 +171,27 @@ def _run(
 ) -> TrainingRun:
     result, paid = evaluation.result, problem.cluster.size
     return training_run(amount, per_step, result.step_s, operation, unit=unit, devices=result.plan.world_size, paid=paid)
+
+
+def running_costs(config: RunConfig, problem: PlanningProblem) -> RunningCosts:
+    """Of one device of the cluster; the mean over devices where they differ, unknown where it is for one of them."""
+    kinds = Counter(device.type.name for device in problem.cluster.devices)
+    costs = {name: operation_of(config, name) for name in kinds}
+    first = next(iter(costs.values()))
+    if len(costs) == 1:
+        return first
+    prices = {name: entry.usd_per_hour for name, entry in costs.items()}
+    watts = {name: entry.busy_power_w for name, entry in costs.items()}
+    sources = "; ".join(dict.fromkeys(entry.price_source for entry in costs.values()))
+    price = _mean(prices, kinds)
+    return replace(first, usd_per_hour=price, price_source="" if price is None else sources, busy_power_w=_mean(watts, kinds))
+
+
+def _mean(values: Mapping[str, float | None], counts: Mapping[str, int]) -> float | None:
+    known = [(value, counts[name]) for name, value in values.items() if value is not None]
+    if len(known) < len(values):
+        return None
+    return sum(value * count for value, count in known) / sum(counts.values())
 
 
 def operation_of(config: RunConfig, device: str) -> RunningCosts:

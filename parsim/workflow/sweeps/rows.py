@@ -10,7 +10,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.words import plan_in_words
 from parsim.predict.result import Interval
-from parsim.workflow.large.quoted import operation_of
+from parsim.workflow.large.quoted import running_costs
 from parsim.workflow.large.training_run import HOUR_S
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _spent(answer: Answer, samples_per_epoch: int | None) -> dict[str, Any]:
     """Time, price and energy per epoch, per million samples and of the whole run, as far as they are known."""
     problem, result = answer.problem, answer.evaluation.result
     step, batch = result.step_s, problem.global_batch
-    operation = operation_of(answer.config, problem.cluster.devices[0].type.name)
+    operation = running_costs(answer.config, problem)
     usd_per_s = None if operation.usd_per_hour is None else operation.usd_per_hour * problem.cluster.size / HOUR_S
     watts = None if operation.busy_power_w is None else operation.busy_power_w * result.plan.world_size
     found: dict[str, Any] = {}
