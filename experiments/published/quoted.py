@@ -44,8 +44,8 @@ def hardware_flop(asked: Asked) -> float:
 def selective_flop(asked: Asked) -> float:
     """As Korthikanti et al. (2022) count a step with selective recomputation: 72 B L s h^2 (1 + s / 3h + V / 12 L h).
 
-    That is the scores' forward and backward once more, where the step computes their forward once more. Their HFU and MFU say so:
-    43.7 and 41.5% of 22B are 1.053 apart, and s / 3h against s / 6h is 1.052.
+    That is the scores' forward and backward once more, where the step computes their forward once more. Their HFU and MFU
+    say so: 43.7 and 41.5% of 22B are 1.053 apart, and s / 3h against s / 6h is 1.052.
     """
     shape, tokens = asked.shape, asked.batch * asked.seq
     return model_flop(asked, causal=False) + 12 * shape.layers * shape.heads * shape.dim * asked.seq * tokens

@@ -201,11 +201,11 @@ NOT_EXPLAINED = """- 39B on 512 A100 with tp 2 and pp 16 takes 1.7 times as long
 - Context parallelism over long sequences is 30% too fast (torchtitan, 131,072 and 262,144 tokens; 32,768 without it 7%). It is
   not the exchange of keys: attention takes 94 to 97% of these steps."""
 
-TRIED = """- Slow links inside the nodes of BLOOM ("NVLink 4 inter-gpu connects" in its model card): tp 8 is 5 to 8% further off than tp 4.
-  Sums would have to take 3 times as long to explain it, and nothing says how the 8 GPUs are joined. ALiBi's addition to scores
-  would be 0.7%.
-- A network card at the rate of Omni-Path's or RoCE's own part instead of 96% of the nominal rate (BLOOM, InternEvo): 12.2 and 12.1
-  instead of 12.0 GB/s. No measurement of collectives over Omni-Path was found.
+TRIED = """- Slow links inside the nodes of BLOOM ("NVLink 4 inter-gpu connects" in its model card): tp 8 is 5 to 8% further off
+  than tp 4. Sums would have to take 3 times as long to explain it, and nothing says how the 8 GPUs are joined. ALiBi's
+  addition to scores would be 0.7%.
+- A network card at the rate of Omni-Path's or RoCE's own part instead of 96% of the nominal rate (BLOOM, InternEvo): 12.2
+  and 12.1 instead of 12.0 GB/s. No measurement of collectives over Omni-Path was found.
 - SwiGLU of InternEvo by separate kernels: its source compiles silu and product into one (`Silu`, torch.jit.script).
 - One network card for all rings of a communicator (vTrain, tp 2 and 4). It would explain 0.2 to 0.5 s of 4 s
   of 3.6B. But it makes 175B with tp 4 1.3 s too slow, which is right today, and gives 39B with tp 2 0.3 s of the 10 that

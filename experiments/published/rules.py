@@ -57,7 +57,7 @@ class Framework:
         host: its time to launch kernels counts.
         bf16_gradients: `gradient_arrays` of a row that states bf16, where gradients are added up in fp32; 0: as in fp16.
         spares_layers: where a plan would not fit, activations go to the host or single modules run again, never whole layers.
-        softmax_limits: its fused softmax takes some numbers of heads alone (`parsim.model.transformer.software.softmax_is_fused`).
+        softmax_limits: its fused softmax takes some numbers of heads alone (`software.softmax_is_fused`).
         scales_fp16: in fp16 the loss is scaled, and gradients are divided again and looked through for infinities.
         clip: gradients are clipped by the norm of all of them: the default, or in the files, of every framework here.
         repeats_sums: full recomputation repeats the sums of tensor parallelism, whole layers at once.

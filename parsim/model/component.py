@@ -51,7 +51,8 @@ class Operator:
         parameter_bytes: parameters read, whatever the samples.
         count: how often it occurs.
         function: of a memory-bound one its name in aten, such as "gelu", or "unlisted:NAME" where the operator table has no row
-            for it; of an attention "causal" or nothing; `GRADIENT_SUM`, `BIAS`, `BIAS_GRADIENT`, `PARTS`; of a product `UNALIGNED`; "" where unknown.
+            for it; of an attention "causal" or nothing; `GRADIENT_SUM`, `BIAS`, `BIAS_GRADIENT`, `PARTS`; of a product
+            `UNALIGNED`; "" where unknown.
         gradients: one of GRADIENTS, what its backward computes.
     """
 

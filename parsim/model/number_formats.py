@@ -7,8 +7,8 @@ tf32          as fp32, but matmuls and convolutions of a GPU round their operand
 amp_fp16      weights, gradients and optimizer state in fp32; PyTorch's autocast computes what it can in half precision;
 amp_bf16      fp16 scales the loss, so that small gradients do not vanish (`parsim.execute.state.loss_scale`).
 bf16          weights, gradients and activations in bf16; with master weights the optimizer updates copies in fp32.
-fp16          the same in fp16, with a scaled loss: Megatron-LM's and DeepSpeed's fp16. Priced where a profile knows it; nothing here
-              runs it.
+fp16          the same in fp16, with a scaled loss: Megatron-LM's and DeepSpeed's fp16. Priced where a profile knows it; nothing
+              here runs it.
 fp8           products in fp8, all else in bf16. Priced where a profile knows it; nothing here runs it.
 """
 

@@ -1,4 +1,4 @@
-"""What Megatron-LM before 2023 runs beside fused kernels: kernels of biases, copies of gradients, passes of an optimizer step."""
+"""What Megatron-LM before 2023 runs beside fused kernels: kernels of biases, copies of gradients, passes of a step."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ def test_fp16_divides_gradients_by_the_scale_where_bf16_does_not() -> None:
     part = profile_from_parts("a100-sxm-80gb", 1)
     (name,) = part.device_types
     entry = part.device_types[name]
-    types = {name: entry.model_copy(update={"peak_flop_per_s": entry.peak_flop_per_s | {"fp16": entry.peak_flop_per_s["bf16"]}})}
+    types = {
+        name: entry.model_copy(update={"peak_flop_per_s": entry.peak_flop_per_s | {"fp16": entry.peak_flop_per_s["bf16"]}})
+    }
     profile = part.model_copy(update={"device_types": types})
     steps = {}
     for precision in ("bf16", "fp16"):

@@ -1,4 +1,4 @@
-"""What published rows leave out and every run of their framework does: clipping, a scaled loss, the limits of a fused kernel."""
+"""What published rows leave out and their frameworks do: clipping, a scaled loss, the limits of a fused kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "published"
-COLUMNS = "params dp cp ep vpp zero_stage value notes source".split()
+COLUMNS = ["params", "dp", "cp", "ep", "vpp", "zero_stage", "value", "notes", "source"]
 ROW = {
     "id": "megatron-x-1",
     "hardware": "A100-80GB SXM",

@@ -212,8 +212,8 @@ class ComputeCosts:
 
         Measured: seconds per step, element and tensor through the points of this optimizer and device type. Else, on a device
         with published or fitted numbers: the bytes of the foreach operations over the memory bandwidth. Under autocast, or with
-        a scaled loss, one more read and write of the gradients unscales them. Weights in half precision move half the bytes; with master weights the
-        update is that of fp32, beside two casts: gradients to fp32, copies to half precision.
+        a scaled loss, one more read and write of the gradients unscales them. Weights in half precision move half the bytes;
+        with master weights the update is that of fp32, beside two casts: gradients to fp32, copies to half precision.
 
         Raises:
             ConfigError: unknown optimizer. CostError: nothing known for this device.
@@ -263,7 +263,9 @@ class ComputeCosts:
     def _step_accesses(self, optimizer: str, device: Device, *, master_weights: bool) -> int:
         """Of an element in an optimizer step: measured ones have those of the optimizer alone."""
         accesses, kind = OPTIMIZERS[optimizer].accesses_per_element, number_format(self.precision)
-        if any(point.optimizer == optimizer and point.device_type == device.type.name for point in self.profile.compute.optimizers):
+        if any(
+            point.optimizer == optimizer and point.device_type == device.type.name for point in self.profile.compute.optimizers
+        ):
             return accesses
         casts = MASTER_ACCESSES if master_weights and kind.weight_bytes < FULL_BYTES else 0
         return accesses + (2 if kind.autocast or kind.scales_loss else 0) + casts

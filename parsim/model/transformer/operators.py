@@ -102,8 +102,8 @@ class Layer:
     ) -> None:
         """A product with a weight: split "column" (its outputs), "row" (its inputs) or "" (whole on every shard).
 
-        `problems`: of so many experts, each with its own weight and `rows` rows. `added`: as `bias_kernel` has it; with "row" the
-        residual's kernel adds the bias.
+        `problems`: of so many experts, each with its own weight and `rows` rows. `added`: as `bias_kernel` has it; with "row"
+        the residual's kernel adds the bias.
         """
         whole = problems * rows
         shape = (("m", rows), ("n", outputs), ("k", inputs))

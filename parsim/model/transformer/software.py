@@ -26,8 +26,8 @@ class Software:
         casts: inputs of products are cast to 8 bits, in both orders.
         early_stop: a second forward ends once the backward has all that it reads, so the last product of a layer does not run
             again: torch's checkpoint without reentry, from torch 2.1 on (`torch.utils.checkpoint.set_checkpoint_early_stop`).
-        bias_kernels: gradients of biases are sums of their own, the bias of queries, keys and values is added by a kernel of its
-            own, and the gradients of the three are copied together. Newer libraries do the first two in the product's kernel.
+        bias_kernels: gradients of biases are sums of their own, the bias of queries, keys and values is added by a kernel of
+            its own, and the gradients of the three are copied together. Newer libraries do the first two in the product.
     """
 
     flash: bool = False
@@ -54,15 +54,16 @@ UNFUSED = Software(flash=False, dropout=True, bias_kernels=True, loss_arrays=10.
 """Megatron-LM before flash attention: fused scale, mask and softmax; fused bias, dropout and addition; fused GELU.
 
 Biases: `output = output + bias` and `grad_output.sum(dim=0)` beside the products (NVIDIA/Megatron-LM megatron/mpu/layers.py
-@02bb1f5c86fc). Loss: megatron/mpu/cross_entropy.py @34ed99d1f09d moves 38 bytes of a logit forward (cast to fp32 6, maximum 4,
-difference 8, exp 8, sum 4, quotient 8) and 14 backward (product 8, cast 6). That is 26 arrays of 2 bytes; the backward is priced
-at 1.5 times the forward.
+@02bb1f5c86fc). Loss: megatron/mpu/cross_entropy.py @34ed99d1f09d moves 38 bytes of a logit forward (cast to fp32 6, maximum
+4, difference 8, exp 8, sum 4, quotient 8) and 14 backward (product 8, cast 6). That is 26 arrays of 2 bytes; the backward is
+priced at 1.5 times the forward.
 """
 
 TORCH_SOFTMAX_ARRAYS = 16.4
-"""`score_arrays` where Megatron's fused softmax does not run: heads times samples of a rank are no multiple of 4, or there are more
-than 2048 keys (FusedScaleMaskSoftmax, megatron/model/fused_softmax.py). Scale, mask and softmax then run in fp32: cast 6 bytes of
-a score, scale 8, mask 9, softmax 12, cast 6, and as many backward; 82 bytes by 2 bytes and 2.5."""
+"""`score_arrays` where Megatron's fused softmax does not run: heads times samples of a rank are no multiple of 4, or there are
+more than 2048 keys. Scale, mask and softmax then run in fp32 (forward_torch_softmax, bigscience-workshop/Megatron-DeepSpeed
+megatron/model/fused_softmax.py @038bddcb6dfb): cast 6 bytes of a score, scale 8, mask 9, softmax 12, cast 6, and as many
+backward; 82 bytes by 2 bytes and 2.5."""
 FUSED_SOFTMAX_BATCH = 4
 FUSED_SOFTMAX_KEYS = 2048
 
@@ -74,6 +75,7 @@ def softmax_is_fused(heads: int, keys: int) -> bool:
         heads: of all samples of a microbatch on one rank. keys: that a query attends to.
     """
     return heads % FUSED_SOFTMAX_BATCH == 0 and keys <= FUSED_SOFTMAX_KEYS
+
 
 EAGER = Software(flash=True, dropout=False, residual_arrays=3.0, loss_bytes=6, loss_arrays=10.0)
 """Eager PyTorch with flash attention: nothing else is fused."""

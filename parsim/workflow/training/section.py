@@ -183,7 +183,7 @@ class TrainingSection(ConfigSection):
     global_batch: Annotated[int, Field(strict=True, ge=1, le=MOST_SAMPLES)]
     """Samples per step over all replicas."""
     precision: Annotated[Name, RowOf(FORMATS, check_planned)] = "fp32"
-    """A row of `parsim.model.number_formats` (docs/design.md, "Precision"; fp16 and fp8 are priced only), or "package.module:ROW"."""
+    """A row of `parsim.model.number_formats` (docs/design.md, "Precision"; fp16, fp8: priced only), or "package.module:ROW"."""
     master_weights: StrictBool | None = None
     """With precision = "bf16": whether the optimizer updates copies of the weights in fp32; left out: it does."""
     optimizer: Annotated[Name, RowOf(OPTIMIZERS)] = "sgd_momentum"
