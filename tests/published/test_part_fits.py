@@ -73,6 +73,48 @@ def test_a_burst_is_faster_only_while_it_is_short() -> None:
     assert gain[np.argmax(rows.flop)] < 1.03
 
 
+def test_bursts_alone_take_the_gain_that_others_of_the_family_show() -> None:
+    """One chip is known by both kinds of rows, another by bursts alone, which a fit by itself takes for sustained."""
+    from calibration.parts.catalog import GPUS
+    from calibration.parts.gpus import fit_all
+
+    rows = products.products_of(products.read_products(SYNTHETIC), ("Made-up",), products.HALF)
+    long = replace(rows, rows=16 * rows.rows, sustained=1 + 0 * rows.sustained)
+    short = replace(long, sustained=0 * rows.sustained)
+    truth = {**TRUTH, "burst_gain": 1.25, "burst_s": 1.0}
+    sustained, bursts = (replace(some, seconds=products.predicted(some, CHIP, truth)) for some in (long, short))
+    both = products.Products(
+        *(
+            np.concatenate([getattr(sustained, name), getattr(bursts, name)])
+            for name in ("rows", "columns", "depth", "problems", "size_bytes", "seconds", "sustained")
+        ),
+        source=("made-pow",) * len(sustained) + ("made-burst",) * len(bursts),
+    )
+    data = {"b200": both, "b300": bursts}
+    empty = bursts.where(np.zeros(len(bursts), dtype=bool))
+    assert products.untold(both) == ()
+    assert [products.NAMES[number] for number in products.untold(bursts)] == ["burst_gain", "burst_s"]
+
+    def fitted(untold: bool) -> float:
+        found = fit_all(
+            products.BASE,
+            lambda gpu: data.get(gpu.name, empty),
+            lambda gpu: CHIP if gpu.name in data else None,
+            products.fit_products,
+            products.judge,
+            lambda *_: {},
+            lambda rows: np.asarray(rows.flop),
+            **({"untold": products.untold} if untold else {}),
+        )
+        assert {gpu.name for gpu in GPUS} > set(found)
+        large = long.where(long.flop > 1e11)
+        told, true = (products.predicted(large, CHIP, some) for some in (found["b300"].parameters, truth))
+        return float(np.median(told / true))
+
+    assert fitted(untold=True) == pytest.approx(1, abs=0.03)
+    assert fitted(untold=False) < 0.97
+
+
 @pytest.mark.slow
 def test_shipped_products_come_from_the_tables() -> None:
     """The numbers of one part, fitted again."""
@@ -82,7 +124,7 @@ def test_shipped_products_come_from_the_tables() -> None:
     folder = data_folder()
     read_sources(folder)
     fits = all_fits(folder)
-    for name in ("a100-sxm-80gb", "h100-sxm"):
+    for name in ("a100-sxm-80gb", "h100-sxm", "b300"):
         shipped = json.loads((PARTS / "gpus" / f"{name}.json").read_text())["fits"]
         assert [fit["coefficients"] for fit in fits[name]] == [fit["coefficients"] for fit in shipped]
 
