@@ -72,9 +72,8 @@ class Family:
         """The prior with what the GPU's rows cannot tell held at the mean of those that tell it: of its family, else of all."""
         mean, sigma = prior.mean.copy(), prior.sigma.copy()
         for number in self.untold.get(gpu.name, ()):
-            tell = [
-                other for other in GPUS if other.name in self.fits and number not in self.untold[other.name] and other is not gpu
-            ]
+            others = (other for other in GPUS if other is not gpu and other.name in self.fits)
+            tell = [other for other in others if number not in self.untold[other.name]]
             near = [other for other in tell if other.family == gpu.family] or tell
             if near:
                 mean[number] = np.mean([self.fits[other.name][number] for other in near])
