@@ -37,6 +37,8 @@ SOURCE = "fit"
 OTHERS, DEPTHS = "other GPUs", "other depths"
 """What is left out of a fit beside its sources: the whole GPU, and a third of the depths at a time."""
 UNKNOWN_SIGMA = 0.3
+HELD_SIGMA = 0.01
+"""Of the logarithm of a parameter that a GPU's rows cannot tell: they must not move it."""
 
 KINDS: Mapping[str, tuple[str, str]] = {
     HALF: ("fp16_bf16_tflops", "bf16"),
@@ -50,12 +52,13 @@ class Family:
     """Fits of one kind of kernel over all GPUs.
 
     Attributes:
-        base: prior where no GPU is known. fits: by GPU, the logarithms; own: how many rows each has.
+        base: prior where no GPU is known. fits: by GPU, the logarithms. untold: by GPU, the parameters that its own rows cannot
+            tell, by number.
     """
 
     base: Prior
     fits: dict[str, Array] = field(default_factory=dict)
-    rows: dict[str, int] = field(default_factory=dict)
+    untold: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def prior(self, gpu: CatalogGpu) -> tuple[Prior, list[str]]:
         """From the other GPUs of the family, else from all others; and which they were."""
@@ -63,7 +66,19 @@ class Family:
             other.name for other in GPUS if other.family == gpu.family and other.name != gpu.name and other.name in self.fits
         ]
         donors = near or [name for name in self.fits if name != gpu.name]
-        return pooled([self.fits[name] for name in donors], self.base.names, self.base), donors
+        return self.held(gpu, pooled([self.fits[name] for name in donors], self.base.names, self.base)), donors
+
+    def held(self, gpu: CatalogGpu, prior: Prior) -> Prior:
+        """The prior with what the GPU's rows cannot tell held at the mean of those that tell it: of its family, else of all."""
+        mean, sigma = prior.mean.copy(), prior.sigma.copy()
+        for number in self.untold.get(gpu.name, ()):
+            others = (other for other in GPUS if other is not gpu and other.name in self.fits)
+            tell = [other for other in others if number not in self.untold[other.name]]
+            near = [other for other in tell if other.family == gpu.family] or tell
+            if near:
+                mean[number] = np.mean([self.fits[other.name][number] for other in near])
+                sigma[number] = HELD_SIGMA
+        return Prior(prior.names, mean, sigma)
 
 
 def peaks_of(folder: Path) -> dict[str, dict[str, str]]:
@@ -97,19 +112,20 @@ def fit_all(
     judge: Callable[[Any, Chip, Mapping[str, float]], Errors],
     leave_out: Callable[[Any, Chip, Prior], dict[str, Errors]],
     flop_of: Callable[[Any], Array],
+    untold: Callable[[Any], tuple[int, ...]] = lambda _: (),
 ) -> dict[str, Fitted]:
     """Fit one kind of kernel for every GPU that has a peak of its precision.
 
     Args:
         base: prior where nothing is known. rows_of, chip: of a GPU.
-        fit, judge, leave_out: of rows. flop_of: the FLOP of rows.
+        fit, judge, leave_out: of rows. flop_of: the FLOP of rows. untold: numbers of the parameters that rows cannot tell.
     """
-    family = Family(base)
     data = {gpu.name: rows_of(gpu) for gpu in GPUS if chip(gpu) is not None}
-    for gpu in GPUS:
+    family = Family(base, untold={name: untold(rows) for name, rows in data.items()})
+    for gpu in sorted(GPUS, key=lambda gpu: bool(family.untold.get(gpu.name))):  # those that tell everything first
         own = chip(gpu)
         if own is not None and len(data[gpu.name]):
-            family.fits[gpu.name] = fit(data[gpu.name], own, base)
+            family.fits[gpu.name] = fit(data[gpu.name], own, family.held(gpu, base))
     found: dict[str, Fitted] = {}
     for gpu in GPUS:
         own = chip(gpu)
@@ -216,7 +232,14 @@ def _product_fits(
         return {**products.errors_without_sources(rows, own, prior), DEPTHS: products.leave_shapes_out(rows, own, prior)}
 
     fitted = fit_all(
-        products.BASE, rows_of, chip, products.fit_products, products.judge, leave_out, lambda rows: np.asarray(rows.flop)
+        products.BASE,
+        rows_of,
+        chip,
+        products.fit_products,
+        products.judge,
+        leave_out,
+        lambda rows: np.asarray(rows.flop),
+        products.untold,
     )
     found: dict[str, list[dict[str, Any]]] = {}
     for name, own in fitted.items():

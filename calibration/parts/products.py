@@ -5,7 +5,8 @@ are fitted together. A burst computes at `burst_gain` times the sustained rate w
 
     rate = sustained rate * (1 + (burst_gain - 1) / (1 + c / burst_s))        c: arithmetic at the sustained rate
 
-so a table of bursts alone shows the sustained rate by its longest products. Prices use the sustained rate.
+Prices use the sustained rate. How much faster a burst is can be told where a GPU has large products of both kinds. Elsewhere
+it is held at what the GPUs of its family show (`untold`): by itself, a fit to bursts alone takes them for sustained.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ CAST_BYTES = 3.0
 """Of an element of the left operand where the row includes its cast to fp8: two bytes read, one written."""
 
 SUSTAINED = ("-pow", "azure-", "simumax-", "tracelens-", "deepbench", "neusight")
+TRACES = "tracelens-"
+"""In place, but of runs too short to reach a limit of power: on the H100 they are as fast as bursts (731 to 773 TFLOP/s)."""
+LARGE_FLOP, LEAST_LARGE = 1e11, 5
+"""Products of so many FLOP, so many of each kind, tell how much faster a burst is."""
 LEFT_OUT = ("stas-mamf", "aic-gemm-b200-nvfp4")
 """The best shape of a sweep is no sample of shapes."""
 
@@ -155,6 +160,14 @@ def leave_shapes_out(rows: Products, chip: Chip, prior: Prior, parts: int = 3) -
         told.append(predicted(own, chip, named(NAMES, theta)))
         true.append(own.seconds)
     return errors(np.concatenate(told), np.concatenate(true))
+
+
+def untold(rows: Products) -> tuple[int, ...]:
+    """The numbers of what these rows cannot tell: the gain of a burst and its length, without large products of both kinds."""
+    large = rows.flop > LARGE_FLOP
+    limited = (rows.sustained > 0) & np.array([not source.startswith(TRACES) for source in rows.source], dtype=bool)
+    both = min(int((large & limited).sum()), int((large & (rows.sustained == 0)).sum())) >= LEAST_LARGE
+    return () if both else (NAMES.index("burst_gain"), NAMES.index("burst_s"))
 
 
 def judge(rows: Products, chip: Chip, parameters: Mapping[str, float]) -> Errors:
