@@ -134,7 +134,6 @@ def test_shipped_parts_are_what_the_command_writes(tmp_path: Path, monkeypatch: 
     written = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.json"))
     assert {path.name for path in PARTS.rglob("*.json")} <= {path.name for path in written}
     for path in written:
-        shipped = PARTS.parent / path
         fitted, kept = ((folder / path).read_text(encoding="utf-8") for folder in (tmp_path, PARTS.parent))
         assert NUMBER.sub("#", fitted) == NUMBER.sub("#", kept), path
         numbers = [[float(text) for text in NUMBER.findall(whole)] for whole in (fitted, kept)]
