@@ -97,9 +97,9 @@ def cluster_of(config: RunConfig, profile: Profile | None = None) -> Cluster:
     network = None if table.network is None else load_network(table.network)
     if network is not None and table.cards_per_node is not None:
         network = with_cards(network, table.cards_per_node)
-    if table.group is not None and profile is None:
+    if table.group is not None:
         groups = [NodeGroup(gpu=entry.gpu, nodes=entry.nodes, gpus_per_node=entry.gpus_per_node) for entry in table.group]
-        return mixed_cluster(groups, network, devices=config.devices, link=table.link)
+        return mixed_cluster(groups, network, devices=config.devices, link=table.link, profile=profile)
     return cluster_from_profile(
         load_profile(table.machine) if profile is None else profile, config.devices, nodes=table.nodes, network=network
     )

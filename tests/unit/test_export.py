@@ -169,6 +169,22 @@ def test_a_pipeline_order_is_kept_by_torchtitan(answers: Answers, tmp_path: Path
         export_folder(folder, format="megatron")
 
 
+def test_dualpipe_v_is_kept_and_switches_of_a_plan_by_hand_are_named(answers: Answers, tmp_path: Path) -> None:
+    keys = [
+        "plan.strategy=custom",
+        "plan.mesh={pp=2,dp=4}",
+        "plan.pipeline_order=dualpipe-v",
+        "plan.chunks=2",
+        "plan.zero_stage=1",
+    ]
+    keys += ["plan.gather_ahead=true", "plan.sequence_parallel=false", "plan.microbatches=4", "model.args.document_tokens=1024"]
+    folder = answers("llama3-8b", "8xh100-sxm", 32, keys)
+    done = export_folder(folder, format="torchtitan", out=tmp_path / "run.toml")
+    document = tomllib.loads((tmp_path / "run.toml").read_text())
+    assert document["parallelism"]["pipeline_parallel_schedule"] == "DualPipeV"
+    assert {"plan.gather_ahead", "model.args.document_tokens"} <= set(done.left_out)
+
+
 def test_frameworks_refuse_other_models(answers: Answers) -> None:
     folder = answers("resnet_small", "8xh100-sxm", 64, ["plan.strategy=dp"])
     for format in ("megatron", "torchtitan"):

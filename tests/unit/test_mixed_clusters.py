@@ -11,6 +11,7 @@ from parsim.errors import ConfigError, ParsimError, ProfileError
 from parsim.hardware.network import load_network
 from parsim.hardware.parts.mixed import NodeGroup, mixed_cluster
 from parsim.workflow.config import parse_config
+from parsim.workflow.load import cluster_of
 
 FAST, SLOW = "h100-sxm", "a100-sxm-80gb"
 
@@ -47,6 +48,14 @@ def test_every_node_has_the_gpus_of_its_group() -> None:
     assert [device.type.name for device in mixed.devices[::8]] == [FAST, FAST, "l40s"]
     assert mixed.devices[0].type.memory_bytes > mixed.devices[-1].type.memory_bytes
     assert mixed.name == "2 x 8xh100-sxm + 1 x 8xl40s on infiniband-400g, links inside all nodes as of l40s"
+
+
+def test_the_profile_of_a_run_folder_gives_the_same_devices() -> None:
+    groups, network = [NodeGroup(gpu=FAST), NodeGroup(gpu=SLOW)], load_network("infiniband-400g")
+    mixed = mixed_cluster(groups, network)
+    assert mixed_cluster(groups, network, profile=mixed.profile) == mixed
+    config = parse_config(question(group(FAST) + group(SLOW)))
+    assert cluster_of(config, mixed.profile).devices == mixed.devices
 
 
 def test_a_step_over_all_is_as_fast_as_over_the_slower_ones(tmp_path: Path) -> None:

@@ -28,12 +28,18 @@ class NodeGroup:
 
 
 def mixed_cluster(
-    groups: Sequence[NodeGroup], network: Network | None, *, devices: int | Sequence[int] | None = None, link: str | None = None
+    groups: Sequence[NodeGroup],
+    network: Network | None,
+    *,
+    devices: int | Sequence[int] | None = None,
+    link: str | None = None,
+    profile: Profile | None = None,
 ) -> Cluster:
     """The nodes of all groups, one after another.
 
     Args:
         groups: at least one. network: that joins all nodes. devices: as of `cluster_from_profile`. link: inside every node.
+        profile: of a cluster of these groups, such as a run folder keeps; None: made of the parts.
 
     Raises:
         ProfileError: an unknown part, groups with different numbers of GPUs per node, or no network for several nodes.
@@ -42,9 +48,9 @@ def mixed_cluster(
     if len(set(counts)) > 1:
         told = ", ".join(f"{group.gpu} {count}" for group, count in zip(groups, counts, strict=True))
         raise ProfileError(f"groups have different numbers of GPUs per node ({told}); give all the same gpus_per_node")
-    profiles = [profile_from_parts(group.gpu, count, link) for group, count in zip(groups, counts, strict=True)]
+    made_of = [profile_from_parts(group.gpu, count, link) for group, count in zip(groups, counts, strict=True)]
     slowest = min(range(len(groups)), key=lambda number: _rate(groups[number].gpu))
-    base = profiles[slowest if link is None else 0]
+    base = made_of[slowest if link is None else 0]
     nodes = sum(group.nodes for group in groups)
     inside = (
         ""
@@ -54,10 +60,10 @@ def mixed_cluster(
     parts = " + ".join(
         f"{group.nodes} x {count}x{load_gpu(group.gpu).name}" for group, count in zip(groups, counts, strict=True)
     )
-    made = cluster_from_profile(_merged(base, profiles, parts), devices, nodes=nodes, network=network)
+    made = cluster_from_profile(profile or _merged(base, made_of, parts), devices, nodes=nodes, network=network)
     kinds = [
-        cluster_from_profile(profile).devices[0].type
-        for profile, group in zip(profiles, groups, strict=True)
+        cluster_from_profile(own).devices[0].type
+        for own, group in zip(made_of, groups, strict=True)
         for _ in range(group.nodes)
     ]
     joined = "" if made.network is None else f" on {made.network.name}"

@@ -77,6 +77,10 @@ def left_out_of_plan(plan: Plan) -> dict[str, str]:
         found["plan.scatter_gather"] = "each tensor rank sends values between stages whole"
     if not plan.backward_prefetch:
         found["plan.backward_prefetch"] = "parameters are gathered while the backward before runs, which is faster"
+    if plan.tensor_overlap or plan.tensor_backward_overlap:
+        found["plan.tensor_overlap"] = "communication of tensor parallelism runs as the framework's own options say"
+    if plan.gather_ahead:
+        found["plan.gather_ahead"] = "when ZeRO 1 gathers parameters is the framework's choice"
     if plan.context_exchange != "ring":
         found["plan.context_exchange"] = "how keys and values are exchanged is the framework's choice"
     return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from parsim.errors import ConfigError
-from parsim.model.named.names import CASTS, OWN, is_transformer, sequence_of, shape_of
+from parsim.model.named.names import CASTS, DOCUMENT, OWN, is_transformer, sequence_of, shape_of
 from parsim.model.transformer.shape import Shape
 from parsim.plans.plan import Plan
 from parsim.workflow.exporting.expressible import (
@@ -62,9 +62,11 @@ def transformer_plan(request: ExportRequest, format: str) -> TransformerPlan:
             "export it as deepspeed or state_dict, or plan a model of parsim/model/named/rows.py"
         )
     check_synchronous(plan, format)
-    args = dict(model.args)
+    args = dict(request.config.model_spec.args)  # with plan.sequence_parallel
     mesh = framework_mesh(plan, format)
     left_out = left_out_of_training(request) | left_out_of_plan(plan)
+    if DOCUMENT in args:
+        left_out[f"model.args.{DOCUMENT}"] = "the mask of documents is set where your data and attention are"
     _check_placements(plan, mesh, format, left_out)
     recompute, every = _recomputed(plan, format)
     if plan.mesh.pp > 1:
