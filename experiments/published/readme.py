@@ -181,9 +181,9 @@ NOT_EXPLAINED = """- 39B on 512 A100 with tp 2 and pp 16 takes 1.7 times as long
   both shorten steps. After one factor of these rows both bring them nearer: 4.5 to 4.4% and 3.5 to 2.4%. So they stay.
 - GPT 175B by NeMo 23.07 on A100 takes 1.5 times as long as predicted. Full recomputation would explain it, and nothing
   says so.
-- DeepSeek, Qwen3 and gpt-oss on Blackwell lie between -64% and +28%. Dense rows in 8 bits lie between -16 and +13%. What
+- DeepSeek, Qwen3 and gpt-oss on Blackwell lie between -64% and +31%. Dense rows in 8 bits lie between -15 and +17%. What
   sets the others apart is the version of the container, with the same shape and split. Those of 26.06 and later are
-  predicted 10 to 28% too slow (DeepSeek, Qwen3), earlier ones 5 to 20% too fast. NVIDIA's recipes say what changed for
+  predicted 12 to 31% too slow (DeepSeek, Qwen3), earlier ones 5 to 20% too fast. NVIDIA's recipes say what changed for
   DeepSeek and gpt-oss: CUDA graphs of a whole step, one kernel for all experts of a layer, hidden exchanges
   (Megatron-Bridge scripts/performance/configs/deepseek and gpt_oss, @042641823051, @07eea52d4523).
 - The largest errors are of few samples per microbatch and many experts per GPU on x86 hosts. With 16 experts per GPU and one
@@ -191,14 +191,14 @@ NOT_EXPLAINED = """- 39B on 512 A100 with tp 2 and pp 16 takes 1.7 times as long
   predicted. Hosts that launch expert by expert would look so. One product of an expert costs 33 us to launch (8 experts of
   128 rows in 0.27 ms, NVIDIA/TransformerEngine pull request 3134). Six of them make 3.2 ms of the 9 to 16. No source was
   found for the rest.
-- Two rows in NVFP4 are priced at the FP8 rate and come out 21 and 57% too slow.
+- Two rows in NVFP4 are priced at the FP8 rate and come out 22 and 63% too slow.
 - Sailor's rows on GH200 still take 1.3 to 2.3 times as long as predicted, the more the smaller the microbatch. About 2 ms
   per layer and microbatch do not grow with it. A component here costs the larger of host and GPU; theirs look like the
   sum.
 - SimuMax's B200 rows are all slower than parsim says, by a common factor of 1.3, and H100 rows need about 1.1. Lower clocks
   in training than in the tables were the guess, and the tables do not bear it out. See below. SimuMax, which looks up
   efficiencies measured on that machine, is 2 to 11% too fast itself.
-- The 5% of SimuMax held out are luck. The only other row of a B200 in bf16 (gpt-oss, 53% too fast for reasons of its own)
+- The 5% of SimuMax when held out are luck. The only other row of a B200 in bf16 (gpt-oss, 53% too fast for reasons of its own)
   happens to give about the factor that they need.
 - Context parallelism over long sequences is 30% too fast (torchtitan, 131,072 and 262,144 tokens; 32,768 without it 7%). It is
   not the exchange of keys: attention takes 94 to 97% of these steps."""
