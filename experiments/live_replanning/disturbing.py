@@ -60,7 +60,7 @@ def arena() -> Iterator[Arena]:
     if why:
         yield Arena(link=None, why=why)
         return
-    with shaped_pair(CALM_BYTES_PER_S) as pair:
+    with shaped_pair(CALM_BYTES_PER_S, changes=True) as pair:
         yield Arena(link=pair)
 
 
