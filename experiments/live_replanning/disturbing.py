@@ -33,7 +33,7 @@ class Arena:
 
     def run(self, job: Path, on_text: Callable[[str], None]) -> None:
         """Launch the two ranks and wait for them. Raises ExecutionError as the launchers do."""
-        (self.link or launch)(job, RANKS, on_line=on_text, timeout_s=600.0)
+        (self.link or launch)(job, RANKS, on_line=on_text, timeout_s=240.0)
 
     @contextlib.contextmanager
     def disturbed(self, kind: str) -> Iterator[None]:
