@@ -33,7 +33,7 @@ class Arena:
 
     def run(self, job: Path, on_text: Callable[[str], None]) -> None:
         """Launch the two ranks and wait for them. Raises ExecutionError as the launchers do."""
-        (self.link or launch)(job, RANKS, on_line=on_text, timeout_s=600.0)
+        (self.link or launch)(job, RANKS, on_line=on_text, timeout_s=240.0)
 
     @contextlib.contextmanager
     def disturbed(self, kind: str) -> Iterator[None]:
@@ -60,7 +60,7 @@ def arena() -> Iterator[Arena]:
     if why:
         yield Arena(link=None, why=why)
         return
-    with shaped_pair(CALM_BYTES_PER_S) as pair:
+    with shaped_pair(CALM_BYTES_PER_S, changes=True) as pair:
         yield Arena(link=pair)
 
 

@@ -151,7 +151,7 @@ def trained(out: Path, ranks: Arena, plans: dict[str, Plan], which: tuple[str, s
         model_path=str(folder / "model.json"),
         plan=plans[f"other {kind}" if way == "other" else "start"],
         optimizer="sgd_momentum",
-        learning_rate=0.001,
+        learning_rate=0.05,
         dataset="synthetic",
         dtype="float64" if exact else "float32",
     )

@@ -25,6 +25,7 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "parsim0"
 PORT = 29511
 POLL_S = 0.05
+SMALL_PACKET_BYTES = 8192
 BURST_BYTES = 256 * 1024
 """What the bucket lets through at once. A smaller one cannot keep the rate with a timer of 4 ms."""
 FASTEST_S = 0.002
@@ -96,8 +97,13 @@ class ShapedPair:
 
 
 @contextlib.contextmanager
-def shaped_pair(rate_bytes_per_s: float) -> Iterator[ShapedPair]:
-    """Two namespaces with a link of this rate in each direction; gone again when left. Raises ExecutionError."""
+def shaped_pair(rate_bytes_per_s: float, *, changes: bool = False) -> Iterator[ShapedPair]:
+    """Two namespaces with a link of this rate in each direction; gone again when left. Raises ExecutionError.
+
+    Args:
+        rate_bytes_per_s: of the link. changes: `shape` will be called: packets stay below the smallest bucket, because one that
+            waits when the bucket becomes smaller than itself would wait for ever, and all behind it.
+    """
     if why := possible():
         raise ExecutionError(why)
     _remove()
@@ -109,6 +115,9 @@ def shaped_pair(rate_bytes_per_s: float) -> Iterator[ShapedPair]:
             _ip("-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
             for device in ("lo", INTERFACE):
                 _ip("-n", name, "link", "set", device, "up")
+        if changes:
+            for name in NAMES:
+                _ip("-n", name, "link", "set", "dev", INTERFACE, "gso_max_size", str(SMALL_PACKET_BYTES))
         pair = ShapedPair(rate_bytes_per_s)
         pair.shape(rate_bytes_per_s, burst_s=max(FASTEST_S, BURST_BYTES / rate_bytes_per_s))
         yield pair

@@ -52,7 +52,7 @@ def trained(folder: Path, pair: ShapedPair, *switches: Switch) -> tuple[list[flo
 def test_a_switch_over_a_slow_link_sends_no_weights_and_changes_no_loss(tmp_path: Path) -> None:
     """Under data parallelism each rank has all that it needs for a pipeline. Sent as a whole, weights and momentum would take
     four seconds."""
-    with shaped_pair(125e6) as pair:
+    with shaped_pair(125e6, changes=True) as pair:
         straight, _ = trained(tmp_path / "straight", pair)
         pair.shape(SLOW_BYTES_PER_S)
         changed, rounds = trained(tmp_path / "changed", pair, Switch(step=SWITCH, plan=PIPELINE))
