@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,6 +26,9 @@ from parsim.commands.output import (
 )
 from parsim.errors import ScheduleError
 from parsim.files import write_text_atomically
+
+if TYPE_CHECKING:
+    from parsim.workflow.relaxed.to_target import TargetRanking
 
 
 def plan(
@@ -95,10 +98,7 @@ def plan(
     ranking = None
     if target_accuracy is not None:
         ranking = answer.to_target(target_accuracy, rules=rules or None, most_steps=most_steps or MOST_STEPS)
-        document["to_target"] = ranking.to_dict()
-        if curves is not None:
-            curves.parent.mkdir(parents=True, exist_ok=True)
-            write_text_atomically(curves, ranking.figure().to_html(include_plotlyjs=True))
+        _keep(ranking, document, curves)
     would = None if aim is None else answer.what_would(aim)
     if would is not None:
         document["what_would"] = would.to_dict()
@@ -122,3 +122,11 @@ def plan(
         from parsim.schedule.placement.certificate import certificate_text
 
         print(certificate_text(document["certificate"]))
+
+
+def _keep(ranking: TargetRanking, document: dict[str, Any], curves: Path | None) -> None:
+    """Put a ranking by time to accuracy into the document, and its curves into a page."""
+    document["to_target"] = ranking.to_dict()
+    if curves is not None:
+        curves.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(curves, ranking.figure().to_html(include_plotlyjs=True))

@@ -62,7 +62,7 @@ def test_weights_equal_those_of_the_tick_engine(sizes: tuple[int, ...], groups: 
     rows = stale_steps(training, order, names_in_parts(training, sizes))
     for step, workers in enumerate(itertools.islice(rows, STEPS)):
         parts = order.indices(step).reshape(groups, -1)
-        engine.step([(problem.inputs[own], problem.targets[own]) for own in map(torch.from_numpy, parts)])
+        engine.step([(problem.inputs[own], problem.targets[own]) for own in map(torch.tensor, parts)])
         live: list[Tensor] = [value.detach().flatten() for agent in engine.agents[0] for value in agent.live]
         assert (torch.cat(live) - workers.weights[0]).abs().max().item() < TOLERANCE
     assert (workers.weights[0] - training.start).abs().max().item() > 1e-3
