@@ -18,8 +18,8 @@ from parsim.execute.processes.processes import rank_processes
 RANKS = 2
 SLOW_RANK, THROTTLE = 1, 5.0
 """Which rank is throttled, and how many times as long its work takes then."""
-CALM_BYTES_PER_S, RATE_BYTES_PER_S = 250e6, 12.5e6
-"""Of the link: 2 Gbit/s at first, 100 Mbit/s when it is disturbed."""
+CALM_BYTES_PER_S, RATE_BYTES_PER_S = 625e6, 12.5e6
+"""Of the link: 5 Gbit/s at first, 100 Mbit/s when it is disturbed."""
 AHEAD_S = 1.5
 """Ranks say at most once in a second where they are; in between, the step is reckoned from their pace."""
 

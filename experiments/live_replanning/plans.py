@@ -20,7 +20,7 @@ from parsim.schedule.search import search
 from parsim.work import Collective
 
 WAYS = ("adaptive", "start", "other")
-BATCH = 512
+BATCH = 1024
 SPEC = ModelSpec(name="experiments.live_replanning.network:narrow", input_shape=(1, 16, 16), loss="cross_entropy")
 
 

@@ -25,7 +25,7 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "parsim0"
 PORT = 29511
 POLL_S = 0.05
-SMALL_PACKET_BYTES = 8192
+SMALL_PACKET_BYTES = 16384
 BURST_BYTES = 256 * 1024
 """What the bucket lets through at once. A smaller one cannot keep the rate with a timer of 4 ms."""
 FASTEST_S = 0.002
