@@ -1,4 +1,4 @@
-"""A network whose cheapest cut lies at an uneven place: a narrow layer behind two thirds of the work."""
+"""A network whose cheapest cut lies at an uneven place: a narrow layer behind most of the work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def narrow(
-    *, width: int = 384, waist: int = 64, before: int = 5, after: int = 2, classes: int = 384, side: int = 16
+    *, width: int = 320, waist: int = 64, before: int = 8, after: int = 1, classes: int = 320, side: int = 16
 ) -> nn.Sequential:
     """Linear layers with ReLU on images of one channel, flattened: `before` of `width`, one of `waist`, `after` of `width`.
 

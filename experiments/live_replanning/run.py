@@ -46,7 +46,7 @@ from parsim.plans.plan import Plan
 
 KINDS = ("link", "throttled")
 WINDOW = 5
-STEPS = {"link": (220, 260), "throttled": (220, 250), "float64": (60, 160)}
+STEPS = {"link": (200, 235), "throttled": (200, 230), "float64": (60, 110)}
 """Until the disturbance, and in all; `--quick` has those of float64. Undisturbed pairs make as many as those of links."""
 
 
