@@ -171,7 +171,7 @@ class PlanningProblem(Remembering):
             corrections: in place of the problem's own.
         """
         made = replace(self, corrections=corrections)
-        for name in ("_shapes", "_layouts", "_memories", "_state_bytes"):
+        for name in ("_layouts", "_memories", "_unlike_memories", "_state_bytes"):
             made.__dict__[name] = getattr(self, name)
         return made
 
