@@ -218,10 +218,10 @@ class ComputeCosts:
         Raises:
             ConfigError: unknown optimizer. CostError: nothing known for this device.
         """
-        row = OPTIMIZERS[optimizer]
+        OPTIMIZERS[optimizer]  # raises for an unknown one
         if ema and work.elements:
             whole = self.optimizer(work, optimizer, device, master_weights=master_weights, calls=calls)
-            accesses = row.accesses_per_element
+            accesses = self._step_accesses(optimizer, device, master_weights=master_weights)
             detail = f"{accesses} and {EMA_ACCESSES} accesses for the averages of the weights, where {optimizer} has {accesses}"
             sigma = CLIP_SIGMA * EMA_ACCESSES / (accesses + EMA_ACCESSES)
             return _multiple_of(whole, (accesses + EMA_ACCESSES) / accesses, detail, ("operator:ema", sigma))
@@ -291,7 +291,7 @@ class ComputeCosts:
         Raises:
             ConfigError, CostError: as `optimizer`.
         """
-        every = OPTIMIZERS[optimizer].accesses_per_element
+        every = self._step_accesses(optimizer, device, master_weights=master_weights)
         detail = f"{work.accesses} accesses, where a step of {optimizer} has {every}"
         whole = self._step_over(work, optimizer, device, master_weights=master_weights)
         return _multiple_of(whole, work.accesses / every, detail, ("operator:mix", CLIP_SIGMA)) if work.elements else whole
