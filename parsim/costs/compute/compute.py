@@ -211,8 +211,8 @@ class ComputeCosts:
         operations (2: for parameters with weight decay, and without) count where steps were measured.
 
         Measured: seconds per step, element and tensor through the points of this optimizer and device type. Else, on a device
-        with published or fitted numbers: the bytes of the foreach operations over the memory bandwidth. Under autocast, or with
-        a scaled loss, one more read and write of the gradients unscales them. Weights in half precision move half the bytes;
+        with published or fitted numbers: the bytes of the foreach operations over the memory bandwidth. With a scaled
+        loss, one more read and write of the gradients unscales them. Weights in half precision move half the bytes;
         with master weights the update is that of fp32, beside two casts: gradients to fp32, copies to half precision.
 
         Raises:
@@ -268,7 +268,7 @@ class ComputeCosts:
         ):
             return accesses
         casts = MASTER_ACCESSES if master_weights and kind.weight_bytes < FULL_BYTES else 0
-        return accesses + (2 if kind.autocast or kind.scales_loss else 0) + casts
+        return accesses + (2 if kind.scales_loss else 0) + casts
 
     def clip(self, work: ClipGradients, optimizer: str, device: Device, *, master_weights: bool = True) -> Estimate:
         """Seconds of one part of clipping: one access per element for the norm, two for the scaling.
