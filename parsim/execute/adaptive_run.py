@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from parsim.errors import ExecutionError
 from parsim.execute.job import AdaptiveSpec, RunSpec
 from parsim.execute.processes.exchange import done_by_rank_0, gather_values, value_of_rank_0
 from parsim.execute.processes.group import ProcessPlace
@@ -26,6 +27,7 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.model import Model
 from parsim.plans.plan import Plan
+from parsim.plans.recompute import AUTO
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.live.controller import Controller
 from parsim.schedule.live.decisions import Keep
@@ -69,7 +71,7 @@ class Steering:
         if place.rank == 0:
             pulse().begin(Doing.PREPARING, "pricing plans to change to")
             problem = problem_of(spec, run)
-            planner = prepared_planner(problem, run.plan)
+            planner = prepared_planner(problem, run.plan, spec.asked.strategy)
             controller = controller_for(
                 problem, run.plan, plan_for=planner.plan_for, rebuild_s=built_s, planning_s=planner.planning_s
             )
@@ -141,10 +143,24 @@ class Steering:
 
 
 def problem_of(spec: AdaptiveSpec, run: RunSpec) -> PlanningProblem:
-    """The scheduler's question of this run."""
+    """The scheduler's question of this run, under the constraints of the run file.
+
+    Where they leave the ZeRO stage or recomputation open, those of the running plan are kept.
+
+    Raises:
+        ExecutionError: a constraint is about a component that the model does not have.
+    """
     devices = None if spec.devices is None else list(spec.devices)
+    asked, recipe, model = spec.asked, run.recipe, Model.load(Path(run.model_path))
+    names = {component.name for component in model.components}
+    for name in (*(name for name, _ in asked.pins), *(name for name, _ in asked.forbids)):
+        if name not in names:
+            raise ExecutionError(
+                f"the job pins or forbids a placement of {name!r}, which {model.name} does not have; run the run file again"
+            )
+    averaged = recipe.ema is not None and recipe.ema.evaluate
     return PlanningProblem(
-        model=Model.load(Path(run.model_path)),
+        model=model,
         cluster=cluster_from_profile(load_profile(spec.profile), devices),
         global_batch=run.plan.global_batch,
         precision=spec.precision,
@@ -152,8 +168,14 @@ def problem_of(spec: AdaptiveSpec, run: RunSpec) -> PlanningProblem:
         master_weights=run.master_weights,
         ema=run.recipe.ema is not None,
         fit_probability=spec.fit_probability,
-        zero_stage=run.plan.zero_stage,
-        recompute=run.plan.recompute,
+        update_calls=2 if recipe.no_weight_decay else 1,
+        scored="" if recipe.evaluation is None else "averages" if averaged else "weights",
+        zero_stage=run.plan.zero_stage if asked.zero_stage == AUTO else asked.zero_stage,
+        recompute=run.plan.recompute if asked.recompute == AUTO else asked.recompute,
+        constraints=asked.constraints,
+        pins=asked.pins,
+        forbids=asked.forbids,
+        capacity_factor=asked.capacity_factor,
         clip_gradients=run.plan.clip_gradients,
         loading=spec.loading,
     )

@@ -13,6 +13,7 @@ from parsim.errors import ExecutionError
 from parsim.execute.training.recipe import PLAIN, TrainingRecipe
 from parsim.files import read_json, reading, version_problem, write_text_atomically
 from parsim.model.spec import ModelSpec
+from parsim.plans.constraints import UNCONSTRAINED, SearchConstraints
 from parsim.plans.plan import Plan
 from parsim.typed import check_types
 
@@ -80,6 +81,7 @@ class AdaptiveSpec:
         window_steps: steps between two looks. epoch_steps: of one pass over the data.
         fit_probability: with which the memory of a plan must suffice.
         loading: of a dataset of the user's own, as it was measured; None: of another one, or not measured.
+        asked: what every plan must keep, the ones changed to included.
     """
 
     profile: str
@@ -89,6 +91,11 @@ class AdaptiveSpec:
     epoch_steps: int
     fit_probability: float = FIT_PROBABILITY
     loading: MeasuredLoading | None = None
+    asked: SearchConstraints = UNCONSTRAINED
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fit_probability < 1:
+            raise ExecutionError(f"fit_probability = {self.fit_probability}: must be above 0 and below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +160,8 @@ class Job:
         for entry, run in zip(document["runs"], self.runs, strict=True):
             entry["model"] = run.model.to_dict()
             entry["plan"] = run.plan.to_json()
+        if self.adaptive is not None:
+            document["adaptive"]["asked"] = self.adaptive.asked.to_dict()
         document["switches"] = [{"step": switch.step, "plan": switch.plan.to_json()} for switch in self.switches]
         write_text_atomically(path, json.dumps(document, indent=1))
 
@@ -183,7 +192,8 @@ class Job:
                 devices = None if adaptive["devices"] is None else tuple(adaptive["devices"])
                 measured = adaptive.get("loading")
                 loading = None if measured is None else MeasuredLoading.from_dict(measured)
-                document["adaptive"] = AdaptiveSpec(**{**adaptive, "devices": devices, "loading": loading})
+                asked = SearchConstraints.from_dict(adaptive.get("asked", {}))  # not in files written before there was the key
+                document["adaptive"] = AdaptiveSpec(**{**adaptive, "devices": devices, "loading": loading, "asked": asked})
             found = cls(**document)
             check_types(found, "job")
             return found

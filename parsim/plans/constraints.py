@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
+from parsim.errors import PlanError
 from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import PIPELINE_ORDERS
+from parsim.plans.placement import KINDS, Placement, parse_placement
+from parsim.plans.plan import MOST_MICROBATCHES, ZERO_STAGES, ZERO_STAGES_TEXT
+from parsim.plans.recompute import AUTO, Recompute
+from parsim.plans.recompute import WORDS as RECOMPUTE_WORDS
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
+from parsim.typed import check_types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,3 +51,79 @@ class PlanConstraints:
 
 
 FREE = PlanConstraints()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchConstraints:
+    """All that [plan] of a run file asks of a search. Whoever searches again during a run must keep it, too.
+
+    Attributes:
+        strategy: the family that is searched. constraints: of synchronous plans.
+        zero_stage, recompute, pins, forbids, capacity_factor: as in `parsim.predict.planning_problem.PlanningProblem`.
+    """
+
+    strategy: str = "adaptive"
+    constraints: PlanConstraints = FREE
+    zero_stage: int | Literal["auto"] = AUTO
+    recompute: Recompute = AUTO
+    pins: tuple[tuple[str, Placement], ...] = ()
+    forbids: tuple[tuple[str, str], ...] = ()
+    capacity_factor: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values.
+
+        Raises:
+            PlanError: the synchronisation is relaxed, which no search during a run can keep.
+        """
+        if self.constraints.synchronisation.is_relaxed:
+            raise PlanError(f"a search during a run keeps no synchronisation {self.constraints.synchronisation}; leave it out")
+        given = {key: value for key, value in asdict(self.constraints).items() if key != "synchronisation"}
+        return {
+            "strategy": self.strategy,
+            "constraints": given,
+            "zero_stage": self.zero_stage,
+            "recompute": self.recompute if isinstance(self.recompute, str) else list(self.recompute),
+            "pins": [[name, str(placement)] for name, placement in self.pins],
+            "forbids": [list(entry) for entry in self.forbids],
+            "capacity_factor": self.capacity_factor,
+        }
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> SearchConstraints:
+        """Inverse of `to_dict`. Raises PlanError, TypeError, ValueError: the document holds something else."""
+        recompute = document.get("recompute", AUTO)
+        found = cls(
+            **{
+                **document,
+                "constraints": PlanConstraints(**document.get("constraints", {})),
+                "recompute": recompute if isinstance(recompute, str) else tuple(recompute),
+                "pins": tuple((name, parse_placement(text)) for name, text in document.get("pins", ())),
+                "forbids": tuple((name, text) for name, text in document.get("forbids", ())),
+            }
+        )
+        check_types(found, "search constraints")
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        """The bounds of the run file."""
+        asked = self.constraints
+        for name in ("pp", "dp", "tp", "cp", "ep", "microbatches", "bucket_bytes", "chunks"):
+            value, most = getattr(asked, name), MOST_MICROBATCHES if name in ("microbatches", "chunks") else None
+            if value is not None and (value < 1 or (most is not None and value > most)):
+                raise PlanError(f"{name} = {value}: must be >= 1" + ("" if most is None else f" and <= {most}"))
+        if asked.pipeline_order is not None:
+            PIPELINE_ORDERS[asked.pipeline_order]  # raises for an unknown one
+        if self.zero_stage not in (AUTO, *ZERO_STAGES):
+            raise PlanError(f'zero_stage = {self.zero_stage}: {ZERO_STAGES_TEXT}; or "auto"')
+        if isinstance(self.recompute, str) and self.recompute not in (AUTO, *RECOMPUTE_WORDS):
+            raise PlanError(f"recompute = {self.recompute!r}: it is {', '.join((AUTO, *RECOMPUTE_WORDS))}, or a list of names")
+        if self.capacity_factor and not 1 <= self.capacity_factor <= 100:
+            raise PlanError(f"capacity_factor = {self.capacity_factor}: must be 0, or in [1, 100]")
+        for _, text in self.forbids:
+            if text not in KINDS:
+                parse_placement(text)
+
+
+UNCONSTRAINED = SearchConstraints()

@@ -13,6 +13,7 @@ from parsim.execute.job import SCORE, AdaptiveSpec, Job
 from parsim.execute.processes.launch import HANG_S
 from parsim.execute.records.metrics_file import loss_curve
 from parsim.files import parse_json, read_json, read_regular
+from parsim.plans.constraints import FREE, SearchConstraints
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 from parsim.workflow.ask import (
@@ -343,8 +344,12 @@ def with_history(config: RunConfig, path: Path) -> RunConfig:
 
 
 def adaptive_spec(asked: Prediction, window_steps: int) -> AdaptiveSpec:
-    """What the ranks need in order to plan again."""
-    config, loading = asked.config, asked.problem.loading
+    """What the ranks need in order to plan again.
+
+    A plan by hand, or of a file, is where the training begins: its mesh and the other keys that fix it bind no later plan.
+    """
+    config, problem, loading = asked.config, asked.problem, asked.problem.loading
+    is_searched = config.plan.strategy != "custom" and config.plan.plan_path is None
     devices = config.devices
     chosen = tuple(range(devices)) if isinstance(devices, int) else None if devices is None else tuple(devices)
     return AdaptiveSpec(
@@ -355,4 +360,13 @@ def adaptive_spec(asked: Prediction, window_steps: int) -> AdaptiveSpec:
         epoch_steps=steps_per_epoch(config),
         fit_probability=config.plan.fit_probability,
         loading=loading if isinstance(loading, MeasuredLoading) else None,
+        asked=SearchConstraints(
+            strategy=config.plan.strategy if is_searched else "adaptive",
+            constraints=problem.constraints if is_searched else FREE,
+            zero_stage=problem.zero_stage,
+            recompute=problem.recompute,
+            pins=problem.pins,
+            forbids=problem.forbids,
+            capacity_factor=problem.capacity_factor,
+        ),
     )

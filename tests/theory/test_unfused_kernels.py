@@ -19,7 +19,7 @@ from parsim.model.transformer.build import transformer
 from parsim.model.transformer.shape import gpt
 from parsim.model.transformer.software import COMPILED, UNFUSED, softmax_is_fused
 from parsim.model.transformer.sublayers import SamplePart
-from parsim.work import NORM, SCALE, ClipGradients, OptimizerStep, Phase
+from parsim.work import NORM, SCALE, ClipGradients, Mix, OptimizerStep, Phase
 
 HIDDEN, TOKENS, SAMPLES, HALF = 512, 128, 4, 2
 STREAM = TOKENS * SAMPLES * HIDDEN * HALF
@@ -85,7 +85,7 @@ def costs(precision: str, profile: Profile | None = None) -> ComputeCosts:
 ELEMENTS = 2**31
 
 
-@pytest.mark.parametrize(("precision", "accesses"), [("fp32", 8), ("bf16", 11), ("amp_bf16", 10), ("amp_fp16", 10)])
+@pytest.mark.parametrize(("precision", "accesses"), [("fp32", 8), ("bf16", 11), ("amp_bf16", 8), ("amp_fp16", 10)])
 def test_clipping_moves_four_bytes_of_an_element_per_access(precision: str, accesses: int) -> None:
     """Whatever else the step of that precision moves: casts of master weights, a scaled loss."""
     priced = costs(precision)
@@ -94,6 +94,20 @@ def test_clipping_moves_four_bytes_of_an_element_per_access(precision: str, acce
     for part, own in ((NORM, 1), (SCALE, 2)):
         clip = priced.clip(ClipGradients(part=part, elements=ELEMENTS, tensors=1), "adam_fused", device).median_s
         assert clip / step == pytest.approx(own / accesses, rel=1e-6)
+
+
+@pytest.mark.parametrize(("precision", "accesses"), [("fp32", 8), ("bf16", 11), ("amp_bf16", 8), ("amp_fp16", 10)])
+def test_averages_and_mixing_move_four_bytes_of_an_element_per_access(precision: str, accesses: int) -> None:
+    """Likewise: 5 accesses of mixing, 3 of moving averages of the weights."""
+    priced = costs(precision)
+    device = cluster_from_profile(priced.profile, [0]).devices[0]
+    work = OptimizerStep(elements=ELEMENTS, tensors=1)
+    step = priced.optimizer(work, "adam_fused", device).median_s
+    mixed = priced.mix(Mix(elements=ELEMENTS, copies=2, accesses=5), "adam_fused", device)
+    assert mixed.median_s / step == pytest.approx(5 / accesses, rel=1e-6)
+    assert f"has {accesses}" in mixed.detail
+    averaged = priced.optimizer(work, "adam_fused", device, ema=True).median_s
+    assert averaged / step == pytest.approx(1 + 3 / accesses, rel=1e-6)
 
 
 def test_fp16_divides_gradients_by_the_scale_where_bf16_does_not() -> None:

@@ -211,17 +211,17 @@ class ComputeCosts:
         operations (2: for parameters with weight decay, and without) count where steps were measured.
 
         Measured: seconds per step, element and tensor through the points of this optimizer and device type. Else, on a device
-        with published or fitted numbers: the bytes of the foreach operations over the memory bandwidth. Under autocast, or with
-        a scaled loss, one more read and write of the gradients unscales them. Weights in half precision move half the bytes;
+        with published or fitted numbers: the bytes of the foreach operations over the memory bandwidth. With a scaled
+        loss, one more read and write of the gradients unscales them. Weights in half precision move half the bytes;
         with master weights the update is that of fp32, beside two casts: gradients to fp32, copies to half precision.
 
         Raises:
             ConfigError: unknown optimizer. CostError: nothing known for this device.
         """
-        row = OPTIMIZERS[optimizer]
+        OPTIMIZERS[optimizer]  # raises for an unknown one
         if ema and work.elements:
             whole = self.optimizer(work, optimizer, device, master_weights=master_weights, calls=calls)
-            accesses = row.accesses_per_element
+            accesses = self._step_accesses(optimizer, device, master_weights=master_weights)
             detail = f"{accesses} and {EMA_ACCESSES} accesses for the averages of the weights, where {optimizer} has {accesses}"
             sigma = CLIP_SIGMA * EMA_ACCESSES / (accesses + EMA_ACCESSES)
             return _multiple_of(whole, (accesses + EMA_ACCESSES) / accesses, detail, ("operator:ema", sigma))
@@ -268,7 +268,7 @@ class ComputeCosts:
         ):
             return accesses
         casts = MASTER_ACCESSES if master_weights and kind.weight_bytes < FULL_BYTES else 0
-        return accesses + (2 if kind.autocast or kind.scales_loss else 0) + casts
+        return accesses + (2 if kind.scales_loss else 0) + casts
 
     def clip(self, work: ClipGradients, optimizer: str, device: Device, *, master_weights: bool = True) -> Estimate:
         """Seconds of one part of clipping: one access per element for the norm, two for the scaling.
@@ -291,7 +291,7 @@ class ComputeCosts:
         Raises:
             ConfigError, CostError: as `optimizer`.
         """
-        every = OPTIMIZERS[optimizer].accesses_per_element
+        every = self._step_accesses(optimizer, device, master_weights=master_weights)
         detail = f"{work.accesses} accesses, where a step of {optimizer} has {every}"
         whole = self._step_over(work, optimizer, device, master_weights=master_weights)
         return _multiple_of(whole, work.accesses / every, detail, ("operator:mix", CLIP_SIGMA)) if work.elements else whole

@@ -48,18 +48,18 @@ def likely(world_size: int) -> tuple[RunCorrections, ...]:
     return (NO_RUN_CORRECTIONS, *links, *slow)
 
 
-def prepared_pool(problem: PlanningProblem, current: Plan) -> tuple[PricedPlan, ...]:
+def prepared_pool(problem: PlanningProblem, current: Plan, strategy: str = "adaptive") -> tuple[PricedPlan, ...]:
     """The current plan and the best ones, on as many ranks, under every likely state of the machine.
 
     Args:
-        problem: of the run. current: the plan that it begins with.
+        problem: of the run; plans keep its constraints. current: the plan that it begins with. strategy: the family to search.
 
     Raises:
         ScheduleError: the current plan does not fit. CostError, PlanError: it cannot be priced.
     """
     found = {_program(current): priced(problem, current)}
     for state in likely(current.world_size):
-        wanted = ("adaptive",) if state == NO_RUN_CORRECTIONS else DISTRIBUTED
+        wanted = DISTRIBUTED if strategy == "adaptive" and state != NO_RUN_CORRECTIONS else (strategy,)
         try:
             best = search(problem.corrected(state), wanted, samples=0).candidates
         except (ScheduleError, CostError, PlanError):
@@ -79,19 +79,19 @@ class Prepared:
     planning_s: float
 
 
-def prepared_planner(problem: PlanningProblem, current: Plan) -> Prepared:
+def prepared_planner(problem: PlanningProblem, current: Plan, strategy: str = "adaptive") -> Prepared:
     """A planner that has its plans at hand, and has planned once.
 
     For more than `MOST_RANKS` ranks, or a plan that does not fit, every planning searches; its seconds are assumed.
 
     Args:
-        problem, current: as `prepared_pool` takes them.
+        problem, current, strategy: as `prepared_pool` takes them.
     """
-    searching = search_planner(problem, ("adaptive",), world_size=current.world_size)
+    searching = search_planner(problem, (strategy,), world_size=current.world_size)
     if current.world_size > MOST_RANKS:
         return Prepared(plan_for=searching, planning_s=SEARCH_S)
     try:
-        planner = pool_planner(prepared_pool(problem, current))
+        planner = pool_planner(prepared_pool(problem, current, strategy))
     except ScheduleError:
         return Prepared(plan_for=searching, planning_s=SEARCH_S)
     planner(NO_RUN_CORRECTIONS, current)  # the engine is compiled at its first call
