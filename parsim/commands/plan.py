@@ -112,12 +112,9 @@ def plan(
         return
     print("\n".join(answer.heading()), end="\n\n")
     print_tables([answer.report()])
-    for line in answer.lines():
-        print(line)
-    for line in [] if would is None else would.lines():
-        print(line)
-    for line in [] if ranking is None else ranking.lines():
-        print(line)
+    for told in (answer, would, ranking):
+        for line in [] if told is None else told.lines():
+            print(line)
     if certify:
         from parsim.schedule.placement.certificate import certificate_text
 

@@ -136,7 +136,10 @@ def test_a_batch_that_does_not_divide(cli: Cli, run_file: Path, tmp_path: Path) 
     patterns = (r"global_batch \(30\) .*divisible by .*dp \(4\)", r"32|28")
     assert_refused(cli("plan", str(run_file), *changes), *patterns, folder=tmp_path, left={"RUN.toml"})
     changes = ("--set", "plan.strategy=custom", "--set", "plan.mesh.dp=4", "--set", "plan.microbatches=3")
-    patterns = (r"global_batch \(64\) must be divisible by .*dp \(4\) \* .*microbatches \(3\) = 12", r"60")
+    patterns = (r"global_batch \(64\) must be divisible by plan.microbatches \(3\)", r"2 or 4")
+    assert_refused(cli("plan", str(run_file), *changes), *patterns, folder=tmp_path, left={"RUN.toml"})
+    changes = ("--set", "plan.strategy=custom", "--set", "plan.mesh.dp=4", "--set", "plan.microbatches=32")
+    patterns = (r"global_batch \(64\) must be divisible by .*dp \(4\) \* .*microbatches \(32\) = 128", r"128")
     assert_refused(cli("plan", str(run_file), *changes), *patterns, folder=tmp_path, left={"RUN.toml"})
 
 
