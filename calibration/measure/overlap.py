@@ -81,7 +81,7 @@ def beside_steps(bench: Bench, *, quick: bool) -> tuple[tuple[str, int], ...]:
     """(operation, size) of what runs beside steps, as far as the arrays of the bench reach."""
     pairs = [("all_reduce", size) for size in (QUICK_SIZES_BYTES if quick else SIZES_BYTES)]
     if not quick:
-        others = [operation for operation in OPERATIONS if operation != "all_reduce"]
+        others = [operation for operation in OPERATIONS if operation in COLLECTIVES and operation != "all_reduce"]
         pairs += [(operation, size) for operation in others for size in OTHERS_BYTES]
     room = bench.scratch.numel() * bench.dtype.itemsize // 2
     return tuple((operation, size) for operation, size in pairs if size <= room)
