@@ -9,7 +9,8 @@ The rule (written for this project; the paper's Algorithm 1 says only that commu
     `threshold`, on one side, for `patience` windows in a row. Its average then starts anew from those windows.
  2. The plan is questioned when a factor has changed; and at the end of an epoch, when an average has moved by more than
     `epoch_threshold`. A change of communication outdates what was known of communication that the plan does not use. One
-    that was there when the communication was first seen does not: what had been inferred of it was wrong.
+    that was there when the communication was first seen does so once: the machine may have changed meanwhile. If it comes
+    again, what had been inferred of that communication was wrong.
  3. With `ask_probes`, measurements of such communication are asked for one window before a planning is due; where that could
     not be foreseen, the planning waits for one window.
  4. A new plan must pass two tests. It is predicted at least `least_improvement` faster than the current one *under the
@@ -71,6 +72,7 @@ class Controller:
         last_window, last_switch: numbers of windows. last_left: steps left after the last window.
         home: the factors that the run began with. history: which changes there were, and how long they lasted.
         offer: waits for the present change to have lasted. planning_s: that training waits for a planning.
+        contradicted: communication whose first sight has once belied what had been inferred of it.
     """
 
     config: ControllerConfig
@@ -90,6 +92,7 @@ class Controller:
     history: MachineHistory | None = None
     offer: Offer | None = None
     planning_s: float = 0.0
+    contradicted: Set[FactorKey] = frozenset()
 
     @property
     def belief(self) -> RunCorrections:
@@ -140,10 +143,16 @@ class Controller:
         if config.ask_probes and not seen.probes and not self.asked and not state._waits_for(lasting):
             reason = f"{why}; other plans' communication is probed first"
             return replace(state, question=why, asked=True), Keep(reason=reason, probe=True)
-        if any(not isinstance(key, int) and tracks[key].since is not None for key in lasting):
-            kept = {key: track for key, track in tracks.items() if isinstance(key, int) or key in fresh}
-            state = replace(state, tracks=kept)
-        return state._plan_again(seen, why, lasting)
+        return state._outdated(lasting, fresh.keys())._plan_again(seen, why, lasting)
+
+    def _outdated(self, lasting: Set[FactorKey], fresh: Set[FactorKey]) -> Controller:
+        """Without what was known of communication that this window did not show, where a change casts doubt on it."""
+        changed = {key for key in lasting if not isinstance(key, int)}
+        at_first_sight = {key for key in changed if self.tracks[key].since is None}
+        if not changed - at_first_sight and at_first_sight <= self.contradicted:
+            return self
+        kept = {key: track for key, track in self.tracks.items() if isinstance(key, int) or key in fresh}
+        return replace(self, tracks=kept, contradicted=self.contradicted | at_first_sight)
 
     def _follow(self, tracks: Mapping[FactorKey, Track], lasting: Set[FactorKey], left: int) -> Controller:
         """The course of the machine after one more window, in which these factors had changed for long enough."""
