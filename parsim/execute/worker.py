@@ -30,6 +30,7 @@ from parsim.execute.processes.supervise.scratch import sole_user
 from parsim.execute.training.loop import train
 from parsim.execute.training.rank_run import ProcessGroups, RankRun
 from parsim.files import write_text_atomically
+from parsim.garbage import keep_what_is_there
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.model import Model
@@ -128,6 +129,7 @@ def _measure(job: Job, runs: Sequence[RankRun | None], place: ProcessPlace, prob
             for _ in range(job.warmup_steps):
                 entry.step(keep=False)
             entry.measure_memory()
+    keep_what_is_there()
     for number in range(job.rounds):
         for entry in runs:
             looks = probe if entry is not None else None

@@ -18,8 +18,9 @@ from torch import Tensor
 from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.processes.supervise.heartbeat import pulse
 
-_POLL_S = 0.02
-_SLOWEST_POLL_S = 0.5
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.5
+_PAUSE_SHARE = 1 / 16
+"""Of what a rank has waited already: it goes on at most so much later, and asks some hundred times in a long wait."""
 T = TypeVar("T")
 
 
@@ -75,12 +76,16 @@ def done_by_rank_0(place: ProcessPlace, work: Callable[[], T]) -> T | None:
         result = work()
         place.store.set(key, "yes")
         return result
-    pause_s = _POLL_S
+    began = time.monotonic()
     with pulse().waiting():
         while not place.store.check([key]):
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _SLOWEST_POLL_S)
+            time.sleep(pause_after_s(time.monotonic() - began))
     return None
+
+
+def pause_after_s(waited_s: float) -> float:
+    """How long a rank sleeps before it asks again whether rank 0 is ready. Args: waited_s: since it began to wait."""
+    return min(max(_PAUSE_SHARE * waited_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
 
 
 _calls: dict[int, int] = {}

@@ -25,6 +25,7 @@ from parsim.execute.training.log import TrainingLog
 from parsim.execute.training.rank_run import ProcessGroups, RankRun, run_dataset
 from parsim.execute.training.validation import Validation
 from parsim.files import read_json, write_json_atomically
+from parsim.garbage import keep_nothing, keep_what_is_there
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import LOSS
 
@@ -57,6 +58,7 @@ def train(
     validation = _validation(job, entry, place)
     stopped: int | None = None
     log = TrainingLog(Path(job.output), entry, job.steps)
+    keep_what_is_there()
     done_by_rank_0(place, lambda: None)  # rank 0 has read the profile meanwhile
     pace_s = _looks(probe)
     warm, warmup_steps = 0, min(job.warmup_steps, job.steps - entry.step_number - 1)  # at least one step is timed
@@ -216,6 +218,7 @@ def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, gr
         write_progress({"step": entry.step_number, "new plan": plan.summary(), "because": steering.decisions[-1].reason})
     began = time.monotonic()
     after = entry.switched(plan, place, groups)
+    keep_nothing()
     steering.has_switched(time.monotonic() - began)
     return after
 
