@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parsim.arrays import Floats
+from parsim.errors import ScheduleError
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import Placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES
@@ -80,7 +82,9 @@ def least_missing_bytes(
 def _options(problem: PlanningProblem, name: str, tp: int, samples: int, *, mixed: bool) -> tuple[Placement, ...]:
     component = problem.model.component(name)
     if not mixed:
-        return uniform_options(problem, component, tp, divides=samples % tp == 0)
+        with contextlib.suppress(ScheduleError):  # said where such a part is opened
+            return uniform_options(problem, component, tp, divides=samples % tp == 0)
+        return ()
     options = placements_of(component, Mesh(tp=tp), samples, places=places(tp))
     return tuple(option for option in options if problem.allows(name, option))
 
