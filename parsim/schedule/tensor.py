@@ -116,9 +116,7 @@ def uniform_options(problem: PlanningProblem, component: Component, tp: int, *, 
     pinned = dict(problem.pins).get(component.name)
     if pinned is not None:
         if pinned == BATCH and not divides:
-            raise ScheduleError(
-                f"{component.name} is pinned to batch, and its microbatch does not divide over tp = {tp}; drop one"
-            )
+            raise ScheduleError(f"{component.name} is pinned to batch, and its microbatch does not divide over tp = {tp}")
         return (pinned,)
     cut = [Placement("shard", rule=each.rule, ways=tp) for each in component.shardings if each.allows(tp)]
     whole = [BATCH, REPLICATE] if divides else [REPLICATE]

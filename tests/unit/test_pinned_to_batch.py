@@ -1,4 +1,4 @@
-"""Everything pinned to batch-sharding: microbatches that do not divide over the tp ranks are left out, and the best is found."""
+"""Everything pinned to batch-sharding: the best plan is found, and microbatches that do not divide are left out."""
 
 from __future__ import annotations
 
