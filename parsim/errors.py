@@ -112,7 +112,7 @@ class OutOfMemoryError(ExecutionError):
 
 
 class RankLostError(ExecutionError):
-    """Ranks of a real run died, hang or raised an exception that is no message of parsim's.
+    """Ranks of a real run died, hang or raised an exception that is not a message of parsim's.
 
     Attributes:
         ranks: which. device_lost: their device does not answer any more. raised: their code raised, and may do so again.

@@ -43,7 +43,10 @@ MEASURES = "it measures this machine for minutes"
 
 CATALOGUE = (
     Experiment(name="adaptive_parallelism", question="Do Table I and the claims of the adaptive scheduling paper hold?"),
-    Experiment(name="epoch_averaging", question="How much accuracy does rare averaging cost, and how much time does it save with a straggler?"),
+    Experiment(
+        name="epoch_averaging",
+        question="How much accuracy does rare averaging cost, and how much time does it save with a straggler?",
+    ),
     Experiment(
         name="decentralized",
         question="How do gossip graphs rank, and does Ada help?",

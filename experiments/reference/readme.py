@@ -27,7 +27,7 @@ One plan per row, on two CPU processes over gloo, with a core and a thread each.
 {machine}, torch {torch}, {date}, load average {load} (two ranks make 2 of it).
 `python experiments/reference/run.py` measures all of it again and writes this page.
 
-Not measured: NCCL (no GPU was available), loading, and interleaved and zero-bubble orders (torch's need several modules per rank).
+Not measured: NCCL (no GPU was there), loading, and interleaved and zero-bubble orders (torch's need several modules per rank).
 
 **What would refute it**: an interval of the ratio above {limit} on a quiet machine, or a difference of more than {equal:g}.
 """

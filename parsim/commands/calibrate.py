@@ -64,19 +64,19 @@ def calibrate(
 
     if refresh is not None:
         if out is not None or files or models or refit is not None:
-            raise typer.BadParameter("--refresh measures the pace alone: give it the profile and nothing else")
+            raise typer.BadParameter("--refresh measures only the machine's speed: give only the profile")
         _refresh(refresh, as_json)
         return
     if refit is not None:
         if out is not None or files or models:
-            raise typer.BadParameter("--refit measures nothing: give it the profile alone, which it writes anew")
+            raise typer.BadParameter("--refit measures nothing: give only the profile, which it writes again")
         with progress(f"Fitting {refit} anew") as say:
             _show(fit_again(refit, on_line=say), refit, as_json)
         return
     if out is None:
-        raise typer.BadParameter("say where the profile goes with --out PROFILE.json")
+        raise typer.BadParameter("give the profile to write: --out PROFILE.json")
     if resume and restart:
-        raise typer.BadParameter("--resume goes on with what is there and --restart throws it away; choose one")
+        raise typer.BadParameter("--resume continues a stopped calibration and --restart discards it; choose one")
     if not files and not models:
         raise typer.BadParameter("name what to measure: a RUN.toml, or --model with --batches")
     request = calibration_request(

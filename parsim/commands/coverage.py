@@ -32,7 +32,7 @@ def coverage(
     loaded = load_profile(profile)
     path = history_path(profile, None if history is None else str(history))
     if path is None:
-        raise ConfigError(f"{profile} is a shipped profile and has no history of its own; say where it lies: --history FILE")
+        raise ConfigError(f"{profile} is a shipped profile and has no history of its own; name one: --history FILE")
     known = read_history(path, loaded)
     tables = coverage_tables(known.records)
     if out is not None:

@@ -89,7 +89,7 @@ def plan(
     where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples)
     if (config is None) == (not asked):
         raise typer.BadParameter(
-            "give what to plan, once: a run file, a model, or --config FILE of Megatron-LM, NeMo or torchtitan"
+            "give one question to plan: a run file, a model, or --config FILE of Megatron-LM, NeMo or torchtitan"
         )
     answer = find_plan(asked if config is None else config, cluster=where, global_batch=batch, overrides=changes, top=top)
     document = answer.to_dict()

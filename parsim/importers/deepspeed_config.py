@@ -141,7 +141,7 @@ def read_deepspeed(source: SourceFile, *, ranks: int | None = None) -> DeepSpeed
     document = source.json("a DeepSpeed config")
     if not isinstance(document, dict) or not document:
         raise ImportedFileError(
-            f"{source.path} is no DeepSpeed config: it must be a JSON table with keys such as {listed(BATCH_KEYS)}"
+            f"{source.path} is not a DeepSpeed config: it must be a JSON table with keys such as {listed(BATCH_KEYS)}"
         )
     reading = _Reading(str(source.path))
     auto = tuple(shown(path) for path, value in _leaves(document) if value == AUTO)

@@ -43,7 +43,7 @@ from parsim.units import format_count
 
 SCHEMA_VERSION = 5
 COUPLED = "coupled"
-"""`Model.loss_form` of a loss that is no sum over samples."""
+"""`Model.loss_form` of a loss that is not a sum over samples."""
 ADDED_UP = "added up"
 """`Model.loss_form` of a scalar that is the sum over the batch, where the mean is expected."""
 SUBLAYER = "sublayer"

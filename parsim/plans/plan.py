@@ -426,7 +426,7 @@ def _check_axis(name: str, placement: Placement, tp: int) -> None:
     if placement.kind == "place" and not 0 <= placement.shard < tp:
         raise PlanError(f"{name} {placement}: tp rank {placement.shard} does not exist; tp is {tp}")
     if placement.kind == "replicate" and tp == 1:
-        raise PlanError(f"{name} replicate: there is nothing to replicate over with tp = 1; write batch")
+        raise PlanError(f"{name} replicate: tp = 1 has no ranks to replicate over; write batch")
 
 
 def check_plan(plan: Plan, model: Model) -> None:

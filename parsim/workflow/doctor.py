@@ -168,7 +168,7 @@ def _lacks_of_gpus(found: Found) -> Iterator[tuple[str, str]]:
     elif found.gpu_error:
         yield (
             f"torch cannot use the GPU: {found.gpu_error}",
-            "mend the driver (nvidia-smi says what it sees); until then, CPU processes",
+            "fix the driver (nvidia-smi shows the GPUs that it sees); until then, CPU processes",
         )
     elif not found.gpus:
         yield (

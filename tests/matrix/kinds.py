@@ -137,7 +137,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         name="contrastive pair",
         before="-",
-        now="planned; says that its loss is no sum over samples",
+        now="planned; says that its loss is not a sum over samples",
         row="self-supervised pair",
     ),
     Kind(name="Hugging Face config", before="-", now="by its path (below)", row="llama"),

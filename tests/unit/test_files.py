@@ -87,8 +87,8 @@ def test_a_small_archive_does_not_unpack_without_end(monkeypatch: pytest.MonkeyP
 def test_whatever_goes_wrong_while_reading_is_one_message() -> None:
     for wrong in (lambda: {}["a"], lambda: [][3], lambda: 1 / 0, lambda: int("x"), lambda: None.a):  # type: ignore[attr-defined]
         with (
-            pytest.raises(PlanError, match=r"^it is no plan: .*; plan again$"),
-            reading("it is no plan", PlanError, "plan again"),
+            pytest.raises(PlanError, match=r"^it is not a plan: .*; plan again$"),
+            reading("it is not a plan", PlanError, "plan again"),
         ):
             wrong()
     with pytest.raises(KeyboardInterrupt), reading("", PlanError, ""):

@@ -81,7 +81,7 @@ def ring_traffic(operation: str, group_size: int) -> float:
     kind = COLLECTIVE_KINDS[operation]
     if kind.pairwise:
         rings = ", ".join(sorted(COLLECTIVE_KINDS.where(pairwise=False)))
-        raise CostError(f"no ring runs {operation!r}; known: {rings}")
+        raise CostError(f"there is no ring algorithm for {operation!r}; known: {rings}")
     return kind.traffic(n)
 
 

@@ -180,7 +180,7 @@ def parts_of(cluster: Cluster) -> tuple[Network, LinkModel]:
     model = cluster.profile.communication.link_model
     if cluster.network is None or model is None:
         raise CostError(
-            f"cluster {cluster.name} has a group on several nodes, but nothing says what joins them; make it with "
+            f"cluster {cluster.name} has a group on several nodes, but no network connects them; make it with "
             "cluster_from_profile(profile, nodes=..., network=...)"
         )
     return cluster.network, model

@@ -152,7 +152,7 @@ def rank_memory(
 
 
 def _loaded_bytes(boundary: Boundary, chunks: Chunks, moment: HeldMoment) -> float:
-    """Of microbatches not yet read, and of those in flight what is no saved activation."""
+    """Of microbatches not yet read, and of those in flight what is not a saved activation."""
     total = 0.0
     for name, (loaded, saved) in boundary.loaded_of.items():
         chunk = chunks.chunk_of[name]

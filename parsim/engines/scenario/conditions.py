@@ -61,7 +61,7 @@ def conditions_for(
 ) -> Conditions | None:
     """The scenario as this program meets it, from `start_s` on (None: the scenario's own); None where it changes nothing.
 
-    Jitter is no condition: see `jittered_s`.
+    Jitter is not a condition: see `jittered_s`.
 
     Raises ScenarioError for ranks or links that are not there, and for links where the profile prices communication without;
     CostError where a price has no links.

@@ -59,7 +59,7 @@ def check_gpus(ranks: int, *, measures: bool) -> None:
     check_devices(1, available, why)
     if measures and ranks > available:
         raise ExecutionError(
-            f"{ranks} ranks on {available} GPUs ({SHARE_VARIABLE}) train what they should, but their times say nothing; use "
+            f"{ranks} ranks on {available} GPUs ({SHARE_VARIABLE}) train correctly, but their times mean nothing; use "
             f"`parsim run`, or unset {SHARE_VARIABLE}"
         )
 

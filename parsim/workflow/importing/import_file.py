@@ -90,4 +90,4 @@ def import_file(
 def _check_options(kind: str, options: dict[str, tuple[object, tuple[str, ...]]]) -> None:
     for option, (value, kinds) in options.items():
         if value is not None and kind not in kinds:
-            raise ImportedFileError(f"{option} means nothing for {KINDS[kind].what}; it belongs to {', '.join(kinds)}")
+            raise ImportedFileError(f"{option} does not apply to {KINDS[kind].what}; it belongs to {', '.join(kinds)}")

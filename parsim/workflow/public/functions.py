@@ -288,7 +288,7 @@ def open_run(folder: str | Path) -> Measured:
         folder: a run folder, as `parsim.run` made it.
 
     Raises:
-        ConfigError: it is no run folder.
+        ConfigError: it is not a run folder.
         ExecutionError: it was simulated and never run.
     """
     from parsim.workflow.train import open_measured

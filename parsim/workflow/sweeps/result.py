@@ -90,7 +90,7 @@ class Sweep:
             goal: such as "min cost where epoch < 2h"; left out: the sweep's own, else the most samples per second.
 
         Raises:
-            ConfigError: what is no goal over the columns of this sweep.
+            ConfigError: not a goal over the columns of this sweep.
 
         >>> from parsim import sweep
         >>> found = sweep("mlp", {"cluster.devices": [1, 2, 4]}, cluster="dgx1-v100-32gb", global_batch=64)
@@ -125,7 +125,7 @@ class Sweep:
         from parsim.workflow.sweeps.explore import write_explorer
 
         if path is None and self.folder is None:
-            raise ConfigError("the sweep lies in no folder, so explore() needs the path of the page")
+            raise ConfigError("the sweep has no folder, so explore() needs the path of the page")
         return write_explorer(self, Path(path) if path is not None else SweepFolder(Path(str(self.folder))).explorer)
 
     def sentence(self) -> str:
@@ -282,7 +282,7 @@ def open_sweep(path: Path) -> Sweep:
         path: the --out of `parsim sweep`.
 
     Raises:
-        ConfigError: it is no folder of a sweep.
+        ConfigError: it is not a folder of a sweep.
     """
     folder = SweepFolder(path)
     document = folder.read_description()

@@ -195,7 +195,7 @@ def _designed(
     axes: tuple[Axis, ...], sample: int | None, sensitivity: int | None, seed: int
 ) -> tuple[list[SweptSettings], str]:
     if sample is not None and sensitivity is not None:
-        raise ConfigError("--sample and --sensitivity both say which points are asked; give one of them")
+        raise ConfigError("--sample and --sensitivity both choose the points; give one of them")
     if sensitivity is not None:
         return saltelli(axes, sensitivity, seed), "saltelli"
     if sample is not None:

@@ -94,7 +94,7 @@ def restarting(
             asked = on_devices(asked, left)
             begun = resumption(folder, asked.config, steps)
             if error.raised and restarts and restarts[-1]["step"] == begun.step and restarts[-1]["failure"] == text:
-                raise error.with_text(f"{error} It was restarted, and the same happened again.") from error
+                raise error.with_text(f"{error} It was restarted and failed in the same way.") from error
             restarts.append(
                 {
                     "failure": text,
@@ -160,6 +160,6 @@ def _planned(asked: Prediction, config: RunConfig) -> Prediction:
 def check_elastic(*, elastic: bool, adaptive: bool, max_restarts: int) -> None:
     """Raises ConfigError for options that exclude one another."""
     if elastic and adaptive:
-        raise ConfigError("--adaptive cannot go on with a training that ended, and --elastic does so; drop one of them")
+        raise ConfigError("--adaptive cannot continue a training that ended, and --elastic does; drop one of them")
     if max_restarts < 0:
         raise ConfigError(f"max_restarts = {max_restarts}: must be >= 0")
