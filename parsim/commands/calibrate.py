@@ -47,7 +47,7 @@ def calibrate(
     ] = None,
     refresh: Annotated[
         Path | None,
-        typer.Option(metavar="PROFILE.json", help="Measure for 20 s how fast the cores are now, and scale all prices."),
+        typer.Option(metavar="PROFILE.json", help="Measure the current speed of the cores for 20 s, and scale all prices."),
     ] = None,
     overrides: Overrides = None,
     allow_code: AllowCode = False,

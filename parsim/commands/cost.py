@@ -31,7 +31,7 @@ def cost(
     explain: Annotated[bool, typer.Option("--explain", help="Print the terms of every price and their sources too.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """What a collective costs, or every component of a model."""
+    """Price a collective, or every component of a model."""
     from parsim.report.price_tables import price_tables
     from parsim.report.tables import cost_table
     from parsim.workflow.public.functions import cost as price

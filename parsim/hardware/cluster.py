@@ -80,11 +80,11 @@ class Cluster:
 
     @cached_property
     def most_on_a_node(self) -> int:
-        """Ranks of the node that has most."""
+        """The largest number of ranks on one node."""
         return max(Counter(node for node, _ in self.places).values())
 
     def spread(self, group: tuple[int, ...]) -> NodeSpread:
-        """Where the ranks of a group sit: per node, in order, the sorted numbers of their devices there."""
+        """Devices of a group's ranks: per node, in order, the sorted numbers of their devices there."""
         if group not in self._spreads:
             members: dict[int, list[int]] = {}
             for rank in group:
@@ -109,11 +109,11 @@ def cluster_from_profile(
 
     Args:
         devices: listed numbers count through the nodes: device d of node k is k * (devices per node) + d.
-        network: what joins the nodes: a shipped network by name, the path of one, or a Network. Needed for nodes > 1; with one
+        network: between the nodes: a shipped network by name, the path of one, or a Network. Needed for nodes > 1; with one
             node it prices nothing.
 
     Raises:
-        ProfileError: the profile has not that many devices, or not those; the topology is not connected; no network, an
+        ProfileError: the profile lacks that many devices, or these; the topology is not connected; no network, an
             unknown one, or a machine that cannot be multiplied.
     """
     if nodes < 1:
