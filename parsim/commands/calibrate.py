@@ -116,7 +116,7 @@ def _show(profile: Profile, out: Path, as_json: bool) -> None:
     print_tables([calibration_table(profile)])
     print(f'Profile: {out}; use it with cluster.profile = "{out}"')
     if warnings:
-        print(f"{len(warnings)} warnings stand in its provenance; see docs/calibration.md for what they mean")
+        print(f"{len(warnings)} warnings are in its provenance; docs/calibration.md explains them")
 
 
 def _points(profile: Profile) -> dict[str, int]:

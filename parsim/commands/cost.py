@@ -18,7 +18,7 @@ def cost(
     ranks: Annotated[
         str | None, typer.Option(help="Devices of the group, e.g. 0,1,2, numbered over all nodes. Default: all.")
     ] = None,
-    nodes: Annotated[int, typer.Option(help="Number of machines of the profile, joined by --network.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Number of machines of the profile, connected by --network.")] = 1,
     network: Annotated[str | None, typer.Option(help="A shipped network by name, or the path of one.")] = None,
     model: Annotated[str | None, typer.Option(help="Price every component of this model instead.")] = None,
     batch: Annotated[int | None, typer.Option(help="Samples per rank.")] = None,

@@ -124,7 +124,7 @@ def cluster_from_profile(
             f"{MOST_DEVICES:,} at most; use nodes <= {MOST_DEVICES // len(profile.devices):,}"
         )
     if nodes > 1 and network is None:
-        raise ProfileError(f"nodes = {nodes} needs a network that joins them: one of {', '.join(shipped_networks())}")
+        raise ProfileError(f"nodes = {nodes} needs a network between them: one of {', '.join(shipped_networks())}")
     joined = load_network(network) if isinstance(network, str) else network
     if nodes > 1 and joined is not None:
         links, name = cluster_links(profile, nodes, joined), f"{nodes} x {profile.name} on {joined.name}"
@@ -198,7 +198,7 @@ def _check_connected(profile: Profile, topology: Topology) -> None:
     if len(parts) > 1:
         listing = " | ".join(", ".join(part[:6]) + (", ..." if len(part) > 6 else "") for part in parts[:4])
         raise ProfileError(
-            f"the topology of profile {profile.name} falls into {len(parts)} parts that no link joins: {listing}; "
+            f"the topology of profile {profile.name} falls into {len(parts)} parts that no link connects: {listing}; "
             "add the missing link"
         )
 

@@ -265,8 +265,8 @@ def _lanes(document: _Document, gpus: list[_Object]) -> dict[tuple[int, int], in
         direct = {(a, b): switched[0] for a in range(len(gpus)) for b in range(a + 1, len(gpus))}
     elif any(switched):
         raise ImportedFileError(
-            f"NVLinkBandwidth joins GPUs to switches unevenly ({listed(sorted(set(switched)))} MB/s); parsim knows machines in "
-            "which all GPUs have as many lanes to switches"
+            f"NVLinkBandwidth connects GPUs to switches unevenly ({listed(sorted(set(switched)))} MB/s); parsim knows "
+            "machines in which all GPUs have equally many lanes to switches"
         )
     lane = _lane_speed(gpus, list(direct.values()))
     return {pair: value // lane for pair, value in direct.items()}

@@ -366,7 +366,7 @@ def _check_plan_section(config: RunConfig) -> None:
     check_machine(cluster)
     if cluster.nodes > 1 and cluster.network is None:
         raise ConfigError(
-            f"cluster.nodes = {cluster.nodes} needs cluster.network, which joins the nodes; for example "
+            f"cluster.nodes = {cluster.nodes} needs cluster.network between the nodes; for example "
             f"{EXAMPLES['cluster.network']}"
         )
     if isinstance(cluster.devices, tuple) and (not cluster.devices or len(set(cluster.devices)) != len(cluster.devices)):

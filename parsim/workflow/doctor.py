@@ -203,7 +203,7 @@ def _memory_check(found: Found) -> Check:
         name="memory for the demo",
         ok=enough,
         found=f"{format_bytes(found.memory_bytes)} for this process",
-        fix="" if enough else f"the demo wants about {format_bytes(COMFORTABLE_MEMORY_BYTES)}; close other programs",
+        fix="" if enough else f"the demo needs about {format_bytes(COMFORTABLE_MEMORY_BYTES)}; close other programs",
     )
 
 

@@ -225,7 +225,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "no model_type": ({"architectures": ["LlamaForCausalLM"]}, "lacks model_type"),
     "unknown model_type": ({**SMALL["llama"], "model_type": "lama"}, "no model_type 'lama'"),
     "unknown architecture": ({**SMALL["llama"], "architectures": ["LamaForCausalLM"]}, "not in transformers"),
-    "another model's": ({**SMALL["llama"], "architectures": ["GPT2LMHeadModel"]}, "no architecture of model_type 'llama'"),
+    "another model's": ({**SMALL["llama"], "architectures": ["GPT2LMHeadModel"]}, "not an architecture of model_type 'llama'"),
     "no head": ({**SMALL["llama"], "architectures": ["LlamaModel"]}, "give \\[model\\] inputs and loss"),
     "heads": ({**SMALL["llama"], "num_attention_heads": 5}, "must divide the hidden size"),
     "shared heads": ({**SMALL["llama"], "num_key_value_heads": 3}, "must divide the heads"),

@@ -143,7 +143,7 @@ MISTAKES = [
     (["cluster.devices=[0, 'a']"], r"cluster.devices"),
     (["cluster.devices=[0, 0]"], r"cluster.devices = \[0, 0\]: list every device once"),
     (["cluster.devices=[]"], r"cluster.devices = \[\]: list every device once, and at least one"),
-    (["cluster.nodes=2"], r"cluster.nodes = 2 needs cluster.network, which joins the nodes; for example network = "),
+    (["cluster.nodes=2"], r"cluster.nodes = 2 needs cluster.network between the nodes; for example network = "),
     (["cluster.devices.x=3"], r"cluster.devices.x cannot be set, since cluster.devices = 8 is not a table"),
     (["model.name=3"], r"model.name = 3: must be text in quotes"),
     (["model.args.layers=[1, 2]"], r"model.args.layers = \[1, 2\]: must hold text, finite numbers, true or false"),

@@ -152,7 +152,7 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[1, 2", '{"name": nope}', "not json at all"])
 def test_text_that_is_not_json(text: str) -> None:
-    with pytest.raises(ProfileError, match=r"profile broken\.json is not JSON: .* at line \d+ column \d+; mend it"):
+    with pytest.raises(ProfileError, match=r"profile broken\.json is not JSON: .* at line \d+ column \d+; fix it"):
         parse_profile(text, "broken.json")
 
 

@@ -230,7 +230,7 @@ def test_where_it_runs_is_checked() -> None:
         swept(jobs=0)
     with pytest.raises(ConfigError, match="has its own workers"):
         swept(on="tcp://127.0.0.1:1")
-    with pytest.raises(ConfigError, match="both say which points"):
+    with pytest.raises(ConfigError, match="both choose the points"):
         swept(sample=4, sensitivity=4)
 
 

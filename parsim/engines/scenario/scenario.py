@@ -188,7 +188,7 @@ class DeviceCosts(ScenarioTable):
     @model_validator(mode="after")
     def _works_for_its_power(self) -> DeviceCosts:
         if self.busy_w < self.idle_w:
-            raise ValueError(f"busy_w ({self.busy_w:g}) must not lie below idle_w ({self.idle_w:g})")
+            raise ValueError(f"busy_w ({self.busy_w:g}) must not be below idle_w ({self.idle_w:g})")
         return self
 
 

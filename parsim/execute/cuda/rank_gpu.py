@@ -39,7 +39,10 @@ def usable_gpus() -> tuple[int, str]:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:  # a driver that is too old, or none
         said = str(error).strip().splitlines()[0].rstrip(".")
-        return 0, f"torch cannot use a GPU here: {said}. Mend the driver (nvidia-smi says what it sees), or compute on the CPU"
+        return (
+            0,
+            f"torch cannot use a GPU here: {said}. Fix the driver (see nvidia-smi), or compute on the CPU",
+        )
     return 0, "torch sees no GPU here: look at CUDA_VISIBLE_DEVICES, or compute on the CPU"
 
 

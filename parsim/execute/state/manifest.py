@@ -69,7 +69,7 @@ def read_manifest(path: Path) -> Manifest:
     if (digest is not None or version == SCHEMA_VERSION) and content != _with_digest(document).encode():
         raise ValueError("its digest is not that of its content")
     if version != UNDIGESTED and (problem := version_problem(document, SCHEMA_VERSION)):
-        raise ExecutionError(f"checkpoint {path.parent}: {problem}; or train anew in another folder")
+        raise ExecutionError(f"checkpoint {path.parent}: {problem}; or train again in another folder")
     return _checked({"schema_version": UNDIGESTED, **document})
 
 

@@ -215,8 +215,8 @@ def what_is_left(folder: RunFolder, steps: int) -> str:
         found: Checkpoint | None = latest_checkpoint(folder.checkpoints)
     allowed: list[str] = []
     if found is None:
-        return f"No checkpoint was written: {folder.path} holds nothing to go on with (see --checkpoint-every)."
+        return f"No checkpoint was written: {folder.path} holds no checkpoint to continue from (see --checkpoint-every)."
     with contextlib.suppress(OSError, ValueError):
         allowed = ["--allow-code"] if references(parse_toml(read_text(folder.config))) else []
     command = shlex.join(["parsim", "run", str(folder.config), "--out", str(folder.path), "--resume", *allowed])
-    return f"The checkpoint of step {found.step} of {steps} is in {found.folder}; go on with: {command}"
+    return f"The checkpoint of step {found.step} of {steps} is in {found.folder}; continue with: {command}"

@@ -385,9 +385,7 @@ def considered_text(document: dict[str, Any]) -> str:
 def _unrefined(document: dict[str, Any]) -> str:
     """Which strategies are shown by a plan that more search could better."""
     names = document.get("unrefined", [])
-    return (
-        f" Not refined, because they lost: {', '.join(names)}. Asked for alone, they may be faster than shown." if names else ""
-    )
+    return f" Not refined after losing: {', '.join(names)}; a separate search may find faster plans for them." if names else ""
 
 
 def _placements(document: dict[str, Any]) -> str:

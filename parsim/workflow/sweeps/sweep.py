@@ -168,7 +168,7 @@ def _ask_all(
                 said_s = time.monotonic()
                 say(clock.text(done, failed, said_s))
     except KeyboardInterrupt:
-        kept = "they are kept, and the same command goes on" if log is not None else "give out= to keep them"
+        kept = "they are kept, and the same command continues" if log is not None else "give out= to keep them"
         say(f"stopped after {done} of {len(order)} points; {kept}")
         raise
 

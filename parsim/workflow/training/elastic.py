@@ -116,7 +116,7 @@ def _told(restart: dict[str, Any], *, is_same: bool, count: int, most: int) -> s
     how = "under the same plan" if is_same else f"on {len(restart['devices'])} devices under {restart['plan']}"
     seconds = format_seconds(restart["planning_s"])
     return (
-        f"{restart['failure'].rstrip('.')}. The training goes on by itself from step {restart['step']}, {how} "
+        f"{restart['failure'].rstrip('.')}. The training continues automatically from step {restart['step']}, {how} "
         f"(restart {count} of at most {most}, decided in {seconds})"
     )
 
@@ -135,7 +135,7 @@ def on_devices(asked: Prediction, devices: Sequence[int]) -> Prediction:
     if asked.plan.synchronisation.mixes:
         raise PlanError(
             f"the plan ({asked.plan.summary()}) has replicas with weights of their own, and {len(devices)} devices are left: "
-            "fewer replicas cannot go on with them; go on with --resume on as many devices"
+            "fewer replicas cannot continue with them; continue with --resume on as many devices"
         )
     table = asked.config.cluster.model_copy(update={"devices": tuple(devices)})
     config = asked.config.model_copy(update={"cluster": table})
