@@ -1,4 +1,4 @@
-"""Peak memory of one rank, each line apart, from the Model alone (no torch, no Plan).
+"""Peak memory of one rank, line by line, from the Model alone (no torch, no Plan).
 
 The model counts the peak of a synchronous training step. It is one of three moments: the end of the last forward in
 flight, the worst moment of the backward that follows, or the optimizer step. Gradients are views into flat buckets, so

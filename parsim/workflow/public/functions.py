@@ -423,12 +423,12 @@ def trace(
     """Trace a torch module into components: a Model that can be planned, priced and saved as JSON.
 
     Args:
-        example_inputs: a batch as the module takes it; or input_shape, of one sample.
-        control_flow: where the forward looks at values of tensors, refuse it with its line, or follow the example inputs and
-            say so in `Model.assumptions`. Experts chosen by topk or argmax are always taken as balanced.
+        example_inputs: a batch for the forward of the module; or input_shape, of one sample.
+        control_flow: if the forward branches on values of tensors, refuse it with its line, or follow the example inputs and
+            record that in `Model.assumptions`. Experts chosen by topk or argmax are always taken as balanced.
         granularity: "block", "sublayer" (halves of blocks, which can be sharded) or "layer".
         loss: "cross_entropy", "mse", "bce", "own" or "package:function", with `output`, `classes_dim` and `target` in brackets:
-            "cross_entropy(classes_dim=0)"; left out: what the output calls for. name: of the Model.
+            "cross_entropy(classes_dim=0)"; default: by the output. name: of the Model.
 
     Raises:
         ParsimError: TraceError for a module that cannot be cut; MissingDependencyError without torch.
@@ -459,10 +459,10 @@ def load_cluster(
     Args:
         profile: a shipped profile by name, the path of one, or GPUs such as "1024xh100-sxm". devices: the first N of every
             node, or device numbers.
-        nodes: copies, joined by the network of this name (or path).
+        nodes: copies, connected by the network of this name (or path).
 
     Raises:
-        ProfileError: an unknown profile or network, or devices that it has not.
+        ProfileError: an unknown profile or network, or devices that it lacks.
 
     >>> load_cluster("dgx1-v100-32gb", nodes=2, network="infiniband-100g").size
     16
