@@ -91,7 +91,7 @@ def test_a_wrong_key_is_told_with_value_rule_and_fix(text: str, message: str) ->
         ('[[links]]\nbetween = ["gpu0", "gpx3"]\nbandwidth_factor = 0.5', r"no link end 'gpx3'; did you mean gpu3"),
         (
             '[[links]]\nbetween = ["gpu0", "gpu5"]\nbandwidth_factor = 0.5',
-            r"no link joins gpu0 and gpu5 .* joined to gpu1",
+            r"no link connects gpu0 and gpu5 .* connected to gpu1",
         ),
         ("[failures]\nat = [{ at_s = 3.0, node = 4 }]", r"no node 4 to fail: the plan's ranks sit on node 0"),
         ("[failures]\nat = [{ at_s = 3.0, rank = 9 }]", r"failures.at.0: no rank 9"),

@@ -111,7 +111,7 @@ def check_places(scenario: Scenario, world_size: int, cluster: Cluster) -> None:
         if not topology.between(a, b):
             joined = sorted({link.other(a) for link in topology.at(a)})
             raise ScenarioError(
-                f"links.{number}: no link connects {a} and {b} on {cluster.name}; {a} is joined to {', '.join(joined[:16])}"
+                f"links.{number}: no link connects {a} and {b} on {cluster.name}; {a} is connected to {', '.join(joined[:16])}"
             )
 
 
