@@ -59,7 +59,7 @@ def build() -> typer.Typer:
     """The application with every command of COMMANDS."""
     app = typer.Typer(
         name="parsim",
-        help="Which way of training this model on this cluster is fastest, how long it takes, and whether it fits.",
+        help="Predict the fastest way to train a model on a cluster, its step time, and whether it fits in memory.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

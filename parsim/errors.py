@@ -1,4 +1,4 @@
-"""Every error a user can cause, as one tree; each message says the rule, the values and the fix.
+"""Every error that a user can cause, as one tree; each message has the rule, the values and the fix.
 
 ParsimError                 exit status 1: one clear message, no traceback
 ├── ConfigError             a key or value of RUN.toml or of the command line
@@ -9,17 +9,17 @@ ParsimError                 exit status 1: one clear message, no traceback
 ├── PlanError               a mesh, stage or batch that contradicts itself
 ├── GraphError              a task graph that cannot be run
 │   └── DeadlockError       issue orders that wait for one another
-├── CostError               a piece of work no cost is known for
+├── CostError               a piece of work without a known cost
 ├── ScenarioError           conditions or a whole run that contradict themselves, the plan or the cluster
-│   └── StandstillError     a link that is down stops a step for good
+│   └── StandstillError     a link that is down stops a step forever
 ├── ScheduleError           nothing to choose from
 ├── AlgorithmError          a mixing matrix, merge, period or delay that contradicts itself or its data
-├── DataError               a dataset that is not there or is not what it says
-│   └── NoSplitError        a dataset without the split that is asked for
-├── ImportedFileError       a file of another tool that holds nothing parsim can use
+├── DataError               a dataset that is missing or contradicts its description
+│   └── NoSplitError        a dataset without the requested split
+├── ImportedFileError       a file of another tool without content that parsim can use
 ├── DoesNotFitError         `run` of a plan whose memory exceeds a device
 ├── ExecutionError          a real run that failed (a rank died, a process would not start)
-│   ├── OutOfMemoryError    a rank could not allocate what it needs
+│   ├── OutOfMemoryError    a rank could not allocate the memory that it needs
 │   ├── RankLostError       a rank died, hangs, or lost its device; it says which
 │   └── DivergedError       a loss or a weight is not finite any more
 └── MissingDependencyError  an optional package that this command needs
@@ -72,7 +72,7 @@ class CostError(ParsimError):
 
 
 class ScenarioError(ParsimError):
-    """What a scenario says cannot be, or does not fit the plan or the cluster."""
+    """A scenario contradicts itself, the plan or the cluster."""
 
 
 class StandstillError(ScenarioError):
@@ -88,7 +88,7 @@ class AlgorithmError(ParsimError):
 
 
 class DataError(ParsimError):
-    """A dataset is not there or is not what it says."""
+    """A dataset is missing or contradicts its description."""
 
 
 class NoSplitError(DataError):
@@ -108,14 +108,14 @@ class ExecutionError(ParsimError):
 
 
 class OutOfMemoryError(ExecutionError):
-    """A rank of a real run could not allocate what it needs."""
+    """A rank of a real run could not allocate the memory that it needs."""
 
 
 class RankLostError(ExecutionError):
-    """Ranks of a real run died, hang or raised an exception that is no message of parsim's.
+    """Ranks of a real run died, hang or raised an exception that is not one of parsim's own.
 
     Attributes:
-        ranks: which. device_lost: their device does not answer any more. raised: their code raised, and may do so again.
+        ranks: their numbers. device_lost: their device no longer answers. raised: their code raised, and may do so again.
     """
 
     def __init__(self, text: str, ranks: Iterable[int] = (), *, device_lost: bool = False, raised: bool = False) -> None:
@@ -128,7 +128,7 @@ class RankLostError(ExecutionError):
 
 
 class DivergedError(ExecutionError):
-    """Training has diverged: a loss or a weight is not finite any more."""
+    """Training has diverged: a loss or a weight is no longer finite."""
 
 
 class MissingDependencyError(ParsimError):

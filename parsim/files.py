@@ -50,13 +50,13 @@ def read_regular(path: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
     """The content of a file, which must be a regular one (no pipe, no device) of bounded size.
 
     Raises:
-        OSError: it is not there, or cannot be read. ValueError: it is no regular file, or larger.
+        OSError: it is not there, or cannot be read. ValueError: it is not a regular file, or larger.
     """
     found = path.stat()
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     if found.st_size > largest_bytes:
         raise ValueError(f"it has {found.st_size:,} bytes, more than the {largest_bytes:,} that are read")
     return path.read_bytes()
@@ -163,7 +163,7 @@ def _finite_float(text: str) -> float:
 
 
 def _refused_constant(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def parse_toml(text: str) -> dict[str, Any]:

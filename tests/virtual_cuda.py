@@ -232,7 +232,7 @@ def _without_stacks() -> Iterator[None]:
 
 
 class _Launches(TorchDispatchMode):
-    """Every torch call that is no view: what it reads and writes."""
+    """Every torch call that is not a view: what it reads and writes."""
 
     def __init__(self, driver: VirtualDriver) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -18,7 +18,7 @@ from parsim.execute.processes.environment import memory_limit_bytes, processor_n
 
 
 class UnsupportedError(ExecutionError):
-    """This device cannot run a case, which is no fault of the case: it is skipped, with the reason."""
+    """This device cannot run a case, which is not a fault of the case: it is skipped, with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

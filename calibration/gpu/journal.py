@@ -27,7 +27,7 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
-        """Reads what is there. Raises ConfigError for a file that is no journal."""
+        """Reads what is there. Raises ConfigError for a file that is not a journal."""
         self.path = path
         self.rows: dict[str, JournalRow] = {row[CASE]: row for row in read_rows(path)} if path.is_file() else {}
         _drop_cut_line(path)
@@ -54,7 +54,7 @@ class Journal:
 
 
 def read_rows(path: Path) -> list[JournalRow]:
-    """The whole lines of a journal. Raises ConfigError for a line that is no row."""
+    """The whole lines of a journal. Raises ConfigError for a line that is not a row."""
     rows = []
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()

@@ -46,7 +46,7 @@ TRACES = "tracelens-"
 LARGE_FLOP, LEAST_LARGE = 1e11, 5
 """Products of so many FLOP, so many of each kind, tell how much faster a burst is."""
 LEFT_OUT = ("stas-mamf", "aic-gemm-b200-nvfp4")
-"""The best shape of a sweep is no sample of shapes."""
+"""The best shape of a sweep is not a sample of shapes."""
 
 UNPOWERED_FLOP, POWERED_SHARE = 1e12, 0.9
 """A sustained row above so many FLOP that drew less than this share of the table's highest power was not limited by it: its

@@ -113,7 +113,7 @@ def _model(entry: Mapping[str, str]) -> str:
 
 
 def _reason(entry: Mapping[str, str]) -> str:
-    """Why the row is no case; "" if it is one."""
+    """Why the row is not a case; "" if it is one."""
     framework = re.search(r"framework ([^;]*);", entry["notes"])
     program = framework[1] if framework else "Megatron-LM" if "Megatron-LM" in entry["notes"] else ""
     if not _model(entry):

@@ -50,7 +50,7 @@ def refresh(path: Path, *, seconds: float = SECONDS) -> Profile:
             folder, which list the measurements. ExecutionError: a rank failed.
     """
     if not path.is_file():
-        raise ConfigError(f"{path} is no file; --refresh takes a profile that `parsim calibrate` wrote on this machine")
+        raise ConfigError(f"{path} is not a file; --refresh takes a profile that `parsim calibrate` wrote on this machine")
     with alone(path):
         profile = load_profile(str(path))
         if probe_seconds(profile) is None:

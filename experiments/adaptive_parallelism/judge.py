@@ -127,7 +127,7 @@ def speed_claims(cells: Cells) -> list[Claim]:
         holds = None if len(both) < len(MODELS) else both[1] > both[0]
         found.append(
             claim(
-                f"K15: what adaptive gains grows with the model, {where}", holds, " then ".join(f"{gain:.3f}" for gain in both)
+                f"K15: the gain of adaptive grows with the model, {where}", holds, " then ".join(f"{gain:.3f}" for gain in both)
             )
         )
     return found

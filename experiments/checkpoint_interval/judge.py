@@ -26,7 +26,7 @@ def claims(document: dict[str, Any]) -> list[Claim]:
             lambda row: row["case"],
         ),
         of_every(
-            "Nowhere do they cost more than 2%, whatever fails of the assumptions",
+            "They never cost more than 2%, whichever assumption fails",
             rows,
             lambda row: max(row["young_costs_percent"], row["daly_costs_percent"]) <= 2.0,
             lambda row: f"{row['case']} ({max(row['young_costs_percent'], row['daly_costs_percent']):.1f}%)",

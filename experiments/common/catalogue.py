@@ -43,13 +43,16 @@ MEASURES = "it measures this machine for minutes"
 
 CATALOGUE = (
     Experiment(name="adaptive_parallelism", question="Do Table I and the claims of the adaptive scheduling paper hold?"),
-    Experiment(name="epoch_averaging", question="What does averaging rarely cost in accuracy, and save with uneven workers?"),
+    Experiment(
+        name="epoch_averaging",
+        question="How much accuracy does rare averaging cost, and how much time does it save with a straggler?",
+    ),
     Experiment(
         name="decentralized",
         question="How do gossip graphs rank, and does Ada help?",
         quick=("--quick", "--parts", "figures,times"),
     ),
-    Experiment(name="stale_gradients", question="What do decoupled stages lose in accuracy, and gain in time?"),
+    Experiment(name="stale_gradients", question="How much accuracy do decoupled stages lose, and how much time do they gain?"),
     Experiment(
         name="relaxed",
         question="How close are the predicted steps of relaxed plans?",
@@ -88,14 +91,14 @@ CATALOGUE = (
     ),
     Experiment(
         name="plans_executed",
-        question="Does every plan that the search can emit train what one process trains?",
+        question="Does every plan that the search can emit train the same weights as one process?",
         whole=("--write",),
         quick=("--quick", "--models", "mlp", "--nproc", "2"),
         writes=True,
     ),
     Experiment(
         name="mixed_plans",
-        question="Do plans that place every component by itself train what one process trains?",
+        question="Do mixed plans train the same weights as one process?",
         quick=("--quick", "--models", "mlp", "--nproc", "2"),
     ),
     Experiment(
@@ -107,17 +110,17 @@ CATALOGUE = (
     ),
     Experiment(
         name="search_exhaustive",
-        question="Does the search find what enumerating every plan finds?",
+        question="Does the search find the best of all plans, by exhaustive enumeration?",
         writes=True,
     ),
     Experiment(
         name="search_properties",
-        question="Do the properties of the search hold, from more memory to other names?",
+        question="Do invariants of the search hold, such as: more memory is never slower?",
         writes=True,
     ),
     Experiment(
         name="published",
-        question="How far are predictions of published training runs from what was measured?",
+        question="How close are predictions of published training runs to the measurements?",
         whole=("--rows", f"{DATA}/large/training.csv"),
         quick=None,
         why="it needs the published rows (`--data`)",
@@ -125,21 +128,21 @@ CATALOGUE = (
     ),
     Experiment(
         name="v100_published",
-        question="How far are predictions for V100s from what was published?",
+        question="How close are predictions for V100s to published measurements?",
         whole=("--data", f"{DATA}/v100"),
         quick=None,
         why="it needs the published tables (`--data`)",
     ),
     Experiment(
         name="this_machine",
-        question="How close are predictions where they can be run?",
+        question="How close are predictions to real runs on this machine?",
         whole=("--records", "5", "--seed", "300", "--keep", "experiments/this_machine/records.tar.xz"),
         quick=None,
         why=MEASURES,
     ),
     Experiment(
         name="operators_here",
-        question="How well is a model priced that was never measured on this machine?",
+        question="How accurate are prices of a model that was never measured on this machine?",
         quick=None,
         why=MEASURES,
     ),

@@ -230,7 +230,7 @@ def _section(each: Experiment, document: dict[str, Any] | None, claims: Sequence
         lines += ["", f"*{run_line(document['run'])}*"]
     else:
         reason = f": {each.why}" if each.why else ""
-        lines += ["", f"*No results are committed{reason}. The figures of its README are as they came out then.*"]
+        lines += ["", f"*No results are committed{reason}. The figures of its README are as printed at that time.*"]
     return "\n".join(lines)
 
 

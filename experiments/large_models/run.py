@@ -56,18 +56,18 @@ QUESTIONS = (
 INTRODUCTION = """# Large models by name
 
 `parsim plan llama3-70b --gpus 64xh100-sxm --network infiniband-400g --batch 512 --seq 8192` plans a model by name. Names,
-sizes and their sources are in `parsim/model/named/rows.py`; `--set model.args.layers=16` changes a size. Where a question
-does not say, a named transformer takes bf16 (fp16 where the GPU has no bf16), a fused AdamW and components that tensor
+sizes and their sources are in `parsim/model/named/rows.py`; `--set model.args.layers=16` changes a size. Unless the question
+says otherwise, a named transformer takes bf16 (fp16 where the GPU has no bf16), a fused AdamW and components that tensor
 parallelism can cut.
 
-Samples that are packed of documents take `--set model.args.document_tokens=1024`: attention then sees one document. Of
+For samples packed from several documents use `--set model.args.document_tokens=1024`: attention then sees one document. For
 documents of different lengths, give the mean over tokens (the sum of squares over the sum).
 
 `--tokens` adds days, price, energy and failures; `--faster 20%` searches changed clusters; `--config FILE` reads a file
 of Megatron-LM, NeMo or torchtitan. `[cluster]` takes `usd_per_hour`, `busy_power_w`, `device_mtbf_hours`,
 `checkpoint_s` and `restart_s`.
 
-How far such predictions are from published runs stands in `experiments/published/README.md`. Without a fitted factor they
+The errors of such predictions against published runs are in `experiments/published/README.md`. Without a fitted factor they
 were 13 to 18% too fast on average for FSDP on H100, and 7 to 9% for Megatron-LM on A100.
 
 This page is written by `python experiments/large_models/run.py`."""

@@ -17,7 +17,7 @@ def claims(document: dict[str, Any]) -> list[Claim]:
     """
     return [
         of_every(
-            f"Random mixed plans train what one process trains, to {TOLERANCE:g} over {LEAST_STEPS} steps",
+            f"Random mixed plans train the same weights as one process, to {TOLERANCE:g} over {LEAST_STEPS} steps",
             [row for row in document.get("rows", []) if row["steps"] >= LEAST_STEPS],
             lambda row: float(row["worst_difference"]) <= TOLERANCE,
             lambda row: f"{row['model']} on {row['processes']} ({row['worst_difference']})",

@@ -1,4 +1,4 @@
-"""Do plans that place every component by itself train what one process trains?
+"""Do mixed plans, which place every component separately, train the same weights as one process?
 
     python experiments/mixed_plans/run.py [--quick] [--plans N] [--steps N] [--nproc 2,4] [--models A,B] [--seed N]
                                           [--out DIR] [--json]

@@ -18,7 +18,7 @@ def claims(document: dict[str, Any]) -> list[Claim]:
     rows = document.get("rows", []) if document.get("run", {}).get("steps", LEAST_STEPS) >= LEAST_STEPS else []
     return [
         of_every(
-            f"A plan that the search can emit trains what one process trains, to {TOLERANCE:g} over {LEAST_STEPS} steps",
+            f"A plan of the search trains the same weights as one process, to {TOLERANCE:g} over {LEAST_STEPS} steps",
             rows,
             lambda row: row["difference"] is not None and row["difference"] <= TOLERANCE,
             lambda row: f"{row['model']} {row['plan']}",

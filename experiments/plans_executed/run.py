@@ -1,4 +1,4 @@
-"""Does every plan that the search can emit train what one process trains?
+"""Does every plan that the search can emit train the same weights as one process?
 
     python experiments/plans_executed/run.py [--quick] [--plans N] [--steps N] [--nproc 2,4] [--models A,B] [--seed N]
         [--only 3,17] [--seconds N] [--timeout N] [--out DIR] [--write] [--json]

@@ -26,7 +26,7 @@ these rows), multi-node A100 14.7% (calculon 11.1% on 103 of them, vTrain 14.7%)
 
 RULES_TEXT = """\
 One rule per framework (`rules.py`), for what a row leaves blank. The first version was written before any row was
-predicted. These were settled after errors had been seen:
+predicted. These were decided after errors had been seen:
 
 - the slowdown of early attention kernels, heads without tensor cores, sums of gradients, gradients of bf16 in fp32,
 - FSDP's BACKWARD_POST, torchtitan's alternate recomputation, scatter-gather, chunks that cut evenly,
@@ -84,9 +84,9 @@ def readme(document: Mapping[str, Any]) -> str:
         "",
         f"By factors fitted on other sources, {document['judged']} published training runs are predicted with a mean "
         f"error of {document['all']['held_out']:.1f}%, and their 90% intervals hold for {document['all']['coverage']:.0f}%. "
-        f"Where nothing had to be assumed of a row, the mean error is {document['complete']['held_out']:.1f}%.",
+        f"For rows that needed no assumption, the mean error is {document['complete']['held_out']:.1f}%.",
         "",
-        "How far are parsim's predictions from published measurements? `run.py` makes this page and `results.json`; "
+        "How close are parsim's predictions to published measurements? `run.py` makes this page and `results.json`; "
         "`predict.py` answers any file of the same format. Each prediction is a Model, a Plan and a Cluster made of parts, "
         "evaluated by parsim. Nothing is fitted to the rows, except the factors below, which the columns name.",
         "",
@@ -113,9 +113,9 @@ def readme(document: Mapping[str, Any]) -> str:
             words=1,
         ),
         "",
-        "## What each piece is worth",
+        "## Ablation",
         "",
-        "Mean error (bias, mean error after one factor of these rows) in per cent without the piece and with it; "
+        "Mean error (bias, mean error after one factor of these rows) in per cent without each part of the model and with it; "
         "`run.py --worth`.",
         "",
         _worth(),
@@ -162,50 +162,52 @@ NOT_EXPLAINED = """- 39B on 512 A100 with tp 2 and pp 16 takes 1.7 times as long
 - MT-NLG 530B reached 126 and 113 TFLOP/s per GPU where the same shape reached 163. Its two rows differ by 80
   microbatches: 196 ms each, and 6.3 s per step besides. Megatron-LM's 530B took 186 ms per microbatch. So what is missing
   is mostly the 6.3 s, of which sums of gradients explain 0.3 to 0.6.
-- Megatron-LM's rows of 2021 on several nodes of A100 still take 4 to 10% longer than predicted, 1.7B to 1T, with and without
-  a pipeline. FSDP's of 2023 and vTrain's 175B do not, and 22B on one node is 0 to 1% off. Kernels of biases, passes of the
-  loss, clipping and loss scaling explain 0.4 to 4 points; before them it was 2 to 11%. The tables that products are fitted to
-  are of 2023 to 2026: libraries that became faster in between would look so, but then 22B would, too. vidur's table (torch
-  of 2023) is 6% slower than a fit without it, TensorRT-LLM's of 2025 5% faster. No table of 2021 was found.
-- Clipping and loss scaling bring Megatron's rows nearer without a factor, and 0.2 to 0.4 points further after one of the
-  rows' own, for two rows of 2020 that are too slow (the next point, and 8B on 1,024 A100, 7%). They cost what they cost.
-- GPT-2 1B on one V100 of 2020 is 8% too slow, and was 3% before these pieces; the three larger ones on 2 to 8 V100 were 3 to 7%
-  too fast and are -4 to +2% off.
-- BLOOM's tuning is predicted 10 to 29% too fast. What is missing grows with the samples: 34 ms per sample and layer with
-  tp 8, of predicted 28.5, and hardly any constant beside it. At like shapes vTrain's 175B reaches 168 TFLOP/s (tp 8) and
-  196 (tp 4) in a full pipeline, BLOOM 154 and 175. GPUs that are held at 1,275 instead of 1,410 MHz would look so.
-  Nothing says so.
+- Megatron-LM's rows of 2021 on several nodes of A100 still take 4 to 10% longer than predicted, 1.7B to 1T, with and
+  without a pipeline. FSDP's of 2023 and vTrain's 175B do not, and 22B on one node is 0 to 1% off. Kernels of biases,
+  passes of the loss, clipping and loss scaling explain 0.4 to 4 points; before them it was 2 to 11%. The tables for
+  fitting products are of 2023 to 2026: libraries that became faster in between would have this effect, but then on 22B,
+  too. vidur's table (torch of 2023) is 6% slower than a fit without it, TensorRT-LLM's of 2025 5% faster. No table of
+  2021 was found.
+- Clipping and loss scaling reduce the error of Megatron's rows without a factor, and increase it by 0.2 to 0.4 points
+  after one of the rows' own, because two rows of 2020 are too slow (the next point, and 8B on 1,024 A100, 7%). They
+  stay, because they take real time.
+- GPT-2 1B on one V100 of 2020 is 8% too slow, and was 3% before these pieces; the three larger ones on 2 to 8 V100 were
+  3 to 7% too fast and are -4 to +2% off.
+- BLOOM's tuning is predicted 10 to 29% too fast. What is missing grows with the samples: 34 ms per sample and layer
+  with tp 8, where 28.5 are predicted, and hardly any constant besides. At like shapes vTrain's 175B reaches 168 TFLOP/s
+  (tp 8) and 196 (tp 4) in a full pipeline, BLOOM 154 and 175. GPUs held at 1,275 instead of 1,410 MHz would have this
+  effect. No source says so.
 - "sums beside weight gradients" looks bad without a factor, because all Megatron rows are too fast, and brings Selene's
   from 4.1 to 1.8% after one factor of these rows.
 - "gathering ahead" and "early stop" on H100 look bad without a factor, because all rows of that GPU are too fast, and
   both shorten steps. After one factor of these rows both bring them nearer: 4.5 to 4.4% and 3.5 to 2.4%. So they stay.
-- GPT 175B by NeMo 23.07 on A100 takes 1.5 times as long as predicted. Full recomputation would explain it, and nothing
+- GPT 175B by NeMo 23.07 on A100 takes 1.5 times as long as predicted. Full recomputation would explain it, but no source
   says so.
-- DeepSeek, Qwen3 and gpt-oss on Blackwell lie between -64% and +31%. Dense rows in 8 bits lie between -15 and +17%. What
-  sets the others apart is the version of the container, with the same shape and split. Those of 26.06 and later are
-  predicted 12 to 31% too slow (DeepSeek, Qwen3), earlier ones 5 to 20% too fast. NVIDIA's recipes say what changed for
-  DeepSeek and gpt-oss: CUDA graphs of a whole step, one kernel for all experts of a layer, hidden exchanges
-  (Megatron-Bridge scripts/performance/configs/deepseek and gpt_oss, @042641823051, @07eea52d4523).
-- The largest errors are of few samples per microbatch and many experts per GPU on x86 hosts. With 16 experts per GPU and one
-  sample a layer takes 9 to 16 ms where 3 and 7 are predicted (Qwen3 30B and 235B). With 4 or 8 samples it takes what is
-  predicted. Hosts that launch expert by expert would look so. One product of an expert costs 33 us to launch (8 experts of
-  128 rows in 0.27 ms, NVIDIA/TransformerEngine pull request 3134). Six of them make 3.2 ms of the 9 to 16. No source was
-  found for the rest.
+- DeepSeek, Qwen3 and gpt-oss on Blackwell lie between -64% and +31%. Dense rows in 8 bits lie between -15 and +17%. The
+  others differ by the version of the container, with the same shape and split. Those of 26.06 and later are predicted
+  12 to 31% too slow (DeepSeek, Qwen3), earlier ones 5 to 20% too fast. NVIDIA's recipes say what changed for DeepSeek
+  and gpt-oss: CUDA graphs of a whole step, one kernel for all experts of a layer, hidden exchanges (Megatron-Bridge
+  scripts/performance/configs/deepseek and gpt_oss, @042641823051, @07eea52d4523).
+- The largest errors are of few samples per microbatch and many experts per GPU on x86 hosts. With 16 experts per GPU
+  and one sample a layer takes 9 to 16 ms where 3 and 7 are predicted (Qwen3 30B and 235B). With 4 or 8 samples it takes
+  what is predicted. Hosts that launch expert by expert would have this effect. One product of an expert costs 33 us to
+  launch (8 experts of 128 rows in 0.27 ms, NVIDIA/TransformerEngine pull request 3134). Six of them make 3.2 ms of the
+  9 to 16. No source was found for the rest.
 - Two rows in NVFP4 are priced at the FP8 rate and come out 22 and 63% too slow.
-- Sailor's rows on GH200 still take 1.3 to 2.3 times as long as predicted, the more the smaller the microbatch. About 2 ms
-  per layer and microbatch do not grow with it. A component here costs the larger of host and GPU; theirs look like the
-  sum.
+- Sailor's rows on GH200 still take 1.3 to 2.3 times as long as predicted, the more the smaller the microbatch. About 2
+  ms per layer and microbatch do not grow with it. A component here costs the larger of host and GPU time; their rows
+  look like the sum.
 - SimuMax's B200 rows are all slower than parsim says, by a common factor of 1.3, and H100 rows need about 1.1. Lower clocks
-  in training than in the tables were the guess, and the tables do not bear it out. See below. SimuMax, which looks up
+  in training than in the tables were the hypothesis, but the tables do not support it. See below. SimuMax, which looks up
   efficiencies measured on that machine, is 2 to 11% too fast itself.
-- The 5% of SimuMax when held out are luck. The only other row of a B200 in bf16 (gpt-oss, 53% too fast for reasons of its own)
-  happens to give about the factor that they need.
-- Context parallelism over long sequences is 30% too fast (torchtitan, 131,072 and 262,144 tokens; 32,768 without it 7%). It is
-  not the exchange of keys: attention takes 94 to 97% of these steps."""
+- The 5% of SimuMax when held out are a coincidence. The only other row of a B200 in bf16 (gpt-oss, 53% too fast for
+  reasons of its own) happens to give about the factor that they need.
+- Context parallelism over long sequences is 30% too fast (torchtitan, 131,072 and 262,144 tokens; 32,768 without it
+  7%). It is not the exchange of keys: attention takes 94 to 97% of these steps."""
 
 TRIED = """- Slow links inside the nodes of BLOOM ("NVLink 4 inter-gpu connects" in its model card): tp 8 is 5 to 8% further off
-  than tp 4. Sums would have to take 3 times as long to explain it, and nothing says how the 8 GPUs are joined. ALiBi's
-  addition to scores would be 0.7%.
+  than tp 4. All-reduces would have to take 3 times as long to explain it, and no source says how the 8 GPUs are
+  connected. ALiBi's addition to scores would be 0.7%.
 - A network card at the rate of Omni-Path's or RoCE's own part instead of 96% of the nominal rate (BLOOM, InternEvo): 12.2
   and 12.1 instead of 12.0 GB/s. No measurement of collectives over Omni-Path was found.
 - SwiGLU of InternEvo by separate kernels: its source compiles silu and product into one (`Silu`, torch.jit.script).
@@ -215,41 +217,42 @@ TRIED = """- Slow links inside the nodes of BLOOM ("NVLink 4 inter-gpu connects"
 - Transfers between stages, or a constant per step (39B with tp 2, pp 16). What is missing is 75.1 ms per sample and place
   of the pipeline with microbatches of 2, and 75.2 with 3. So it is no constant. As a transfer it would be 4 to 7 GB/s per
   node, where tp 1 and 8 have 100 on that machine. The same pipeline with tp 4 and microbatches of 2 is right. A slow link
-  or GPU in these runs would look so.
+  or GPU in these runs would have this effect.
 - Blocking launches (BLOOM). Its training script sets CUDA_LAUNCH_BLOCKING=1 (tr11-176B-ml.slurm). The 52 launches that
   are priced per layer would be 1.3 ms of 76 to 127 at 25 us each. Microbatches of 1 would lose most, and they take no
   longer per sample than those of 2.
 - Slower backwards of softmax and dropout (Megatron). NeuSight's timings of torch 2.1 show 5.9 and 6.7 passes over fp32
   scores. Megatron's softmax is its own kernel, and torch of 2021 has one kernel for dropout. The price is 3 and 3.75
   already.
-- The slowest of many GPUs (multi-node A100). Rows of one model on more and more GPUs err alike: 13B by FSDP -1 to +1% on
-  8 to 128 A100, 175B by NeMo 23.07 -32 to -34% on 64 to 1,024.
-- Sums beside gradients of weights for vTrain, too. Nothing tells the version of its Megatron-DeepSpeed, and its mean error
-  held out rises from 7.6 to 8.7%.
-- Still lower clocks on the H100. It now multiplies as fast as the H200, which has the same chip and limit of power: 701 and
-  697 TFLOP/s, 680 in the table that is limited by power. That is 2% of the 12% that were missing. Rows of products and rows of
-  attention err alike, so do those with 5 and 18% of memory-bound operators, and A100 rows of the same framework do not.
+- The slowest of many GPUs (multi-node A100). Rows of one model on more and more GPUs have the same error: 13B by FSDP
+  -1 to +1% on 8 to 128 A100, 175B by NeMo 23.07 -32 to -34% on 64 to 1,024.
+- All-reduces beside gradients of weights for vTrain, too. No source states the version of its Megatron-DeepSpeed, and
+  its mean error held out rises from 7.6 to 8.7%.
+- Still lower clocks on the H100. It now multiplies as fast as the H200, which has the same chip and limit of power: 701
+  and 697 TFLOP/s, 680 in the table that is limited by power. That is 2% of the 12% that were missing. Rows dominated by
+  products and by attention have the same error, as do those with 5 and 18% of memory-bound operators; A100 rows of the
+  same framework do not.
 - A sustained clock per GPU as a term of its own. Prices are those of sustained products already: bursts are faster by 1.13
   (H200), 1.22 (GB200) and 1.26 (B200) in the fits. GPUs of which only bursts were published take the gain of their family:
   the H100 that of the H200, which makes it 2% slower than its own fit. Products back to back at the limit of power draw
   more than a step, whose other kernels draw less. So a step is not slower than they are, unless its operands draw more.
   And attention that ran for a second is as fast as in bursts: 0.99 of the seconds on B200 and 0.96 on GB200, over 1,900
   shapes each. Where power was recorded, B200's large products drew 700 of 1,000 W.
-- A wider prior of that factor, without products that drew little power: prices move by 0 to 2%, or by 4% on the H200 where the
-  table of weights that were not initialised is left out.
+- A wider prior of that factor, without products that drew little power: prices move by 0 to 2%, or by 4% on the H200
+  where the table of weights that were not initialised is left out.
 - Hidden exchanges of experts where recipes say so (moe_a2a_overlap). By the share that the exchange has of each step,
   DeepSeek's rows of 26.06 and later come 20 points nearer. Those of gpt-oss go 10 to 15 points away, and Qwen3 235B on H100
   24, where more than half of the predicted step is exchange.
-- The sum of host and GPU (Sailor). The smallest row takes 6.1 ms per layer, of which 2.6 are predicted. Host and GPU together
-  would be 4.3, and rows of many samples would still be 1.3 times as slow as predicted.
+- The sum of host and GPU (Sailor). The smallest row takes 6.1 ms per layer, of which 2.6 are predicted. Host and GPU
+  together would be 4.3, and rows of many samples would still be 1.3 times as slow as predicted.
 - B200 without products that drew little power from 1e11 FLOP on, instead of 1e12: the fit moves by 1%. The table of the
   machine that SimuMax's rows ran on is 7% slower than the fit; their attention is 0 to 3% off.
 - Shares of operators as explanation of A100 rows (ridge regression of errors on the shares of products, memory-bound
   operators, attention and rings, sources left out in turn): no better than one constant, 9.7 to 9.9%.
 - Intervals from the rows that are nearest in split, microbatch, size and model, weighted: 34 to 35% at 89%.
-- Two other kinds of intervals, with medians of 36 to 40% at 87 to 89%. The first counts rows between the prediction and their
-  middle as inside, whatever the reach. The other is 5 and 95% quantiles.
-- Spreads by row: how far errors lie from the middle of rows like them depends on nothing that a plan tells. The rank
+- Two other kinds of intervals, with medians of 36 to 40% at 87 to 89%. The first counts rows between the prediction and
+  their middle as inside, whatever the reach. The other is 5 and 95% quantiles.
+- Spreads by row: the deviation of errors from the median of similar rows depends on no property of the plan. The rank
   correlations with the share of communication, the spread of prices, GPUs, pipeline, tensor parallelism and microbatches
   are 0.14 at most, with samples per microbatch -0.2. Gaussian processes over these: 30 to 36% at 89 to 92%.
 - A kind of its own for rows whose split was assumed, or whose precision is priced as another: 34.0% instead of 34.6.

@@ -12,11 +12,11 @@ TEXT = """# The executor beside PyTorch's own parallel modules
 
 One plan per row, on two CPU processes over gloo, with a core and a thread each.
 
-- *Difference*: of any weight after {equal_steps} float64 steps, over the largest weight of its array.
+- *Difference*: the largest of any weight after {equal_steps} float64 steps, relative to the largest weight of its array.
 - *Ratio*: the step of parsim's executor over the native one, paired within each of {rounds} rounds of {steps} steps. The
-  median, and its 95% interval by the bootstrap over rounds, as in the columns behind it.
-- *CPU*: the same of the processor seconds of both ranks, which other programs disturb less.
-- *Recording*: a step over one that reads no clock and keeps no times, of one executor that does both in turn. The median of all
+  median, and its 95% interval by the bootstrap over rounds, as in the later columns.
+- *CPU*: the same ratio of the processor seconds of both ranks, which other programs disturb less.
+- *Recording*: a step over one that reads no clock and keeps no times, alternately in one executor. The median of all
   pairs, and its interval by the bootstrap over rounds.
 - *A/A*: a second native step over the first, in the same rounds.
 
@@ -27,7 +27,7 @@ One plan per row, on two CPU processes over gloo, with a core and a thread each.
 {machine}, torch {torch}, {date}, load average {load} (two ranks make 2 of it).
 `python experiments/reference/run.py` measures all of it again and writes this page.
 
-Leaves out: NCCL (no GPU was there), loading, and interleaved and zero-bubble orders (torch's need several modules per rank).
+Not measured: NCCL (no GPU was there), loading, and interleaved and zero-bubble orders (torch's need several modules per rank).
 
 **What would refute it**: an interval of the ratio above {limit} on a quiet machine, or a difference of more than {equal:g}.
 """

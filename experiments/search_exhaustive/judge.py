@@ -32,7 +32,7 @@ def claims(document: dict[str, Any]) -> list[Claim]:
             f"{len(rows)} were",
         ),
         of_every(
-            "The search finds a plan as fast as the best of all plans, and none where there is none",
+            "The search finds a plan as fast as the best of all plans, or none if none fits",
             rows.items(),
             lambda row: row[1]["outcome"] in ("tie", "infeasible"),
             lambda row: f"problem {row[0]} ({100 * row[1]['loss']:.1f}%)",

@@ -53,7 +53,7 @@ def claims(document: dict[str, Any]) -> list[Claim]:
             lambda row: f"{row['property']} ({row['cpu_s']:.0f})",
         ),
         claim(
-            "Whatever the search may choose, some of the answers chose",
+            "Every kind of choice of the search occurs in some answer",
             None if not rows else not never,
             f"never: {', '.join(never)}" if never else f"all {len(FREE)} kinds of choices",
         ),

@@ -106,7 +106,7 @@ def diagonal_versions(batch: int, modules: int) -> tuple[int, ...]:
 def check_beta(beta: float) -> None:
     """Raise AlgorithmError unless 0 <= beta <= 1 (0 trains the last module alone)."""
     if not 0 <= beta <= 1:
-        raise AlgorithmError(f"gradient shrinking needs beta in [0, 1], got {beta}; 1 leaves gradients as they are")
+        raise AlgorithmError(f"gradient shrinking needs beta in [0, 1], got {beta}; 1 does not shrink")
 
 
 def even_cuts(layers: int, modules: int) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ def regret(predicted_s: Sequence[float], measured_s: Sequence[float], floor: flo
     """How much longer the alternative that was predicted to be fastest takes than the one that is: (chosen - best) / best.
 
     Args:
-        floor: relative difference between two measurements of the same thing; a regret no larger is no regret.
+        floor: relative difference between two measurements of the same thing; a regret no larger is not a regret.
     """
     predicted, measured = _checked(predicted_s, measured_s)
     lost = float(measured[int(np.argmin(predicted))] / measured.min() - 1.0)
@@ -69,5 +69,5 @@ def _checked(predicted_s: Sequence[float], measured_s: Sequence[float]) -> tuple
     if predicted.shape != measured.shape or predicted.ndim != 1 or not len(predicted):
         raise ConfigError(f"as many predictions as measurements, at least one: got {len(predicted_s)} and {len(measured_s)}")
     if not (np.isfinite(predicted).all() and np.isfinite(measured).all() and bool(np.all(measured > 0))):
-        raise ConfigError("times must be finite and the measured ones above 0; leave cases out that were not measured")
+        raise ConfigError("times must be finite and the measured ones above 0; leave out cases that were not measured")
     return predicted, measured

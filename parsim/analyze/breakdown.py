@@ -37,7 +37,7 @@ from parsim.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBreakdown:
-    """Seconds of one rank's step by category; `communication_busy_s` counts hidden communication too and is no category."""
+    """Seconds of one rank's step by category; `communication_busy_s` counts hidden communication too and is not a category."""
 
     rank: int
     compute_s: float

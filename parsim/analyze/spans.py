@@ -42,9 +42,7 @@ def rows_of(columns: Columns, timeline: Timeline) -> Rows:
     known = {str(resource): resource for resource in columns.resources}
     unknown = [name for name in timeline.resources if name not in known]
     if unknown:
-        raise GraphError(
-            f"the timeline names resource {unknown[0]}, which the graph has not; read a timeline with its own graph"
-        )
+        raise GraphError(f"the timeline names resource {unknown[0]}, which the graph lacks; read a timeline with its own graph")
     resources = [known[name] for name in timeline.resources]
     ranks = np.array([resource.rank for resource in resources], dtype=np.int64)
     computes = np.array([resource.stream == COMPUTE for resource in resources], dtype=np.bool_)

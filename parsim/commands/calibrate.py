@@ -47,7 +47,7 @@ def calibrate(
     ] = None,
     refresh: Annotated[
         Path | None,
-        typer.Option(metavar="PROFILE.json", help="Measure for 20 s how fast the cores are now, and scale all prices."),
+        typer.Option(metavar="PROFILE.json", help="Measure the current speed of the cores for 20 s, and scale all prices."),
     ] = None,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
@@ -64,19 +64,19 @@ def calibrate(
 
     if refresh is not None:
         if out is not None or files or models or refit is not None:
-            raise typer.BadParameter("--refresh measures the pace alone: give it the profile and nothing else")
+            raise typer.BadParameter("--refresh measures only the machine's speed: give only the profile")
         _refresh(refresh, as_json)
         return
     if refit is not None:
         if out is not None or files or models:
-            raise typer.BadParameter("--refit measures nothing: give it the profile alone, which it writes anew")
+            raise typer.BadParameter("--refit measures nothing: give only the profile, which it writes again")
         with progress(f"Fitting {refit} anew") as say:
             _show(fit_again(refit, on_line=say), refit, as_json)
         return
     if out is None:
-        raise typer.BadParameter("say where the profile goes with --out PROFILE.json")
+        raise typer.BadParameter("give the profile to write: --out PROFILE.json")
     if resume and restart:
-        raise typer.BadParameter("--resume goes on with what is there and --restart throws it away; choose one")
+        raise typer.BadParameter("--resume continues a stopped calibration and --restart discards it; choose one")
     if not files and not models:
         raise typer.BadParameter("name what to measure: a RUN.toml, or --model with --batches")
     request = calibration_request(
@@ -116,7 +116,7 @@ def _show(profile: Profile, out: Path, as_json: bool) -> None:
     print_tables([calibration_table(profile)])
     print(f'Profile: {out}; use it with cluster.profile = "{out}"')
     if warnings:
-        print(f"{len(warnings)} warnings stand in its provenance; see docs/calibration.md for what they mean")
+        print(f"{len(warnings)} warnings are in its provenance; docs/calibration.md explains them")
 
 
 def _points(profile: Profile) -> dict[str, int]:

@@ -18,7 +18,7 @@ def cost(
     ranks: Annotated[
         str | None, typer.Option(help="Devices of the group, e.g. 0,1,2, numbered over all nodes. Default: all.")
     ] = None,
-    nodes: Annotated[int, typer.Option(help="Number of machines of the profile, joined by --network.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Number of machines of the profile, connected by --network.")] = 1,
     network: Annotated[str | None, typer.Option(help="A shipped network by name, or the path of one.")] = None,
     model: Annotated[str | None, typer.Option(help="Price every component of this model instead.")] = None,
     batch: Annotated[int | None, typer.Option(help="Samples per rank.")] = None,
@@ -31,7 +31,7 @@ def cost(
     explain: Annotated[bool, typer.Option("--explain", help="Print the terms of every price and their sources too.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """What a collective costs, or every component of a model."""
+    """Price a collective, or every component of a model."""
     from parsim.report.price_tables import price_tables
     from parsim.report.tables import cost_table
     from parsim.workflow.public.functions import cost as price

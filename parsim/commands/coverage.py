@@ -22,7 +22,7 @@ def coverage(
     out: Annotated[Path | None, typer.Option(metavar="REPORT.html", help="Write tables and figures to this HTML page.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """How often the predicted intervals of a profile held in its validations, and how new ones are corrected."""
+    """Count how often a profile's prediction intervals held in its validations, and show how new ones are corrected."""
     from parsim.costs.feedback.history import history_path, read_history
     from parsim.hardware.profile import load_profile
     from parsim.report.coverage import coverage_figures, coverage_tables
@@ -32,7 +32,7 @@ def coverage(
     loaded = load_profile(profile)
     path = history_path(profile, None if history is None else str(history))
     if path is None:
-        raise ConfigError(f"{profile} is a shipped profile and has no history of its own; say where it lies: --history FILE")
+        raise ConfigError(f"{profile} is a shipped profile and has no history of its own; name one: --history FILE")
     known = read_history(path, loaded)
     tables = coverage_tables(known.records)
     if out is not None:

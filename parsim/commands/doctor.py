@@ -7,7 +7,7 @@ from parsim.workflow.progress import progress
 
 
 def doctor(as_json: JsonFlag = False) -> None:
-    """What this machine has, what will work here, what is missing and how to get it."""
+    """Check this machine: hardware and packages, which commands work here, and how to get what is missing."""
     from parsim.workflow.doctor import examine, sentence, tables
 
     with progress("Looking at this machine"):

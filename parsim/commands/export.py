@@ -44,7 +44,7 @@ def export(
     allow_code: AllowCode = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write a run folder as a file of another tool: its weights, its launch, its plan or its timeline."""
+    """Write a run folder as a file of another tool: its weights, its launch script, its plan or its timeline."""
     from parsim.workflow.exporting.formats import export_folder
 
     given = {

@@ -21,7 +21,7 @@ def import_command(
         str | None,
         typer.Option(
             metavar="KIND",
-            help="nccl-tests, kineto (torch.profiler), nsys, topo, lstopo or deepspeed. Default: what the content says.",
+            help="nccl-tests, kineto (torch.profiler), nsys, topo, lstopo or deepspeed. Default: detected from the content.",
         ),
     ] = None,
     into: Annotated[

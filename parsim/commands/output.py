@@ -99,7 +99,7 @@ def on_gpus(
     if gpus is None:
         return cluster, changes
     if cluster is not None:
-        raise ConfigError(f"--on {cluster} and --gpus {gpus} both say what the cluster is; drop one of them")
+        raise ConfigError(f"--on {cluster} and --gpus {gpus} both name the cluster; drop one of them")
     machines_of(gpus)
     return gpus, changes
 

@@ -53,7 +53,7 @@ def plan(
     ] = None,
     faster: Annotated[
         str | None,
-        typer.Option("--faster", metavar="20%", help="Search changed clusters for one that is so much faster."),
+        typer.Option("--faster", metavar="20%", help="Search for changes of the cluster that are this much faster."),
     ] = None,
     target_accuracy: Annotated[
         float | None,
@@ -67,7 +67,9 @@ def plan(
     ] = None,
     most_steps: Annotated[
         int | None,
-        typer.Option("--most-steps", min=5, metavar="N", help="With --target-accuracy: give a training up after N (2000)."),
+        typer.Option(
+            "--most-steps", min=5, metavar="N", help="With --target-accuracy: stop a training after N (default 2000)."
+        ),
     ] = None,
     curves: Annotated[
         Path | None,
@@ -75,7 +77,7 @@ def plan(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Rank the plans of the strategy that the question names, choose one, and say why the others lost."""
+    """Rank plans, choose one, and say why the others lost."""
     from parsim.workflow.large.faster import parse_faster
     from parsim.workflow.public.functions import plan as find_plan
 
@@ -89,7 +91,7 @@ def plan(
     where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples)
     if (config is None) == (not asked):
         raise typer.BadParameter(
-            "give what to plan, once: a run file, a model, or --config FILE of Megatron-LM, NeMo or torchtitan"
+            "give one question to plan: a run file, a model, or --config FILE of Megatron-LM, NeMo or torchtitan"
         )
     answer = find_plan(asked if config is None else config, cluster=where, global_batch=batch, overrides=changes, top=top)
     document = answer.to_dict()

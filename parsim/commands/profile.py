@@ -22,7 +22,7 @@ def profile(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write a commented profile that refers to parts (`new`), or list GPUs, links, networks and profiles (`list`)."""
+    """Write a commented profile made of parts (`new`), or list GPUs, links, networks and profiles (`list`)."""
     from parsim.workflow.public.parts import known_parts, new_profile
 
     if action == "list":

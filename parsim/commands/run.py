@@ -30,12 +30,12 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the latest checkpoint in --out.")] = False,
     checkpoint_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints; 0: at the end only.")] = 0,
     adaptive: Annotated[
-        bool, typer.Option("--adaptive", help="Measure while training, and change the plan where that saves time.")
+        bool, typer.Option("--adaptive", help="Measure while training, and change the plan if that saves time.")
     ] = False,
     window: Annotated[int, typer.Option(min=1, help="With --adaptive: steps between two decisions.")] = 20,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds without progress of a process after which the run ends.")] = 30,
     elastic: Annotated[
-        bool, typer.Option("--elastic", help="If a rank dies, restart by itself, on fewer devices if need be.")
+        bool, typer.Option("--elastic", help="If a rank dies, restart automatically, on fewer devices if needed.")
     ] = False,
     max_restarts: Annotated[int, typer.Option(min=0, help="With --elastic: number of restarts.")] = 3,
     overrides: Overrides = None,

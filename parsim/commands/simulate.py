@@ -46,7 +46,7 @@ def simulate(
         typer.Option(metavar="FILE", help="Stragglers, links, failures; needs --engine dynamic (docs/scenarios.md)."),
     ] = None,
     whole_run: Annotated[
-        bool, typer.Option("--whole-run", help="Simulate the whole training, as the table \\[run] of the scenario says.")
+        bool, typer.Option("--whole-run", help="Simulate the whole training, by the table \\[run] of the scenario.")
     ] = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep config, plan, timeline, trace and report.")] = None,
     as_json: JsonFlag = False,

@@ -1,4 +1,4 @@
-"""`parsim sweep`: one question at many points, as a folder of rows that goes on where it stopped."""
+"""`parsim sweep`: one question at many points, as a folder of rows that continues where it stopped."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def sweep(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Answer a question at many points. Points that are known already are not asked again."""
+    """Answer a question at many points. Points that were evaluated before are reused."""
     from parsim.workflow.sweeps.sweep import sweep as sweep_over
 
     scheduler, cluster = split_on(on or [])
@@ -122,7 +122,7 @@ def compare(
     second: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Say what differs between two answers, and why."""
+    """Show the differences between two answers, and their causes."""
     from parsim.workflow.sweeps.difference import compare_answers
 
     found = compare_answers(first, second)
@@ -139,7 +139,7 @@ def explore(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write the explorer of a sweep: one page with sliders, a map of winning plans, fronts and curves."""
+    """Write the explorer of a sweep: one page with sliders, a map of winning plans, Pareto fronts and curves."""
     from parsim.workflow.sweeps.result import open_sweep
 
     with progress(f"Drawing {sweep_folder}"):

@@ -1,4 +1,4 @@
-"""`parsim validate`: was the prediction right? Of a run that is there, or of a new one measured in rounds."""
+"""`parsim validate`: was the prediction right? For an existing run, or for a new one measured in rounds."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def validate(
         Path | None, typer.Option(metavar="FILE", help="Record the validation here instead of beside the profile.")
     ] = None,
     session: Annotated[
-        str | None, typer.Option(help="Name of measurements made together. None of them counts as a test of another.")
+        str | None, typer.Option(help="Name of measurements made together; none of them is a test of another.")
     ] = None,
     update: Annotated[
-        bool, typer.Option("--update", help="Correct the profile by what the run shows, without a calibration.")
+        bool, typer.Option("--update", help="Correct the profile by the measured run, without a calibration.")
     ] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds without progress of a process after which the run ends.")] = 30,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Predicted against measured: the step, every kind of task, peak memory; recorded in the profile's history."""
+    """Compare predicted with measured: step, every kind of task, peak memory. Record it in the profile's history."""
     from parsim.report.tables import kind_table, validation_table
     from parsim.workflow.public.functions import validate as judge
 

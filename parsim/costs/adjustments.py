@@ -282,7 +282,7 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         name="scale",
         applies_to=(*COMPUTATION, Collective, SendRecv),
         term=_scale,
-        sentence="A sweep asks what would be if computation or links were so many times as fast.",
+        sentence="A sweep scales the speed of computation or links by a factor.",
         source="`scale.compute` and `scale.links` of `parsim sweep`",
     ),
     Adjustment(

@@ -125,7 +125,7 @@ class MeasuredLoading:
         try:
             return cls(**{key: value for key, value in document.items() if key not in ("measured", "text")})
         except (TypeError, ValueError) as error:
-            raise CostError(f"this is not what was measured of loading: {error}") from error
+            raise CostError(f"this is not a measurement of loading: {error}") from error
 
 
 FEW = 6

@@ -140,8 +140,7 @@ def _read_binary(path: Path, layout: _Layout) -> tuple[NDArray[np.uint8], NDArra
     content = np.fromfile(path, dtype=np.uint8)
     if not len(content) or len(content) % record:
         raise DataError(
-            f"{path} has {len(content):,} bytes, which is no multiple of its record of {record:,}: it was cut short; unpack it "
-            "again"
+            f"{path} has {len(content):,} bytes, not a multiple of its record of {record:,}: it was cut short; unpack it again"
         )
     rows = content.reshape(-1, record)
     return _checked(path, layout, rows[:, layout.label_bytes :], rows[:, layout.label_bytes - 1].astype(np.int64))

@@ -74,7 +74,9 @@ def _drawn(entry: ModelInput, shape: tuple[int, ...], rng: np.random.Generator) 
         return rng.integers(0, 2, shape).astype(bool)
     if entry.is_integer:
         if entry.high is None:
-            raise DataError(f"input {entry.name} holds integers, and nothing tells their range; give high, their bound")
+            raise DataError(
+                f"input {entry.name} holds integers, and their range is unknown; give high, their exclusive upper bound"
+            )
         return rng.integers(entry.low, entry.high, shape).astype(entry.dtype)
     if entry.dtype.startswith("complex"):
         return (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)) / math.sqrt(2)
@@ -104,7 +106,7 @@ def _targets(
     if not entry.is_integer:
         return values.astype(np.complex128 if entry.dtype.startswith("complex") else np.float32)
     if entry.high is None:
-        raise DataError("targets hold integers, and nothing tells their range; give target.high, which they stay below")
+        raise DataError("targets hold integers, and their range is unknown; give target.high, their exclusive upper bound")
     share = 1 / (1 + np.exp(-1.702 * values))  # close to the normal distribution's own: classes are about equally frequent
     classes = entry.low + (share * (entry.high - entry.low)).astype(np.int64)
     return np.clip(classes, entry.low, entry.high - 1).astype(entry.dtype)

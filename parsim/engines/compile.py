@@ -28,7 +28,7 @@ class GraphArrays(NamedTuple):
         after: the inverse of `before`; empty but in `CompiledGraph.with_rates`, as are `kind` and `ranks`.
         resources: per task the resources it holds. heads: those on which it is issued first.
         last: int64 [R], the task issued last; -1 if the resource issues none.
-        kind: int64 [n]: COMPUTING (holds a compute stream and is no communication), COMMUNICATING or OTHER.
+        kind: int64 [n]: COMPUTING (holds a compute stream and is not a communication), COMMUNICATING or OTHER.
         ranks: per task the ranks on which it computes or communicates (none for OTHER).
     """
 

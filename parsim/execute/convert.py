@@ -75,7 +75,7 @@ def run_hop(hop: Hop, tensor: Tensor, *, ranks: Sequence[int], group: dist.Proce
             whole = tensor.contiguous()
             dist.broadcast(whole, ranks[hop.source.rank], group=group)
             return whole
-    raise ValueError(f"hop {hop} is no collective")
+    raise ValueError(f"hop {hop} is not a collective")
 
 
 def _pieces(tensor: Tensor, layout: ValueLayout) -> Tensor:

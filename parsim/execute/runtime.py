@@ -205,7 +205,7 @@ class RankProgram:
                 return partial(self._stage.optimizer_step, task.work.update_group)
             case ClipGradients() | Collective() | SendRecv():
                 return self._communicating.operation(task)
-        raise ExecutionError(f"no way to run {task.work}; teach parsim.execute.runtime this work")
+        raise ExecutionError(f"no executor for {task.work}; add it to parsim.execute.runtime")
 
     def _with_room(self, task: Task, operation: Operation) -> Operation:
         """A computation, and around it the room for what other ranks send, or are sent."""

@@ -242,7 +242,7 @@ class _Expansion:
         first = plan.mesh.rank(stage=plan.stage_of_rank(rank), replica=0, shard=plan.shard_of_rank(rank))
         offset = self._pieces.offset(phase, first, name, part)
         if offset is None:
-            raise GraphError(f"{phase} of {name} on rank {rank} is no task of the program")
+            raise GraphError(f"{phase} of {name} on rank {rank} is not a task of the program")
         return self._layout.model.component_index[name], self._replica_row[plan.replica_of_rank(rank)], offset
 
     def _units(self) -> tuple[Unit, ...]:

@@ -29,7 +29,7 @@ def hop_groups(hop: Hop, tp: int) -> tuple[tuple[int, ...], ...]:
             | "all_to_all"
         ):
             return tuple(tuple(range(start, start + large)) for start in range(0, tp, large))
-    raise GraphError(f"hop {hop} is no collective")
+    raise GraphError(f"hop {hop} is not a collective")
 
 
 def hop_pairs(hop: Hop, tp: int) -> tuple[tuple[int, int], ...]:

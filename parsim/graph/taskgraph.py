@@ -130,7 +130,7 @@ def parse_work(text: str) -> Work:
         text: of one piece of work.
 
     Raises:
-        GraphError: the text is no work.
+        GraphError: the text is not a piece of work.
     """
     if match := re.fullmatch(r"optimizer (\d+) elements in (\d+)(?: of (\S+) by (\S+))?", text):
         elements, tensors, whose, optimizer = match.groups(default="")

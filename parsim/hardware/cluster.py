@@ -80,11 +80,11 @@ class Cluster:
 
     @cached_property
     def most_on_a_node(self) -> int:
-        """Ranks of the node that has most."""
+        """The largest number of ranks on one node."""
         return max(Counter(node for node, _ in self.places).values())
 
     def spread(self, group: tuple[int, ...]) -> NodeSpread:
-        """Where the ranks of a group sit: per node, in order, the sorted numbers of their devices there."""
+        """Devices of a group's ranks: per node, in order, the sorted numbers of their devices there."""
         if group not in self._spreads:
             members: dict[int, list[int]] = {}
             for rank in group:
@@ -109,11 +109,11 @@ def cluster_from_profile(
 
     Args:
         devices: listed numbers count through the nodes: device d of node k is k * (devices per node) + d.
-        network: what joins the nodes: a shipped network by name, the path of one, or a Network. Needed for nodes > 1; with one
+        network: between the nodes: a shipped network by name, the path of one, or a Network. Needed for nodes > 1; with one
             node it prices nothing.
 
     Raises:
-        ProfileError: the profile has not that many devices, or not those; the topology is not connected; no network, an
+        ProfileError: the profile lacks that many devices, or these; the topology is not connected; no network, an
             unknown one, or a machine that cannot be multiplied.
     """
     if nodes < 1:
@@ -124,7 +124,7 @@ def cluster_from_profile(
             f"{MOST_DEVICES:,} at most; use nodes <= {MOST_DEVICES // len(profile.devices):,}"
         )
     if nodes > 1 and network is None:
-        raise ProfileError(f"nodes = {nodes} needs a network that joins them: one of {', '.join(shipped_networks())}")
+        raise ProfileError(f"nodes = {nodes} needs a network between them: one of {', '.join(shipped_networks())}")
     joined = load_network(network) if isinstance(network, str) else network
     if nodes > 1 and joined is not None:
         links, name = cluster_links(profile, nodes, joined), f"{nodes} x {profile.name} on {joined.name}"
@@ -198,7 +198,7 @@ def _check_connected(profile: Profile, topology: Topology) -> None:
     if len(parts) > 1:
         listing = " | ".join(", ".join(part[:6]) + (", ..." if len(part) > 6 else "") for part in parts[:4])
         raise ProfileError(
-            f"the topology of profile {profile.name} falls into {len(parts)} parts that no link joins: {listing}; "
+            f"the topology of profile {profile.name} falls into {len(parts)} parts that no link connects: {listing}; "
             "add the missing link"
         )
 

@@ -159,7 +159,7 @@ def parse_network(text: str, where: str) -> Network:
     try:
         return Network.model_validate(document)
     except ValidationError as error:
-        raise ProfileError(f"network {where} is broken: {problems_text(error, 'network')}; mend these") from error
+        raise ProfileError(f"network {where} is broken: {problems_text(error, 'network')}; fix these") from error
 
 
 def _listing() -> str:

@@ -144,7 +144,7 @@ def _relink(join: tuple[str, str, str, int, float, float]) -> Link:
 
 def _only_leaf(number: int, leaves: set[str]) -> str:
     if len(leaves) > 1:
-        raise ProfileError(f"node {number} reaches the switches {', '.join(sorted(leaves))}; join all its cards to one leaf")
+        raise ProfileError(f"node {number} reaches the switches {', '.join(sorted(leaves))}; connect all its cards to one leaf")
     return next(iter(leaves), "")
 
 

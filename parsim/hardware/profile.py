@@ -74,7 +74,7 @@ class Quantiles(ProfileRecord):
     @model_validator(mode="after")
     def _ordered(self) -> Quantiles:
         if not self.p05 <= self.median <= self.p95:
-            raise ValueError(f"p05 {self.p05:g}, median {self.median:g}, p95 {self.p95:g} must not descend")
+            raise ValueError(f"p05 {self.p05:g}, median {self.median:g}, p95 {self.p95:g} must be in ascending order")
         return self
 
 
@@ -517,12 +517,12 @@ def parse_profile(text: str, where: str) -> Profile:
     """
     document = from_text(text, where)
     if isinstance(document, dict) and (problem := version_problem(document, SCHEMA_VERSION)):
-        raise ProfileError(f"profile {where} is broken: {problem}; mend these or calibrate again")
+        raise ProfileError(f"profile {where} is broken: {problem}; fix these or calibrate again")
     check_texts(text, document, where)
     try:
         return Profile.model_validate(document)
     except ValidationError as error:
-        raise ProfileError(f"profile {where} is broken: {problems_text(error)}; mend these or calibrate again") from error
+        raise ProfileError(f"profile {where} is broken: {problems_text(error)}; fix these or calibrate again") from error
 
 
 def problems_text(error: ValidationError, whole: str = "profile") -> str:

@@ -31,7 +31,7 @@ def from_text(text: str, where: str, what: str = "profile") -> Any:
         document = parse_json(text)
     except json.JSONDecodeError as error:
         raise ProfileError(
-            f"{what} {where} is not JSON: {error.msg} at line {error.lineno} column {error.colno}; mend it or calibrate again"
+            f"{what} {where} is not JSON: {error.msg} at line {error.lineno} column {error.colno}; fix it or calibrate again"
         ) from error
     return _decode(document, where, ())
 
@@ -77,13 +77,13 @@ def _records(table: dict[str, Any], where: str, path: tuple[str, ...]) -> list[d
     columns, rows, constants = table.get("columns"), table["rows"], table.get("constants", {})
     place = ".".join(path)
     if not isinstance(columns, list) or not isinstance(rows, list) or not isinstance(constants, dict):
-        raise ProfileError(f"profile {where} is broken: {place} needs the lists columns and rows; mend it or calibrate again")
+        raise ProfileError(f"profile {where} is broken: {place} needs the lists columns and rows; fix it or calibrate again")
     records: list[dict[str, Any]] = []
     for number, row in enumerate(rows):
         if not isinstance(row, list) or len(row) != len(columns):
             raise ProfileError(
                 f"profile {where} is broken: {place}.rows.{number} must have {len(columns)} entries "
-                f"({', '.join(map(str, columns))}), got {row!r}; mend it or calibrate again"
+                f"({', '.join(map(str, columns))}), got {row!r}; fix it or calibrate again"
             )
         records.append({**constants, **dict(zip(columns, row, strict=True))})
     return records

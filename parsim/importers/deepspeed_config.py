@@ -65,9 +65,9 @@ HARMLESS: Mapping[str, str] = {
 """Keys that change a step's time and memory by nothing worth pricing, and why."""
 
 MATTERS: Mapping[str, str] = {
-    "zero_optimization.offload_optimizer": "the optimizer's state lies on the host: less memory, slower steps",
-    "zero_optimization.offload_param": "parameters lie on the host or a disk: less memory, and every layer waits for PCIe",
-    "zero_optimization.overlap_comm": "false: communication hides nothing, and parsim hides what it can",
+    "zero_optimization.offload_optimizer": "the optimizer's state is on the host: less memory, slower steps",
+    "zero_optimization.offload_param": "parameters are on the host or a disk: less memory, and every layer waits for PCIe",
+    "zero_optimization.overlap_comm": "false: communication does not overlap; parsim overlaps as much as possible",
     "zero_optimization.allgather_bucket_size": "parsim gathers in the buckets of the gradients",
     "zero_optimization.stage3_prefetch_bucket_size": "parsim gathers one bucket ahead",
     "zero_optimization.stage3_param_persistence_threshold": "small parameters stay whole: a little more memory, fewer messages",
@@ -141,7 +141,7 @@ def read_deepspeed(source: SourceFile, *, ranks: int | None = None) -> DeepSpeed
     document = source.json("a DeepSpeed config")
     if not isinstance(document, dict) or not document:
         raise ImportedFileError(
-            f"{source.path} is no DeepSpeed config: it must be a JSON table with keys such as {listed(BATCH_KEYS)}"
+            f"{source.path} is not a DeepSpeed config: it must be a JSON table with keys such as {listed(BATCH_KEYS)}"
         )
     reading = _Reading(str(source.path))
     auto = tuple(shown(path) for path, value in _leaves(document) if value == AUTO)

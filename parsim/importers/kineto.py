@@ -116,7 +116,7 @@ def read_kineto(source: SourceFile, *, steps: int | None = None) -> KinetoTrace:
         source: the file. steps: how many it holds, where it has no ProfilerStep ranges (None: one).
 
     Raises:
-        ImportedFileError: it is no trace, it holds no activity, or no activity lies in its steps.
+        ImportedFileError: it is not a trace, it holds no activity, or no activity lies in its steps.
     """
     return trace_of(source.json("a trace"), str(source.path), steps)
 

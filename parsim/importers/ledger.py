@@ -2,7 +2,7 @@
 
 At every moment of the recorded steps the rank is in the first of these that holds:
 
-    compute                 a kernel (or an operator of a CPU) runs that is no communication and no copy
+    compute                 a kernel (or an operator of a CPU) runs that is neither communication nor a copy
     exposed communication   communication runs
     exposed copies          a copy to, from or on the device runs
     data loading            nothing runs, and the host has not yet launched what runs next, since it fetches data

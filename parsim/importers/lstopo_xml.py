@@ -102,7 +102,7 @@ def read_lstopo(source: SourceFile) -> MachineTree:
     document = _parsed(source)
     if document.root != "topology" or not document.objects:
         raise ImportedFileError(
-            f"{source.path} is no topology of hwloc (its root is {shown(document.root)!r}); expected {EXPECTED}"
+            f"{source.path} is not a topology of hwloc (its root is {shown(document.root)!r}); expected {EXPECTED}"
         )
     devices = [node for node in document.objects if node.kind == "PCIDev"]
     gpus = sorted(((_order(node), node) for node in devices if _is_gpu(node)), key=lambda entry: entry[0])
@@ -164,7 +164,7 @@ def _parsed(source: SourceFile) -> _Document:
     try:
         parser.Parse(source.data, True)
     except (expat.ExpatError, ValueError, LookupError) as error:
-        raise ImportedFileError(f"{source.path} is no whole XML file: {shown(error)}; expected {EXPECTED}") from error
+        raise ImportedFileError(f"{source.path} is not a complete XML file: {shown(error)}; expected {EXPECTED}") from error
     return found
 
 
@@ -265,8 +265,8 @@ def _lanes(document: _Document, gpus: list[_Object]) -> dict[tuple[int, int], in
         direct = {(a, b): switched[0] for a in range(len(gpus)) for b in range(a + 1, len(gpus))}
     elif any(switched):
         raise ImportedFileError(
-            f"NVLinkBandwidth joins GPUs to switches unevenly ({listed(sorted(set(switched)))} MB/s); parsim knows machines in "
-            "which all GPUs have as many lanes to switches"
+            f"NVLinkBandwidth connects GPUs to switches unevenly ({listed(sorted(set(switched)))} MB/s); parsim knows "
+            "machines in which all GPUs have equally many lanes to switches"
         )
     lane = _lane_speed(gpus, list(direct.values()))
     return {pair: value // lane for pair, value in direct.items()}
@@ -281,4 +281,4 @@ def _lane_speed(gpus: list[_Object], values: list[int]) -> int:
         if all(value % speed == 0 for value in values):
             return speed
     seen = listed(sorted(set(values)))
-    raise ImportedFileError(f"NVLinkBandwidth of {seen} MB/s is no multiple of a lane's {listed(known)} MB/s")
+    raise ImportedFileError(f"NVLinkBandwidth of {seen} MB/s is not a multiple of a lane's {listed(known)} MB/s")

@@ -1,6 +1,6 @@
 """The output of nccl-tests, as text or JSON: which collective over which devices took how long at which size.
 
-A text is a log: whatever is no row and no header is counted and left out. A row is
+A text is a log: whatever is neither a row nor a header is counted and left out. A row is
 
     size count type [redop] [root]  time algbw busbw #wrong  time algbw busbw #wrong
 
@@ -233,7 +233,9 @@ def _add_row(
 def _from_json(source: SourceFile, skipped: dict[str, int]) -> list[_Draft]:
     document = source.json("a JSON file of nccl-tests")
     if not isinstance(document, dict) or not isinstance(document.get("results"), list):
-        raise ImportedFileError(f"{source.path} is no JSON file of nccl-tests: it has no list `results`; expected {EXPECTED}")
+        raise ImportedFileError(
+            f"{source.path} is not a JSON file of nccl-tests: it has no list `results`; expected {EXPECTED}"
+        )
     draft = _Draft()
     stated = document.get("config")
     config: dict[str, Any] = stated if isinstance(stated, dict) else {}

@@ -111,7 +111,7 @@ def is_counted(name: str) -> bool:
 
 
 def _dims(value: object) -> list[list[int]]:
-    """Shapes of the inputs; [] for one that is no tensor."""
+    """Shapes of the inputs; [] for one that is not a tensor."""
     if not isinstance(value, list):
         return []
     return [

@@ -77,7 +77,7 @@ def with_measured(profile: Profile, log: NcclLog, digest: str, where: str) -> tu
         if lost := sorted(set(test.group) - known):
             raise ImportedFileError(
                 f"the file was measured on devices {list(test.group)}, and profile {profile.name} has no device {lost[0]}; "
-                "take a profile of that machine, or say which devices these are: --ranks 0,1,2,3"
+                "take a profile of that machine, or map them to devices: --ranks 0,1,2,3"
             )
     key = PREFIX + digest
     new = [point for test in log.tests for point in _points(test, key)]

@@ -55,7 +55,7 @@ class SourceFile:
             what: kind of file, for the message.
 
         Raises:
-            ImportedFileError: it is no JSON, or nested too deep.
+            ImportedFileError: it is not JSON, or nested too deep.
         """
         try:
             return parse_json(self.text)

@@ -56,7 +56,7 @@ def read_topo_matrix(source: SourceFile) -> MachineTree:
                 )
             if wrong := [entry for entry in entries if not ENTRY.fullmatch(entry)]:
                 raise ImportedFileError(
-                    f"{source.path}: {shown(wrong[0])!r} in the row of {words[0]} is no entry of this matrix"
+                    f"{source.path}: {shown(wrong[0])!r} in the row of {words[0]} is not an entry of this matrix"
                 )
             rows[words[0]], rest[words[0]] = entries, words[1 + len(columns) :]
     gpus = [name for name in columns if GPU.fullmatch(name)]

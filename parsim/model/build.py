@@ -129,7 +129,7 @@ def _raised(error: Exception, package: str) -> str:
     imports = ("<frozen importlib", importlib.__file__)
     own = [frame for frame in frames if not frame.filename.startswith(imports)]
     lines = "".join(traceback.format_list(own) + traceback.format_exception_only(error))
-    return f"raised {type(error).__name__}; mend {package}:\nTraceback (most recent call last):\n{lines.rstrip()}"
+    return f"raised {type(error).__name__}; fix {package}:\nTraceback (most recent call last):\n{lines.rstrip()}"
 
 
 def build_fake(spec: ModelSpec) -> nn.Module:

@@ -56,7 +56,7 @@ def model_from_module(
 
     if not isinstance(module, nn.Module):
         raise ModelError(
-            f"{type(module).__name__} is no model: give the name of one, a run file, a parsim.Model or a torch.nn.Module"
+            f"{type(module).__name__} is not a model: give the name of one, a run file, a parsim.Model or a torch.nn.Module"
         )
     called, tokens = name or type(module).__name__, None
     declared: tuple[ModelInput | None, ...]

@@ -126,8 +126,8 @@ class ModelInput:
         if self.is_integer:
             if self.high is None:
                 raise ModelError(
-                    f"input {self.name} holds integers, and nothing tells their range; give high, which they stay below, for "
-                    f'example {self.name} = {{ shape = {list(self.shape)}, dtype = "{self.dtype}", high = 1000 }}'
+                    f"input {self.name} holds integers, and their range is unknown; give high, their exclusive upper bound, "
+                    f'for example {self.name} = {{ shape = {list(self.shape)}, dtype = "{self.dtype}", high = 1000 }}'
                 )
             return torch.randint(self.low, self.high, shape, generator=generator).to(getattr(torch, self.dtype))
         wanted = dtype if self.dtype == DEFAULT_DTYPE else getattr(torch, self.dtype)
@@ -215,7 +215,7 @@ def inputs_from(document: Mapping[str, Any], prefix: str = "") -> tuple[ModelInp
     A table (or list) without a shape holds further inputs.
 
     Raises:
-        ModelError: as ModelInput; or an entry that is no table.
+        ModelError: as ModelInput; or an entry that is not a table.
     """
     found: list[ModelInput] = []
     for key, entry in document.items():

@@ -233,7 +233,7 @@ def drawn_batch(inputs: tuple[ModelInput, ...], weights: str = "float32") -> dic
 
 
 def _samples(inputs: tuple[ModelInput, ...]) -> int:
-    """Two, or the next number that is no dim 0 of a constant."""
+    """Two, or the next number that is not a dim 0 of a constant."""
     constants = {entry.shape[0] for entry in inputs if entry.constant and entry.shape}
     return next(count for count in range(2, 3 + len(constants)) if count not in constants)
 

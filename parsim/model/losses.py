@@ -118,7 +118,7 @@ def usual_loss(name: str, output: tuple[int, ...], *, tokens: bool) -> str:
         return "cross_entropy"
     maps = f', "cross_entropy" with classes_dim = 0 (maps of {output[0]} classes)' if len(output) > 2 else ""
     raise ModelError(
-        f'{name} returns {list(output)} per sample, which leaves the loss open. In [model] choose loss = "mse" (targets like '
+        f'{name} returns {list(output)} per sample, so the loss is ambiguous. In [model] choose loss = "mse" (targets like '
         f'the output), "bce" (0 or 1 for each number), "cross_entropy" with classes_dim = -1 (classes along the last dim, '
         f'{output[-1]}){maps}. Or give a loss of your own as "package:function" or "package.module:ROW"'
     )

@@ -43,7 +43,7 @@ from parsim.units import format_count
 
 SCHEMA_VERSION = 5
 COUPLED = "coupled"
-"""`Model.loss_form` of a loss that is no sum over samples."""
+"""`Model.loss_form` of a loss that is not a sum over samples."""
 ADDED_UP = "added up"
 """`Model.loss_form` of a scalar that is the sum over the batch, where the mean is expected."""
 SUBLAYER = "sublayer"
@@ -56,13 +56,13 @@ class Model(Remembering):
 
     Attributes:
         granularity: one of GRANULARITIES. inputs, outputs: names of Values.
-        source: how it was made, e.g. "trace of parsim.model.zoo.resnet.resnet50(num_classes=100)".
-        loss: by which it trains, the text of a `parsim.model.objective.objective.Objective`; "": unknown, or none.
+        source: its origin, e.g. "trace of parsim.model.zoo.resnet.resnet50(num_classes=100)".
+        loss: its training loss, the text of a `parsim.model.objective.objective.Objective`; "": unknown, or none.
         loss_form: "": a sum over samples. "mean": a scalar taken as the mean over the batch; "per sample": one number each,
-            added up; either with "unchecked" where nobody has compared batches. "coupled": no sum over samples. "added up":
+            added up; either with "unchecked" if batches were not compared. "coupled": not a sum over samples. "added up":
             a scalar that is the sum and not the mean.
-        assumptions: what its numbers assume about the data, for people: balanced experts, the branch of an example.
-        half_refused: why its forward could not be recorded under autocast; "": it was, or nobody tried.
+        assumptions: of its numbers about the data, for users: balanced experts, the branch of an example.
+        half_refused: why its forward could not be recorded under autocast; "": it was, or it was not tried.
     """
 
     name: str

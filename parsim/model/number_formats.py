@@ -33,7 +33,7 @@ class NumberFormat:
         autocast: the type autocast computes in, as torch names it; "" without autocast.
         scales_loss: the loss is multiplied before the backward, and the gradients divided after it.
         devices: the kinds that can run it; none: it is priced only.
-        beside: the precision of whatever is no product or convolution (norms, attention, additions); "": the same.
+        beside: the precision of whatever is not a product or convolution (norms, attention, additions); "": the same.
     """
 
     element_bytes: int

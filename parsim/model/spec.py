@@ -145,7 +145,7 @@ def resolve(spec: ModelSpec) -> ModelSpec:
         if any(size < 1 for size in spec.input_shape or ()):
             raise ModelError(f"input_shape sizes must be >= 1, got {spec.input_shape}")
         if spec.inputs is not None and spec.input_shape is not None:
-            raise ModelError(f"{spec.name}: inputs and input_shape both say what it takes; drop input_shape")
+            raise ModelError(f"{spec.name}: inputs and input_shape both describe the inputs; drop input_shape")
         inputs = None if spec.inputs is None else ordered(spec.inputs)
         return replace(spec, args=tuple(sorted(spec.args)), inputs=inputs)
     row = zoo_row(spec.name)

@@ -138,7 +138,7 @@ def read(key: str) -> Model | None:
 
 
 def write(key: str, model: Model) -> None:
-    """Keep a Model. A folder that cannot be written is no error: the Model is traced again next time."""
+    """Keep a Model. A folder that cannot be written is not an error: the Model is traced again next time."""
     place = folder()
     if place is None:
         return

@@ -46,7 +46,7 @@ def concurrent_with(mesh: Mesh, work: Work) -> Groups:
 def concurrent_groups(mesh: Mesh, group: tuple[int, ...]) -> Groups:
     """The group and its shifts along dp and tp that share no rank with it or one another; each in ascending order.
 
-    A group that is no grid of stages, replicas and shards (there is none in plans of today) comes back alone.
+    A group that is not a grid of stages, replicas and shards (there is none in plans of today) comes back alone.
     """
     stages, replicas, shards = (sorted(axis) for axis in zip(*(_place(mesh, rank) for rank in group), strict=True))
     grid = [sorted(set(axis)) for axis in (stages, replicas, shards)]

@@ -2,7 +2,7 @@
 
 A group of cp neighbours works on the same samples, each on its piece of the sequence. All of them hold the same parameters,
 so they count among the `copies` of a stage, as replicas do. Experts are divided over ep neighbouring copies, which
-therefore is no axis of its own: ep divides dp * cp.
+therefore is not an axis of its own: ep divides dp * cp.
 """
 
 from __future__ import annotations

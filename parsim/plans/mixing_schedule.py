@@ -104,11 +104,11 @@ def parse_mixing(text: str) -> MixingSchedule:
         text: such as "lattice(neighbours=4)".
 
     Raises:
-        PlanError: an unknown graph or setting, or a setting that is no number.
+        PlanError: an unknown graph or setting, or a setting that is not a number.
     """
     match = _CALL.fullmatch(text.strip())
     if match is None:
-        raise PlanError(f"{text!r} is no mixing graph; write for example ring or lattice(neighbours=4)")
+        raise PlanError(f"{text!r} is not a mixing graph; write for example ring or lattice(neighbours=4)")
     settings: dict[str, Any] = {}
     for word in filter(None, (part.strip() for part in (match[2] or "").split(","))):
         key, given, value = (part.strip() for part in word.partition("="))
@@ -119,7 +119,7 @@ def parse_mixing(text: str) -> MixingSchedule:
         try:
             settings[key] = (_ADA_KEYS.get(key, int) if match[1] == ADA else int)(value)
         except ValueError as error:
-            raise PlanError(f"{text!r}: {key} = {value!r} is no number") from error
+            raise PlanError(f"{text!r}: {key} = {value!r} is not a number") from error
     return MixingSchedule(match[1], tuple(sorted(settings.items())))
 
 

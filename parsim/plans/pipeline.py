@@ -104,7 +104,7 @@ def parse_action(text: str) -> Action:
         text: such as "1F0".
 
     Raises:
-        PlanError: the text is no action.
+        PlanError: the text is not an action.
     """
     match = re.fullmatch(rf"(\d+)([{''.join(_PHASES)}])(\d+)", text)
     if match is None:

@@ -55,7 +55,7 @@ def parse_placement(text: str) -> Placement:
         text: such as "batch" or "shard:column/4".
 
     Raises:
-        PlanError: the text is no placement.
+        PlanError: the text is not a placement.
     """
     match = re.fullmatch(r"(batch|replicate)|shard:([^/:]+)/(\d+)|place:(\d+)", text)
     if match is None:

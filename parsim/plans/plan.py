@@ -1,6 +1,6 @@
-"""A Plan: intent. Which component on which ranks, in how many microbatches, in which order, synchronised how.
+"""A Plan: which component runs on which ranks, in how many microbatches, in which order, with which synchronisation.
 
-Frozen, JSON, holds no measured number. `check_plan` compares it with a model and a batch.
+Frozen, saved as JSON, without measured numbers. `check_plan` compares it with a model and a batch.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ ZERO_STAGES_TEXT = "it is 0, 1 (optimizer state divided), 2 (gradients too) or 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Consecutive components on a `dp x tp` grid of ranks (replica-major), and how each lies on the tp axis.
+    """Consecutive components on a `dp x tp` grid of ranks (replica-major), and the placement of each on the tp axis.
 
-    `placements` is one per component; left out: all batch-sharded.
+    `placements` has one per component; default: all batch-sharded.
     """
 
     components: tuple[str, ...]
@@ -102,13 +102,13 @@ class Plan:
             pipeline order gives it.
         pipeline_order: a key of `parsim.plans.pipeline.PIPELINE_ORDERS`.
         bucket_bytes: a gradient bucket is closed once it holds this much.
-        zero_stage: arrays divided over the ranks that hold the same parameters. 1: the optimizer state and its step. 2:
+        zero_stage: arrays sharded over the ranks that hold the same parameters. 1: the optimizer state and its step. 2:
             the gradients too, summed after the backward of every microbatch. 3: the parameters too, gathered where they
             are used.
-        recompute: the components that keep nothing but their inputs and run their forward again before their backward: "none",
+        recompute: the components that keep only their inputs and run their forward again before their backward: "none",
             "full" (all of them), "selective" (all by operator), or their names, "selective:NAME" for one by operator.
-        segments: runs of consecutive components of a stage that keep only what enters the run. Before the backward of its last,
-            the whole run is computed again, and its conversions on the tp axis are sent again.
+        segments: runs of consecutive components of a stage that keep only the inputs of the run. Before the backward of its
+            last component, the whole run is recomputed, and its conversions on the tp axis are sent again.
         gather_ahead: with zero_stage 1, parameters are gathered at the beginning of a step, bucket by bucket before their first
             use, and not at its end.
         blocking_transfers: a rank computes nothing while it sends a value or gradient to another stage, as Megatron-LM before
@@ -118,13 +118,13 @@ class Plan:
         tensor_overlap: all_gathers and reduce_scatters on the tp axis run in pieces beside the products that read or make them.
         tensor_backward_overlap: in the backward, gradients of values are summed over the tp axis beside the gradient of the
             weight that read the value, as Megatron-LM of 2022 does.
-        context_exchange: with mesh.cp above 1, how attention comes by the keys and values of the other pieces of the sequence.
-            "ring": in turn from neighbour to neighbour, while it works on those it has. "all_gather": all of them before it
-            begins, and a reduce_scatter of their gradients.
-        backward_prefetch: with zero_stage 3, parameters are gathered while the backward before runs. False: behind it and its
+        context_exchange: with mesh.cp above 1, how attention gets the keys and values of the other parts of the sequence.
+            "ring": step by step from neighbour to neighbour, overlapped with the computation. "all_gather": all of them
+            beforehand, and a reduce_scatter of their gradients.
+        backward_prefetch: with zero_stage 3, parameters are gathered during the preceding backward. False: after it and its
             reduce_scatter, as FSDP's BACKWARD_POST does.
-        clip_gradients: before every update the norm of all gradients is known to all ranks, and they are scaled by it.
-        synchronisation: how and when replicas come together (`parsim.plans.synchronisation`).
+        clip_gradients: before every update all ranks get the norm of all gradients, and scale their gradients by it.
+        synchronisation: how and when replicas synchronise (`parsim.plans.synchronisation`).
     """
 
     strategy: str
@@ -253,7 +253,7 @@ class Plan:
 
     @property
     def recomputes(self) -> bool:
-        """Whether anything runs again."""
+        """Whether any component is recomputed."""
         return self.recompute != NONE or bool(self.segments)
 
     @property
@@ -263,12 +263,12 @@ class Plan:
 
     @property
     def executable(self) -> bool:
-        """Whether the executor can run the plan; what it cannot is simulated only."""
+        """Whether the executor can run the plan; other plans are simulated only."""
         return not self.not_executable
 
     @property
     def not_executable(self) -> str:
-        """The key that only the simulator knows; "" where there is none."""
+        """The key that only the simulator supports; "" if there is none."""
         axes = [f"mesh.{axis}" for axis in ("cp", "ep") if getattr(self.mesh, axis) > 1]
         return next(iter([*axes, *(key for key in SIMULATED_ONLY if getattr(self, key))]), "")
 
@@ -278,7 +278,7 @@ class Plan:
 
     @property
     def microbatch_samples(self) -> int:
-        """Samples of one microbatch on one replica, which its tp ranks share as their placements say."""
+        """Samples of one microbatch on one replica; its tp ranks share them according to their placements."""
         return self.global_batch // (self.mesh.dp * self.microbatches)
 
     @property
@@ -426,11 +426,11 @@ def _check_axis(name: str, placement: Placement, tp: int) -> None:
     if placement.kind == "place" and not 0 <= placement.shard < tp:
         raise PlanError(f"{name} {placement}: tp rank {placement.shard} does not exist; tp is {tp}")
     if placement.kind == "replicate" and tp == 1:
-        raise PlanError(f"{name} replicate: there is nothing to replicate over with tp = 1; write batch")
+        raise PlanError(f"{name} replicate: tp = 1 has no ranks to replicate over; write batch")
 
 
 def check_plan(plan: Plan, model: Model) -> None:
-    """Check that the stages hold exactly the model's components, in its order, each with a placement it can have.
+    """Check that the stages hold exactly the model's components, in its order, each with a valid placement.
 
     Args:
         plan: to check. model: that it is for.

@@ -32,7 +32,7 @@ AUTO: Literal["auto"] = "auto"
 def normalised(recompute: Recompute | Sequence[str], components: Sequence[str]) -> Recompute:
     """The one way to write the choice: names in execution order, a word where it means all or none of them.
 
-    Raises PlanError for another word, a name that is no component of the plan, or one that is recomputed in both ways.
+    Raises PlanError for another word, a name that is not a component of the plan, or one that is recomputed in both ways.
     """
     if isinstance(recompute, str):
         if recompute not in WORDS:
@@ -45,7 +45,7 @@ def normalised(recompute: Recompute | Sequence[str], components: Sequence[str]) 
     for entry in given:
         name = entry.removeprefix(BY_OPERATOR)
         if name not in components:
-            raise PlanError(f"recompute names {name!r}, which is no component of the plan{near_matches(name, components)}")
+            raise PlanError(f"recompute names {name!r}, which is not a component of the plan{near_matches(name, components)}")
         if entry != name and name in given:
             raise PlanError(f"recompute names {name!r} and {entry!r}: a component is recomputed in one way; drop one of them")
     chosen = tuple(entry for name in components for entry in (name, BY_OPERATOR + name) if entry in given)
@@ -91,9 +91,11 @@ def check_segments(segments: Sequence[Sequence[str]], recompute: Recompute, stag
     for segment in segments:
         for name in segment:
             if name not in place:
-                raise PlanError(f"segments name {name!r}, which is no component of the plan{near_matches(name, list(place))}")
+                raise PlanError(
+                    f"segments name {name!r}, which is not a component of the plan{near_matches(name, list(place))}"
+                )
             if name in seen:
-                raise PlanError(f"{name} would be recomputed twice: it stands in two segments, or in recompute as well")
+                raise PlanError(f"{name} would be recomputed twice: it is in two segments, or in recompute as well")
             seen.add(name)
         stage, first = place[segment[0]] if segment else (0, 0)
         if not segment or [place[name] for name in segment] != [(stage, first + offset) for offset in range(len(segment))]:

@@ -60,7 +60,7 @@ def parse_layout(text: str) -> ValueLayout:
         text: such as "full/4", "shard1/4" or "shard2/4:50257".
 
     Raises:
-        PlanError: the text is no layout.
+        PlanError: the text is not a layout.
     """
     match = re.fullmatch(r"(full|partial|maximum|shard|placed)(\d*)/(\d+)(?::(\d+))?", text)
     if match is None:
@@ -161,7 +161,7 @@ def parse_hop(text: str) -> Hop:
         text: such as "all_gather_batch:full/1>full/4".
 
     Raises:
-        PlanError: the text is no hop.
+        PlanError: the text is not a hop.
     """
     operation, _, ends = text.partition(":")
     source, _, target = ends.partition(">")

@@ -37,7 +37,7 @@ OUTER_OPTIMIZERS = {"none": 0.0, "sgd": 1.0, "momentum": 0.7, "nesterov": 0.7}
 """Name of an outer optimizer, and its learning rate where none is given."""
 OUTER_MOMENTUM = 0.9
 TURN_MERGES = ("half", "running", "staleness")
-"""Merges that replicas can make in turn. `buffered` is no plan's: it keeps arrivals beside the global model."""
+"""Merges that replicas can make in turn. `buffered` is not a plan's: it keeps arrivals beside the global model."""
 MOST_PERIOD = 10**6
 DRAWN_ROUNDS = 4
 """Rounds with drawn replicas that are simulated."""
@@ -117,7 +117,7 @@ class Synchronisation:
             if self.graph:
                 object.__setattr__(self, "graph", str(parse_mixing(self.graph)))
         if any(delay < 0 for delay in self.delays):
-            raise PlanError(f"synchronisation.delays = {list(self.delays)}: no gradient is early; use numbers from 0 on")
+            raise PlanError(f"synchronisation.delays = {list(self.delays)}: a delay cannot be negative; use numbers >= 0")
 
     def _given(self) -> list[str]:
         """Keys that differ from their defaults, in order; `kind` apart."""
@@ -221,7 +221,9 @@ class Synchronisation:
 
     def _check_delays(self, mesh: Mesh) -> None:
         if mesh.pp < 2:
-            raise PlanError('synchronisation "stale" needs at least 2 stages: with mesh.pp = 1 nothing is late; use all_reduce')
+            raise PlanError(
+                'synchronisation "stale" needs at least 2 stages: with mesh.pp = 1 there is no delay; use all_reduce'
+            )
         if mesh.tp > 1:
             raise PlanError('synchronisation "stale" is not built for mesh.tp above 1; use dp and pp')
         known = tuple(2 * (mesh.pp - 1 - stage) for stage in range(mesh.pp))
@@ -366,7 +368,7 @@ def parse_synchronisation(text: str) -> Synchronisation:
             if not given or "(" in name:
                 name = "graph"
             if name in seen:
-                raise PlanError(f"{text!r} is no synchronisation: {word!r} is a second {name}; give one")
+                raise PlanError(f"{text!r} is not a synchronisation: {word!r} is a second {name}; give one")
             seen.add(name)
             match name:
                 case "graph":
@@ -388,11 +390,11 @@ def parse_synchronisation(text: str) -> Synchronisation:
                     found["delays"] = tuple(map(int, value.split(",")))
                 case _:
                     raise PlanError(
-                        f"{text!r} is no synchronisation: {word!r} is unknown{near_matches(name, _WORDS)}; known: "
+                        f"{text!r} is not a synchronisation: {word!r} is unknown{near_matches(name, _WORDS)}; known: "
                         f"{', '.join(f'{known}=' for known in _WORDS)}, or a graph"
                     )
     except ValueError as error:
-        raise PlanError(f"{text!r} is no synchronisation: {error}; write e.g. `average/8` or `gossip/1 ring`") from error
+        raise PlanError(f"{text!r} is not a synchronisation: {error}; write e.g. `average/8` or `gossip/1 ring`") from error
     return Synchronisation(**found)
 
 

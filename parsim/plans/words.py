@@ -53,7 +53,7 @@ def synchronisation_in_words(plan: Plan) -> str:
         case "gossip":
             return f"mixing weights with neighbours ({rule.graph or 'given weights'}) {every}"
         case "merge":
-            return f"merging weights in turn ({rule.merge}) {every}"
+            return f"merging weights one after another ({rule.merge}) {every}"
         case "stale":
             late = [rule.delay_of(stage, plan.mesh.pp) for stage in range(plan.mesh.pp)]
             return f"with gradients up to {max(late)} steps late and no stage waiting for another"

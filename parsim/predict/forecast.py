@@ -57,7 +57,7 @@ class Played:
         rule = self.evaluation.result.plan.synchronisation
         if rule.is_relaxed:
             raise ScenarioError(
-                f"scenarios are played for synchronous plans, and the plan has synchronisation {rule}; leave out the scenario, "
+                f"scenarios are for synchronous plans, and the plan has synchronisation {rule}; leave out the scenario, "
                 "or plan.synchronisation"
             )
         check_places(self.scenario, self.evaluation.compiled.columns.world_size, self.problem.cluster)

@@ -108,13 +108,13 @@ def report_html(data: ReportData) -> str:
         parts.append(_table(tables.validation_table(runs, title="")))
         caption = (
             "Error of the step, its predicted 90% interval, and in grey how far two halves of the same measurement "
-            "differ: an error inside the grey band cannot be told from noise."
+            "differ: an error inside the grey band may be noise."
         )
         parts.append(_figure(drawn, figures.errors_figure(runs), caption))
         parts.append("</section>")
     parts += [_section(section, number, drawn) for number, section in enumerate(data.sections)]
     if data.extra_tables or data.extra_figures:
-        parts.append('<section id="more"><h2>What the numbers rest on</h2>')
+        parts.append('<section id="more"><h2>Where the numbers come from</h2>')
         parts += [f"<h3>{html.escape(table.title)}</h3>{_table(table)}" for table in data.extra_tables]
         parts += [f"<h3>{html.escape(title)}</h3>{_figure(drawn, *shown)}" for title, *shown in data.extra_figures]
         parts.append("</section>")
@@ -140,7 +140,7 @@ def _header(data: ReportData, *, compared: bool) -> str:
     summary = "".join(f"<p>{html.escape(text)}</p>" for text in data.summary)
     links = [("validation", "Predicted against measured")] if compared else []
     links += [(f"section-{number}", section.title) for number, section in enumerate(data.sections)]
-    links += [("more", "What the numbers rest on")] if data.extra_tables or data.extra_figures else []
+    links += [("more", "Where the numbers come from")] if data.extra_tables or data.extra_figures else []
     navigation = "".join(f'<a href="#{anchor}">{html.escape(text)}</a>' for anchor, text in links)
     return (
         f'<header><h1>{html.escape(data.title)}</h1><div class="summary">{summary}</div>{facts}'

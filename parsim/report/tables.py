@@ -166,7 +166,7 @@ def validation_table(
     notes = (
         "error = (predicted - measured) / measured of the mean step; memory error: the worst rank's",
         *([PACE_NOTE] if paced else []),
-        "A/A floor: how far two halves of the same measurement lie apart (median and p95 over random halves of its rounds)",
+        "A/A floor: difference between two halves of the same measurement (median and p95 over random halves of its rounds)",
         *correction_notes([comparison for _, _, comparison in runs]),
     )
     return ReportTable(title=title, columns=columns, rows=tuple(rows), notes=notes)

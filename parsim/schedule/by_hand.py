@@ -109,7 +109,7 @@ def forbids_by_pattern(patterns: Mapping[str, Sequence[str]], model: Model, pins
 
 
 def parse_placements(texts: Mapping[str, str]) -> dict[str, Placement]:
-    """Raises PlanError for a text that is no placement."""
+    """Raises PlanError for a text that is not a placement."""
     return {pattern: parse_placement(text) for pattern, text in texts.items()}
 
 

@@ -39,7 +39,7 @@ class Search:
     judged: plans that were simulated. tally: what became of all plans.
     skipped: families without a member, and why.
     placements: the solver's answers to the placement problems (strategy "adaptive").
-    unrefined: families that lost before their late parts were opened: asked for alone, they may be faster than shown.
+    unrefined: families that lost before their late parts were opened: a separate search may find faster plans.
     """
 
     candidates: tuple[Evaluation, ...]

@@ -93,7 +93,9 @@ class RoundRule:
 
     def __post_init__(self) -> None:
         if self.mixing is not None and (self.weighted or self.outer is not None or self.participation < 1.0):
-            raise AlgorithmError("a mixing matrix says it all: weighted, participation and outer apply to averaging alone")
+            raise AlgorithmError(
+                "a mixing matrix defines the mixing: weighted, participation and outer apply to averaging alone"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ def course_to(
         AlgorithmError: so many replicas do not fit, or `most_steps` has no score in it.
     """
     if most_steps < SCORED_EVERY:
-        raise AlgorithmError(f"a target is looked for every {SCORED_EVERY} steps, got {most_steps} at most; allow more")
+        raise AlgorithmError(f"a target is checked every {SCORED_EVERY} steps, got {most_steps} at most; allow more")
     scores: list[tuple[int, float]] = []
     for step, (workers, _) in enumerate(steps_of(rule, replicas, training, order, stages), 1):
         if step % SCORED_EVERY == 0:

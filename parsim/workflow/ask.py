@@ -157,7 +157,7 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
 
 
 def check_loss(model: Model, plan: Plan, *, allowed: bool) -> None:
-    """A loss that is no sum over samples trains on the whole batch at once, unless the user allows another.
+    """A loss that is not a sum over samples trains on the whole batch at once, unless the user allows another.
 
     Raises PlanError with how the plan divides the batch.
     """
@@ -165,11 +165,11 @@ def check_loss(model: Model, plan: Plan, *, allowed: bool) -> None:
     if model.loss_form not in (COUPLED, ADDED_UP) or allowed or smallest == plan.global_batch:
         return
     added = model.loss_form == ADDED_UP
-    kind = "is a scalar that adds up the samples of a batch" if added else "is no sum over samples"
+    kind = "is a scalar that adds up the samples of a batch" if added else "is not a sum over samples"
     way = "return the mean or one number per sample" if added else "plan with strategy = 'single'"
     raise PlanError(
         f"the loss of {model.name} ({model.loss}) {kind}. The plan ({plan.summary()}) takes it of {smallest} of "
-        f"{plan.global_batch} samples at a time, which is another loss; {way}, or set training.allow_coupled_loss = true to "
+        f"{plan.global_batch} samples at a time, which changes the loss; {way}, or set training.allow_coupled_loss = true to "
         "train by it"
     )
 
@@ -358,12 +358,12 @@ def typical_step(seen: Measurement) -> int:
 def ask_again(folder: RunFolder) -> Prediction:
     """The question of a run folder, priced anew from the profile, its history and the plan that lie in it.
 
-    Raises: ConfigError if it is no whole run folder.
+    Raises: ConfigError if it is not a complete run folder.
     """
     config = folder.read_config()
     for path in (folder.model, folder.plan, folder.profile):
         if not path.is_file():
-            raise ConfigError(f"{folder.path} holds no {path.name}, so it is no whole run folder; simulate or run again")
+            raise ConfigError(f"{folder.path} holds no {path.name}, so it is not a complete run folder; simulate or run again")
     plan = Plan.load(folder.plan)
     profile = folder.read_profile()
     problem = PlanningProblem(
@@ -386,7 +386,7 @@ def ask_again(folder: RunFolder) -> Prediction:
 def reopen(path: Path) -> tuple[RunFolder, Prediction, str]:
     """A folder that was run: its question asked again, and the name of its run.
 
-    Raises: ConfigError if it is no run folder; ExecutionError if it was never run.
+    Raises: ConfigError if it is not a run folder; ExecutionError if it was never run.
     """
     folder = RunFolder(path)
     asked = ask_again(folder)

@@ -270,7 +270,7 @@ def parse_config(
     try:
         document = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where} is not TOML: {error}; mend that line") from error
+        raise ConfigError(f"{where} is not TOML: {error}; fix that line") from error
     make_paths_absolute(document, folder or Path.cwd())
     if folder is not None:
         check_trusted(document, folder, where, calls_model=calls_model)
@@ -366,7 +366,7 @@ def _check_plan_section(config: RunConfig) -> None:
     check_machine(cluster)
     if cluster.nodes > 1 and cluster.network is None:
         raise ConfigError(
-            f"cluster.nodes = {cluster.nodes} needs cluster.network, which joins the nodes; for example "
+            f"cluster.nodes = {cluster.nodes} needs cluster.network between the nodes; for example "
             f"{EXAMPLES['cluster.network']}"
         )
     if isinstance(cluster.devices, tuple) and (not cluster.devices or len(set(cluster.devices)) != len(cluster.devices)):
@@ -392,7 +392,7 @@ def _check_plan_section(config: RunConfig) -> None:
     switched = [key for key in SWITCHES if getattr(plan, key) is not None]
     if switched and plan.strategy != "custom":
         raise ConfigError(
-            f'plan.{switched[0]} belongs to a plan by hand, and plan.strategy = {plan.strategy!r}: set strategy = "custom" and '
+            f'plan.{switched[0]} is for hand-written plans, and plan.strategy = {plan.strategy!r}: set strategy = "custom" and '
             f"plan.mesh, or drop {', '.join(switched)}"
         )
     if plan.scatter_gather and (plan.mesh is None or 1 in (plan.mesh.tp or 1, plan.mesh.pp or 1)):
@@ -434,7 +434,7 @@ def _check_synchronisation(plan: PlanSection) -> None:
             raise ConfigError(f"plan.synchronisation: {error}") from error
     elif zero:
         raise ConfigError(
-            f"plan.zero_stage = {zero} divides states over replicas that synchronisation {rule} keeps apart; drop it"
+            f"plan.zero_stage = {zero} shards states over replicas that synchronisation {rule} keeps separate; drop it"
         )
 
 

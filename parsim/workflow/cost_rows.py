@@ -62,7 +62,7 @@ def component_rows(costs: Costs, samples: int, ways: int | None) -> list[dict[st
         limits = sorted({sharding.limit for component in model.components for sharding in component.shardings})
         divide = f"it must be at least 2 and divide one of {', '.join(map(str, limits))}"
         raise ConfigError(
-            f"--ways {ways}: no component of {model.name} at granularity {model.granularity} can be cut into so many shards: "
+            f"--ways {ways}: no component of {model.name} at granularity {model.granularity} can be cut into that many shards: "
             f"{divide if limits else 'none has a sharding rule'}; choose others, another --granularity, or leave --ways out"
         )
     for step in update_steps(model.trainable_parameters):

@@ -168,7 +168,7 @@ def _lacks_of_gpus(found: Found) -> Iterator[tuple[str, str]]:
     elif found.gpu_error:
         yield (
             f"torch cannot use the GPU: {found.gpu_error}",
-            "mend the driver (nvidia-smi says what it sees); until then, CPU processes",
+            "fix the driver (nvidia-smi shows the GPUs that it sees); until then, CPU processes",
         )
     elif not found.gpus:
         yield (
@@ -203,7 +203,7 @@ def _memory_check(found: Found) -> Check:
         name="memory for the demo",
         ok=enough,
         found=f"{format_bytes(found.memory_bytes)} for this process",
-        fix="" if enough else f"the demo wants about {format_bytes(COMFORTABLE_MEMORY_BYTES)}; close other programs",
+        fix="" if enough else f"the demo needs about {format_bytes(COMFORTABLE_MEMORY_BYTES)}; close other programs",
     )
 
 

@@ -45,8 +45,8 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
     model = with_update_groups(model_of(config) if model is None else model, config.training.recipe.groups)
     if config.training.tokens is not None and not tokens_per_sample(model):
         raise ConfigError(
-            f"training.tokens = {config.training.tokens:g}: {model.name} is no language model, so its samples have no tokens; "
-            "give training.samples (--samples N), the samples of all epochs together"
+            f"training.tokens = {config.training.tokens:g}: {model.name} is not a language model, so its samples have no "
+            "tokens; give training.samples (--samples N), the samples of all epochs together"
         )
     if config.plan.mesh is not None:
         check_axes(config.plan.mesh, cluster.size, by_hand=config.plan.strategy == "custom")

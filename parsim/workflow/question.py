@@ -362,7 +362,7 @@ def _missing_text(name: str, cluster: object, global_batch: object) -> str:
         if value is None
     ]
     return (
-        f"{name} alone is no question: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; for example "
+        f"{name} alone is not a question: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; for example "
         f"`{EXAMPLE}`, or give a run file"
     )
 

@@ -81,7 +81,7 @@ def check_trusted(document: Mapping[str, Any], folder: Path, where: str, *, call
         if (known and holds(chosen, name)) or (key == MODEL and not calls_model) or os.environ.get(ALLOW_VARIABLE) == "1":
             continue
         raise ConfigError(
-            f"{where}: {key} = {name!r} runs code that does not lie in the file's folder ({folder}); if you trust the file and "
+            f"{where}: {key} = {name!r} runs code outside the file's folder ({folder}); if you trust the file and "
             f"that code, give --allow-code (from Python: set {ALLOW_VARIABLE}=1 in the environment)"
         )
 

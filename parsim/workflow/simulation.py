@@ -62,7 +62,7 @@ def check_options(engine: str, scenario: Path | None, whole_run: bool) -> None:
     if whole_run and scenario is None:
         raise ConfigError("--whole-run needs --scenario FILE with a table [run]; add it")
     if scenario is not None and engine != "dynamic":
-        raise ConfigError(f"a scenario is played by the dynamic engine, but the engine is {engine}; add --engine dynamic")
+        raise ConfigError(f"a scenario needs the dynamic engine, but the engine is {engine}; add --engine dynamic")
 
 
 def play(asked: Prediction, path: Path, whole_run: bool) -> Prediction:

@@ -47,7 +47,7 @@ def merge(base: dict[str, Any], change: Mapping[str, Any], path: str) -> None:
         if isinstance(value, dict) and key in base and value:
             if not isinstance(base[key], dict):
                 inner = f"{where}.{next(iter(value))}"
-                raise ConfigError(f"{inner} cannot be set, since {where} = {base[key]!r} is no table; drop one of the two")
+                raise ConfigError(f"{inner} cannot be set, since {where} = {base[key]!r} is not a table; drop one of the two")
             merge(base[key], value, f"{where}.")
         else:
             base[key] = value

@@ -199,9 +199,9 @@ def check_options(*, adaptive: bool, resume: bool, out: object, checkpoint_every
     if checkpoint_every < 0:
         raise ConfigError(f"checkpoint_every = {checkpoint_every}: must be >= 0; 0 writes one at the end only")
     if adaptive and resume:
-        raise ConfigError("--adaptive starts a training and cannot go on with one; drop --resume")
+        raise ConfigError("--adaptive starts a new training and cannot continue one; drop --resume")
     if resume and out is None:
-        raise ConfigError("--resume needs --out, the folder of the run to go on with")
+        raise ConfigError("--resume needs --out, the folder of the run to continue")
 
 
 def validate(
@@ -252,7 +252,7 @@ def validate_again(
     session: str | None = None,
     update: bool = False,
 ) -> Measured:
-    """The same of a folder that was run. Raises ConfigError: it is no run folder; ExecutionError: it was never run."""
+    """The same of a folder that was run. Raises ConfigError: it is not a run folder; ExecutionError: it was never run."""
     folder, asked, name = reopen(path)
     if history is not None:
         asked = replace(asked, config=with_history(asked.config, history))
@@ -262,7 +262,7 @@ def validate_again(
 
 
 def open_measured(path: Path) -> Measured:
-    """Read a run folder, and write nothing. Raises ConfigError: it is no run folder; ExecutionError: it was never run."""
+    """Read a run folder, and write nothing. Raises ConfigError: it is not a run folder; ExecutionError: it was never run."""
     folder, asked, name = reopen(path)
     seen = measured(folder, name, asked.evaluation)
     comparison = judge(asked.problem, asked.evaluation, seen)

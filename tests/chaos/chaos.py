@@ -130,7 +130,7 @@ FAULTS: dict[str, tuple[Disturb, str]] = {
     "a rank is killed, with --elastic": (kill_rank, ""),
 }
 ELASTIC = "a rank is killed, with --elastic"
-"""Nobody resumes this training: it goes on by itself."""
+"""Nobody resumes this training: it continues automatically."""
 
 
 def prepare(folder: Path) -> list[float]:
@@ -220,7 +220,7 @@ def survived(folder: Path, losses: Sequence[float], seed: int) -> Outcome:
         kill_rank(process, pids, kept, random_)
         before = _newest(kept)
         while process.poll() is None:
-            if found.noticed_s != found.noticed_s and "goes on by itself" in told.read_text():
+            if found.noticed_s != found.noticed_s and "continues automatically" in told.read_text():
                 found.noticed_s, before = time.monotonic() - begin_s, _newest(kept)
             if found.noticed_s == found.noticed_s and _newest(kept) > before:
                 found.resumed_s = time.monotonic() - begin_s

@@ -591,7 +591,7 @@ def test_a_failing_rank_leaves_no_file_and_one_message(tmp_path: Path, monkeypat
 
 
 def test_what_cannot_be_refreshed_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no file; --refresh takes a profile that `parsim calibrate` wrote"):
+    with pytest.raises(ConfigError, match="not a file; --refresh takes a profile that `parsim calibrate` wrote"):
         refresh(tmp_path / "dgx1-v100-32gb")
     published = tmp_path / "published.json"
     save_profile(load_profile("dgx1-v100-32gb"), published)

@@ -32,7 +32,7 @@ class Named(CallWatch):
 
 
 class Plain(TorchDispatchMode):
-    """A mode that is no watch."""
+    """A mode that is not a watch."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

@@ -84,5 +84,5 @@ def _ask_for_a_message(_: int) -> None:
 
 
 def test_a_message_is_no_collective(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="is no collective"):
+    with pytest.raises(Exception, match="is not a collective"):
         run_ranks(_ask_for_a_message, 1, tmp_path)

@@ -199,7 +199,7 @@ def wait_for_training(kept: Path, process: subprocess.Popen[str]) -> dict[int, i
 
 def assert_resumable(folder: Path, message: str) -> None:
     """Nothing is left but whole checkpoints, and the command that the message ends with is right."""
-    found = re.search(r"checkpoint of step (\d+) of 100000 is in \S+; go on with: (parsim run .* --resume)$", message)
+    found = re.search(r"checkpoint of step (\d+) of 100000 is in \S+; continue with: (parsim run .* --resume)$", message)
     assert found, message
     last = latest_checkpoint(folder / "kept" / "checkpoints")
     assert last is not None

@@ -47,7 +47,7 @@ def test_the_line_that_was_short_is_named() -> None:
     assert str(told) == (
         "rank 3 ran out of memory in step 7 with 31 GiB allocated. The line that was short is activations and what comes "
         "beside them: 23 GiB where 6 GiB were predicted (predicted mostly as activations, 5 GiB). The checkpoint of "
-        "step 5 is kept: `parsim run --resume` goes on from there."
+        "step 5 is kept: `parsim run --resume` continues from there."
     )
     state = out_of_memory(
         rank=0, step=1, predicted=PREDICTED, held={**HELD, "optimizer_state": 9 * GIB}, allocated_bytes=15 * GIB, kept=""
@@ -60,7 +60,7 @@ def test_memory_beside_tensors_and_an_unknown_prediction_are_told_too() -> None:
     assert "no line was short, so memory beside tensors" in str(told)
     told = out_of_memory(rank=0, step=0, predicted={}, held={}, allocated_bytes=9 * GIB, kept=checkpoint_text(None))
     assert "use more devices or microbatches" in str(told)
-    assert str(told).endswith("No checkpoint was written yet: the training starts anew.")
+    assert str(told).endswith("No checkpoint was written yet: the training starts again.")
 
 
 def test_more_ranks_than_gpus_is_one_message_before_anything_starts() -> None:

@@ -167,7 +167,7 @@ def test_a_contrastive_loss_is_planned_as_coupled(tmp_path: Path) -> None:
     assert any("contrastive" in text for text in model.assumptions)
     assert Model.from_json(model.to_json()) == model
     plan = answer.evaluation.result.plan
-    with pytest.raises(PlanError, match="is no sum over samples"):
+    with pytest.raises(PlanError, match="is not a sum over samples"):
         check_loss(model, plan, allowed=False)
     loss = model.components[-1]
     assert loss.pair_bytes[0] > 0
@@ -210,7 +210,7 @@ def test_another_loss_over_pairs_is_refused(tmp_path: Path) -> None:
         "text_config": {**tower, "vocab_size": 50, "max_position_embeddings": 16, "projection_size": 32},
         "vision_config": {**tower, "image_size": 16, "patch_size": 4},
     }
-    with pytest.raises(ModelError, match="no sum over samples"):
+    with pytest.raises(ModelError, match="not a sum over samples"):
         interface_of(written(tmp_path, config))
 
 
@@ -225,7 +225,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "no model_type": ({"architectures": ["LlamaForCausalLM"]}, "lacks model_type"),
     "unknown model_type": ({**SMALL["llama"], "model_type": "lama"}, "no model_type 'lama'"),
     "unknown architecture": ({**SMALL["llama"], "architectures": ["LamaForCausalLM"]}, "not in transformers"),
-    "another model's": ({**SMALL["llama"], "architectures": ["GPT2LMHeadModel"]}, "no architecture of model_type 'llama'"),
+    "another model's": ({**SMALL["llama"], "architectures": ["GPT2LMHeadModel"]}, "not an architecture of model_type 'llama'"),
     "no head": ({**SMALL["llama"], "architectures": ["LlamaModel"]}, "give \\[model\\] inputs and loss"),
     "heads": ({**SMALL["llama"], "num_attention_heads": 5}, "must divide the hidden size"),
     "shared heads": ({**SMALL["llama"], "num_key_value_heads": 3}, "must divide the heads"),

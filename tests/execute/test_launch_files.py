@@ -83,7 +83,7 @@ def test_several_machines_need_an_interface_that_both_files_bind_to(folder: Path
         export_launch(folder, format="torchrun", nodes=2)
     with pytest.raises(PlanError, match="2 ranks cannot be divided evenly over 3 machines"):
         export_launch(folder, format="slurm", nodes=3, interface="ib0")
-    with pytest.raises(ConfigError, match="is no name of a network interface"):
+    with pytest.raises(ConfigError, match="is not the name of a network interface"):
         export_launch(folder, format="slurm", interface="eth0; rm -rf /")
     with pytest.raises(ConfigError, match="did you mean slurm"):
         export_launch(folder, format="slurn")

@@ -115,7 +115,7 @@ def test_with_the_switch_ranks_take_turns_at_the_gpus_and_are_not_timed(
     gpus(2, used=12 * GIB)  # of the other ranks
     monkeypatch.setenv("PARSIM_SHARE_GPU", way)
     check_gpus(4, measures=False)
-    with pytest.raises(ExecutionError, match=r"4 ranks on 2 GPUs .* their times say nothing"):
+    with pytest.raises(ExecutionError, match=r"4 ranks on 2 GPUs .* their times mean nothing"):
         check_gpus(4, measures=True)
     assert [take_gpu(rank, rank, alone=True).index for rank in range(4)] == [0, 1, 0, 1]
     assert os.environ.get("NCCL_HOSTID") == ("parsim-rank-3" if way == NCCL else None)

@@ -135,7 +135,7 @@ def test_memory_is_compared_by_line_and_with_the_allocator(own: Any) -> None:
     assert (
         entry["predicted_lines"]["activations and boundary values"] - entry["lines"]["activations and boundary values"] == 200
     )
-    assert sum(entry["predicted_lines"].values()) == 1000  # the context is no tensor
+    assert sum(entry["predicted_lines"].values()) == 1000  # the context is not a tensor
     uncounted = {**row, "lines": {}, "counted_bytes": 0, "counting": {"error": "RuntimeError"}}
     (entry,) = own("analyse").analyse([predictions_row(own, [said("vit b4", (1, 1, 1))]), uncounted])[0]["memory"]
     assert "error" not in entry

@@ -127,7 +127,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         name="code that looks at values",
         before="refused with its line",
-        now='refused with its line and the way round, or `control_flow = "example"` (the row shows it)',
+        now='refused with its line and a workaround, or `control_flow = "example"` (the row shows it)',
         row="branch on values, by example",
     ),
     Kind(name="weight tying", before="-", now="one parameter, counted and sent once", row="causal decoder, tied"),
@@ -137,7 +137,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(
         name="contrastive pair",
         before="-",
-        now="planned; says that its loss is no sum over samples",
+        now="planned; says that its loss is not a sum over samples",
         row="self-supervised pair",
     ),
     Kind(name="Hugging Face config", before="-", now="by its path (below)", row="llama"),

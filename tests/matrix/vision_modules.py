@@ -240,7 +240,7 @@ class Denoiser(nn.Module):
 
 
 class SelfSupervised(nn.Module):
-    """Two views of each image against those of all others: its loss is no sum over samples."""
+    """Two views of each image against those of all others: its loss is not a sum over samples."""
 
     def __init__(self) -> None:
         super().__init__()

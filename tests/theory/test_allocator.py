@@ -63,7 +63,7 @@ def test_a_profile_that_measured_it_is_believed_and_others_are_assumed() -> None
 
 
 def test_quantiles_that_descend_are_refused() -> None:
-    with pytest.raises(ValidationError, match=r"p05 2, median 1, p95 3 must not descend"):
+    with pytest.raises(ValidationError, match=r"p05 2, median 1, p95 3 must be in ascending order"):
         Quantiles(p05=2, median=1, p95=3)
 
 

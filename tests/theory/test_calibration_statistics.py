@@ -80,7 +80,7 @@ def test_typical_step_recovers_tasks_spread_and_total() -> None:
 
 
 def test_rank_sigma_recovers_what_ranks_do_not_share() -> None:
-    """A common drift of 20% is no noise between ranks; 8% per rank is."""
+    """A common drift of 20% is not noise between ranks; 8% per rank is."""
     rng = np.random.default_rng(3)
     drift = np.exp(0.2 * rng.standard_normal(500))
     ranks = [

@@ -219,7 +219,7 @@ def test_nothing_passes_through_another_device() -> None:
         )
     )
     assert chain.path("gpu0", "gpu2") == ()
-    with pytest.raises(CostError, match="no link or path joins gpu0 and gpu2"):
+    with pytest.raises(CostError, match="no link or path connects gpu0 and gpu2"):
         busiest_seconds_per_byte(chain, "nvlink", [("gpu0", "gpu2", 1.0)])
 
 

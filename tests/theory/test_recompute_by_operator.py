@@ -53,7 +53,7 @@ def test_the_choice_has_one_form() -> None:
     assert names_by_operator("selective", names) == set(names)
     with pytest.raises(PlanError, match="names 'a' and 'selective:a': a component is recomputed in one way"):
         normalised(("a", "selective:a"), names)
-    with pytest.raises(PlanError, match="names 'd', which is no component"):
+    with pytest.raises(PlanError, match="names 'd', which is not a component"):
         normalised(("selective:d",), names)
     with pytest.raises(PlanError, match="'none', 'selective', 'full' or a list"):
         normalised("selectiv", names)

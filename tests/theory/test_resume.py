@@ -109,7 +109,7 @@ def test_computations_wait_for_the_call_before_them() -> None:
             gaps = [times[number].ready_s - times[number - 1].end_s for number in (1, 2)]
             assert all(gap > 0.019 for gap in gaps) if before else all(gap < 0.019 for gap in gaps)
             assert len(streams.computed_s) == 3, "of this step alone"
-            assert max(streams.computed_s) < 0.019, "the wait is no work of the processor's"
+            assert max(streams.computed_s) < 0.019, "the wait is not work of the processor's"
         streams.compute(3, COMPUTE, [], _busy)
         assert streams.computed_s[0] >= 0.01
         streams.finish()

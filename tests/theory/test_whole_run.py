@@ -208,9 +208,9 @@ def test_parts_fail_as_often_as_their_mtbf_says(distribution: str) -> None:
 
 
 def test_what_does_not_get_on_is_said() -> None:
-    with pytest.raises(ScenarioError, match=r"the run does not get on: .* write checkpoints more often"):
+    with pytest.raises(ScenarioError, match=r"the run makes no progress: .* write checkpoints more often"):
         simulate_run(course(1000, None), ONE_SECOND, Failures(rank_mtbf_s=40.0), seed=0)
-    with pytest.raises(ScenarioError, match="never comes up again"):
+    with pytest.raises(ScenarioError, match="never restarts"):
         simulate_run(course(10, None), ONE_SECOND, Failures(rank_mtbf_s=4.0, restart_s=100.0), seed=0)
     with pytest.raises(ScenarioError, match=r"shape \[draws, 2\], one column per state, got \[1, 1\]"):
         Training(step_s=np.ones((1, 1)), ranks=1, change_s=(3.0,))

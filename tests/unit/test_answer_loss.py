@@ -58,7 +58,7 @@ def test_usual_losses(output: tuple[int, ...], tokens: bool, loss: str) -> None:
 
 @pytest.mark.parametrize("output", [(3, 32, 32), (20, 64), (2, 3, 4, 5)])
 def test_an_output_that_leaves_the_loss_open_is_refused_with_the_choices(output: tuple[int, ...]) -> None:
-    with pytest.raises(ModelError, match=r"leaves the loss open.*mse.*cross_entropy.*package\.module:ROW"):
+    with pytest.raises(ModelError, match=r"the loss is ambiguous.*mse.*cross_entropy.*package\.module:ROW"):
         usual_loss("unet", output, tokens=False)
 
 

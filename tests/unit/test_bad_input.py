@@ -279,7 +279,7 @@ def test_out_names_a_folder_with_something_in_it(cli: Cli, run_file: Path, tmp_p
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "thesis.txt").write_text("precious")
     outcome = cli("simulate", str(run_file), "--out", "kept")
-    assert_refused(outcome, r"kept is there already and not empty", folder=tmp_path, left={"RUN.toml", "kept/thesis.txt"})
+    assert_refused(outcome, r"kept exists and is not empty", folder=tmp_path, left={"RUN.toml", "kept/thesis.txt"})
 
 
 def test_report_of_a_folder_that_is_none(cli: Cli, tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_a_factory_that_raises_shows_its_own_traceback_once(
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "raising_factory.py").write_text(FACTORY)
     message = plan(refused, "model.name=raising_factory:make", "model.input_shape=[4]", tracebacks=1)
-    assert message.startswith("raising_factory:make with the arguments {} raised ValueError; mend raising_factory:")
+    assert message.startswith("raising_factory:make with the arguments {} raised ValueError; fix raising_factory:")
     assert "in make" in message
     assert "in inner" in message
     assert "spec.py" not in message, "no frame of parsim"

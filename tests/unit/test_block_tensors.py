@@ -192,7 +192,7 @@ BAD = {
     "the sizes .2, 3. sum to 5, and 6 rows are taken": lambda: X.take(range(6), sizes=(2, 3)),
     "room_bytes must hold at least one element": lambda: rounds_of([], 4, 8),
     "shares must be at least 0": lambda: blocks.shared_owners(4, [0, 0]),
-    "block tensors lie on different processes": (
+    "block tensors are on different processes": (
         lambda: X + blocks.full((6, 4), 1.0, grid=(1,), processes=blocks.in_one_process(2))
     ),
 }

@@ -112,7 +112,7 @@ def test_a_stale_profile_and_a_broken_line_are_said_by_every_answer(call: Any, t
 
 
 def test_only_a_profile_of_ones_own_can_be_updated(call: Any) -> None:
-    with pytest.raises(Ended, match="--update writes into the profile, and 'dgx1-v100-32gb' is no file of yours"):
+    with pytest.raises(Ended, match="--update writes into the profile, and 'dgx1-v100-32gb' is not a file of yours"):
         call("validate", "RUN.toml", "--update")
 
 

@@ -110,7 +110,7 @@ KINDS = {"a": OutputKind((2, 10), "float32"), "b": OutputKind((2, 3), "float32")
         ({"": OutputKind((2, 4), "float32")}, Objective("mse", classes_dim=0), None, "drop classes_dim"),
         ({"": OutputKind((2, 4, 8), "float32")}, Objective("own"), None, "one number per sample"),
         (KINDS, Objective("own"), None, 'loss = "own" needs its loss'),
-        (KINDS, Objective("math:hypot"), None, "nothing tells its targets"),
+        (KINDS, Objective("math:hypot"), None, "its targets are unknown"),
         ({"": OutputKind((2, 4), "float32")}, Objective("mse", target=ModelInput("target", (3,))), None, "drop target"),
     ],
 )

@@ -148,7 +148,7 @@ def test_a_sweep_becomes_a_page(tmp_path: Path) -> None:
     assert again.read_bytes() == (out / "explorer.html").read_bytes()
     with pytest.raises(ConfigError, match="is a folder"):
         found.explore(tmp_path)
-    with pytest.raises(ConfigError, match="lies in no folder"):
+    with pytest.raises(ConfigError, match="has no folder"):
         Sweep(title="t", axes=(), settings=(), answers=()).explore()
 
 

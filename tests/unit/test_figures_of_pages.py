@@ -36,7 +36,7 @@ def published() -> list[str]:
         f"at a median width of {everything['width']:.0f}% |",
         f"| of these: Megatron on Selene, vTrain's multi-node A100 rows | mean {megatron}, {vtrain} |",
         f"| FSDP on A100 and H100 | mean {a100}, {h100} |",
-        f"| BLOOM's tuning runs on A100, with their network as it is | mean {held_out['BLOOM tuning, A100']}",
+        f"| BLOOM's tuning runs on A100, with the network that they used | mean {held_out['BLOOM tuning, A100']}",
         "| Megatron-Core and NeMo on H100, NeMo on Blackwell "
         f"| mean {held_out['Megatron-Core and NeMo, H100']}, {held_out['NeMo, Blackwell']}",
     ]

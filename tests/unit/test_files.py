@@ -66,9 +66,9 @@ def test_toml_within_the_same_bounds(text: str) -> None:
 
 def test_only_regular_files_of_bounded_size_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="no regular file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         read_regular(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="no regular file"):
+    with pytest.raises(ValueError, match="not a regular file"):
         read_regular(Path("/dev/zero"))
     (tmp_path / "large").write_bytes(b"x" * 100)
     with pytest.raises(ValueError, match="100 bytes, more than the 99"):
@@ -87,8 +87,8 @@ def test_a_small_archive_does_not_unpack_without_end(monkeypatch: pytest.MonkeyP
 def test_whatever_goes_wrong_while_reading_is_one_message() -> None:
     for wrong in (lambda: {}["a"], lambda: [][3], lambda: 1 / 0, lambda: int("x"), lambda: None.a):  # type: ignore[attr-defined]
         with (
-            pytest.raises(PlanError, match=r"^it is no plan: .*; plan again$"),
-            reading("it is no plan", PlanError, "plan again"),
+            pytest.raises(PlanError, match=r"^it is not a plan: .*; plan again$"),
+            reading("it is not a plan", PlanError, "plan again"),
         ):
             wrong()
     with pytest.raises(KeyboardInterrupt), reading("", PlanError, ""):

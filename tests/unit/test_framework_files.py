@@ -161,7 +161,7 @@ def test_experts_of_megatron() -> None:
         (SIZES.replace("--num-layers 4 ", ""), "--num-layers is missing"),
         (SIZES.replace("--vocab-size 1000 ", ""), "add --vocab-size N"),
         (SIZES.replace("256", "wide"), "--hidden-size = 'wide' must be a whole number"),
-        (SIZES.replace("256", "$HIDDEN"), "depends on what the file does not say"),
+        (SIZES.replace("256", "$HIDDEN"), "depends on a value that the file lacks"),
         (
             SIZES + "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
             "4 layers must be divisible by pp 2 x 3",

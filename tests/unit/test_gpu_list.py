@@ -1,4 +1,4 @@
-"""The list of what was mended for GPUs names tests that exist."""
+"""The list of what was fixed for GPUs names tests that exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_every_test_of_the_list_exists() -> None:
     text = (ROOT / "docs" / "gpu.md").read_text()
-    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith(("| mended", "| fault"))]
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith(("| fixed", "| fault"))]
     assert len(rows) > 25
     for row in rows:
         named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)

@@ -73,7 +73,7 @@ def test_where_a_history_lies() -> None:
         (json.dumps({**asdict(record(0)), "measured_s": math.nan}), "not JSON"),
         (json.dumps({**asdict(record(0)), "measured_s": 10**400}), "not JSON"),
         (json.dumps({**asdict(record(0)), "low_s": 0.2}), "a record needs p05 <= median <= p95"),
-        (json.dumps({**asdict(record(0)), "machine": 3}), "machine is no text"),
+        (json.dumps({**asdict(record(0)), "machine": 3}), "machine is not a string"),
         (json.dumps({**asdict(record(0)), "profile": "f00"}), "of another profile or version (f00, not"),
         (json.dumps({**asdict(record(0)), "machine": "other, 64 cores"}), "of other hardware (other, 64 cores)"),
     ],

@@ -217,7 +217,7 @@ def test_fewer_lanes_make_collectives_slower(tmp_path: Path) -> None:
         ("nothing", "no matrix of GPUs"),
         (switched_topo().replace("GPU3\t", "GPX3\t", 1), "lists GPU0|no row"),
         (switched_topo(4).replace("NV18", "NV17", 1), "must be symmetric"),
-        (switched_topo(4).replace("NV18", "QQ", 1), "no entry of this matrix"),
+        (switched_topo(4).replace("NV18", "QQ", 1), "not an entry of this matrix"),
         ("\n".join(switched_topo(4).splitlines()[:3]), "no row of GPU2, GPU3"),
     ],
 )
@@ -230,7 +230,7 @@ def test_a_matrix_for_another_machine_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "topo.txt", switched_topo(4))
     with pytest.raises(ImportedFileError, match="shows 4 GPUs, and profile 8xh100-sxm has 8"):
         ps.import_file(path, into=tmp_path / "p.json", cluster="8xh100-sxm")
-    with pytest.raises(ImportedFileError, match="does not tell the machine"):
+    with pytest.raises(ImportedFileError, match="does not name the machine"):
         ps.import_file(path, into=tmp_path / "p.json")
     with pytest.raises(ImportedFileError, match="kind 'nvlink'"):
         ps.import_file(path, into=tmp_path / "p.json", cluster="4xa40")
@@ -280,7 +280,7 @@ def test_wrong_targets_and_options_are_refused(tmp_path: Path) -> None:
     log = write(tmp_path / "log.txt", nccl_text())
     with pytest.raises(ImportedFileError, match=r"goes into PROFILE.json"):
         ps.import_file(log, into=tmp_path / "run.toml")
-    with pytest.raises(ImportedFileError, match=r"--steps means nothing"):
+    with pytest.raises(ImportedFileError, match=r"--steps does not apply"):
         ps.import_file(log, steps=3)
     with pytest.raises(ImportedFileError, match="of no kind"):
         ps.import_file(write(tmp_path / "x", "hello"))

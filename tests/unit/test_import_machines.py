@@ -66,9 +66,9 @@ def test_lstopo_counts_lanes_to_switches() -> None:
     ("text", "message"),
     [
         ("<topology><object type='Machine'/></topology>", "and none is a GPU"),
-        ("<other/>", "is no topology of hwloc"),
-        (LSTOPO[:900], "is no whole XML file"),
-        (LSTOPO.replace("300000", "310001"), "is no multiple of a lane's 25000, 20000 MB/s"),
+        ("<other/>", "is not a topology of hwloc"),
+        (LSTOPO[:900], "is not a complete XML file"),
+        (LSTOPO.replace("300000", "310001"), "is not a multiple of a lane's 25000, 20000 MB/s"),
         (LSTOPO.replace("0 300000 0 0 300000", "0 300000"), "lists 4 devices and 1[0-9] values"),
         ('<!DOCTYPE t [<!ENTITY a "b">]><topology>&a;</topology>', "defines entities of its own"),
     ],

@@ -164,7 +164,7 @@ def test_a_named_model_plans_like_any_other() -> None:
             {"plan.strategy": "custom", "plan.mesh": {"dp": 8}, "plan.blocking_transfers": True},
             r"plan.blocking_transfers belongs to plan.mesh with pp > 1; drop it",
         ),
-        ({"plan.tensor_overlap": True}, r'plan.tensor_overlap belongs to a plan by hand.* set strategy = "custom"'),
+        ({"plan.tensor_overlap": True}, r'plan.tensor_overlap is for hand-written plans.* set strategy = "custom"'),
         ({"plan.mesh": {"tp": 3}}, r"must divide the (devices|heads).*the nearest that do: "),
         ({"plan.mesh": {"dp": 8}, "training.global_batch": 12}, r"must be divisible by .*; the nearest that is: "),
     ],

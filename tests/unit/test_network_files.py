@@ -94,7 +94,7 @@ def test_devices_are_the_first_of_every_node_or_numbers() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"nodes": 2}, "nodes = 2 needs a network that joins them: one of .*infiniband-100g"),
+        ({"nodes": 2}, "nodes = 2 needs a network between them: one of .*infiniband-100g"),
         ({"nodes": 0}, "nodes >= 1, got 0"),
         ({"nodes": 2, "network": "infinband-100g"}, "unknown network 'infinband-100g'; did you mean infiniband-100g"),
         ({"nodes": 2, "network": "none/such.json"}, "cannot read network none/such.json"),
@@ -112,7 +112,7 @@ def test_a_machine_that_falls_apart() -> None:
     """Without the lane between the GPUs and the link of gpu1 to its switch."""
     whole = pair_machine()
     parted = whole.model_copy(update={"links": [link for link in whole.links if "gpu1" not in (link.a, link.b)]})
-    with pytest.raises(ProfileError, match=r"falls into 2 parts that no link joins: .*\| gpu1; add the missing link"):
+    with pytest.raises(ProfileError, match=r"falls into 2 parts that no link connects: .*\| gpu1; add the missing link"):
         cluster_from_profile(parted)
 
 

@@ -317,7 +317,7 @@ def test_commands_take_gpus_and_write_profiles(
     out, _, code = call("profile", "new", "--gpu", "h100", "--count", "4", "--out", "ours.toml")
     assert (not code, "ours.toml" in out, (tmp_path / "ours.toml").is_file()) == (True, True, True)
     _, err, code = call("profile", "new", "--gpu", "h100", "--out", "ours.toml")
-    assert (code, "is there already" in err) == (1, True)
+    assert (code, "exists; give" in err) == (1, True)
     question = ("resnet50", "--batch", "256", "--set", "training.precision=amp_bf16", "--strategy", "dp", "--json")
     seconds = []
     for where in (("--on", "ours.toml"), ("--gpus", "4xh100-sxm")):

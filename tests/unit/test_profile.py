@@ -152,7 +152,7 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[1, 2", '{"name": nope}', "not json at all"])
 def test_text_that_is_not_json(text: str) -> None:
-    with pytest.raises(ProfileError, match=r"profile broken\.json is not JSON: .* at line \d+ column \d+; mend it"):
+    with pytest.raises(ProfileError, match=r"profile broken\.json is not JSON: .* at line \d+ column \d+; fix it"):
         parse_profile(text, "broken.json")
 
 
@@ -188,13 +188,13 @@ def test_json_that_is_not_an_object(text: str) -> None:
     ],
 )
 def test_a_wrong_value_is_named_by_its_path(path: str, value: Any, message: str) -> None:
-    with pytest.raises(ProfileError, match=f"profile bad is broken: .*{message}.*mend these or calibrate again"):
+    with pytest.raises(ProfileError, match=f"profile bad is broken: .*{message}.*fix these or calibrate again"):
         parse_profile(changed(path, value), "bad")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_numbers_are_finite(value: float) -> None:
-    with pytest.raises(ProfileError, match=r"profile bad is not JSON: (NaN|Infinity) is no number of JSON"):
+    with pytest.raises(ProfileError, match=r"profile bad is not JSON: (NaN|Infinity) is not a JSON number"):
         parse_profile(changed("communication.points.0.seconds", value), "bad")
 
 

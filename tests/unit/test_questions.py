@@ -201,7 +201,7 @@ def test_neither_a_name_nor_a_model_is_refused(
     parsim,
 ) -> None:
     wrong: Any = 3
-    with pytest.raises(ModelError, match="int is no model: give the name of one, a run file"):
+    with pytest.raises(ModelError, match="int is not a model: give the name of one, a run file"):
         question_of(wrong, cluster="dgx1-v100-32gb", global_batch=8)
 
 

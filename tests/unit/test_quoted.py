@@ -139,7 +139,9 @@ def test_samples_to_train_on_have_a_time_and_a_price() -> None:
 
 
 def test_tokens_of_a_model_without_tokens_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"mlp is no language model, so its samples have no tokens; give training\.samples"):
+    with pytest.raises(
+        ConfigError, match=r"mlp is not a language model, so its samples have no tokens; give training\.samples"
+    ):
         parsim.plan("mlp", cluster="dgx1-v100-32gb", global_batch=64, tokens=1e9)
 
 

@@ -74,7 +74,7 @@ def test_an_empty_file_changes_nothing() -> None:
         ('[jitter]\ndistribution = "uniform"\ncompute_sigma = 0.8', r"would fall below 0; sigma <= 0.577"),
         ("[failures]\nat = [{ at_s = 3.0 }]", r"one rank or of one node; give one of the two keys"),
         ("[checkpoints]\ninterval_s = 10.0", r"write_s, or its bytes over write_bytes_per_s"),
-        ("[device]\nidle_w = 100.0", r"busy_w \(0\) must not lie below idle_w \(100\)"),
+        ("[device]\nidle_w = 100.0", r"busy_w \(0\) must not be below idle_w \(100\)"),
         ("[run]\nepochs = 1\nsamples_per_epoch = 0", r"run.samples_per_epoch = 0: must be greater than or equal to 1"),
         ("seed = ", r"is not TOML"),
     ],
@@ -91,7 +91,7 @@ def test_a_wrong_key_is_told_with_value_rule_and_fix(text: str, message: str) ->
         ('[[links]]\nbetween = ["gpu0", "gpx3"]\nbandwidth_factor = 0.5', r"no link end 'gpx3'; did you mean gpu3"),
         (
             '[[links]]\nbetween = ["gpu0", "gpu5"]\nbandwidth_factor = 0.5',
-            r"no link joins gpu0 and gpu5 .* joined to gpu1",
+            r"no link connects gpu0 and gpu5 .* connected to gpu1",
         ),
         ("[failures]\nat = [{ at_s = 3.0, node = 4 }]", r"no node 4 to fail: the plan's ranks sit on node 0"),
         ("[failures]\nat = [{ at_s = 3.0, rank = 9 }]", r"failures.at.0: no rank 9"),

@@ -170,7 +170,7 @@ def test_a_whole_segment_is_saved_while_its_last_runs_backward() -> None:
     ("segments", "message"),
     [
         ((("h0.a", "h1.a"),), "consecutive"),
-        ((("h0.a", "nothing"),), "no component"),
+        ((("h0.a", "nothing"),), "not a component"),
         ((("h0.a",), ("h0.a", "h0.b")), "twice"),
         (((),), "consecutive"),
     ],

@@ -203,15 +203,15 @@ def test_a_full_disk_keeps_what_is_known(tmp_path: Path) -> None:
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="is no folder of a sweep and not empty"):
+    with pytest.raises(ConfigError, match="is neither empty nor a folder of a sweep"):
         swept(out=tmp_path)
     with pytest.raises(ConfigError, match="is a file"):
         swept(out=tmp_path / "notes.txt")
-    with pytest.raises(ConfigError, match="is no folder of a sweep"):
+    with pytest.raises(ConfigError, match="is not a folder of a sweep"):
         open_sweep(tmp_path)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "points.jsonl").write_text('{"schema_version": 99}\n')
-    with pytest.raises(ConfigError, match="is no log of a sweep"):
+    with pytest.raises(ConfigError, match="is not a log of a sweep"):
         swept(out=tmp_path / "other")
     busy = folder.SweepFolder(tmp_path / "busy")
     with busy.writing(), pytest.raises(ConfigError, match="another sweep writes"):
@@ -230,7 +230,7 @@ def test_where_it_runs_is_checked() -> None:
         swept(jobs=0)
     with pytest.raises(ConfigError, match="has its own workers"):
         swept(on="tcp://127.0.0.1:1")
-    with pytest.raises(ConfigError, match="both say which points"):
+    with pytest.raises(ConfigError, match="both choose the points"):
         swept(sample=4, sensitivity=4)
 
 

@@ -55,7 +55,7 @@ def test_values_of_an_axis(text: str, values: tuple[object, ...]) -> None:
         ("cluster.nodes=1:8:twice", "neither x2, +8 nor log"),
         ("cluster.nodes=1:many", "both ends of a range are numbers"),
         ("cluster.nodes=1,,2", "a value between two commas is missing"),
-        ("cluster.nodes=1,2,1", "stands there twice"),
+        ("cluster.nodes=1,2,1", "appears twice"),
         ("scale.links=0:1:log", "a factor from 1e-06"),
         ("scale.links=fast", "a factor from 1e-06"),
         ("training.global_batch=1:1000000000:+1", "more than the 100,000"),
@@ -70,7 +70,7 @@ def test_an_axis_that_cannot_be_says_why(text: str, said: str) -> None:
 def test_axes_together() -> None:
     with pytest.raises(ConfigError, match="was given twice"):
         axes_of(["cluster.nodes=1", "cluster.nodes=2"])
-    with pytest.raises(ConfigError, match="something to vary"):
+    with pytest.raises(ConfigError, match="a key to vary"):
         axes_of([])
     with pytest.raises(ConfigError, match="the list of values is empty"):
         axis_of("cluster.nodes", [])
@@ -187,11 +187,11 @@ def test_goals(text: str, number: int | None) -> None:
         ("min", "must begin with min or max"),
         ("min cots", "did you mean cost"),
         ("min cost when epoch < 2h", "after the column comes `where`"),
-        ("min cost where", "nothing stands after `where`"),
-        ("min cost where epoch", "is no condition"),
-        ("min cost where epoch < 2h and", "nothing stands after the last `and`"),
-        ("min cost where epoch < 2GiB", "'GiB' is no unit of epoch_s"),
-        ("min cost where epoch < soon", "'soon' is no number with a unit"),
+        ("min cost where", "nothing follows `where`"),
+        ("min cost where epoch", "is not a condition"),
+        ("min cost where epoch < 2h and", "nothing follows the last `and`"),
+        ("min cost where epoch < 2GiB", "'GiB' is not a unit of epoch_s"),
+        ("min cost where epoch < soon", "'soon' is not a number with a unit"),
         ("min cost where strategy < dp", "is a text"),
         ("min energy", "the power of the devices is not known"),
         ("min mfu", "no point has a value of mfu"),

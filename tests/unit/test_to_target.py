@@ -49,7 +49,7 @@ def test_a_course_ends_at_the_target_or_after_the_most_steps() -> None:
     assert never.steps is None
     assert [step for step, _ in never.scores] == [5, 10, 15, 20]
     assert never.best == max(score for _, score in never.scores)
-    with pytest.raises(AlgorithmError, match="looked for every 5 steps, got 3"):
+    with pytest.raises(AlgorithmError, match="checked every 5 steps, got 3"):
         course_to(0.5, ALL_REDUCE, 1, learner, order, most_steps=3)
 
 

@@ -35,7 +35,7 @@ def tree_all_reduce_s(
         latency_s, seconds_per_byte: alpha and beta of one hop.
         depth: levels. The default, ceil(log2 n), is the double binary tree: every rank forwards each half of the array once
             up and once down, which uses the full bandwidth of its links. Inside one box NCCL's trees are chains of depth n -
-            1, and its tuner counts them so.
+            1, also in its tuner.
 
     Returns:
         Seconds. Leaves out the pipelining of chunks, as the ring does.
@@ -81,7 +81,7 @@ def ring_traffic(operation: str, group_size: int) -> float:
     kind = COLLECTIVE_KINDS[operation]
     if kind.pairwise:
         rings = ", ".join(sorted(COLLECTIVE_KINDS.where(pairwise=False)))
-        raise CostError(f"no ring runs {operation!r}; known: {rings}")
+        raise CostError(f"there is no ring algorithm for {operation!r}; known: {rings}")
     return kind.traffic(n)
 
 

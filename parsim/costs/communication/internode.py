@@ -17,8 +17,8 @@ switches that add inside a node (NVLS), the chain and its 2 are replaced by the 
 
 Hierarchical (as many members on every node): reduce_scatter inside; then each member and its counterparts (its rail) run
 the operation over the nodes with S/m; then all_gather inside. Each phase takes its best protocol, and no phase overlaps
-another. An all_gather or a reduce_scatter does the phases it needs; a broadcast goes over the nodes from one member, then
-inside.
+another. An all_gather or a reduce_scatter uses the phases that it needs; a broadcast goes over the nodes from one member,
+then inside.
 
 parsim takes the algorithm with the least predicted time. NCCL decides in the same way with its own model
 (src/graph/tuning.cc, read at 01afd20a77b5: the same steps, traffic and trees, its constants for hops). NCCL has no
@@ -26,7 +26,7 @@ hierarchical algorithm; libraries above it have one (Horovod, BlueFog). A networ
 out of `algorithms`.
 
 Leaves out: LL's longer hops inside a node when several nodes take part, the plateau of large rings, switches that reduce
-(SHARP), and that the ends of the network's routes may collide.
+(SHARP), and collisions at the ends of the network's routes.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def parts_of(cluster: Cluster) -> tuple[Network, LinkModel]:
     model = cluster.profile.communication.link_model
     if cluster.network is None or model is None:
         raise CostError(
-            f"cluster {cluster.name} has a group on several nodes, but nothing says what joins them; make it with "
+            f"cluster {cluster.name} has a group on several nodes, but no network connects them; make it with "
             "cluster_from_profile(profile, nodes=..., network=...)"
         )
     return cluster.network, model

@@ -147,7 +147,7 @@ def protocol_lines(operation: str, rings: RingSet, model: LinkModel, alone: Ring
         names = ", ".join(rings.devices)
         raise CostError(
             f"no protocol prices {operation} over {names}, whose rings must leave {model.link_kind}; "
-            "add relay_protocols to the link model or choose devices that a ring of links joins"
+            "add relay_protocols to the link model or choose devices that are connected in a ring"
         )
     return lines
 

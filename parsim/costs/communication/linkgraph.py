@@ -160,8 +160,7 @@ def _route(topology: Topology, link_kind: str, source: str, destination: str) ->
     path = topology.path(source, destination, only_kind=link_kind) or topology.path(source, destination)
     if not path:
         raise CostError(
-            f"no link or path joins {source} and {destination}; list their links in the profile, "
-            "or choose devices that are joined"
+            f"no link or path connects {source} and {destination}; list their links in the profile, or choose connected devices"
         )
     return tuple((step, 1.0) for step in walk_of(path, source))
 

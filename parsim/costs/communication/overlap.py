@@ -1,5 +1,5 @@
-"""How much computation and communication of a program slow each other: measured factors, chosen by the sizes the program
-sends.
+"""The mutual slowdown of computation and communication of a program: measured factors, chosen by the sizes of its
+messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def overlap_of(measured: Overlap, works: Sequence[Work], seconds: Iterable[float
         works, seconds: pieces of work and the time of each; computation is ignored.
 
     Returns:
-        Factors >= 1. Leaves out that factors differ from one message to the next, and the size for a profile without points.
+        Factors >= 1. Leaves out differences between single messages, and the size for a profile without points.
     """
     shares, weights = [], []
     for work, weight in zip(works, seconds, strict=True):

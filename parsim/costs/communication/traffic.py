@@ -128,7 +128,7 @@ def uplink_rate(cluster: Cluster, leaf: str) -> float:
     """
     rate = cluster.nodes.leaves[leaf].uplink_bytes_per_s
     if rate is None:
-        raise CostError(f"{leaf} has no uplink to the leaves of the other nodes; join the switches in the topology")
+        raise CostError(f"{leaf} has no uplink to the leaves of the other nodes; connect the switches in the topology")
     return rate
 
 

@@ -9,9 +9,9 @@ multiprocessors at the rate R = utilisation * peak_flop_per_s:
     c      = max(waves * block, the longest block)                the longest one sees every key
     t      = floor_s + (c^p + m^p)^(1/p)                          m: queries, keys, values and outputs once
 
-`softmax_flop` is what the exponential of one score costs, in units of the arithmetic that runs meanwhile: why heads of 64
-channels reach less of the peak than those of 128. The backward makes five products where the forward makes two, so its `passes`
-is 2.5, with coefficients of its own. A causal mask skips the scores it hides, in both.
+`softmax_flop` is the cost of the exponential of one score, in units of the arithmetic that runs meanwhile. It explains why
+heads of 64 channels reach less of the peak than those of 128. The backward makes five products where the forward makes two,
+so its `passes` is 2.5, with coefficients of its own. A causal mask skips the scores it hides, in both.
 
 Leaves out: windows and other masks, dropout, and how grouped heads share keys in the cache.
 """

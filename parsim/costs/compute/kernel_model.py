@@ -1,16 +1,16 @@
-"""Prices by the formula fitted to published kernels, or by a roofline where nothing was fitted.
+"""Prices by the formula fitted to published kernels, or by a roofline without a fit.
 
     t = (sum over kinds of operators of  launches * seconds of one launch) / efficiency
 
 The seconds of a launch are `parsim.costs.compute.operators.kernel_seconds` where its kind has a fit. Elsewhere they are a
-roofline: max(flop / (50% of the peak), bytes / (75% of the bandwidth)). The efficiency is what whole models were found to
-reach of the throughput of their operators, 1 where the profile has none. No launch is below
+roofline: max(flop / (50% of the peak), bytes / (75% of the bandwidth)). The efficiency is the throughput of
+whole models over that of their operators, 1 if the profile has none. No launch is below
 `parsim.costs.compute.roofline.kernel_roofline_s`.
 
 The host queues one launch after the other, `host.launch_s` each (`Estimate.issue_s`): a component costs the larger of the two.
 
 Leaves out: launch gaps between the kernels of one component, cache reuse across operators, clock changes under load. The
-roofline also leaves out the launches themselves, so small kernels come out too fast.
+roofline also leaves out the launches themselves, so small kernels are predicted too fast.
 """
 
 from __future__ import annotations

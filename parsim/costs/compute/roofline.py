@@ -1,13 +1,13 @@
-"""The least seconds that arithmetic and memory allow: no price from operators is below them.
+"""Lower bound on the seconds by arithmetic and memory: no price from operators is below it.
 
     t >= max(flop / peak, bytes / bandwidth)
 
 A convolution whose filters have several taps needs fewer multiplications than its flop count says. A Winograd kernel makes 4 x
 4 outputs of a 3 x 3 filter with 36 multiplications instead of 144, so a quarter of the flop is its bound. A strided one is a
-sum of convolutions without stride, one per phase, and has the same bound. Arithmetic of operators that are no product
+sum of convolutions without stride, one per phase, and has the same bound. Arithmetic of operators other than products
 (transforms, decompositions) cannot use matrix units: its peak is that of fp32.
 
-What a calibrated machine measured may be faster than its bandwidth, because arrays lie in a cache; only bytes beyond
+Times on a calibrated machine may be faster than its memory bandwidth, because arrays are in a cache; only bytes beyond
 `CACHED_BYTES` per operator count there.
 """
 

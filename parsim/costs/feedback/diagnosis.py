@@ -71,7 +71,7 @@ class ObservedStep:
         slowness: how many times as long a probe took beside the run as while the profile was measured; None: nobody looked.
 
     Raises:
-        CostError: no step, or a step time that is no number.
+        CostError: no step, or a step time that is not a number.
     """
 
     steps: Sequence[ClassSeconds]

@@ -171,7 +171,7 @@ def _line(record: ValidationRecord) -> str:
 
 
 def _record(line: str) -> ValidationRecord:
-    """Raises CostError for what is no record."""
+    """Raises CostError for what is not a record."""
     try:
         document: Any = parse_json(line)
     except ValueError as error:
@@ -187,7 +187,7 @@ def _record(line: str) -> ValidationRecord:
             raise CostError(f"no {name}")
     for name in ("profile", "machine", "measurement"):
         if not isinstance(document.get(name, ""), str):
-            raise CostError(f"{name} is no text")
+            raise CostError(f"{name} is not a string")
     try:
         return ValidationRecord(**{name: value for name, value in document.items() if name in known})
     except OverflowError as error:

@@ -45,7 +45,7 @@ class Evidence:
         step_s: mean measured step. floor: relative; what explains less of the step is noise.
 
     Raises:
-        CostError: no step, or a step time or floor that is no number.
+        CostError: no step, or a step time or floor that is not a number.
     """
 
     observed: Sequence[ClassSeconds]

@@ -85,5 +85,5 @@ def _class(operation: str, ranks: list[int]) -> CommunicationClass:
 def _phase(name: str) -> Phase:
     known = {phase.value: phase for phase in Phase}
     if name not in known:
-        raise ProfileError(f"an update of the profile names phase {name!r}{near_matches(name, known)}; mend or delete it")
+        raise ProfileError(f"an update of the profile names phase {name!r}{near_matches(name, known)}; fix or delete it")
     return known[name]

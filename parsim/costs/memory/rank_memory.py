@@ -1,4 +1,4 @@
-"""Peak memory of one rank, each line apart, from the Model alone (no torch, no Plan).
+"""Peak memory of one rank, line by line, from the Model alone (no torch, no Plan).
 
 The model counts the peak of a synchronous training step. It is one of three moments: the end of the last forward in
 flight, the worst moment of the backward that follows, or the optimizer step. Gradients are views into flat buckets, so
@@ -152,7 +152,7 @@ def rank_memory(
 
 
 def _loaded_bytes(boundary: Boundary, chunks: Chunks, moment: HeldMoment) -> float:
-    """Of microbatches not yet read, and of those in flight what is no saved activation."""
+    """Of microbatches not yet read, and of those in flight what is not a saved activation."""
     total = 0.0
     for name, (loaded, saved) in boundary.loaded_of.items():
         chunk = chunks.chunk_of[name]

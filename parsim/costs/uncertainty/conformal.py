@@ -1,7 +1,7 @@
 """Calibrated intervals: split-conformal correction of predicted intervals by a history of predicted and measured steps.
 
-A profile's draws say how wide an interval is *relative* to others; the history says by what factor all of them are too narrow
-or too wide. On the log scale, each side by its own half-width,
+A profile's draws set the width of an interval *relative* to others; the history gives the factor by which all of them are too
+narrow or too wide. On the log scale, each side by its own half-width,
 
     score = log(measured / median) / log(high / median)    where measured >= median, else
             log(median / measured) / log(median / low)
@@ -140,7 +140,7 @@ def records_needed(level: float = LEVEL) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConformalCorrection:
-    """By how much intervals are widened (factor above 1) or narrowed.
+    """The factor that widens (above 1) or narrows intervals.
 
     Attributes: factor: q of this module, None with too few records. records: how many it was learnt from.
     """
@@ -171,7 +171,7 @@ class ConformalCorrection:
 
 
 def correction(records: Iterable[ValidationRecord]) -> ConformalCorrection:
-    """The correction that records teach.
+    """The correction from records.
 
     Args:
         records: all of one profile.
@@ -229,7 +229,7 @@ class Coverage:
 
     @property
     def stale(self) -> bool:
-        """Whether the share's interval lies wholly outside `TARGET`."""
+        """Whether the share's interval is wholly outside `TARGET`."""
         return self.high < TARGET[0] or self.low > TARGET[1]
 
     def describe(self) -> str:

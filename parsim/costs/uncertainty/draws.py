@@ -1,4 +1,4 @@
-"""From estimates to samples of durations: one draw per cost *parameter*, shared by every task that rests on it."""
+"""From estimates to samples of durations: one draw per cost *parameter*, shared by every task that depends on it."""
 
 from __future__ import annotations
 

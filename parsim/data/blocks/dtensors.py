@@ -136,7 +136,7 @@ def _ranks_of(mesh: DeviceMesh, processes: Processes) -> dict[tuple[int, ...], i
     if sorted(members) != sorted(known):
         where = f"ranks {sorted(known)}" if known else f"{processes.ranks} ranks of one process"
         raise DataError(
-            f"the mesh has the ranks {sorted(members)} and the blocks lie on {where}; "
+            f"the mesh has the ranks {sorted(members)} and the blocks are on {where}; "
             "both must be the same ranks of one process group"
         )
     coordinates = itertools.product(*map(range, mesh.mesh.shape))

@@ -132,7 +132,7 @@ def _aligned(operands: Sequence[Any]) -> _Aligned:
             processes.rank,
             processes.group,
         ):
-            raise DataError(f"the block tensors lie on different processes: {processes} and {other.processes}; make both alike")
+            raise DataError(f"the block tensors are on different processes: {processes} and {other.processes}; make both alike")
     shapes = [tuple(operand.shape) for operand in known if isinstance(operand, BlockTensor | Tensor)]
     try:
         shape = np.broadcast_shapes(*shapes)

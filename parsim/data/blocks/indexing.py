@@ -80,7 +80,7 @@ def _entry(entry: Any) -> Any:
             raise DataError(f"a list of positions has one dim, got shape {list(found.shape)}")
         return found
     if isinstance(entry, bool | np.bool_):
-        raise DataError(f"a single {entry} is no index; use a list of bools, one per element of the dim")
+        raise DataError(f"a single {entry} is not an index; use a list of bools, one per element of the dim")
     try:
         return operator.index(entry)
     except TypeError as error:

@@ -105,5 +105,5 @@ def _own_lines() -> str:
 
 
 def loader_of(found: Any) -> Callable[[DataRequest], OwnSamples] | None:
-    """How to load what a name "package.module:factory" leads to; None if it is no factory."""
+    """How to load what a name "package.module:factory" leads to; None if it is not a factory."""
     return partial(load_own, found) if callable(found) else None

@@ -61,7 +61,7 @@ def conditions_for(
 ) -> Conditions | None:
     """The scenario as this program meets it, from `start_s` on (None: the scenario's own); None where it changes nothing.
 
-    Jitter is no condition: see `jittered_s`.
+    Jitter is not a condition: see `jittered_s`.
 
     Raises ScenarioError for ranks or links that are not there, and for links where the profile prices communication without;
     CostError where a price has no links.
@@ -111,7 +111,7 @@ def check_places(scenario: Scenario, world_size: int, cluster: Cluster) -> None:
         if not topology.between(a, b):
             joined = sorted({link.other(a) for link in topology.at(a)})
             raise ScenarioError(
-                f"links.{number}: no link joins {a} and {b} on {cluster.name}; {a} is joined to {', '.join(joined[:16])}"
+                f"links.{number}: no link connects {a} and {b} on {cluster.name}; {a} is connected to {', '.join(joined[:16])}"
             )
 
 

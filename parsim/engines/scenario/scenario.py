@@ -188,7 +188,7 @@ class DeviceCosts(ScenarioTable):
     @model_validator(mode="after")
     def _works_for_its_power(self) -> DeviceCosts:
         if self.busy_w < self.idle_w:
-            raise ValueError(f"busy_w ({self.busy_w:g}) must not lie below idle_w ({self.idle_w:g})")
+            raise ValueError(f"busy_w ({self.busy_w:g}) must not be below idle_w ({self.idle_w:g})")
         return self
 
 
@@ -240,7 +240,7 @@ def parse_scenario(text: str, *, where: str = "scenario.toml") -> Scenario:
     try:
         return Scenario.model_validate(parse_toml(text))
     except tomllib.TOMLDecodeError as error:
-        raise ScenarioError(f"{where} is not TOML: {error}; mend that line") from error
+        raise ScenarioError(f"{where} is not TOML: {error}; fix that line") from error
     except ValidationError as error:
         problems = [_explain(problem) for problem in error.errors(include_url=False)]
         raise ScenarioError(f"{where}: " + "\n  ".join(problems)) from error

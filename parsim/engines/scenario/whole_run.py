@@ -198,7 +198,7 @@ class _Draw:
                 due_s = self._fail(failing)
             if self.now_s > patience_s or self.failures > MOST_FAILURES:
                 raise ScenarioError(
-                    f"the run does not get on: after {format_seconds(self.now_s)} and {self.failures} failures block "
+                    f"the run makes no progress: after {format_seconds(self.now_s)} and {self.failures} failures block "
                     f"{self._block + 1} of {ends} is not done, where without failures all take "
                     f"{format_seconds(self._tables.quiet_s)}; write checkpoints more often or faster"
                 )
@@ -270,7 +270,7 @@ class _Draw:
             due_s = next(failing, np.inf)
             if ready_s > begun_s + HOPELESS * (self._tables.quiet_s + seconds) or self.failures > MOST_FAILURES:
                 raise ScenarioError(
-                    f"the run never comes up again: failures come faster than the {seconds:g} s pass that it takes; "
+                    f"the run never restarts: failures come faster than the {seconds:g} s pass that it takes; "
                     "shorten restart_s, or check the mtbf"
                 )
         self.down_s += ready_s - begun_s

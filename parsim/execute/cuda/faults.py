@@ -160,5 +160,5 @@ def lost_device(rank: int, device: str, step: int, error: BaseException, kept: s
 def checkpoint_text(step: int | None) -> str:
     """What is left of the training."""
     if step is None:
-        return "No checkpoint was written yet: the training starts anew."
-    return f"The checkpoint of step {step} is kept: `parsim run --resume` goes on from there."
+        return "No checkpoint was written yet: the training starts again."
+    return f"The checkpoint of step {step} is kept: `parsim run --resume` continues from there."

@@ -39,7 +39,10 @@ def usable_gpus() -> tuple[int, str]:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:  # a driver that is too old, or none
         said = str(error).strip().splitlines()[0].rstrip(".")
-        return 0, f"torch cannot use a GPU here: {said}. Mend the driver (nvidia-smi says what it sees), or compute on the CPU"
+        return (
+            0,
+            f"torch cannot use a GPU here: {said}. Fix the driver (see nvidia-smi), or compute on the CPU",
+        )
     return 0, "torch sees no GPU here: look at CUDA_VISIBLE_DEVICES, or compute on the CPU"
 
 
@@ -59,7 +62,7 @@ def check_gpus(ranks: int, *, measures: bool) -> None:
     check_devices(1, available, why)
     if measures and ranks > available:
         raise ExecutionError(
-            f"{ranks} ranks on {available} GPUs ({SHARE_VARIABLE}) train what they should, but their times say nothing; use "
+            f"{ranks} ranks on {available} GPUs ({SHARE_VARIABLE}) train correctly, but their times mean nothing; use "
             f"`parsim run`, or unset {SHARE_VARIABLE}"
         )
 

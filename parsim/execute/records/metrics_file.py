@@ -58,7 +58,7 @@ def _lines(content: bytes) -> Iterator[dict[str, Any]]:
     for text in content.decode().splitlines():
         line = parse_json(text, allow_nan=True)  # a gradient norm in fp16 may have overflowed
         if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            raise ValueError("a line is no step of a training")
+            raise ValueError("a line is not a step of a training")
         if not isinstance(line.get("loss", 0.0), int | float):
-            raise ValueError("a loss is no number")
+            raise ValueError("a loss is not a number")
         yield line

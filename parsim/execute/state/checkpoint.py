@@ -234,7 +234,7 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
     if absent:
         raise ExecutionError(
             f"checkpoint {checkpoint.folder} holds no {absent[0]!r} ({len(absent)} names are missing); "
-            "it was written by another model: resume with that model, or start anew"
+            "it was written by another model: resume with that model, or start again"
         )
     try:
         return RankState(

@@ -1,4 +1,4 @@
-"""Training that has diverged: a loss, weight or optimizer state that is no finite number any more."""
+"""Training that has diverged: a loss, weight or optimizer state that is not a finite number any more."""
 
 from __future__ import annotations
 

@@ -63,13 +63,13 @@ def read_manifest(path: Path) -> Manifest:
     content = read_regular(path, LARGEST_BYTES)
     document = parse_json(content)
     if not isinstance(document, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     version = document.get("schema_version", UNDIGESTED)
     digest = document.pop(_DIGEST, None)
     if (digest is not None or version == SCHEMA_VERSION) and content != _with_digest(document).encode():
         raise ValueError("its digest is not that of its content")
     if version != UNDIGESTED and (problem := version_problem(document, SCHEMA_VERSION)):
-        raise ExecutionError(f"checkpoint {path.parent}: {problem}; or train anew in another folder")
+        raise ExecutionError(f"checkpoint {path.parent}: {problem}; or train again in another folder")
     return _checked({"schema_version": UNDIGESTED, **document})
 
 
@@ -91,9 +91,9 @@ def _checked(document: dict[str, Any]) -> Manifest:
         ("size_bytes", 0, _LARGEST),
     ):
         if not _is_number(getattr(found, key), least, below):
-            raise ValueError(f"{key} = {getattr(found, key)!r} is no number from {least} to {below - 1}")
+            raise ValueError(f"{key} = {getattr(found, key)!r} is not a number from {least} to {below - 1}")
     if not isinstance(found.writer, str) or not isinstance(found.sha256, str) or not _HEX.fullmatch(found.sha256):
-        raise ValueError("writer or sha256 is no text of its kind")
+        raise ValueError("writer or sha256 is not a valid string")
     if not _is_table_of(found.names, list) or not all(isinstance(name, str) for part in found.names.values() for name in part):
         raise ValueError("names lists no names by section")
     if not _is_table_of(found.fragments, dict):

@@ -28,7 +28,7 @@ def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
 def scale_to_norm(gradients: Iterable[Tensor], norm: Tensor, most: float) -> None:
     """Multiply by most / norm where the norm is above `most`; else by 1.
 
-    A norm that is no finite number makes the gradients not finite either, so the divergence is seen.
+    A norm that is not a finite number makes the gradients not finite either, so the divergence is seen.
     """
     factor = torch.clamp(most / (norm + EPSILON), max=1.0)
     for gradient in gradients:

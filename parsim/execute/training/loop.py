@@ -224,7 +224,7 @@ def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, gr
 
 
 def mean_round_s(rounds: Sequence[tuple[float, float, int]], steps: int) -> float:
-    """Of the last rounds, a step each. What passes between them (a decision, a planning) is no part of it.
+    """Of the last rounds, a step each. What passes between them (a decision, a planning) is not a part of it.
 
     Args:
         rounds: (begin, end, steps) in seconds. steps: how many of the last ones count; 0: the mean is 0.

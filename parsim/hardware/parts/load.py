@@ -74,7 +74,7 @@ def _parse(record: type[AnyPart], text: str, where: str) -> AnyPart:
     try:
         return record.model_validate(document)
     except ValidationError as error:
-        raise ProfileError(f"{what} {where} is broken: {problems_text(error, what)}; mend these") from error
+        raise ProfileError(f"{what} {where} is broken: {problems_text(error, what)}; fix these") from error
 
 
 def _files(folder: str) -> importlib.resources.abc.Traversable:

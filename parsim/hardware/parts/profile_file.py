@@ -81,13 +81,13 @@ def read_parts_file(path: Path) -> Profile:
         ) from error
     except (OSError, ValueError) as error:
         raise ProfileError(
-            f"cannot read profile {path}: {error}; mend it or write it anew with `parsim profile new`"
+            f"cannot read profile {path}: {error}; fix it or write it again with `parsim profile new`"
         ) from error
     try:
         found = PartsFile.model_validate(document)
         part = _changed(load_gpu(found.gpu), found.change)
     except ValidationError as error:
-        raise ProfileError(f"profile {path} is broken: {problems_text(error)}; mend these") from error
+        raise ProfileError(f"profile {path} is broken: {problems_text(error)}; fix these") from error
     profile = profile_from_parts(part, found.count, found.link)
     return profile.model_copy(update={"name": found.name})
 

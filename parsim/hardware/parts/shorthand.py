@@ -40,7 +40,7 @@ def machines_of(text: str) -> Machines:
         text: such as "1024xh100-sxm".
 
     Raises:
-        ProfileError: another form, an unknown GPU, or a number that is no whole number of nodes.
+        ProfileError: another form, an unknown GPU, or a number that is not a whole number of nodes.
     """
     found = FORM.fullmatch(text)
     if found is None:

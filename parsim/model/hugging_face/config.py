@@ -55,7 +55,7 @@ def read_config(spec: ModelSpec) -> dict[str, Any]:
         ModelError: no file, no JSON, no model_type or architectures, or sizes that cannot be.
     """
     path = Path(spec.name)
-    with reading(f"{path} is no Hugging Face config that can be built", ModelError, "correct its values"):
+    with reading(f"{path} is not a Hugging Face config that can be built", ModelError, "correct its values"):
         return _read(path, spec)
 
 
@@ -65,7 +65,7 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Any]:
     try:
         document = parse_json(read_text(path))
     except ValueError as error:
-        raise ModelError(f"{path} is no JSON text: {error}; give a Hugging Face config.json") from error
+        raise ModelError(f"{path} is not JSON: {error}; give a Hugging Face config.json") from error
     if not isinstance(document, dict):
         raise ModelError(f"{path} is not a Hugging Face config with model_type and architectures: it holds no table")
     own = {key: value for key, value in spec.args if key != SEQ}
@@ -166,7 +166,7 @@ def module_from_config(spec: ModelSpec) -> nn.Module:
     kind = _class_of(transformers, architecture, path)
     if not isinstance(config, kind.config_class):
         raise ModelError(
-            f"{path}: {architecture} is no architecture of model_type {document['model_type']!r}, but of "
+            f"{path}: {architecture} is not an architecture of model_type {document['model_type']!r}, but of "
             f"{kind.config_class.model_type!r}; correct one of them"
         )
     if trains_by_contrast(architecture) and spec.loss in (None, OWN):
@@ -241,9 +241,9 @@ def default_loss(spec: ModelSpec, module: nn.Module) -> str:
     kind, name = _kind(spec, module), type(module).__name__
     if kind.loss == OWN and not trains_by_contrast(name):
         raise ModelError(
-            f"{name} trains by comparing all samples of a batch with one another, which is no sum over samples. Of such models "
-            f"only the loss of {', '.join(CONTRASTIVE)} is known. Plan one tower with inputs and a loss of your own, or give a "
-            'module that returns its loss (loss = "own")'
+            f"{name} trains by comparing all samples of a batch with one another, which is not a sum over samples. Of such "
+            f"models only the loss of {', '.join(CONTRASTIVE)} is known. Plan one tower with inputs and a loss of your own, "
+            'or give a module that returns its loss (loss = "own")'
         )
     labels = getattr(module.config, "num_labels", None)
     if kind.name == "text classification" and labels == 1:

@@ -46,7 +46,7 @@ class _Made(NamedTuple):
 
     Attributes:
         same_as: the argument that it is, changed in place. view_of: the argument whose memory it sees.
-        kind: of a tensor that is no argument; None for an argument, or for no tensor at all. attributes: of the Python object.
+        kind: of a tensor that is not an argument; None for an argument, or without a tensor. attributes: of the Python object.
     """
 
     same_as: int | None = None
@@ -197,7 +197,7 @@ class QuickFakeMode(FakeTensorMode, CallWatchHost):
         outermost = self.outermost
         if outermost is None:
             return self.answer(func, types, args, kwargs or {})
-        self.outermost = None  # what torch calls to find an answer is no call of the program
+        self.outermost = None  # what torch calls to find an answer is not a call of the program
         try:
             return outermost(func, types, args, kwargs or {})
         finally:

@@ -307,7 +307,7 @@ def _parts(found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> tu
 
 
 def like(kind: TensorKind) -> Tensor:
-    """A new tensor of that shape and memory order. It is no view: autocast keeps the cast of no weight that is one."""
+    """A new tensor of that shape and memory order. It is not a view: autocast keeps the cast of no weight that is one."""
     order: Sequence[int] = sorted(range(len(kind.shape)), key=lambda dim: -kind.stride[dim])
     tensor = torch.empty([kind.shape[dim] for dim in order], dtype=kind.dtype)
     return tensor.permute([list(order).index(dim) for dim in range(len(kind.shape))]).detach()

@@ -86,7 +86,7 @@ def naming_coupled_losses() -> Iterator[None]:
         if "not linear in the batch" not in str(error):
             raise
         raise TraceError(
-            f"{error}. A loss that compares the samples of a batch with each other (a contrastive one) is no sum over samples: "
-            "data parallelism and microbatches would change it. It can be planned where pairs meet after the last use of a "
-            "parameter: scale the embeddings and not their products"
+            f"{error}. A loss that compares the samples of a batch with each other (a contrastive one) is not a sum over "
+            "samples: data parallelism and microbatches would change it. It can be planned where pairs meet "
+            "after the last use of a parameter: scale the embeddings and not their products"
         ) from error

@@ -82,7 +82,7 @@ def settle(
     if row.plain and objective.output is None and not _is_single(outputs):
         if objective.target is None:
             raise ModelError(
-                f"{name} returns {_listing(outputs)}, and {objective.loss} takes all of it, so nothing tells its targets; in "
+                f"{name} returns {_listing(outputs)}, and {objective.loss} takes all of it, so its targets are unknown; in "
                 f'[model] give target = {{ shape = [...], dtype = "..." }}, or output = "..." to hand on one of them'
             )
         return Settled(objective=objective, entry=None, output=(), target=objective.target)
@@ -124,7 +124,7 @@ def choose_output(name: str, outputs: Mapping[str, OutputKind], wanted: str | No
         raise ModelError(f"{name} returns no tensor, so no loss can be taken; return a tensor, or tensors in a tuple or dict")
     first = next(iter(outputs))
     raise ModelError(
-        f"{name} returns {len(outputs)} tensors, {_listing(outputs)}, which leaves open what the loss reads. In [model] choose "
+        f"{name} returns {len(outputs)} tensors, {_listing(outputs)}, so the input of the loss is ambiguous. In [model] choose "
         f'output = "{first}" or another of them, or loss = "package:function", a function (output, target) of all of them'
     )
 
@@ -176,7 +176,7 @@ def _checked_target(name: str, objective: Objective, shape: tuple[int, ...], dty
         raise ModelError(f"classes_dim is for losses over classes, and {loss} takes {row.targets}; drop classes_dim")
     if objective.target is not None:
         if known:
-            raise ModelError(f"{loss} says its targets itself; drop target, which is for a loss of your own")
+            raise ModelError(f"{loss} defines its targets itself; drop target, which is for a loss of your own")
         return replace(objective.target, name=TARGET)
     if row.targets != CLASSES:
         return ModelInput(TARGET, shape)
@@ -193,7 +193,7 @@ def _class_targets(name: str, objective: Objective, shape: tuple[int, ...]) -> M
     if dim is None:
         if len(shape) > 2 and loss in LOSSES:
             raise ModelError(
-                f"{name} returns {list(shape)} per sample, which leaves open where the classes of {loss} lie; set classes_dim "
+                f"{name} returns {list(shape)} per sample, so the dim of the classes for {loss} is ambiguous; set classes_dim "
                 f"= 0 ({shape[0]} classes, as torch's cross_entropy takes maps) or classes_dim = -1 ({shape[-1]} classes)"
             )
         dim = LAST

@@ -128,7 +128,7 @@ class Step:
         return operands_of(self.op)
 
     def content(self, value: Any) -> Content:
-        """Full for what is no tensor."""
+        """Full for what is not a tensor."""
         return self.contents[value.slot] if type(value) is Ref else WHOLE
 
     def shape(self, value: Ref) -> tuple[int, ...]:

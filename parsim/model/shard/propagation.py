@@ -102,7 +102,7 @@ def _answer(step: Step) -> RuleOutcome:
         raise Refused(f"{_name(step.op)} of the maximum of a part")
     outcome = (rule_of(step.op.function) or whole_call)(step)
     if len(outcome.contents) != len(step.op.outputs):
-        raise Refused(f"{_name(step.op)} makes {len(step.op.outputs)} tensors, and its rule tells of {len(outcome.contents)}")
+        raise Refused(f"{_name(step.op)} makes {len(step.op.outputs)} tensors, and its rule describes {len(outcome.contents)}")
     return outcome
 
 

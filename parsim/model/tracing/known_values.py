@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 RANDOM = ("rand", "normal", "bernoulli", "multinomial", "dropout", "uniform", "exponential", "cauchy", "geometric", "rrelu")
 UNSET = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 _ROUTERS = {"topk": -1, "sort": -1, "argsort": -1, "max": None, "argmax": None}
-"""Functions that choose along a dim, with the dim where none is given (None: all of the tensor, which is no choice)."""
+"""Functions that choose along a dim, with the dim where none is given (None: all of the tensor, which is not a choice)."""
 
 
 class UnknownValueError(Exception):

@@ -260,7 +260,7 @@ class Recorder(TorchFunctionMode):
     def number_of(self, tensor: Tensor) -> int:
         """The value number of a tensor used in a call or returned; unknown ones become constants.
 
-        Raises TraceError for a tensor that was made out of sight or that requires a gradient without being a parameter.
+        Raises TraceError for a tensor that no recorded call made, or that requires a gradient without being a parameter.
         """
         known = self._number.get(id(tensor))
         if known is not None:
@@ -355,7 +355,7 @@ class Recorder(TorchFunctionMode):
         """Of a fake tensor, and whether it rests on an assumption. Raises UnknownValueError."""
         number = self._number.get(id(tensor))
         if number is None:
-            raise UnknownValueError("it was made out of sight")
+            raise UnknownValueError("it was not made by a recorded call")
         if not isinstance(tensor, FakeTensor) and number not in self._stale:
             return tensor, number in self.recording.assumed
         return self.known.value_of(number)

@@ -1,11 +1,12 @@
 """Cut a block after its residual adds, so that a transformer block becomes its attention and its MLP.
 
 The *residual stream* is what enters the block, what embeddings make, the sums onto it, and all that is made of it without a
-weight matrix (norms, views). A residual add joins two activations, one of them in the stream, and is no sum of attention scores
-and their bias. Calls after the last one stay with it if they use no parameters (the activation that ends a residual block of a
-convolutional network). Where a branch is normalised before its sum, the cut is before that norm. What a shard makes up to there
-is a summand, of which no norm can be taken. A branch is also cut after a product that makes narrow parameters of its own
-features (time step, B and C of a selective scan). Shards make summands of these, and go on with their features.
+weight matrix (norms, views). A residual add joins two activations, one of them in the stream, and is not a sum of attention
+scores and their bias. Calls after the last one stay with it if they use no parameters (the activation that ends a residual
+block of a convolutional network). Where a branch is normalised before its sum, the cut is before that norm. What a shard
+makes up to there is a summand, of which no norm can be taken. A branch is also cut after a product that makes narrow
+parameters of its own features (time step, B and C of a selective scan). Shards make summands of these, and go on with their
+features.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ def _collapse_call(recording: Recording, call: int, start: int, end: int, root: 
     def template(value: Any) -> Any:
         if isinstance(value, Tensor):
             if id(value) not in number_of:
-                raise _EscapesError("an argument was made out of sight")
+                raise _EscapesError("an argument was not made by a recorded call")
             return Ref(number_of[id(value)])
         if isinstance(value, tuple | list | dict) and next(tensors_in(value), None) is not None:
             if isinstance(value, dict):
@@ -240,12 +240,12 @@ def _collapse_call(recording: Recording, call: int, start: int, end: int, root: 
     for keys, leaf in tree_flatten_with_path(ends.output)[0]:
         if isinstance(leaf, Tensor):
             if id(leaf) not in number_of:
-                raise _EscapesError("a result was made out of sight")
+                raise _EscapesError("a result was not made by a recorded call")
             outputs.append((tuple(_step(key) for key in keys), number_of[id(leaf)]))
     own = dict.fromkeys(number for op in inner for number in op.reads if number not in made and number not in given)
     for number in own:
         if number not in recording.state and number not in recording.constants:
-            raise _EscapesError("it reads a value that is no argument")
+            raise _EscapesError("it reads a value that is not an argument")
     put_out = {number for _, number in outputs}
     later = {number for op in (*recording.ops[:start], *recording.ops[end:]) for number in op.reads}
     later |= {leaf.slot for leaf in recording.output_leaves if type(leaf) is Ref}
@@ -274,7 +274,7 @@ def _step(key: Any) -> Any:
     for name in ("idx", "key"):
         if hasattr(key, name):
             return getattr(key, name)
-    raise _EscapesError(f"a tensor lies in its result at {key}, which is no place in a tuple, list or dict")
+    raise _EscapesError(f"a tensor lies in its result at {key}, which is not a place in a tuple, list or dict")
 
 
 def assumptions(recording: Recording) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ The rule (written for this project; the paper's Algorithm 1 says only that commu
     same factors*, so a common error cancels. And over the remaining steps it saves more than `margin` times the cost of
     the switch, and of the way back where the change ends before the run.
  5. A change is expected to last as `durations` says. An offer that would pay only if it lasts longer waits, and is weighed
-    again after every window of the same change. What was there from the first window on is no change: it lasts to the end.
+    again after every window of the same change. What was there from the first window on is not a change: it lasts to the end.
  6. Nothing is planned for a change that could not save the seconds of planning over the steps left.
  7. After a switch, `settle_windows` windows pass before the next one.
 
@@ -303,7 +303,7 @@ class Controller:
     def _check(self, seen: Observation) -> None:
         if self.last_window is not None and seen.window <= self.last_window:
             raise ScheduleError(
-                f"window {seen.window} was observed after window {self.last_window}; number the windows as they come"
+                f"window {seen.window} was observed after window {self.last_window}; number the windows in order"
             )
         if not (math.isfinite(seen.step_s) and seen.step_s > 0):
             raise ScheduleError(f"the mean step of window {seen.window} is {seen.step_s} s; it must be above 0")

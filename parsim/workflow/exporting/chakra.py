@@ -55,7 +55,7 @@ def write_chakra(request: ExportRequest) -> Exported:
             f"{folder}/comm_groups.json"
         ),
         left_out={
-            "memory": "nodes say what they move, and not what lies in memory",
+            "memory": "nodes have the bytes that they move, and not those in memory",
             "overlap": "durations are those of the predicted step, in which tasks that overlap slow each other",
             "intervals": "durations are medians",
             "arithmetic": "num_ops and tensor_size are those of whole components; the optimizer, clipping and parts have none",

@@ -10,7 +10,7 @@ FILE = "trace.json"
 
 
 def write_chrome(request: ExportRequest) -> Exported:
-    """The timelines of a folder. Raises ConfigError: it is no whole run folder."""
+    """The timelines of a folder. Raises ConfigError: it is not a complete run folder."""
     evaluation = request.prediction.evaluation
     timelines = {"predicted": evaluation.timeline}
     if request.folder.job.is_file() and request.folder.timeline.is_file():

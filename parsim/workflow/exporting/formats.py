@@ -54,5 +54,5 @@ def export_folder(path: Path, *, format: str, out: Path | None = None, **options
         if option not in row.options:
             others = ", ".join(name for name, entry in FORMATS.items() if option in entry.options)
             flag = f"--{option.replace('_', '-')} {value}"
-            raise ConfigError(f"{flag} means nothing for {row.what}; it belongs to {others or 'no format'}")
+            raise ConfigError(f"{flag} does not apply to {row.what}; it belongs to {others or 'no format'}")
     return row.write(ExportRequest(folder=RunFolder(path), format=format, out=out, options=options))

@@ -37,7 +37,7 @@ class ExportRequest:
 
     @cached_property
     def config(self) -> RunConfig:
-        """The resolved question. Raises ConfigError: it is no run folder."""
+        """The resolved question. Raises ConfigError: it is not a run folder."""
         return self.folder.read_config()
 
     @cached_property
@@ -50,7 +50,7 @@ class ExportRequest:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """The plan, priced anew from the profile of the folder. Raises ConfigError: it is no whole run folder."""
+        """The plan, priced anew from the profile of the folder. Raises ConfigError: it is not a complete run folder."""
         from parsim.workflow.ask import ask_again
 
         return ask_again(self.folder)

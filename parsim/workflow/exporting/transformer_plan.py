@@ -52,7 +52,7 @@ def transformer_plan(request: ExportRequest, format: str) -> TransformerPlan:
         request: the export. format: for messages.
 
     Raises:
-        ConfigError: the model is no transformer by its sizes, a placement is none that the frameworks have, or what is
+        ConfigError: the model is not a transformer by its sizes, a placement is none that the frameworks have, or what is
             recomputed differs from layer to layer.
     """
     model, plan = request.config.model, request.plan

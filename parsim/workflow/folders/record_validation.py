@@ -118,7 +118,7 @@ def updatable(config: RunConfig) -> Path:
     path = Path(config.cluster.profile or "")
     if path.suffix != ".json" or not path.is_file():
         raise ConfigError(
-            f"--update writes into the profile, and {config.cluster.machine!r} is no file of yours; calibrate one with "
+            f"--update writes into the profile, and {config.cluster.machine!r} is not a file of yours; calibrate one with "
             "`parsim calibrate --out PROFILE.json` and name it as cluster.profile"
         )
     return path
@@ -136,10 +136,10 @@ def update_profile(asked: Prediction, seen: Measurement, comparison: Comparison,
     cluster, plan = asked.problem.cluster, asked.evaluation.result.plan
     profile = load_profile(str(path))
     if fingerprint(without_updates(profile)) != fingerprint(without_updates(cluster.profile)):
-        raise ConfigError(f"{path} has been calibrated anew since this run; validate a new run")
+        raise ConfigError(f"{path} was calibrated again after this run; validate a new run")
     if comparison.aa_floor is None:
         raise CostError(
-            f"an update needs >= {MINIMUM_ROUNDS} rounds to tell an error from noise, the run has {len(seen.step_s)}; "
+            f"an update needs >= {MINIMUM_ROUNDS} rounds to separate an error from noise, the run has {len(seen.step_s)}; "
             "measure more"
         )
     problem = replace(asked.problem, cluster=replace(cluster, profile=profile))

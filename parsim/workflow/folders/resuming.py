@@ -113,11 +113,11 @@ def resumption(folder: RunFolder, config: RunConfig, steps: int) -> Resumption:
     if found.step > steps:
         raise ConfigError(
             f"the training in {folder.path} has made {found.step} steps already, and {steps} are asked for; set training.steps "
-            f"above {found.step} to go on, or give another --out"
+            f"above {found.step} to continue, or give another --out"
         )
     is_finished = folder.result.is_file() and (found.step == steps or _stopped_at(folder) == found.step)
     if is_finished:
-        told.append(f"the training in {folder.path} has made its {steps} steps; set training.steps higher to go on with it")
+        told.append(f"the training in {folder.path} has made its {steps} steps; set training.steps higher to continue it")
     return Resumption(step=found.step, is_finished=is_finished, warnings=tuple(told))
 
 
@@ -140,7 +140,9 @@ def _check_same(folder: RunFolder, before: RunConfig, config: RunConfig) -> None
     other = [(key, then, now) for key, then, now in changed if then != now]
     if other:
         said = "; ".join(f"{key} was {_text(then)}, now {_text(now)}" for key, then, now in other)
-        raise ConfigError(f"{folder.path} holds another training ({said}); ask for the same to go on, or give another --out")
+        raise ConfigError(
+            f"{folder.path} holds another training ({said}); give the same settings to continue, or give another --out"
+        )
 
 
 def _changed_model(before: ModelSpec, now: ModelSpec) -> list[tuple[str, Any, Any]]:
@@ -213,8 +215,8 @@ def what_is_left(folder: RunFolder, steps: int) -> str:
         found: Checkpoint | None = latest_checkpoint(folder.checkpoints)
     allowed: list[str] = []
     if found is None:
-        return f"No checkpoint was written: {folder.path} holds nothing to go on with (see --checkpoint-every)."
+        return f"No checkpoint was written: {folder.path} holds no checkpoint to continue from (see --checkpoint-every)."
     with contextlib.suppress(OSError, ValueError):
         allowed = ["--allow-code"] if references(parse_toml(read_text(folder.config))) else []
     command = shlex.join(["parsim", "run", str(folder.config), "--out", str(folder.path), "--resume", *allowed])
-    return f"The checkpoint of step {found.step} of {steps} is in {found.folder}; go on with: {command}"
+    return f"The checkpoint of step {found.step} of {steps} is in {found.folder}; continue with: {command}"

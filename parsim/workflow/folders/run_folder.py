@@ -111,7 +111,7 @@ class RunFolder:
             write_json(self.loading, loading.to_dict())
 
     def read_config(self) -> RunConfig:
-        """The resolved config, with the profile and plan of the same folder. Raises ConfigError if this is no run folder."""
+        """The resolved config, with the profile and plan of the same folder. Raises ConfigError if this is not a run folder."""
         if not self.config.is_file():
             raise ConfigError(
                 f"{self.path} is not a run folder: it holds no {self.config.name}; give the --out of `parsim run`"
@@ -140,7 +140,7 @@ def new_folder(path: Path | None, name: str) -> RunFolder:
     """`path`, or runs/NAME, runs/NAME-2, ... that is made here. Raises ConfigError if `path` holds something."""
     if path is not None:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ConfigError(f"{path} is there already and not empty; give another --out, or --resume to go on with it")
+            raise ConfigError(f"{path} exists and is not empty; give another --out, or --resume to continue it")
         return RunFolder(path)
     number = 1
     while True:

@@ -29,7 +29,7 @@ def redraw(folder: RunFolder) -> None:
     """trace.json and report.html of a run or a simulation, priced anew from the profile and plan that lie in the folder.
 
     Raises:
-        ConfigError: it is no run folder.
+        ConfigError: it is not a run folder.
     """
     from parsim.workflow.ask import ask_again, judge, measured, reopen
     from parsim.workflow.folders.record_validation import diagnosed

@@ -73,7 +73,7 @@ def _yaml(path: Path, text: str) -> dict[str, Any]:
     try:
         found = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"it is no YAML: {' '.join(str(error).split())[:300]}") from error
+        raise ConfigError(f"it is not YAML: {' '.join(str(error).split())[:300]}") from error
     if not isinstance(found, dict):
         raise ConfigError("it holds no table of keys")
     return found

@@ -181,7 +181,7 @@ class _Options:
             self.read.pop(name)
             text = ""
             if default is None:
-                raise ConfigError(f"{self.framework}: --{name} depends on what the file does not say; write its number")
+                raise ConfigError(f"{self.framework}: --{name} depends on a value that the file lacks; write its number")
         if not text:
             if default is None:
                 raise ConfigError(f"{self.framework}: --{name} is missing; add it")

@@ -1,4 +1,4 @@
-"""Import one file: recognise it, read it, and write what it becomes."""
+"""Import one file: recognise it, read it, and write the result."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def import_file(
         path: output of nccl-tests (text or JSON), `nvidia-smi topo -m` or `lstopo --of xml`, which become a profile; a trace of
             torch.profiler (.json or .json.gz) or an SQLite export of Nsight Systems, which become a timeline; a DeepSpeed JSON
             config, which becomes a run file.
-        kind: a key of `parsim.importers.kinds.KINDS`; left out: found out from the content.
-        into: PROFILE.json, TIMELINE.json.gz or RUN.toml, new or added to; left out: nothing is written.
-        cluster: the machine, a profile or "8xh100-sxm", of a new profile or of the trace's peak; left out: what the file names.
-        collective, ranks: of nccl-tests, where the file does not tell them; of Nsight Systems, the GPU.
+        kind: a key of `parsim.importers.kinds.KINDS`; default: detected from the content.
+        into: PROFILE.json, TIMELINE.json.gz or RUN.toml, new or extended; default: nothing is written.
+        cluster: the machine, a profile or "8xh100-sxm", of a new profile or of the trace's peak; default: named by the file.
+        collective, ranks: of nccl-tests, if the file lacks them; of Nsight Systems, the GPU.
         world_size: data-parallel ranks of DeepSpeed.
-        precision, steps: of a trace. against: a run file, whose prediction is set beside the trace.
-        overrides: further keys of a run file, as `--set` takes them.
+        precision, steps: of a trace. against: a run file, whose prediction is compared with the trace.
+        overrides: further keys of a run file, in the form of `--set`.
 
     Returns:
-        What was found, fitted and left out; `print` shows it.
+        The findings, the fits, and the rows left out; `print` shows it.
 
     Raises:
-        ParsimError: ImportedFileError for a file that is damaged, of another kind, or holds nothing of use; ProfileError.
+        ParsimError: ImportedFileError for a file that is damaged, of another kind, or without usable content; ProfileError.
     """
     path = Path(path)
     into = None if into is None else Path(into)
@@ -90,4 +90,4 @@ def import_file(
 def _check_options(kind: str, options: dict[str, tuple[object, tuple[str, ...]]]) -> None:
     for option, (value, kinds) in options.items():
         if value is not None and kind not in kinds:
-            raise ImportedFileError(f"{option} means nothing for {KINDS[kind].what}; it belongs to {', '.join(kinds)}")
+            raise ImportedFileError(f"{option} does not apply to {KINDS[kind].what}; it belongs to {', '.join(kinds)}")

@@ -89,7 +89,7 @@ def _base(into: Path | None, cluster: str | None, names: Sequence[str], devices:
     """The profile that is added to: the target if it is there, else what --on names, else the GPUs that the file names."""
     if into is not None and into.exists():
         if cluster is not None:
-            raise ImportedFileError(f"{into} is there already, and --on {cluster} names a machine; drop one of them")
+            raise ImportedFileError(f"{into} exists, and --on {cluster} names a machine; drop one of them")
         return load_profile(str(into))
     if cluster is not None:
         return load_profile(cluster)
@@ -99,7 +99,7 @@ def _base(into: Path | None, cluster: str | None, names: Sequence[str], devices:
         return load_profile(f"{max(devices, part.gpus_per_node)}x{part.name}")
     seen = f" (it names {', '.join(dict.fromkeys(names))})" if names else ""
     raise ImportedFileError(
-        f"the file does not tell the machine{seen}: name it, such as --on {devices}xh100-sxm, or give a profile as --into"
+        f"the file does not name the machine{seen}: name it, such as --on {devices}xh100-sxm, or give a profile as --into"
     )
 
 

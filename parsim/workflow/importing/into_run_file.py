@@ -46,7 +46,7 @@ def _write(into: Path, read: DeepSpeedKeys, overrides: Sequence[str], warnings: 
         text = into.read_text(encoding="utf-8")
         document = parse_toml(text)
         if "#" in text:
-            warnings.append(f"comments of {into} are lost: the file is written anew")
+            warnings.append(f"comments of {into} are lost: the file is rewritten")
     plan = document.get("plan")
     if isinstance(plan, dict) and plan.get("strategy") not in (None, "dp"):
         warnings.append(f'plan.strategy was {plan["strategy"]!r}; DeepSpeed\'s ZeRO is data parallelism: "dp"')

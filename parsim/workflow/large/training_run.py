@@ -47,7 +47,7 @@ class Losses:
 
     Attributes:
         machine_mtbf_s: of all devices together. interval_s: of training between checkpoints, Daly's; young_s: Young's.
-        failures: expected. days: with all of it. lost_fraction: of the days that is no training.
+        failures: expected. days: with all of it. lost_fraction: of the days that is not a training.
     """
 
     machine_mtbf_s: float

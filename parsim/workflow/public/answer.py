@@ -1,4 +1,4 @@
-"""An Answer: the plans of a question, ranked, and the one to take."""
+"""An Answer: the ranked plans of a question, and the chosen one."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Answer:
     """The result of `parsim.plan`.
 
     Attributes:
-        question: what was asked, and the defaults it took. problem: the same with the model and the cluster loaded.
-        search: the plans that were compared; None where the question fixed the plan. evaluation: of the plan that was chosen,
-            or of the fastest that does not fit where none does.
+        question: the question and its defaults. problem: the same with the model and the cluster loaded.
+        search: the plans that were compared; None if the question fixed the plan. evaluation: of the chosen plan,
+            or, if none fits, of the fastest.
     """
 
     question: Question
@@ -67,12 +67,12 @@ class Answer:
 
     @property
     def prediction(self) -> Prediction:
-        """The plan to take; where none fits, the fastest that does not."""
+        """The chosen plan; if none fits, the fastest of those."""
         return self._predicted(self.evaluation)
 
     @property
     def chosen(self) -> Prediction:
-        """The plan to take. Raises DoesNotFitError where no plan fits: `prediction` is the fastest of those."""
+        """The chosen plan. Raises DoesNotFitError if no plan fits: `prediction` is the fastest of those."""
         if not self.fits:
             raise DoesNotFitError(f"{self.sentence()} There is no chosen plan; see answer.candidates")
         return self.prediction
@@ -111,7 +111,7 @@ class Answer:
         return plans_frame([entry.result for entry in self._ranked], self._chosen_row())
 
     def sentence(self) -> str:
-        """What to do, in words; the table has the exact plan."""
+        """The recommendation in words; the table has the exact plan."""
         problem = self.problem
         size = f"{problem.cluster.size} device{'' if problem.cluster.size == 1 else 's'}"
         where = f"{problem.model.name} on {problem.cluster.name} ({size}), global batch {problem.global_batch}"
@@ -120,7 +120,7 @@ class Answer:
         return f"{where}: {self.verdict()}"
 
     def runners_up(self) -> str:
-        """The plans next to the choice: a simpler one that is as fast, and the next best division; empty without any."""
+        """The plans closest to the choice: a simpler one that is as fast, and the next best split; empty if there is none."""
         parts = []
         if self.tie is not None and plan_in_words(self.tie.result.plan) != plan_in_words(self.prediction.plan):
             simpler = self.tie.result
@@ -148,10 +148,10 @@ class Answer:
 
     @cached_property
     def safer(self) -> Evaluation | None:
-        """Where the choice may run out of memory: the fastest plan known that fits with `SAFE_PROBABILITY`.
+        """If the choice may run out of memory: the fastest known plan that fits with `SAFE_PROBABILITY`.
 
         That is one of the ranked plans, or one found by a search on the mesh of the choice, with as many microbatches. None
-        where the choice is safe, or where neither has any.
+        if the choice is safe, or if there is no such plan.
         """
         if self.search is None or not self.fits or self.prediction.is_safe:
             return None
@@ -251,10 +251,10 @@ class Answer:
             return own | {"paper": paper_certificate(self.problem)}
 
     def what_would(self, faster: float) -> WhatWould:
-        """What would make training faster: the search again with more bandwidth, memory, GPUs or batch, one change at a time.
+        """Changes that would make training faster: the search again with more bandwidth, memory, GPUs or batch, one at a time.
 
         Args:
-            faster: the aim, 0.2 for 20% more samples per second.
+            faster: the target, 0.2 for 20% more samples per second.
 
         Raises:
             ConfigError: an aim that cannot be, or no plan fits.
@@ -270,8 +270,8 @@ class Answer:
     ) -> TargetRanking:
         """Synchronous training and relaxed rules, ranked by simulated seconds to a test accuracy.
 
-        Steps are counted on virtual replicas at this scale, of the model asked for or of a stand-in that `learner` names.
-        Seconds of a step are those of each rule's fastest plan.
+        Steps are counted on virtual replicas at this scale, of the model in question or of a stand-in that `learner` names.
+        The step time is that of each rule's fastest plan.
 
         Args:
             accuracy: between 0 and 1. rules: as `plan.synchronisation` takes them; None: the usual ones.
@@ -385,9 +385,7 @@ def considered_text(document: dict[str, Any]) -> str:
 def _unrefined(document: dict[str, Any]) -> str:
     """Which strategies are shown by a plan that more search could better."""
     names = document.get("unrefined", [])
-    return (
-        f" Not refined, because they lost: {', '.join(names)}. Asked for alone, they may be faster than shown." if names else ""
-    )
+    return f" Not refined after losing: {', '.join(names)}; a separate search may find faster plans for them." if names else ""
 
 
 def _placements(document: dict[str, Any]) -> str:

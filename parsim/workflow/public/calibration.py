@@ -1,4 +1,4 @@
-"""A Calibration: the profile of this machine, and where it lies."""
+"""A Calibration: the profile of this machine, and its path."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Calibration:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What was left out of the profile, and what casts doubt on the rest."""
+        """Timings that were discarded, and doubts about the rest."""
         return tuple(self.profile.provenance.warnings)
 
     def table(self) -> pd.DataFrame:
-        """What was measured, as texts; columns as in the table that `parsim calibrate` prints."""
+        """The measurements as strings; columns as in the table that `parsim calibrate` prints."""
         import pandas as pd
 
         report = self.report()

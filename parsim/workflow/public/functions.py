@@ -53,27 +53,27 @@ def plan(
     overrides: Sequence[str] = (),
     top: int | None = None,
 ) -> Answer:
-    """Rank the ways of training a model on a cluster, and choose one.
+    """Search for the fastest plan to train a model on a cluster, and rank the best plan of each family.
 
     Args:
         model: a name ("resnet50", "llama3-70b"), "package.module:factory", the path of a Hugging Face config.json, of a saved
-            Model or of a run file (which says everything else itself); or a Model, or an nn.Module.
+            Model or of a run file (which holds all other arguments); or a Model, or an nn.Module.
         cluster: a shipped profile by name, the path of one, "this-machine", a Cluster or a Calibration.
         global_batch: samples per step over all replicas.
         precision: "fp32", "tf32", "amp_fp16", "amp_bf16", "bf16", "fp16" or "fp8".
         optimizer: a row of docs/extending.md ("sgd_momentum", "adamw_fused"), or torch's name ("AdamW").
         strategy: "single", "dp", "mp", "hp", "adaptive" (all of these), or the path of a plan.json.
-        devices: the first N of every node, or device numbers. nodes: copies of the cluster, joined by `network`.
+        devices: the first N of every node, or device numbers. nodes: copies of the cluster, connected by `network`.
         args: keyword arguments of the model. input_shape: of one sample, such as (3, 224, 224); tokens: (seq,).
-        seq: tokens per sample of a language model. tokens, samples: to train on in all, for days, price and failures.
-        example_inputs: of an nn.Module, instead of input_shape: a batch as the module takes it (a Tensor, a tuple, a dict by
-            name); a tensor whose dim 0 is not that of the first is constant.
-        settings: any further key of a run file, such as {"plan.zero_stage": 1}. overrides: the same as texts, as `--set` takes
-            them.
-        top: keep so many plans over all strategies instead of the best of each.
+        seq: tokens per sample of a language model. tokens, samples: of the whole training, for days, price and failures.
+        example_inputs: of an nn.Module, instead of input_shape: a batch for its forward (a Tensor, a tuple, a dict by
+            name); a tensor whose dim 0 differs from that of the first is constant.
+        settings: any further key of a run file, such as {"plan.zero_stage": 1}. overrides: the same as strings, in the form of
+            `--set`.
+        top: keep the `top` fastest plans over all strategies instead of the best of each.
 
     Returns:
-        The ranked plans. `assumed` lists the defaults taken. Where no plan fits, `fits` is False.
+        The ranked plans. `assumed` lists the defaults taken. If no plan fits, `fits` is False.
 
     Raises:
         ParsimError: ConfigError for a wrong or missing key, ModelError, ProfileError, PlanError, ScheduleError, CostError.
@@ -116,14 +116,14 @@ def simulate(
     settings: QuestionSettings | None = None,
     overrides: Sequence[str] = (),
 ) -> Prediction:
-    """Simulate one step of one plan, task by task: the best plan of a strategy, or one that was found before.
+    """Simulate one step of one plan, task by task: the best plan of a strategy, or the plan of an earlier answer.
 
     Args:
-        model, cluster, global_batch, strategy, example_inputs, settings, overrides: as `plan` takes them; or an Answer (the
-            plan it chose, or the fastest that does not fit) or a Prediction, which need nothing beside them.
+        model, cluster, global_batch, strategy, example_inputs, settings, overrides: as for `plan`. Or model is an Answer (its
+            chosen plan, or the fastest that does not fit) or a Prediction, without the other arguments.
         engine: "static" (arrays) or "dynamic" (processes); both give the same timeline.
         scenario: path of a scenario.toml: stragglers, links, failures; needs engine="dynamic".
-        whole_run: to the end of training, by the scenario's table [run].
+        whole_run: simulate to the end of training, by the scenario's table [run].
 
     Returns:
         The prediction, with every rank simulated up to 64 ranks; a plan that does not fit has `fits` False.
@@ -179,19 +179,20 @@ def run(
 ) -> Measured:
     """Train for real under a plan on this machine, and compare with the prediction. Blocks until the training has ended.
 
-    The processes are started as programs of their own: a script needs no `if __name__ == "__main__"`.
+    The processes are started as separate programs: a script needs no `if __name__ == "__main__"`.
 
     Args:
-        model: a Prediction, an Answer (its chosen plan), or what `plan` takes by name, with cluster, global_batch and settings.
-        nproc: processes; left out: as many as the plan has ranks. Any other number is an error.
-        steps: to train; left out: as in the question, by default one pass over the data.
+        model: a Prediction, an Answer (its chosen plan), or the name of a model as for `plan`, with cluster, global_batch and
+            settings.
+        nproc: processes; default: one per rank of the plan. Any other number is an error.
+        steps: steps to train; default: as in the question, or one pass over the data.
         settings, overrides: as for `plan`.
-        out: folder of the run; left out: a new one below runs/. resume: go on from the latest checkpoint in it.
+        out: folder of the run; default: a new one under runs/. resume: continue from the latest checkpoint in it.
         checkpoint_every: steps between checkpoints; 0: at the end only.
         adaptive: measure while training, decide every `window_steps` steps, and change the plan if that saves time.
-        timeout_s: a process that is stopped, or does nothing, for longer ends the run.
-        elastic: where a rank dies, go on from the latest checkpoint, at most `max_restarts` times. A device on which ranks have
-            died twice is left out, with another plan for the rest.
+        timeout_s: a process that is stopped, or makes no progress, for longer ends the run.
+        elastic: if a rank dies, restart from the latest checkpoint, at most `max_restarts` times. A device on which ranks have
+            died twice is dropped, and the others get a new plan.
 
     Raises:
         ParsimError: DoesNotFitError, PlanError (more or fewer processes than ranks, several nodes), ModelError (a model given
@@ -236,12 +237,12 @@ def validate(
     history.
 
     Args:
-        target: the folder of a run; or what is measured anew: a run file, a Prediction or an Answer.
-        rounds: measured of a new run, at least 4, because the A/A floor splits them. tasks: keep every task in the JSON.
+        target: the folder of a run; or, for a new measurement, a run file, a Prediction or an Answer.
+        rounds: of a new measurement, at least 4, because the A/A floor splits them. tasks: keep every task in the JSON.
         out: folder of a new run. overrides: as for `plan`.
         history: record the validation in this file instead of the profile's own.
-        session: name of measurements made together; no correction from one of them is tested on another.
-        update: write the factors by which the run contradicts the profile into the profile. timeout_s: as `run`.
+        session: name of measurements made together; a correction from one of them is never tested on another.
+        update: write the run's factors relative to the profile into the profile. timeout_s: as `run`.
 
     Raises:
         ParsimError: as `run`; ConfigError for an update of a shipped profile.
@@ -288,7 +289,7 @@ def open_run(folder: str | Path) -> Measured:
         folder: a run folder, as `parsim.run` made it.
 
     Raises:
-        ConfigError: it is no run folder.
+        ConfigError: it is not a run folder.
         ExecutionError: it was simulated and never run.
     """
     from parsim.workflow.train import open_measured
@@ -314,13 +315,13 @@ def calibrate(
     Args:
         model: by name as for `plan`, or a run file, which holds batch and optimizer.
         args, input_shape, granularity: of the model.
-        global_batch: samples per step; the local batches that plans make of it are measured.
-        device: "cpu" or "cuda"; left out: "cuda" where torch sees a GPU. nproc: ranks; left out: one per GPU or core.
+        global_batch: samples per step; the local batches of its plans are measured.
+        device: "cpu" or "cuda"; default: "cuda" if torch sees a GPU. nproc: ranks; default: one per GPU or core.
         quick: fewer rounds and sizes, in about a minute instead of several.
-        out: path of the profile; left out: the cache that cluster="this-machine" looks in ($PARSIM_HOME/profiles, or
+        out: path of the profile; default: the cache of cluster="this-machine" ($PARSIM_HOME/profiles, or
             ~/.cache/parsim/profiles).
 
-    A calibration that was stopped goes on when it is called again with the same arguments.
+    A calibration that was stopped continues when it is called again with the same arguments.
 
     Raises:
         ParsimError: MissingDependencyError without torch; ConfigError, ProfileError, ExecutionError.
@@ -365,9 +366,9 @@ def cost(
     Args:
         cluster: a shipped profile by name, the path of one, a Cluster or a Calibration; nodes and network as for `plan`.
         collective: "all_reduce", "all_gather", "reduce_scatter", ..., or "send_recv". size_bytes: S, the whole array, as
-            nccl-tests counts it. ranks: of the group; left out: all.
+            nccl-tests counts it. ranks: of the group; default: all.
         model: price every component instead, at `batch` local samples, with args, input_shape, granularity, precision and
-            optimizer. ways: also one of that many shards of every component that can be cut.
+            optimizer. ways: also price one of that many tensor-parallel shards of every component that has them.
 
     Raises:
         ParsimError: ConfigError for arguments that do not go together; ModelError, ProfileError, CostError.
@@ -422,12 +423,12 @@ def trace(
     """Trace a torch module into components: a Model that can be planned, priced and saved as JSON.
 
     Args:
-        example_inputs: a batch as the module takes it; or input_shape, of one sample.
-        control_flow: where the forward looks at values of tensors, refuse it with its line, or follow the example inputs and
-            say so in `Model.assumptions`. Experts chosen by topk or argmax are always taken as balanced.
+        example_inputs: a batch for the forward of the module; or input_shape, of one sample.
+        control_flow: if the forward branches on values of tensors, refuse it with its line, or follow the example inputs and
+            record that in `Model.assumptions`. Experts chosen by topk or argmax are always taken as balanced.
         granularity: "block", "sublayer" (halves of blocks, which can be sharded) or "layer".
         loss: "cross_entropy", "mse", "bce", "own" or "package:function", with `output`, `classes_dim` and `target` in brackets:
-            "cross_entropy(classes_dim=0)"; left out: what the output calls for. name: of the Model.
+            "cross_entropy(classes_dim=0)"; default: by the output. name: of the Model.
 
     Raises:
         ParsimError: TraceError for a module that cannot be cut; MissingDependencyError without torch.
@@ -458,10 +459,10 @@ def load_cluster(
     Args:
         profile: a shipped profile by name, the path of one, or GPUs such as "1024xh100-sxm". devices: the first N of every
             node, or device numbers.
-        nodes: copies, joined by the network of this name (or path).
+        nodes: copies, connected by the network of this name (or path).
 
     Raises:
-        ProfileError: an unknown profile or network, or devices that it has not.
+        ProfileError: an unknown profile or network, or devices that it lacks.
 
     >>> load_cluster("dgx1-v100-32gb", nodes=2, network="infiniband-100g").size
     16

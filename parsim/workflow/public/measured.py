@@ -39,7 +39,7 @@ class Measured:
         prediction: of the plan that ran (of the last one where the controller changed it).
         comparison: step, kinds of tasks, single tasks and memory; relative_error = (predicted - measured) / measured.
         seen: the measurement itself.
-        diagnosis: whether the run went as predicted and, where not, what was different and what to do.
+        diagnosis: whether the run went as predicted and, if not, the differences and what to do.
         document: the JSON that the command of the same name prints.
     """
 
@@ -57,12 +57,12 @@ class Measured:
 
     @property
     def relative_error(self) -> float | None:
-        """(predicted - measured) / measured of the mean step; None where nothing can be divided by."""
+        """(predicted - measured) / measured of the mean step; None if the measured step is 0."""
         return self.comparison.step.relative_error
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Per training step: of the whole training, also where it went on several times."""
+        """Loss per training step, over the whole training, also after resuming."""
         return tuple(self.document.get("losses", self.seen.losses))
 
     @property

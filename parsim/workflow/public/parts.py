@@ -43,7 +43,7 @@ def new_profile(
     if path.suffix != SUFFIX:
         raise ConfigError(f"--out {path}: a profile made of parts is a {SUFFIX} file, which can hold comments; name it so")
     if path.exists():
-        raise ConfigError(f"{path} is there already; give another --out, or remove it")
+        raise ConfigError(f"{path} exists; give another --out, or remove it")
     text = parts_file_text(gpu, count, link, network)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomically(path, text)

@@ -32,11 +32,11 @@ class Prediction:
     """The prediction for one plan. `parsim.run` trains with this plan for real.
 
     Attributes:
-        config: the question. problem, evaluation: what was priced and simulated, for whoever wants more than the methods give.
-        among: the best plan of each family it was chosen from; empty for a plan that was given.
-        given: what the model was given as; a module or Model without a name cannot be run.
+        config: the question. problem, evaluation: the priced and simulated values, for more than the methods return.
+        among: the best plan of each compared family; empty for a given plan.
+        given: the form of the given model; a module or Model without a name cannot be run.
         assumed: (key, value) of the defaults that the question took.
-        engine: "static" or "dynamic". scenario: what was played, and what came of it; None without one.
+        engine: "static" or "dynamic". scenario: the scenario and its results; None without one.
     """
 
     config: RunConfig
@@ -131,7 +131,7 @@ class Prediction:
         return timeline_frame(shown.graph, shown.timeline)
 
     def critical_path(self) -> list[str]:
-        """The tasks that the length of the step rests on, in order, as they are named in traces."""
+        """The tasks on the critical path of the step, in order, with their names in traces."""
         from parsim.analyze.critical_path import critical_path
         from parsim.report.chrome_trace import task_label
 

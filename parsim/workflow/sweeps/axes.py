@@ -79,7 +79,7 @@ def axis_of(key: str, values: Sequence[Any] | tuple[float, float, str]) -> Axis:
         raise ConfigError(f"over {key}: {len(listed):,} values are more than the {MOST_VALUES:,} of one axis")
     texts = [json.dumps(value, sort_keys=True, default=str) for value in listed]
     if twice := [text for text in texts if texts.count(text) > 1] if len(texts) < 1000 else []:
-        raise ConfigError(f"over {key}: {twice[0]} stands there twice; list every value once")
+        raise ConfigError(f"over {key}: {twice[0]} appears twice; list every value once")
     for value in listed:
         _check_scale(key, value)
     return Axis(key=key, values=listed, whole=is_whole(key))
@@ -96,7 +96,7 @@ def axes_of(over: Mapping[str, Any] | Sequence[str | Axis]) -> tuple[Axis, ...]:
     else:
         axes = tuple(entry if isinstance(entry, Axis) else parse_axis(entry) for entry in over)
     if not axes:
-        raise ConfigError(f"a sweep needs something to vary; give --over (over=): {HOW}")
+        raise ConfigError(f"a sweep needs a key to vary; give --over (over=): {HOW}")
     keys = [axis.key for axis in axes]
     if twice := [key for key in keys if keys.count(key) > 1]:
         raise ConfigError(f"--over {twice[0]} was given twice; list all its values in one")

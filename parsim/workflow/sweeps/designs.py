@@ -63,7 +63,7 @@ def saltelli(axes: Sequence[Axis], base: int, seed: int) -> list[SweptSettings]:
         axes: at least two. base: a power of two. seed: of the scrambling.
 
     Raises:
-        ConfigError: one axis, or a base that is no power of two. MissingDependencyError: without SALib.
+        ConfigError: one axis, or a base that is not a power of two. MissingDependencyError: without SALib.
     """
     if len(axes) < 2:
         raise ConfigError(f"--sensitivity compares fields, and only {axes[0].key} is swept; give a second --over")

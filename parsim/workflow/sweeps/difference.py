@@ -202,7 +202,7 @@ def read_answer(given: str) -> Compared:
     if path.is_dir():
         result = path / "result.json"
         if not result.is_file():
-            raise ConfigError(f"{given} holds no result.json, so it is no run folder; {EXAMPLE}")
+            raise ConfigError(f"{given} holds no result.json, so it is not a run folder; {EXAMPLE}")
         return _of_document(_read(result), given, _config(path / "config.toml"))
     if not path.is_file():
         raise ConfigError(f"there is no {given}; {EXAMPLE}")

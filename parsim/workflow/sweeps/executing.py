@@ -305,7 +305,7 @@ def _dask_stream(
         except (CancelledError, OSError, StopIteration) as error:
             raise ExecutionError(
                 f"the Dask cluster at {address} is gone ({type(error).__name__}); the points that were answered are kept: "
-                "give the same command again to go on"
+                "give the same command again to continue"
             ) from error
         del chunks[future.key]
         done += len(rows)

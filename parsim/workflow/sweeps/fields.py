@@ -9,9 +9,9 @@ from parsim.workflow.cluster_section import ConfigSection
 from parsim.workflow.config import RunConfig
 
 SCALES = {
-    "scale.compute": "computation and optimizer run so many times as fast",
-    "scale.links": "every collective and transfer runs so many times as fast",
-    "scale.memory": "every device holds so many times as much",
+    "scale.compute": "computation and optimizer are this many times as fast",
+    "scale.links": "every collective and transfer is this many times as fast",
+    "scale.memory": "every device has this many times the memory",
 }
 """Factors on the hardware, which no run file has: they answer what matters."""
 

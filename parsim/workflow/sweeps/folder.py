@@ -60,7 +60,7 @@ class SweepFolder:
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"{self.path} is a file; give --out a folder")
         if self.path.is_dir() and any(self.path.iterdir()) and not (self.log.is_file() or self.description.is_file()):
-            raise ConfigError(f"{self.path} is no folder of a sweep and not empty; give another --out")
+            raise ConfigError(f"{self.path} is neither empty nor a folder of a sweep; give another --out")
 
     def known(self, keys: set[str]) -> dict[str, dict[str, Any]]:
         """The rows that the log has of these keys. A broken last line is cut off; a broken line in the middle is asked again.
@@ -69,7 +69,7 @@ class SweepFolder:
             keys: of the points that are wanted.
 
         Raises:
-            ConfigError: the file is no log of this parsim.
+            ConfigError: the file is not a log of this parsim.
         """
         if not self.log.is_file():
             return {}
@@ -79,7 +79,7 @@ class SweepFolder:
                 entry = _entry(line)
                 if number == 0 and (not isinstance(entry, dict) or version_problem(entry, SCHEMA_VERSION)):
                     if line.endswith(b"\n"):
-                        raise ConfigError(f"{self.log} is no log of a sweep of this parsim; give another --out")
+                        raise ConfigError(f"{self.log} is not a log of a sweep of this parsim; give another --out")
                     break
                 if line.endswith(b"\n"):
                     whole_bytes += len(line)
@@ -115,11 +115,11 @@ class SweepFolder:
         write_json_atomically(self.description, whole)
 
     def read_description(self) -> dict[str, Any]:
-        """What was asked last. Raises ConfigError if this is no folder of a sweep."""
+        """What was asked last. Raises ConfigError if this is not a folder of a sweep."""
         try:
             document = read_json(self.description)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{self.path} is no folder of a sweep ({error}); give the --out of `parsim sweep`") from error
+            raise ConfigError(f"{self.path} is not a folder of a sweep ({error}); give the --out of `parsim sweep`") from error
         if not isinstance(document, dict) or (problem := version_problem(document, SCHEMA_VERSION)):
             said = problem if isinstance(document, dict) else "it holds no table"
             raise ConfigError(f"{self.description}: {said}; sweep again")

@@ -166,12 +166,12 @@ def parse_goal(text: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[s
     conditions: list[Condition] = []
     rest = rest[1:]
     if tokens[2:] and not rest:
-        raise ConfigError(f"--goal {text!r}: nothing stands after `where`; for example {EXAMPLE}")
+        raise ConfigError(f"--goal {text!r}: nothing follows `where`; for example {EXAMPLE}")
     while rest:
         until = rest.index("and") if "and" in rest else len(rest)
         conditions.append(_condition(text, rest[:until], rows, columns))
         if until == len(rest) - 1:
-            raise ConfigError(f"--goal {text!r}: nothing stands after the last `and`")
+            raise ConfigError(f"--goal {text!r}: nothing follows the last `and`")
         rest = rest[until + 1 :]
     return Goal(text=text, least=tokens[0].startswith("min"), column=column, conditions=tuple(conditions))
 
@@ -193,7 +193,7 @@ def _condition(text: str, tokens: Sequence[str], rows: Sequence[Mapping[str, Any
     if len(tokens) < 3 or tokens[1] not in _COMPARE:
         said = " ".join(tokens)
         raise ConfigError(
-            f"--goal {text!r}: {said!r} is no condition; write COLUMN < VALUE, with one of {', '.join(_COMPARE)}; for "
+            f"--goal {text!r}: {said!r} is not a condition; write COLUMN < VALUE, with one of {', '.join(_COMPARE)}; for "
             f"example {EXAMPLE}"
         )
     column = _column(tokens[0], rows, columns)
@@ -210,13 +210,13 @@ def _condition(text: str, tokens: Sequence[str], rows: Sequence[Mapping[str, Any
 def _value(text: str, column: str, written: str) -> float:
     match = _NUMBER.fullmatch(written)
     if match is None:
-        raise ConfigError(f"--goal {text!r}: {written!r} is no number with a unit; {column} takes {_units_text(column)}")
+        raise ConfigError(f"--goal {text!r}: {written!r} is not a number with a unit; {column} takes {_units_text(column)}")
     number, unit = float(match[1].replace("_", "")), match[2]
     if not unit:
         return number
     units = {**UNITS["count"], **UNITS.get(dimension(column), {})}
     if unit not in units:
-        raise ConfigError(f"--goal {text!r}: {unit!r} is no unit of {column}, which takes {_units_text(column)}")
+        raise ConfigError(f"--goal {text!r}: {unit!r} is not a unit of {column}, which takes {_units_text(column)}")
     return number * units[unit]
 
 

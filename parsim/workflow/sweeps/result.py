@@ -1,4 +1,4 @@
-"""A Sweep: a row per point, as a table, with the point that a goal picks and the fields that matter."""
+"""A Sweep: a table with a row per point, the point that a goal picks, and the sensitivity of the fields."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Sweep:
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
-        """Of the table: point, the swept fields, what they answer, memory by line."""
+        """Columns of the table: point, the swept fields, the results, memory by line."""
         swept = [axis.key for axis in self.axes]
         lines = dict.fromkeys(name for row in self.answers for name in row.get("memory_lines", {}))
         known = [
@@ -64,7 +64,7 @@ class Sweep:
 
     @cached_property
     def rows(self) -> tuple[dict[str, Any], ...]:
-        """Per point its number, what was swept, and what is known; in the order of the points."""
+        """Per point its number, the swept values and the results; in the order of the points."""
         found = []
         for number, (settings, answer) in enumerate(zip(self.settings, self.answers, strict=True)):
             lines = {f"{MEMORY_PREFIX}{name}{MEMORY_SUFFIX}": size for name, size in answer.get("memory_lines", {}).items()}
@@ -73,7 +73,7 @@ class Sweep:
         return tuple(found)
 
     def table(self) -> pd.DataFrame:
-        """A DataFrame, one row per point; the units stand in the column names. What is not known is missing."""
+        """A DataFrame, one row per point; the units are in the column names. Unknown values are missing."""
         from parsim.workflow.public.frames import frame
 
         return frame(self.rows, self.columns)
@@ -84,13 +84,13 @@ class Sweep:
         return sum(row["status"] == FAILED for row in self.answers)
 
     def best(self, goal: str | None = None) -> dict[str, Any] | None:
-        """The row that a goal picks; None where no point meets its conditions.
+        """The row that a goal picks; None if no point meets its conditions.
 
         Args:
             goal: such as "min cost where epoch < 2h"; left out: the sweep's own, else the most samples per second.
 
         Raises:
-            ConfigError: what is no goal over the columns of this sweep.
+            ConfigError: not a goal over the columns of this sweep.
 
         >>> from parsim import sweep
         >>> found = sweep("mlp", {"cluster.devices": [1, 2, 4]}, cluster="dgx1-v100-32gb", global_batch=64)
@@ -102,7 +102,7 @@ class Sweep:
         return None if number is None else self.rows[number]
 
     def sensitivity(self, column: str = "step_s") -> Sensitivity:
-        """What a column depends on: Sobol indices of the swept fields. Needs a sweep with `sensitivity=`.
+        """Sobol indices of the swept fields for a column. Needs a sweep with `sensitivity=`.
 
         Args:
             column: of numbers.
@@ -117,7 +117,7 @@ class Sweep:
         return sensitivity(self.axes, self.rows, column, self.seed)
 
     def explore(self, path: str | Path | None = None) -> Path:
-        """Write the explorer, one page that needs no network. Returns its path.
+        """Write the explorer, one page that opens offline. Returns its path.
 
         Args:
             path: of the page; left out: explorer.html in the sweep's folder.
@@ -125,7 +125,7 @@ class Sweep:
         from parsim.workflow.sweeps.explore import write_explorer
 
         if path is None and self.folder is None:
-            raise ConfigError("the sweep lies in no folder, so explore() needs the path of the page")
+            raise ConfigError("the sweep has no folder, so explore() needs the path of the page")
         return write_explorer(self, Path(path) if path is not None else SweepFolder(Path(str(self.folder))).explorer)
 
     def sentence(self) -> str:
@@ -145,7 +145,7 @@ class Sweep:
             return None
 
     def picked(self) -> str:
-        """What the goal picks, in words."""
+        """The point that the goal picks, in words."""
         what = self.goal or "max throughput"
         try:
             row = self.best()
@@ -282,7 +282,7 @@ def open_sweep(path: Path) -> Sweep:
         path: the --out of `parsim sweep`.
 
     Raises:
-        ConfigError: it is no folder of a sweep.
+        ConfigError: it is not a folder of a sweep.
     """
     folder = SweepFolder(path)
     document = folder.read_description()

@@ -47,19 +47,19 @@ def sweep(
     on: str | None = None,
     out: str | Path | None = None,
 ) -> Sweep:
-    """Ask one question at many points: a grid, or a sample, of any keys of a run file.
+    """Evaluate one question at many points: a grid, or a sample, over any keys of a run file.
 
     Args:
-        model, cluster, global_batch, settings, overrides, example_inputs: as `plan` takes them; what is swept may be left out.
-        over: key -> values, such as {"cluster.nodes": [1, 2, 4], "training.global_batch": "256:4096:x2"}; or texts as `--over`
-            takes them. Beside keys of a run file: "scale.compute", "scale.links", "scale.memory", factors on the hardware.
-        sample: so many points of a Sobol sequence instead of the whole grid. sensitivity: N * (fields + 2) points from which
+        model, cluster, global_batch, settings, overrides, example_inputs: as for `plan`, without the swept ones.
+        over: key -> values, such as {"cluster.nodes": [1, 2, 4], "training.global_batch": "256:4096:x2"}; or strings in the
+            form of `--over`. Further keys: "scale.compute", "scale.links", "scale.memory", factors on the hardware.
+        sample: number of points of a Sobol sequence, instead of the whole grid. sensitivity: N * (fields + 2) points from which
             Sobol indices are computed; N is a power of two. seed: of both.
         goal: picks a point, such as "min cost where epoch < 2h".
         samples_per_epoch: of the data, for the time and price of an epoch.
-        jobs: processes; 1: this one alone; left out: this one, and as many as there are cores once that is worth their start.
-        on: the address of a Dask scheduler, such as "tcp://10.0.0.1:8786", whose workers answer instead.
-        out: a folder for the rows, points.csv and points.parquet; points that it holds already are not asked again.
+        jobs: processes; 1: only this one; default: this one, and one per core once that pays for their start.
+        on: the address of a Dask scheduler, such as "tcp://10.0.0.1:8786", whose workers evaluate the points.
+        out: a folder for the rows, points.csv and points.parquet; points in it are reused.
 
     Returns:
         A row per point; a point that fails has the reason in its row.
@@ -168,7 +168,7 @@ def _ask_all(
                 said_s = time.monotonic()
                 say(clock.text(done, failed, said_s))
     except KeyboardInterrupt:
-        kept = "they are kept, and the same command goes on" if log is not None else "give out= to keep them"
+        kept = "they are kept, and the same command continues" if log is not None else "give out= to keep them"
         say(f"stopped after {done} of {len(order)} points; {kept}")
         raise
 
@@ -195,7 +195,7 @@ def _designed(
     axes: tuple[Axis, ...], sample: int | None, sensitivity: int | None, seed: int
 ) -> tuple[list[SweptSettings], str]:
     if sample is not None and sensitivity is not None:
-        raise ConfigError("--sample and --sensitivity both say which points are asked; give one of them")
+        raise ConfigError("--sample and --sensitivity both choose the points; give one of them")
     if sensitivity is not None:
         return saltelli(axes, sensitivity, seed), "saltelli"
     if sample is not None:

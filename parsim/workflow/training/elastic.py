@@ -94,7 +94,7 @@ def restarting(
             asked = on_devices(asked, left)
             begun = resumption(folder, asked.config, steps)
             if error.raised and restarts and restarts[-1]["step"] == begun.step and restarts[-1]["failure"] == text:
-                raise error.with_text(f"{error} It was restarted, and the same happened again.") from error
+                raise error.with_text(f"{error} It was restarted and failed in the same way.") from error
             restarts.append(
                 {
                     "failure": text,
@@ -116,7 +116,7 @@ def _told(restart: dict[str, Any], *, is_same: bool, count: int, most: int) -> s
     how = "under the same plan" if is_same else f"on {len(restart['devices'])} devices under {restart['plan']}"
     seconds = format_seconds(restart["planning_s"])
     return (
-        f"{restart['failure'].rstrip('.')}. The training goes on by itself from step {restart['step']}, {how} "
+        f"{restart['failure'].rstrip('.')}. The training continues automatically from step {restart['step']}, {how} "
         f"(restart {count} of at most {most}, decided in {seconds})"
     )
 
@@ -135,7 +135,7 @@ def on_devices(asked: Prediction, devices: Sequence[int]) -> Prediction:
     if asked.plan.synchronisation.mixes:
         raise PlanError(
             f"the plan ({asked.plan.summary()}) has replicas with weights of their own, and {len(devices)} devices are left: "
-            "fewer replicas cannot go on with them; go on with --resume on as many devices"
+            "fewer replicas cannot continue with them; continue with --resume on as many devices"
         )
     table = asked.config.cluster.model_copy(update={"devices": tuple(devices)})
     config = asked.config.model_copy(update={"cluster": table})
@@ -160,6 +160,6 @@ def _planned(asked: Prediction, config: RunConfig) -> Prediction:
 def check_elastic(*, elastic: bool, adaptive: bool, max_restarts: int) -> None:
     """Raises ConfigError for options that exclude one another."""
     if elastic and adaptive:
-        raise ConfigError("--adaptive cannot go on with a training that ended, and --elastic does so; drop one of them")
+        raise ConfigError("--adaptive cannot continue a training that ended, and --elastic does; drop one of them")
     if max_restarts < 0:
         raise ConfigError(f"max_restarts = {max_restarts}: must be >= 0")

@@ -78,7 +78,9 @@ def export_launch(
     if format not in FORMATS:
         raise ConfigError(f"format {format!r} is unknown{near_matches(format, FORMATS)}")
     if interface is not None and not _NAME.fullmatch(interface):
-        raise ConfigError(f"interface = {interface!r} is no name of a network interface, such as eth0; `ip link` lists them")
+        raise ConfigError(
+            f"interface = {interface!r} is not the name of a network interface, such as eth0; `ip link` lists them"
+        )
     if not 1024 <= port <= 65534:
         raise ConfigError(f"port = {port}: give one from 1024 to 65534")
     folder = RunFolder(path)

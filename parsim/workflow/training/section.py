@@ -227,7 +227,7 @@ class TrainingSection(ConfigSection):
     dtype: Dtype = "float32"
     """Of the weights of a real run."""
     allow_coupled_loss: StrictBool = False
-    """Train by a loss that is no sum over samples even where the plan divides the batch, which makes it another loss."""
+    """Train by a loss that is not a sum over samples even where the plan divides the batch, which makes it another loss."""
 
     @field_validator("precision", mode="before")
     @classmethod

@@ -70,7 +70,7 @@ def draw_message(name: str, drawn: str, forward: Callable[[], object]) -> str:
         name: of the module. drawn: of `Generators.drawn`. forward: the same again, to find the line.
     """
     return (
-        f"the forward of {name} draws from {drawn}{_first_draw(forward)}: each step would draw anew, but a recorded forward "
+        f"the forward of {name} draws from {drawn}{_first_draw(forward)}: each step would draw again, but a recorded forward "
         "repeats one outcome in every step; draw with torch and use the numbers as a tensor, as in "
         "x * (torch.rand(len(x), 1) < 0.9), or draw outside the forward and give the result as an input"
     )
