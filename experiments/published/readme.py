@@ -131,7 +131,7 @@ def readme(document: Mapping[str, Any]) -> str:
         "## Worst rows",
         "",
         table(
-            ("row", "error %", "held out %", "what was asked"),
+            ("row", "error %", "held out %", "question"),
             [
                 [entry["id"], number(entry["error"], "{:+.0f}"), number(entry["held_out"], "{:+.0f}"), entry["why"][:160]]
                 for entry in document["worst"][:15]
@@ -165,13 +165,13 @@ NOT_EXPLAINED = """- 39B on 512 A100 with tp 2 and pp 16 takes 1.7 times as long
 - Megatron-LM's rows of 2021 on several nodes of A100 still take 4 to 10% longer than predicted, 1.7B to 1T, with and
   without a pipeline. FSDP's of 2023 and vTrain's 175B do not, and 22B on one node is 0 to 1% off. Kernels of biases,
   passes of the loss, clipping and loss scaling explain 0.4 to 4 points; before them it was 2 to 11%. The tables for
-  fitting products are of 2023 to 2026: libraries that became faster in between would have this effect, but then on 22B,
+  fitting products are of 2023 to 2026: libraries that became faster in between would have this effect, but then on 22B
   too. vidur's table (torch of 2023) is 6% slower than a fit without it, TensorRT-LLM's of 2025 5% faster. No table of
   2021 was found.
-- Clipping and loss scaling reduce the error of Megatron's rows without a factor, and increase it by 0.2 to 0.4 points
-  after one of the rows' own, because two rows of 2020 are too slow (the next point, and 8B on 1,024 A100, 7%). They
-  stay, because they take real time.
-- GPT-2 1B on one V100 of 2020 is 8% too slow, and was 3% before these pieces; the three larger ones on 2 to 8 V100 were
+- Clipping and loss scaling reduce the error of Megatron's rows without a factor. After one of the rows' own they
+  increase it by 0.2 to 0.4 points, because two rows of 2020 are too slow (the next point, and 8B on 1,024 A100, 7%).
+  They stay, because they take real time.
+- GPT-2 1B on one V100 of 2020 is 8% too slow, and was 3% before these pieces. The three larger ones on 2 to 8 V100 were
   3 to 7% too fast and are -4 to +2% off.
 - BLOOM's tuning is predicted 10 to 29% too fast. What is missing grows with the samples: 34 ms per sample and layer
   with tp 8, where 28.5 are predicted, and hardly any constant besides. At like shapes vTrain's 175B reaches 168 TFLOP/s

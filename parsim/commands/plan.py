@@ -67,9 +67,7 @@ def plan(
     ] = None,
     most_steps: Annotated[
         int | None,
-        typer.Option(
-            "--most-steps", min=5, metavar="N", help="With --target-accuracy: stop a training after N (default 2000)."
-        ),
+        typer.Option("--most-steps", min=5, metavar="N", help="With --target-accuracy: stop a training after N (2000)."),
     ] = None,
     curves: Annotated[
         Path | None,
@@ -90,9 +88,7 @@ def plan(
         asked_rules(target_accuracy, rules or ())  # before minutes of planning
     where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens, samples=samples)
     if (config is None) == (not asked):
-        raise typer.BadParameter(
-            "give one question to plan: a run file, a model, or --config FILE of Megatron-LM, NeMo or torchtitan"
-        )
+        raise typer.BadParameter("give one question: a run file, a model, or --config FILE of Megatron-LM, NeMo or torchtitan")
     answer = find_plan(asked if config is None else config, cluster=where, global_batch=batch, overrides=changes, top=top)
     document = answer.to_dict()
     if certify:
