@@ -170,9 +170,11 @@ def _closings(runs: Sequence[Sequence[int]], bucket_bytes: int) -> tuple[tuple[i
 
 
 def zero_stages(problem: PlanningProblem, layout: PlanIndex) -> tuple[int, ...]:
-    """Every stage that is asked for; 0 alone where no two ranks hold the same parameters."""
+    """Every stage that is asked for; 0 alone where no two ranks hold the same parameters, and not with sharding groups."""
     if isinstance(problem.zero_stage, int):
         return (problem.zero_stage,)
+    if layout.plan.mesh.dp_shard:
+        return ZERO_STAGES[1:]
     shared = layout.plan.mesh.copies > 1 or any(len(group) > 1 for group in layout.buckets.groups.values())
     return ZERO_STAGES if shared else (0,)
 

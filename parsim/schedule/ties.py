@@ -47,4 +47,5 @@ def _simpler(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
     for stage in stages:
         for size in sizes:
             if (stage, size) != (plan.zero_stage, plan.bucket_bytes):
-                yield replace(plan, zero_stage=stage, bucket_bytes=size)
+                mesh = plan.mesh if stage else plan.mesh.undivided()
+                yield replace(plan, mesh=mesh, zero_stage=stage, bucket_bytes=size)

@@ -36,7 +36,6 @@ from parsim.model.losses import LOSSES
 from parsim.model.named.names import SEQUENCE_PARALLEL, is_transformer
 from parsim.model.objective.objective import TARGET
 from parsim.model.spec import REFUSE, ModelSpec
-from parsim.model.transformer.shape import nearest_divisors
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
@@ -46,6 +45,7 @@ from parsim.plans.recompute import AUTO
 from parsim.plans.recompute import WORDS as RECOMPUTE_WORDS
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
 from parsim.registry import RowOf, is_reference
+from parsim.units import nearest_divisors
 from parsim.workflow.cluster_section import ClusterSection, ConfigSection, Name, Number, check_machine
 from parsim.workflow.config_messages import EXAMPLES, explained, key_parts
 from parsim.workflow.references import check_trusted, put_on_path
