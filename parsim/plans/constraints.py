@@ -20,7 +20,7 @@ from parsim.typed import check_types
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConstraints:
     """Attributes:
-    pp, dp, tp: axes of the mesh. cp, ep: likewise, and 1 where they are left out.
+    pp, dp, tp: axes of the mesh. cp, ep: likewise, and 1 where they are left out. dp_shard: replicas in a sharding group.
     microbatches: per replica. bucket_bytes: of gradient buckets.
     pipeline_order: a key of `PIPELINE_ORDERS`. chunks: stages per rank.
     synchronisation: of every plan; it is never free.
@@ -31,6 +31,7 @@ class PlanConstraints:
     tp: int | None = None
     cp: int | None = None
     ep: int | None = None
+    dp_shard: int | None = None
     microbatches: int | None = None
     bucket_bytes: int | None = None
     pipeline_order: str | None = None
@@ -41,12 +42,13 @@ class PlanConstraints:
         """Whether a mesh has the axes that are given."""
         asked = ((self.pp, mesh.pp), (self.dp, mesh.dp), (self.tp, mesh.tp))
         beside = (self.cp or 1) == mesh.cp and (self.ep or 1) == mesh.ep
-        return beside and all(given in (None, own) for given, own in asked)
+        groups = self.dp_shard in (None, mesh.dp_shard or mesh.dp)
+        return beside and groups and all(given in (None, own) for given, own in asked)
 
     @property
     def axes(self) -> str:
         """`pp = 2, tp = 4`: the axes that are given."""
-        sizes = {name: getattr(self, name) for name in ("pp", "dp", "tp", "cp", "ep")}
+        sizes = {name: getattr(self, name) for name in ("pp", "dp", "tp", "cp", "ep", "dp_shard")}
         return ", ".join(f"{name} = {size}" for name, size in sizes.items() if size is not None)
 
 
@@ -109,7 +111,7 @@ class SearchConstraints:
     def _check(self) -> None:
         """The bounds of the run file."""
         asked = self.constraints
-        for name in ("pp", "dp", "tp", "cp", "ep", "microbatches", "bucket_bytes", "chunks"):
+        for name in ("pp", "dp", "tp", "cp", "ep", "dp_shard", "microbatches", "bucket_bytes", "chunks"):
             value, most = getattr(asked, name), MOST_MICROBATCHES if name in ("microbatches", "chunks") else None
             if value is not None and (value < 1 or (most is not None and value > most)):
                 raise PlanError(f"{name} = {value}: must be >= 1" + ("" if most is None else f" and <= {most}"))

@@ -51,13 +51,13 @@ class Mesh:
             object.__setattr__(self, "dp_shard", 0)
         elif self.group_copies == 1:
             raise PlanError(
-                f"dp_shard (1) is a group of one replica, over which nothing is divided, and dp is {self.dp}; leave dp_shard "
-                "out and set zero_stage = 0, or use a larger dp_shard"
+                f"dp_shard (1) is a group of one replica, over which nothing is divided, and dp is {self.dp}; drop dp_shard and "
+                "set zero_stage = 0, or use a larger dp_shard"
             )
         elif self.group_copies % self.ep:
             raise PlanError(
-                f"ep ({self.ep}) must divide dp_shard ({self.dp_shard}) * cp ({self.cp}) = {self.group_copies}: all experts are "
-                f"in every sharding group; the nearest that do: {nearest_divisors(self.group_copies, self.ep)}"
+                f"ep ({self.ep}) must divide dp_shard ({self.dp_shard}) * cp ({self.cp}) = {self.group_copies}: every sharding "
+                f"group has all experts; the nearest that do: {nearest_divisors(self.group_copies, self.ep)}"
             )
 
     @property

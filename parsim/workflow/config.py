@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -60,7 +61,7 @@ TomlScalar = StrictBool | StrictInt | Number | StrictStr
 Granularity = Literal["block", "sublayer", "layer"]
 
 # Keys that constrain a search, and with strategy = "custom" fix the plan by hand.
-CONSTRAINT_KEYS = ("mesh", "microbatches", "pipeline_order", "chunks", "bucket_bytes")
+CONSTRAINT_KEYS = ("mesh", "dp_shard", "microbatches", "pipeline_order", "chunks", "bucket_bytes")
 # Keys that fix the plan by hand; "placements" has a meaning with strategy = "custom" alone.
 CUSTOM_KEYS = (*CONSTRAINT_KEYS, "placements")
 # Keys that steer the search of strategy = "adaptive".
@@ -138,6 +139,9 @@ class PlanSection(ConfigSection):
     strategy: Annotated[str, Field(strict=True, min_length=1)] = "adaptive"
     """A family to search (single, dp, mp, hp, adaptive, "package.module:ROW"), "custom", or the path of a plan.json."""
     mesh: MeshTable | None = None
+    dp_shard: Count | None = None
+    """With zero_stage 1 to 3, over how many neighbouring replicas states are divided (HSDP); left out: all of mesh.dp, and a
+    search tries those of a node too."""
     microbatches: PartCount | None = None
     """Per replica."""
     pipeline_order: Annotated[Name, RowOf(PIPELINE_ORDERS)] | None = None
@@ -313,7 +317,7 @@ _OTHER_NAMES = {
     **dict.fromkeys(("fsdp", "fsdp2", "zero", "zero3", "zero-3"), 'strategy = "dp" and zero_stage = 3, as FSDP divides all'),
     **dict.fromkeys(("zero1", "zero-1"), 'strategy = "dp" and zero_stage = 1'),
     **dict.fromkeys(("zero2", "zero-2"), 'strategy = "dp" and zero_stage = 2'),
-    "hsdp": 'strategy = "adaptive" and zero_stage = 3: sharded data parallelism within groups is not built',
+    "hsdp": 'strategy = "dp", zero_stage = 3 and dp_shard = the devices of a node',
     **dict.fromkeys(("pp", "pipeline"), 'strategy = "adaptive" and mesh = { pp = 4 }'),
     **dict.fromkeys(("tp", "tensor", "megatron"), 'strategy = "adaptive" and mesh = { tp = 4 }'),
     "3d": 'strategy = "hp", which combines dp with pp and tp',
@@ -347,6 +351,11 @@ def _check_plan_section(config: RunConfig) -> None:
         _check_chunks(plan.pipeline_order or "1f1b", plan.chunks)
     if plan.zero_stage not in (AUTO, *ZERO_STAGES):
         raise ConfigError(f'plan.zero_stage = {plan.zero_stage}: {ZERO_STAGES_TEXT}; or "auto"')
+    if plan.dp_shard is not None and plan.zero_stage == 0:
+        raise ConfigError(
+            f"plan.dp_shard = {plan.dp_shard} says over how many replicas states are divided, and plan.zero_stage = 0 divides "
+            "none; set zero_stage = 1, 2 or 3, or drop dp_shard"
+        )
     if plan.zero_stage not in (AUTO, 0) and plan.plan_path is not None:
         raise ConfigError(f"plan.zero_stage = {plan.zero_stage}: the plan is read from {plan.plan_path}; drop zero_stage")
     if isinstance(plan.recompute, str) and plan.recompute not in (AUTO, *RECOMPUTE_WORDS):
@@ -399,6 +408,11 @@ def _check_plan_section(config: RunConfig) -> None:
         raise ConfigError("plan.scatter_gather belongs to plan.mesh with pp > 1 and tp > 1; drop it")
     if plan.blocking_transfers and (plan.mesh is None or (plan.mesh.pp or 1) == 1):
         raise ConfigError("plan.blocking_transfers belongs to plan.mesh with pp > 1; drop it")
+    if plan.strategy == "custom" and plan.dp_shard is not None and plan.zero_stage == AUTO:
+        raise ConfigError(
+            f"plan.dp_shard = {plan.dp_shard} says over how many replicas states are divided, and a plan by hand divides none "
+            "unless it says so; set zero_stage = 1, 2 or 3"
+        )
     if plan.strategy == "custom" and plan.mesh is None:
         raise ConfigError('plan.strategy = "custom" needs plan.mesh, for example mesh = { pp = 2, dp = 2, tp = 1 }')
     if plan.mesh is not None:
@@ -421,6 +435,11 @@ def _check_synchronisation(plan: PlanSection) -> None:
     rule = plan.relaxed
     if not rule.is_relaxed:
         return
+    if plan.dp_shard is not None:
+        raise ConfigError(
+            f"plan.dp_shard = {plan.dp_shard} divides states over replicas, and with synchronisation {rule} each has its own; "
+            "drop dp_shard"
+        )
     usual = ("mp", "hp", "adaptive", "custom") if rule.kind == "stale" else ("dp", "hp", "adaptive", "custom")
     if plan.strategy not in usual:
         raise ConfigError(
@@ -429,7 +448,7 @@ def _check_synchronisation(plan: PlanSection) -> None:
     mesh, zero = plan.mesh, 0 if plan.zero_stage == AUTO else int(plan.zero_stage)
     if mesh is not None and mesh.dp is not None and (rule.kind != "stale" or mesh.pp is not None):
         try:
-            rule.check(mesh_of(mesh), zero_stage=zero)
+            rule.check(mesh_of(plan), zero_stage=zero)
         except PlanError as error:
             raise ConfigError(f"plan.synchronisation: {error}") from error
     elif zero:
@@ -487,6 +506,11 @@ def _check_mesh(plan: PlanSection, config: RunConfig) -> None:
     """The axes multiply to the devices, or those that are given divide them; the batch divides by replicas and microbatches."""
     table, microbatches = plan.mesh, plan.microbatches or 1
     assert table is not None
+    if table.dp is not None or plan.strategy == "custom":
+        try:
+            mesh_of(plan)
+        except PlanError as error:
+            raise ConfigError(f"plan: {error}") from error
     chosen = config.cluster.devices
     devices = len(chosen) if isinstance(chosen, tuple) else None if chosen is None else chosen * config.cluster.nodes
     if devices is not None:
@@ -514,7 +538,7 @@ def check_axes(table: MeshTable, devices: int, *, by_hand: bool) -> None:
     given = {name: size for name in ("pp", "dp", "tp", "cp") if (size := getattr(table, name)) is not None}
     _check_experts(table, devices, by_hand=by_hand)
     if by_hand or not {"pp", "dp", "tp"} - given.keys() or table == MeshTable(pp=1, dp=1, tp=1):
-        check_mesh(mesh_of(table), devices)
+        check_mesh(_axes_of(table), devices)
         return
     product = math.prod(given.values())
     if devices % product:
@@ -522,6 +546,19 @@ def check_axes(table: MeshTable, devices: int, *, by_hand: bool) -> None:
         raise PlanError(
             f"mesh {what} = {product} must divide the devices ({devices}); the nearest that do: "
             f"{nearest_divisors(devices, product)}; or ask for devices = {-(-devices // product) * product}"
+        )
+
+
+def check_groups(dp_shard: int | None, devices: int) -> None:
+    """Check that sharding groups of so many replicas can fill the devices. Raises PlanError.
+
+    Args:
+        dp_shard: of the run file. devices: of the cluster.
+    """
+    if dp_shard is not None and devices % dp_shard:
+        raise PlanError(
+            f"dp_shard ({dp_shard}) must divide mesh.dp, and with it the devices ({devices}); the nearest that do: "
+            f"{nearest_divisors(devices, max(2, dp_shard)).removeprefix('1 or ')}"
         )
 
 
@@ -539,8 +576,12 @@ def _check_experts(table: MeshTable, devices: int, *, by_hand: bool) -> None:
         )
 
 
-def mesh_of(table: MeshTable) -> Mesh:
-    """The Mesh a [plan] table asks for; axes that are left out are 1."""
+def mesh_of(plan: PlanSection) -> Mesh:
+    """The Mesh that [plan] asks for; axes that are left out are 1. Raises PlanError: dp_shard does not divide them."""
+    return replace(_axes_of(plan.mesh or MeshTable()), dp_shard=plan.dp_shard or 0)
+
+
+def _axes_of(table: MeshTable) -> Mesh:
     return Mesh(pp=table.pp or 1, dp=table.dp or 1, tp=table.tp or 1, cp=table.cp or 1, ep=table.ep or 1)
 
 
@@ -553,6 +594,7 @@ def constraints_of(plan: PlanSection) -> PlanConstraints:
         tp=table.tp,
         cp=table.cp,
         ep=table.ep,
+        dp_shard=plan.dp_shard,
         microbatches=plan.microbatches,
         bucket_bytes=plan.bucket_bytes,
         pipeline_order=plan.pipeline_order,

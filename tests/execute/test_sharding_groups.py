@@ -1,4 +1,4 @@
-"""ZeRO within sharding groups (HSDP) for real: equal to one process, with states divided over a group and alike in all groups."""
+"""ZeRO within sharding groups (HSDP) for real: equal to one process, states divided over a group and alike in all groups."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def test_a_checkpoint_moves_between_group_sizes(tmp_path: Path, stage: int) -> N
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("mesh", [GROUPS, Mesh(dp=8, dp_shard=4), Mesh(dp=8, dp_shard=2), Mesh(pp=2, dp=4, dp_shard=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [GROUPS, Mesh(dp=8, dp_shard=4), Mesh(dp=8, dp_shard=2), Mesh(pp=2, dp=4, dp_shard=2)], ids=str
+)
 def test_every_gradient_counts_once_in_the_norm(mesh: Mesh, stage: int) -> None:
     model = load_model(SMALL_MLP)
     layout = PlanIndex(even_plan(SMALL_MLP, mesh, zero=stage), model)

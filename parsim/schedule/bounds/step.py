@@ -8,8 +8,8 @@ F and B the computation of one microbatch on a place of the pp axis (a block), c
               backward of p a gradient still goes back to place 0 (D): E + M * (F + B) + D, then the last buckets of place 0;
               nor can its backwards begin before one microbatch has come to the loss and back (L): L + M * B + D
     order     the last block of place 0 by the order of all blocks (`parsim.schedule.bounds.order`), then its last buckets
-    sending   all collectives on the stream of the gradients, which takes one at a time (sums over sharding groups have another);
-              with ZeRO 3 also what waits for parameters that are gathered late (`parsim.schedule.bounds.gathering`)
+    sending   all collectives on the stream of the gradients, which takes one at a time (sums over sharding groups are not on
+              it); with ZeRO 3 also what waits for parameters that are gathered late (`parsim.schedule.bounds.gathering`)
 
 The bound is the largest of these over the places. All prices are those of the simulation.
 
