@@ -15,6 +15,7 @@ from parsim.plans.recompute import AUTO, Recompute
 from parsim.plans.recompute import WORDS as RECOMPUTE_WORDS
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
 from parsim.typed import check_types
+from parsim.units import nearest_divisors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,42 @@ class PlanConstraints:
 
 
 FREE = PlanConstraints()
+
+
+def check_sharding_groups(
+    dp_shard: int | None, zero_stage: int | str, synchronisation: Synchronisation, *, by_hand: bool
+) -> None:
+    """Check that there are states to divide over sharding groups.
+
+    Args:
+        dp_shard: that is asked for. zero_stage: likewise; AUTO is 0 in a plan by hand. synchronisation: of replicas.
+        by_hand: the plan is not searched for.
+
+    Raises:
+        PlanError: there are none.
+    """
+    if dp_shard is None:
+        return
+    what = f"dp_shard = {dp_shard} says over how many replicas states are divided, and"
+    if synchronisation.is_relaxed:
+        raise PlanError(f"{what} with synchronisation {synchronisation} each has its own; drop dp_shard")
+    if zero_stage == 0:
+        raise PlanError(f"{what} zero_stage = 0 divides none; set zero_stage = 1, 2 or 3, or drop dp_shard")
+    if by_hand and zero_stage == AUTO:
+        raise PlanError(f"{what} a plan by hand divides none unless it says so; set zero_stage = 1, 2 or 3")
+
+
+def check_groups_fill(dp_shard: int | None, devices: int) -> None:
+    """Check that sharding groups of so many replicas can fill the devices. Raises PlanError.
+
+    Args:
+        dp_shard: that is asked for. devices: of the cluster.
+    """
+    if dp_shard is not None and devices % dp_shard:
+        raise PlanError(
+            f"dp_shard ({dp_shard}) must divide mesh.dp, and with it the devices ({devices}); the nearest that do: "
+            f"{nearest_divisors(devices, max(2, dp_shard)).removeprefix('1 or ')}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

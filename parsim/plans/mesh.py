@@ -51,8 +51,8 @@ class Mesh:
             object.__setattr__(self, "dp_shard", 0)
         elif self.group_copies == 1:
             raise PlanError(
-                f"dp_shard (1) is a group of one replica, over which nothing is divided, and dp is {self.dp}; drop dp_shard and "
-                "set zero_stage = 0, or use a larger dp_shard"
+                f"dp_shard (1) is a group of one replica, over which nothing is divided, and dp is {self.dp}; use a larger "
+                "one, or drop dp_shard and set zero_stage = 0"
             )
         elif self.group_copies % self.ep:
             raise PlanError(

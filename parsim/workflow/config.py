@@ -37,7 +37,7 @@ from parsim.model.losses import LOSSES
 from parsim.model.named.names import SEQUENCE_PARALLEL, is_transformer
 from parsim.model.objective.objective import TARGET
 from parsim.model.spec import REFUSE, ModelSpec
-from parsim.plans.constraints import PlanConstraints
+from parsim.plans.constraints import PlanConstraints, check_sharding_groups
 from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
 from parsim.plans.placement import KINDS, parse_placement
@@ -351,11 +351,6 @@ def _check_plan_section(config: RunConfig) -> None:
         _check_chunks(plan.pipeline_order or "1f1b", plan.chunks)
     if plan.zero_stage not in (AUTO, *ZERO_STAGES):
         raise ConfigError(f'plan.zero_stage = {plan.zero_stage}: {ZERO_STAGES_TEXT}; or "auto"')
-    if plan.dp_shard is not None and plan.zero_stage == 0:
-        raise ConfigError(
-            f"plan.dp_shard = {plan.dp_shard} says over how many replicas states are divided, and plan.zero_stage = 0 divides "
-            "none; set zero_stage = 1, 2 or 3, or drop dp_shard"
-        )
     if plan.zero_stage not in (AUTO, 0) and plan.plan_path is not None:
         raise ConfigError(f"plan.zero_stage = {plan.zero_stage}: the plan is read from {plan.plan_path}; drop zero_stage")
     if isinstance(plan.recompute, str) and plan.recompute not in (AUTO, *RECOMPUTE_WORDS):
@@ -371,7 +366,7 @@ def _check_plan_section(config: RunConfig) -> None:
             f"training.global_batch ({training.global_batch}) must be divisible by plan.microbatches ({plan.microbatches}); "
             f"the nearest microbatches that divide it: {nearest_divisors(training.global_batch, plan.microbatches)}"
         )
-    _check_synchronisation(plan)
+    _check_replicas(plan)
     check_machine(cluster)
     if cluster.nodes > 1 and cluster.network is None:
         raise ConfigError(
@@ -408,11 +403,6 @@ def _check_plan_section(config: RunConfig) -> None:
         raise ConfigError("plan.scatter_gather belongs to plan.mesh with pp > 1 and tp > 1; drop it")
     if plan.blocking_transfers and (plan.mesh is None or (plan.mesh.pp or 1) == 1):
         raise ConfigError("plan.blocking_transfers belongs to plan.mesh with pp > 1; drop it")
-    if plan.strategy == "custom" and plan.dp_shard is not None and plan.zero_stage == AUTO:
-        raise ConfigError(
-            f"plan.dp_shard = {plan.dp_shard} says over how many replicas states are divided, and a plan by hand divides none "
-            "unless it says so; set zero_stage = 1, 2 or 3"
-        )
     if plan.strategy == "custom" and plan.mesh is None:
         raise ConfigError('plan.strategy = "custom" needs plan.mesh, for example mesh = { pp = 2, dp = 2, tp = 1 }')
     if plan.mesh is not None:
@@ -426,8 +416,9 @@ def _check_plan_section(config: RunConfig) -> None:
     _check_placements(plan)
 
 
-def _check_synchronisation(plan: PlanSection) -> None:
-    """What relaxed synchronisation and the rest of [plan] say of one another."""
+def _check_replicas(plan: PlanSection) -> None:
+    """What sharding groups, relaxed synchronisation and the rest of [plan] say of one another."""
+    _check_groups(plan)
     if plan.synchronisation is None:
         return
     if plan.plan_path is not None:
@@ -435,11 +426,6 @@ def _check_synchronisation(plan: PlanSection) -> None:
     rule = plan.relaxed
     if not rule.is_relaxed:
         return
-    if plan.dp_shard is not None:
-        raise ConfigError(
-            f"plan.dp_shard = {plan.dp_shard} divides states over replicas, and with synchronisation {rule} each has its own; "
-            "drop dp_shard"
-        )
     usual = ("mp", "hp", "adaptive", "custom") if rule.kind == "stale" else ("dp", "hp", "adaptive", "custom")
     if plan.strategy not in usual:
         raise ConfigError(
@@ -455,6 +441,15 @@ def _check_synchronisation(plan: PlanSection) -> None:
         raise ConfigError(
             f"plan.zero_stage = {zero} divides states over replicas that synchronisation {rule} keeps apart; drop it"
         )
+
+
+def _check_groups(plan: PlanSection) -> None:
+    try:
+        check_sharding_groups(plan.dp_shard, plan.zero_stage, plan.relaxed, by_hand=plan.strategy == "custom")
+        if plan.mesh is not None and (plan.mesh.dp is not None or plan.strategy == "custom"):
+            mesh_of(plan)
+    except PlanError as error:
+        raise ConfigError(f"plan: {error}") from error
 
 
 def _check_sequence_parallel(asked: bool, model: ModelSection) -> None:
@@ -506,11 +501,6 @@ def _check_mesh(plan: PlanSection, config: RunConfig) -> None:
     """The axes multiply to the devices, or those that are given divide them; the batch divides by replicas and microbatches."""
     table, microbatches = plan.mesh, plan.microbatches or 1
     assert table is not None
-    if table.dp is not None or plan.strategy == "custom":
-        try:
-            mesh_of(plan)
-        except PlanError as error:
-            raise ConfigError(f"plan: {error}") from error
     chosen = config.cluster.devices
     devices = len(chosen) if isinstance(chosen, tuple) else None if chosen is None else chosen * config.cluster.nodes
     if devices is not None:
@@ -546,19 +536,6 @@ def check_axes(table: MeshTable, devices: int, *, by_hand: bool) -> None:
         raise PlanError(
             f"mesh {what} = {product} must divide the devices ({devices}); the nearest that do: "
             f"{nearest_divisors(devices, product)}; or ask for devices = {-(-devices // product) * product}"
-        )
-
-
-def check_groups(dp_shard: int | None, devices: int) -> None:
-    """Check that sharding groups of so many replicas can fill the devices. Raises PlanError.
-
-    Args:
-        dp_shard: of the run file. devices: of the cluster.
-    """
-    if dp_shard is not None and devices % dp_shard:
-        raise PlanError(
-            f"dp_shard ({dp_shard}) must divide mesh.dp, and with it the devices ({devices}); the nearest that do: "
-            f"{nearest_divisors(devices, max(2, dp_shard)).removeprefix('1 or ')}"
         )
 
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from parsim.errors import ConfigError, PlanError
 from parsim.files import parse_json, read_text
+from parsim.plans.constraints import check_groups_fill
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan
 from parsim.plans.recompute import AUTO, NONE
-from parsim.workflow.config import SWITCHES, RunConfig, check_axes, check_groups, constraints_of, mesh_of
+from parsim.workflow.config import SWITCHES, RunConfig, check_axes, constraints_of, mesh_of
 
 if TYPE_CHECKING:
     from parsim.hardware.cluster import Cluster
@@ -50,7 +51,7 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
         )
     if config.plan.mesh is not None:
         check_axes(config.plan.mesh, cluster.size, by_hand=config.plan.strategy == "custom")
-    check_groups(config.plan.dp_shard, cluster.size)
+    check_groups_fill(config.plan.dp_shard, cluster.size)
     pins = pins_by_pattern(parse_placements(config.plan.pin), model, cluster.size)
     return PlanningProblem(
         model=model,
