@@ -25,6 +25,7 @@ from parsim.predict.plan_memory import plan_memory
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.step import step_bound_s
 from parsim.work import Collective, Compute, OptimizerStep
+from parsim.workflow.public.functions import simulate
 from tests.models import chain_model
 from tests.plans import MODEL, grouped_plans
 from tests.theory.test_folding import cluster
@@ -188,3 +189,28 @@ def test_pieces_of_the_sequence_and_experts_belong_to_a_group() -> None:
     mesh = Mesh(dp=4, cp=2, ep=4, dp_shard=2)
     assert (mesh.group_copies, mesh.groups, mesh.size) == (4, 2, 8)
     assert Mesh(dp=4, cp=2, dp_shard=1).group_copies == 2
+
+
+@pytest.mark.parametrize(("ep", "across"), [(8, 2), (4, 2)])
+def test_experts_divided_over_a_group_are_summed_over_the_groups(ep: int, across: int) -> None:
+    """With ep = dp_shard one rank of each group has an expert: its gradients are all_reduced whole. Folded equals whole."""
+    settings = {
+        "cluster.network": "infiniband-400g",
+        "model.args": {"layers": 1, "seq": 256},
+        "plan.strategy": "custom",
+        "plan.mesh": {"dp": 16, "ep": ep},
+        "plan.dp_shard": 8,
+        "plan.zero_stage": 3,
+    }
+    found = simulate("mixtral-8x7b", cluster="16xh100-sxm", global_batch=16, settings=settings)
+    problem = found.problem.on(found.plan.mesh)
+    whole, folded = (evaluate(problem, found.plan, samples=0, fold=fold) for fold in (False, True))
+    assert folded.result.step_s.median == pytest.approx(whole.result.step_s.median, rel=1e-9)
+    assert folded.folding.is_folded
+    layout = problem.layout(found.plan)
+    experts = [family for family in layout.buckets.families if len(family.groups) > found.plan.mesh.groups]
+    assert {len(ranks) for family in experts for _, ranks in family.groups} == {8 // ep}
+    assert {len(family.groups) for family in experts} == {ep * across}
+    sums = [unit.work for unit in whole.compiled.columns.units.kinds if isinstance(unit.work, Collective)]
+    numbers = {work.group for work in sums if work.operation == "all_reduce"}
+    assert numbers == {(first, first + 8) for first in range(8)}
