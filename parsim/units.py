@@ -24,6 +24,14 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*low, *(number // count for count in low)}))
 
 
+def nearest_divisors(number: int, wanted: int) -> str:
+    """`12 or 16`: the divisors of a number next to another one, below and above."""
+    found = divisors(number)
+    below = [count for count in found if count <= wanted]
+    above = [count for count in found if count > wanted]
+    return " or ".join(str(count) for count in (*below[-1:], *above[:1]))
+
+
 def printable(text: str) -> str:
     """The text with control characters other than tab and newline spelled out (`\\x1b`), so that no terminal obeys them."""
     return _OBEYED.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

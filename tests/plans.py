@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from parsim.model.model import Model
@@ -9,6 +11,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, rank_of_stage
 from parsim.plans.placement import BATCH, REPLICATE, Placement
 from parsim.plans.plan import Plan, Stage
+from parsim.units import divisors
 from tests.models import sharded_model
 
 MODEL = sharded_model()
@@ -60,3 +63,12 @@ def plans(draw: st.DrawFn, *, replicas: tuple[int, ...] = (1, 2), placed: bool =
         zero_stage=draw(st.integers(0, 3)),
         recompute=draw(st.one_of(st.sampled_from(["none", "full"]), st.lists(st.sampled_from(NAMES)).map(tuple))),
     )
+
+
+@st.composite
+def grouped_plans(draw: st.DrawFn, *, replicas: tuple[int, ...] = (4, 8), placed: bool = True) -> Plan:
+    """The same with ZeRO within sharding groups."""
+    plan = draw(plans(replicas=replicas, placed=placed))
+    sizes = [size for size in divisors(plan.mesh.dp) if 1 < size < plan.mesh.dp]
+    mesh = replace(plan.mesh, dp_shard=draw(st.sampled_from(sizes)))
+    return replace(plan, mesh=mesh, zero_stage=draw(st.integers(1, 3)))

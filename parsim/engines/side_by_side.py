@@ -9,7 +9,8 @@ later the larger its factor is, so the last to be ready is always the one with t
 Without pipeline stages the same holds for replicas, so one row with the largest factor of all is enough.
 
 Leaves out: overlap slowdown. Shards that meet in smaller groups than the
-tp axis, or only in transfers between stages, run as their slowest does: an upper bound.
+tp axis, or only in transfers between stages, run as their slowest does: an upper bound. So do replicas that meet in sharding
+groups (`Mesh.dp_shard`): their collectives begin when the last of all replicas is ready.
 """
 
 from __future__ import annotations

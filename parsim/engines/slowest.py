@@ -18,7 +18,7 @@ a rank after the last collective of a step counts towards the first one of the n
 
 Leaves out: the path is that of the medians, so tasks that become critical only by noise are missed. Sums are assumed
 normal. The first and the last step count as steady ones. Side by side collectives over replicas, one per shard, are taken
-to wait for the slowest shard too.
+to wait for the slowest shard too, and those of a sharding group (`Mesh.dp_shard`) for the slowest replica of all groups.
 """
 
 from __future__ import annotations

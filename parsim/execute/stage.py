@@ -176,6 +176,18 @@ class StageReplica:
         """All gradients of a bucket as one flat array."""
         return self.buckets[bucket]
 
+    def own_bucket(self, bucket: int) -> int:
+        """The bucket of this rank that holds what `bucket` does: its own, or that of its sharding group."""
+        if bucket in self.buckets:
+            return bucket
+        family = self.layout.buckets[bucket].family
+        first = family.begin + family.first_alike(bucket - family.begin)
+        return next(number for number in range(first, first + family.replicas) if number in self.buckets)
+
+    def summed_gradient(self, bucket: int) -> Tensor:
+        """What an all_reduce sums of a bucket: its gradients, or this rank's part of them where they are divided."""
+        return self.gradient_chunk(bucket) if bucket in self._divided else self.flat_gradient(bucket)
+
     def gradient_chunk(self, bucket: int) -> Tensor:
         """This rank's part of a divided bucket's gradients."""
         chunk = self._divided[bucket].chunk.grad
@@ -281,6 +293,8 @@ class StageReplica:
         optimizer: dict[str, Mapping[str, Any]] = {}
         fragments: dict[str, dict[str, Fragment]] = {"weights": {}, "buffers": self._buffer_fragments(), "optimizer": {}}
         for bucket in self.layout.rank_buckets(self.rank):
+            if bucket.family.first_alike(place := bucket.number - bucket.family.begin) != place:
+                continue  # the first sharding group contributes it
             for name, fragment, weight in self._bucket_weights(bucket):
                 weights[name] = weight
                 fragments["weights"][name] = fragment

@@ -9,7 +9,7 @@ tasks or ranks, ranks that wait for one another wait for the slowest (`parsim.en
 Two kinds of ranks are folded:
 
     replicas   in which whatever stays inside costs the same, links shared with the neighbours included. What crosses
-               replicas is one task for all of them.
+               replicas is one task for all of them, or one for each sharding group if all groups are alike.
     tp shards  where every component runs on all tp ranks alike (none placed on one of them), if all collectives of a kind that
                the shards do side by side cost the same.
 
@@ -28,6 +28,7 @@ from parsim.costs.costs import Costs
 from parsim.graph.folding.inside import InsideSeconds, WorkSeconds, exchanges_of
 from parsim.graph.folding.rank_kinds import RankKinds, ranks_of_replica
 from parsim.graph.passes.gradients import bucket_work
+from parsim.graph.passes.replica_sums import replica_sum_work
 from parsim.graph.plan_index import PlanIndex
 from parsim.plans.concurrent import concurrent_groups
 from parsim.plans.mesh import Mesh
@@ -131,6 +132,8 @@ def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = No
     kinds = RankKinds(costs)
     inside = InsideSeconds(layout, exchanges_of(layout), costs, price)
     replica_of = _replicas_of(layout, kinds, inside)
+    if mesh.groups > 1:
+        replica_of = _by_sharding_groups(layout, costs, price, replica_of)
     whole = Folding(mesh=mesh, replica_of=replica_of, shards=tuple(range(mesh.tp)))
     if mesh.team > 1 and not (whole.has_whole_teams and _buckets_pay_alike(layout, costs, price)):
         return replace(whole, is_exact=False)
@@ -161,6 +164,32 @@ def _replicas_of(layout: PlanIndex, kinds: RankKinds, inside: InsideSeconds) -> 
         together = tuple(tuple(map(_rounded, seconds)) for seconds in inside(replica))
         priced[replica] = by_price.setdefault((alone, together), replica)
     return tuple(priced.get(replica, replica) for replica in placed)
+
+
+def _by_sharding_groups(layout: PlanIndex, costs: Costs, price: WorkSeconds, replica_of: tuple[int, ...]) -> tuple[int, ...]:
+    """Per replica its representative, where replicas meet in sharding groups and not all in one collective.
+
+    The first group stands for all, place by place, if they consist of replicas of the same kinds and pay the same; else every
+    replica stands for itself. Places of equal kinds are one where the sums over all groups cost the same too.
+    """
+    mesh = layout.plan.mesh
+    place = [replica % mesh.group_copies for replica in range(mesh.copies)]
+    alike = all(own == replica_of[first] for own, first in zip(replica_of, place, strict=True))
+    if not alike or not _buckets_pay_alike(layout, costs, price):
+        return tuple(range(mesh.copies))
+    return replica_of if _pay_alike(map(price, _replica_sums(layout))) else tuple(place)
+
+
+def _replica_sums(layout: PlanIndex) -> Iterator[Sequence[Collective]]:
+    """Per parameters in a gradient bucket the sums over all sharding groups."""
+    asked: set[Hashable] = set()
+    for family in layout.buckets.families:
+        kinds = (id(family.groups), family.elements, family.size_bytes)
+        if kinds not in asked:
+            asked.add(kinds)
+            firsts = [layout.buckets.of(family, place) for place in range(0, len(family.groups), family.replicas)]
+            sums = [replica_sum_work(layout, bucket, rank) for bucket in firsts for rank in bucket.group]
+            yield [work for work in sums if work is not None]
 
 
 def _rounded(seconds: float) -> float:

@@ -13,6 +13,7 @@ from parsim.graph.passes.gradients import (
     add_optimizer,
     add_parameter_gathering,
 )
+from parsim.graph.passes.replica_sums import add_replica_sums
 from parsim.graph.passes.rounds import add_round, without_idle
 from parsim.graph.passes.stale import without_arrivals
 from parsim.graph.passes.unsharded import add_unsharded_buckets
@@ -25,6 +26,7 @@ PASSES_AT_THE_END = (
     add_unsharded_buckets,
     add_gathering_ahead,
     add_gradient_reduction,
+    add_replica_sums,
     add_clipping,
     add_optimizer,
     add_parameter_gathering,

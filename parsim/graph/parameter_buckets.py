@@ -34,7 +34,9 @@ class HeldParameter(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Gradients summed together over `group` (all ranks that hold these very parameters, or pieces). Known by its number.
+    """Gradients summed together over `group`: all ranks that hold these very parameters, or pieces. Known by its number.
+
+    With sharding groups (`Mesh.dp_shard`) the group is that of one of them, and the sums of the others are still to be added.
 
     Attributes:
         family: of the buckets of the same parameters. shard: the first tp rank of the group.
@@ -89,6 +91,7 @@ class BucketFamily(NamedTuple):
     Attributes:
         begin: number of the first one. stages, first, elements, size_bytes: as of each of its buckets.
         groups: of each bucket the first tp rank, and the ranks; equal ones are one tuple.
+        replicas: so many neighbours among the groups hold the same: one per sharding group.
     """
 
     begin: int
@@ -97,6 +100,11 @@ class BucketFamily(NamedTuple):
     first: tuple[HeldParameter, ...]
     elements: int
     size_bytes: int
+    replicas: int = 1
+
+    def first_alike(self, place: int) -> int:
+        """The place among the groups of the first that holds the same as the one at `place`."""
+        return place - place % self.replicas
 
     def padded_bytes(self, ranks: int) -> int:
         """Of a bucket in as many equal parts as it has ranks."""
@@ -252,10 +260,11 @@ def _held_in(component: Component, placement: Placement, parameter: Parameter) -
 class _Closed:
     """Families of buckets as they are closed, one after the other."""
 
-    def __init__(self, plan: Plan, placements: Mapping[str, Placement]) -> None:
+    def __init__(self, plan: Plan, placements: Mapping[str, Placement], group_copies: int) -> None:
         self.families: list[BucketFamily] = []
         self._plan = plan
         self._placements = placements
+        self._group_copies = group_copies
         self._count = 0
         self._ranks: dict[tuple[object, ...], Ranks] = {}
         self._groups: dict[tuple[object, ...], tuple[tuple[int, Ranks], ...]] = {}
@@ -280,21 +289,25 @@ class _Closed:
         """One bucket for every set of ranks of the stages that holds these parameters, which are of one kind."""
         held = tuple([entry.first for entry in entries])
         groups = self._groups_of(entries[0], stages)
-        self.families.append(BucketFamily(self._count, stages, groups, held, sum([one.elements for one in held]), size_bytes))
+        elements, replicas = sum([one.elements for one in held]), self._plan.mesh.copies // self._group_copies
+        self.families.append(BucketFamily(self._count, stages, groups, held, elements, size_bytes, replicas))
         self._count += len(groups)
 
     def _groups_of(self, lead: _Held, stages: tuple[int, ...]) -> tuple[tuple[int, Ranks], ...]:
-        """Of every bucket the first tp rank and the ranks: of each stage each `expert_ways`-th copy, and these shards."""
+        """Of every bucket the first tp rank and the ranks: of each stage each `expert_ways`-th copy of a sharding group, and
+        these shards. Those of several sharding groups that hold the same are neighbours."""
         key = (lead.kind, stages)
         if key not in self._groups:
             placement, mesh = self._placements[lead.component.name], self._plan.mesh
             ways, found = lead.parameter.expert_ways, []
             for shards in alike(lead.component, placement, lead.parameter.name, mesh.tp):
-                for first_copy in range(ways):
+                begins = (copy + begin for copy in range(ways) for begin in range(0, mesh.copies, self._group_copies))
+                for first_copy in begins:
+                    end = first_copy // self._group_copies * self._group_copies + self._group_copies
                     ranks = tuple(
                         mesh.rank(stage=stage, replica=replica, shard=shard)
                         for stage in stages
-                        for replica in range(first_copy, mesh.copies, ways)
+                        for replica in range(first_copy, end, ways)
                         for shard in shards
                     )
                     found.append((shards[0], self._ranks.setdefault((stages, shards, first_copy, ways), ranks)))
@@ -314,7 +327,8 @@ def gradient_buckets(
 
     Parameters held alike and of one update group share buckets; a bucket is closed once it holds `bucket_bytes`. A parameter
     is ready when the *first* component that uses it has run its backward. Where buckets come and go with every microbatch (ZeRO
-    2 and 3) none holds parameters of two chunks. Frozen parameters have no gradients and are in none.
+    2 and 3) none holds parameters of two chunks. Frozen parameters have no gradients and are in none. Every sharding group has
+    buckets of its own.
 
     Args:
         frozen: group the frozen parameters instead, by the ranks that hold them.
@@ -329,7 +343,7 @@ def gradient_buckets(
             if held.parameter.trainable is not frozen:
                 chunks.setdefault(name, {})[chunk] = None
                 first.setdefault((name, places[chunk]), held)
-    closed = _Closed(plan, placements)
+    closed = _Closed(plan, placements, plan.mesh.copies if frozen else plan.mesh.group_copies)
     own: dict[tuple[int, ...], list[str]] = {}
     for name in chunks:
         own.setdefault(holders[name], []).append(name)

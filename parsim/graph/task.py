@@ -10,8 +10,8 @@ from parsim.work import Work
 
 
 class Resource(NamedTuple):
-    """An in-order queue of one rank: `compute`, `host`, `dp`, `tp` (communication of that mesh axis), `pp>3` (sends to rank 3),
-    `pp<1` (receives from rank 1). Prints as "r0.compute"."""
+    """An in-order queue of one rank: `compute`, `host`, `dp`, `tp` (communication of that mesh axis), `dp_replicas` (sums over
+    sharding groups), `pp>3` (sends to rank 3), `pp<1` (receives from rank 1). Prints as "r0.compute"."""
 
     rank: int
     stream: str

@@ -15,12 +15,13 @@ from parsim.plans.recompute import AUTO, Recompute
 from parsim.plans.recompute import WORDS as RECOMPUTE_WORDS
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
 from parsim.typed import check_types
+from parsim.units import nearest_divisors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConstraints:
     """Attributes:
-    pp, dp, tp: axes of the mesh. cp, ep: likewise, and 1 where they are left out.
+    pp, dp, tp: axes of the mesh. cp, ep: likewise, and 1 where they are left out. dp_shard: replicas in a sharding group.
     microbatches: per replica. bucket_bytes: of gradient buckets.
     pipeline_order: a key of `PIPELINE_ORDERS`. chunks: stages per rank.
     synchronisation: of every plan; it is never free.
@@ -31,6 +32,7 @@ class PlanConstraints:
     tp: int | None = None
     cp: int | None = None
     ep: int | None = None
+    dp_shard: int | None = None
     microbatches: int | None = None
     bucket_bytes: int | None = None
     pipeline_order: str | None = None
@@ -41,16 +43,53 @@ class PlanConstraints:
         """Whether a mesh has the axes that are given."""
         asked = ((self.pp, mesh.pp), (self.dp, mesh.dp), (self.tp, mesh.tp))
         beside = (self.cp or 1) == mesh.cp and (self.ep or 1) == mesh.ep
-        return beside and all(given in (None, own) for given, own in asked)
+        groups = self.dp_shard in (None, mesh.dp_shard or mesh.dp)
+        return beside and groups and all(given in (None, own) for given, own in asked)
 
     @property
     def axes(self) -> str:
         """`pp = 2, tp = 4`: the axes that are given."""
-        sizes = {name: getattr(self, name) for name in ("pp", "dp", "tp", "cp", "ep")}
+        sizes = {name: getattr(self, name) for name in ("pp", "dp", "tp", "cp", "ep", "dp_shard")}
         return ", ".join(f"{name} = {size}" for name, size in sizes.items() if size is not None)
 
 
 FREE = PlanConstraints()
+
+
+def check_sharding_groups(
+    dp_shard: int | None, zero_stage: int | str, synchronisation: Synchronisation, *, by_hand: bool
+) -> None:
+    """Check that there are states to divide over sharding groups.
+
+    Args:
+        dp_shard: that is asked for. zero_stage: likewise; AUTO is 0 in a plan by hand. synchronisation: of replicas.
+        by_hand: the plan is not searched for.
+
+    Raises:
+        PlanError: there are none.
+    """
+    if dp_shard is None:
+        return
+    what = f"dp_shard = {dp_shard} says over how many replicas states are divided, and"
+    if synchronisation.is_relaxed:
+        raise PlanError(f"{what} with synchronisation {synchronisation} each has its own; drop dp_shard")
+    if zero_stage == 0:
+        raise PlanError(f"{what} zero_stage = 0 divides none; set zero_stage = 1, 2 or 3, or drop dp_shard")
+    if by_hand and zero_stage == AUTO:
+        raise PlanError(f"{what} a plan by hand divides none unless it says so; set zero_stage = 1, 2 or 3")
+
+
+def check_groups_fill(dp_shard: int | None, devices: int) -> None:
+    """Check that sharding groups of so many replicas can fill the devices. Raises PlanError.
+
+    Args:
+        dp_shard: that is asked for. devices: of the cluster.
+    """
+    if dp_shard is not None and devices % dp_shard:
+        raise PlanError(
+            f"dp_shard ({dp_shard}) must divide mesh.dp, and with it the devices ({devices}); the nearest that do: "
+            f"{nearest_divisors(devices, max(2, dp_shard)).removeprefix('1 or ')}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +148,7 @@ class SearchConstraints:
     def _check(self) -> None:
         """The bounds of the run file."""
         asked = self.constraints
-        for name in ("pp", "dp", "tp", "cp", "ep", "microbatches", "bucket_bytes", "chunks"):
+        for name in ("pp", "dp", "tp", "cp", "ep", "dp_shard", "microbatches", "bucket_bytes", "chunks"):
             value, most = getattr(asked, name), MOST_MICROBATCHES if name in ("microbatches", "chunks") else None
             if value is not None and (value < 1 or (most is not None and value > most)):
                 raise PlanError(f"{name} = {value}: must be >= 1" + ("" if most is None else f" and <= {most}"))

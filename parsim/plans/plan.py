@@ -102,9 +102,9 @@ class Plan:
             pipeline order gives it.
         pipeline_order: a key of `parsim.plans.pipeline.PIPELINE_ORDERS`.
         bucket_bytes: a gradient bucket is closed once it holds this much.
-        zero_stage: arrays sharded over the ranks that hold the same parameters. 1: the optimizer state and its step. 2:
-            the gradients too, summed after the backward of every microbatch. 3: the parameters too, gathered where they
-            are used.
+        zero_stage: arrays sharded over the ranks that hold the same parameters, or over those of their sharding group
+            (`Mesh.dp_shard`). 1: the optimizer state and its step. 2: the gradients too, summed after the backward of every
+            microbatch. 3: the parameters too, gathered where they are used.
         recompute: the components that keep only their inputs and run their forward again before their backward: "none",
             "full" (all of them), "selective" (all by operator), or their names, "selective:NAME" for one by operator.
         segments: runs of consecutive components of a stage that keep only the inputs of the run. Before the backward of its
@@ -180,6 +180,11 @@ class Plan:
                 _check_axis(name, placement, self.mesh.tp)
         if self.zero_stage not in ZERO_STAGES:
             raise PlanError(f"zero_stage = {self.zero_stage}: {ZERO_STAGES_TEXT}")
+        if self.mesh.dp_shard and not self.zero_stage:
+            raise PlanError(
+                f"dp_shard = {self.mesh.dp_shard} says over how many of dp = {self.mesh.dp} replicas states are divided, and "
+                "zero_stage = 0 divides none; set zero_stage = 1, 2 or 3, or drop dp_shard"
+            )
         if self.microbatches > MOST_MICROBATCHES or self.global_batch > MOST_SAMPLES:
             raise PlanError(
                 f"microbatches ({self.microbatches}) must be <= {MOST_MICROBATCHES} and global_batch ({self.global_batch}) <= "
@@ -234,6 +239,7 @@ class Plan:
         return replace(
             self,
             strategy="custom",
+            mesh=self.mesh.undivided(),
             zero_stage=0,
             bucket_bytes=DEFAULT_BUCKET_BYTES,
             gather_ahead=False,

@@ -25,6 +25,7 @@ def plan_in_words(plan: Plan) -> str:
     words = words or "one device"
     if plan.zero_stage:
         words += f" with ZeRO {plan.zero_stage}"
+        words += f" within groups of {plan.mesh.dp_shard}" if plan.mesh.dp_shard else ""
     if plan.microbatches > 1:
         words += f", {plan.microbatches} microbatches of {plan.microbatch_samples}"
     if plan.recomputed:

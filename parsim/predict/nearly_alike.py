@@ -90,7 +90,7 @@ def _likes(mesh: Mesh, work: Work, replicas: Sequence[int]) -> list[Work]:
     """A communication of the first replica as all of them do it; none where it is one for all."""
     if len({rank // mesh.tp % mesh.copies for rank in ranks_of_work(work)}) == 1:
         return [moved_work(work, replica * mesh.tp) for replica in replicas]
-    if mesh.team == 1 or not isinstance(work, Collective):
+    if (mesh.team == 1 and mesh.groups == 1) or not isinstance(work, Collective):
         return []
     shard = min(work.group) % mesh.tp
     return [replace(work, group=group) for group in concurrent_groups(mesh, work.group) if group[0] % mesh.tp == shard]

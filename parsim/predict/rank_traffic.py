@@ -8,6 +8,7 @@ from typing import NamedTuple
 from parsim.costs.memory.records import Traffic
 from parsim.graph.hops import hop_groups, hop_pairs
 from parsim.graph.passes.convert import POINT_TO_POINT_HOPS
+from parsim.graph.passes.replica_sums import replica_sum_work
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.stage_links import Message, messages
 from parsim.model.component import Value
@@ -167,13 +168,17 @@ def _messages(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> list
 
 
 def _bucket_messages(layout: PlanIndex, rank: int) -> list[_Message]:
-    """The largest gradient bucket of every group of ranks."""
+    """The largest gradient bucket of every group of ranks, and the largest part that sharding groups sum."""
     largest: dict[int, _Message] = {}
     for bucket in layout.rank_buckets(rank):
         size = bucket.padded_bytes if layout.is_divided(bucket) else bucket.size_bytes
         group = id(bucket.group)  # buckets of the same ranks share one tuple
         if len(bucket.group) > 1 and (group not in largest or size > largest[group].size_bytes):
             largest[group] = _Message(("dp", bucket.group), size)
+        if (work := replica_sum_work(layout, bucket, rank)) is not None:
+            known = largest.get(key := -1 - group)
+            if known is None or work.size_bytes > known.size_bytes:
+                largest[key] = _Message(("dp", work.group), work.size_bytes)
     return list(largest.values())
 
 

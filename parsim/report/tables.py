@@ -347,7 +347,10 @@ def plan_text(plan: object) -> str:
         return str(plan) if plan else NOTHING
     mesh = plan["mesh"]
     replicas, microbatches = mesh["dp"], plan["microbatches"]
-    axes = " ".join(f"{axis}={mesh[axis]}" for axis in ("pp", "dp", "tp", "cp", "ep") if mesh.get(axis, 1) > 1) or "1 device"
+    axes = (
+        " ".join(f"{axis}={mesh[axis]}" for axis in ("pp", "dp", "tp", "cp", "ep", "dp_shard") if mesh.get(axis, 1) > 1)
+        or "1 device"
+    )
     order = f" {plan['pipeline_order']}" if mesh["pp"] > 1 else ""
     chunks = len(plan.get("stages", ())) // mesh["pp"]
     order += f"x{chunks}" if order and chunks > 1 else ""

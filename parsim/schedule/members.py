@@ -191,7 +191,8 @@ class Members:
         """Combinations of ZeRO stages and bucket sizes."""
         if mesh.copies * mesh.tp == 1:
             return 1
-        return len(self._sizes) * (1 if isinstance(self.problem.zero_stage, int) else len(ZERO_STAGES))
+        stages = 1 if isinstance(self.problem.zero_stage, int) else len(ZERO_STAGES) - mesh.least_zero_stage
+        return len(self._sizes) * stages
 
     def _opening(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]], bound_s: float) -> Callable[[], list[Node]]:
         def opened() -> list[Node]:

@@ -239,7 +239,22 @@ class Prices:
     def synchronisation_s(self, component: Component, placement: Placement) -> float:
         """Summing the component's gradients over all ranks that hold them alike, with ZeRO gathering its parameters once."""
         operations = ("reduce_scatter", "all_gather") if self.zero_stage else ("all_reduce",)
-        return self._buckets_s(component, placement, operations)
+        return self._buckets_s(component, placement, operations) + self._replica_sums_s(component, placement)
+
+    def _replica_sums_s(self, component: Component, placement: Placement) -> float:
+        """Summing the parts of the component's gradients over all sharding groups, where there are several."""
+        mesh = self.mesh
+        if mesh.groups == 1 or not self.zero_stage:
+            return 0.0
+        total = 0.0
+        for shards, size_bytes in self._gradients(component, placement).items():
+            group = tuple(
+                mesh.rank(stage=0, replica=copy, shard=shards[0][0]) for copy in range(0, mesh.copies, mesh.group_copies)
+            )
+            whole, parts = max(size_bytes, self.bucket_bytes), mesh.group_copies * len(shards[0])
+            work = Collective(operation="all_reduce", group=group, size_bytes=-(-whole // parts))
+            total += self.work_s(work, 0) * size_bytes / whole
+        return total
 
     def every_microbatch_s(self, component: Component, placement: Placement) -> float:
         """What of the component's gradients and parameters is sent for every microbatch (ZeRO 2 and 3)."""
@@ -250,9 +265,8 @@ class Prices:
         """Collectives over the component's share of full buckets."""
         total = 0.0
         for shards, size_bytes in self._gradients(component, placement).items():
-            group = tuple(
-                self.mesh.rank(stage=0, replica=copy, shard=shard) for copy in range(self.mesh.copies) for shard in shards[0]
-            )
+            copies = self.mesh.group_copies if self.zero_stage else self.mesh.copies
+            group = tuple(self.mesh.rank(stage=0, replica=copy, shard=shard) for copy in range(copies) for shard in shards[0])
             if len(group) > 1 and size_bytes:
                 whole = max(size_bytes, self.bucket_bytes)
                 seconds = sum(
@@ -303,7 +317,7 @@ class Prices:
         weights = sum(parameter.size_bytes for parameter in own.trainable_parameters)
         rate = self.problem.state_bytes_per_element
         state = float(sum(rate(parameter.optimizer) * parameter.elements for parameter in own.trainable_parameters))
-        alike_ranks = self.mesh.copies * {"batch": tp, "shard": tp // placement.ways}.get(placement.kind, 1)
+        alike_ranks = self.mesh.group_copies * {"batch": tp, "shard": tp // placement.ways}.get(placement.kind, 1)
         by_stage = enumerate((state, weights, weights), start=1)  # what ZeRO divides: optimizer state, gradients, parameters
         held = sum(size / alike_ranks if stage <= self.zero_stage else size for stage, size in by_stage)
         samples = self.samples * placement.batch_ways(tp) // tp

@@ -59,7 +59,48 @@ def meshes(problem: PlanningProblem, wanted: Callable[[int, int, int], bool] | N
                 if wanted is not None and not wanted(pp, dp, tp):
                     continue  # of 16,384 devices there are 377,000
                 if asked.tp in (None, tp) and asked.dp in (None, dp) and dp * context % (asked.ep or 1) == 0:
-                    yield Mesh(pp=pp, dp=dp, tp=tp, cp=context, ep=asked.ep or 1)
+                    yield from _sharded(problem, Mesh(pp=pp, dp=dp, tp=tp, cp=context, ep=asked.ep or 1))
+
+
+def _sharded(problem: PlanningProblem, mesh: Mesh) -> Iterator[Mesh]:
+    """The mesh, and with sharding groups of one node each where replicas span several; with the groups that are asked for."""
+    asked, width = problem.constraints.dp_shard, mesh.tp * mesh.cp
+    if asked is not None:
+        if mesh.dp % asked == 0 and asked * mesh.cp % mesh.ep == 0 and asked * mesh.cp > 1:
+            yield replace(mesh, dp_shard=asked)
+        return
+    yield mesh
+    if problem.zero_stage == 0 or problem.constraints.synchronisation.is_relaxed:
+        return
+    on_a_node = devices_on_a_node(problem)
+    size, rest = divmod(on_a_node, width)
+    spans = on_a_node < problem.cluster.size and not rest and 1 < size < mesh.dp
+    if spans and mesh.dp % size == 0 and size * mesh.cp % mesh.ep == 0:
+        yield replace(mesh, dp_shard=size)
+
+
+@dataclass
+class _Nodes:
+    """Of one problem: devices on each node; 0: not known yet."""
+
+    devices: int = 0
+
+
+def devices_on_a_node(problem: PlanningProblem) -> int:
+    """How many devices every node has, if ranks fill one node after the other; else all, for there are no nodes to speak of.
+
+    Args:
+        problem: with the cluster.
+    """
+    known = problem.remembered(_Nodes)
+    if not known.devices:
+        cluster = problem.cluster
+        known.devices = cluster.size
+        if cluster.profile.communication.link_model is not None:
+            most = cluster.most_on_a_node
+            if all(node == rank // most for rank, (node, _) in enumerate(cluster.places)):
+                known.devices = most
+    return known.devices
 
 
 def microbatch_counts(problem: PlanningProblem, mesh: Mesh) -> list[int]:
@@ -170,9 +211,11 @@ def _closings(runs: Sequence[Sequence[int]], bucket_bytes: int) -> tuple[tuple[i
 
 
 def zero_stages(problem: PlanningProblem, layout: PlanIndex) -> tuple[int, ...]:
-    """Every stage that is asked for; 0 alone where no two ranks hold the same parameters."""
+    """Every stage that is asked for; 0 alone where no two ranks hold the same parameters, and not with sharding groups."""
     if isinstance(problem.zero_stage, int):
         return (problem.zero_stage,)
+    if layout.plan.mesh.dp_shard:
+        return ZERO_STAGES[1:]
     shared = layout.plan.mesh.copies > 1 or any(len(group) > 1 for group in layout.buckets.groups.values())
     return ZERO_STAGES if shared else (0,)
 

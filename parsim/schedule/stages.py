@@ -99,7 +99,7 @@ class Cutting:
             microbatches=self.microbatches,
             pipeline_order=self.order,
             bucket_bytes=self.bucket_bytes,
-            zero_stage=self.zero_stage,
+            zero_stage=max(self.zero_stage, self.mesh.least_zero_stage),
             clip_gradients=self.problem.clip_gradients,
         )
 

@@ -336,7 +336,7 @@ def _plan(
         global_batch=problem.global_batch,
         microbatches=microbatches,
         bucket_bytes=DEFAULT_BUCKET_BYTES,
-        zero_stage=zero_stage,
+        zero_stage=max(zero_stage, mesh.least_zero_stage),
         clip_gradients=problem.clip_gradients,
     )
 

@@ -40,11 +40,13 @@ def simpler_tie(problem: PlanningProblem, chosen: Evaluation) -> Evaluation | No
 
 def _simpler(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
     """The simplest first."""
-    stages = [0, plan.zero_stage] if plan.zero_stage and not isinstance(problem.zero_stage, int) else [plan.zero_stage]
+    is_free = not isinstance(problem.zero_stage, int) and problem.constraints.dp_shard in (None, plan.mesh.dp)
+    stages = [0, plan.zero_stage] if plan.zero_stage and is_free else [plan.zero_stage]
     sizes = [plan.bucket_bytes]
     if problem.constraints.bucket_bytes is None and plan.bucket_bytes != DEFAULT_BUCKET_BYTES:
         sizes.insert(0, DEFAULT_BUCKET_BYTES)
     for stage in stages:
         for size in sizes:
             if (stage, size) != (plan.zero_stage, plan.bucket_bytes):
-                yield replace(plan, zero_stage=stage, bucket_bytes=size)
+                mesh = plan.mesh if stage else plan.mesh.undivided()
+                yield replace(plan, mesh=mesh, zero_stage=stage, bucket_bytes=size)

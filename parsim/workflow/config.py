@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,8 +37,7 @@ from parsim.model.losses import LOSSES
 from parsim.model.named.names import SEQUENCE_PARALLEL, is_transformer
 from parsim.model.objective.objective import TARGET
 from parsim.model.spec import REFUSE, ModelSpec
-from parsim.model.transformer.shape import nearest_divisors
-from parsim.plans.constraints import PlanConstraints
+from parsim.plans.constraints import PlanConstraints, check_sharding_groups
 from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
 from parsim.plans.placement import KINDS, parse_placement
@@ -46,6 +46,7 @@ from parsim.plans.recompute import AUTO
 from parsim.plans.recompute import WORDS as RECOMPUTE_WORDS
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
 from parsim.registry import RowOf, is_reference
+from parsim.units import nearest_divisors
 from parsim.workflow.cluster_section import ClusterSection, ConfigSection, Name, Number, check_machine
 from parsim.workflow.config_messages import EXAMPLES, explained, key_parts
 from parsim.workflow.references import check_trusted, put_on_path
@@ -60,7 +61,7 @@ TomlScalar = StrictBool | StrictInt | Number | StrictStr
 Granularity = Literal["block", "sublayer", "layer"]
 
 # Keys that constrain a search, and with strategy = "custom" fix the plan by hand.
-CONSTRAINT_KEYS = ("mesh", "microbatches", "pipeline_order", "chunks", "bucket_bytes")
+CONSTRAINT_KEYS = ("mesh", "dp_shard", "microbatches", "pipeline_order", "chunks", "bucket_bytes")
 # Keys that fix the plan by hand; "placements" has a meaning with strategy = "custom" alone.
 CUSTOM_KEYS = (*CONSTRAINT_KEYS, "placements")
 # Keys that steer the search of strategy = "adaptive".
@@ -138,6 +139,9 @@ class PlanSection(ConfigSection):
     strategy: Annotated[str, Field(strict=True, min_length=1)] = "adaptive"
     """A family to search (single, dp, mp, hp, adaptive, "package.module:ROW"), "custom", or the path of a plan.json."""
     mesh: MeshTable | None = None
+    dp_shard: Count | None = None
+    """With zero_stage 1 to 3, over how many neighbouring replicas states are divided (HSDP); left out: all of mesh.dp, and a
+    search tries those of a node too."""
     microbatches: PartCount | None = None
     """Per replica."""
     pipeline_order: Annotated[Name, RowOf(PIPELINE_ORDERS)] | None = None
@@ -313,7 +317,7 @@ _OTHER_NAMES = {
     **dict.fromkeys(("fsdp", "fsdp2", "zero", "zero3", "zero-3"), 'strategy = "dp" and zero_stage = 3, as FSDP divides all'),
     **dict.fromkeys(("zero1", "zero-1"), 'strategy = "dp" and zero_stage = 1'),
     **dict.fromkeys(("zero2", "zero-2"), 'strategy = "dp" and zero_stage = 2'),
-    "hsdp": 'strategy = "adaptive" and zero_stage = 3: sharded data parallelism within groups is not built',
+    "hsdp": 'strategy = "dp", zero_stage = 3 and dp_shard = the devices of a node',
     **dict.fromkeys(("pp", "pipeline"), 'strategy = "adaptive" and mesh = { pp = 4 }'),
     **dict.fromkeys(("tp", "tensor", "megatron"), 'strategy = "adaptive" and mesh = { tp = 4 }'),
     "3d": 'strategy = "hp", which combines dp with pp and tp',
@@ -362,7 +366,7 @@ def _check_plan_section(config: RunConfig) -> None:
             f"training.global_batch ({training.global_batch}) must be divisible by plan.microbatches ({plan.microbatches}); "
             f"the nearest microbatches that divide it: {nearest_divisors(training.global_batch, plan.microbatches)}"
         )
-    _check_synchronisation(plan)
+    _check_replicas(plan)
     check_machine(cluster)
     if cluster.nodes > 1 and cluster.network is None:
         raise ConfigError(
@@ -412,8 +416,9 @@ def _check_plan_section(config: RunConfig) -> None:
     _check_placements(plan)
 
 
-def _check_synchronisation(plan: PlanSection) -> None:
-    """What relaxed synchronisation and the rest of [plan] say of one another."""
+def _check_replicas(plan: PlanSection) -> None:
+    """What sharding groups, relaxed synchronisation and the rest of [plan] say of one another."""
+    _check_groups(plan)
     if plan.synchronisation is None:
         return
     if plan.plan_path is not None:
@@ -429,13 +434,22 @@ def _check_synchronisation(plan: PlanSection) -> None:
     mesh, zero = plan.mesh, 0 if plan.zero_stage == AUTO else int(plan.zero_stage)
     if mesh is not None and mesh.dp is not None and (rule.kind != "stale" or mesh.pp is not None):
         try:
-            rule.check(mesh_of(mesh), zero_stage=zero)
+            rule.check(mesh_of(plan), zero_stage=zero)
         except PlanError as error:
             raise ConfigError(f"plan.synchronisation: {error}") from error
     elif zero:
         raise ConfigError(
             f"plan.zero_stage = {zero} shards states over replicas that synchronisation {rule} keeps separate; drop it"
         )
+
+
+def _check_groups(plan: PlanSection) -> None:
+    try:
+        check_sharding_groups(plan.dp_shard, plan.zero_stage, plan.relaxed, by_hand=plan.strategy == "custom")
+        if plan.mesh is not None and (plan.mesh.dp is not None or plan.strategy == "custom"):
+            mesh_of(plan)
+    except PlanError as error:
+        raise ConfigError(f"plan: {error}") from error
 
 
 def _check_sequence_parallel(asked: bool, model: ModelSection) -> None:
@@ -514,7 +528,7 @@ def check_axes(table: MeshTable, devices: int, *, by_hand: bool) -> None:
     given = {name: size for name in ("pp", "dp", "tp", "cp") if (size := getattr(table, name)) is not None}
     _check_experts(table, devices, by_hand=by_hand)
     if by_hand or not {"pp", "dp", "tp"} - given.keys() or table == MeshTable(pp=1, dp=1, tp=1):
-        check_mesh(mesh_of(table), devices)
+        check_mesh(_axes_of(table), devices)
         return
     product = math.prod(given.values())
     if devices % product:
@@ -539,8 +553,12 @@ def _check_experts(table: MeshTable, devices: int, *, by_hand: bool) -> None:
         )
 
 
-def mesh_of(table: MeshTable) -> Mesh:
-    """The Mesh a [plan] table asks for; axes that are left out are 1."""
+def mesh_of(plan: PlanSection) -> Mesh:
+    """The Mesh that [plan] asks for; axes that are left out are 1. Raises PlanError: dp_shard does not divide them."""
+    return replace(_axes_of(plan.mesh or MeshTable()), dp_shard=plan.dp_shard or 0)
+
+
+def _axes_of(table: MeshTable) -> Mesh:
     return Mesh(pp=table.pp or 1, dp=table.dp or 1, tp=table.tp or 1, cp=table.cp or 1, ep=table.ep or 1)
 
 
@@ -553,6 +571,7 @@ def constraints_of(plan: PlanSection) -> PlanConstraints:
         tp=table.tp,
         cp=table.cp,
         ep=table.ep,
+        dp_shard=plan.dp_shard,
         microbatches=plan.microbatches,
         bucket_bytes=plan.bucket_bytes,
         pipeline_order=plan.pipeline_order,

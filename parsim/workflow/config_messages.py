@@ -65,15 +65,16 @@ def explained(problem: ErrorDetails, sections: type[ConfigSection]) -> str:
     return f"{path} = {_short(value)}: {rule}" + (f"; for example {example}" if example else "")
 
 
-_NOT_SHARDED = (
-    "sharding within groups of replicas (HSDP) is not built; zero_stage = 3 divides over all replicas, zero_stage = 0 over none"
+_GROUPS = (
+    "HSDP is plan.zero_stage = 1, 2 or 3 with plan.dp_shard, over how many of the mesh.dp replicas states are divided; "
+    "they are kept dp / dp_shard times"
 )
 _ON_THE_DEVICE = "offload to the host is not built: states and activations stay on the device"
 NOT_BUILT = {
-    **dict.fromkeys(("dp_shard", "dp_replicate", "hsdp"), _NOT_SHARDED),
+    **dict.fromkeys(("dp_shard", "dp_replicate", "hsdp"), _GROUPS),
     **dict.fromkeys(("offload", "cpu_offload", "optimizer_offload", "activation_offload"), _ON_THE_DEVICE),
 }
-"""Keys of other libraries that no plan has, and what comes nearest."""
+"""Keys of other libraries that no plan has, or not there, and what comes nearest."""
 
 _BOUNDS = {
     "greater_than_equal": (">=", "ge"),
@@ -117,6 +118,7 @@ EXAMPLES = {
     "training.seed": "seed = 0",
     "plan.strategy": 'strategy = "adaptive"',
     "plan.mesh": "mesh = { pp = 2, dp = 2, tp = 1 }",
+    "plan.dp_shard": "dp_shard = 8",
     "plan.microbatches": "microbatches = 8",
     "plan.pipeline_order": 'pipeline_order = "1f1b"',
     "plan.chunks": "chunks = 2",

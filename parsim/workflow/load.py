@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from parsim.errors import ConfigError, PlanError
 from parsim.files import parse_json, read_text
+from parsim.plans.constraints import check_groups_fill
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan
 from parsim.plans.recompute import AUTO, NONE
 from parsim.workflow.config import SWITCHES, RunConfig, check_axes, constraints_of, mesh_of
@@ -50,6 +51,7 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
         )
     if config.plan.mesh is not None:
         check_axes(config.plan.mesh, cluster.size, by_hand=config.plan.strategy == "custom")
+    check_groups_fill(config.plan.dp_shard, cluster.size)
     pins = pins_by_pattern(parse_placements(config.plan.pin), model, cluster.size)
     return PlanningProblem(
         model=model,
@@ -166,7 +168,7 @@ def fixed_plan(problem: PlanningProblem, config: RunConfig) -> Plan | None:
     from parsim.plans.pipeline import PIPELINE_ORDERS
     from parsim.schedule.by_hand import custom_plan, parse_placements, placements_by_pattern
 
-    mesh = mesh_of(table.mesh)
+    mesh = mesh_of(table)
     order = table.pipeline_order or "1f1b"
     check_mesh(mesh, problem.cluster.size)
     return custom_plan(

@@ -23,6 +23,7 @@ PLANS = {
     "zero 1": case(VIT, Mesh(dp=2), zero_stage=1),
     "zero 2": case(VIT, Mesh(dp=2), zero_stage=2, microbatches=2),
     "zero 3": case(VIT, Mesh(dp=2), zero_stage=3, microbatches=2, optimizer="adam"),
+    "sharding groups": case(VIT, Mesh(dp=4, dp_shard=2), zero_stage=3, microbatches=2, optimizer="adam"),
     "gpipe": case(GPT, Mesh(pp=2), microbatches=4, order="gpipe"),
     "1f1b": case(GPT, Mesh(pp=2, dp=2), microbatches=4, order="1f1b"),
     "interleaved": case(GPT, Mesh(pp=2), microbatches=4, order="interleaved", chunks=2),

@@ -28,7 +28,7 @@ from parsim.predict import nearly_alike
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.work import Collective, SendRecv
-from tests.plans import MODEL, NAMES, plans
+from tests.plans import MODEL, NAMES, grouped_plans, plans
 
 CLUSTERS = {
     "dgx1": ("dgx1-v100-32gb", 1, None),
@@ -75,7 +75,8 @@ def with_slow(machine: Cluster, ranks: frozenset[int]) -> Cluster:
 @st.composite
 def questions(draw: st.DrawFn) -> tuple[PlanningProblem, Plan]:
     """A plan on machines where ranks may be alike or not: cube mesh, switch, nodes with one or more cards, mixed devices."""
-    plan = draw(plans(replicas=(1, 2, 4, 8), placed=draw(st.booleans())))
+    placed = draw(st.booleans())
+    plan = draw(st.one_of(plans(replicas=(1, 2, 4, 8), placed=placed), grouped_plans(placed=placed)))
     fitting = [name for name in CLUSTERS if cluster(name).size >= plan.world_size]
     if not fitting:
         plan = replace(plan, mesh=Mesh(tp=plan.mesh.tp), stages=_one_stage(plan), microbatches=1, pipeline_order="1f1b")

@@ -137,8 +137,12 @@ def test_four_bits_are_not_priced_and_the_message_names_the_nearest(refused: Ref
 @pytest.mark.parametrize(
     ("key", "rule"),
     [
-        ("plan.dp_shard=4", "unknown key plan.dp_shard (= 4): sharding within groups of replicas (HSDP) is not built"),
-        ("plan.mesh.dp_shard=4", "unknown key plan.mesh.dp_shard (= 4): sharding within groups"),
+        (
+            "plan.mesh.dp_shard=4",
+            "unknown key plan.mesh.dp_shard (= 4): HSDP is plan.zero_stage = 1, 2 or 3 with plan.dp",
+        ),
+        ("plan.dp_replicate=2", "unknown key plan.dp_replicate (= 2): HSDP is plan.zero_stage = 1, 2 or 3 with plan.dp"),
+        ("plan.dp_shard=0", "plan.dp_shard = 0: must be >= 1; for example dp_shard = 8"),
         ("plan.optimizer_offload=true", "offload to the host is not built: states and activations stay on the device"),
         ("plan.sequence_parallel=false", "belongs to a transformer by name (llama3-8b), and the model is"),
     ],

@@ -56,7 +56,7 @@ def test_an_override_reaches_into_a_table_and_keeps_the_rest() -> None:
     assert config.model.args == {"num_classes": 100, "width": 64}
     assert config.plan.mesh is not None
     assert (config.plan.mesh.pp, config.plan.mesh.dp, config.plan.mesh.tp) == (2, 4, None)
-    assert mesh_of(config.plan.mesh) == Mesh(pp=2, dp=4)
+    assert mesh_of(config.plan) == Mesh(pp=2, dp=4)
 
 
 def test_override_values_are_toml_and_strings_may_be_bare() -> None:

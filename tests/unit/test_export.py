@@ -102,6 +102,12 @@ def test_deepspeed_refuses_what_it_cannot_express(answers: Answers) -> None:
     assert not (cut / "ds_config.json").exists()
 
 
+def test_deepspeed_has_no_sharding_groups(answers: Answers) -> None:
+    keys = [*SMALL, "plan.strategy=dp", "plan.mesh={dp=8}", "plan.zero_stage=2", "plan.dp_shard=4", "plan.recompute=none"]
+    with pytest.raises(ConfigError, match=r"divides states over all 8 replicas, and the plan over groups of 4"):
+        export_folder(answers("transformer", "8xh100-sxm", 32, keys), format="deepspeed")
+
+
 def test_deepspeed_says_what_belongs_into_the_script(answers: Answers) -> None:
     keys = [*SMALL, "plan.strategy=dp", "plan.zero_stage=2", "plan.recompute=full"]
     keys += ["training.precision=bf16", "training.master_weights=false"]
@@ -124,6 +130,7 @@ ONE_ORDER = ("plan.pipeline_order=1f1b", "plan.chunks=1")
 MESHES = [
     ("plan.strategy=dp", "plan.mesh={dp=8}", "plan.zero_stage=3"),
     ("plan.strategy=dp", "plan.mesh={dp=8}", "plan.zero_stage=0"),
+    ("plan.strategy=dp", "plan.mesh={dp=8}", "plan.zero_stage=2", "plan.dp_shard=4"),
     ("plan.strategy=hp", "plan.mesh={pp=2,dp=2,tp=2}", "plan.zero_stage=1", *ONE_ORDER),
     ("plan.strategy=mp", "plan.mesh={pp=1,dp=1,tp=8}", "plan.zero_stage=0"),
 ]
@@ -143,7 +150,9 @@ def test_frameworks_files_read_back_to_the_same_question(
     file = tmp_path / ("run.sh" if format == "megatron" else "run.toml")
     done = export_folder(folder, format=format, out=file)
     found, plan = asked_again(file, folder)
-    assert found["plan.mesh"] == plan["mesh"]
+    groups = {"dp_shard": found["plan.dp_shard"]} if "plan.dp_shard" in found else {}
+    assert dict(found["plan.mesh"], **groups) == plan["mesh"]  # type: ignore[call-overload]
+    assert ("plan.dp_shard=4" in mesh) == (groups == {"dp_shard": 4})
     assert found["plan.zero_stage"] == plan["zero_stage"]
     assert found["plan.microbatches"] == plan["microbatches"] == 4
     assert found["plan.recompute"] == ("none" if recompute == "none" else ["h.*"])

@@ -56,6 +56,46 @@ def test_a_file_of_torchtitan() -> None:
     assert recipe.unknown == ["training.a_new_switch"]
 
 
+@pytest.mark.parametrize(
+    ("degrees", "states"),
+    [
+        ({"data_parallel_replicate_degree": 2}, (3, 4)),
+        ({"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 4}, (3, 4)),
+        ({"data_parallel_replicate_degree": 8, "data_parallel_shard_degree": 1}, (0, None)),
+        ({"data_parallel_replicate_degree": 1}, (3, None)),
+        ({"data_parallel_replicate_degree": 8}, (0, None)),
+        ({"data_parallel_replicate_degree": 2, "fsdp_reshard_after_forward": "never"}, (2, 4)),
+    ],
+)
+def test_torchtitan_shards_within_groups(degrees: dict[str, object], states: tuple[int, int | None]) -> None:
+    document = {
+        "model": {"name": "llama3", "flavor": "8B"},
+        "training": {"local_batch_size": 1, "seq_len": 128},
+        "parallelism": degrees,
+    }
+    recipe = read_toml(document)
+    settings = recipe.settings(8)
+    assert (settings["plan.zero_stage"], settings.get("plan.dp_shard")) == states
+    assert not {key for key in recipe.left_out if "data_parallel" in key}
+
+
+def test_torchtitan_keeps_states_as_often_as_divides_the_replicas() -> None:
+    document = {
+        "model": {"name": "llama3", "flavor": "8B"},
+        "training": {"local_batch_size": 1, "seq_len": 128},
+        "parallelism": {"data_parallel_replicate_degree": 3},
+    }
+    with pytest.raises(ConfigError, match=r"keeps states 3 times, which must divide the 8 replicas; the nearest that do: 2"):
+        read_toml(document).settings(8)
+
+
+@pytest.mark.parametrize(("optimizer", "states"), [("--use-distributed-optimizer", (1, 4)), ("", (0, None))])
+def test_megatron_has_several_instances_of_the_optimizer(optimizer: str, states: tuple[int, int | None]) -> None:
+    recipe = read_script(f"torchrun pretrain_gpt.py {SIZES} --num-distributed-optimizer-instances 2 {optimizer}")
+    settings = recipe.settings(8)
+    assert (settings["plan.zero_stage"], settings.get("plan.dp_shard")) == states
+
+
 def test_every_second_layer_is_recomputed_by_torchtitan() -> None:
     document = {
         "model": {"name": "llama3", "flavor": "8B"},

@@ -88,15 +88,17 @@ class Communicating:
         return run
 
     def _synchronise(self, task: Task) -> Operation:
-        """A gradient bucket: summed whole, or with ZeRO summed in parts; and its parameters put together again."""
+        """A gradient bucket: summed whole, or with ZeRO summed in parts, which sharding groups sum with one another; and its
+        parameters put together again."""
         assert isinstance(task.work, Collective)
-        number, microbatch, stage = task.origin.bucket, task.origin.microbatch, self._stage
-        assert number is not None, "a collective without a hop belongs to a gradient bucket"
-        group = self._groups[DP_STREAM, tuple(sorted(task.work.group))]
+        assert task.origin.bucket is not None, "a collective without a hop belongs to a gradient bucket"
+        microbatch, stage = task.origin.microbatch, self._stage
+        number = stage.own_bucket(task.origin.bucket)
+        group = self._groups[task.resources[0].stream, tuple(sorted(task.work.group))]
         used = self._streams.used
 
         def all_reduce() -> None:
-            flat = stage.flat_gradient(number)
+            flat = stage.summed_gradient(number)
             used(flat)
             dist.all_reduce(flat, group=group)
 

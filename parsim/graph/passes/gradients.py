@@ -2,7 +2,8 @@
 
 With ZeRO the collective before the optimizer's step is a reduce_scatter. Each rank of the group updates its part of the
 parameters with its part of the optimizer state. An all_gather afterwards gives every rank all of them. What ZeRO 2 and 3
-do with every microbatch is in `parsim.graph.passes.unsharded`.
+do with every microbatch is in `parsim.graph.passes.unsharded`, the sums over sharding groups in
+`parsim.graph.passes.replica_sums`.
 """
 
 from __future__ import annotations
@@ -73,6 +74,17 @@ def _reduction_key(bucket: int, replica: int | None) -> TaskKey:
     return ("reduce", bucket) if replica is None else ("reduce", bucket, "of", replica)
 
 
+def replica_sum_key(bucket: Bucket, rank: int) -> TaskKey:
+    """The collective that sums a rank's part of a bucket over all sharding groups: one key for all ranks that take part.
+
+    Args:
+        bucket: of the rank's own sharding group. rank: of its group.
+    """
+    family = bucket.family
+    first = family.first_alike(bucket.number - family.begin)
+    return ("replicas", family.begin + first, bucket.group.index(rank))
+
+
 def summed_groups(layout: PlanIndex, held_by: tuple[int, ...]) -> dict[int | None, tuple[int, ...]]:
     """The ranks over which a bucket's gradients are summed: all that hold it, or by replica where replicas mix in rounds."""
     if not layout.plan.synchronisation.mixes:
@@ -86,7 +98,7 @@ def summed_groups(layout: PlanIndex, held_by: tuple[int, ...]) -> dict[int | Non
 
 def add_gradient_reduction(draft: Draft, layout: PlanIndex) -> None:
     """One all_reduce (ZeRO 1: reduce_scatter) per bucket over all ranks that hold its parameters; none where one rank does."""
-    queues, works, last = _Queues(draft), _Works(), _LastBackwards(layout)
+    queues, works, last = _Queues(draft), _Works(), LastBackwards(layout)
     sums: dict[int, list[_Sum]] = {}
     for family in layout.buckets.families:
         if id(family.groups) not in sums:
@@ -124,7 +136,7 @@ def _sums(draft: Draft, layout: PlanIndex, family: BucketFamily, queues: _Queues
                 yield _Sum(place, len(held_by), replica, group, kept, resources)
 
 
-class _LastBackwards:
+class LastBackwards:
     """The tasks that are the last of a step to add to the gradients of a bucket: asked once for all that end alike."""
 
     def __init__(self, layout: PlanIndex) -> None:
@@ -217,6 +229,7 @@ def gradients_complete(layout: PlanIndex, rank: int) -> list[TaskKey]:
         after = [reduction_key(layout, bucket, replica=own) for bucket in summed]
     else:
         after = [reduction_key(layout, bucket) for bucket in layout.rank_buckets(rank) if len(bucket.group) > 1]
+        after += [replica_sum_key(bucket, rank) for bucket in layout.rank_buckets(rank) if bucket.family.replicas > 1]
     first: dict[int, str] = {}
     for name in layout.rank_components(rank):
         if name in layout.differentiable:

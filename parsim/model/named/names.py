@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from parsim.errors import ModelError, near_matches
 from parsim.model.named.rows import NAMED, NamedModel
 from parsim.model.transformer.build import recorded
-from parsim.model.transformer.shape import Shape, nearest_divisors
+from parsim.model.transformer.shape import Shape
 from parsim.model.transformer.software import KERNELS
 from parsim.model.transformer.sublayers import SamplePart
+from parsim.units import nearest_divisors
 
 if TYPE_CHECKING:
     from parsim.model.model import Model

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parsim.errors import ModelError
-from parsim.units import divisors
+from parsim.units import nearest_divisors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +90,6 @@ class Shape:
             )
         if self.experts and not 1 <= self.active <= self.experts:
             raise ModelError(f"{self.name}: active = {self.active} experts per token must be 1 to experts = {self.experts}")
-
-
-def nearest_divisors(number: int, wanted: int) -> str:
-    """`12 or 16`: the divisors of a number next to another one, below and above."""
-    found = divisors(number)
-    below = [count for count in found if count <= wanted]
-    above = [count for count in found if count > wanted]
-    return " or ".join(str(count) for count in (*below[-1:], *above[:1]))
 
 
 def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int = 51200, **rest: Any) -> Shape:

@@ -129,7 +129,7 @@ def _placed(problem: PlanningProblem, placements: Mapping[str, Placement]) -> tu
 
 def _whole_plan(problem: PlanningProblem, mesh: Mesh, count: int, placed: tuple[Placement, ...]) -> Plan:
     """All components on one stage."""
-    one = replace(mesh, pp=1)
+    one = replace(mesh.undivided(), pp=1)
     names = tuple(component.name for component in problem.model.components)
     return Plan(
         strategy="custom",

@@ -225,7 +225,9 @@ def held_totals(problem: PlanningProblem, mesh: Mesh, samples: int, placed: Sequ
         for number, component, placement, _ in every
     )
     return HeldTotals(
-        weights=tuple(sum(number * parts.bytes_at(stage, mesh.copies) for number, *_, parts in every) for stage in ZERO_STAGES),
+        weights=tuple(
+            sum(number * parts.bytes_at(stage, mesh.group_copies) for number, *_, parts in every) for stage in ZERO_STAGES
+        ),
         parameters=sum(number * sizes[2] for number, *_, parts in every for _, sizes in parts.divided),
         saved=saved,
         kept=saved if problem.recompute == NONE else float(always_kept(problem, mesh, samples).sum()),

@@ -8,8 +8,8 @@ F and B the computation of one microbatch on a place of the pp axis (a block), c
               backward of p a gradient still goes back to place 0 (D): E + M * (F + B) + D, then the last buckets of place 0;
               nor can its backwards begin before one microbatch has come to the loss and back (L): L + M * B + D
     order     the last block of place 0 by the order of all blocks (`parsim.schedule.bounds.order`), then its last buckets
-    sending   all collectives on the stream of the gradients, which takes one at a time; with ZeRO 3 also what waits for
-              parameters that are gathered late (`parsim.schedule.bounds.gathering`)
+    sending   all collectives on the stream of the gradients, which takes one at a time (sums over sharding groups are not on
+              it); with ZeRO 3 also what waits for parameters that are gathered late (`parsim.schedule.bounds.gathering`)
 
 The bound is the largest of these over the places. All prices are those of the simulation.
 
@@ -27,6 +27,7 @@ from parsim.arrays import Floats
 from parsim.costs.uncertainty.draws import rank_noise
 from parsim.engines.side_by_side import FEWEST_DRAWS
 from parsim.graph.passes.gradients import bucket_work, gathering_work, updates_of
+from parsim.graph.passes.replica_sums import replica_sum_work
 from parsim.graph.plan_index import PlanIndex
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import NOISY_STEPS, SEED
@@ -126,23 +127,53 @@ def _place_end_s(problem: PlanningProblem, layout: PlanIndex, place: int, work: 
 
     sending, gathering, done, late = 0.0, 0.0, work.busy_s, []
     for bucket in layout.rank_buckets(rank):
+        across = replica_sum_work(layout, bucket, rank)
+        across_s = 0.0 if across is None else seconds(across)
         if len(bucket.group) == 1:
+            if across is not None:
+                late.append((_remaining(work, layout.completes(bucket.family, place)), 0.0, across_s))
             continue
         stage = layout.zero_stage_of(bucket)
         summed = seconds(bucket_work(layout, bucket))
         sending += summed * (microbatches if stage >= 2 else 1)
         if stage in (1, 2):
             gathering += seconds(gathering_work(bucket))
-        late.append((_remaining(work, layout.completes(bucket.family, place)), summed))
+        late.append((_remaining(work, layout.completes(bucket.family, place)), summed, across_s))
     if layout.plan.zero_stage >= 3:
         gathered, waiting = gathered_s(problem, layout, place, rank)
         sending += microbatches * gathered
         done = max(done, microbatches * waiting)
-    queued = 0.0
-    for remaining, summed in sorted(late):
-        queued += summed
-        done = max(done, work.busy_s - remaining + queued)
+    last = _Sums()
+    for remaining, summed, across_s in sorted(late):
+        last.add(summed, across_s)
+        done = max(done, work.busy_s - remaining + last.end_s)
     return max(done + _update_s(problem, layout, rank) + gathering, sending + gathering)
+
+
+@dataclass
+class _Sums:
+    """Of buckets that are complete at one moment or later: what passes at least until their sums have ended.
+
+    Sums of a sharding group run one after the other. Sums over all groups do too, each behind the first sum of its bucket.
+    """
+
+    summed_s: float = 0.0
+    across_s: float = 0.0
+    least_summed_s: float = float("inf")
+    least_across_s: float = float("inf")
+
+    def add(self, summed_s: float, across_s: float) -> None:
+        """One more bucket."""
+        self.summed_s += summed_s
+        self.across_s += across_s
+        self.least_summed_s = min(self.least_summed_s, summed_s)
+        self.least_across_s = min(self.least_across_s, across_s)
+
+    @property
+    def end_s(self) -> float:
+        if self.least_summed_s == float("inf"):
+            return 0.0
+        return max(self.summed_s + self.least_across_s, self.least_summed_s + self.across_s)
 
 
 def _remaining(work: PlaceWork, completing: Sequence[str]) -> float:
@@ -153,15 +184,18 @@ def _remaining(work: PlaceWork, completing: Sequence[str]) -> float:
 
 def _last_buckets_s(problem: PlanningProblem, layout: PlanIndex, work: PlaceWork) -> float:
     """What follows the last backward of place 0: the buckets that it completes, the optimizer, gathered parameters."""
-    rank, total, gathering = layout.rank(0, 0), 0.0, 0.0
+    rank, last, gathering = layout.rank(0, 0), _Sums(), 0.0
+
+    def seconds(of: Work) -> float:
+        return problem.price([(of, rank)], layout.plan.mesh)[0].median_s
+
     for bucket in layout.rank_buckets(rank):
-        if len(bucket.group) > 1:
-            price = problem.price([(bucket_work(layout, bucket), rank)], layout.plan.mesh)[0].median_s
-            if _remaining(work, layout.completes(bucket.family, 0)) <= 0.0:
-                total += price
-            if layout.zero_stage_of(bucket) in (1, 2):
-                gathering += problem.price([(gathering_work(bucket), rank)], layout.plan.mesh)[0].median_s
-    return total + _update_s(problem, layout, rank) + gathering
+        across, several = replica_sum_work(layout, bucket, rank), len(bucket.group) > 1
+        if (several or across is not None) and _remaining(work, layout.completes(bucket.family, 0)) <= 0.0:
+            last.add(seconds(bucket_work(layout, bucket)) if several else 0.0, 0.0 if across is None else seconds(across))
+        if several and layout.zero_stage_of(bucket) in (1, 2):
+            gathering += seconds(gathering_work(bucket))
+    return last.end_s + _update_s(problem, layout, rank) + gathering
 
 
 def _update_s(problem: PlanningProblem, layout: PlanIndex, rank: int) -> float:

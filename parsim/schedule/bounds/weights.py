@@ -48,7 +48,7 @@ class LeastWeights:
 
     def _of(self, stage: int) -> Floats:
         alike = alike_components(self.problem, self.options)
-        parts, copies = self.problem.remembered(_KnownWeights).parts, self.mesh.copies
+        parts, copies = self.problem.remembered(_KnownWeights).parts, self.mesh.group_copies
         untied, found = untied_components(self.problem), []
         for number in alike.first:
             component, least = untied[number], float("inf")
@@ -93,7 +93,7 @@ def alike_components(problem: PlanningProblem, options: Options) -> AlikeCompone
 
 class WeightParts(NamedTuple):
     """Of the mean tp rank: bytes that every rank holds, and bytes per number of tp ranks that hold the same. The latter are the
-    optimizer state, the gradients and the parameters, which ZeRO divides over these ranks and their replicas."""
+    optimizer state, the gradients and the parameters, which ZeRO divides over these ranks and their copies."""
 
     whole: float
     divided: tuple[tuple[int, tuple[float, float, float]], ...]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -72,7 +73,7 @@ def estimated_s(
     forward_s, backward_s = float(chain.forward_s.sum()), float(chain.backward_s.sum())
     rounds = count + (mesh.pp - 1) / order[1]
     passing_s = 2 * (mesh.pp * order[1] - 1) * transfer_s(problem, mesh, samples)
-    stages = (problem.zero_stage,) if isinstance(problem.zero_stage, int) else ZERO_STAGES
+    stages = (problem.zero_stage,) if isinstance(problem.zero_stage, int) else ZERO_STAGES[mesh.least_zero_stage :]
 
     def step_s(stage: int, again: float, slowest: float) -> float:
         stage_s = max(slowest * (forward_s * (1 + again) + backward_s) / mesh.pp, chain.longest_s)
@@ -176,23 +177,41 @@ def _sent_s(problem: PlanningProblem, mesh: Mesh, count: int, held: HeldTotals, 
     """Seconds of gradients and gathered parameters that computation may hide, and of those that follow the optimizer."""
     if mesh.copies == 1:
         return 0.0, 0.0
-    group = tuple(mesh.rank(stage=0, replica=copy, shard=0) for copy in range(mesh.copies))
-    size = max(1, round(held.parameters / mesh.pp))
+    summed, gathered, across = sent_s(problem, mesh, max(1, round(held.parameters / mesh.pp)), stage)
+    if stage == 3:
+        return count * (summed + 2 * gathered) + across, 0.0
+    return (count if stage == 2 else 1) * summed + across, gathered
 
-    def seconds(operation: str) -> float:
-        return price_s(problem, mesh, Collective(operation=operation, group=group, size_bytes=size))
+
+class Sent(NamedTuple):
+    """Seconds to sum the gradients of a rank, to gather its parameters, and to sum its part over all sharding groups."""
+
+    summed_s: float
+    gathered_s: float
+    across_s: float
+
+
+def sent_s(problem: PlanningProblem, mesh: Mesh, size_bytes: int, stage: int) -> Sent:
+    """What a ZeRO stage sends of the parameters of a rank, in one piece each. Args: size_bytes: of the parameters."""
+
+    def seconds(operation: str, copies: range, part_bytes: int) -> float:
+        group = tuple(mesh.rank(stage=0, replica=copy, shard=0) for copy in copies)
+        return price_s(problem, mesh, Collective(operation=operation, group=group, size_bytes=part_bytes))
 
     if stage == 0:
-        return seconds("all_reduce"), 0.0
-    summed, gathered = seconds("reduce_scatter"), seconds("all_gather")
-    if stage == 3:
-        return count * (summed + 2 * gathered), 0.0
-    return (count if stage == 2 else 1) * summed, gathered
+        return Sent(seconds("all_reduce", range(mesh.copies), size_bytes), 0.0, 0.0)
+    own = range(mesh.group_copies)
+    across = range(0, mesh.copies, mesh.group_copies)
+    return Sent(
+        seconds("reduce_scatter", own, size_bytes),
+        seconds("all_gather", own, size_bytes),
+        seconds("all_reduce", across, max(1, size_bytes // len(own))) if mesh.groups > 1 else 0.0,
+    )
 
 
 def update_s(problem: PlanningProblem, mesh: Mesh, stage: int) -> float:
     """Of the update of a rank's equal share of the model, at a ZeRO stage."""
-    shares = mesh.pp * mesh.tp * (mesh.copies if stage else 1)
+    shares = mesh.pp * mesh.tp * (mesh.group_copies if stage else 1)
     known, key = problem.remembered(_Known), (shares, mesh.size)
     if key not in known.updates:
         if known.steps is None:

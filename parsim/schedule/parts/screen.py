@@ -30,8 +30,8 @@ from parsim.plans.staged import even_cuts, even_parts, stages_of
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.chain import chain_seconds
 from parsim.schedule.options import Prices
-from parsim.schedule.parts.estimate import UNCOVERED, price_s, transfer_s, update_s
-from parsim.work import Collective, Phase
+from parsim.schedule.parts.estimate import UNCOVERED, Sent, sent_s, transfer_s, update_s
+from parsim.work import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class _Known:
 
     chains: dict[tuple[int, int, int, int], tuple[Floats, Floats, Floats]] = field(default_factory=dict)
     placements: dict[int, dict[str, Placement]] = field(default_factory=dict)
-    sent: dict[tuple[Mesh, int], tuple[float, float]] = field(default_factory=dict)
+    sent: dict[tuple[Mesh, int], Sent] = field(default_factory=dict)
     trained_bytes: int | None = None
 
 
@@ -106,7 +106,7 @@ def plan_of(problem: PlanningProblem, outline: Outline) -> Plan:
         global_batch=problem.global_batch,
         microbatches=outline.microbatches,
         pipeline_order=outline.order,
-        zero_stage=outline.zero_stage if mesh.copies > 1 else 0,
+        zero_stage=max(outline.zero_stage, mesh.least_zero_stage) if mesh.copies > 1 else 0,
         recompute=FULL if outline.recompute else NONE,
     )
 
@@ -173,24 +173,17 @@ def _exposed_s(problem: PlanningProblem, outline: Outline, stage_s: float, backw
     mesh, count, stage = outline.mesh, outline.microbatches, outline.zero_stage
     if mesh.copies == 1:
         return 0.0
-    summed_s, gathered_s = _sent_s(problem, mesh, stage)
+    summed_s, gathered_s, across_s = _sent_s(problem, mesh, stage)
     if stage == 3:
-        return UNCOVERED * count * (summed_s + 2 * gathered_s)
+        return UNCOVERED * (count * (summed_s + 2 * gathered_s) + across_s)
     hidden_s = count * stage_s if stage == 2 else backward_s
-    return max(0.0, (count if stage == 2 else 1) * summed_s - hidden_s) + gathered_s
+    return max(0.0, (count if stage == 2 else 1) * summed_s + across_s - hidden_s) + gathered_s
 
 
-def _sent_s(problem: PlanningProblem, mesh: Mesh, stage: int) -> tuple[float, float]:
-    """Seconds to sum the gradients of a rank, and to gather its parameters."""
+def _sent_s(problem: PlanningProblem, mesh: Mesh, stage: int) -> Sent:
     known, key = problem.remembered(_Known).sent, (mesh, min(stage, 1))
     if key not in known:
-        group = tuple(mesh.rank(stage=0, replica=copy, shard=0) for copy in range(mesh.copies))
-        size = max(1, round(_trained_bytes(problem) / (mesh.pp * mesh.tp)))
-
-        def seconds(operation: str) -> float:
-            return price_s(problem, mesh, Collective(operation=operation, group=group, size_bytes=size))
-
-        known[key] = (seconds("reduce_scatter"), seconds("all_gather")) if stage else (seconds("all_reduce"), 0.0)
+        known[key] = sent_s(problem, mesh, max(1, round(_trained_bytes(problem) / (mesh.pp * mesh.tp))), stage)
     return known[key]
 
 

@@ -94,6 +94,11 @@ def _precision(config: RunConfig, left_out: dict[str, str]) -> dict[str, Any]:
 
 
 def _zero(plan: Plan, width: int, left_out: dict[str, str]) -> dict[str, Any]:
+    if plan.mesh.dp_shard:
+        raise ConfigError(
+            f"DeepSpeed's ZeRO divides states over all {plan.mesh.dp} replicas, and the plan over groups of "
+            f"{plan.mesh.dp_shard}; export it as megatron or torchtitan, or plan without plan.dp_shard"
+        )
     elements, rest = divmod(plan.bucket_bytes, width)
     if rest:
         left_out["plan.bucket_bytes"] = f"{plan.bucket_bytes} bytes are no whole number of elements; the file says {elements}"

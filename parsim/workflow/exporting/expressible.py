@@ -18,6 +18,7 @@ class FrameworkMesh:
 
     Attributes:
         pp, dp, tp, cp, ep: a tp axis on which every component divides its samples is counted among the replicas.
+        dp_shard: the replicas of a sharding group.
         samples: of a microbatch on one replica.
     """
 
@@ -26,6 +27,7 @@ class FrameworkMesh:
     tp: int
     cp: int
     ep: int
+    dp_shard: int
     samples: int
 
 
@@ -39,14 +41,23 @@ def framework_mesh(plan: Plan, format: str) -> FrameworkMesh:
         ConfigError: the ranks of a replica share fewer samples than they are.
     """
     mesh, samples = plan.mesh, plan.microbatch_samples
+    group = mesh.dp_shard or mesh.dp
     if plan.is_mixed or mesh.tp == 1:
-        return FrameworkMesh(pp=mesh.pp, dp=mesh.dp, tp=mesh.tp, cp=mesh.cp, ep=mesh.ep, samples=samples)
+        return FrameworkMesh(pp=mesh.pp, dp=mesh.dp, tp=mesh.tp, cp=mesh.cp, ep=mesh.ep, dp_shard=group, samples=samples)
     if samples % mesh.tp:
         raise ConfigError(
             f"{format}: {mesh.tp} ranks share a microbatch of {samples} samples unevenly; plan with mesh = {{ dp = "
             f"{mesh.dp * mesh.tp}, tp = 1 }}"
         )
-    return FrameworkMesh(pp=mesh.pp, dp=mesh.dp * mesh.tp, tp=1, cp=mesh.cp, ep=mesh.ep, samples=samples // mesh.tp)
+    return FrameworkMesh(
+        pp=mesh.pp,
+        dp=mesh.dp * mesh.tp,
+        tp=1,
+        cp=mesh.cp,
+        ep=mesh.ep,
+        dp_shard=group * mesh.tp,
+        samples=samples // mesh.tp,
+    )
 
 
 def check_synchronous(plan: Plan, format: str) -> None:

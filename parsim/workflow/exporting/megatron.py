@@ -138,6 +138,8 @@ def _division(wanted: TransformerPlan) -> list[str]:
         found += ["--use-megatron-fsdp", f"--data-parallel-sharding-strategy {FSDP[plan.zero_stage]}", "--overlap-grad-reduce"]
     elif mesh.dp > 1:
         found.append("--overlap-grad-reduce")
+    if plan.zero_stage and mesh.dp_shard < mesh.dp:
+        found.append(f"--num-distributed-optimizer-instances {mesh.dp // mesh.dp_shard}")
     return found
 
 

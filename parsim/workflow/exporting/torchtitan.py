@@ -115,8 +115,8 @@ def _parallelism(wanted: TransformerPlan) -> dict[str, Any]:
         "pipeline_parallel_degree": mesh.pp,
         "context_parallel_degree": mesh.cp,
         "expert_parallel_degree": mesh.ep,
-        "data_parallel_replicate_degree": mesh.dp if plan.zero_stage == 0 else 1,
-        "data_parallel_shard_degree": 1 if plan.zero_stage == 0 else mesh.dp,
+        "data_parallel_replicate_degree": mesh.dp if plan.zero_stage == 0 else mesh.dp // mesh.dp_shard,
+        "data_parallel_shard_degree": 1 if plan.zero_stage == 0 else mesh.dp_shard,
     }
     if plan.zero_stage == 0 and mesh.dp * mesh.cp == 1:
         found["data_parallel_replicate_degree"] = 1

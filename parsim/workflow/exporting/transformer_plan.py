@@ -182,6 +182,8 @@ def _expected(wanted: TransformerPlan) -> dict[str, object]:
         "training.precision": training.precision,
         "training.optimizer": training.optimizer,
     }
+    if mesh.dp_shard < mesh.dp:
+        found["plan.dp_shard"] = mesh.dp_shard
     if mesh.pp > 1:
         found |= {"plan.pipeline_order": plan.pipeline_order, "plan.chunks": plan.chunks}
     return found

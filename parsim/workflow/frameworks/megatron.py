@@ -65,7 +65,7 @@ HARMLESS = frozenset(
     no-rope-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl use-flash-attn attention-backend
     moe-grouped-gemm moe-permute-fusion moe-router-fusion moe-use-upcycling moe-per-layer-logging moe-layer-recompute
     use-rotary-position-embeddings position-embedding-type group-query-attention disable-bias-linear swiglu normalization
-    no-position-embedding make-vocab-size-divisible-by recompute-method num-distributed-optimizer-instances
+    no-position-embedding make-vocab-size-divisible-by recompute-method
     no-async-tensor-parallel-allreduce squared-relu qk-layernorm no-persist-layer-norm bf16 fp16 nnodes nproc-per-node
     use-distributed-optimizer sequence-parallel untie-embeddings-and-output-weights max-position-embeddings add-qkv-bias
     init-model-with-meta-device calculate-per-token-loss use-precision-aware-optimizer fp8-amax-history-len
@@ -209,6 +209,7 @@ def _recipe(framework: str, found: Mapping[str, list[str]]) -> Recipe:
     optimizer = options.text("optimizer", "adam")
     training["optimizer"] = "sgd_momentum" if optimizer == "sgd" else "adamw_fused"
     recipe.zero = 1 if options.flag("use-distributed-optimizer") else 0
+    recipe.replicate = max(1, options.number("num-distributed-optimizer-instances", 1))
     strategy = options.text("data-parallel-sharding-strategy")
     if options.flag("use-megatron-fsdp") or options.flag("use-custom-fsdp") or options.flag("use-torch-fsdp2"):
         recipe.zero = {"no_shard": 0, "optim": 1, "optim_grads": 2}.get(strategy, 3)

@@ -8,6 +8,7 @@ from typing import Any
 
 from parsim.errors import ConfigError, near_matches
 from parsim.model.named.names import named
+from parsim.units import nearest_divisors
 
 LAYERS = "h.*"
 CORE = "h.*.core"
@@ -21,7 +22,8 @@ class Recipe:
 
     Attributes:
         framework: whose file it is. model: a name of the table; args: its arguments. training: keys of [training].
-        tp, pp, cp, ep: of the mesh. dp: replicas; 0: as many as the devices make. micro_batch: samples of a replica at once.
+        tp, pp, cp, ep: of the mesh. dp: replicas; 0: as many as the devices make.
+        replicate: how often divided states are kept (HSDP). micro_batch: samples of a replica at once.
         local_batch: samples of a replica per step where the file gives no global batch; 0: one microbatch.
         zero: stage. recompute: "none", "full", "alternate" (each `every`th layer) or "selective" (by operator).
         chunks: stages per rank. order: of the pipeline; "": 1f1b, or interleaved with several stages per rank.
@@ -39,6 +41,7 @@ class Recipe:
     dp: int = 0
     cp: int = 1
     ep: int = 1
+    replicate: int = 1
     micro_batch: int = 1
     local_batch: int = 0
     zero: int = 0
@@ -74,7 +77,7 @@ class Recipe:
         mesh |= {axis: size for axis, size in (("cp", self.cp), ("ep", self.ep)) if size > 1}
         microbatches = self._microbatches(dp)
         found: dict[str, object] = {f"training.{key}": value for key, value in self.training.items()}
-        found |= {"model.args": dict(self.args), "plan.mesh": mesh, "plan.zero_stage": self.zero}
+        found |= {"model.args": dict(self.args), "plan.mesh": mesh, **self._states(dp)}
         found["plan.microbatches"] = microbatches
         uncut = self.tp == 1 and self.pp == 1
         found["plan.recompute"] = self._recomputed(whole=uncut)
@@ -83,6 +86,18 @@ class Recipe:
             found["plan.chunks"] = self.chunks
         found["plan.strategy"] = "single" if devices == 1 else "dp" if uncut else "hp" if dp > 1 else "mp"
         return found
+
+    def _states(self, dp: int) -> dict[str, object]:
+        """The ZeRO stage, and over how many of the replicas it divides where that is not all."""
+        if not self.zero or self.replicate == 1:
+            return {"plan.zero_stage": self.zero}
+        if dp % self.replicate:
+            raise ConfigError(
+                f"{self.framework}: the file keeps states {self.replicate} times, which must divide the {dp} replicas; the "
+                f"nearest that do: {nearest_divisors(dp, self.replicate)}"
+            )
+        size = dp // self.replicate
+        return {"plan.zero_stage": self.zero, "plan.dp_shard": size} if size * self.cp > 1 else {"plan.zero_stage": 0}
 
     def _recomputed(self, *, whole: bool) -> str | list[str]:
         """Patterns of components; `whole`: a layer is one component."""

@@ -143,10 +143,7 @@ def _data_parallel(reader: _Keys, recipe: Recipe) -> None:
     recipe.zero = 0 if shard == 1 else 3
     if shard not in (-1, 1) or (replicate > 1 and shard != -1):
         recipe.dp = whole_number(NAME, "parallelism.data_parallel_shard_degree", shard) * replicate
-    if replicate > 1 and shard != 1:
-        recipe.left_out["parallelism.data_parallel_replicate_degree"] = (
-            "states are divided over all replicas, not within groups"
-        )
+    recipe.replicate = max(1, replicate)
     if reader.flat.get("parallelism.fsdp_reshard_after_forward") == "never" and recipe.zero == 3:
         recipe.zero = 2
     if recipe.pp > 1 and recipe.zero == 3 and reader.flat.get("parallelism.fsdp_reshard_after_forward") != "always":

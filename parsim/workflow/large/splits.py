@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from parsim.errors import ConfigError
 from parsim.model.named.names import named, sequence_of, shape_of
-from parsim.model.transformer.shape import nearest_divisors
+from parsim.units import nearest_divisors
 from parsim.workflow.config import RunConfig
 
 

@@ -177,6 +177,7 @@ def division(plan: Plan) -> str:
     mesh: Mesh = plan.mesh
     parts = [f"{axis}{size}" for axis in ("pp", "dp", "tp", "cp", "ep") if (size := getattr(mesh, axis)) > 1]
     parts += [f"zero{plan.zero_stage}"] if plan.zero_stage else []
+    parts += [f"dp_shard{mesh.dp_shard}"] if mesh.dp_shard else []
     return " ".join(parts) or "one device"
 
 

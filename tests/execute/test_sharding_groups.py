@@ -1,0 +1,99 @@
+"""ZeRO within sharding groups (HSDP) for real: equal to one process, states divided over a group and alike in all groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from parsim.graph.passes.clipping import counted_by
+from parsim.graph.plan_index import PlanIndex
+from parsim.model.load import load_model
+from parsim.plans.mesh import Mesh
+from tests.execute.equality import Case
+from tests.execute.rank_states import MLP as SMALL_MLP
+from tests.execute.rank_states import all_ranks, assert_same_state, even_plan, random_state, saved
+from tests.execute.test_clipping import clipped
+from tests.execute.test_equality import BERT, GPT, MLP, RESNET, VGG, VIT, assert_equal_to_one_process, case
+
+GROUPS = Mesh(dp=4, dp_shard=2)
+ADAM = {"optimizer": "adam", "learning_rate": 1e-3}
+
+QUICK = [
+    case(MLP, GROUPS, zero_stage=1, bucket_bytes=2**11, **ADAM),
+    case(MLP, GROUPS, zero_stage=2, microbatches=2, bucket_bytes=2**11, **ADAM),
+    case(MLP, GROUPS, zero_stage=3, microbatches=2, bucket_bytes=1, **ADAM),
+    case(GPT, GROUPS, zero_stage=3, microbatches=2),
+    *[clipped(case(MLP, GROUPS, zero_stage=stage, bucket_bytes=2**11)) for stage in (1, 2, 3)],
+]
+
+EVERY_MODEL = [
+    item
+    for spec in (MLP, VIT, RESNET, GPT, BERT, VGG)
+    for stage in (1, 2, 3)
+    for item in (
+        case(spec, GROUPS, zero_stage=stage, microbatches=2, bucket_bytes=2**12, **ADAM),
+        clipped(case(spec, GROUPS, zero_stage=stage)),
+    )
+]
+
+
+@pytest.mark.xdist_group("launch")
+@pytest.mark.parametrize("steps", [20, pytest.param(100, marks=pytest.mark.slow)])
+def test_plans_on_four_processes_equal_one_process(tmp_path: Path, steps: int) -> None:
+    assert_equal_to_one_process(QUICK, tmp_path, steps=steps)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("launch")
+def test_every_model_on_four_processes(tmp_path: Path) -> None:
+    assert_equal_to_one_process(EVERY_MODEL, tmp_path, steps=10)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("launch")
+def test_groups_beside_stages_and_shards_on_eight_processes(tmp_path: Path) -> None:
+    cases: list[Case] = [
+        case(MLP, Mesh(pp=2, dp=4, dp_shard=2), zero_stage=stage, microbatches=2, bucket_bytes=2**11, **ADAM)
+        for stage in (1, 2, 3)
+    ]
+    assert_equal_to_one_process(cases, tmp_path, steps=10)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_group_has_a_whole_state_and_a_checkpoint_has_one(tmp_path: Path, stage: int) -> None:
+    """The state that ranks were given comes back from their checkpoint, to which the second group adds nothing."""
+    plan = even_plan(SMALL_MLP, GROUPS, zero=stage)
+    ranks, state = all_ranks(SMALL_MLP, plan), random_state(SMALL_MLP)
+    for rank in ranks:
+        rank.load(state)
+    assert_same_state(saved(ranks, tmp_path), state)
+    for number in (2, 3):
+        assert not ranks[number].state().weights
+        assert not ranks[number].state().optimizer
+    for one, other in ((0, 2), (1, 3)):
+        mine, theirs = (ranks[number].resident_tensors() for number in (one, other))
+        assert [tensor.shape for tensor in mine["optimizer_state"]] == [tensor.shape for tensor in theirs["optimizer_state"]]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_moves_between_group_sizes(tmp_path: Path, stage: int) -> None:
+    state = random_state(SMALL_MLP)
+    meshes = (GROUPS, Mesh(dp=4), Mesh(dp=8, dp_shard=4), Mesh(dp=2))
+    for number, mesh in enumerate(meshes):
+        ranks = all_ranks(SMALL_MLP, even_plan(SMALL_MLP, mesh, zero=stage))
+        for rank in ranks:
+            rank.load(state)
+        state = saved(ranks, tmp_path / str(number))
+    assert_same_state(state, random_state(SMALL_MLP))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "mesh", [GROUPS, Mesh(dp=8, dp_shard=4), Mesh(dp=8, dp_shard=2), Mesh(pp=2, dp=4, dp_shard=2)], ids=str
+)
+def test_every_gradient_counts_once_in_the_norm(mesh: Mesh, stage: int) -> None:
+    model = load_model(SMALL_MLP)
+    layout = PlanIndex(even_plan(SMALL_MLP, mesh, zero=stage), model)
+    counted = sum(part.elements for rank in range(mesh.size) for part in counted_by(layout, rank))
+    assert counted == sum(parameter.elements for parameter in model.parameters)
