@@ -13,6 +13,7 @@ from parsim.graph.passes.gradients import (
     add_optimizer,
     add_parameter_gathering,
 )
+from parsim.graph.passes.offload import add_activation_copies, add_offloaded_optimizer
 from parsim.graph.passes.rounds import add_round, without_idle
 from parsim.graph.passes.stale import without_arrivals
 from parsim.graph.passes.unsharded import add_unsharded_buckets
@@ -22,11 +23,13 @@ from parsim.model.model import Model
 from parsim.plans.plan import Plan
 
 PASSES_AT_THE_END = (
+    add_activation_copies,
     add_unsharded_buckets,
     add_gathering_ahead,
     add_gradient_reduction,
     add_clipping,
     add_optimizer,
+    add_offloaded_optimizer,
     add_parameter_gathering,
 )
 PASSES = (add_computation, *PASSES_AT_THE_END)

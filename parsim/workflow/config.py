@@ -174,6 +174,10 @@ class PlanSection(ConfigSection):
     """Likewise: a rank computes nothing while it sends to another stage."""
     scatter_gather: StrictBool | None = None
     """Likewise: tensor shards send a part each of what all of them have."""
+    optimizer_offload: StrictBool | None = None
+    """Simulated only, and kept by a search: state and master weights lie in the host's memory, and the host updates."""
+    activation_offload: StrictBool | tuple[Name, ...] | None = None
+    """Likewise: components whose saved activations wait in the host's memory: true (all), false, or patterns of names."""
     backward_prefetch: StrictBool | None = None
     """Of a plan by hand with zero_stage 3: false gathers parameters behind the backward before, as FSDP's BACKWARD_POST."""
     sequence_parallel: StrictBool | None = None
@@ -357,6 +361,13 @@ def _check_plan_section(config: RunConfig) -> None:
         )
     if plan.recompute != AUTO and plan.plan_path is not None:
         raise ConfigError(f"plan.recompute = {plan.recompute!r}: the plan is read from {plan.plan_path}; drop recompute")
+    offloading = [key for key in ("optimizer_offload", "activation_offload") if getattr(plan, key) is not None]
+    if offloading and plan.plan_path is not None:
+        raise ConfigError(f"plan.{offloading[0]}: the plan is read from {plan.plan_path}; drop {', '.join(offloading)}")
+    if any(getattr(plan, key) for key in offloading) and plan.relaxed.is_relaxed:
+        raise ConfigError(
+            f"plan.{offloading[0]} belongs to synchronous training, and plan.synchronisation asks for another; drop one of them"
+        )
     if plan.microbatches is not None and training.global_batch % plan.microbatches:
         raise ConfigError(
             f"training.global_batch ({training.global_batch}) must be divisible by plan.microbatches ({plan.microbatches}); "

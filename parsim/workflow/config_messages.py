@@ -68,10 +68,11 @@ def explained(problem: ErrorDetails, sections: type[ConfigSection]) -> str:
 _NOT_SHARDED = (
     "sharding within groups of replicas (HSDP) is not built; zero_stage = 3 divides over all replicas, zero_stage = 0 over none"
 )
-_ON_THE_DEVICE = "offload to the host is not built: states and activations stay on the device"
+_OFFLOAD = "say what lies in the host's memory: plan.optimizer_offload = true, or plan.activation_offload = true or a list"
 NOT_BUILT = {
     **dict.fromkeys(("dp_shard", "dp_replicate", "hsdp"), _NOT_SHARDED),
-    **dict.fromkeys(("offload", "cpu_offload", "optimizer_offload", "activation_offload"), _ON_THE_DEVICE),
+    **dict.fromkeys(("offload", "cpu_offload", "enable_cpu_offload", "offload_optimizer", "cpu_offloading"), _OFFLOAD),
+    "offload_param": "offload of parameters is not built: they stay on the device; plan.optimizer_offload moves the state",
 }
 """Keys of other libraries that no plan has, and what comes nearest."""
 
@@ -84,6 +85,7 @@ _BOUNDS = {
 
 _UNION_RULES = {
     "cluster.devices": "must be a number of devices >= 1 or a list of device numbers",
+    "plan.activation_offload": "must be true, false or a list of component names",
     "plan.zero_stage": 'must be 0, 1, 2, 3 or "auto"',
     "model.args": "must hold text, finite numbers, true or false",
 }
@@ -125,6 +127,7 @@ EXAMPLES = {
     "plan.capacity_factor": "capacity_factor = 1.25",
     "plan.fit_probability": "fit_probability = 0.95",
     "plan.zero_stage": 'zero_stage = "auto" or zero_stage = 1',
+    "plan.activation_offload": 'activation_offload = true or activation_offload = ["h.*"]',
     "plan.placements": 'placements = { "layers.*" = "shard:heads+row/2", "*" = "batch" }',
     "plan.pin": 'pin = { "head" = "place:0" }',
     "plan.forbid": 'forbid = { "layers.*" = ["replicate", "shard"] }',

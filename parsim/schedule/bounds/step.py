@@ -27,13 +27,14 @@ from parsim.arrays import Floats
 from parsim.costs.uncertainty.draws import rank_noise
 from parsim.engines.side_by_side import FEWEST_DRAWS
 from parsim.graph.passes.gradients import bucket_work, gathering_work, updates_of
+from parsim.graph.passes.offload import updated_elements
 from parsim.graph.plan_index import PlanIndex
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import NOISY_STEPS, SEED
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.computation import PlaceWork, computation_of, order_s
 from parsim.schedule.bounds.gathering import gathered_s
-from parsim.work import Work
+from parsim.work import HostUpdate, Work
 
 ROUNDING = 1 - 1e-9
 """Sums in another order differ by rounding: a bound is lowered by that much."""
@@ -165,5 +166,10 @@ def _last_buckets_s(problem: PlanningProblem, layout: PlanIndex, work: PlaceWork
 
 
 def _update_s(problem: PlanningProblem, layout: PlanIndex, rank: int) -> float:
-    steps = [(step, rank) for step in updates_of(layout, rank)]
+    steps: list[tuple[Work, int]] = [(step, rank) for step in updates_of(layout, rank)]
+    if layout.plan.optimizer_offload:
+        steps = [
+            (HostUpdate(elements=updated_elements(layout, bucket), optimizer=bucket.family.first[0].optimizer), rank)
+            for bucket in layout.rank_buckets(rank)
+        ]
     return sum(price.median_s for price in problem.price(steps, layout.plan.mesh)) if steps else 0.0
