@@ -191,9 +191,7 @@ class Costs:
     def _on_host(self, work: HostCopy | HostUpdate, device: Device) -> Estimate:
         """Of work that no adjustment concerns, but that links may be as fast as one asks."""
         ranks = self.ranks or self.cluster.size
-        path = self._host_paths.get(device.type.name)
-        if path is None:
-            path = self._host_paths[device.type.name] = host_path(self.cluster, ranks, device)
+        path = self._host_path(device)
         if isinstance(work, HostCopy):
             copy, factor = estimate_host_copy(work, path), self.scale.communication
             return copy if factor == 1.0 else copy.then(Term("scale", "over", factor, "assumed", "links as they would be"))
@@ -206,6 +204,15 @@ class Costs:
             master_weights=self.master_weights,
             ema=self.ema,
         )
+
+    def host_path_of(self, rank: int) -> HostPath:
+        """Between a rank's device and its host. Raises CostError as `host_path`."""
+        return self._host_path(self._device(rank))
+
+    def _host_path(self, device: Device) -> HostPath:
+        if device.type.name not in self._host_paths:
+            self._host_paths[device.type.name] = host_path(self.cluster, self.ranks or self.cluster.size, device)
+        return self._host_paths[device.type.name]
 
     @cached_property
     def _host_paths(self) -> dict[str, HostPath]:

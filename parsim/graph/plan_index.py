@@ -25,7 +25,7 @@ class PlanIndex(PlacedModel):
     """A plan laid over its model. Raises PlanError if they do not match.
 
     Attributes: offloaded: with `activation_offload`, bytes of a microbatch that are copied to the host behind each component's
-        forward, on a rank that runs it (`parsim.predict.offloaded`); None: nobody has said.
+        forward, on a rank that runs it (`parsim.predict.host.offloaded`); None: nobody has said.
     """
 
     offloaded: Mapping[str, int] | None = field(default=None, compare=False)

@@ -25,8 +25,8 @@ from parsim.files import (
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.model.shard.narrow import check_ways
+from parsim.plans.host.offload import ActivationOffload, check_offload, normalised_offload, offloaded_names
 from parsim.plans.mesh import Mesh
-from parsim.plans.offload import ActivationOffload, check_offload, normalised_offload, offloaded_names
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, rank_of_stage, stages_by_rank
 from parsim.plans.placement import BATCH, Placement, parse_placement
 from parsim.plans.recompute import NONE, Recompute, check_segments, names_by_operator, normalised, recomputed_names
@@ -129,7 +129,7 @@ class Plan:
         optimizer_offload: the optimizer's state and master weights lie in the host's memory. What a rank updates with is copied
             there, the host updates it, and the new parameters are copied back.
         activation_offload: the components whose saved activations are copied to the host behind their forward, and fetched
-            before their backward: True (all), False (none) or their names (`parsim.plans.offload`).
+            before their backward: True (all), False (none) or their names (`parsim.plans.host.offload`).
         clip_gradients: before every update the norm of all gradients is known to all ranks, and they are scaled by it.
         synchronisation: how and when replicas come together (`parsim.plans.synchronisation`).
     """

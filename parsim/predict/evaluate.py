@@ -146,6 +146,7 @@ def evaluate(
             *problem.model.assumptions,
             *([problem.loading.text()] if isinstance(problem.loading, UnmeasuredLoading) else []),
             *relaxed_warnings(plan),
+            *offload_assumptions(problem, plan),
         ),
         reason=reason,
         cluster=problem.cluster.name,
@@ -457,6 +458,30 @@ def _warnings(estimates: Sequence[Estimate], seconds: NDArray[np.float64], memor
         example = next(estimate.detail for estimate in estimates if estimate.extrapolated)
         warnings.append(f"{100 * share:.0f}% of the task time lies outside the measured range, e.g. {example}")
     return tuple(warnings)
+
+
+def offload_assumptions(problem: PlanningProblem, plan: Plan) -> tuple[str, ...]:
+    """What is assumed of the host of a plan that offloads; nothing for another plan.
+
+    Args:
+        problem: with the machine. plan: of it.
+
+    Raises:
+        CostError: the way to the host, or its memory, is not known.
+    """
+    if not plan.offloads:
+        return ()
+    path = problem.costs(plan.world_size).host_path_of(0)
+    found = [f"assumed: copies to and from the host run over {path.text}, both directions at once, and slow no computation"]
+    if plan.optimizer_offload:
+        found.append(
+            "assumed: the host's update is bound by its memory alone, begins when all gradients have come, and ends before the "
+            "next step; gradients are accumulated on the device"
+        )
+    host = problem.cluster.profile.host_memory
+    if host is None or host.memory_bytes is None:
+        found.append("assumed: the host has memory enough; cluster.host_memory_bytes = ... checks it")
+    return tuple(found)
 
 
 def relaxed_warnings(plan: Plan) -> tuple[str, ...]:

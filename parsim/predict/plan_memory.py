@@ -38,8 +38,8 @@ from parsim.predict.boundary.conversions import (
     storage_of,
 )
 from parsim.predict.boundary.waiting import between_chunks, waiting_gradients, waiting_values
+from parsim.predict.host.offloaded import NOTHING, offloaded_by, on_device, with_host_limits, with_offload_lines
 from parsim.predict.kept_activations import KeptActivations
-from parsim.predict.offloaded import NOTHING, offloaded_by, on_device, with_host_limits, with_offload_lines
 from parsim.predict.rank_traffic import local_bytes, made_before, messages_by_link, rank_traffic
 from parsim.predict.round_memory import Scored, batches_held, with_evaluation_line, with_relaxed_lines
 from parsim.predict.unsharded_memory import unsharded_bytes

@@ -26,12 +26,12 @@ from parsim.model.number_formats import number_format
 from parsim.model.precision import check_recorded, model_as_sent
 from parsim.plans.concurrent import concurrent_with
 from parsim.plans.constraints import FREE, PlanConstraints
+from parsim.plans.host.offload import ActivationOffload
 from parsim.plans.mesh import Mesh
-from parsim.plans.offload import ActivationOffload
 from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan
 from parsim.plans.recompute import AUTO, Recompute
-from parsim.predict.offloaded import with_offloaded
+from parsim.predict.host.offloaded import with_offloaded
 from parsim.predict.plan_memory import of_every_rank, unlike_memory
 from parsim.predict.round_memory import Scored
 from parsim.remembered import Remembering

@@ -14,8 +14,8 @@ from parsim.errors import ConfigError, ModelError, PlanError, near_matches
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.model.shard.narrow import check_ways
+from parsim.plans.host.offload import ActivationOffload
 from parsim.plans.mesh import Mesh
-from parsim.plans.offload import ActivationOffload
 from parsim.plans.placement import BATCH, KINDS, Placement, parse_placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan, holding
 from parsim.plans.recompute import BY_OPERATOR, NONE, SELECTIVE, Recompute

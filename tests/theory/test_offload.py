@@ -17,18 +17,24 @@ from parsim.graph.expand import lower_columns
 from parsim.graph.fold import Folding
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
+from parsim.graph.taskgraph import from_text, to_text
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.parts.compose import profile_from_parts
 from parsim.hardware.profile import HostMemory, load_profile
 from parsim.model.component import Value
 from parsim.model.model import Model
+from parsim.plans.host.offload import ActivationOffload
 from parsim.plans.mesh import Mesh
-from parsim.plans.offload import ActivationOffload
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.evaluate import REPEATED_STEPS, evaluate
-from parsim.predict.offloaded import BUFFERS, with_offloaded
+from parsim.predict.explain import explain_plan
+from parsim.predict.host.offloaded import BUFFERS, with_offloaded
 from parsim.predict.planning_problem import PlanningProblem
+from parsim.schedule.bounds.memory import missing_bytes
 from parsim.schedule.bounds.step import step_bound_s
+from parsim.schedule.search import search
+from parsim.schedule.stages import balanced_plan
+from parsim.schedule.tensor import uniform_options
 from parsim.work import Compute, HostCopy, HostUpdate, LoadBatch, OptimizerStep, Phase
 from tests.models import chain_model, residual_model
 from tests.theory.test_lowering_by_kinds import planned, tasks_of
@@ -382,3 +388,96 @@ def test_a_plan_with_offload_goes_through_json_and_is_simulated_only() -> None:
     assert '"executable": false' in plan.to_json()
     assert plan_of(model, activation_offload=plan.components).activation_offload is True
     assert "optimizer-offload activation-offload=2 of 5" in plan.summary()
+
+
+# --- searches and answers -------------------------------------------------------------------------------------------------
+
+
+def small_devices(cluster: Cluster, memory_bytes: int) -> Cluster:
+    devices = tuple(replace(each, type=replace(each.type, memory_bytes=memory_bytes)) for each in cluster.devices)
+    return replace(cluster, devices=devices)
+
+
+def test_where_nothing_fits_offload_is_named_if_it_helps() -> None:
+    """Parameters and gradients fit, and their state does not."""
+    model = chain_model((1e9,) * 2, elements=10**9)
+    cluster = machine()
+    context = cluster.devices[0].type.context_bytes
+    for room, helps in ((20 * 10**9, True), (10 * 10**9, False)):
+        problem = problem_of(model, small_devices(cluster, context + room))
+        found = search(problem, ("single",), samples=0)
+        assert found.chosen is None
+        assert ("; with plan.optimizer_offload = true it would fit" in found.candidates[0].result.reason) == helps
+        kept = search(replace(problem, optimizer_offload=True), ("single",), samples=0)
+        assert (kept.chosen is not None) == helps
+
+
+@pytest.mark.parametrize("strategy", ["dp", "mp", "hp", "adaptive"])
+def test_a_search_keeps_what_is_offloaded(strategy: str) -> None:
+    model = saving(chain_model((5e10,) * 4, elements=10**6), size=10**6)
+    problem = problem_of(model, machine(4), optimizer_offload=True, activation_offload=("c0", "c1"))
+    found = search(problem, (strategy,), samples=0, top=3)
+    assert found.candidates
+    for candidate in found.candidates:
+        assert candidate.result.plan.optimizer_offload
+        assert candidate.result.plan.activation_offload == ("c0", "c1")
+
+
+def test_where_the_time_goes_names_the_copies() -> None:
+    model = saving(chain_model((5e10,) * 2, elements=10**9), size=10**8)
+    problem = problem_of(model, machine())
+    evaluation = evaluate(problem, plan_of(model, optimizer_offload=True, activation_offload=True), samples=0)
+    explained = explain_plan(problem, evaluation)
+    assert sum(seconds for _, seconds in explained.categories) == pytest.approx(explained.step_s)
+    names = {task.what.kind for task in explained.of("host")}
+    assert {"copy to host", "copy from host", "update on the host"} <= names
+    assert sum(task.seconds for task in explained.of("host")) == pytest.approx(dict(explained.categories)["host"])
+    assert any("assumed: copies to and from the host run over pcie" in text for text in evaluation.result.warnings)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_folded_and_dynamic_simulations_agree(zero_stage: int) -> None:
+    model = saving(chain_model((5e10,) * 3, elements=10**6), size=10**6)
+    problem = problem_of(model, machine(4))
+    plan = plan_of(model, dp=4, zero_stage=zero_stage, optimizer_offload=True, activation_offload=True)
+    whole, folded = (evaluate(problem, plan, samples=0, fold=fold) for fold in (False, True))
+    assert folded.folding.is_folded
+    assert folded.result.step_s.median == pytest.approx(whole.result.step_s.median, rel=1e-9)
+    assert [rank.host_s for rank in folded.breakdown] == pytest.approx([rank.host_s for rank in whole.breakdown])
+    events = evaluate(problem, plan, samples=0, engine="dynamic", fold=False)
+    assert events.timeline.makespan_s == whole.timeline.makespan_s
+
+
+def test_printed_programs_read_back_equal() -> None:
+    model = saving(chain_model((1e9,) * 2), size=1_000)
+    problem = problem_of(model, machine(2))
+    plan = plan_of(model, dp=2, zero_stage=1, optimizer_offload=True, activation_offload=True)
+    graph = lower(plan, problem.model, problem.layout(plan))
+    assert from_text(to_text(graph)) == graph
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([Mesh(), Mesh(dp=2), Mesh(pp=2), Mesh(pp=2, dp=2)]),
+    st.sampled_from([1, 2, 4]),
+    st.integers(0, 3),
+    st.booleans(),
+    st.booleans(),
+    st.floats(0.0, 1.0),
+)
+def test_what_a_search_leaves_out_for_its_memory_does_not_fit(
+    mesh: Mesh, microbatches: int, zero_stage: int, optimizer: bool, activations: bool, share: float
+) -> None:
+    model = saving(chain_model((1e9,) * 5, elements=10**7), size=10**7)
+    given = {"optimizer_offload": optimizer, "activation_offload": activations}
+    cluster = machine(4)
+    problem = problem_of(model, cluster, zero_stage=zero_stage, **given)
+    plan = balanced_plan(problem, "custom", mesh, microbatches=microbatches, pipeline_order="1f1b", zero_stage=zero_stage)
+    needed = max(memory.total_bytes for memory in problem.memory(plan))
+    context = cluster.devices[0].type.context_bytes
+    tight = small_devices(cluster, int(context + share * (needed - context)))
+    problem = problem_of(model, tight, zero_stage=zero_stage, **given)
+    options = [uniform_options(problem, component, mesh.tp, divides=True) for component in model.components]
+    if missing_bytes(problem, mesh, microbatches, options):
+        for recompute in ("none", "full"):
+            assert not all(memory.fits for memory in problem.memory(replace(plan, recompute=recompute)))

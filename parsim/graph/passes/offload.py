@@ -1,4 +1,4 @@
-"""Copies between a device and its host, and the updates that the host makes (`parsim.plans.offload` says what is copied when).
+"""Copies between a device and its host, and updates by the host (`parsim.plans.host.offload` says what is copied when).
 
 Each direction of a rank's link to the host is a queue of its own, and so is the host's work for the rank. Copies of activations
 cannot deadlock. A computation waits for what was saved two computations before, and a fetch for a computation two before its
@@ -69,7 +69,7 @@ def _origin(layout: PlanIndex, rank: int, bucket: Bucket) -> Origin:
     return Origin(stage=layout.plan.stage_of_rank(rank), replica=layout.plan.replica_of_rank(rank), bucket=bucket.number)
 
 
-class Group(NamedTuple):
+class ComponentUses(NamedTuple):
     """Uses in a row of one component and microbatch, in one direction: what a fetch is for, or a copy behind.
 
     Attributes: first, last: the first and the last computation.
@@ -82,15 +82,15 @@ class Group(NamedTuple):
     last: Use
 
 
-def groups_of(uses: Sequence[Use]) -> list[Group]:
+def groups_of(uses: Sequence[Use]) -> list[ComponentUses]:
     """The computation of a rank, by component."""
-    found: list[Group] = []
+    found: list[ComponentUses] = []
     for use in uses:
         key = use.component, use.microbatch, use.phase is Phase.FORWARD
         if found and found[-1][:3] == key:
             found[-1] = found[-1]._replace(last=use)
         else:
-            found.append(Group(*key, use, use))
+            found.append(ComponentUses(*key, use, use))
     return found
 
 
@@ -114,7 +114,7 @@ def add_activation_copies(draft: Draft, layout: PlanIndex) -> None:
                     _add_copies(draft, layout, rank, groups, layout.offloaded)
 
 
-def _add_copies(draft: Draft, layout: PlanIndex, rank: int, groups: Sequence[Group], sizes: Mapping[str, int]) -> None:
+def _add_copies(draft: Draft, layout: PlanIndex, rank: int, groups: Sequence[ComponentUses], sizes: Mapping[str, int]) -> None:
     stage, replica = layout.plan.stage_of_rank(rank), layout.plan.replica_of_rank(rank)
     for number, group in enumerate(groups):
         name, size = group.component, sizes.get(group.component, 0)
@@ -135,5 +135,5 @@ def _add_copies(draft: Draft, layout: PlanIndex, rank: int, groups: Sequence[Gro
         draft.wait(begins(group), fetched)
 
 
-def _begins(layout: PlanIndex, rank: int, group: Group) -> TaskKey:
+def _begins(layout: PlanIndex, rank: int, group: ComponentUses) -> TaskKey:
     return first_key(layout, group.first.phase, rank, group.component, group.microbatch)

@@ -1,8 +1,8 @@
 """Bytes that a plan keeps in the host's memory, and what stays of them on a device for a while.
 
 Of what a component is counted to save, values that another component needs too are copied with the last one that does
-(`parsim.plans.offload`). While one component computes, a device holds what that one saves, what the one before it saved and is
-still being copied away, and what is being fetched for the next.
+(`parsim.plans.host.offload`). While one component computes, a device holds what that one saves, what the one before it saved
+and is still being copied away, and what is being fetched for the next.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from parsim.costs.memory.rank_memory import optimizer_bytes
 from parsim.costs.memory.records import RankMemory
 from parsim.graph.passes.gradients import updates_of
-from parsim.graph.passes.offload import Group, groups_of, updated_bytes
+from parsim.graph.passes.offload import ComponentUses, groups_of, updated_bytes
 from parsim.graph.passes.unsharded import uses_of
 from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import Cluster
@@ -128,7 +128,7 @@ def with_offload_lines(
     return replace(memory, lines=lines, host_lines=tuple(host))
 
 
-def _most_in_flight(groups: Sequence[Group], found: Offloaded, order: Mapping[str, int]) -> int:
+def _most_in_flight(groups: Sequence[ComponentUses], found: Offloaded, order: Mapping[str, int]) -> int:
     """Bytes on the device while some component computes: its own, those that are leaving, and those that are being fetched."""
     beside = {
         name: sum(size for first, last, size in found.spans if order[first] <= number < order[last])
@@ -146,7 +146,7 @@ def _most_in_flight(groups: Sequence[Group], found: Offloaded, order: Mapping[st
     return most
 
 
-def _most_away(groups: Sequence[Group], copied: Mapping[str, int]) -> int:
+def _most_away(groups: Sequence[ComponentUses], copied: Mapping[str, int]) -> int:
     """Bytes in the host's memory from the forward to the backward, when most are."""
     most = now = 0
     for group in groups:
