@@ -472,12 +472,9 @@ def offload_assumptions(problem: PlanningProblem, plan: Plan) -> tuple[str, ...]
     if not plan.offloads:
         return ()
     path = problem.costs(plan.world_size).host_path_of(0)
-    found = [f"assumed: copies to and from the host run over {path.text}, both directions at once, and slow no computation"]
+    found = [f"assumed: copies to and from the host over {path.text}, both ways at once"]
     if plan.optimizer_offload:
-        found.append(
-            "assumed: the host's update is bound by its memory alone, begins when all gradients have come, and ends before the "
-            "next step; gradients are accumulated on the device"
-        )
+        found.append("assumed: gradients are accumulated on the device, and the host's update is bound by its memory alone")
     host = problem.cluster.profile.host_memory
     if host is None or host.memory_bytes is None:
         found.append("assumed: the host has memory enough; cluster.host_memory_bytes = ... checks it")

@@ -432,7 +432,7 @@ def test_where_the_time_goes_names_the_copies() -> None:
     names = {task.what.kind for task in explained.of("host")}
     assert {"copy to host", "copy from host", "update on the host"} <= names
     assert sum(task.seconds for task in explained.of("host")) == pytest.approx(dict(explained.categories)["host"])
-    assert any("assumed: copies to and from the host run over pcie" in text for text in evaluation.result.warnings)
+    assert any("assumed: copies to and from the host over pcie" in text for text in evaluation.result.warnings)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2])

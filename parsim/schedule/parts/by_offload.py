@@ -9,6 +9,7 @@ from typing import Any
 from parsim.errors import PlanError
 from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.plans.plan import Plan
+from parsim.plans.recompute import AUTO, FULL
 from parsim.predict.planning_problem import PlanningProblem
 
 
@@ -20,13 +21,16 @@ def way_out(problem: PlanningProblem, plan: Plan) -> str:
     """
     if any(DEVICE_KINDS[device.type.kind].on_cores for device in problem.cluster.devices[: plan.world_size]):
         return ""
+    again: tuple[dict[str, Any], ...] = ({}, {"recompute": FULL, "segments": ()}) if problem.recompute == AUTO else ({},)
     for keys in _offloads(plan):
-        try:
-            other = replace(plan, **keys)
-        except PlanError:  # segments, halves, relaxed synchronisation
-            continue
-        if all(memory.fits for memory in problem.unlike_memory(other)):
-            return f"; with {' and '.join(f'plan.{key} = true' for key in keys)} it would fit"
+        for recomputing in again:
+            try:
+                other = replace(plan, **keys, **recomputing)
+            except PlanError:  # segments, halves, relaxed synchronisation
+                continue
+            if all(memory.fits for memory in problem.unlike_memory(other)):
+                more = ", recomputing activations" if recomputing else ""
+                return f"; with {' and '.join(f'plan.{key} = true' for key in keys)} it would fit{more}"
     return ""
 
 
