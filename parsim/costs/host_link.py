@@ -72,7 +72,7 @@ def host_path(cluster: Cluster, ranks: int, device: Device) -> HostPath:
     if not found or any(not path for entry, path in paths if entry.type.name == device.type.name):
         raise CostError(
             f"no link between {device.type.name} and its host is known: profile {cluster.profile.name} lists none. Set "
-            "cluster.host_link_bytes_per_s (of one device, in one direction), or drop the offload"
+            "cluster.host_link_bytes_per_s (of one device, in one direction) or host_memory of the profile, or drop the offload"
         )
     rate, path = min(found, key=lambda pair: pair[0])
     narrowest = min(path, key=lambda link: link.capacity_bytes_per_s / users[link])
@@ -144,7 +144,8 @@ def estimate_host_update(
     if host is None or host.bandwidth_bytes_per_s is None:
         raise CostError(
             "plan.optimizer_offload updates parameters in the host's memory, and no bandwidth of that memory is known for "
-            f"{cluster.profile.name}: set cluster.host_memory_bandwidth_bytes_per_s (of a node, all sockets together)"
+            f"{cluster.profile.name}: set cluster.host_memory_bandwidth_bytes_per_s (of a node, all sockets together), or "
+            "host_memory of the profile"
         )
     each, sharing = update_bytes(optimizer, precision, master_weights=master_weights, ema=ema), ranks_on_a_node(cluster, ranks)
     rate = host.bandwidth_bytes_per_s / sharing

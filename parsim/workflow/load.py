@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from parsim.workflow.training.section import TrainingSection
 
 
+GIVEN = "run file"
+"""The source of numbers that a run file gives in place of the profile's."""
+
+
 def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluster | None = None) -> PlanningProblem:
     """Load the model and the profile that the file names.
 
@@ -121,7 +125,7 @@ def with_host_memory(profile: Profile, table: ClusterSection) -> Profile:
     Args:
         profile: of the machine. table: [cluster].
     """
-    from parsim.hardware.profile import HostMemory
+    from parsim.hardware.profile import HostMemory, SourceEntry
 
     given = {
         "memory_bytes": table.host_memory_bytes,
@@ -132,7 +136,9 @@ def with_host_memory(profile: Profile, table: ClusterSection) -> Profile:
     if not given:
         return profile
     known = {} if profile.host_memory is None else profile.host_memory.model_dump(exclude={"source"})
-    return profile.model_copy(update={"host_memory": HostMemory(**{**known, **given, "source": "cluster of the run file"})})
+    host = HostMemory(**{**known, **given, "source": GIVEN})
+    sources = {**profile.sources, GIVEN: SourceEntry(kind="assumption", text="[cluster] of the run file")}
+    return profile.model_copy(update={"host_memory": host, "sources": sources})
 
 
 def model_of(config: RunConfig) -> Model:

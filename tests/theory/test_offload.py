@@ -48,7 +48,7 @@ def machine(
     count: int = 1, *, memory_bytes: float | None = None, bandwidth: float | None = MEMORY, link: float | None = None
 ) -> Cluster:
     profile = profile_from_parts("h100-sxm", count)
-    host = HostMemory(memory_bytes=memory_bytes, bandwidth_bytes_per_s=bandwidth, link_bytes_per_s=link, source="of the test")
+    host = HostMemory(memory_bytes=memory_bytes, bandwidth_bytes_per_s=bandwidth, link_bytes_per_s=link, source="parts")
     return cluster_from_profile(profile.model_copy(update={"host_memory": host}))
 
 
@@ -139,7 +139,7 @@ def test_ranks_of_a_node_share_the_hosts_memory_and_links() -> None:
     """Two V100s hang on one PCIe switch, of which one link goes on; eight share the memory."""
     model = chain_model((1e9,))
     profile = load_profile("dgx1-v100-32gb")
-    host = HostMemory(bandwidth_bytes_per_s=MEMORY, source="of the test")
+    host = HostMemory(bandwidth_bytes_per_s=MEMORY, source=next(iter(profile.sources)))
     cluster = cluster_from_profile(profile.model_copy(update={"host_memory": host}))
     problem = problem_of(model, cluster, optimizer_offload=True)
     copy, update = HostCopy(size_bytes=10**9, to_host=True), HostUpdate(elements=10**9)
