@@ -368,6 +368,9 @@ def _rest_text(plan: Mapping[str, Any]) -> str:
         text += f" buckets={format_bytes(size).replace(' ', '')}"
     if again != "none":
         text += f" recompute={again if isinstance(again, str) else len(again)}"
+    text += " optimizer-offload" if plan.get("optimizer_offload") else ""
+    if some := plan.get("activation_offload"):
+        text += f" activation-offload{'' if some is True else f'={len(some)}'}"
     return text
 
 

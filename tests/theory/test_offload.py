@@ -481,3 +481,12 @@ def test_what_a_search_leaves_out_for_its_memory_does_not_fit(
     if missing_bytes(problem, mesh, microbatches, options):
         for recompute in ("none", "full"):
             assert not all(memory.fits for memory in problem.memory(replace(plan, recompute=recompute)))
+
+
+def test_a_given_plan_on_some_ranks_is_priced_as_they_share_the_host() -> None:
+    """Whatever other numbers of ranks the problem, which was not asked to offload, has priced before."""
+    model = chain_model((5e10,), elements=10**8)
+    plan = plan_of(model, dp=2, optimizer_offload=True)
+    asked_before = problem_of(model, machine(4))
+    asked_before.costs(4)
+    assert step_s(asked_before, plan) == step_s(problem_of(model, machine(4)), plan)
