@@ -328,11 +328,19 @@ def test_without_offload_nothing_is_copied() -> None:
     st.sampled_from([1, 2]),
     st.booleans(),
     st.sampled_from([(), ("c0",), ("c0", "c1", "c2")]),
+    st.sampled_from([1, 10**9]),
     st.floats(1e9, 1e11),
     st.floats(1.0, 10.0),
 )
 def test_more_bandwidth_of_the_host_is_never_slower_and_no_step_is_below_its_bound(
-    dp: int, zero_stage: int, microbatches: int, optimizer: bool, activations: tuple[str, ...], rate: float, more: float
+    dp: int,
+    zero_stage: int,
+    microbatches: int,
+    optimizer: bool,
+    activations: tuple[str, ...],
+    bucket_bytes: int,
+    rate: float,
+    more: float,
 ) -> None:
     assume(optimizer or activations)
     model = saving(chain_model((5e10,) * 3, elements=10**6), size=10**6)
@@ -341,6 +349,7 @@ def test_more_bandwidth_of_the_host_is_never_slower_and_no_step_is_below_its_bou
         dp=dp,
         zero_stage=zero_stage,
         microbatches=microbatches,
+        bucket_bytes=bucket_bytes,
         optimizer_offload=optimizer,
         activation_offload=activations,
     )
@@ -490,3 +499,12 @@ def test_a_given_plan_on_some_ranks_is_priced_as_they_share_the_host() -> None:
     asked_before = problem_of(model, machine(4))
     asked_before.costs(4)
     assert step_s(asked_before, plan) == step_s(problem_of(model, machine(4)), plan)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_bound_knows_that_buckets_are_gathered_beside_later_updates(zero_stage: int) -> None:
+    """The host updates a bucket in about the time that it takes to gather one."""
+    model = chain_model((1e6,) * 6, elements=10**8)
+    problem = problem_of(model, machine(4, bandwidth=2.8e12, link=1e12), optimizer_offload=True)
+    plan = plan_of(model, dp=4, zero_stage=zero_stage, optimizer_offload=True, bucket_bytes=1)
+    assert step_bound_s(problem, plan) <= step_s(problem, plan)

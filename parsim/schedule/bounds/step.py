@@ -27,7 +27,6 @@ from parsim.arrays import Floats
 from parsim.costs.uncertainty.draws import rank_noise
 from parsim.engines.side_by_side import FEWEST_DRAWS
 from parsim.graph.passes.gradients import bucket_work, gathering_work, updates_of
-from parsim.graph.passes.offload import updated_elements
 from parsim.graph.plan_index import PlanIndex
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import NOISY_STEPS, SEED
@@ -143,7 +142,12 @@ def _place_end_s(problem: PlanningProblem, layout: PlanIndex, place: int, work: 
     for remaining, summed in sorted(late):
         queued += summed
         done = max(done, work.busy_s - remaining + queued)
-    return max(done + _update_s(problem, layout, rank) + gathering, sending + gathering)
+    return max(done + _after_s(_update_s(problem, layout, rank), gathering, layout), sending + gathering)
+
+
+def _after_s(update_s: float, gathering_s: float, layout: PlanIndex) -> float:
+    """What follows the last gradients. A host's update goes bucket by bucket, and buckets are gathered beside later ones."""
+    return max(update_s, gathering_s) if layout.plan.optimizer_offload else update_s + gathering_s
 
 
 def _remaining(work: PlaceWork, completing: Sequence[str]) -> float:
@@ -162,14 +166,11 @@ def _last_buckets_s(problem: PlanningProblem, layout: PlanIndex, work: PlaceWork
                 total += price
             if layout.zero_stage_of(bucket) in (1, 2):
                 gathering += problem.price([(gathering_work(bucket), rank)], layout.plan.mesh)[0].median_s
-    return total + _update_s(problem, layout, rank) + gathering
+    return total + _after_s(_update_s(problem, layout, rank), gathering, layout)
 
 
 def _update_s(problem: PlanningProblem, layout: PlanIndex, rank: int) -> float:
     steps: list[tuple[Work, int]] = [(step, rank) for step in updates_of(layout, rank)]
     if layout.plan.optimizer_offload:
-        steps = [
-            (HostUpdate(elements=updated_elements(layout, bucket), optimizer=bucket.family.first[0].optimizer), rank)
-            for bucket in layout.rank_buckets(rank)
-        ]
+        steps = [(HostUpdate(elements=own.elements, optimizer=own.optimizer), rank) for own in updates_of(layout, rank)]
     return sum(price.median_s for price in problem.price(steps, layout.plan.mesh)) if steps else 0.0
