@@ -172,7 +172,32 @@ class Mix:
             raise GraphError(f"a mix needs elements and accesses >= 0, and copies and tensors >= 1, got {self}")
 
 
-Work = Compute | OptimizerStep | ClipGradients | Collective | SendRecv | LoadBatch | Mix
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCopy:
+    """`size_bytes` between the memory of a device and that of its host: `to_host`, or back."""
+
+    size_bytes: int
+    to_host: bool
+
+    def __post_init__(self) -> None:
+        if self.size_bytes < 0:
+            raise GraphError(f"a copy needs size_bytes >= 0, got {self.size_bytes}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostUpdate:
+    """The update of `elements` parameters by the host, where the optimizer's state lies.
+
+    `optimizer`: as of an OptimizerStep.
+    """
+
+    elements: int
+    optimizer: str = ""
+
+
+Work = Compute | OptimizerStep | ClipGradients | Collective | SendRecv | LoadBatch | Mix | HostCopy | HostUpdate
+OFFLOADED = (HostCopy, HostUpdate)
+"""Work between a device and its host, and on the host."""
 
 
 def is_communication(work: Work) -> bool:
@@ -191,8 +216,8 @@ def ranks_of_work(work: Work) -> tuple[int, ...]:
 
 
 def kind_of(work: Work) -> str:
-    """The task kind used in comparisons and reports: forward, backward (or backward_input and
-    backward_weight), recompute, optimizer, clip, all_reduce, send_recv, load, mix."""
+    """The task kind used in comparisons and reports: forward, backward (or backward_input and backward_weight), recompute,
+    optimizer, clip, all_reduce, send_recv, load, mix, copy_to_host, copy_from_host, host_update."""
     match work:
         case Compute():
             return work.phase.value
@@ -208,3 +233,7 @@ def kind_of(work: Work) -> str:
             return "load"
         case Mix():
             return "mix"
+        case HostCopy():
+            return "copy_to_host" if work.to_host else "copy_from_host"
+        case HostUpdate():
+            return "host_update"

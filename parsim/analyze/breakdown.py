@@ -12,7 +12,8 @@ At every moment of the step a rank is in the first of these that holds:
     idle                   it waits for anything else (a collective whose other ranks are not ready), or a rank without
                            pipeline peers has not begun its step, or has nothing left to compute
     host                   everything the next compute task needs has ended, and it has not started; and the time after
-                           the last span of all ranks, when the step is longer than the timeline
+                           the last span of all ranks, when the step is longer than the timeline. Where the plan offloads:
+                           also its copies to and from the host, and updates there, while nothing above runs but loads
 
 "Next" is by time: the span of the compute stream that ends the gap; of several in one instant the first issued. Its
 predecessors are its dependencies and the tasks issued just before it on its resources. A simulated timeline has no host
@@ -33,6 +34,7 @@ from parsim.engines.compile import AnyGraph, CompiledGraph, compile_graph
 from parsim.errors import GraphError
 from parsim.graph.columns import Columns, stable_order
 from parsim.timeline import Timeline
+from parsim.work import OFFLOADED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +68,13 @@ class StepFractions:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Kinds:
-    """Per task: is it communication, a load, a transfer; and is its rank one of a pipeline (per rank)."""
+    """Per task: is it communication, a load, a transfer, work with the host; and is its rank one of a pipeline (per rank)."""
 
     communicates: Bools
     loads: Bools
     transfers: Bools
     pipelined: Bools
+    offloads: Bools
 
 
 def breakdown(
@@ -130,7 +133,28 @@ def _kinds(columns: Columns) -> _Kinds:
     pipelined = np.zeros(columns.world_size, dtype=np.bool_)
     rows = columns.uses.row_numbers
     pipelined[columns.resource_rank[columns.uses.values[columns.transfers[rows]]]] = True
-    return _Kinds(communicates=columns.communicates, loads=columns.loads, transfers=columns.transfers, pipelined=pipelined)
+    return _Kinds(
+        communicates=columns.communicates,
+        loads=columns.loads,
+        transfers=columns.transfers,
+        pipelined=pipelined,
+        offloads=columns.is_work(lambda work: isinstance(work, OFFLOADED)),
+    )
+
+
+def _common_s(gap_start: Floats, gap_end: Floats, start: Floats, end: Floats) -> float:
+    """Seconds that ascending, disjoint gaps and spans have in common."""
+    if not len(start):
+        return 0.0
+    before = np.concatenate([[0.0], np.cumsum(end - start)])
+
+    def covered(at: Floats) -> Floats:
+        begun = np.searchsorted(start, at, side="right")
+        last = np.maximum(begun - 1, 0)
+        found: Floats = np.where(begun > 0, before[last] + np.minimum(at, end[last]) - start[last], 0.0)
+        return found
+
+    return float((covered(np.maximum(gap_end, gap_start)) - covered(gap_start)).sum())
 
 
 def _rank_breakdown(
@@ -155,6 +179,10 @@ def _rank_breakdown(
     computes = rows.compute_stream[own] & ~communicates
     compute_start, compute_end, first = union(start[computes], end[computes])
     comm_start, comm_end, _ = union(start[communicates], end[communicates])
+    offloads = kinds.offloads[rows.task[own]]
+    taken_start, taken_end = comm_start, comm_end  # what a gap is before it is a wait
+    if offloads.any():
+        taken_start, taken_end, _ = union(start[communicates | offloads], end[communicates | offloads])
     next_task = rows.task[own][computes][first]
 
     gap_start = np.concatenate([[0.0], compute_end])
@@ -171,10 +199,13 @@ def _rank_breakdown(
         rows.task_end_s,
         kinds.loads,
         kinds.transfers,
-        comm_start,
-        comm_end,
+        taken_start,
+        taken_end,
     )
     exposed, load, bubble, idle, host, loaded_s = found.tolist()
+    if offloads.any():
+        offloaded = exposed - _common_s(gap_start, gap_end, comm_start, comm_end)
+        exposed, host = exposed - offloaded, host + offloaded
     not_begun = max(0.0, min(float(start.min()), loaded_s)) if len(start) else 0.0
     load = max(0.0, load - not_begun)
     bubble, idle = (bubble + not_begun, idle) if kinds.pipelined[rank] else (bubble, idle + not_begun)

@@ -15,9 +15,20 @@ import numpy as np
 
 from parsim.arrays import Floats, Ints
 from parsim.engines.compile import CompiledGraph
-from parsim.graph.task import COMPUTE, HOST, parse_resource
+from parsim.graph.task import COMPUTE, FROM_HOST, HOST, HOST_CORES, TO_HOST, parse_resource
 from parsim.timeline import Timeline
-from parsim.work import ClipGradients, Collective, Compute, LoadBatch, Mix, OptimizerStep, SendRecv, Work
+from parsim.work import (
+    ClipGradients,
+    Collective,
+    Compute,
+    HostCopy,
+    HostUpdate,
+    LoadBatch,
+    Mix,
+    OptimizerStep,
+    SendRecv,
+    Work,
+)
 
 PIECES = 300
 LEAST_SHARE = 0.25
@@ -34,9 +45,11 @@ LETTERS = {
     "C": "collective",
     "S": "transfer",
     "L": "loading",
+    "H": "copies to and from the host",
+    "U": "updates on the host",
 }
 """By letter, what it stands for."""
-LANES = {COMPUTE: "computation", HOST: "loading"}
+LANES = {COMPUTE: "computation", HOST: "loading", TO_HOST: "host", FROM_HOST: "host", HOST_CORES: "host"}
 """By stream, the lane that it is drawn in; all others communicate."""
 
 
@@ -48,7 +61,7 @@ class SketchRow(NamedTuple):
 
 
 def sketch(compiled: CompiledGraph, timeline: Timeline, ranks: Sequence[int]) -> tuple[SketchRow, ...]:
-    """Three lanes per rank: computation, communication and loading; a lane in which nothing runs is left out.
+    """Up to four lanes per rank: computation, communication, loading and host; a lane in which nothing runs is left out.
 
     Args:
         compiled: the program. timeline: of it. ranks: that are simulated.
@@ -60,7 +73,7 @@ def sketch(compiled: CompiledGraph, timeline: Timeline, ranks: Sequence[int]) ->
     places = [parse_resource(text) for text in timeline.resources]
     found = []
     for rank in ranks:
-        for name in ("computation", "communication", "loading"):
+        for name in ("computation", "communication", "loading", "host"):
             wanted = [
                 number
                 for number, place in enumerate(places)
@@ -89,6 +102,10 @@ def _letter(work: Work) -> str:
             return "S"
         case LoadBatch():
             return "L"
+        case HostCopy():
+            return "H"
+        case HostUpdate():
+            return "U"
 
 
 def _painted(letters: np.ndarray[tuple[int], np.dtype[np.str_]], start: Floats, end: Floats) -> str:

@@ -13,6 +13,7 @@ from parsim.costs.compute.compute import ComputeCosts, compute_costs
 from parsim.costs.estimate import Estimate, OverlapFactors, Term, Terms
 from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.costs.hardware_scale import AS_IT_IS, HardwareScale
+from parsim.costs.host_link import HostPath, estimate_host_copy, estimate_host_update, host_path
 from parsim.costs.loading import MeasuredLoading, estimate_measured_load
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
@@ -25,6 +26,8 @@ from parsim.work import (
     ClipGradients,
     Collective,
     Compute,
+    HostCopy,
+    HostUpdate,
     LoadBatch,
     Mix,
     OptimizerStep,
@@ -78,6 +81,8 @@ class Costs:
         Raises:
             CostError: no cost is known for it, or the rank or component does not exist.
         """
+        if isinstance(work, HostCopy | HostUpdate):
+            return self._on_host(work, self._device(rank))
         context = self._context_after_wait if after_wait else self._context
         return adjusted(self._by_profile(work, rank, concurrent), work, rank, context)
 
@@ -180,6 +185,38 @@ class Costs:
                 return estimate_send_recv(work, self.cluster, concurrent)
             case LoadBatch():
                 return self._load(work, self._device(rank))
+            case HostCopy() | HostUpdate():
+                return self._on_host(work, self._device(rank))
+
+    def _on_host(self, work: HostCopy | HostUpdate, device: Device) -> Estimate:
+        """Of work that no adjustment concerns, but that links may be as fast as one asks."""
+        ranks = self.ranks or self.cluster.size
+        path = self._host_path(device)
+        if isinstance(work, HostCopy):
+            copy, factor = estimate_host_copy(work, path), self.scale.communication
+            return copy if factor == 1.0 else copy.then(Term("scale", "over", factor, "assumed", "links as they would be"))
+        return estimate_host_update(
+            work,
+            work.optimizer or self.optimizer,
+            self.cluster,
+            ranks,
+            precision=self.precision,
+            master_weights=self.master_weights,
+            ema=self.ema,
+        )
+
+    def host_path_of(self, rank: int) -> HostPath:
+        """Between a rank's device and its host. Raises CostError as `host_path`."""
+        return self._host_path(self._device(rank))
+
+    def _host_path(self, device: Device) -> HostPath:
+        if device.type.name not in self._host_paths:
+            self._host_paths[device.type.name] = host_path(self.cluster, self.ranks or self.cluster.size, device)
+        return self._host_paths[device.type.name]
+
+    @cached_property
+    def _host_paths(self) -> dict[str, HostPath]:
+        return {}
 
     def _load(self, work: LoadBatch, device: Device) -> Estimate:
         """On a GPU the next batch is read beside the copy of this one."""

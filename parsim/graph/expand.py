@@ -60,7 +60,7 @@ def lower_columns(
     kept = frozenset(folding.ranks) if folding.is_folded else None
     end = _end_of_step(layout, kept, None if local else mixing_round)
     return _Expansion(layout, folding, Pieces(layout, kept), end).columns(
-        None if folding.is_folded else lambda: lower(plan, model, mixing_round=mixing_round, local=local)
+        None if folding.is_folded else lambda: lower(plan, model, layout, mixing_round=mixing_round, local=local)
     )
 
 

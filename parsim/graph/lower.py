@@ -13,6 +13,7 @@ from parsim.graph.passes.gradients import (
     add_optimizer,
     add_parameter_gathering,
 )
+from parsim.graph.passes.offload import add_activation_copies, add_offloaded_optimizer
 from parsim.graph.passes.replica_sums import add_replica_sums
 from parsim.graph.passes.rounds import add_round, without_idle
 from parsim.graph.passes.stale import without_arrivals
@@ -23,12 +24,14 @@ from parsim.model.model import Model
 from parsim.plans.plan import Plan
 
 PASSES_AT_THE_END = (
+    add_activation_copies,
     add_unsharded_buckets,
     add_gathering_ahead,
     add_gradient_reduction,
     add_replica_sums,
     add_clipping,
     add_optimizer,
+    add_offloaded_optimizer,
     add_parameter_gathering,
 )
 PASSES = (add_computation, *PASSES_AT_THE_END)

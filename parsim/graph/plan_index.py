@@ -6,7 +6,7 @@ Lowering, memory and the executor use it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parsim.errors import PlanError
 from parsim.graph.component_kinds import ComponentKinds
@@ -22,7 +22,13 @@ from parsim.work import OptimizerStep
 
 @dataclass(frozen=True)
 class PlanIndex(PlacedModel):
-    """A plan laid over its model. Raises PlanError if they do not match."""
+    """A plan laid over its model. Raises PlanError if they do not match.
+
+    Attributes: offloaded: with `activation_offload`, bytes of a microbatch that are copied to the host behind each component's
+        forward, on a rank that runs it (`parsim.predict.host.offloaded`); None: nobody has said.
+    """
+
+    offloaded: Mapping[str, int] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         plan = self.plan

@@ -28,6 +28,10 @@ def parse_resource(text: str) -> Resource:
 
 COMPUTE = "compute"
 HOST = "host"
+TO_HOST, FROM_HOST = "to_host", "from_host"
+"""The two directions of a device's link to its host, which copies of offloaded state and activations occupy."""
+HOST_CORES = "host_cores"
+"""The share of the host's cores and memory that updates a rank's parameters."""
 TURN = "turn"
 """Streams turn>3 and turn<1 carry a global model from replica to replica. A step does not end with them: see `outlasts`."""
 

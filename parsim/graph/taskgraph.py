@@ -15,7 +15,19 @@ from typing import Any
 from parsim.errors import GraphError, PlanError
 from parsim.graph.task import Origin, Resource, Task, parse_resource
 from parsim.plans.redistribution import parse_hop, parse_layout
-from parsim.work import ClipGradients, Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
+from parsim.work import (
+    ClipGradients,
+    Collective,
+    Compute,
+    HostCopy,
+    HostUpdate,
+    LoadBatch,
+    Mix,
+    OptimizerStep,
+    Phase,
+    SendRecv,
+    Work,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +135,16 @@ def _(work: Mix) -> str:
     return f"mix {work.elements} elements of {work.copies}{spread}"
 
 
+@work_text.register
+def _(work: HostCopy) -> str:
+    return f"copy {work.size_bytes} B {'to' if work.to_host else 'from'} host"
+
+
+@work_text.register
+def _(work: HostUpdate) -> str:
+    return f"host update {work.elements} elements{f' by {work.optimizer}' if work.optimizer else ''}"
+
+
 def parse_work(text: str) -> Work:
     """Inverse of `work_text`.
 
@@ -155,6 +177,10 @@ def parse_work(text: str) -> Work:
         return Mix(elements=int(match[1]), copies=int(match[2]), tensors=int(match[3] or 1), accesses=int(match[4] or 0))
     if match := re.fullmatch(r"load x(\d+) (\d+) B(?: in (\d+))?", text):
         return LoadBatch(samples=int(match[1]), size_bytes=int(match[2]), parts=int(match[3] or 1))
+    if match := re.fullmatch(r"copy (\d+) B (to|from) host", text):
+        return HostCopy(size_bytes=int(match[1]), to_host=match[2] == "to")
+    if match := re.fullmatch(r"host update (\d+) elements(?: by (\S+))?", text):
+        return HostUpdate(elements=int(match[1]), optimizer=match[2] or "")
     if match := re.fullmatch(r"(\w+) (\d+) B over ([\d,]+)( packed)?", text):
         group = tuple(int(rank) for rank in match[3].split(","))
         return Collective(operation=match[1], size_bytes=int(match[2]), group=group, packed=match[4] is not None)

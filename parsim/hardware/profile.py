@@ -325,6 +325,21 @@ class HostOverhead(ProfileRecord):
     source: str
 
 
+class HostMemory(ProfileRecord):
+    """The memory of a node's host, which offloaded state and activations take.
+
+    Attributes:
+        memory_bytes: of a node. bandwidth_bytes_per_s: of a node, all sockets together: reads and writes of a large loop.
+        link_bytes_per_s: between a device and its host, in each direction; None: by the links of the machine.
+        Each is None where it is not known.
+    """
+
+    memory_bytes: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    bandwidth_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    link_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    source: str
+
+
 class NicSlot(ProfileRecord):
     """Where one network card sits: the endpoint it is plugged into ("pcie0", "socket1") and the kind of that link."""
 
@@ -397,6 +412,7 @@ class Profile(ProfileRecord):
     overlap: Overlap | None = None
     noise: Noise | None = None
     host: HostOverhead | None = None
+    host_memory: HostMemory | None = None
     updates: list[Update] = []
     today: PaceToday | None = None
 

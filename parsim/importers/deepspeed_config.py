@@ -65,7 +65,7 @@ HARMLESS: Mapping[str, str] = {
 """Keys that change a step's time and memory by nothing worth pricing, and why."""
 
 MATTERS: Mapping[str, str] = {
-    "zero_optimization.offload_optimizer": "the optimizer's state is on the host: less memory, slower steps",
+    "zero_optimization.offload_optimizer": "part of the optimizer's state is on the host, or on a disk",
     "zero_optimization.offload_param": "parameters are on the host or a disk: less memory, and every layer waits for PCIe",
     "zero_optimization.overlap_comm": "false: communication does not overlap; parsim overlaps as much as possible",
     "zero_optimization.allgather_bucket_size": "parsim gathers in the buckets of the gradients",
@@ -293,8 +293,22 @@ def _zero(document: Mapping[str, Any], reading: _Reading, width: int) -> None:
                 f"{reading.where}: zero_optimization.reduce_bucket_size = {shown(elements)} must be a number of elements"
             )
         reading.keys["plan.bucket_bytes"] = int(number) * width
-    if table.get("cpu_offload") is True:
-        reading.warnings.append(f"zero_optimization.cpu_offload matters: {MATTERS['zero_optimization.offload_optimizer']}")
+    _offload(table, reading)
+
+
+def _offload(table: Mapping[str, Any], reading: _Reading) -> None:
+    """The optimizer's state in the host's memory; a part of it, or a disk, is told and not priced."""
+    asked = table.get("offload_optimizer")
+    whole = isinstance(asked, dict) and asked.get("device") == "cpu" and finite(asked.get("ratio", 1.0)) == 1.0
+    if not whole and table.get("cpu_offload") is not True:
+        return
+    if whole:
+        reading.used.add("zero_optimization.offload_optimizer")
+    reading.keys["plan.optimizer_offload"] = True
+    reading.warnings.append(
+        "offload_optimizer: gradients are accumulated on the device and copied once per step, and the host's memory bounds the "
+        "update: set cluster.host_memory_bandwidth_bytes_per_s"
+    )
 
 
 def _optimizer(document: Mapping[str, Any], reading: _Reading) -> None:

@@ -2,8 +2,8 @@
 
 A group of cp neighbours works on the same samples, each on its piece of the sequence. All of them hold the same parameters,
 so they count among the `copies` of a stage, as replicas do. Experts are divided over ep neighbouring copies, which
-therefore is not an axis of its own: ep divides dp * cp. Neither is `dp_shard` one (HSDP): ZeRO divides states over the copies of
-that many neighbouring replicas, a sharding group, and dp / dp_shard groups hold the same.
+therefore is not an axis of its own: ep divides dp * cp. Neither is `dp_shard` one (HSDP): ZeRO divides states over the copies
+of that many neighbouring replicas, a sharding group, and dp / dp_shard groups hold the same.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from parsim.files import (
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.model.shard.narrow import check_ways
+from parsim.plans.host.offload import ActivationOffload, check_offload, normalised_offload, offloaded_names
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, rank_of_stage, stages_by_rank
 from parsim.plans.placement import BATCH, Placement, parse_placement
@@ -47,6 +48,8 @@ SIMULATED_ONLY = (
     "scatter_gather",
     "tensor_overlap",
     "tensor_backward_overlap",
+    "optimizer_offload",
+    "activation_offload",
 )
 """Keys of a plan that the executor does not know; empty or False where unused."""
 CONTEXT_EXCHANGES = ("ring", "all_gather")
@@ -123,6 +126,10 @@ class Plan:
             beforehand, and a reduce_scatter of their gradients.
         backward_prefetch: with zero_stage 3, parameters are gathered during the preceding backward. False: after it and its
             reduce_scatter, as FSDP's BACKWARD_POST does.
+        optimizer_offload: the optimizer's state and master weights are in the host's memory. A rank's gradients are copied
+            there, the host updates, and the new parameters are copied back.
+        activation_offload: the components whose saved activations are copied to the host after their forward, and fetched
+            before their backward: True (all), False (none) or their names (`parsim.plans.host.offload`).
         clip_gradients: before every update all ranks get the norm of all gradients, and scale their gradients by it.
         synchronisation: how and when replicas synchronise (`parsim.plans.synchronisation`).
     """
@@ -142,6 +149,8 @@ class Plan:
     scatter_gather: bool = False
     tensor_overlap: bool = False
     tensor_backward_overlap: bool = False
+    optimizer_offload: bool = False
+    activation_offload: ActivationOffload = False
     backward_prefetch: bool = True
     context_exchange: str = "ring"
     clip_gradients: bool = False
@@ -209,6 +218,14 @@ class Plan:
             )
         if self.context_exchange != "ring" and self.mesh.cp == 1:
             raise PlanError(f"context_exchange = {self.context_exchange!r} belongs to mesh.cp > 1, and cp is 1; drop it")
+        object.__setattr__(self, "activation_offload", normalised_offload(self.activation_offload, self.components))
+        check_offload(
+            optimizer=self.optimizer_offload,
+            activations=bool(self.activation_offload),
+            halves=row.halves,
+            segments=bool(self.segments),
+            relaxed=self.synchronisation.is_relaxed,
+        )
         self.synchronisation.check(self.mesh, zero_stage=self.zero_stage)
         if self.clip_gradients and self.synchronisation.is_relaxed:
             raise PlanError(
@@ -266,6 +283,16 @@ class Plan:
     def recomputed_by_operator(self) -> frozenset[str]:
         """Those of whose forward some operators run again, where that keeps less."""
         return names_by_operator(self.recompute, self.components) - self.recomputed
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """The components whose saved activations wait in the host's memory."""
+        return offloaded_names(self.activation_offload, self.components)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything lies in the host's memory."""
+        return self.optimizer_offload or bool(self.activation_offload)
 
     @property
     def executable(self) -> bool:
@@ -334,6 +361,10 @@ class Plan:
         zero += " backward-overlapped" if self.tensor_backward_overlap else ""
         zero += "" if self.context_exchange == "ring" else f" {self.context_exchange}"
         zero += " clip" if self.clip_gradients else ""
+        zero += " optimizer-offload" if self.optimizer_offload else ""
+        if self.activation_offload:
+            some = "" if self.activation_offload is True else f"={len(self.offloaded)} of {len(self.components)}"
+            zero += f" activation-offload{some}"
         many = self.mesh.copies * self.mesh.tp > 1 and self.bucket_bytes != DEFAULT_BUCKET_BYTES
         buckets = f" buckets={format_bytes(self.bucket_bytes).replace(' ', '')}" if many else ""
         split = f"mb={self.microbatches}x{self.microbatch_samples}"

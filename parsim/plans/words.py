@@ -32,6 +32,10 @@ def plan_in_words(plan: Plan) -> str:
         words += ", recomputing activations"
     elif plan.recomputes:
         words += ", recomputing some activations"
+    if plan.optimizer_offload:
+        words += ", the optimizer on the host"
+    if plan.activation_offload:
+        words += f", {'' if plan.activation_offload is True else 'some '}activations in the host's memory"
     if plan.synchronisation.is_relaxed:
         words += f", {synchronisation_in_words(plan)}"
     return words

@@ -113,6 +113,7 @@ def evaluate(
     Raises:
         PlanError: more ranks than devices, or a plan that does not match the model. CostError: a task without a price.
     """
+    problem = _offloading(problem, plan)
     run = simulated_step(problem, plan, fold=fold) if run is None else run
     compiled, estimates, folding = run.compiled, run.estimates, run.folding
     columns, step_s = compiled.columns, run.step_s
@@ -146,6 +147,7 @@ def evaluate(
             *problem.model.assumptions,
             *([problem.loading.text()] if isinstance(problem.loading, UnmeasuredLoading) else []),
             *relaxed_warnings(plan),
+            *offload_assumptions(problem, plan),
         ),
         reason=reason,
         cluster=problem.cluster.name,
@@ -197,6 +199,7 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
             f"the plan needs {plan.world_size} ranks and {problem.cluster.name} offers {problem.cluster.size} devices; "
             "ask for more devices or a smaller mesh"
         )
+    problem = _offloading(problem, plan)
     layout, costs = problem.layout(plan), problem.costs(plan.world_size)
     sigma = 0.0 if problem.cluster.profile.noise is None else problem.cluster.profile.noise.rank_sigma
     usual = plan.world_size > MANY_RANKS or plan.mesh.team > 1
@@ -457,6 +460,34 @@ def _warnings(estimates: Sequence[Estimate], seconds: NDArray[np.float64], memor
         example = next(estimate.detail for estimate in estimates if estimate.extrapolated)
         warnings.append(f"{100 * share:.0f}% of the task time lies outside the measured range, e.g. {example}")
     return tuple(warnings)
+
+
+def _offloading(problem: PlanningProblem, plan: Plan) -> PlanningProblem:
+    """The problem whose prices depend on how many ranks share a host, where a plan offloads that was given and not searched."""
+    if not plan.offloads or problem.offloads:
+        return problem
+    return replace(problem, optimizer_offload=plan.optimizer_offload, activation_offload=plan.activation_offload)
+
+
+def offload_assumptions(problem: PlanningProblem, plan: Plan) -> tuple[str, ...]:
+    """What is assumed of the host of a plan that offloads; nothing for another plan.
+
+    Args:
+        problem: with the machine. plan: of it.
+
+    Raises:
+        CostError: the way to the host, or its memory, is not known.
+    """
+    if not plan.offloads:
+        return ()
+    path = problem.costs(plan.world_size).host_path_of(0)
+    found = [f"assumed: copies to and from the host over {path.text}, both ways at once"]
+    if plan.optimizer_offload:
+        found.append("assumed: gradients are accumulated on the device, and the host's update is bound by its memory alone")
+    host = problem.cluster.profile.host_memory
+    if host is None or host.memory_bytes is None:
+        found.append("assumed: the host has memory enough; cluster.host_memory_bytes = ... checks it")
+    return tuple(found)
 
 
 def relaxed_warnings(plan: Plan) -> tuple[str, ...]:

@@ -23,7 +23,18 @@ from parsim.costs.estimate import Estimate, TermOperation, TermOrigin, running_t
 from parsim.predict.evaluate import Evaluation
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.units import format_bytes, format_percent, format_seconds
-from parsim.work import ClipGradients, Collective, Compute, LoadBatch, Mix, OptimizerStep, SendRecv, Work
+from parsim.work import (
+    ClipGradients,
+    Collective,
+    Compute,
+    HostCopy,
+    HostUpdate,
+    LoadBatch,
+    Mix,
+    OptimizerStep,
+    SendRecv,
+    Work,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,6 +47,7 @@ ENGINE_ROWS = {
     COMPUTE: "slowed by communication and shared cores",
     COMMUNICATION: "hidden behind computation, less what overlap slows",
     LOAD: "hidden behind other work",
+    HOST: "hidden behind other work",
 }
 """Per category, what lies between the prices of its tasks and the seconds of it in the step."""
 
@@ -263,6 +275,11 @@ def _kind_of(work: Work) -> TaskKind:
             return TaskKind(COMPUTE, "mix")
         case LoadBatch():
             return TaskKind(LOAD, "load")
+        case HostCopy():
+            way = "copy to host" if work.to_host else "copy from host"
+            return TaskKind(HOST, way, f"{way} of {format_bytes(work.size_bytes)}")
+        case HostUpdate():
+            return TaskKind(HOST, "update on the host")
         case Collective():
             what = f"{work.operation} of {format_bytes(work.size_bytes)} over {len(work.group)} ranks"
             return TaskKind(COMMUNICATION, work.operation, what)

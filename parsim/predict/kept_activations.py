@@ -102,6 +102,15 @@ class KeptActivations:
                 own = replace(own, backward_peaks=tuple((r + own_rate, f + own_fixed) for r, f in own.backward_peaks))
         return replace(own, saved_activation_bytes=max(0, rate), saved_fixed_bytes=max(0, fixed))
 
+    def counted_values(self, name: str) -> list[tuple[str, int]]:
+        """The values among what a component saves, and their bytes of one microbatch as it has them."""
+        samples, found = self.layout.local_samples(name), list[tuple[str, int]]()
+        for value in self._values_at(name):
+            if _counts(name, self.values[value]):
+                rate, fixed = self._size_at(name, value)
+                found.append((value, rate * samples + fixed))
+        return found
+
     def again(self, name: str) -> Again:
         """The changes of memory by the second forward of a recomputed component.
 

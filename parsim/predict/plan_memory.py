@@ -38,6 +38,7 @@ from parsim.predict.boundary.conversions import (
     storage_of,
 )
 from parsim.predict.boundary.waiting import between_chunks, waiting_gradients, waiting_values
+from parsim.predict.host.offloaded import NOTHING, offloaded_by, on_device, with_host_limits, with_offload_lines
 from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.rank_traffic import local_bytes, made_before, messages_by_link, rank_traffic
 from parsim.predict.round_memory import Scored, batches_held, with_evaluation_line, with_relaxed_lines
@@ -117,13 +118,17 @@ def unlike_memory(
     """Of ranks that hold as much as one another that of the first, as `plan_memory` takes and gives it; in rank order."""
     plan, kept = layout.plan, KeptActivations(layout, precision)
     counted = CountedKinds(layout, kept.values)
+    offloaded = offloaded_by(kept) if plan.activation_offload else NOTHING
     found = []
     for rank in (rank for place in range(plan.mesh.pp) for rank in _unlike_ranks(layout, cluster, place)):
         device, names, place = cluster.devices[rank].type, layout.rank_components(rank), plan.stage_of_rank(rank)
         alike = counted.on(rank)
         gradients = waiting_gradients(layout, kept.values, rank, alike)
+        weights = rank_weights(layout, rank)
         step = RankStep(
-            components=[kept.component(name) for name in names],
+            components=[
+                on_device(kept.component(name), layout.local_samples(name), offloaded.away.get(name, 0)) for name in names
+            ],
             values=kept.values,
             gradients=gradients,
             microbatch_samples={name: layout.local_samples(name) for name in names}
@@ -135,7 +140,7 @@ def unlike_memory(
             pipeline=rank_chunks(kept, rank, names),
             loaded_microbatches=plan.microbatches,
             boundary=rank_boundary(layout, kept.values, rank, gradients, alike) if plan.is_mixed else None,
-            weights=rank_weights(layout, rank),
+            weights=replace(weights, updates=()) if plan.optimizer_offload else weights,
             recomputed={name: kept.again(name) for name in names if layout.recomputes(name)},
         )
         memory = rank_memory(
@@ -148,7 +153,11 @@ def unlike_memory(
             ema=ema,
             traffic=rank_traffic(kept, rank, cluster.profile.communication.backend),
         )
+        if plan.offloads:
+            memory = with_offload_lines(memory, kept, offloaded, optimizer=optimizer, master_weights=master_weights, ema=ema)
         found.append(replace(memory, wanted_probability=fit_probability))
+    if plan.offloads:
+        found = with_host_limits(found, of_every_rank(layout, cluster, found), layout, cluster)
     if plan.synchronisation.is_relaxed:
         found = [with_relaxed_lines(own, kept, own.rank) for own in of_every_rank(layout, cluster, found)]
     return tuple(with_evaluation_line(own, kept, scored) for own in found)

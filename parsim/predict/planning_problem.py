@@ -26,10 +26,12 @@ from parsim.model.number_formats import number_format
 from parsim.model.precision import check_recorded, model_as_sent
 from parsim.plans.concurrent import concurrent_with
 from parsim.plans.constraints import FREE, PlanConstraints
+from parsim.plans.host.offload import ActivationOffload
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan
 from parsim.plans.recompute import AUTO, Recompute
+from parsim.predict.host.offloaded import with_offloaded
 from parsim.predict.plan_memory import of_every_rank, unlike_memory
 from parsim.predict.round_memory import Scored
 from parsim.remembered import Remembering
@@ -57,6 +59,7 @@ class PlanningProblem(Remembering):
     history: of the profile's validations, by which intervals are corrected.
     capacity_factor: of experts, visits that one has room for over their mean; 0: as many as come.
     is_divided: the model is already that of a rank (`on`). clip_gradients: that plans are to clip by the global norm.
+    optimizer_offload, activation_offload: what plans are to keep in the host's memory.
     pins: (component, the placement it must have). forbids: (component, a placement or kind of placement it must not have).
     """
 
@@ -83,6 +86,8 @@ class PlanningProblem(Remembering):
     forbids: tuple[tuple[str, str], ...] = ()
     is_divided: bool = False
     clip_gradients: bool = False
+    optimizer_offload: bool = False
+    activation_offload: ActivationOffload = False
 
     def __post_init__(self) -> None:
         check_recorded(self.model, self.precision)
@@ -109,6 +114,15 @@ class PlanningProblem(Remembering):
     def _state_bytes(self) -> dict[str, int]:
         return {}
 
+    @property
+    def offloads(self) -> bool:
+        """Whether plans keep anything in the host's memory."""
+        return self.optimizer_offload or bool(self.activation_offload)
+
+    def device_bytes_per_element(self, optimizer: str = "") -> int:
+        """The part of `state_bytes_per_element` that lies on a device."""
+        return 0 if self.optimizer_offload else self.state_bytes_per_element(optimizer)
+
     def allows(self, component: str, placement: Placement) -> bool:
         """Whether pins and forbids leave the component this placement."""
         pinned = self._pinned.get(component, placement)
@@ -127,7 +141,8 @@ class PlanningProblem(Remembering):
     def layout(self, plan: Plan) -> PlanIndex:
         """The plan over this model; made once. Raises PlanError if they do not match."""
         if plan not in self._layouts:
-            self._layouts[plan] = PlanIndex(plan, self.model_on(plan.mesh, plan.context_exchange))
+            found = PlanIndex(plan, self.model_on(plan.mesh, plan.context_exchange))
+            self._layouts[plan] = with_offloaded(found, self.precision)
         return self._layouts[plan]
 
     def model_on(self, mesh: Mesh, exchange: str = "ring") -> Model:
@@ -240,7 +255,11 @@ class PlanningProblem(Remembering):
                 loading=self.loading if isinstance(self.loading, MeasuredLoading) else None,
             )
             others = (entry for other, entry in self._costs.items() if other[1:] == key[1:])
-            alike = (entry for entry in others if own.priced_alike(entry[1]))
+            alike = (
+                entry
+                for entry in others  # the ranks of a node share its links to the host
+                if own.priced_alike(entry[1]) and (entry[1].ranks == ranks or not self.offloads)
+            )
             self._costs[key] = next(alike, (len(self._costs), own))
         return self._costs[key]
 

@@ -23,7 +23,18 @@ from parsim.graph.passes.clipping import sums_norm
 from parsim.graph.task import COMPUTE, HOST, Task, parse_resource
 from parsim.graph.taskgraph import TaskGraph, work_text
 from parsim.timeline import Span, Timeline
-from parsim.work import ClipGradients, Collective, Compute, LoadBatch, Mix, OptimizerStep, SendRecv, kind_of
+from parsim.work import (
+    ClipGradients,
+    Collective,
+    Compute,
+    HostCopy,
+    HostUpdate,
+    LoadBatch,
+    Mix,
+    OptimizerStep,
+    SendRecv,
+    kind_of,
+)
 
 
 def task_label(task: Task) -> str:
@@ -52,6 +63,12 @@ def task_label(task: Task) -> str:
             return f"load{microbatch}"
         case Mix() as work:
             return f"mix of {work.copies}"
+        case HostCopy() as work:
+            bucket = "" if origin.bucket is None else f" bucket {origin.bucket}"
+            component = "" if origin.component is None else f" {origin.component}{microbatch}"
+            return f"copy {'to' if work.to_host else 'from'} host{bucket}{component}"
+        case HostUpdate():
+            return f"host update bucket {origin.bucket}"
 
 
 def chrome_trace(graph: TaskGraph, timelines: Mapping[str, Timeline]) -> dict[str, Any]:

@@ -245,7 +245,7 @@ def memory_table(memory: Sequence[Mapping[str, Any]], *, title: str = "Peak memo
     """
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, rank in enumerate(memory):
-        key = (*memory_lines(rank).items(), rank.get("limit_bytes"))
+        key = (*memory_lines(rank).items(), rank.get("limit_bytes"), *rank.get("host_lines", {}).items())
         groups.setdefault(key, []).append(number)
     peaks = [sum(memory_lines(rank).values()) for rank in memory]
     shown = sorted(sorted(groups.values(), key=lambda group: -peaks[group[0]])[:MEMORY_COLUMNS])
@@ -258,6 +258,12 @@ def memory_table(memory: Sequence[Mapping[str, Any]], *, title: str = "Peak memo
         rows.append(["p05 to p95", *(f"{format_bytes(low)} to {format_bytes(high)}" for low, high in ends)])
     limits = [memory[group[0]].get("limit_bytes") for group in shown]
     rows.append(["device limit", *(NOTHING if limit is None else format_bytes(limit) for limit in limits)])
+    hosts = [memory[group[0]].get("host_lines", {}) for group in shown]
+    for name in dict.fromkeys(name for lines in hosts for name in lines):
+        rows.append([f"in the host's memory: {line_name(name)}", *(format_bytes(lines.get(name, 0)) for lines in hosts)])
+    if any("host_limit_bytes" in memory[group[0]] for group in shown):
+        limits = [memory[group[0]].get("host_limit_bytes") for group in shown]
+        rows.append(["host's memory for the rank", *(NOTHING if limit is None else format_bytes(limit) for limit in limits)])
     headings = [_ranks_text([memory[number]["rank"] for number in group]) for group in shown]
     columns = (Column(name="line"), *(Column(name=heading, numeric=True) for heading in headings))
     notes = (f"the {len(shown)} fullest of {len(groups)} different ranks",) if len(shown) < len(groups) else ()
@@ -365,6 +371,9 @@ def _rest_text(plan: Mapping[str, Any]) -> str:
         text += f" buckets={format_bytes(size).replace(' ', '')}"
     if again != "none":
         text += f" recompute={again if isinstance(again, str) else len(again)}"
+    text += " optimizer-offload" if plan.get("optimizer_offload") else ""
+    if some := plan.get("activation_offload"):
+        text += f" activation-offload{'' if some is True else f'={len(some)}'}"
     return text
 
 

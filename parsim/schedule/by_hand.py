@@ -14,6 +14,7 @@ from parsim.errors import ConfigError, ModelError, PlanError, near_matches
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.model.shard.narrow import check_ways
+from parsim.plans.host.offload import ActivationOffload
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import BATCH, KINDS, Placement, parse_placement
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan, holding
@@ -135,6 +136,20 @@ def recompute_by_pattern(recompute: Recompute, model: Model) -> Recompute:
             _check_by_operator(model, [model.component(name) for name in names], entry)
         found.update((entry.removesuffix(pattern) + name, None) for name in names)
     return tuple(found)
+
+
+def offload_by_pattern(offload: ActivationOffload, model: Model) -> ActivationOffload:
+    """The same with every pattern of names as the components that it means.
+
+    Args:
+        offload: of activations. model: whose components are meant.
+
+    Raises:
+        ConfigError: a pattern means none.
+    """
+    if isinstance(offload, bool):
+        return offload
+    return tuple({name: None for pattern in offload for name in components_of(pattern, model, "plan.activation_offload")})
 
 
 def _check_by_operator(model: Model, components: Sequence[Component], asked: str) -> None:

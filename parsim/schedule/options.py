@@ -315,7 +315,7 @@ class Prices:
         tp = self.mesh.tp
         own, cast = self._narrowed(component, placement)
         weights = sum(parameter.size_bytes for parameter in own.trainable_parameters)
-        rate = self.problem.state_bytes_per_element
+        rate = self.problem.device_bytes_per_element
         state = float(sum(rate(parameter.optimizer) * parameter.elements for parameter in own.trainable_parameters))
         alike_ranks = self.mesh.group_copies * {"batch": tp, "shard": tp // placement.ways}.get(placement.kind, 1)
         by_stage = enumerate((state, weights, weights), start=1)  # what ZeRO divides: optimizer state, gradients, parameters

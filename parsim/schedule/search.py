@@ -23,6 +23,7 @@ from parsim.registry import is_reference
 from parsim.schedule.branch_and_bound import Incumbents, JudgedPlan, Tally, judged_best_first, judged_misfit
 from parsim.schedule.families import FAMILIES, Strategy, mixed_meshes, nodes_of
 from parsim.schedule.members import Members
+from parsim.schedule.parts.by_offload import way_out
 from parsim.schedule.parts.node import Node, PosedPlacement
 from parsim.schedule.parts.one_by_one import open_one_by_one
 from parsim.schedule.parts.usual import Allowance, allowance, is_large, most_late
@@ -356,6 +357,8 @@ def _with_intervals(problem: PlanningProblem, kept: Sequence[Evaluation], sample
     first, found = kept[0], list[Evaluation]()
     for entry in kept:
         reason = _reason(entry, first, problem.recompute)
+        if not first.result.fits:
+            reason += way_out(problem, entry.result.plan)
         drawn = next((other.result for other in found if other.compiled is entry.compiled), None)
         if drawn is not None:
             result = replace(

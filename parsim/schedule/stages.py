@@ -101,6 +101,8 @@ class Cutting:
             bucket_bytes=self.bucket_bytes,
             zero_stage=max(self.zero_stage, self.mesh.least_zero_stage),
             clip_gradients=self.problem.clip_gradients,
+            optimizer_offload=self.problem.optimizer_offload,
+            activation_offload=self.problem.activation_offload,
         )
 
     def fastest(self) -> Plan:

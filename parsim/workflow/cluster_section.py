@@ -21,6 +21,8 @@ class ConfigSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
+HostAmount = Annotated[float, Field(gt=0, le=1e16, allow_inf_nan=False)]
+
 MOST_NODES = 2**16
 """Of a cluster: four times the largest that is known to train one model; a million nodes are a slip of the pen."""
 
@@ -58,6 +60,12 @@ class ClusterSection(ConfigSection):
     """So many machines of the profile, joined by `network`."""
     network: Name | None = None
     """A shipped network by name, or the path of one; needed for nodes > 1, and without meaning for one node."""
+    host_link_bytes_per_s: HostAmount | None = None
+    """Between one device and its host, in one direction, for plans that offload; left out: by the links of the machine."""
+    host_memory_bytes: HostAmount | None = None
+    """Memory of a node's host, which offloaded state and activations must fit; left out: not checked."""
+    host_memory_bandwidth_bytes_per_s: HostAmount | None = None
+    """Of a node's host, all sockets together: what an update on the host is bound by."""
     usd_per_hour: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Price of one device; left out: the dated price of the part that it is."""
     busy_power_w: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None

@@ -178,6 +178,10 @@ class PlanSection(ConfigSection):
     """Likewise: a rank computes nothing while it sends to another stage."""
     scatter_gather: StrictBool | None = None
     """Likewise: tensor shards send a part each of what all of them have."""
+    optimizer_offload: StrictBool | None = None
+    """Simulated only, and kept by a search: state and master weights lie in the host's memory, and the host updates."""
+    activation_offload: StrictBool | tuple[Name, ...] | None = None
+    """Likewise: components whose saved activations wait in the host's memory: true (all), false, or patterns of names."""
     backward_prefetch: StrictBool | None = None
     """Of a plan by hand with zero_stage 3: false gathers parameters behind the backward before, as FSDP's BACKWARD_POST."""
     sequence_parallel: StrictBool | None = None
@@ -366,6 +370,7 @@ def _check_plan_section(config: RunConfig) -> None:
             f"training.global_batch ({training.global_batch}) must be divisible by plan.microbatches ({plan.microbatches}); "
             f"the nearest microbatches that divide it: {nearest_divisors(training.global_batch, plan.microbatches)}"
         )
+    _check_offload(plan)
     _check_replicas(plan)
     check_machine(cluster)
     if cluster.nodes > 1 and cluster.network is None:
@@ -399,10 +404,7 @@ def _check_plan_section(config: RunConfig) -> None:
             f'plan.{switched[0]} is for hand-written plans, and plan.strategy = {plan.strategy!r}: set strategy = "custom" and '
             f"plan.mesh, or drop {', '.join(switched)}"
         )
-    if plan.scatter_gather and (plan.mesh is None or 1 in (plan.mesh.tp or 1, plan.mesh.pp or 1)):
-        raise ConfigError("plan.scatter_gather belongs to plan.mesh with pp > 1 and tp > 1; drop it")
-    if plan.blocking_transfers and (plan.mesh is None or (plan.mesh.pp or 1) == 1):
-        raise ConfigError("plan.blocking_transfers belongs to plan.mesh with pp > 1; drop it")
+    _check_transfers(plan)
     if plan.strategy == "custom" and plan.mesh is None:
         raise ConfigError('plan.strategy = "custom" needs plan.mesh, for example mesh = { pp = 2, dp = 2, tp = 1 }')
     if plan.mesh is not None:
@@ -414,6 +416,24 @@ def _check_plan_section(config: RunConfig) -> None:
             f'set strategy = "adaptive" or drop {", ".join(steering)}'
         )
     _check_placements(plan)
+
+
+def _check_transfers(plan: PlanSection) -> None:
+    if plan.scatter_gather and (plan.mesh is None or 1 in (plan.mesh.tp or 1, plan.mesh.pp or 1)):
+        raise ConfigError("plan.scatter_gather belongs to plan.mesh with pp > 1 and tp > 1; drop it")
+    if plan.blocking_transfers and (plan.mesh is None or (plan.mesh.pp or 1) == 1):
+        raise ConfigError("plan.blocking_transfers belongs to plan.mesh with pp > 1; drop it")
+
+
+def _check_offload(plan: PlanSection) -> None:
+    """What offload and the rest of [plan] say of one another."""
+    offloading = [key for key in ("optimizer_offload", "activation_offload") if getattr(plan, key) is not None]
+    if offloading and plan.plan_path is not None:
+        raise ConfigError(f"plan.{offloading[0]}: the plan is read from {plan.plan_path}; drop {', '.join(offloading)}")
+    if any(getattr(plan, key) for key in offloading) and plan.relaxed.is_relaxed:
+        raise ConfigError(
+            f"plan.{offloading[0]} belongs to synchronous training, and plan.synchronisation asks for another; drop one of them"
+        )
 
 
 def _check_replicas(plan: PlanSection) -> None:

@@ -69,10 +69,11 @@ _GROUPS = (
     "HSDP is plan.zero_stage = 1, 2 or 3 with plan.dp_shard, over how many of the mesh.dp replicas states are divided; "
     "they are kept dp / dp_shard times"
 )
-_ON_THE_DEVICE = "offload to the host is not built: states and activations stay on the device"
+_OFFLOAD = "say what lies in the host's memory: plan.optimizer_offload = true, or plan.activation_offload = true or a list"
 NOT_BUILT = {
     **dict.fromkeys(("dp_shard", "dp_replicate", "hsdp"), _GROUPS),
-    **dict.fromkeys(("offload", "cpu_offload", "optimizer_offload", "activation_offload"), _ON_THE_DEVICE),
+    **dict.fromkeys(("offload", "cpu_offload", "enable_cpu_offload", "offload_optimizer", "cpu_offloading"), _OFFLOAD),
+    "offload_param": "offload of parameters is not supported: they stay on the device; plan.optimizer_offload moves the state",
 }
 """Keys of other libraries that no plan has, or not there, and what comes nearest."""
 
@@ -85,6 +86,7 @@ _BOUNDS = {
 
 _UNION_RULES = {
     "cluster.devices": "must be a number of devices >= 1 or a list of device numbers",
+    "plan.activation_offload": "must be true, false or a list of component names",
     "plan.zero_stage": 'must be 0, 1, 2, 3 or "auto"',
     "model.args": "must hold text, finite numbers, true or false",
 }
@@ -127,6 +129,7 @@ EXAMPLES = {
     "plan.capacity_factor": "capacity_factor = 1.25",
     "plan.fit_probability": "fit_probability = 0.95",
     "plan.zero_stage": 'zero_stage = "auto" or zero_stage = 1',
+    "plan.activation_offload": 'activation_offload = true or activation_offload = ["h.*"]',
     "plan.placements": 'placements = { "layers.*" = "shard:heads+row/2", "*" = "batch" }',
     "plan.pin": 'pin = { "head" = "place:0" }',
     "plan.forbid": 'forbid = { "layers.*" = ["replicate", "shard"] }',

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from parsim.predict.planning_problem import PlanningProblem
     from parsim.predict.round_memory import Scored
     from parsim.schedule.search import Search
+    from parsim.workflow.cluster_section import ClusterSection
     from parsim.workflow.training.section import TrainingSection
+
+
+GIVEN = "run file"
+"""The source of numbers that a run file gives in place of the profile's."""
 
 
 def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluster | None = None) -> PlanningProblem:
@@ -40,7 +45,13 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
     from parsim.model.model import SUBLAYER
     from parsim.model.named.names import is_transformer
     from parsim.predict.planning_problem import PlanningProblem
-    from parsim.schedule.by_hand import forbids_by_pattern, parse_placements, pins_by_pattern, recompute_by_pattern
+    from parsim.schedule.by_hand import (
+        forbids_by_pattern,
+        offload_by_pattern,
+        parse_placements,
+        pins_by_pattern,
+        recompute_by_pattern,
+    )
 
     cluster = cluster_of(config) if cluster is None else cluster
     model = with_update_groups(model_of(config) if model is None else model, config.training.recipe.groups)
@@ -69,7 +80,9 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
         fit_probability=config.plan.fit_probability,
         zero_stage=config.plan.zero_stage,
         recompute=recompute_by_pattern(config.plan.recompute, model),
-        segments=is_transformer(config.model.name) and model.granularity == SUBLAYER,
+        segments=is_transformer(config.model.name) and model.granularity == SUBLAYER and not config.plan.activation_offload,
+        optimizer_offload=config.plan.optimizer_offload or False,
+        activation_offload=offload_by_pattern(config.plan.activation_offload or False, model),
         constraints=constraints_of(config.plan),
         pins=pins,
         capacity_factor=config.plan.capacity_factor or 0.0,
@@ -96,15 +109,38 @@ def cluster_of(config: RunConfig, profile: Profile | None = None) -> Cluster:
     from parsim.hardware.profile import load_profile
 
     table = config.cluster
+    profile = with_host_memory(load_profile(table.machine), table) if profile is None and table.group is None else profile
     network = None if table.network is None else load_network(table.network)
     if network is not None and table.cards_per_node is not None:
         network = with_cards(network, table.cards_per_node)
     if table.group is not None:
         groups = [NodeGroup(gpu=entry.gpu, nodes=entry.nodes, gpus_per_node=entry.gpus_per_node) for entry in table.group]
-        return mixed_cluster(groups, network, devices=config.devices, link=table.link, profile=profile)
-    return cluster_from_profile(
-        load_profile(table.machine) if profile is None else profile, config.devices, nodes=table.nodes, network=network
-    )
+        mixed = mixed_cluster(groups, network, devices=config.devices, link=table.link, profile=profile)
+        return replace(mixed, profile=with_host_memory(mixed.profile, table))
+    assert profile is not None
+    return cluster_from_profile(profile, config.devices, nodes=table.nodes, network=network)
+
+
+def with_host_memory(profile: Profile, table: ClusterSection) -> Profile:
+    """The profile with what the run file says of the host's memory; the same one where it says nothing.
+
+    Args:
+        profile: of the machine. table: [cluster].
+    """
+    from parsim.hardware.profile import HostMemory, SourceEntry
+
+    given = {
+        "memory_bytes": table.host_memory_bytes,
+        "bandwidth_bytes_per_s": table.host_memory_bandwidth_bytes_per_s,
+        "link_bytes_per_s": table.host_link_bytes_per_s,
+    }
+    given = {key: value for key, value in given.items() if value is not None}
+    if not given:
+        return profile
+    known = {} if profile.host_memory is None else profile.host_memory.model_dump(exclude={"source"})
+    host = HostMemory(**{**known, **given, "source": GIVEN})
+    sources = {**profile.sources, GIVEN: SourceEntry(kind="assumption", text="[cluster] of the run file")}
+    return profile.model_copy(update={"host_memory": host, "sources": sources})
 
 
 def model_of(config: RunConfig) -> Model:

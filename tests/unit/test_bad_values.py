@@ -143,7 +143,12 @@ def test_four_bits_are_not_priced_and_the_message_names_the_nearest(refused: Ref
         ),
         ("plan.dp_replicate=2", "unknown key plan.dp_replicate (= 2): HSDP is plan.zero_stage = 1, 2 or 3 with plan.dp"),
         ("plan.dp_shard=0", "plan.dp_shard = 0: must be >= 1; for example dp_shard = 8"),
-        ("plan.optimizer_offload=true", "offload to the host is not built: states and activations stay on the device"),
+        ("plan.cpu_offload=true", "say what lies in the host's memory: plan.optimizer_offload = true"),
+        ("plan.offload_param=true", "offload of parameters is not supported: they stay on the device"),
+        ("plan.optimizer_offload=true", "set cluster.host_memory_bandwidth_bytes_per_s (of a node, all sockets together)"),
+        ("plan.optimizer_offload=1", "plan.optimizer_offload = 1: must be true or false"),
+        ("plan.activation_offload=3", "plan.activation_offload = 3: must be true, false or a list of component names"),
+        ("cluster.host_link_bytes_per_s=0", "cluster.host_link_bytes_per_s = 0: must be > 0"),
         ("plan.sequence_parallel=false", "belongs to a transformer by name (llama3-8b), and the model is"),
     ],
 )

@@ -171,6 +171,21 @@ def test_options_of_megatron(extra: str, recompute: str, zero: int, precision: s
     assert recipe.unknown == []
 
 
+def test_offload_of_megatron_is_taken_where_it_means_the_same() -> None:
+    recipe = read_script(SIZES + "--bf16 --optimizer-cpu-offload --cpu-offloading-num-layers 2")
+    found = recipe.settings(recipe.tp * recipe.pp)
+    assert found["plan.optimizer_offload"] is True
+    assert found["plan.activation_offload"] in (["h.0", "h.1"], ["h.0.*", "h.1.*"])
+    assert not {"--optimizer-cpu-offload", "--cpu-offloading-num-layers"} & set(recipe.left_out)
+    part = read_script(SIZES + "--bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.5")
+    assert not part.optimizer_offload
+    assert {"--optimizer-cpu-offload", "--optimizer-offload-fraction"} <= set(part.left_out)
+
+
+def test_half_precision_of_megatron_says_what_it_is_taken_as() -> None:
+    assert read_script(SIZES + "--fp16").left_out["--fp16"].startswith("taken as amp_fp16")
+
+
 def test_four_bits_are_taken_as_eight_and_the_answer_says_so() -> None:
     recipe = read_script(SIZES + "--fp4-format e2m1 --bf16 --reset-attention-mask")
     assert recipe.training["precision"] == "fp8"

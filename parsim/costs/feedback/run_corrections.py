@@ -18,7 +18,19 @@ from functools import cached_property
 from typing import NamedTuple
 
 from parsim.errors import CostError
-from parsim.work import ClipGradients, Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
+from parsim.work import (
+    ClipGradients,
+    Collective,
+    Compute,
+    HostCopy,
+    HostUpdate,
+    LoadBatch,
+    Mix,
+    OptimizerStep,
+    Phase,
+    SendRecv,
+    Work,
+)
 
 
 class ComputeClass(NamedTuple):
@@ -50,7 +62,7 @@ ClassSeconds = Mapping[WorkClass, float]
 
 
 def class_of(work: Work, rank: int) -> WorkClass | None:
-    """The class whose seconds the work adds to; None for loading, which neither ranks nor links explain.
+    """The class whose seconds the work adds to; None for loading and work of the host, which neither ranks nor links explain.
 
     Args:
         work: one piece of work. rank: that runs it.
@@ -64,7 +76,7 @@ def class_of(work: Work, rank: int) -> WorkClass | None:
             return CommunicationClass(work.operation, tuple(sorted(work.group)))
         case SendRecv():
             return CommunicationClass("send_recv", (work.source, work.destination))
-        case LoadBatch():
+        case LoadBatch() | HostCopy() | HostUpdate():
             return None
 
 

@@ -21,6 +21,8 @@ class RankMemory:
     """Attributes: lines: (name, bytes), every line once. limit_bytes: what the device has.
     spreads: (name, p05, p95) of the lines that cannot be counted exactly, bytes.
     wanted_probability: with which it must fit.
+    host_lines: (name, bytes) of what the plan keeps in the host's memory for this rank.
+    host_limit_bytes: what the rank may hold there beside the other ranks of its node; None: the host's memory is not known.
     """
 
     rank: int
@@ -28,6 +30,8 @@ class RankMemory:
     limit_bytes: int
     spreads: tuple[tuple[str, int, int], ...] = ()
     wanted_probability: float = FIT_PROBABILITY
+    host_lines: tuple[tuple[str, int], ...] = ()
+    host_limit_bytes: int | None = None
 
     def of_rank(self, rank: int) -> RankMemory:
         """The same of another rank, which holds as much.
@@ -43,7 +47,19 @@ class RankMemory:
             limit_bytes=self.limit_bytes,
             spreads=self.spreads,
             wanted_probability=self.wanted_probability,
+            host_lines=self.host_lines,
+            host_limit_bytes=self.host_limit_bytes,
         )
+
+    @property
+    def host_bytes(self) -> int:
+        """In the host's memory."""
+        return sum(size for _, size in self.host_lines)
+
+    @property
+    def host_excess_bytes(self) -> int:
+        """By how much the ranks of the node hold more than the host's memory; 0 where they do not, or nobody knows."""
+        return 0 if self.host_limit_bytes is None else max(0, self.host_bytes - self.host_limit_bytes)
 
     @property
     def total_bytes(self) -> int:
@@ -67,6 +83,8 @@ class RankMemory:
     @property
     def fit_probability(self) -> float:
         """P(peak <= limit), all uncertain lines at the same quantile (`parsim.costs.memory.verdict`)."""
+        if self.host_excess_bytes:
+            return 0.0
         return fit_probability(self.low_bytes, self.total_bytes, self.high_bytes, self.limit_bytes)
 
     @property
@@ -77,7 +95,7 @@ class RankMemory:
     @property
     def fits(self) -> bool:
         """Whether it does with the probability that is wanted."""
-        return self.needed_bytes <= self.limit_bytes
+        return self.needed_bytes <= self.limit_bytes and not self.host_excess_bytes
 
     @property
     def is_safe(self) -> bool:
@@ -91,8 +109,8 @@ class RankMemory:
 
     @property
     def excess_bytes(self) -> int:
-        """By how much it does not fit; 0 where it fits."""
-        return max(0, self.needed_bytes - self.limit_bytes)
+        """By how much it does not fit, on the device or in the host's memory; 0 where it fits."""
+        return max(0, self.needed_bytes - self.limit_bytes, self.host_excess_bytes)
 
     def line(self, name: str) -> int:
         return dict(self.lines)[name]
@@ -100,6 +118,12 @@ class RankMemory:
     def describe(self) -> str:
         """`rank 3 needs 34.1 GiB, at p95 34.3 GiB, of 32 GiB (2.3 GiB too much); its largest line is activations, 30 GiB`."""
         name, size = self.worst
+        if self.host_excess_bytes:
+            return (
+                f"the ranks of the node of rank {self.rank} hold {format_bytes(self.host_excess_bytes)} more than its host has "
+                f"memory; rank {self.rank} {format_bytes(self.host_bytes)}, mostly "
+                f"{max(self.host_lines, key=lambda line: line[1])[0]}"
+            )
         upto = f", at p95 {format_bytes(self.high_bytes)}," if self.spreads else ""
         chance = f"; it fits with a probability of {self.fit_probability:.0%}" if self.fit_probability > DOUBTFUL[0] else ""
         over = "" if self.fits else f" ({format_bytes(self.excess_bytes)} too much{chance})"

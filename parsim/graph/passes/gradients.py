@@ -192,6 +192,11 @@ def gathering_work(bucket: Bucket) -> Collective:
     return Collective(operation="all_gather", group=bucket.group, size_bytes=bucket.padded_bytes)
 
 
+def returned_key(rank: int, bucket: int) -> TaskKey:
+    """With `optimizer_offload`, the copy that brings a rank's new parameters of a bucket back from the host."""
+    return ("from host", rank, bucket)
+
+
 def scale_key(rank: int) -> TaskKey:
     """The task that scales the gradients of a rank by their global norm."""
     return ("clip", rank)
@@ -242,7 +247,7 @@ def add_optimizer(draft: Draft, layout: PlanIndex) -> None:
 
     The last one of a rank has the key (OPTIMIZER, rank): whoever waits for it waits for all.
     """
-    for rank in draft.kept_ranks():
+    for rank in () if layout.plan.optimizer_offload else draft.kept_ranks():
         if not layout.rank_buckets(rank):
             continue
         stage, replica = layout.plan.stage_of_rank(rank), layout.plan.replica_of_rank(rank)
@@ -289,5 +294,11 @@ def add_parameter_gathering(draft: Draft, layout: PlanIndex) -> None:
             if id(group) not in updated:
                 updated[id(group)] = tuple([(Phase.OPTIMIZER, rank) for rank in kept])
             work = works.of("all_gather", family.padded_bytes(len(group)), group)
+            if layout.plan.optimizer_offload:
+                back = tuple([returned_key(rank, number) for rank in kept])
+                draft.add_alike(
+                    ("gather", number), (work, resources, back), partial(Origin, stage=family.stages[0], bucket=number)
+                )
+                continue
             entry = entries.setdefault(id(work), (work, resources, updated[id(group)]))
             draft.add_alike(("gather", number), entry, partial(Origin, stage=family.stages[0], bucket=number))

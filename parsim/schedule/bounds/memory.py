@@ -146,9 +146,11 @@ def memory_floor(problem: PlanningProblem, mesh: Mesh, samples: int, options: Op
             for place in range(mesh.pp)
         ]
         saved, largest_bytes = least_saved(problem, mesh, samples, held[0])
+        if problem.activation_offload:  # what a component saves may all be away, but for its own backward
+            saved = np.zeros_like(saved)
         known.floors[key] = MemoryFloor(
             weights=known.weights[held],
-            kept=saved if problem.recompute == NONE else always_kept(problem, mesh, samples),
+            kept=saved if problem.recompute == NONE or problem.activation_offload else always_kept(problem, mesh, samples),
             saved=saved,
             largest_bytes=largest_bytes,
             rooms=np.array(rooms, dtype=np.float64),
@@ -220,15 +222,18 @@ def held_totals(problem: PlanningProblem, mesh: Mesh, samples: int, placed: Sequ
             for (_, placement), (component, number) in kinds.items()
         ]
     every = known.kinds[key]
+    copies = mesh.group_copies
+    weights = tuple(sum(number * parts.bytes_at(stage, copies) for number, *_, parts in every) for stage in ZERO_STAGES)
+    parameters = sum(number * sizes[2] for number, *_, parts in every for _, sizes in parts.divided)
+    if problem.activation_offload:
+        return HeldTotals(weights=weights, parameters=parameters, saved=0.0, kept=0.0)
     saved = sum(
         number * saved_bytes(problem, mesh, samples, component, placement) / (mesh.tp if placement.kind == "place" else 1)
         for number, component, placement, _ in every
     )
     return HeldTotals(
-        weights=tuple(
-            sum(number * parts.bytes_at(stage, mesh.group_copies) for number, *_, parts in every) for stage in ZERO_STAGES
-        ),
-        parameters=sum(number * sizes[2] for number, *_, parts in every for _, sizes in parts.divided),
+        weights=weights,
+        parameters=parameters,
         saved=saved,
         kept=saved if problem.recompute == NONE else float(always_kept(problem, mesh, samples).sum()),
     )

@@ -34,7 +34,7 @@ from parsim.predict.evaluate import NOISY_STEPS, SEED
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.computation import PlaceWork, computation_of, order_s
 from parsim.schedule.bounds.gathering import gathered_s
-from parsim.work import Work
+from parsim.work import HostUpdate, Work
 
 ROUNDING = 1 - 1e-9
 """Sums in another order differ by rounding: a bound is lowered by that much."""
@@ -147,7 +147,12 @@ def _place_end_s(problem: PlanningProblem, layout: PlanIndex, place: int, work: 
     for remaining, summed, across_s in sorted(late):
         last.add(summed, across_s)
         done = max(done, work.busy_s - remaining + last.end_s)
-    return max(done + _update_s(problem, layout, rank) + gathering, sending + gathering)
+    return max(done + _after_s(_update_s(problem, layout, rank), gathering, layout), sending + gathering)
+
+
+def _after_s(update_s: float, gathering_s: float, layout: PlanIndex) -> float:
+    """What follows the last gradients. A host's update goes bucket by bucket, and buckets are gathered beside later ones."""
+    return max(update_s, gathering_s) if layout.plan.optimizer_offload else update_s + gathering_s
 
 
 @dataclass
@@ -195,9 +200,11 @@ def _last_buckets_s(problem: PlanningProblem, layout: PlanIndex, work: PlaceWork
             last.add(seconds(bucket_work(layout, bucket)) if several else 0.0, 0.0 if across is None else seconds(across))
         if several and layout.zero_stage_of(bucket) in (1, 2):
             gathering += seconds(gathering_work(bucket))
-    return last.end_s + _update_s(problem, layout, rank) + gathering
+    return last.end_s + _after_s(_update_s(problem, layout, rank), gathering, layout)
 
 
 def _update_s(problem: PlanningProblem, layout: PlanIndex, rank: int) -> float:
-    steps = [(step, rank) for step in updates_of(layout, rank)]
+    steps: list[tuple[Work, int]] = [(step, rank) for step in updates_of(layout, rank)]
+    if layout.plan.optimizer_offload:
+        steps = [(HostUpdate(elements=own.elements, optimizer=own.optimizer), rank) for own in updates_of(layout, rank)]
     return sum(price.median_s for price in problem.price(steps, layout.plan.mesh)) if steps else 0.0

@@ -139,7 +139,7 @@ def weight_parts(problem: PlanningProblem, tp: int, component: Component, placem
             whole += holders * held.size_bytes
             continue
         sizes = divided.setdefault(len(groups[0]), [0.0, 0.0, 0.0])
-        state = problem.state_bytes_per_element(parameter.optimizer) * held.elements
+        state = problem.device_bytes_per_element(parameter.optimizer) * held.elements
         for number, size in enumerate((state, held.size_bytes, held.size_bytes)):
             sizes[number] += holders * size
     return WeightParts(whole, tuple((ranks, (state, gradients, own)) for ranks, (state, gradients, own) in divided.items()))

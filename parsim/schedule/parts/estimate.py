@@ -26,7 +26,7 @@ from parsim.schedule.bounds.chain import ChainSeconds
 from parsim.schedule.bounds.memory import HeldTotals, held_totals, memory_floor
 from parsim.schedule.recomputation.least_kept import LeastKept, tightest
 from parsim.schedule.stage_costs import crossing_bytes
-from parsim.work import Collective, OptimizerStep, SendRecv, Work
+from parsim.work import Collective, HostCopy, HostUpdate, OptimizerStep, SendRecv, Work
 
 INFINITE = float("inf")
 
@@ -210,15 +210,26 @@ def sent_s(problem: PlanningProblem, mesh: Mesh, size_bytes: int, stage: int) ->
 
 
 def update_s(problem: PlanningProblem, mesh: Mesh, stage: int) -> float:
-    """Of the update of a rank's equal share of the model, at a ZeRO stage."""
+    """Of the update of a rank's equal share of the model, at a ZeRO stage; on the host, beside the copies of new parameters."""
     shares = mesh.pp * mesh.tp * (mesh.group_copies if stage else 1)
     known, key = problem.remembered(_Known), (shares, mesh.size)
     if key not in known.updates:
         if known.steps is None:
             known.steps = update_steps(problem.model.trainable_parameters)
-        own = (replace(step, elements=max(1, round(step.elements / shares)), tensors=1) for step in known.steps)
+        own = [_update(problem, step, max(1, round(step.elements / shares))) for step in known.steps]
         known.updates[key] = sum(price_s(problem, mesh, step) for step in own)
+        if problem.optimizer_offload:
+            size = sum(parameter.size_bytes for parameter in problem.model.trainable_parameters) // shares
+            back_s = price_s(problem, mesh, HostCopy(size_bytes=size, to_host=False))
+            known.updates[key] = max(known.updates[key], back_s)
     return known.updates[key]
+
+
+def _update(problem: PlanningProblem, step: OptimizerStep, elements: int) -> Work:
+    """Of so many elements, where the problem's plans make it."""
+    if problem.optimizer_offload:
+        return HostUpdate(elements=elements, optimizer=step.optimizer)
+    return replace(step, elements=elements, tensors=1)
 
 
 def price_s(problem: PlanningProblem, mesh: Mesh, work: Work) -> float:

@@ -9,7 +9,8 @@ pipeline and v chunks per rank,
 A microbatch on one stage is `parsim.schedule.bounds.chain`, worked out once per (tp, cp, ep, samples). What is exposed of sums
 and gathers follows `parsim.schedule.parts.estimate`. `benchmarks/bench_screening.py` compares the order with the simulator's.
 
-Leaves out: memory, contention that depends on where the shards of other stages lie, and overlap that slows.
+Leaves out: memory, copies of activations to the host, contention that depends on where the shards of other stages lie, and
+overlap that slows.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ def plan_of(problem: PlanningProblem, outline: Outline) -> Plan:
         pipeline_order=outline.order,
         zero_stage=max(outline.zero_stage, mesh.least_zero_stage) if mesh.copies > 1 else 0,
         recompute=FULL if outline.recompute else NONE,
+        optimizer_offload=problem.optimizer_offload,
+        activation_offload=problem.activation_offload,
     )
 
 

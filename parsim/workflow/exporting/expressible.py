@@ -92,6 +92,8 @@ def left_out_of_plan(plan: Plan) -> dict[str, str]:
         found["plan.tensor_overlap"] = "communication of tensor parallelism runs as the framework's own options say"
     if plan.gather_ahead:
         found["plan.gather_ahead"] = "when ZeRO 1 gathers parameters is the framework's choice"
+    if plan.offloads:
+        found["plan.optimizer_offload, plan.activation_offload"] = "set the framework's own options of offload by hand"
     if plan.context_exchange != "ring":
         found["plan.context_exchange"] = "how keys and values are exchanged is the framework's choice"
     return found

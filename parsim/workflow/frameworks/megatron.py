@@ -35,8 +35,10 @@ SAME_TIME = re.compile(
 LEFT_OUT = {
     "tp-comm-overlap": "tensor-parallel communication is not hidden behind products",
     "overlap-moe-expert-parallel-comm": "the exchange of experts is not hidden",
-    "cpu-offloading": "activations stay on the device",
-    "optimizer-cpu-offload": "the optimizer's state stays on the device",
+    "cpu-offloading": "activations stay on the device: --cpu-offloading-num-layers says of how many layers they do not",
+    "cpu-offloading-weights": "weights stay on the device",
+    "optimizer-cpu-offload": "the optimizer's state stays on the device: only all of it can be in the host's memory",
+    "optimizer-offload-fraction": "all of the optimizer's state lies in one place",
     "cuda-graph-impl": "the host's launches are not modelled for parts",
     "enable-cuda-graph": "the host's launches are not modelled for parts",
     "external-cuda-graph": "the host's launches are not modelled for parts",
@@ -216,7 +218,10 @@ def _recipe(framework: str, found: Mapping[str, list[str]]) -> Recipe:
     args["sequence_parallel"] = options.flag("sequence-parallel")
     _recompute(options, recipe)
     _chunks(options, recipe)
+    _offload(options, recipe)
     recipe.taken = dict(options.read)
+    if "fp16" in options.read and training["precision"] == "amp_fp16":
+        recipe.left_out["--fp16"] = "taken as amp_fp16: weights and gradients of 4 bytes, and Megatron's have 2 and copies of 4"
     if "fp4-format" in options.read:
         recipe.left_out["--fp4-format"] = "products are priced at the FP8 rate, which is too slow for FP4"
     every = "uniform" in found.get("recompute-method", [])
@@ -320,6 +325,23 @@ def _recompute(options: _Options, recipe: Recipe) -> None:
         recipe.recompute, recipe.args["selective"] = "selective", True
     elif granularity == "selective":
         recipe.left_out["--recompute-granularity"] = "fused attention keeps no scores, so there is nothing to compute again"
+
+
+def _offload(options: _Options, recipe: Recipe) -> None:
+    """The optimizer's state, if all of it, and the activations of the first layers."""
+    if "optimizer-cpu-offload" in options.found and _is_one(options.found.get("optimizer-offload-fraction", ["1"])):
+        recipe.optimizer_offload = options.flag("optimizer-cpu-offload")
+        options.text("optimizer-offload-fraction")
+    recipe.offloaded_layers = options.number("cpu-offloading-num-layers", 0)
+    if recipe.offloaded_layers:
+        options.flag("cpu-offloading")
+
+
+def _is_one(words: list[str]) -> bool:
+    try:
+        return float(words[0]) == 1.0 if words else False
+    except ValueError:
+        return False
 
 
 def _chunks(options: _Options, recipe: Recipe) -> None:

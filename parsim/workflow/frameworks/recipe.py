@@ -27,6 +27,7 @@ class Recipe:
         local_batch: samples of a replica per step where the file gives no global batch; 0: one microbatch.
         zero: stage. recompute: "none", "full", "alternate" (each `every`th layer) or "selective" (by operator).
         chunks: stages per rank. order: of the pipeline; "": 1f1b, or interleaved with several stages per rank.
+        optimizer_offload: the optimizer's state lies in the host's memory. offloaded_layers: so do activations of these first.
         processes: that the file starts; 0: it does not say.
         taken: keys that entered, with their values. left_out: keys that change time or memory and that parsim does not model,
         with what it does instead. ignored: keys that change neither. unknown: keys that parsim does not know.
@@ -50,6 +51,8 @@ class Recipe:
     chunks: int = 1
     order: str = ""
     processes: int = 0
+    optimizer_offload: bool = False
+    offloaded_layers: int = 0
     taken: dict[str, Any] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
@@ -81,6 +84,11 @@ class Recipe:
         found["plan.microbatches"] = microbatches
         uncut = self.tp == 1 and self.pp == 1
         found["plan.recompute"] = self._recomputed(whole=uncut)
+        if self.optimizer_offload:
+            found["plan.optimizer_offload"] = True
+        if self.offloaded_layers:
+            each = "" if uncut else ".*"
+            found["plan.activation_offload"] = [f"h.{layer}{each}" for layer in range(self.offloaded_layers)]
         if self.pp > 1:
             found["plan.pipeline_order"] = self.order or ("interleaved" if self.chunks > 1 else "1f1b")
             found["plan.chunks"] = self.chunks

@@ -60,7 +60,7 @@ IGNORED = frozenset(
 LEFT_OUT = {
     "parallelism.enable_async_tensor_parallel": "tensor-parallel communication is not hidden behind products",
     "parallelism.enable_compiled_autograd": "autograd runs eagerly",
-    "training.enable_cpu_offload": "states stay on the device",
+    "training.enable_cpu_offload": "all stays on the device; plan.optimizer_offload moves the states, not the parameters",
     "activation_checkpoint.early_stop": "a recomputed forward runs to its end",
     "training.mixed_precision_reduce": "gradients are reduced in the width of the weights",
 }

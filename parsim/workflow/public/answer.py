@@ -189,7 +189,8 @@ class Answer:
         needed = [max(rank.needed_bytes for rank in entry.memory) for entry in self._ranked]
         row = self._chosen_row()
         summary = "" if row is None else self._ranked[row].result.plan.summary()
-        return _verdict(self.to_dict(), needed, summary)
+        short = [max(rank.host_excess_bytes for rank in entry.memory) for entry in self._ranked]
+        return _verdict(self.to_dict(), needed, summary, short)
 
     def lines(self) -> list[str]:
         """What stands below the table: families without a plan, how the choice was made, and the defaults that were taken."""
@@ -342,11 +343,15 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
-def _verdict(document: dict[str, Any], needed_bytes: Sequence[int], summary: str) -> str:
-    """`needed_bytes`: by candidate, of the rank that needs most. `summary`: of the plan in the row that the table marks."""
+def _verdict(document: dict[str, Any], needed_bytes: Sequence[int], summary: str, short_bytes: Sequence[int]) -> str:
+    """`needed_bytes`: by candidate, of the rank that needs most. `summary`: of the plan in the row that the table marks.
+
+    `short_bytes`: by candidate, what the host of the fullest node lacks.
+    """
     chosen = document["chosen"]
     if chosen is None:
-        room, nearest = min(zip(needed_bytes, document["candidates"], strict=True), key=itemgetter(0))
+        room, nearest, short = min(zip(needed_bytes, document["candidates"], short_bytes, strict=True), key=itemgetter(0))
+        hosts = f", with {format_bytes(short)} more memory in every host," if short else ""
         untried = document.get("considered", {}).get("not_tried", 0)
         none = (
             f"No plan that was tried fits, and {untried:,} were not tried: give plan.mesh or plan.microbatches to search fewer"
@@ -355,7 +360,7 @@ def _verdict(document: dict[str, Any], needed_bytes: Sequence[int], summary: str
         )
         return (
             f"{none}. The nearest is {nearest['plan_summary']}: devices of "
-            f"{format_bytes(room)} would do; or use more devices or a smaller batch. "
+            f"{format_bytes(room)}{hosts} would do; or use more devices or a smaller batch. "
             f"{considered_text(document)}"
         )
     return (

@@ -258,6 +258,15 @@ def describe(evaluation: Evaluation) -> dict[str, Any]:
                 "limit_bytes": rank.limit_bytes,
                 "fits": rank.fits,
                 "fit_probability": rank.fit_probability,
+                **(
+                    {
+                        "host_lines": dict(rank.host_lines),
+                        "host_bytes": rank.host_bytes,
+                        "host_limit_bytes": rank.host_limit_bytes,
+                    }
+                    if rank.host_lines
+                    else {}
+                ),
             }
             for rank in evaluation.memory
         ],
