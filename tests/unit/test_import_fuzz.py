@@ -172,6 +172,8 @@ def database_of(tables: Any) -> bytes:
                 with contextlib.suppress(sqlite3.Error, TypeError, OverflowError, UnicodeEncodeError):
                     connection.execute(f'INSERT INTO "{name}" VALUES ({places})', row)
     connection.commit()
+    if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        return b""  # so an empty database is stored; SQLite does not serialize one in memory that was never written to
     return connection.serialize()
 
 
