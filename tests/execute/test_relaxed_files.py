@@ -34,7 +34,7 @@ def test_a_run_file_is_planned(path: Path) -> None:
     found = {
         "average": "averaging weights every 8 steps",
         "gossip": "neighbours (ring)",
-        "merge": "in turn (staleness) every 4 steps",
+        "merge": "one after another (staleness) every 4 steps",
         "stale": "2 steps late",
     }
     assert found.get(rule.kind, "data parallelism") in answer.sentence()

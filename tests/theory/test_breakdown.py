@@ -209,7 +209,7 @@ def test_a_timeline_of_another_graph_is_refused() -> None:
     graph = from_text(FORWARD_LOADED)
     with pytest.raises(GraphError, match=r"task 7, the graph has tasks 0\.\.1"):
         breakdown(graph, measured((7, "r0.host", 0.0, 1.0)))
-    with pytest.raises(GraphError, match=r"r0\.dp, which the graph has not"):
+    with pytest.raises(GraphError, match=r"r0\.dp, which the graph lacks"):
         breakdown(graph, measured((0, "r0.dp", 0.0, 1.0)))
     with pytest.raises(GraphError, match="no row for task 1"):
         critical_path(graph, measured((0, "r0.host", 0.0, 1.0)))
