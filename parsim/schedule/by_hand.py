@@ -240,11 +240,6 @@ def custom_plan(
             f"global_batch ({problem.global_batch}) must be divisible by dp ({mesh.dp}) * microbatches ({microbatches}) = "
             f"{parts}; the nearest that is: {max(1, round(problem.global_batch / parts)) * parts}"
         )
-    if mesh.dp_shard and not problem.fixed_zero_stage:
-        raise PlanError(
-            f"dp_shard = {mesh.dp_shard} says over how many replicas states are divided, and zero_stage = 0 divides none; set "
-            "zero_stage = 1, 2 or 3, or drop dp_shard"
-        )
     problem = problem.on(mesh)
     plan = balanced_plan(
         problem,
