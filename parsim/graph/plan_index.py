@@ -162,6 +162,14 @@ class PlanIndex(PlacedModel):
             self._zero_stages[family.begin] = self.plan.zero_stage if divided else 1
         return self._zero_stages[family.begin]
 
+    def updated_elements(self, family: BucketFamily, ranks: int) -> int:
+        """How many of a bucket's parameters each of the ranks that share it updates: a part of them under ZeRO, or all."""
+        return -(-family.elements // ranks) if self.zero_stage(family, ranks) else family.elements
+
+    def updated_bytes(self, family: BucketFamily, ranks: int) -> int:
+        """Of the gradients that each of these ranks updates with, and of the parameters that it then has."""
+        return family.padded_bytes(ranks) // ranks if self.zero_stage(family, ranks) else family.size_bytes
+
     @shared("zero")
     def _zero_stages(self) -> dict[int, int]:
         """Of families that were asked for, by their first bucket."""

@@ -214,12 +214,8 @@ def _updates_of(layout: PlanIndex, rank: int) -> tuple[OptimizerStep, ...]:
     for bucket in layout.rank_buckets(rank):
         family, lead, ranks = bucket.family, bucket.family.first[0], len(bucket.group)
         size = sizes.setdefault((lead.group, lead.optimizer), [0, 0])
-        if layout.zero_stage(family, ranks):
-            size[0] += -(-family.elements // ranks)
-            size[1] += 1
-        else:
-            size[0] += family.elements
-            size[1] += len(family.first)
+        size[0] += layout.updated_elements(family, ranks)
+        size[1] += 1 if layout.zero_stage(family, ranks) else len(family.first)
     return tuple(
         OptimizerStep(elements=elements, tensors=tensors, update_group=group, optimizer=optimizer)
         for (group, optimizer), (elements, tensors) in sorted(sizes.items())

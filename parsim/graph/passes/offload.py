@@ -31,16 +31,6 @@ from parsim.graph.task import FROM_HOST, HOST_CORES, TO_HOST, Origin, Resource
 from parsim.work import HostCopy, HostUpdate, Phase
 
 
-def updated_bytes(layout: PlanIndex, bucket: Bucket) -> int:
-    """Bytes of the gradients of a bucket with which a rank updates, and of the parameters that it then has."""
-    return bucket.padded_bytes // len(bucket.group) if layout.is_divided(bucket) else bucket.size_bytes
-
-
-def updated_elements(layout: PlanIndex, bucket: Bucket) -> int:
-    """How many of a bucket's parameters a rank updates."""
-    return -(-bucket.elements // len(bucket.group)) if layout.is_divided(bucket) else bucket.elements
-
-
 def add_offloaded_optimizer(draft: Draft, layout: PlanIndex) -> None:
     """With `optimizer_offload`: per rank and bucket a copy of gradients, the host's update, and a copy of parameters."""
     if not layout.plan.optimizer_offload:
@@ -48,15 +38,17 @@ def add_offloaded_optimizer(draft: Draft, layout: PlanIndex) -> None:
     for rank in draft.kept_ranks():
         buckets = layout.rank_buckets(rank)
         arrived: list[TaskKey] = [("to host", rank, bucket.number) for bucket in buckets]
-        for bucket, key in zip(buckets, arrived, strict=True):
-            work = HostCopy(size_bytes=updated_bytes(layout, bucket), to_host=True)
+        sizes = [layout.updated_bytes(bucket.family, len(bucket.group)) for bucket in buckets]
+        for bucket, key, size_bytes in zip(buckets, arrived, sizes, strict=True):
+            work = HostCopy(size_bytes=size_bytes, to_host=True)
             after = _complete(layout, rank, bucket)
             draft.add(key, work, [Resource(rank, TO_HOST)], after, _origin(layout, rank, bucket))
-        for bucket in buckets:
+        for bucket, size_bytes in zip(buckets, sizes, strict=True):
             updated: TaskKey = ("host update", rank, bucket.number)
-            update = HostUpdate(elements=updated_elements(layout, bucket), optimizer=bucket.family.first[0].optimizer)
+            elements = layout.updated_elements(bucket.family, len(bucket.group))
+            update = HostUpdate(elements=elements, optimizer=bucket.family.first[0].optimizer)
             draft.add(updated, update, [Resource(rank, HOST_CORES)], arrived, _origin(layout, rank, bucket))
-            back = HostCopy(size_bytes=updated_bytes(layout, bucket), to_host=False)
+            back = HostCopy(size_bytes=size_bytes, to_host=False)
             key = returned_key(rank, bucket.number)
             draft.add(key, back, [Resource(rank, FROM_HOST)], [updated], _origin(layout, rank, bucket))
 

@@ -40,12 +40,7 @@ def replica_sum_work(layout: PlanIndex, bucket: Bucket, rank: int) -> Collective
         return None
     first, index = family.first_alike(bucket.number - family.begin), bucket.group.index(rank)
     group = tuple([ranks[index] for _, ranks in family.groups[first : first + family.replicas]])
-    return Collective(operation="all_reduce", group=group, size_bytes=_part_bytes(layout, family, len(bucket.group)))
-
-
-def _part_bytes(layout: PlanIndex, family: BucketFamily, ranks: int) -> int:
-    """What each of so many ranks has of the sum of a bucket over its sharding group."""
-    return family.padded_bytes(ranks) // ranks if layout.zero_stage(family, ranks) else family.size_bytes
+    return Collective(operation="all_reduce", group=group, size_bytes=layout.updated_bytes(family, len(bucket.group)))
 
 
 class _Peers(NamedTuple):
@@ -83,7 +78,7 @@ def add_replica_sums(draft: Draft, layout: PlanIndex) -> None:
         if id(family.groups) not in peers:
             peers[id(family.groups)] = list(_peers(draft, family))
         ranks = len(family.groups[0][1])
-        size_bytes = _part_bytes(layout, family, ranks)
+        size_bytes = layout.updated_bytes(family, ranks)
         for own in peers[id(family.groups)]:
             if ranks > 1:
                 buckets = (layout.buckets.of(family, place) for place, _ in own.kept)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from parsim.costs.memory.rank_memory import optimizer_bytes
 from parsim.costs.memory.records import RankMemory
 from parsim.graph.passes.gradients import updates_of
-from parsim.graph.passes.offload import ComponentUses, groups_of, updated_bytes
+from parsim.graph.passes.offload import ComponentUses, groups_of
 from parsim.graph.passes.unsharded import uses_of
 from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import Cluster
@@ -117,7 +117,8 @@ def with_offload_lines(
             name = step.optimizer or optimizer
             each = optimizer_bytes(name, kept.precision, master_weights=master_weights, ema=ema)[0]
             state += each * step.elements
-        copies = sum(updated_bytes(layout, bucket) for bucket in layout.rank_buckets(memory.rank))
+        buckets = layout.rank_buckets(memory.rank)
+        copies = sum(layout.updated_bytes(bucket.family, len(bucket.group)) for bucket in buckets)
         host += [("optimizer_state", state), ("gradients", copies), ("parameters", copies)]
     if plan.activation_offload:
         shard = plan.shard_of_rank(memory.rank)
