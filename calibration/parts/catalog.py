@@ -26,7 +26,8 @@ class CatalogGpu:
 
     Attributes:
         peaks: its row of peaks.csv ("" : `numbers` hold everything). rows: its names in the tables of timings.
-        family: GPUs whose fits stand for one another first. units: multiprocessors, and where that was read.
+        family: GPUs whose fits stand for one another first. chip: those of one chip stand for one without rows before the
+            rest of the family; "" where the family has one chip. units: multiprocessors, and where that was read.
         ecc_in_memory: GDDR keeps a sixteenth of its nominal size for error correction.
         decimal_memory: its nominal size counts bytes by the thousand.
     """
@@ -36,6 +37,7 @@ class CatalogGpu:
     description: str
     family: str
     units: tuple[int, str, str]
+    chip: str = ""
     rows: tuple[str, ...] = ()
     attention_rows: tuple[str, ...] = ()
     attention: tuple[str, ...] = ("flash", "engine")
@@ -47,6 +49,9 @@ class CatalogGpu:
     bf16: bool = True
     kind: str = "cuda"
 
+
+BLACKWELL_ULTRA = "blackwell ultra"
+"""Multiplies 4 bits half as fast again as the B200 (peaks.csv), and attention is faster (attention.csv)."""
 
 GPUS: tuple[CatalogGpu, ...] = (
     CatalogGpu(
@@ -150,6 +155,7 @@ GPUS: tuple[CatalogGpu, ...] = (
         peaks="B300-SXM",
         description="NVIDIA B300-SXM, 288 GB.",
         family="blackwell",
+        chip=BLACKWELL_ULTRA,
         units=(148, "assumption", f"as the B200, the same two dies ({B200_PAGE})"),
         rows=("B300-SXM",),
         attention=("cudnn",),
@@ -162,6 +168,7 @@ GPUS: tuple[CatalogGpu, ...] = (
         peaks="GB300",
         description="NVIDIA GB300 (one of the two GPUs of a superchip), 288 GB.",
         family="blackwell",
+        chip=BLACKWELL_ULTRA,
         units=(148, "assumption", f"as the B200, the same two dies ({B200_PAGE})"),
         rows=("GB300",),
         attention_rows=("GB300",),

@@ -19,7 +19,7 @@ from calibration.parts.catalog import (
     GPUS,
     CatalogGpu,
 )
-from calibration.parts.products import FP8, FP32, HALF, Chip
+from calibration.parts.products import FP4, FP8, FP32, HALF, Chip
 from calibration.parts.robust import Errors, Prior, named, pooled
 from parsim.costs.compute.attention_model import COEFFICIENTS as ATTENTION_COEFFICIENTS
 from parsim.costs.compute.tile_model import COEFFICIENTS as TILE_COEFFICIENTS
@@ -43,6 +43,7 @@ HELD_SIGMA = 0.01
 KINDS: Mapping[str, tuple[str, str]] = {
     HALF: ("fp16_bf16_tflops", "bf16"),
     FP8: ("fp8_tflops", "fp8"),
+    FP4: ("fp4_tflops", "nvfp4"),
     FP32: ("fp32_tflops", "fp32"),
 }
 
@@ -61,10 +62,13 @@ class Family:
     untold: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def prior(self, gpu: CatalogGpu) -> tuple[Prior, list[str]]:
-        """From the other GPUs of the family, else from all others; and which they were."""
-        near = [
-            other.name for other in GPUS if other.family == gpu.family and other.name != gpu.name and other.name in self.fits
-        ]
+        """From the other GPUs of the family, else from all others; and which they were. Without rows, its chip's mean."""
+        others = [other for other in GPUS if other.name != gpu.name and other.name in self.fits]
+        same = [other.name for other in others if other.chip == gpu.chip != ""]
+        if same and gpu.name not in self.fits:
+            mean = np.mean([self.fits[name] for name in same], axis=0)
+            return Prior(self.base.names, mean, self.base.sigma), same
+        near = [other.name for other in others if other.family == gpu.family]
         donors = near or [name for name in self.fits if name != gpu.name]
         return self.held(gpu, pooled([self.fits[name] for name in donors], self.base.names, self.base)), donors
 
@@ -203,7 +207,7 @@ def all_fits(folder: Path) -> dict[str, list[dict[str, Any]]]:
     peaks = peaks_of(folder)
     found: dict[str, list[dict[str, Any]]] = {gpu.name: [] for gpu in GPUS}
     table = products.read_products(folder)
-    for kind, precisions in ((HALF, HALF_PRECISIONS), (FP8, ["fp8"]), (FP32, ["fp32"])):
+    for kind, precisions in ((HALF, HALF_PRECISIONS), (FP8, ["fp8"]), (FP4, ["nvfp4"]), (FP32, ["fp32"])):
         _add(found, _product_fits(table, peaks, kind, precisions))
     rows = attentions.read_attentions(folder)
     for direction in ("fwd", "bwd"):

@@ -75,6 +75,7 @@ def peak_numbers(gpu: CatalogGpu, row: Mapping[str, str]) -> dict[str, float]:
         ("tf32_tflops", ["tf32"]),
         ("fp16_bf16_tflops", HALF_PRECISIONS if gpu.bf16 else ["amp_fp16"]),
         ("fp8_tflops", ["fp8"]),
+        ("fp4_tflops", ["nvfp4"]),
     ):
         if row[column]:
             found |= dict.fromkeys(precisions, float(row[column]) * 1e12)

@@ -253,9 +253,11 @@ def usual_chunks(depth: int, layers: int, pp: int) -> int:
 
 
 def precision_of(row: Row, framework: Framework, notes: Notes) -> str:
-    """ "fp8", "bf16" or "tf32"; the framework's where the row states none, or with a question mark."""
+    """ "nvfp4", "fp8", "bf16" or "tf32"; the framework's where the row states none, or with a question mark."""
     text = row.precision.lower()
-    if "fp8" in text or "float8" in text or "nvfp4" in text:
+    if "nvfp4" in text:
+        return "nvfp4"
+    if "fp8" in text or "float8" in text:
         notes.assumed.append(f"precision {row.precision}: products at the FP8 rate")
         return "fp8"
     if not text or text.endswith("?"):

@@ -96,7 +96,7 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
         notes.lacks.append("fused softmax does not take these heads: torch's, in fp32")
     if framework.bf16_gradients and row.precision.lower().startswith("bf16"):
         software = replace(software, gradient_arrays=framework.bf16_gradients)
-    if precision == "fp8":
+    if precision in ("fp8", "nvfp4"):
         software = replace(software, casts=True)
     granularity = "layer" if split.tp == 1 else "sequence" if states.sequence else "sublayer"
     part = SamplePart(tokens=seq, context=seq, element_bytes=4 if precision == "tf32" else 2)

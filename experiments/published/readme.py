@@ -193,7 +193,6 @@ NOT_EXPLAINED = """- 39B on 512 A100 with tp 2 and pp 16 takes 1.7 times as long
   what is predicted. Hosts that launch expert by expert would have this effect. One product of an expert costs 33 us to
   launch (8 experts of 128 rows in 0.27 ms, NVIDIA/TransformerEngine pull request 3134). Six of them make 3.2 ms of the
   9 to 16. No source was found for the rest.
-- Two rows in NVFP4 are priced at the FP8 rate and come out 22 and 63% too slow.
 - Sailor's rows on GH200 still take 1.3 to 2.3 times as long as predicted, the more the smaller the microbatch. About 2
   ms per layer and microbatch do not grow with it. A component here costs the larger of host and GPU time; their rows
   look like the sum.

@@ -34,6 +34,9 @@ PARTS = "parts of an array"
 UNALIGNED = "unaligned"
 """Function of a product whose rows are no whole multiple of 16 bytes, in a library that then uses no tensor cores."""
 
+NOT_LOW = "not in low precision"
+"""Function of a product with a weight that training in 8 or 4 bits leaves in 16."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
@@ -52,7 +55,7 @@ class Operator:
         count: how often it occurs.
         function: of a memory-bound one its name in aten, such as "gelu", or "unlisted:NAME" where the operator table has no row
             for it; of an attention "causal" or nothing; `GRADIENT_SUM`, `BIAS`, `BIAS_GRADIENT`, `PARTS`; of a product
-            `UNALIGNED`; "" where unknown.
+            `UNALIGNED` or `NOT_LOW`; "" where unknown.
         gradients: one of GRADIENTS, what its backward computes.
     """
 
@@ -73,6 +76,11 @@ class Operator:
             raise ModelError(f"unknown operator kind {self.kind!r}; known: {', '.join(OPERATOR_KINDS)}")
         if self.batch not in ("rows", "batch", "none"):
             raise ModelError(f"operator batch must be rows, batch or none, got {self.batch!r}")
+
+    @property
+    def low(self) -> bool:
+        """Whether it runs in 8 or 4 bits where products do: those with a weight, since frameworks convert layers."""
+        return self.parameter_bytes > 0 and self.function not in (NOT_LOW, UNALIGNED)
 
     def __hash__(self) -> int:
         """Of a few fields: hashing all takes most of the time of a look-up, and equal operators have equal hashes still."""

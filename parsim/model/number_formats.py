@@ -9,7 +9,9 @@ amp_bf16      fp16 scales the loss, so that small gradients do not vanish (`pars
 bf16          weights, gradients and activations in bf16; with master weights the optimizer updates copies in fp32.
 fp16          the same in fp16, with a scaled loss: Megatron-LM's and DeepSpeed's fp16. Priced where a profile knows it; nothing
               here runs it.
-fp8           products in fp8, all else in bf16. Priced where a profile knows it; nothing here runs it.
+fp8           products with a weight in fp8, all else in bf16. Priced where a profile knows it; nothing here runs it.
+nvfp4         the same in 4 bits: NVIDIA's, with a scale of 8 bits for every 16 elements. Kept activations count a whole byte
+              each. Leaves out the rotation of operands (random Hadamard transform) and layers that a recipe keeps in bf16.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ FORMATS: Registry[NumberFormat] = Registry(
         "bf16": NumberFormat(element_bytes=2, weight_bytes=2),
         "fp16": NumberFormat(element_bytes=2, weight_bytes=2, scales_loss=True, devices=()),
         "fp8": NumberFormat(element_bytes=1, weight_bytes=2, devices=(), beside="bf16"),
+        "nvfp4": NumberFormat(element_bytes=1, weight_bytes=2, devices=(), beside="bf16"),
     },
     error=CostError,
 )
@@ -75,13 +78,15 @@ def number_format(precision: str) -> NumberFormat:
     return FORMATS[precision]
 
 
-def operator_precision(precision: str, kind: str) -> str:
-    """The precision in which an operator of that kind runs: under fp8 only products and convolutions are in fp8.
+def operator_precision(precision: str, kind: str, *, low: bool = True) -> str:
+    """The precision in which an operator of that kind runs: under fp8 and nvfp4 only products and convolutions are in them.
 
     Args:
         precision: of the training. kind: of the operator (`parsim.model.component.OPERATOR_KINDS`).
+        low: False for a product that is left out of that (`parsim.model.component.NOT_LOW`).
     """
-    return precision if kind in ("matmul", "convolution") else number_format(precision).beside or precision
+    products = kind in ("matmul", "convolution") and low
+    return precision if products else number_format(precision).beside or precision
 
 
 def check_planned(precision: str) -> None:

@@ -49,7 +49,7 @@ def single_step_s(problem: PlanningProblem) -> float:
     return sum(costs.estimate(task.work, 0).median_s for task in lower(plan, layout.model).tasks)
 
 
-@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp8", "nvfp4"])
 def test_what_a_profile_does_not_know_is_refused_by_name(precision: str) -> None:
     weights = "bfloat16" if FORMATS[precision].weight_bytes == 2 else "float32"
     with pytest.raises(CostError, match=rf"{precision}.*precisions of the device: .*amp_fp16"):
@@ -102,7 +102,7 @@ def test_the_optimizer_s_bytes_by_precision() -> None:
 
 def test_sizes_of_every_precision() -> None:
     assert {name: element_bytes(name) for name in FORMATS} == {
-        "fp32": 4, "fp64": 8, "tf32": 4, "amp_fp16": 2, "amp_bf16": 2, "bf16": 2, "fp16": 2, "fp8": 1,
+        "fp32": 4, "fp64": 8, "tf32": 4, "amp_fp16": 2, "amp_bf16": 2, "bf16": 2, "fp16": 2, "fp8": 1, "nvfp4": 1,
     }  # fmt: skip
     assert [name for name in FORMATS if is_half(name)] == ["amp_fp16", "amp_bf16"]
     with pytest.raises(CostError, match="unknown precision 'half'"):

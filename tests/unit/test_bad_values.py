@@ -127,11 +127,11 @@ def test_a_batch_of_1e20(refused: Refused) -> None:
     assert (status, f"batch = {10**20}: must be <= 1000000000" in message) == (1, True)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "MXFP4", "fp4"])
-def test_four_bits_are_not_priced_and_the_message_names_the_nearest(refused: Refused, name: str) -> None:
+@pytest.mark.parametrize("name", ["NVFP4", "MXFP4", "fp4"])
+def test_of_four_bits_one_format_is_priced_and_the_message_names_it(refused: Refused, name: str) -> None:
     message = plan(refused, f"training.precision={name}")
-    assert f"training.precision = {name!r}: products in 4 bits are not priced" in message
-    assert "fp8 is the nearest" in message
+    assert f"training.precision = {name!r}: of products in 4 bits" in message
+    assert 'set precision = "nvfp4"' in message
 
 
 @pytest.mark.parametrize(

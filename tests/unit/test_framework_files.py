@@ -186,11 +186,10 @@ def test_half_precision_of_megatron_says_what_it_is_taken_as() -> None:
     assert read_script(SIZES + "--fp16").left_out["--fp16"].startswith("taken as amp_fp16")
 
 
-def test_four_bits_are_taken_as_eight_and_the_answer_says_so() -> None:
-    recipe = read_script(SIZES + "--fp4-format e2m1 --bf16 --reset-attention-mask")
-    assert recipe.training["precision"] == "fp8"
-    assert recipe.left_out["--fp4-format"] == "products are priced at the FP8 rate, which is too slow for FP4"
-    assert "--reset-attention-mask" in recipe.left_out
+def test_four_bits_of_megatron() -> None:
+    recipe = read_script(SIZES + "--fp4-format e2m1 --fp4-recipe nvfp4 --bf16 --reset-attention-mask")
+    assert (recipe.training["precision"], recipe.args["fp8_casts"]) == ("nvfp4", True)
+    assert list(recipe.left_out) == ["--reset-attention-mask"]
     assert recipe.unknown == []
 
 

@@ -464,6 +464,7 @@ def teardown_module() -> None:
         ("sailor-x-1", "", "tf32", 4),
         ("megatron-x-1", "", "bf16", 2),
         ("megatron-x-1", "fp8", "fp8", 2),
+        ("nemo-bridge-x-1", "NVFP4", "nvfp4", 2),
     ],
 )
 def test_a_precision_that_is_not_stated_is_the_frameworks(name: str, precision: str, expected: str, element_bytes: int) -> None:

@@ -33,7 +33,7 @@ from parsim.hardware.device import DeviceType
 from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.hardware.profile import Profile
 from parsim.model.component import GRADIENT_SUM, Operator
-from parsim.model.number_formats import operator_precision
+from parsim.model.number_formats import number_format, operator_precision
 from parsim.work import Phase
 
 FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING = 0.02
@@ -80,7 +80,7 @@ class KernelModel:
         spreads: dict[str, float] = {}
         total = outside_s = 0.0
         for kernel in self._kernels(request):
-            if not self.has_published_peaks and (kernel.kind, kernel.phase) not in self._fits:
+            if not self.has_published_peaks and self._fit_of(kernel) is None:
                 raise CostError(self._unknown(request, f"{kernel.kind} {kernel.phase}"))
             seconds, sigma, source, outside = self.price(kernel)
             own = sums.setdefault((kernel.kind, source), [0.0, 0.0, 0.0, 0.0])
@@ -101,7 +101,8 @@ class KernelModel:
         shares = ", ".join(f"{by_source[name] / total:.0%} {name}" for name in sorted(by_source))
         if efficiency and efficiency[0].value > 1:  # whole models were faster than their kernels
             least_s = sum(
-                entry.count * kernel_roofline_s(entry, self.device, self.precision) for entry in self._kernels(request)
+                entry.count * kernel_roofline_s(entry, self.device, self._precision_of(entry))
+                for entry in self._kernels(request)
             )
             efficiency = (*efficiency, Term("roofline", "at least", least_s, "published"))
         return Estimate.of(
@@ -129,7 +130,7 @@ class KernelModel:
         return {}
 
     def _price(self, kernel: Kernel) -> KernelPrice:
-        fit = self._fits.get((kernel.kind, kernel.phase))
+        fit, precision = self._fit_of(kernel), self._precision_of(kernel)
         if fit is not None:
             doublings = 0.0
             if kernel.flop > 0 and fit.max_flop > 0 and kernel.kind != "memory_bound":
@@ -140,7 +141,7 @@ class KernelModel:
                 bound = self._arithmetic_s(kernel)
                 if bound > seconds:
                     return KernelPrice(kernel.count * bound, ROOFLINE_SIGMA, "published", False)
-            least = kernel_roofline_s(kernel, self.device, self.precision)
+            least = kernel_roofline_s(kernel, self.device, precision)
             if not kernel.aligned and "fp32" in self.device.peak_flop_per_s:
                 least = max(least, kernel.flop / (self.device.peak_flop_per_s["fp32"] * ROOFLINE_COMPUTE_EFFICIENCY))
             return KernelPrice(kernel.count * max(seconds, least), sigma, "fitted", doublings > 0)
@@ -149,7 +150,7 @@ class KernelModel:
 
     def _arithmetic_s(self, kernel: Kernel) -> float:
         """Of one launch at the stated efficiency; 0 where nobody published a peak of the precision."""
-        peak = peak_of(kernel, self.device, self.precision)
+        peak = peak_of(kernel, self.device, self._precision_of(kernel))
         return 0.0 if peak is None or not kernel.flop else kernel.flop / (peak * ROOFLINE_COMPUTE_EFFICIENCY)
 
     @cached_property
@@ -166,17 +167,25 @@ class KernelModel:
         """Whether a datasheet or paper states the peak of this precision."""
         return self.precision in self.device.peak_flop_per_s and has_published_peaks(self.profile, self.device)
 
+    def _precision_of(self, kernel: Kernel) -> str:
+        return operator_precision(self.precision, kernel.kind, low=kernel.low)
+
+    def _fit_of(self, kernel: Kernel) -> OperatorFit | None:
+        return self._fits.get((kernel.kind, kernel.phase, self._precision_of(kernel)))
+
     @cached_property
-    def _fits(self) -> dict[tuple[str, str], OperatorFit]:
-        """By kind and phase; of several the first."""
-        found: dict[tuple[str, str], OperatorFit] = {}
+    def _fits(self) -> dict[tuple[str, str, str], OperatorFit]:
+        """By kind, phase and precision; of several the first."""
+        wanted = {self.precision, number_format(self.precision).beside}
+        found: dict[tuple[str, str, str], OperatorFit] = {}
         for fit in self.profile.compute.operator_fits:
-            if (fit.precision, fit.device_type) == (operator_precision(self.precision, fit.kind), self.device.name):
-                found.setdefault((fit.kind, fit.phase), fit)
+            if fit.precision in wanted and fit.device_type == self.device.name:
+                found.setdefault((fit.kind, fit.phase, fit.precision), fit)
         return found
 
     def _kernels(self, request: ComputeRequest) -> tuple[Kernel, ...]:
-        fused = ("attention", "forward") in self._fits and ("attention", "backward") in self._fits
+        attention = operator_precision(self.precision, "attention")
+        fused = all(("attention", phase, attention) in self._fits for phase in ("forward", "backward"))
         return component_kernels(request, self.precision, self.device.kind, fused_attention=fused)
 
     def _unknown(self, request: ComputeRequest, kind: str) -> str:
@@ -245,7 +254,7 @@ def component_kernels(
         forward, backward = _with_fused_attention(forward, backward)
 
     def own(operator: Operator) -> str:
-        return operator_precision(precision, operator.kind)
+        return operator_precision(precision, operator.kind, low=operator.low)
 
     if phase is Phase.FORWARD:
         return tuple(

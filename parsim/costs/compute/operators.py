@@ -61,7 +61,8 @@ class Kernel:
             convolutions also "backward_input" and "backward_weight", for attention "backward".
         flop, size_bytes: of the whole launch.
         causal: of fused attention: its rows (queries) see no later column (key).
-        aligned: of a product: False if it runs without tensor cores.
+        aligned: of a product: False if it runs without tensor cores. low: False if it does not run in a precision that only
+            products run in (`NumberFormat.beside`).
     """
 
     kind: str
@@ -78,6 +79,7 @@ class Kernel:
     strided: bool = False
     causal: bool = False
     aligned: bool = True
+    low: bool = True
 
 
 def kernel_seconds(kernel: Kernel, coefficients: Mapping[str, float]) -> float:
@@ -248,6 +250,7 @@ def _matmul(operator: Operator, samples: int, size_bytes: float) -> Kernel:
         depth=k,
         problems=problems,
         aligned=operator.function != UNALIGNED,
+        low=operator.low,
     )
 
 
@@ -287,6 +290,7 @@ def _attention(operator: Operator, samples: int, width: int) -> tuple[Kernel, ..
         columns=keys,
         depth=d,
         problems=problems,
+        low=False,
     )
     passes = _moved(SCORE_KERNELS * operator.count, SCORE_ARRAYS / SCORE_KERNELS * width * problems * queries * keys)
     return (scores, passes, replace(scores, columns=d, depth=keys))

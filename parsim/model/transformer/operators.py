@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from parsim.model.component import BIAS, BIAS_GRADIENT, GRADIENT_SUM, PARTS, Operator, OperatorShard, Parameter, ParameterShard
+from parsim.model.component import (
+    BIAS,
+    BIAS_GRADIENT,
+    GRADIENT_SUM,
+    NOT_LOW,
+    PARTS,
+    Operator,
+    OperatorShard,
+    Parameter,
+    ParameterShard,
+)
 
 FULL_BYTES = 4
 CAST_ARRAYS = 2.0
@@ -99,11 +109,12 @@ class Layer:
         bias: bool = False,
         problems: int = 1,
         added: str = BIAS_GRADIENT,
+        low: bool = True,
     ) -> None:
         """A product with a weight: split "column" (its outputs), "row" (its inputs) or "" (whole on every shard).
 
         `problems`: of so many experts, each with its own weight and `rows` rows. `added`: as `bias_kernel` has it; with "row"
-        the residual's kernel adds the bias.
+        the residual's kernel adds the bias. `low`: training in 8 or 4 bits multiplies in them.
         """
         whole = problems * rows
         shape = (("m", rows), ("n", outputs), ("k", inputs))
@@ -114,8 +125,9 @@ class Layer:
             forward_flop=2.0 * whole * outputs * inputs,
             activation_bytes=FULL_BYTES * whole * (outputs + inputs),
             parameter_bytes=FULL_BYTES * problems * outputs * inputs,
+            function="" if low else NOT_LOW,
         )
-        if self.casts:
+        if self.casts and low:
             self.moved(whole * inputs, CAST_ARRAYS, divided=split == "row")
         part = {"column": ("n", outputs), "row": ("k", inputs)}.get(split)
         self.add(operator, *((part[0], FULL_BYTES * whole * part[1]) if part else ()))

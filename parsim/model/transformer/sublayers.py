@@ -176,7 +176,7 @@ def mlp(layer: Layer, shape: Shape, software: Software, part: SamplePart, *, exp
     if norm:
         _entering_norm(layer, "norm2", shape, software, part)
     if experts:
-        layer.linear("router", n, shape.experts, h, split="", bias=shape.expert_bias)
+        layer.linear("router", n, shape.experts, h, split="", bias=shape.expert_bias, low=False)
         visits = n * shape.active
         layer.moved(visits * h, 4, divided=False)
         _feed(layer, shape, software, part, max(1, visits // shape.experts), shape.expert_ffn, "experts", shape.experts)
@@ -239,9 +239,14 @@ def embed(shape: Shape, software: Software, part: SamplePart) -> Component:
 
 
 def head(shape: Shape, software: Software, part: SamplePart, reads: str, *, norm: bool) -> Component:
+    """The last norm, logits and loss.
+
+    Training in 8 bits leaves the product in 16 (`low`): Megatron-LM's head is no layer of Transformer Engine unless its flag
+    `fp8_output_proj` is set (pull request 4825), and torchtitan's and torchao's recipes leave it out.
+    """
     n, h, v = part.tokens, shape.hidden, shape.vocab
     layer = new_layer("wte" if shape.tied else "lm_head", software, part)
-    layer.linear("", n, v, h, split="column")
+    layer.linear("", n, v, h, split="column", low=False)
     layer.parameters.clear()
     layer.cut_parameters.clear()
     layer.weight("weight", v * h, 0)

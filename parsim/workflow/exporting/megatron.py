@@ -16,7 +16,13 @@ NAME = "Megatron-LM"
 FILE = "megatron.sh"
 VOCABULARY_STEP = 128
 """Megatron-LM pads the vocabulary to a multiple of this times tp, unless it is given another number."""
-PRECISIONS = {"fp32": [], "bf16": ["--bf16"], "amp_fp16": ["--fp16"], "fp8": ["--bf16", "--fp8-format hybrid"]}
+PRECISIONS = {
+    "fp32": [],
+    "bf16": ["--bf16"],
+    "amp_fp16": ["--fp16"],
+    "fp8": ["--bf16", "--fp8-format hybrid"],
+    "nvfp4": ["--bf16", "--fp4-format e2m1", "--fp4-recipe nvfp4"],
+}
 OPTIMIZERS = {"adamw_fused": "adam", "sgd_momentum": "sgd"}
 FSDP = {2: "optim_grads", 3: "optim_grads_params"}
 NOT_THERE = ("alibi", "embedding_norm", "sinks", "expert_bias")

@@ -191,6 +191,6 @@ def _expected(wanted: TransformerPlan) -> dict[str, object]:
 
 def check_fp8_casts(wanted: TransformerPlan) -> None:
     """Note it where the model casts to 8 bits and the training does not, or the other way round."""
-    low = wanted.request.config.training.precision == "fp8"
+    low = wanted.request.config.training.precision in ("fp8", "nvfp4")
     if bool(wanted.own[CASTS]) != low:
-        wanted.left_out[f"model.args.{CASTS}"] = "the framework casts inputs of products exactly if it trains in fp8"
+        wanted.left_out[f"model.args.{CASTS}"] = "the framework casts inputs of products exactly if it trains in fp8 or nvfp4"

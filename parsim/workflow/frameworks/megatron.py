@@ -71,7 +71,7 @@ HARMLESS = frozenset(
     no-async-tensor-parallel-allreduce squared-relu qk-layernorm no-persist-layer-norm bf16 fp16 nnodes nproc-per-node
     use-distributed-optimizer sequence-parallel untie-embeddings-and-output-weights max-position-embeddings add-qkv-bias
     init-model-with-meta-device calculate-per-token-loss use-precision-aware-optimizer fp8-amax-history-len
-    fp8-amax-compute-algo fp8-margin fp8-interval fp8-recipe fp8-param-gather openai-gelu add-bias-linear
+    fp8-amax-compute-algo fp8-margin fp8-interval fp8-recipe fp8-param-gather fp4-recipe openai-gelu add-bias-linear
     apply-query-key-layer-scaling ddp-bucket-size ddp-num-buckets ddp-average-in-collective
     """.split()  # noqa: SIM905
 )
@@ -206,7 +206,7 @@ def _recipe(framework: str, found: Mapping[str, list[str]]) -> Recipe:
         training["global_batch"] = batch
     recipe.processes = options.number("nproc-per-node", 0) * options.number("nnodes", 1)
     training["precision"] = _precision(options)
-    if training["precision"] == "fp8":
+    if training["precision"] in ("fp8", "nvfp4"):
         args["fp8_casts"] = True
     optimizer = options.text("optimizer", "adam")
     training["optimizer"] = "sgd_momentum" if optimizer == "sgd" else "adamw_fused"
@@ -222,8 +222,6 @@ def _recipe(framework: str, found: Mapping[str, list[str]]) -> Recipe:
     recipe.taken = dict(options.read)
     if "fp16" in options.read and training["precision"] == "amp_fp16":
         recipe.left_out["--fp16"] = "taken as amp_fp16: weights and gradients of 4 bytes, and Megatron's have 2 and copies of 4"
-    if "fp4-format" in options.read:
-        recipe.left_out["--fp4-format"] = "products are priced at the FP8 rate, which is too slow for FP4"
     every = "uniform" in found.get("recompute-method", [])
     for name in found:
         if name in options.read or name in HARMLESS or (every and name == "recompute-num-layers"):
@@ -304,9 +302,11 @@ def _vocabulary(options: _Options) -> int:
 
 
 def _precision(options: _Options) -> str:
-    formats = [options.text(name) for name in ("fp4-format", "fp8-format")]
-    if any([*formats, *(options.flag(name) for name in ("fp8", "fp8-hybrid", "fp8-e4m3"))]):
+    four, eight = (options.text(name) for name in ("fp4-format", "fp8-format"))
+    if any([eight, *(options.flag(name) for name in ("fp8", "fp8-hybrid", "fp8-e4m3"))]) and not four:
         return "fp8"
+    if four:
+        return "nvfp4"
     if options.flag("bf16"):
         return "bf16"
     return "amp_fp16" if options.flag("fp16") else "fp32"

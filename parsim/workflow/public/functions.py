@@ -60,7 +60,7 @@ def plan(
             Model or of a run file (which holds all other arguments); or a Model, or an nn.Module.
         cluster: a shipped profile by name, the path of one, "this-machine", a Cluster or a Calibration.
         global_batch: samples per step over all replicas.
-        precision: "fp32", "tf32", "amp_fp16", "amp_bf16", "bf16", "fp16" or "fp8".
+        precision: "fp32", "tf32", "amp_fp16", "amp_bf16", "bf16", "fp16", "fp8" or "nvfp4".
         optimizer: a row of docs/extending.md ("sgd_momentum", "adamw_fused"), or torch's name ("AdamW").
         strategy: "single", "dp", "mp", "hp", "adaptive" (all of these), or the path of a plan.json.
         devices: the first N of every node, or device numbers. nodes: copies of the cluster, connected by `network`.

@@ -183,7 +183,7 @@ class TrainingSection(ConfigSection):
     global_batch: Annotated[int, Field(strict=True, ge=1, le=MOST_SAMPLES)]
     """Samples per step over all replicas."""
     precision: Annotated[Name, RowOf(FORMATS, check_planned)] = "fp32"
-    """A row of `parsim.model.number_formats` (docs/design.md, "Precision"; fp16, fp8: priced only), or "package.module:ROW"."""
+    """A row of `parsim.model.number_formats`, or "package.module:ROW". Priced only: fp16, fp8, nvfp4."""
     master_weights: StrictBool | None = None
     """With precision = "bf16": whether the optimizer updates copies of the weights in fp32; left out: it does."""
     optimizer: Annotated[Name, RowOf(OPTIMIZERS)] = "sgd_momentum"
@@ -231,11 +231,11 @@ class TrainingSection(ConfigSection):
 
     @field_validator("precision", mode="before")
     @classmethod
-    def _no_four_bits(cls, value: Any) -> Any:
-        if isinstance(value, str) and "fp4" in value.lower():
+    def _four_bits_by_name(cls, value: Any) -> Any:
+        if isinstance(value, str) and "fp4" in value.lower() and value != "nvfp4":
             rule = (
-                "products in 4 bits are not priced: no fit of them comes with parsim; fp8 is the nearest, and too slow where "
-                "the GPU multiplies 4 bits faster"
+                "of products in 4 bits, only those of NVIDIA's format with a scale for every 16 elements are priced; set "
+                'precision = "nvfp4"'
             )
             raise PydanticCustomError("unknown_row", "{rule}", {"rule": rule})
         return value

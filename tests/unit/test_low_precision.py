@@ -1,0 +1,97 @@
+"""Training in 8 and 4 bits: which products run in them, and what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+
+from parsim.costs.compute.kernel_model import KernelModel, component_kernels
+from parsim.costs.compute.operator_model import ComputeRequest
+from parsim.costs.compute.operators import Kernel, element_bytes
+from parsim.costs.compute.roofline import kernel_roofline_s
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.parts.compose import profile_from_parts
+from parsim.model.model import Model
+from parsim.model.named.names import named_model
+from parsim.work import Phase
+
+LOW = ("fp8", "nvfp4")
+
+
+@lru_cache(maxsize=16)
+def prices(gpu: str, precision: str) -> KernelModel:
+    profile = profile_from_parts(gpu, 1)
+    return KernelModel(profile, cluster_from_profile(profile).devices[0].type, precision)
+
+
+def product(precision: str, rows: int, columns: int, depth: int, *, low: bool = True) -> Kernel:
+    elements = rows * depth + depth * columns + rows * columns
+    return Kernel(
+        kind="matmul",
+        phase="forward",
+        flop=2.0 * rows * columns * depth,
+        size_bytes=float(element_bytes(precision) * elements),
+        rows=rows,
+        columns=columns,
+        depth=depth,
+        low=low,
+    )
+
+
+@lru_cache(maxsize=1)
+def mixtral() -> Model:
+    own = {"seq": 2048, "kernels": "unfused-attention", "fp8_casts": True}
+    return named_model("mixtral-8x7b", own, granularity="block", weights="bfloat16")
+
+
+def kernels(component: str, precision: str, phase: Phase) -> tuple[Kernel, ...]:
+    request = ComputeRequest(component=mixtral().component(component), phase=phase, samples=2)
+    return component_kernels(request, precision, "cuda", fused_attention=True)
+
+
+@pytest.mark.parametrize("name", ["b200", "gb200", "gb300", "b300"])
+def test_four_bits_multiply_faster_than_eight(name: str) -> None:
+    """Medians of published products above 1e12 FLOP: GB200 3,435 and 2,328 to 2,656 TFLOP/s, GB300 4,721 and 2,982."""
+    eight, four = (prices(name, precision).price(product(precision, 16384, 8192, 8192)).seconds for precision in LOW)
+    assert 1.2 < eight / four < 2.2
+    eight, four = (prices(name, precision).price(product(precision, 128, 128, 128)).seconds for precision in LOW)
+    assert four > 0.3 * eight, "no peak shortens a launch"
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
+def test_the_head_costs_what_it_does_in_bf16(precision: str, phase: Phase) -> None:
+    own, half = kernels("head", precision, phase), kernels("head", "bf16", phase)
+    assert [prices("b200", precision).price(entry).seconds for entry in own] == [
+        prices("b200", "bf16").price(entry).seconds for entry in half
+    ]
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_products_without_a_weight_and_the_router_stay_in_bf16(precision: str) -> None:
+    found = [entry for entry in kernels("h.0", precision, Phase.FORWARD) if entry.kind == "matmul"]
+    assert [entry.low for entry in found] == [True, False, False, True, False, True, True], (
+        "queries, keys and values; two of scores; what attention puts out; router; up and down of the experts"
+    )
+    kept = product("bf16", 4096, 4096, 128, low=False)
+    own, half = prices("b200", precision), prices("b200", "bf16")
+    assert own.price(kept) == half.price(replace(kept, low=True))
+    assert own.price(replace(kept, low=True)).seconds != own.price(kept).seconds
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_nothing_is_priced_below_the_roofline_of_its_own_precision(precision: str) -> None:
+    model = prices("b200", precision)
+    for component in ("head", "h.0"):
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            for entry in kernels(component, precision, phase):
+                own = precision if entry.kind == "matmul" and entry.low else "bf16"
+                assert model.price(entry).seconds >= entry.count * kernel_roofline_s(entry, model.device, own)
+
+
+def test_without_low_precision_nothing_is_left_out_of_it() -> None:
+    """All products of a bf16 training have one price, whatever training in 8 bits would do with them."""
+    kept = product("bf16", 4096, 32000, 4096, low=False)
+    assert prices("h100-sxm", "bf16").price(kept) == prices("h100-sxm", "bf16").price(replace(kept, low=True))
