@@ -296,6 +296,7 @@ def test_an_unwritable_folder_is_one_clear_error(tmp_path: Path) -> None:
 
 
 def _save_forever(folder: Path) -> None:
+    torch.set_num_threads(1)  # a fork has none of its parent's threads, and waits for them
     for step in range(1, 10**6):
         state = RankState(weights={"w": torch.full((200_000,), float(step))})
         save_checkpoint(folder, step, state, seed=0, rank=0, world_size=1)
