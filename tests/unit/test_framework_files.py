@@ -62,7 +62,9 @@ def test_a_file_of_torchtitan() -> None:
         ({"data_parallel_replicate_degree": 2}, (3, 4)),
         ({"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 4}, (3, 4)),
         ({"data_parallel_replicate_degree": 8, "data_parallel_shard_degree": 1}, (0, None)),
-        ({"data_parallel_replicate_degree": 1}, (3, None)),
+        ({"data_parallel_replicate_degree": 1}, (3, 8)),
+        ({"data_parallel_shard_degree": -1}, (3, 8)),
+        ({}, (3, 8)),
         ({"data_parallel_replicate_degree": 8}, (0, None)),
         ({"data_parallel_replicate_degree": 2, "fsdp_reshard_after_forward": "never"}, (2, 4)),
     ],
@@ -89,9 +91,16 @@ def test_torchtitan_keeps_states_as_often_as_divides_the_replicas() -> None:
         read_toml(document).settings(8)
 
 
-@pytest.mark.parametrize(("optimizer", "states"), [("--use-distributed-optimizer", (1, 4)), ("", (0, None))])
+@pytest.mark.parametrize(
+    ("optimizer", "states"),
+    [
+        ("--num-distributed-optimizer-instances 2 --use-distributed-optimizer", (1, 4)),
+        ("--num-distributed-optimizer-instances 2", (0, None)),
+        ("--use-distributed-optimizer", (1, 8)),  # left out, the search would try groups of a node
+    ],
+)
 def test_megatron_has_several_instances_of_the_optimizer(optimizer: str, states: tuple[int, int | None]) -> None:
-    recipe = read_script(f"torchrun pretrain_gpt.py {SIZES} --num-distributed-optimizer-instances 2 {optimizer}")
+    recipe = read_script(f"torchrun pretrain_gpt.py {SIZES} {optimizer}")
     settings = recipe.settings(8)
     assert (settings["plan.zero_stage"], settings.get("plan.dp_shard")) == states
 
