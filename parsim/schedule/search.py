@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from parsim.analyze.bounds import busiest_resource_s
@@ -20,7 +20,7 @@ from parsim.predict.evaluate import SAMPLES, Evaluation, SimulatedStep, evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import PlanResult
 from parsim.registry import is_reference
-from parsim.schedule.branch_and_bound import Incumbents, JudgedPlan, Tally, judged_best_first, judged_misfit
+from parsim.schedule.branch_and_bound import Incumbents, JudgedPlan, Tally, judged_best_first
 from parsim.schedule.families import FAMILIES, Strategy, mixed_meshes, nodes_of
 from parsim.schedule.members import Members
 from parsim.schedule.parts.by_offload import way_out
@@ -313,13 +313,13 @@ class _Opening:
 
     def misfit(self, incumbents: Incumbents) -> None:
         """Judge the plan of a family that is closest to fitting, where none of it fits."""
-        if incumbents.closest is not None and not incumbents.steps_s:
-            self.judged += judged_misfit(incumbents.closest[1], self.steps.of)
+        if not incumbents.steps_s:
+            self.judged += incumbents.closest.judged(self.steps.of, partial(_excess_bytes, self.problem))
 
     def _open(self, name: str, nodes: list[Node], incumbents: Incumbents, late: list[Node] | None, most: float) -> None:
         found, counted = judged_best_first(
             nodes,
-            excess_bytes=lambda plan: _excess_bytes(self.problem, plan),
+            excess_bytes=partial(_excess_bytes, self.problem),
             judge=self.steps.of,
             incumbents=incumbents,
             late=late,
