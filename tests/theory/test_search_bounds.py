@@ -166,9 +166,7 @@ def test_the_plan_shown_where_none_fits_is_the_closest_one() -> None:
     """A bound of 1 byte may stand for plans that need 600: it is no reason to show one of them beside a plan that needs 22."""
     components = tuple(component.name for component in chain_model().components)
     stages = (Stage(components=components, ranks=(0, 1), placements=(BATCH,) * len(components)),)
-    near, far = (
-        Plan(strategy="dp", mesh=Mesh(dp=2), stages=stages, global_batch=16, microbatches=count) for count in (8, 1)
-    )
+    near, far = (Plan(strategy="dp", mesh=Mesh(dp=2), stages=stages, global_batch=16, microbatches=count) for count in (8, 1))
     over = {near: 22, far: 600}
     bounded = Node(0.0, 1, lambda: [Node(0.0, 1, plan=far)], missing_bytes=lambda: 1.0)
     known = Node(0.0, 1, plan=far, over_bytes=2.0)
