@@ -105,6 +105,18 @@ def test_megatron_has_several_instances_of_the_optimizer(optimizer: str, states:
     assert (settings["plan.zero_stage"], settings.get("plan.dp_shard")) == states
 
 
+@pytest.mark.parametrize(("converters", "told"), [(["float8"], True), ([], False)])
+def test_gathering_in_8_bits_is_left_out_where_torchtitan_trains_in_8_bits(converters: list[str], told: bool) -> None:
+    document = {
+        "model": {"name": "llama3", "flavor": "8B", "converters": converters},
+        "training": {"local_batch_size": 1, "seq_len": 128},
+        "float8": {"enable_fsdp_float8_all_gather": True, "recipe_name": "rowwise"},
+    }
+    recipe = read_toml(document)
+    assert ("float8.enable_fsdp_float8_all_gather" in recipe.left_out) == told
+    assert ("float8.enable_fsdp_float8_all_gather" in recipe.ignored) != told
+
+
 def test_every_second_layer_is_recomputed_by_torchtitan() -> None:
     document = {
         "model": {"name": "llama3", "flavor": "8B"},
