@@ -346,16 +346,17 @@ def _check_alone(path: Path, cluster: object, global_batch: object) -> None:
     given = [
         (option, key, value)
         for option, key, value in (
-            ("--on (cluster=)", "cluster.profile", cluster),
+            ("--on or --gpus (cluster=)", "[cluster]", cluster),
             ("--batch (global_batch=)", "training.global_batch", global_batch),
         )
         if value is not None
     ]
     if given:
         option, key, value = given[0]
+        how = f"--set {key}={value}" if key != "[cluster]" else "--set cluster.profile=... (or cluster.gpu, cluster.nodes)"
         raise ConfigError(
             f"{option} is for a question without a file, but {path} is a run file, which says {key} itself; drop it, or "
-            f"override the file: --set {key}={value}"
+            f"override the file: {how}"
         )
 
 

@@ -254,3 +254,11 @@ def test_the_gpus_of_a_node_change_their_number_of_nodes_and_not_that_of_gpus() 
     assert machines("8xh100-sxm", 4) == (2, 4)
     with pytest.raises(ProfileError, match=r"no whole number of nodes of cluster.gpus_per_node = 8"):
         machines("4xh100-sxm", 8)
+
+
+def test_gpus_beside_a_run_file_are_told_how_to_change_its_cluster(parsim: Call, tmp_path: Path) -> None:
+    """`--set cluster.profile` would not do: a file with cluster.gpu may not have both."""
+    (tmp_path / "run.toml").write_text(RUN.format(model="mlp"))
+    said = refused(parsim, "plan", "run.toml", "--gpus", "8xh100-sxm")
+    assert "--on or --gpus (cluster=) is for a question without a file" in said
+    assert "--set cluster.profile=... (or cluster.gpu, cluster.nodes)" in said
