@@ -103,13 +103,20 @@ class Closest:
         self.exact = min(filter(None, (self.exact, other.exact)), key=itemgetter(0), default=None)
         self.bounded = min(filter(None, (self.bounded, other.bounded)), key=itemgetter(0), default=None)
 
-    def judged(self, judge: Callable[[Plan], float], excess_bytes: Callable[[Plan], int]) -> list[JudgedPlan]:
+    def judged(
+        self,
+        judge: Callable[[Plan], float],
+        excess_bytes: Callable[[Plan], int],
+        variants: Callable[[Plan], Iterable[Plan]],
+    ) -> list[JudgedPlan]:
         """The plan that is closest; of a part its first one that is possible.
 
         Args:
-            judge: seconds of a plan's step. excess_bytes: by how much a plan does not fit.
+            judge: seconds of a plan's step. excess_bytes: by how much a plan does not fit. variants: a plan and what else may
+                stand for it, such as the same with all recomputed.
         """
-        plans = [plan for _, node in filter(None, (self.exact, self.bounded)) if (plan := _first_plan(node)) is not None]
+        found = [plan for _, node in filter(None, (self.exact, self.bounded)) if (plan := _first_plan(node)) is not None]
+        plans = [each for plan in found for each in variants(plan)]
         if not plans:
             return []
         plan = min(plans, key=excess_bytes)
@@ -153,6 +160,7 @@ def judged_best_first(
     *,
     excess_bytes: Callable[[Plan], int],
     judge: Callable[[Plan], float],
+    variants: Callable[[Plan], Iterable[Plan]] = lambda plan: (plan,),
     incumbents: Incumbents,
     late: list[Node] | None = None,
     most: float = float("inf"),
@@ -162,7 +170,7 @@ def judged_best_first(
 
     Args:
         nodes: the family. excess_bytes: by how much a plan does not fit. judge: seconds of a plan's step.
-        incumbents: the best so far, read and added to.
+        variants: as `Closest.judged` takes them. incumbents: the best so far, read and added to.
         late: receives the parts that are put aside; None: none are. most: parts that are opened, once some plan fits; those
             that cost nothing apart.
         spare: of a large problem, what may be spent: the parts come one by one, and none that does not fit is judged.
@@ -230,7 +238,7 @@ def judged_best_first(
     if spare is not None:
         incumbents.closest.add(closest)
     elif late is not None and not judged and not incumbents.steps_s:
-        judged += closest.judged(judge, excess_bytes)
+        judged += closest.judged(judge, excess_bytes, variants)
     return judged, tally
 
 

@@ -15,7 +15,7 @@ from parsim.garbage import rare_collections
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
-from parsim.plans.recompute import AUTO, Recompute
+from parsim.plans.recompute import AUTO, FULL, Recompute
 from parsim.predict.evaluate import SAMPLES, Evaluation, SimulatedStep, evaluate, simulated_step, with_interval
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import PlanResult
@@ -314,13 +314,19 @@ class _Opening:
     def misfit(self, incumbents: Incumbents) -> None:
         """Judge the plan of a family that is closest to fitting, where none of it fits."""
         if not incumbents.steps_s:
-            self.judged += incumbents.closest.judged(self.steps.of, partial(_excess_bytes, self.problem))
+            self.judged += incumbents.closest.judged(self.steps.of, partial(_excess_bytes, self.problem), self._variants)
+
+    def _variants(self, plan: Plan) -> list[Plan]:
+        """The plan, and with all recomputed where the question leaves that open."""
+        free = self.problem.recompute == AUTO and not plan.recomputes
+        return [plan, replace(plan, recompute=FULL)] if free else [plan]
 
     def _open(self, name: str, nodes: list[Node], incumbents: Incumbents, late: list[Node] | None, most: float) -> None:
         found, counted = judged_best_first(
             nodes,
             excess_bytes=partial(_excess_bytes, self.problem),
             judge=self.steps.of,
+            variants=self._variants,
             incumbents=incumbents,
             late=late,
             most=most,

@@ -176,3 +176,18 @@ def test_the_plan_shown_where_none_fits_is_the_closest_one() -> None:
         )
         assert [(entry.plan, entry.fits) for entry in judged] == [(near, False)]
         assert tally.too_large == 2
+
+
+def test_where_none_fits_the_plan_shown_recomputes_if_that_needs_less() -> None:
+    """ "devices of so much would do" must not leave out what the search itself would have chosen on them."""
+    pair = cluster_from_profile(load_profile("dgx1-v100-32gb"), 2)
+    devices = tuple(replace(each, type=replace(each.type, memory_bytes=2**29)) for each in pair.devices)
+    problem = PlanningProblem(
+        model=MODELS["gpt_small"], cluster=replace(pair, devices=devices), global_batch=64, precision="amp_fp16"
+    )
+    found = search(problem, ["dp"])
+    assert found.chosen is None
+    nearest = found.candidates[0].result
+    plain = evaluate(problem, replace(nearest.plan, recompute="none"), samples=0)
+    assert nearest.plan.recomputes
+    assert max(nearest.peak_memory_bytes) < max(plain.result.peak_memory_bytes)
