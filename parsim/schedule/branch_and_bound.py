@@ -138,7 +138,7 @@ class Incumbents:
     wanted: int = 1
     steps_s: dict[Plan, float] = field(default_factory=dict)
     rival_s: float = float("inf")
-    closest: Closest = field(default_factory=lambda: Closest())
+    closest: Closest = field(default_factory=Closest)
 
     @property
     def best_s(self) -> float:

@@ -82,7 +82,8 @@ def _write(into: Path, read: DeepSpeedKeys, overrides: Sequence[str], warnings: 
         config = parse_config(text, where=str(into), folder=into.resolve().parent)
         cluster = cluster_of(config)
         there, plan = cluster.size, document.get("plan", {})
-        if read.keys.get("plan.zero_stage") and cluster.network is not None and not {"mesh", "dp_shard"} & set(plan):
+        alone = plan.get("strategy") == "dp" and not {"mesh", "dp_shard"} & set(plan)
+        if alone and read.keys.get("plan.zero_stage") and cluster.network is not None:
             plan["dp_shard"] = there  # left out, the search would try groups of a node
             warnings.append(f"plan.dp_shard = {there}: DeepSpeed divides states over all ranks")
             text = _text(document)
