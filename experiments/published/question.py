@@ -74,6 +74,7 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
     if without:
         framework = WITHOUT[without](framework)
     notes = Notes()
+    notes.assumed += [f"{column} is no whole number above 0 and counts as blank" for column in row.unread]
     machine = machine_of(row)
     if machine is not None and not framework.host:
         machine = replace(machine, launch_s=0.0)

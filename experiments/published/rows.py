@@ -38,6 +38,8 @@ class Row:
     ep: int | None = None
     vpp: int | None = None
     value: float | None = None
+    unread: tuple[str, ...] = ()
+    """Columns of counts whose text is no whole number above 0, with that text: they count as blank."""
 
     @property
     def prefix(self) -> str:
@@ -63,18 +65,21 @@ def number(text: str | None) -> float | None:
 
 def row_of(entry: dict[str, str | None]) -> Row:
     """One entry of a csv file. Columns that are missing count as blank."""
-    known = {field.name for field in fields(Row)}
+    known = {field.name for field in fields(Row)} - {"unread"}
     values: dict[str, object] = {}
+    unread = []
     for name in known:
         text = (entry.get("zero_stage" if name == "zero" else name) or "").strip()
         if name in WHOLE:
             parsed = number(text)
-            values[name] = None if parsed is None or parsed < 1 else int(parsed)
+            values[name] = int(parsed) if parsed is not None and 1 <= parsed == int(parsed) else None
+            if text and values[name] is None:
+                unread.append(f"{name} {text!r}")
         elif name in ("params", "value"):
             values[name] = number(text)
         else:
             values[name] = text
-    return Row(**values)  # type: ignore[arg-type]
+    return Row(**values, unread=tuple(sorted(unread)))  # type: ignore[arg-type]
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -88,6 +88,7 @@ def on_gpus(
         ConfigError: both --on and --gpus, or --gpus of another form.
     """
     from parsim.hardware.parts.shorthand import machines_of
+    from parsim.workflow.question import per_node_of
 
     changes = [
         *([] if network is None else [f'cluster.network="{network}"']),
@@ -100,7 +101,7 @@ def on_gpus(
         return cluster, changes
     if cluster is not None:
         raise ConfigError(f"--on {cluster} and --gpus {gpus} both name the cluster; drop one of them")
-    machines_of(gpus)
+    machines_of(gpus, per_node_of(changes))
     return gpus, changes
 
 

@@ -104,12 +104,14 @@ MATTERS: Mapping[str, str] = {
 class DeepSpeedKeys:
     """Attributes:
     keys: of the run file, such as {"plan.zero_stage": 3}.
-    ranks: data-parallel ranks that the three batch keys imply (None: they do not say).
+    ranks: data-parallel ranks that the three batch keys imply (None: they do not say). needs_ranks: the batch or the
+    microbatches follow only with the number of ranks, which was not given.
     warnings: keys that matter and are not priced. harmless, auto: keys that change nothing, and that the framework fills in.
     """
 
     keys: Mapping[str, Any]
     ranks: int | None
+    needs_ranks: bool
     warnings: tuple[str, ...]
     harmless: tuple[str, ...]
     auto: tuple[str, ...]
@@ -120,6 +122,7 @@ class _Reading:
     where: str
     keys: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    needs_ranks: bool = False
     used: set[str] = field(default_factory=set)
 
 
@@ -160,7 +163,12 @@ def read_deepspeed(source: SourceFile, *, ranks: int | None = None) -> DeepSpeed
             "zero_optimization, fp16, bf16 or optimizer with values"
         )
     return DeepSpeedKeys(
-        keys=reading.keys, ranks=implied, warnings=tuple(dict.fromkeys(reading.warnings)), harmless=tuple(harmless), auto=auto
+        keys=reading.keys,
+        ranks=implied,
+        needs_ranks=reading.needs_ranks,
+        warnings=tuple(dict.fromkeys(reading.warnings)),
+        harmless=tuple(harmless),
+        auto=auto,
     )
 
 
@@ -207,6 +215,12 @@ def _batch(document: Mapping[str, Any], reading: _Reading, ranks: int | None) ->
                     f"{reading.where}: train_batch_size = {total} must be a multiple of {micro} samples * {ranks} ranks"
                 )
             accumulated = total // (micro * ranks)
+        elif accumulated is None:
+            reading.needs_ranks = True
+            reading.warnings.append(
+                f"train_micro_batch_size_per_gpu = {micro} is not used: the number of microbatches needs that of ranks; give "
+                "--world-size N, or --set plan.microbatches=N"
+            )
     elif micro and ranks:
         total = micro * (accumulated or 1) * ranks
         if total > MOST_BATCH:
@@ -214,6 +228,7 @@ def _batch(document: Mapping[str, Any], reading: _Reading, ranks: int | None) ->
                 f"{reading.where}: {micro} * {accumulated or 1} * {ranks} samples are more than {MOST_BATCH:,}"
             )
     elif micro:
+        reading.needs_ranks = True
         reading.warnings.append(
             "train_micro_batch_size_per_gpu: the batch needs the number of ranks; give --world-size N, or "
             "--set training.global_batch=N"

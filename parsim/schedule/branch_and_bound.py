@@ -87,6 +87,42 @@ class JudgedPlan:
     fits: bool = True
 
 
+@dataclass
+class Closest:
+    """Of what does not fit, what is closest to it.
+
+    Attributes: exact: the single plan that needs least beyond the memory, and how many bytes. bounded: the part or plan with
+        the least bound of them. A bound may be far below what any plan needs, so the two are compared by their plans.
+    """
+
+    exact: tuple[float, Node] | None = None
+    bounded: tuple[float, Node] | None = None
+
+    def add(self, other: Closest) -> None:
+        """What is closest of both."""
+        self.exact = min(filter(None, (self.exact, other.exact)), key=itemgetter(0), default=None)
+        self.bounded = min(filter(None, (self.bounded, other.bounded)), key=itemgetter(0), default=None)
+
+    def judged(
+        self,
+        judge: Callable[[Plan], float],
+        excess_bytes: Callable[[Plan], int],
+        variants: Callable[[Plan], Iterable[Plan]],
+    ) -> list[JudgedPlan]:
+        """The plan that is closest; of a part its first one that is possible.
+
+        Args:
+            judge: seconds of a plan's step. excess_bytes: by how much a plan does not fit. variants: a plan and what else may
+                stand for it, such as the same with all recomputed.
+        """
+        found = [plan for _, node in filter(None, (self.exact, self.bounded)) if (plan := _first_plan(node)) is not None]
+        plans = [each for plan in found for each in variants(plan)]
+        if not plans:
+            return []
+        plan = min(plans, key=excess_bytes)
+        return [JudgedPlan(plan=plan, step_s=judge(plan), fits=False)]
+
+
 LOSERS_WITHIN = 0.02
 """A family that has lost to a plan of another one is known this well: its best may take so much less than the one shown."""
 
@@ -96,13 +132,13 @@ class Incumbents:
     """The steps of the best plans of a family so far, of which `wanted` are kept.
 
     Attributes: rival_s: of the best plan of other families. A family that no longer can be faster is left at a plan of which
-        its best is within `LOSERS_WITHIN`. closest: the part that is closest to fitting, of those that are opened one by one.
+        its best is within `LOSERS_WITHIN`. closest: what is closest to fitting, of parts that are opened one by one.
     """
 
     wanted: int = 1
     steps_s: dict[Plan, float] = field(default_factory=dict)
     rival_s: float = float("inf")
-    closest: tuple[float, Node] | None = None
+    closest: Closest = field(default_factory=Closest)
 
     @property
     def best_s(self) -> float:
@@ -124,6 +160,7 @@ def judged_best_first(
     *,
     excess_bytes: Callable[[Plan], int],
     judge: Callable[[Plan], float],
+    variants: Callable[[Plan], Iterable[Plan]] = lambda plan: (plan,),
     incumbents: Incumbents,
     late: list[Node] | None = None,
     most: float = float("inf"),
@@ -133,7 +170,7 @@ def judged_best_first(
 
     Args:
         nodes: the family. excess_bytes: by how much a plan does not fit. judge: seconds of a plan's step.
-        incumbents: the best so far, read and added to.
+        variants: as `Closest.judged` takes them. incumbents: the best so far, read and added to.
         late: receives the parts that are put aside; None: none are. most: parts that are opened, once some plan fits; those
             that cost nothing apart.
         spare: of a large problem, what may be spent: the parts come one by one, and none that does not fit is judged.
@@ -144,12 +181,7 @@ def judged_best_first(
     tally, number = Tally(), count()
     queue: list[tuple[float, int, Node]] = []
     judged: list[JudgedPlan] = []
-    closest: tuple[float, Node] | None = None
-
-    def too_large(excess: float, node: Node) -> None:
-        nonlocal closest
-        if closest is None or excess < closest[0]:
-            closest = excess, node
+    closest = Closest()
 
     def push(node: Node, least_s: float = 0.0) -> None:
         if node.late and late is not None:
@@ -173,7 +205,7 @@ def judged_best_first(
             missing = 0.0 if node.missing_bytes is None else node.missing_bytes()
             if missing:
                 tally.too_large += node.size
-                too_large(missing, node)
+                closest.add(Closest(bounded=(missing, node)))
                 continue
             if node.opened is not None:
                 for part in node.opened():
@@ -185,7 +217,7 @@ def judged_best_first(
                 others = list(node.instead()) if node.instead is not None else []
                 others = [other for other in others if late is not None or not other.covered]
                 tally.too_large += all(other.late for other in others)
-                too_large(over, node)
+                closest.add(Closest(bounded=(over, node)) if node.over_bytes else Closest(exact=(over, node)))
                 for other in others:
                     push(other, node.bound_s)
                 continue
@@ -204,20 +236,10 @@ def judged_best_first(
         incumbents.steps_s[replace(node.plan, strategy="custom")] = step_s
     tally.leave(((bound_s, node.size) for bound_s, _, node in queue), incumbents.bar_s)
     if spare is not None:
-        incumbents.closest = min(filter(None, (closest, incumbents.closest)), key=itemgetter(0), default=None)
-    elif late is not None and not judged and closest is not None and not incumbents.steps_s:
-        judged += judged_misfit(closest[1], judge)
+        incumbents.closest.add(closest)
+    elif late is not None and not judged and not incumbents.steps_s:
+        judged += closest.judged(judge, excess_bytes, variants)
     return judged, tally
-
-
-def judged_misfit(node: Node, judge: Callable[[Plan], float]) -> list[JudgedPlan]:
-    """The first plan of a part of which none fits.
-
-    Args:
-        node: the part. judge: seconds of a plan's step.
-    """
-    plan = _first_plan(node)
-    return [] if plan is None else [JudgedPlan(plan=plan, step_s=judge(plan), fits=False)]
 
 
 def _first_plan(node: Node) -> Plan | None:

@@ -5,8 +5,10 @@ A pattern is a shell pattern over component names: "layers.*.attention" means th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,10 +34,9 @@ def components_of(pattern: str, model: Model, key: str) -> tuple[str, ...]:
     names = tuple(component.name for component in model.components)
     found = tuple(name for name in names if fnmatchcase(name, pattern))
     if not found:
-        raise ConfigError(
-            f"{key}.{pattern!r} means no component of {model.name} at granularity {model.granularity}"
-            f"{near_matches(pattern, names)}"
-        )
+        alike = {re.sub(r"[0-9]+", "*", name) for name in names}  # of 100 layers one pattern, where no name is near
+        near = near_matches(pattern, names if get_close_matches(pattern, names, cutoff=0.5) else alike)
+        raise ConfigError(f"{key}.{pattern!r} means no component of {model.name} at granularity {model.granularity}{near}")
     return found
 
 

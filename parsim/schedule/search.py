@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from parsim.analyze.bounds import busiest_resource_s
@@ -15,12 +15,12 @@ from parsim.garbage import rare_collections
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
-from parsim.plans.recompute import AUTO, Recompute
+from parsim.plans.recompute import AUTO, FULL, Recompute
 from parsim.predict.evaluate import SAMPLES, Evaluation, SimulatedStep, evaluate, simulated_step, with_interval
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import PlanResult
 from parsim.registry import is_reference
-from parsim.schedule.branch_and_bound import Incumbents, JudgedPlan, Tally, judged_best_first, judged_misfit
+from parsim.schedule.branch_and_bound import Incumbents, JudgedPlan, Tally, judged_best_first
 from parsim.schedule.families import FAMILIES, Strategy, mixed_meshes, nodes_of
 from parsim.schedule.members import Members
 from parsim.schedule.parts.by_offload import way_out
@@ -313,14 +313,20 @@ class _Opening:
 
     def misfit(self, incumbents: Incumbents) -> None:
         """Judge the plan of a family that is closest to fitting, where none of it fits."""
-        if incumbents.closest is not None and not incumbents.steps_s:
-            self.judged += judged_misfit(incumbents.closest[1], self.steps.of)
+        if not incumbents.steps_s:
+            self.judged += incumbents.closest.judged(self.steps.of, partial(_excess_bytes, self.problem), self._variants)
+
+    def _variants(self, plan: Plan) -> list[Plan]:
+        """The plan, and with all recomputed where the question leaves that open."""
+        free = self.problem.recompute == AUTO and not plan.recomputes
+        return [plan, replace(plan, recompute=FULL)] if free else [plan]
 
     def _open(self, name: str, nodes: list[Node], incumbents: Incumbents, late: list[Node] | None, most: float) -> None:
         found, counted = judged_best_first(
             nodes,
-            excess_bytes=lambda plan: _excess_bytes(self.problem, plan),
+            excess_bytes=partial(_excess_bytes, self.problem),
             judge=self.steps.of,
+            variants=self._variants,
             incumbents=incumbents,
             late=late,
             most=most,

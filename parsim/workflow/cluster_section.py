@@ -108,7 +108,7 @@ class ClusterSection(ConfigSection):
     @property
     def in_words(self) -> str:
         """`4 x 8xh100-sxm`: the machine, and how many of it."""
-        return self.machine if self.nodes == 1 else f"{self.nodes} x {self.machine}"
+        return self.machine if self.nodes == 1 or self.group is not None else f"{self.nodes} x {self.machine}"
 
 
 OPERATION = frozenset({"usd_per_hour", "busy_power_w", "device_mtbf_hours", "checkpoint_s", "restart_s"})

@@ -22,7 +22,7 @@ from parsim.workflow.folders.import_folder import importable
 from parsim.workflow.frameworks.files import is_framework_file, read_recipe
 from parsim.workflow.frameworks.recipe import Recipe
 from parsim.workflow.large.usual import with_usual
-from parsim.workflow.toml_text import table_text, value_text
+from parsim.workflow.toml_text import parse_overrides, table_text, value_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -191,7 +191,7 @@ def question_of(
     profile = str(cluster) if held is None else held.profile.name
     document: dict[str, dict[str, Any]] = {
         "model": {"name": name},
-        "cluster": {"profile": profile} if held is not None else _cluster_table(profile),
+        "cluster": {"profile": profile} if held is not None else _cluster_table(profile, changes),
         "training": {"global_batch": global_batch},
     }
     text = "\n".join(table_text(key, section) for key, section in document.items())
@@ -244,18 +244,29 @@ def _devices(cluster: str | Path | Cluster, settings: Mapping[str, object] | Non
         return cluster.size
     keys = [f"{key}={value_text(value)}" for key, value in (settings or {}).items() if key.startswith("cluster.")]
     keys += [text for text in overrides if text.startswith("cluster.")]
-    document = {"model": {"name": "mlp"}, "cluster": _cluster_table(str(cluster)), "training": {"global_batch": 1}}
+    document = {"model": {"name": "mlp"}, "cluster": _cluster_table(str(cluster), keys), "training": {"global_batch": 1}}
     text = "\n".join(table_text(key, section) for key, section in document.items())
     return cluster_of(parse_config(text, keys, where=str(cluster))).size
 
 
-def _cluster_table(text: str) -> dict[str, Any]:
-    """The table [cluster] of a profile, or of GPUs such as "1024xh100-sxm"."""
+def per_node_of(changes: Sequence[str]) -> int | None:
+    """The GPUs of a node that overrides set, where the number of nodes follows from it; None where they do not.
+
+    Args:
+        changes: as `--set` takes them.
+    """
+    table = parse_overrides(changes).get("cluster")
+    per_node = table.get("gpus_per_node") if isinstance(table, dict) and "nodes" not in table else None
+    return per_node if isinstance(per_node, int) and per_node > 0 else None
+
+
+def _cluster_table(text: str, changes: Sequence[str]) -> dict[str, Any]:
+    """The table [cluster] of a profile, or of GPUs such as "1024xh100-sxm" in nodes as the changes say."""
     from parsim.hardware.parts.shorthand import is_shorthand, machines_of
 
     if not is_shorthand(text):
         return {"profile": text}
-    found = machines_of(text)
+    found = machines_of(text, per_node_of(changes))
     table: dict[str, Any] = {"gpu": found.gpu, "gpus_per_node": found.gpus_per_node, "nodes": found.nodes}
     return table | ({"link": found.link} if found.link else {})
 
@@ -327,20 +338,25 @@ def taken_defaults(
 
 
 def _check_alone(path: Path, cluster: object, global_batch: object) -> None:
-    """A run file says its cluster and batch itself."""
+    """A run file says its cluster and batch itself, where there is one."""
+    if not path.exists():
+        return  # said where it is read
+    if path.is_dir() and (config := path / "config.json").is_file():
+        raise ConfigError(f"{path} is a folder; for the Hugging Face model in it give {config}")
     given = [
         (option, key, value)
         for option, key, value in (
-            ("--on (cluster=)", "cluster.profile", cluster),
+            ("--on or --gpus (cluster=)", "[cluster]", cluster),
             ("--batch (global_batch=)", "training.global_batch", global_batch),
         )
         if value is not None
     ]
     if given:
         option, key, value = given[0]
+        how = f"--set {key}={value}" if key != "[cluster]" else "--set cluster.profile=... (or cluster.gpu, cluster.nodes)"
         raise ConfigError(
             f"{option} is for a question without a file, but {path} is a run file, which says {key} itself; drop it, or "
-            f"override the file: --set {key}={value}"
+            f"override the file: {how}"
         )
 
 

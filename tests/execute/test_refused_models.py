@@ -198,3 +198,4 @@ def test_unknown_keys_of_a_config_are_named(tmp_path: Path) -> None:
     assert [text for text in answer.prediction.warnings if "keys of" in text] == [
         "keys of config.json that its class does not list, and which may matter: frobnicate"
     ]
+    assert "torch_dtype = bfloat16 is left out: weights are as training.precision says" in answer.prediction.warnings

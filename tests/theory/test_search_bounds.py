@@ -16,13 +16,16 @@ from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
-from parsim.plans.plan import ZERO_STAGES, Plan
+from parsim.plans.placement import BATCH
+from parsim.plans.plan import ZERO_STAGES, Plan, Stage
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.memory import missing_bytes
 from parsim.schedule.bounds.step import ROUNDING, computation_bound_s, least_noise, step_bound_s
+from parsim.schedule.branch_and_bound import Incumbents, judged_best_first
 from parsim.schedule.families import FAMILIES
 from parsim.schedule.partition import least_round_s
+from parsim.schedule.parts.node import Node
 from parsim.schedule.search import search
 from parsim.schedule.stages import Cutting
 from parsim.schedule.tensor import uniform_options, uniform_placements
@@ -157,3 +160,34 @@ def test_divisors() -> None:
     assert divisors(12) == (1, 2, 3, 4, 6, 12)
     assert divisors(1) == (1,)
     assert divisors(49) == (1, 7, 49)
+
+
+def test_the_plan_shown_where_none_fits_is_the_closest_one() -> None:
+    """A bound of 1 byte may stand for plans that need 600: it is no reason to show one of them beside a plan that needs 22."""
+    components = tuple(component.name for component in chain_model().components)
+    stages = (Stage(components=components, ranks=(0, 1), placements=(BATCH,) * len(components)),)
+    near, far = (Plan(strategy="dp", mesh=Mesh(dp=2), stages=stages, global_batch=16, microbatches=count) for count in (8, 1))
+    over = {near: 22, far: 600}
+    bounded = Node(0.0, 1, lambda: [Node(0.0, 1, plan=far)], missing_bytes=lambda: 1.0)
+    known = Node(0.0, 1, plan=far, over_bytes=2.0)
+    for parts in ([bounded, Node(0.0, 1, plan=near)], [known, Node(0.0, 1, plan=near)], [Node(0.0, 1, plan=near), known]):
+        judged, tally = judged_best_first(
+            parts, excess_bytes=over.__getitem__, judge=lambda _: 1.0, incumbents=Incumbents(), late=[]
+        )
+        assert [(entry.plan, entry.fits) for entry in judged] == [(near, False)]
+        assert tally.too_large == 2
+
+
+def test_where_none_fits_the_plan_shown_recomputes_if_that_needs_less() -> None:
+    """ "devices of so much would do" must not leave out what the search itself would have chosen on them."""
+    pair = cluster_from_profile(load_profile("dgx1-v100-32gb"), 2)
+    devices = tuple(replace(each, type=replace(each.type, memory_bytes=2**29)) for each in pair.devices)
+    problem = PlanningProblem(
+        model=MODELS["gpt_small"], cluster=replace(pair, devices=devices), global_batch=64, precision="amp_fp16"
+    )
+    found = search(problem, ["dp"])
+    assert found.chosen is None
+    nearest = found.candidates[0].result
+    plain = evaluate(problem, replace(nearest.plan, recompute="none"), samples=0)
+    assert nearest.plan.recomputes
+    assert max(nearest.peak_memory_bytes) < max(plain.result.peak_memory_bytes)

@@ -62,7 +62,9 @@ def test_a_file_of_torchtitan() -> None:
         ({"data_parallel_replicate_degree": 2}, (3, 4)),
         ({"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 4}, (3, 4)),
         ({"data_parallel_replicate_degree": 8, "data_parallel_shard_degree": 1}, (0, None)),
-        ({"data_parallel_replicate_degree": 1}, (3, None)),
+        ({"data_parallel_replicate_degree": 1}, (3, 8)),
+        ({"data_parallel_shard_degree": -1}, (3, 8)),
+        ({}, (3, 8)),
         ({"data_parallel_replicate_degree": 8}, (0, None)),
         ({"data_parallel_replicate_degree": 2, "fsdp_reshard_after_forward": "never"}, (2, 4)),
     ],
@@ -89,11 +91,30 @@ def test_torchtitan_keeps_states_as_often_as_divides_the_replicas() -> None:
         read_toml(document).settings(8)
 
 
-@pytest.mark.parametrize(("optimizer", "states"), [("--use-distributed-optimizer", (1, 4)), ("", (0, None))])
+@pytest.mark.parametrize(
+    ("optimizer", "states"),
+    [
+        ("--num-distributed-optimizer-instances 2 --use-distributed-optimizer", (1, 4)),
+        ("--num-distributed-optimizer-instances 2", (0, None)),
+        ("--use-distributed-optimizer", (1, 8)),  # left out, the search would try groups of a node
+    ],
+)
 def test_megatron_has_several_instances_of_the_optimizer(optimizer: str, states: tuple[int, int | None]) -> None:
-    recipe = read_script(f"torchrun pretrain_gpt.py {SIZES} --num-distributed-optimizer-instances 2 {optimizer}")
+    recipe = read_script(f"torchrun pretrain_gpt.py {SIZES} {optimizer}")
     settings = recipe.settings(8)
     assert (settings["plan.zero_stage"], settings.get("plan.dp_shard")) == states
+
+
+@pytest.mark.parametrize(("converters", "told"), [(["float8"], True), ([], False)])
+def test_gathering_in_8_bits_is_left_out_where_torchtitan_trains_in_8_bits(converters: list[str], told: bool) -> None:
+    document = {
+        "model": {"name": "llama3", "flavor": "8B", "converters": converters},
+        "training": {"local_batch_size": 1, "seq_len": 128},
+        "float8": {"enable_fsdp_float8_all_gather": True, "recipe_name": "rowwise"},
+    }
+    recipe = read_toml(document)
+    assert ("float8.enable_fsdp_float8_all_gather" in recipe.left_out) == told
+    assert ("float8.enable_fsdp_float8_all_gather" in recipe.ignored) != told
 
 
 def test_every_second_layer_is_recomputed_by_torchtitan() -> None:

@@ -255,6 +255,25 @@ def test_a_deepspeed_config_becomes_a_run_file(tmp_path: Path) -> None:
     assert again.found == imported.found
 
 
+def test_the_cluster_of_the_run_file_tells_deepspeed_s_microbatches(tmp_path: Path) -> None:
+    """256 samples of 4 per rank on 16 ranks are 4 microbatches; without a cluster the import says that 4 is not used."""
+    batch = {"train_batch_size": 256, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"}
+    path = write(tmp_path / "ds.json", {"zero_optimization": {"stage": 3}, **batch})
+    given = ["model.name=gpt_small", "cluster.gpu=h100-sxm", "cluster.nodes=2", "cluster.network=infiniband-400g"]
+    imported = ps.import_file(path, into=tmp_path / "run.toml", overrides=given)
+    plan = load_config(tmp_path / "run.toml").plan
+    assert plan.microbatches == 4
+    assert plan.dp_shard == 16  # the search alone may choose groups of a node, which ZeRO 3 of DeepSpeed does not have
+    assert not any("is not used" in warning for warning in imported.warnings)
+    alone = ps.import_file(path)
+    assert any("train_micro_batch_size_per_gpu = 4 is not used" in warning for warning in alone.warnings)
+    ps.import_file(path, into=tmp_path / "one.toml", overrides=[*given[:2], "cluster.nodes=1"])
+    one = load_config(tmp_path / "one.toml").plan
+    assert (one.microbatches, one.dp_shard) == (8, None)
+    with pytest.raises(ImportedFileError, match="must be a multiple of 4 samples"):
+        ps.import_file(path, into=tmp_path / "three.toml", overrides=[*given, "cluster.nodes=3"])
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

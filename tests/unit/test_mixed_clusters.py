@@ -70,6 +70,16 @@ def test_a_step_over_all_is_as_fast_as_over_the_slower_ones(tmp_path: Path) -> N
     assert "of 650 dense bf16 TFLOP/s of the mean of h100-sxm and a100-sxm-80gb" in str(mixed)
 
 
+def test_devices_that_a_plan_leaves_idle_are_counted(tmp_path: Path) -> None:
+    answer = answered(tmp_path, group(FAST) + group(SLOW))
+    used = answer.prediction.plan.world_size
+    assert used == answer.problem.cluster.size
+    assert "idle" not in answer.sentence()
+    few = parsim.plan("mlp", cluster="8xh100-sxm", global_batch=8, settings={"plan.mesh": {"dp": 2}, "plan.strategy": "dp"})
+    assert "(8 devices, 6 of them idle)" in few.sentence()
+    assert answer.config.cluster.in_words == "1 nodes of h100-sxm + 1 nodes of a100-sxm-80gb"
+
+
 @pytest.mark.parametrize(
     ("groups", "cluster", "message"),
     [

@@ -261,6 +261,10 @@ def test_a_number_without_a_listed_source_is_refused(tmp_path: Path) -> None:
 def test_shorthand_means_whole_nodes() -> None:
     assert (machines_of("1024xh100-sxm").nodes, machines_of("4xa100").gpus_per_node) == (128, 4)
     assert machines_of("8xa100-pcie-80gb@nvlink-bridge-3").link == "nvlink-bridge-3"
+    assert machines_of("16 x rtx-4090 ") == machines_of("16xrtx-4090")
+    assert (machines_of("16xrtx-4090", 8).nodes, machines_of("8xh100-sxm", 4).nodes) == (2, 2)
+    with pytest.raises(ProfileError, match=r"are no whole number of nodes of cluster.gpus_per_node = 8"):
+        machines_of("12xrtx-4090", 8)
     with pytest.raises(ProfileError, match=r"nodes of 8, and 1,001 are no whole number of them; ask for 1,000 or 1,008"):
         machines_of("1001xh100-sxm")
 

@@ -122,6 +122,18 @@ def test_flop_are_counted_as_megatron_counts_them() -> None:
     assert in_unit(asked, 2.0) == pytest.approx(flop / 2 / 8 / 1e12, rel=1e-9)
 
 
+def test_a_count_that_is_none_is_told_and_not_only_blank() -> None:
+    """8 GPUs follow from dp; that "-4" or "many" stood there must not get lost."""
+    from question import question_of
+    from rows import row_of
+
+    for text in ("-4", "many", "1.5"):
+        read = row_of(row(gpus=text))
+        assert (read.gpus, read.unread) == (None, (f"gpus {text!r}",))
+        assert f"gpus {text!r} is no whole number above 0 and counts as blank" in question_of(read).assumed
+    assert not row_of(row()).unread
+
+
 @pytest.mark.parametrize(
     ("broken", "reason"),
     [

@@ -14,7 +14,7 @@ import pytest
 
 import parsim as ps
 from parsim.cli import main
-from parsim.errors import ConfigError, ModelError
+from parsim.errors import ConfigError, ModelError, ProfileError
 from parsim.execute.processes import launch
 from parsim.workflow.folders.import_folder import importable
 from parsim.workflow.question import assumed_text, is_run_file, question_from_file, question_of
@@ -35,6 +35,8 @@ def net(width=8):
     return nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, 10))
 """
 
+
+NETWORK = {"cluster.network": "infiniband-400g"}
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -230,3 +232,33 @@ def test_an_assumed_fp32_says_what_it_leaves_unused() -> None:
     assert precision_text((), peaks) == precision_text(assumed, {"fp32": 15.7e12, "amp_fp16": 125e12}) == ""
     lines = ps.plan("mlp", cluster="1xa100-sxm-80gb", global_batch=64).lines()
     assert any(line.startswith("precision fp32 was assumed") for line in lines)
+
+
+def test_a_file_that_is_not_there_is_not_asked_to_drop_the_cluster(parsim: Call) -> None:
+    assert "no run file nothere.toml" in refused(parsim, "plan", "nothere.toml", "--on", "8xh100-sxm", "--batch", "8")
+
+
+def test_the_folder_of_a_hugging_face_model_is_told_from_a_run_folder(parsim: Call, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    said = refused(parsim, "plan", "mine", "--on", "8xh100-sxm", "--batch", "8")
+    assert f"mine is a folder; for the Hugging Face model in it give mine{os.sep}config.json" in said
+
+
+def test_the_gpus_of_a_node_change_their_number_of_nodes_and_not_that_of_gpus() -> None:
+    def machines(gpus: str, per_node: int) -> tuple[int, int | None]:
+        asked = question_of("mlp", cluster=gpus, global_batch=8, settings={"cluster.gpus_per_node": per_node, **NETWORK})
+        return asked.config.cluster.nodes, asked.config.cluster.gpus_per_node
+
+    assert machines("8xrtx-4090", 8) == (1, 8)
+    assert machines("8xh100-sxm", 4) == (2, 4)
+    with pytest.raises(ProfileError, match=r"no whole number of nodes of cluster.gpus_per_node = 8"):
+        machines("4xh100-sxm", 8)
+
+
+def test_gpus_beside_a_run_file_are_told_how_to_change_its_cluster(parsim: Call, tmp_path: Path) -> None:
+    """`--set cluster.profile` would not do: a file with cluster.gpu may not have both."""
+    (tmp_path / "run.toml").write_text(RUN.format(model="mlp"))
+    said = refused(parsim, "plan", "run.toml", "--gpus", "8xh100-sxm")
+    assert "--on or --gpus (cluster=) is for a question without a file" in said
+    assert "--set cluster.profile=... (or cluster.gpu, cluster.nodes)" in said

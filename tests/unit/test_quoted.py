@@ -185,6 +185,25 @@ def test_an_aim_that_cannot_be(text: str) -> None:
         parse_faster(text)
 
 
+def test_a_percent_sign_is_not_guessed() -> None:
+    with pytest.raises(ConfigError, match=r"--faster '20' would be 2000%: write 20%, or a share such as 0.2"):
+        parse_faster("20")
+
+
+def test_more_gpus_are_as_many_as_the_batch_divides_over() -> None:
+    """64 samples on 24 GPUs leave a third of them idle, so what more GPUs give is asked of 32."""
+    keys = {"model.args.layers": 1, "plan.strategy": "dp", "plan.zero_stage": 3, "plan.recompute": "none"}
+    for batch, gpus in ((64, "GPUs x 2 (32 GPUs)"), (48, "GPUs x 1.5 (24 GPUs)")):
+        answer = parsim.plan(
+            "llama3-8b",
+            cluster="16xh100-sxm",
+            network="infiniband-400g",
+            global_batch=batch,
+            settings={**keys, "model.args.seq": 512},
+        )
+        assert gpus in {change.what for change in answer.what_would(0.2).changes}
+
+
 def test_what_would_be_faster(answer: Answer) -> None:
     found = {change.what: change for change in answer.what_would(0.2).changes}
     assert {"bandwidth inside nodes x 2", "memory of a GPU x 2", "global batch x 2"} <= set(found)

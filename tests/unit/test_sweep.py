@@ -30,6 +30,13 @@ def swept(over: Any = BATCHES, **changes: Any) -> Sweep:
     return ps.sweep("mlp", over, **{**QUESTION, "jobs": 1, **changes})
 
 
+def test_the_title_names_the_nodes_that_all_points_have() -> None:
+    network = {"plan.strategy": "dp", "cluster.network": "infiniband-100g"}
+    two = swept(settings={**network, "cluster.nodes": 2})
+    assert two.title == "mlp on 2 x dgx1-v100-32gb"
+    assert swept({"cluster.nodes": [1, 2]}, settings=network).title == "mlp on dgx1-v100-32gb"
+
+
 def test_a_row_is_the_answer_of_plan() -> None:
     found = swept({"training.global_batch": [64, 96], "plan.zero_stage": [0, 1]})
     assert [(row["training.global_batch"], row["plan.zero_stage"]) for row in found.rows] == [

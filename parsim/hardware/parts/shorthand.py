@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from parsim.errors import ProfileError
 from parsim.hardware.parts.load import load_gpu
 
-FORM = re.compile(r"(?P<count>\d[\d_,]*)x(?P<gpu>[^@]+)(@(?P<link>.+))?")
+FORM = re.compile(r"\s*(?P<count>\d[\d_,]*)\s*x\s*(?P<gpu>[^@\s][^@]*)(@(?P<link>.+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ def is_shorthand(text: str) -> bool:
     return FORM.fullmatch(text) is not None
 
 
-def machines_of(text: str) -> Machines:
+def machines_of(text: str, per_node: int | None = None) -> Machines:
     """What a shorthand means: nodes of the usual size, or one smaller node.
 
     Args:
-        text: such as "1024xh100-sxm".
+        text: such as "1024xh100-sxm". per_node: GPUs of a node; None: the usual number.
 
     Raises:
         ProfileError: another form, an unknown GPU, or a number that is not a whole number of nodes.
@@ -45,10 +45,12 @@ def machines_of(text: str) -> Machines:
     found = FORM.fullmatch(text)
     if found is None:
         raise ProfileError(f"{text!r} names no GPUs: write COUNTxGPU, for example 8xh100-sxm")
-    count, gpu, link = int(re.sub("[_,]", "", found["count"])), found["gpu"], found["link"]
-    usual = load_gpu(gpu).gpus_per_node
+    count, gpu, link = int(re.sub("[_,]", "", found["count"])), found["gpu"].strip(), found["link"]
+    usual = per_node or load_gpu(gpu).gpus_per_node
     if count < 1:
         raise ProfileError(f"{text!r}: at least one GPU is needed")
+    if per_node is not None and count % per_node:
+        raise ProfileError(f"{text!r} are no whole number of nodes of cluster.gpus_per_node = {per_node}; change one of them")
     if count <= usual:
         return Machines(gpu, count, 1, link)
     if count % usual:

@@ -294,6 +294,8 @@ def left_out(spec: ModelSpec) -> tuple[str, ...]:
     told = []
     if document.get("quantization_config"):
         told.append("quantization_config is left out: weights are as training.precision says, and all of them train")
+    if (dtype := str(document.get("dtype") or document.get("torch_dtype"))) in ("bfloat16", "float16"):
+        told.append(f"torch_dtype = {dtype} is left out: weights are as training.precision says")
     if unknown := _unknown_keys(Path(spec.name), document):
         told.append(f"keys of {Path(spec.name).name} that its class does not list, and which may matter: {', '.join(unknown)}")
     return tuple(told)

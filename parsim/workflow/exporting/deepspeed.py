@@ -97,7 +97,7 @@ def _zero(plan: Plan, width: int, left_out: dict[str, str]) -> dict[str, Any]:
     if plan.mesh.dp_shard:
         raise ConfigError(
             f"DeepSpeed's ZeRO divides states over all {plan.mesh.dp} replicas, and the plan over groups of "
-            f"{plan.mesh.dp_shard}; export it as megatron or torchtitan, or plan without plan.dp_shard"
+            f"{plan.mesh.dp_shard}; export it as megatron or torchtitan, or plan with --set plan.dp_shard={plan.mesh.dp}"
         )
     elements, rest = divmod(plan.bucket_bytes, width)
     if rest:

@@ -182,7 +182,7 @@ def _expected(wanted: TransformerPlan) -> dict[str, object]:
         "training.precision": training.precision,
         "training.optimizer": training.optimizer,
     }
-    if mesh.dp_shard < mesh.dp:
+    if plan.zero_stage and mesh.dp > 1:
         found["plan.dp_shard"] = mesh.dp_shard
     if mesh.pp > 1:
         found |= {"plan.pipeline_order": plan.pipeline_order, "plan.chunks": plan.chunks}

@@ -96,8 +96,8 @@ class Recipe:
         return found
 
     def _states(self, dp: int) -> dict[str, object]:
-        """The ZeRO stage, and over how many of the replicas it divides where that is not all."""
-        if not self.zero or self.replicate == 1:
+        """The ZeRO stage, and over how many replicas it divides: left out, the search would try those of a node as well."""
+        if not self.zero or (dp == 1 and self.replicate == 1):
             return {"plan.zero_stage": self.zero}
         if dp % self.replicate:
             raise ConfigError(

@@ -54,7 +54,7 @@ IGNORED = frozenset(
     parallelism.pipeline_parallel_split_points activation_checkpoint.mode activation_checkpoint.selective_ac_option
     activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns compile.enable compile.components training.compile
     parallelism.fsdp_reshard_after_forward parallelism.disable_loss_parallel
-    float8.filter_fqns float8.enable_fsdp_float8_all_gather float8.precompute_float8_dynamic_scale_for_fsdp float8.recipe_name
+    float8.filter_fqns float8.precompute_float8_dynamic_scale_for_fsdp float8.recipe_name
     """.split()  # noqa: SIM905
 )
 LEFT_OUT = {
@@ -63,6 +63,7 @@ LEFT_OUT = {
     "training.enable_cpu_offload": "all stays on the device; plan.optimizer_offload moves the states, not the parameters",
     "activation_checkpoint.early_stop": "a recomputed forward runs to its end",
     "training.mixed_precision_reduce": "gradients are reduced in the width of the weights",
+    "float8.enable_fsdp_float8_all_gather": "parameters are gathered in 16 bits",
 }
 
 
@@ -193,7 +194,7 @@ def _sort(flat: Mapping[str, Any], reader: _Keys, recipe: Recipe) -> None:
     for key, value in flat.items():
         if key in reader.read:
             continue
-        if key in LEFT_OUT:
+        if key in LEFT_OUT and (recipe.training["precision"] == "fp8" or not key.startswith("float8.")):
             if value not in (False, None, "", 0):
                 recipe.left_out[key] = LEFT_OUT[key]
             else:

@@ -6,19 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from parsim.errors import ConfigError, ImportedFileError, ProfileError
+from parsim.errors import ConfigError, ImportedFileError, ParsimError, ProfileError
 from parsim.files import parse_toml, write_text_atomically
-from parsim.hardware.profile import load_profile
 from parsim.importers.deepspeed_config import DeepSpeedKeys, read_deepspeed
 from parsim.importers.source_file import SourceFile
 from parsim.workflow.config import parse_config
 from parsim.workflow.importing.imported import Imported
+from parsim.workflow.load import cluster_of
 from parsim.workflow.toml_text import merge, parse_overrides, table_text
 
 
 def import_deepspeed(source: SourceFile, into: Path | None, overrides: Sequence[str], world_size: int | None) -> Imported:
     """Keys of the config into a run file, new or old."""
     read = read_deepspeed(source, ranks=world_size)
+    if into is not None and read.needs_ranks and (ranks := _devices(into, overrides)) is not None:
+        read = read_deepspeed(source, ranks=ranks)
     warnings = list(read.warnings)
     if read.auto:
         warnings.append(f'{len(read.auto)} keys are "auto", which the training framework fills in: {", ".join(read.auto[:6])}')
@@ -38,6 +40,21 @@ def import_deepspeed(source: SourceFile, into: Path | None, overrides: Sequence[
         skipped={"keys that change no time and no memory": len(read.harmless)} if read.harmless else {},
         warnings=tuple(warnings),
     )
+
+
+def _devices(into: Path, overrides: Sequence[str]) -> int | None:
+    """Of the cluster of the run file that comes about; None where another mesh is asked for, or there is no cluster yet."""
+    document: dict[str, Any] = parse_toml(into.read_text(encoding="utf-8")) if into.exists() else {}
+    merge(document, parse_overrides(overrides), "")
+    cluster, plan = document.get("cluster"), document.get("plan")
+    if not isinstance(cluster, dict) or (isinstance(plan, dict) and plan.get("mesh")):
+        return None
+    alone = {"model": {"name": "mlp"}, "cluster": cluster, "training": {"global_batch": 1}}
+    text = "\n".join(table_text(name, section) for name, section in alone.items())
+    try:
+        return cluster_of(parse_config(text, where=str(into), folder=into.resolve().parent)).size
+    except ParsimError:
+        return None  # `_write` reports it
 
 
 def _write(into: Path, read: DeepSpeedKeys, overrides: Sequence[str], warnings: list[str]) -> None:
@@ -60,17 +77,26 @@ def _write(into: Path, read: DeepSpeedKeys, overrides: Sequence[str], warnings: 
         missing.append("--set training.global_batch=256 (the config does not say it)")
     if missing:
         raise ImportedFileError(f"{into} would lack what a DeepSpeed config does not hold; add {' and '.join(missing)}")
-    text = "\n".join(table_text(name, section) for name, section in document.items() if isinstance(section, dict))
+    text = _text(document)
     try:
         config = parse_config(text, where=str(into), folder=into.resolve().parent)
-        chosen = config.devices
-        each = len(load_profile(config.cluster.machine).devices) if chosen is None else chosen
-        there = config.cluster.nodes * each if isinstance(each, int) else len(each)
+        cluster = cluster_of(config)
+        there, plan = cluster.size, document.get("plan", {})
+        alone = plan.get("strategy") == "dp" and not {"mesh", "dp_shard"} & set(plan)
+        if alone and read.keys.get("plan.zero_stage") and cluster.network is not None:
+            plan["dp_shard"] = there  # left out, the search would try groups of a node
+            warnings.append(f"plan.dp_shard = {there}: DeepSpeed divides states over all ranks")
+            text = _text(document)
+            parse_config(text, where=str(into), folder=into.resolve().parent)
         if read.ranks is not None and read.ranks != there:
             warnings.append(f"the batch keys imply {read.ranks} data-parallel ranks, and the cluster has {there} devices")
     except (ConfigError, ProfileError) as error:
         raise ImportedFileError(f"the run file would be wrong, and is not written: {error}") from error
     write_text_atomically(into, text)
+
+
+def _text(document: dict[str, Any]) -> str:
+    return "\n".join(table_text(name, section) for name, section in document.items() if isinstance(section, dict))
 
 
 _NEEDED = {

@@ -78,6 +78,8 @@ def parse_faster(text: str) -> float:
         value = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
     except ValueError as error:
         raise ConfigError(f"--faster {text!r}: write a share such as 20% or 0.2") from error
+    if value >= 1 and not number.endswith("%"):
+        raise ConfigError(f"--faster {text!r} would be {value:.0%}: write {number}%, or a share such as 0.2")
     return check_faster(value)
 
 
@@ -136,7 +138,7 @@ def _changed(answer: Answer) -> Iterator[tuple[str, Callable[[], Question]]]:
         yield f"bandwidth inside nodes x {TIMES:g}", on(lambda: _again(_faster_links(cluster.profile), cluster, nodes))
     yield f"memory of a GPU x {TIMES:g}", on(lambda: _again(_more_memory(cluster.profile), cluster, nodes))
     if cluster.network is not None or nodes > 1:
-        more = max(nodes + 1, round(MORE_GPUS * nodes))
+        more = _more_nodes(answer, nodes)
         table = question.config.plan.mesh
         both = "" if table is None or table.dp is None else " and batch"
 
@@ -147,6 +149,18 @@ def _changed(answer: Answer) -> Iterator[tuple[str, Callable[[], Question]]]:
         yield f"GPUs{both} x {more / nodes:.3g} ({more * cluster.size // nodes} GPUs)", grown
     batch = question.config.training.model_copy(update={"global_batch": 2 * question.config.training.global_batch})
     yield "global batch x 2", lambda: replace(question, config=question.config.model_copy(update={"training": batch}))
+
+
+def _more_nodes(answer: Answer, nodes: int) -> int:
+    """Half as many nodes more; twice as many where the batch divides over the replicas of the choice on those alone."""
+    more, dp = max(nodes + 1, round(MORE_GPUS * nodes)), answer.prediction.plan.mesh.dp
+    if answer.config.plan.mesh is not None and answer.config.plan.mesh.dp is not None:
+        return more  # the batch grows, too
+
+    def divides(count: int) -> bool:
+        return dp * count % nodes == 0 and answer.config.training.global_batch % (dp * count // nodes) == 0
+
+    return 2 * nodes if not divides(more) and divides(2 * nodes) else more
 
 
 def _again(profile: Profile, cluster: Cluster, nodes: int) -> Cluster:

@@ -114,6 +114,8 @@ class Answer:
         """The recommendation in words; the table has the exact plan."""
         problem = self.problem
         size = f"{problem.cluster.size} device{'' if problem.cluster.size == 1 else 's'}"
+        if self.fits and (idle := problem.cluster.size - self.prediction.plan.world_size):
+            size += f", {idle} of them idle"
         where = f"{problem.model.name} on {problem.cluster.name} ({size}), global batch {problem.global_batch}"
         if self.fits:
             return f"{where}: use {plan_in_words(self.prediction.plan)}, {self.prediction.headline()}."

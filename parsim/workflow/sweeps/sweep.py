@@ -257,16 +257,20 @@ def _title(points: Sequence[SweepPoint], model: Any) -> str:
     """`resnet50 on dgx1-v100-32gb`, of the first point that is a question."""
     for point in points:
         if point.question is not None:
-            machines = {entry.question.config.cluster.machine for entry in points if entry.question is not None}
+            clusters = [entry.question.config.cluster for entry in points if entry.question is not None]
+            machines = {cluster.machine for cluster in clusters}
+            nodes = {1 if cluster.group is not None else cluster.nodes for cluster in clusters}
             names = {entry.question.config.model.name for entry in points if entry.question is not None}
             name = next(iter(names)) if len(names) == 1 else f"{len(names)} models"
-            return f"{Path(name).name if '/' in name else name} on {_several(machines)}"
+            return f"{Path(name).name if '/' in name else name} on {_several(machines, nodes)}"
     return str(model)
 
 
-def _several(machines: set[str]) -> str:
+def _several(machines: set[str], nodes: set[int]) -> str:
     shown = sorted(Path(name).name if "/" in name else name for name in machines)
-    return shown[0] if len(shown) == 1 else f"{len(shown)} machines"
+    if len(shown) > 1:
+        return f"{len(shown)} machines"
+    return shown[0] if len(nodes) > 1 or 1 in nodes else f"{min(nodes)} x {shown[0]}"
 
 
 def _positive(name: str, value: int | None) -> int | None:
