@@ -54,6 +54,8 @@ def model_from_module(
     from parsim.model.tracing.traced import model_of
 
     if not isinstance(module, nn.Module):
+        if isinstance(module, type) and issubclass(module, nn.Module):
+            raise ModelError(f"{module.__name__} is a class and not a model: give an instance, such as {module.__name__}()")
         raise ModelError(
             f"{type(module).__name__} is not a model: give the name of one, a run file, a parsim.Model or a torch.nn.Module"
         )

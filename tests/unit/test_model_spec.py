@@ -213,6 +213,7 @@ class TestWithTorch:
             "def curious():\n    layer = nn.Linear(6, 3)\n"
             "    layer.weight.data.mul_(layer.weight.max().item())\n    return layer\n"
             "def nothing():\n    return 3\n"
+            "class Pair(nn.Module):\n    def forward(self, x, label, scale=1.0):\n        return x\n"
         )
         monkeypatch.syspath_prepend(str(tmp_path))
         return "own_factories"
@@ -252,6 +253,12 @@ class TestWithTorch:
             ("own_factories:classifier", (("depth", 2),), (6,), "refuses its arguments"),
             ("own_factories:nothing", (), (6,), "not a torch module"),
             ("own_factories:classifier", (), None, "needs an input_shape"),
+            (
+                "own_factories:Pair",
+                (),
+                None,
+                r"takes x, label\. In \[model\] write inputs = { x = { shape = \[...\] }, label",
+            ),
             ("own_factories:classifier", (), (5,), "failed on the example inputs"),
         ],
     )
