@@ -17,7 +17,7 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.workflow.ask import check_loss
 from parsim.workflow.config import parse_config
-from parsim.workflow.training.check import steps_per_epoch
+from parsim.workflow.training.check import check_images_suit, steps_per_epoch
 from tests.execute.described_modules import Contrastive, OwnLoss, TwoHeads
 from tests.execute.equality import even_plan
 
@@ -183,6 +183,9 @@ dataset = "digits"
 '''
     with pytest.raises(parsim.ParsimError, match=r"digits holds images and one class of each.*synthetic"):
         steps_per_epoch(parse_config(text))
+    with pytest.raises(parsim.ParsimError, match=r"digits holds images and one class of each.*synthetic"):
+        check_images_suit(parse_config(text))
+    check_images_suit(parse_config(text.replace("digits", "synthetic")))
 
 
 def test_inputs_by_name_plan_like_an_example_batch() -> None:
