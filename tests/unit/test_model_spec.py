@@ -169,6 +169,7 @@ def test_resolve_fills_in() -> None:
     ("spec", "message"),
     [
         (ModelSpec(name="resnet5"), "did you mean resnet50"),
+        (ModelSpec(name="nets.Net"), "the class Net of nets is written nets:Net"),
         (ModelSpec(name="resnet50", args=(("num_clases", 10),)), "did you mean num_classes"),
         (ModelSpec(name="resnet50", args=(("num_classes", "ten"),)), "must be like 1000, got 'ten'"),
         (ModelSpec(name="resnet50", input_shape=(224, 224)), r"\[channels, height, width\]"),
@@ -250,6 +251,7 @@ class TestWithTorch:
         [
             ("own_factories:missing", (), (6,), "cannot import"),
             ("no_such_package:f", (), (6,), "on the Python path"),
+            ("here/own_factories.py:f", (), (6,), "without .py: start in here and give own_factories:f"),
             ("own_factories:classifier", (("depth", 2),), (6,), "refuses its arguments"),
             ("own_factories:nothing", (), (6,), "not a torch module"),
             ("own_factories:classifier", (), None, "needs an input_shape"),
