@@ -73,7 +73,7 @@ def settle(
         if output is None and _returns_its_loss(outputs):
             return Settled(objective=Objective(OWN), entry=None, output=(), target=None)
         chosen = choose_output(name, outputs, output)
-        if _is_number(outputs[chosen]):
+        if output is not None and _is_number(outputs[chosen]):
             return Settled(objective=Objective(OWN, output=output), entry=None, output=(), target=None)
         shape = _sample_of(name, chosen, outputs[chosen], samples)
         objective = Objective(usual_loss(name, shape, tokens=tokens), output=output)

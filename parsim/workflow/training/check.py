@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from parsim.errors import ConfigError, MissingDependencyError
+from parsim.errors import ConfigError, MissingDependencyError, ModelError
 from parsim.workflow.config import RunConfig
 
 if TYPE_CHECKING:
@@ -55,8 +55,13 @@ def check_images_suit(config: RunConfig) -> None:
     from parsim.data.dataset import check_images
     from parsim.data.for_model import target_of
 
-    if config.training.dataset in SHIPPED_IMAGES:
-        check_images(config.training.dataset, target_of(config.model_spec))
+    if config.training.dataset not in SHIPPED_IMAGES:
+        return
+    try:
+        target = target_of(config.model_spec)
+    except ModelError:  # told by whoever loads the model
+        return
+    check_images(config.training.dataset, target)
 
 
 def check_tensorboard() -> None:
