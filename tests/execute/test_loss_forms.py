@@ -64,7 +64,7 @@ def test_forms(module: nn.Module, form: str) -> None:
 
 
 class Centred(nn.Module):
-    """Takes the mean of the batch away, so that no sample is alone."""
+    """Takes the mean of the batch away, so that no sample is alone. Makes a matrix of the default type on the way."""
 
     def __init__(self, norm: bool = False) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Centred(nn.Module):
         self.norm = nn.BatchNorm1d(8) if norm else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.one(x)
+        y = self.one(x @ torch.eye(6))
         return self.other(y - y.mean(0) if self.norm is None else self.norm(y))
 
 

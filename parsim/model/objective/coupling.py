@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -119,10 +119,21 @@ def _totals(
         args, kwargs = call(given)
         torch.manual_seed(seed)
         wanted = None if target is None else _of(target, False, first, last)
-        with torch.no_grad():
+        with torch.no_grad(), _made_in_float64():
             return float(total_loss(objective, judge(*args, **kwargs), wanted, last - first))
 
     return total
+
+
+@contextlib.contextmanager
+def _made_in_float64() -> Iterator[None]:
+    """Tensors that a forward makes, such as torch.zeros(3), have the type of the copy's weights."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _are_close(one: float, other: float) -> bool:
