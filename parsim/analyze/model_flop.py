@@ -61,7 +61,7 @@ def _forward(component: Component) -> float:
 def tokens_per_sample(model: Model) -> int:
     """Tokens of a sample of a language model, of an encoder and a decoder the encoder's; 0 for other models.
 
-    They are the rows that an embedding reads from an input of token numbers.
+    They are the rows that an embedding reads from an input of token numbers. One number per sample is a class or a time step.
     """
     inputs = {
         name: model.value[name].bytes_per_sample
@@ -71,6 +71,6 @@ def tokens_per_sample(model: Model) -> int:
     for component in model.components:
         for operator in component.operators:
             rows = dict(operator.shape).get("rows", 0)
-            if operator.kind == "embedding" and any(inputs.get(name) == 8 * rows for name in component.inputs):
+            if rows > 1 and operator.kind == "embedding" and any(inputs.get(name) == 8 * rows for name in component.inputs):
                 return rows
     return 0

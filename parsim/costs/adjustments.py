@@ -188,7 +188,7 @@ def _queueing(subject: Subject, context: PriceContext) -> Term | None:
     if not context.on_gpu or subject.base.issue_s <= subject.so_far_s:
         return None
     device = format_seconds(subject.so_far_s)
-    why = f"the host takes longer to queue it than the device to run it ({device})"
+    why = f"the host takes longer to queue the task than the device to run it ({device})"
     return Term(QUEUEING, "at least", subject.base.issue_s, subject.base.source, why)
 
 

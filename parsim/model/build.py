@@ -62,9 +62,11 @@ def _from_factory(spec: ModelSpec) -> nn.Module:
     try:
         factory = getattr(importlib.import_module(package), function)
     except (ImportError, AttributeError) as error:
-        raise ModelError(
-            f"cannot import {spec.name!r}: {error}; give package.module:factory with the package on the Python path"
-        ) from error
+        fix = "give package.module:factory with the package on the Python path"
+        if package.endswith(".py"):
+            file = Path(package)
+            fix = f"a module is named without .py: start in {file.parent} and give {file.stem}:{function}"
+        raise ModelError(f"cannot import {spec.name!r}: {error}; {fix}") from error
     except Exception as error:  # of the user's own module, while it was imported
         raise FactoryError(f"importing {package} for {spec.name} {_raised(error, package)}") from error
     _check_factory(spec.name, factory)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from parsim.errors import ModelError
 from parsim.model.inputs import ModelInput, module_inputs, ordered
 from parsim.model.interface import Interface, checked_form, drawn_batch, settle_module, zero_batch
-from parsim.model.losses import LOSSES
-from parsim.model.model import COUPLED, Model
+from parsim.model.model import COUPLED, MIXING, Model
 from parsim.model.objective.objective import Objective, naming_coupled_losses, parse_objective
 from parsim.model.objective.settle import Settled
 from parsim.model.tracing.trace import follows_example, require_torch, split_inputs
@@ -55,6 +54,8 @@ def model_from_module(
     from parsim.model.tracing.traced import model_of
 
     if not isinstance(module, nn.Module):
+        if isinstance(module, type) and issubclass(module, nn.Module):
+            raise ModelError(f"{module.__name__} is a class and not a model: give an instance, such as {module.__name__}()")
         raise ModelError(
             f"{type(module).__name__} is not a model: give the name of one, a run file, a parsim.Model or a torch.nn.Module"
         )
@@ -95,17 +96,20 @@ def _form_of_examples(
     import torch
     from torch import Tensor
 
-    from parsim.model.objective.coupling import SAMPLES, loss_form
+    from parsim.model.objective.coupling import MOST_ELEMENTS, MOST_FLOP, SAMPLES, loss_form, mixes_samples
     from parsim.model.tracing.recording import flatten_inputs
 
     objective = settled.objective
-    if model.loss_form == COUPLED or (objective.loss in LOSSES and not objective.row.plain):
+    if model.loss_form == COUPLED or (objective.adds_up and model.parameter_count > MOST_ELEMENTS):
         return model.loss_form
     leaves, structure = flatten_inputs(args, kwargs)
     tensors = {str(place): leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     batch = next(iter(tensors.values())).shape[0]
     constants = frozenset(name for name, tensor in tensors.items() if tensor.dim() == 0 or tensor.shape[0] != batch)
-    samples = min(batch, SAMPLES)
+    # a constant may number the samples of the whole batch, as edges do nodes
+    samples = batch if objective.adds_up and constants else min(batch, SAMPLES)
+    if objective.adds_up and model.forward_flop * samples > MOST_FLOP * SAMPLES:
+        return model.loss_form
     given = {name: tensor if name in constants else tensor[:samples] for name, tensor in tensors.items()}
     generator = torch.Generator().manual_seed(0)
     target = None if settled.target is None else settled.target.tensor(samples, generator, torch.float32)
@@ -115,4 +119,7 @@ def _form_of_examples(
         found: tuple[tuple[Any, ...], Mapping[str, Any]] = structure.unflatten(filled)
         return found
 
+    if objective.adds_up:
+        mixes = mixes_samples(module, objective, given, target, constants=constants, call=call)
+        return MIXING if mixes else model.loss_form
     return loss_form(module, objective, model.loss_form, given, target, constants=constants, call=call)

@@ -262,7 +262,7 @@ def module_inputs(
     vocabulary = getattr(getattr(module, "config", None), "vocab_size", None)
     if inputs is None:
         if shape is None:
-            raise ModelError(f"{name} needs an input_shape: the shape of one sample, e.g. [3, 224, 224] or [seq]")
+            raise ModelError(_missing_inputs(module, name))
         named = _first_argument(module)
         first = named or "input"
         if len(shape) == 1 and tables:
@@ -285,6 +285,18 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 def _parameters(module: nn.Module) -> list[inspect.Parameter]:
     return list(inspect.signature(module.forward).parameters.values())
+
+
+def _missing_inputs(module: nn.Module, name: str) -> str:
+    """How to describe the inputs of a module of which nothing was said."""
+    wanted = [each.name for each in _parameters(module) if each.kind in _NAMED and each.default is inspect.Parameter.empty]
+    if len(wanted) < 2:
+        return f"{name} needs an input_shape: the shape of one sample, e.g. [3, 224, 224] or [seq]"
+    entries = ", ".join(f"{argument} = {{ shape = [...] }}" for argument in wanted)
+    return (
+        f"{name} needs inputs: its forward takes {', '.join(wanted)}. In [model] write inputs = {{ {entries} }} with the shape "
+        'of one sample each, and dtype = "int64", high = N for numbers below N; in Python give example_inputs, a batch'
+    )
 
 
 def _first_argument(module: nn.Module) -> str | None:

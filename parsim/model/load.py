@@ -162,7 +162,9 @@ def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -
         kind = asked.with_output(settled)
         keep_interface(spec, content, kind)
     told = (*model.assumptions, *(left_out(spec) if is_config(spec.name) else ()))
-    return replace(model, loss_form=checked_form(model, lambda: build_module(spec), kind), assumptions=told)
+    known = (spec.name in ZOO or is_config(spec.name)) and kind.objective.adds_up
+    form = model.loss_form if known else checked_form(model, lambda: build_module(spec), kind)
+    return replace(model, loss_form=form, assumptions=told)
 
 
 def inputs_text(spec: ModelSpec, inputs: tuple[ModelInput, ...]) -> str:

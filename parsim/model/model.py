@@ -46,6 +46,8 @@ COUPLED = "coupled"
 """`Model.loss_form` of a loss that is not a sum over samples."""
 ADDED_UP = "added up"
 """`Model.loss_form` of a scalar that is the sum over the batch, where the mean is expected."""
+MIXING = "mixing samples"
+"""`Model.loss_form` of a module whose output for a sample depends on the other samples, under one of parsim's losses."""
 SUBLAYER = "sublayer"
 GRANULARITIES = ("block", SUBLAYER, "layer")
 
@@ -60,7 +62,7 @@ class Model(Remembering):
         loss: its training loss, the text of a `parsim.model.objective.objective.Objective`; "": unknown, or none.
         loss_form: "": a sum over samples. "mean": a scalar taken as the mean over the batch; "per sample": one number each,
             added up; either with "unchecked" if batches were not compared. "coupled": not a sum over samples. "added up":
-            a scalar that is the sum and not the mean.
+            a scalar that is the sum and not the mean. "mixing samples": parsim's loss of a module that is not divisible.
         assumptions: of its numbers about the data, for users: balanced experts, the branch of an example.
         half_refused: why its forward could not be recorded under autocast; "": it was, or it was not tried.
     """

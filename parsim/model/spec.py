@@ -234,6 +234,9 @@ def zoo_row(name: str) -> ZooRow:
         ModelError: an unknown name; the message lists near matches.
     """
     if name not in ZOO:
+        package, _, factory = name.rpartition(".")
+        if package and factory.isidentifier() and not factory.islower():  # a class after its module
+            raise ModelError(f"unknown model {name!r}; the class {factory} of {package} is written {package}:{factory}")
         near = near_matches(normalised(name), [*ZOO, *known_names()])
         near = near if near.startswith("; did you") else f"{near_matches('', ZOO)}, and large ones such as llama3-8b"
         raise ModelError(f"unknown model {name!r}{near}; or give package.module:factory, or a Hugging Face config.json")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.placement import Placement
-from parsim.plans.plan import Stage
+from parsim.plans.plan import Plan, Stage
 
 
 def even_cuts(components: int, stages: int) -> list[int]:
@@ -55,3 +56,21 @@ def stages_of(
         )
         for number, names in enumerate(parts)
     )
+
+
+WHOLE = ("replicate", "place")
+"""Kinds of placement under which a rank does all of a component or nothing."""
+
+
+def without_idle_ranks(plan: Plan) -> Plan:
+    """The plan on tp = 1 where its tp axis divides nothing: every stage is on one tp rank, or every rank does all of it.
+
+    Args:
+        plan: of any placements. With ZeRO the axis divides the states, so the plan stays as it is.
+    """
+    placed = [{placement for _, placement in stage.placed()} for stage in plan.stages]
+    if plan.mesh.tp == 1 or plan.zero_stage or any(len(own) > 1 or next(iter(own)).kind not in WHOLE for own in placed):
+        return plan
+    mesh = replace(plan.mesh, tp=1)
+    parts = [stage.components for stage in plan.stages]
+    return replace(plan, mesh=mesh, stages=stages_of(mesh, parts, order=plan.pipeline_order, chunks=plan.chunks))

@@ -14,8 +14,10 @@ from parsim.errors import ScheduleError, near_matches
 from parsim.garbage import rare_collections
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh
+from parsim.plans.placement import BATCH
 from parsim.plans.plan import Plan
 from parsim.plans.recompute import AUTO, FULL, Recompute
+from parsim.plans.staged import without_idle_ranks
 from parsim.predict.evaluate import SAMPLES, Evaluation, SimulatedStep, evaluate, simulated_step, with_interval
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import PlanResult
@@ -130,7 +132,10 @@ def search(
         opening.later(name, own if not mixes and top is None else Incumbents(steps_s=together.steps_s))
     for own in owners.values():
         opening.misfit(own)
-    judged, steps, tally = opening.judged, opening.steps, opening.tally
+    judged = opening.judged
+    if all(problem.allows(component.name, BATCH) for component in problem.model.components):
+        judged = [replace(entry, plan=without_idle_ranks(entry.plan)) for entry in judged]
+    steps, tally = opening.steps, opening.tally
     found = {entry.plan.strategy for entry in judged}
     for name in [name for name in owners if parts[name] and name not in found and not (found and name == "adaptive")]:
         skipped[name] = most_frequent(opening.impossible[name]) if opening.impossible[name] else NOT_TRIED

@@ -552,9 +552,9 @@ def check_axes(table: MeshTable, devices: int, *, by_hand: bool) -> None:
         return
     product = math.prod(given.values())
     if devices % product:
-        what = " * ".join(f"{name} ({size})" for name, size in given.items())
+        what = " * ".join(f"{name} ({size})" for name, size in given.items()) + (f" = {product}" if len(given) > 1 else "")
         raise PlanError(
-            f"mesh {what} = {product} must divide the devices ({devices}); the nearest that do: "
+            f"mesh {what} must divide the devices ({devices}); the nearest that do: "
             f"{nearest_divisors(devices, product)}; or ask for devices = {-(-devices // product) * product}"
         )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from parsim.errors import ConfigError, ModelError
-from parsim.model.model import ADDED_UP, COUPLED, Model
+from parsim.model.model import ADDED_UP, COUPLED, MIXING, Model
 from parsim.model.named.names import is_transformer
 from parsim.model.spec import is_known
 from parsim.model.zoo import ZOO
@@ -114,6 +114,11 @@ def loss_note(model: Model) -> str:
         return (
             "a scalar that is the sum over the batch, and a scalar is taken as the mean: replicas and microbatches make its "
             "gradients smaller; return the mean, or one number per sample"
+        )
+    if model.loss_form == MIXING:
+        return (
+            "the module mixes the samples of a batch: its loss changes where the batch is divided, so data parallelism and "
+            "microbatches train another model than one process"
         )
     form = model.loss_form.removesuffix("unchecked").strip()
     text = {"mean": "a scalar, taken as the mean over the batch", "per sample": "one number per sample, added up"}.get(form, "")

@@ -46,7 +46,7 @@ from parsim.workflow.progress import progress, warn
 from parsim.workflow.public.measured import Measured
 from parsim.workflow.public.prediction import Prediction
 from parsim.workflow.relaxed.running import check_adaptive, steps_per_round
-from parsim.workflow.training.check import check_training, steps_per_epoch, total_steps
+from parsim.workflow.training.check import check_training, samples_not_taken, steps_per_epoch, total_steps
 from parsim.workflow.training.dataset_loading import with_loading
 from parsim.workflow.training.elastic import MAX_RESTARTS, check_elastic, restarting
 
@@ -93,6 +93,8 @@ def train(
         check_adaptive(asked.plan)
     asked, changed_since = _ready(asked, nproc)
     steps = total_steps(asked.config)
+    if told := samples_not_taken(asked.config, steps):
+        warn(told)
     folder = RunFolder(out) if resume and out is not None else new_folder(out, name)
     if resume:
         folder.read_config()  # before the folder is made

@@ -12,12 +12,12 @@ from parsim.errors import PlanError, TraceError
 from parsim.model.from_module import model_from_module
 from parsim.model.inputs import inputs_from
 from parsim.model.load import load_model
-from parsim.model.model import COUPLED, Model
+from parsim.model.model import COUPLED, MIXING, Model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.workflow.ask import check_loss
 from parsim.workflow.config import parse_config
-from parsim.workflow.training.check import steps_per_epoch
+from parsim.workflow.training.check import check_images_suit, steps_per_epoch
 from tests.execute.described_modules import Contrastive, OwnLoss, TwoHeads
 from tests.execute.equality import even_plan
 
@@ -61,6 +61,62 @@ class Pairs(nn.Module):
 def test_forms(module: nn.Module, form: str) -> None:
     assert model_from_module(module, input_shape=(6,)).loss_form == form
     assert model_from_module(module, torch.randn(5, 6)).loss_form == form
+
+
+class Centred(nn.Module):
+    """Takes the mean of the batch away, so that no sample is alone. Makes a matrix of the default type on the way."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.norm = nn.BatchNorm1d(8) if norm else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x @ torch.eye(6))
+        return self.other(y - y.mean(0) if self.norm is None else self.norm(y))
+
+
+class Squeezing(nn.Module):
+    """Loses the dim of a batch of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).unsqueeze(-1).squeeze()
+
+
+class Graph(nn.Module):
+    """Nodes are the batch, and edges number them: no part of the batch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        hidden = self.layer(nodes)
+        return torch.zeros_like(hidden).index_add_(0, edges[1], hidden[edges[0]])
+
+
+@pytest.mark.parametrize(
+    ("module", "batch", "form"),
+    [
+        (Centred(), torch.randn(5, 6), MIXING),
+        (Centred(norm=True), torch.randn(5, 6), ""),
+        (Graph(), (torch.randn(6, 6), torch.tensor([[0, 1, 2, 5], [5, 4, 0, 1]])), MIXING),
+        (Squeezing(), torch.randn(5, 6), ""),
+    ],
+)
+def test_forms_of_modules_under_cross_entropy(module: nn.Module, batch: object, form: str) -> None:
+    """Running statistics are those of no batch. A module that mixes samples trains otherwise where the batch is divided."""
+    assert model_from_module(module, batch).loss_form == form
+
+
+def test_a_module_that_mixes_samples_is_told_of_by_its_shape_too() -> None:
+    assert model_from_module(Centred(), input_shape=(6,)).loss_form == MIXING
+    answer = parsim.plan(Centred(), cluster="dgx1-v100-32gb", global_batch=8, devices=2, strategy="dp", input_shape=(6,))
+    assert "loss: cross_entropy (the module mixes the samples of a batch" in str(answer)
 
 
 @pytest.mark.parametrize(("per_sample", "form"), [(False, "mean"), (True, "per sample")])
@@ -127,6 +183,9 @@ dataset = "digits"
 '''
     with pytest.raises(parsim.ParsimError, match=r"digits holds images and one class of each.*synthetic"):
         steps_per_epoch(parse_config(text))
+    with pytest.raises(parsim.ParsimError, match=r"digits holds images and one class of each.*synthetic"):
+        check_images_suit(parse_config(text))
+    check_images_suit(parse_config(text.replace("digits", "synthetic")))
 
 
 def test_inputs_by_name_plan_like_an_example_batch() -> None:

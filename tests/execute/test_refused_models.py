@@ -161,6 +161,8 @@ def test_inputs_by_shape_of_a_forward_with_two() -> None:
 
     with pytest.raises(ParsimError, match=r"missing 1 required positional argument: 't'; give every input by name"):
         model_from_module(Two(), EXAMPLE)
+    with pytest.raises(ParsimError, match=r"unexpected keyword argument 'tt'.*; it takes x, t"):
+        model_from_module(Two(), {"x": EXAMPLE, "tt": EXAMPLE})
 
 
 LLAMA = {

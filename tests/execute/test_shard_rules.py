@@ -255,6 +255,25 @@ def test_refused(kind: str) -> None:
         assert_shards_equal_whole(runnable, component, sharding, 2, [x])
 
 
+def test_an_unlisted_call_of_two_types_under_autocast() -> None:
+    """A fp32 parameter meets a half-precision activation in einsum, as in a state space layer: autocast casts one of them."""
+
+    class Discretised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+            self.decay, self.out = nn.Parameter(torch.randn(4, 3)), nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            step = self.down(functional.relu(self.up(x)))
+            state = step.unsqueeze(-1) * self.decay
+            return self.out(torch.einsum("bdn,bd->bn", state, step))
+
+    component = trace(nn.Sequential(Discretised(), nn.Linear(4, 2)), torch.randn(4, 6)).model.components[0]
+    assert component.half is not None
+    assert [sharding.rule for sharding in component.shardings if sharding.half is not None] == ["column"]
+
+
 def test_a_cut_that_is_shuffled() -> None:
     """4 x 2 features transposed to 2 x 4: the cut of the 4 comes out in two runs, and the next matrix is cut alike."""
 

@@ -15,7 +15,9 @@ from parsim.model.load import load_model
 from parsim.model.presets import load_preset
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
+from parsim.plans.placement import BATCH, REPLICATE, Placement
 from parsim.plans.plan import Plan, check_plan
+from parsim.plans.staged import stages_of, without_idle_ranks
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.by_hand import custom_plan
@@ -74,6 +76,31 @@ def test_adaptive_is_never_predicted_slower_than_any_family(devices: int) -> Non
             continue
         best = min(evaluate(question, plan, samples=0).result.step_s.median for plan in plans(question))
         assert chosen.result.step_s.median <= best * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_no_plan_takes_devices_that_it_has_no_use_for(devices: int) -> None:
+    small = chain_model((4e6, 2e6, 6e6), elements=2_000)
+    found = search(PlanningProblem(model=small, cluster=cluster(devices), global_batch=4), ("adaptive",), samples=0)
+    assert found.chosen is not None
+    assert found.chosen.result.plan.mesh == Mesh()
+    by_name = {entry.result.strategy: entry.result for entry in found.candidates}
+    assert by_name["adaptive"].plan.mesh == Mesh()
+    assert by_name["adaptive"].step_s.median == by_name["single"].step_s.median
+
+
+def test_copies_that_divide_nothing_are_left_out_of_a_plan() -> None:
+    mesh, parts = Mesh(pp=2, tp=3), [[component.name for component in CHAIN.components[:3]], ["c3", "c4", "c5", "loss"]]
+    kinds = (REPLICATE, Placement("place", shard=1))
+
+    def plan(mesh: Mesh, placement: Placement | None, zero_stage: int = 0) -> Plan:
+        stages = stages_of(mesh, parts, placement and (lambda name: placement))
+        return Plan(strategy="custom", mesh=mesh, stages=stages, global_batch=6, zero_stage=zero_stage)
+
+    for kind in kinds:
+        assert without_idle_ranks(plan(mesh, kind)) == plan(Mesh(pp=2), None)
+    for kept in (plan(mesh, REPLICATE, zero_stage=3), plan(mesh, BATCH), plan(Mesh(pp=2), None)):
+        assert without_idle_ranks(kept) == kept
 
 
 def test_candidates_are_ranked_bounded_and_told_why_they_lost() -> None:

@@ -89,7 +89,7 @@ def test_an_error_does_not_blame_parts_that_adaptive_does_not_have() -> None:
 
 
 def test_axes_that_do_not_divide_the_devices() -> None:
-    with pytest.raises(ConfigError, match=r"mesh pp \(3\) = 3 must divide the devices \(4\)"):
+    with pytest.raises(ConfigError, match=r"mesh pp \(3\) must divide the devices \(4\)"):
         ask("mesh = { pp = 3 }")
 
 

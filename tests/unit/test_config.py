@@ -175,7 +175,7 @@ MISTAKES = [
     (["plan.strategy=custom"], r'plan.strategy = "custom" needs plan.mesh'),
     (
         ["plan.mesh.tp=3"],
-        r"mesh tp \(3\) = 3 must divide the devices \(8\); .* do: 2 or 4; or ask for devices = 9",
+        r"mesh tp \(3\) must divide the devices \(8\); .* do: 2 or 4; or ask for devices = 9",
     ),
     (["plan.zero_stage=all"], r"plan.zero_stage = 'all': must be 0, 1, 2, 3 or \"auto\""),
     (["plan.recompute=selectiv"], r"plan.recompute = 'selectiv' is unknown.*selective.*\"selective:NAME\" for one by operator"),

@@ -99,6 +99,12 @@ KINDS = {"a": OutputKind((2, 10), "float32"), "b": OutputKind((2, 3), "float32")
     ("outputs", "objective", "wanted", "message"),
     [
         (KINDS, None, None, r'returns 2 tensors, "a" float32 \[2, 10\].*output = "a"'),
+        (
+            {**KINDS, "b": OutputKind((), "float32")},
+            None,
+            None,
+            r'or another.*output = "b" is one number: the loss',
+        ),
         (KINDS, None, "c", r'returns no "?\'?c.*it returns "a"'),
         ({}, None, None, "returns no tensor"),
         ({"": OutputKind((2,), "float32")}, Objective("cross_entropy"), None, "one number per sample.*bce"),
@@ -134,6 +140,13 @@ def test_losses_nobody_chose(outputs: dict[str, OutputKind], loss: str, shape: t
     found = settle("net", outputs, 2, None, tokens=False)
     assert str(found.objective) == loss
     assert (None if found.target is None else found.target.shape) == shape
+
+
+def test_an_output_that_is_one_number_is_the_loss() -> None:
+    pair = {"0": OutputKind((2, 7, 40), "float32"), "1": OutputKind((), "float32")}
+    found = settle("net", pair, 2, None, tokens=True, output="1")
+    assert found.objective == Objective("own", output="1")
+    assert found.target is None
 
 
 def test_maps_of_classes() -> None:

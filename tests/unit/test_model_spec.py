@@ -169,6 +169,7 @@ def test_resolve_fills_in() -> None:
     ("spec", "message"),
     [
         (ModelSpec(name="resnet5"), "did you mean resnet50"),
+        (ModelSpec(name="nets.Net"), "the class Net of nets is written nets:Net"),
         (ModelSpec(name="resnet50", args=(("num_clases", 10),)), "did you mean num_classes"),
         (ModelSpec(name="resnet50", args=(("num_classes", "ten"),)), "must be like 1000, got 'ten'"),
         (ModelSpec(name="resnet50", input_shape=(224, 224)), r"\[channels, height, width\]"),
@@ -213,6 +214,7 @@ class TestWithTorch:
             "def curious():\n    layer = nn.Linear(6, 3)\n"
             "    layer.weight.data.mul_(layer.weight.max().item())\n    return layer\n"
             "def nothing():\n    return 3\n"
+            "class Pair(nn.Module):\n    def forward(self, x, label, scale=1.0):\n        return x\n"
         )
         monkeypatch.syspath_prepend(str(tmp_path))
         return "own_factories"
@@ -249,9 +251,16 @@ class TestWithTorch:
         [
             ("own_factories:missing", (), (6,), "cannot import"),
             ("no_such_package:f", (), (6,), "on the Python path"),
+            ("here/own_factories.py:f", (), (6,), "without .py: start in here and give own_factories:f"),
             ("own_factories:classifier", (("depth", 2),), (6,), "refuses its arguments"),
             ("own_factories:nothing", (), (6,), "not a torch module"),
             ("own_factories:classifier", (), None, "needs an input_shape"),
+            (
+                "own_factories:Pair",
+                (),
+                None,
+                r"takes x, label\. In \[model\] write inputs = { x = { shape = \[...\] }, label",
+            ),
             ("own_factories:classifier", (), (5,), "failed on the example inputs"),
         ],
     )

@@ -205,6 +205,9 @@ def test_neither_a_name_nor_a_model_is_refused(
     wrong: Any = 3
     with pytest.raises(ModelError, match="int is not a model: give the name of one, a run file"):
         question_of(wrong, cluster="dgx1-v100-32gb", global_batch=8)
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ModelError, match=r"Linear is a class and not a model: give an instance, such as Linear\(\)"):
+        question_of(torch.nn.Linear, cluster="dgx1-v100-32gb", global_batch=8)
 
 
 def test_processes_find_modules_where_this_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,16 @@ def test_tokens_of_a_sample(name: str, tokens: int) -> None:
     assert tokens_per_sample(load_model(ModelSpec(name=name))) == tokens
 
 
+def test_one_number_per_sample_is_no_token() -> None:
+    """A time step or a class that an embedding reads, as in a diffusion model."""
+    torch = pytest.importorskip("torch")
+    from parsim.model.from_module import model_from_module
+
+    conditioned = torch.nn.Sequential(torch.nn.Embedding(50, 4), torch.nn.Linear(4, 4))
+    assert tokens_per_sample(model_from_module(conditioned, torch.tensor([0, 7, 49]))) == 0
+    assert tokens_per_sample(model_from_module(conditioned, torch.zeros(3, 5, dtype=torch.long), loss="cross_entropy")) == 5
+
+
 @pytest.fixture(scope="module")
 def answer() -> Answer:
     return parsim.plan(

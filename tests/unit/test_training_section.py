@@ -10,6 +10,7 @@ import pytest
 from parsim.errors import ConfigError
 from parsim.execute.training.recipe import TrainingRecipe
 from parsim.workflow.config import RunConfig, parse_config
+from parsim.workflow.training.check import samples_not_taken
 from parsim.workflow.training.section import REFUSED
 
 FILE = """\
@@ -118,3 +119,12 @@ def test_code_inside_nested_tables_counts_as_code(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("PARSIM_ALLOW_CODE", raising=False)
     with pytest.raises(ConfigError, match=r"training.schedule.name = 'elsewhere:ROW' runs code"):
         parse_config(FILE + '[training.schedule]\nname = "elsewhere:ROW"', folder=tmp_path)
+
+
+def test_samples_of_a_whole_training_are_not_those_of_a_run() -> None:
+    base = '[model]\nname = "mlp"\n[cluster]\nprofile = "dgx1-v100-32gb"\n[training]\nglobal_batch = 8\n'
+    told = samples_not_taken(parse_config(base + "samples = 160"), 180)
+    assert told.startswith("training.samples = 160 is for the time and price")
+    assert "180 steps of 8 samples" in told
+    assert samples_not_taken(parse_config(base + "samples = 160\nsteps = 20"), 20) == ""
+    assert samples_not_taken(parse_config(base), 180) == ""

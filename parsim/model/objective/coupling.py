@@ -1,15 +1,18 @@
 """Whether a loss is a sum over samples, found out on a few samples of the real module.
 
 Gradients of microbatches and replicas add up only if the loss of a batch is the mean of the losses of its samples. A loss that
-compares samples with each other (contrastive losses, statistics over the batch) is none: dividing the batch changes it.
-Leaves out: modules of more than `MOST_ELEMENTS` parameters, and losses that draw random numbers; these stay unchecked.
+compares samples with each other (contrastive losses, statistics over the batch) is none: dividing the batch changes it. So
+does a module that mixes samples, as one over the nodes of a graph, under any loss.
+Leaves out: modules of more than `MOST_ELEMENTS` parameters, and losses that draw random numbers; these stay unchecked. So do
+modules with more than `MOST_FLOP` under a loss of parsim's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +26,8 @@ MOST_ELEMENTS = 30_000_000
 SAMPLES = 4
 TOLERANCE = 1e-9
 UNCHECKED = "unchecked"
+MOST_FLOP = 1e9
+"""Of the forward of a sample, for the check of a module under one of parsim's losses: most of these mix nothing."""
 
 ArgumentsOf = Callable[[Mapping[str, Tensor]], tuple[tuple[Any, ...], Mapping[str, Any]]]
 
@@ -52,16 +57,7 @@ def loss_form(
     samples = next(len(tensor) for name, tensor in inputs.items() if name not in constants)
     state = torch.get_rng_state()
     try:
-        judge = copy.deepcopy(module).double().eval()
-
-        def total(first: int, last: int, seed: int) -> float:
-            given = {name: _of(tensor, name in constants, first, last) for name, tensor in inputs.items()}
-            args, kwargs = call(given)
-            torch.manual_seed(seed)
-            wanted = None if target is None else _of(target, False, first, last)
-            with torch.no_grad():
-                return float(total_loss(objective, judge(*args, **kwargs), wanted, last - first))
-
+        total = _totals(module, objective, inputs, target, constants, call)
         whole = total(0, samples, 0)
         if whole != total(0, samples, 1) or not math.isfinite(whole):
             return unchecked
@@ -73,6 +69,71 @@ def loss_form(
     if _are_close(whole, single):
         return form
     return ADDED_UP if form == MEAN and _are_close(whole, samples * single) else COUPLED
+
+
+def mixes_samples(
+    module: nn.Module,
+    objective: Objective,
+    inputs: Mapping[str, Tensor],
+    target: Tensor | None,
+    *,
+    constants: frozenset[str] = frozenset(),
+    call: ArgumentsOf,
+) -> bool:
+    """Whether parsim's loss of the module's output is seen to change where the batch is divided; False where that is open.
+
+    Args:
+        module, inputs, target, constants, call: as above. A batch that runs whole and in no part mixes, too.
+    """
+    samples = next(len(tensor) for name, tensor in inputs.items() if name not in constants)
+    state = torch.get_rng_state()
+    try:
+        total = _totals(module, objective, inputs, target, constants, call)
+        whole = total(0, samples, 0)
+        if whole != total(0, samples, 1) or not math.isfinite(whole):
+            return False
+        for size in [1, samples // 2] if samples <= SAMPLES else [samples // 2]:
+            with contextlib.suppress(Exception):  # a module may squeeze a batch of one, or index into the whole one
+                parts = (total(first, min(first + size, samples), 0) for first in range(0, samples, size))
+                return not _are_close(whole, sum(parts))
+    except Exception:  # as above
+        return False
+    finally:
+        torch.set_rng_state(state)
+    return True
+
+
+def _totals(
+    module: nn.Module,
+    objective: Objective,
+    inputs: Mapping[str, Tensor],
+    target: Tensor | None,
+    constants: frozenset[str],
+    call: ArgumentsOf,
+) -> Callable[[int, int, int], float]:
+    """(first, last, seed) -> the loss of these samples, added up, of a copy in float64 and eval mode."""
+    judge = copy.deepcopy(module).double().eval()
+
+    def total(first: int, last: int, seed: int) -> float:
+        given = {name: _of(tensor, name in constants, first, last) for name, tensor in inputs.items()}
+        args, kwargs = call(given)
+        torch.manual_seed(seed)
+        wanted = None if target is None else _of(target, False, first, last)
+        with torch.no_grad(), _made_in_float64():
+            return float(total_loss(objective, judge(*args, **kwargs), wanted, last - first))
+
+    return total
+
+
+@contextlib.contextmanager
+def _made_in_float64() -> Iterator[None]:
+    """Tensors that a forward makes, such as torch.zeros(3), have the type of the copy's weights."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _are_close(one: float, other: float) -> bool:

@@ -50,6 +50,11 @@ class Objective:
         return LOSSES[self.loss]
 
     @property
+    def adds_up(self) -> bool:
+        """Whether the loss is one of parsim's own, which are sums over the samples of an output."""
+        return self.loss in LOSSES and not self.row.plain
+
+    @property
     def takes_targets(self) -> bool:
         return self.row.targets != NOTHING
 

@@ -73,6 +73,8 @@ def settle(
         if output is None and _returns_its_loss(outputs):
             return Settled(objective=Objective(OWN), entry=None, output=(), target=None)
         chosen = choose_output(name, outputs, output)
+        if output is not None and _is_number(outputs[chosen]):
+            return Settled(objective=Objective(OWN, output=output), entry=None, output=(), target=None)
         shape = _sample_of(name, chosen, outputs[chosen], samples)
         objective = Objective(usual_loss(name, shape, tokens=tokens), output=output)
     row = objective.row
@@ -100,8 +102,12 @@ def _returns_its_loss(outputs: Mapping[str, OutputKind]) -> bool:
     """A module whose output is one number for the whole batch, or has an entry `loss` of that kind or per sample."""
     if LOSS_ENTRY in outputs:
         return len(outputs[LOSS_ENTRY].shape) <= 1 and outputs[LOSS_ENTRY].dtype in FLOATS
-    only = next(iter(outputs.values())) if len(outputs) == 1 else None
-    return only is not None and only.shape == () and only.dtype in FLOATS
+    return len(outputs) == 1 and _is_number(next(iter(outputs.values())))
+
+
+def _is_number(kind: OutputKind) -> bool:
+    """One number for the whole batch."""
+    return kind.shape == () and kind.dtype in FLOATS
 
 
 def choose_output(name: str, outputs: Mapping[str, OutputKind], wanted: str | None) -> str:
@@ -123,9 +129,12 @@ def choose_output(name: str, outputs: Mapping[str, OutputKind], wanted: str | No
     if not outputs:
         raise ModelError(f"{name} returns no tensor, so no loss can be taken; return a tensor, or tensors in a tuple or dict")
     first = next(iter(outputs))
+    numbers = [entry for entry, kind in outputs.items() if _is_number(kind)]
+    losses = f' (output = "{numbers[0]}" is one number: the loss of the module itself)' if len(numbers) == 1 else ""
     raise ModelError(
         f"{name} returns {len(outputs)} tensors, {_listing(outputs)}, so the input of the loss is ambiguous. In [model] choose "
-        f'output = "{first}" or another of them, or loss = "package:function", a function (output, target) of all of them'
+        f'output = "{first}" or another of them{losses}, or loss = "package:function", a function (output, target) of '
+        "all of them"
     )
 
 

@@ -64,10 +64,17 @@ def _drops(op: Op) -> bool:
 def _is_plain(program: CallProgram, op: Op) -> bool:
     if isinstance(getattr(op.function, "__self__", None), type):  # a torch.autograd.Function: its backward may do anything
         return False
+    # Calls recorded under autocast may read floats of several types, which autocast casts and the meta device refuses.
+    return any(_plain_of_types(program, op, half) for half in (None, torch.float32))
+
+
+def _plain_of_types(program: CallProgram, op: Op, half: torch.dtype | None) -> bool:
+    """Whether the call is plain on the meta device. half: the type in place of half-precision ones; None: as recorded."""
     environment: list[Any] = [None] * program.slots
     for slot in operands_of(op):
         kind = program.tensors[slot]
-        environment[slot] = torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device="meta")
+        dtype = half if half is not None and kind.dtype in (torch.bfloat16, torch.float16) else kind.dtype
+        environment[slot] = torch.empty_strided(kind.shape, kind.stride, dtype=dtype, device="meta")
     watch = _Tags()
     try:
         with torch.no_grad(), watch:

@@ -523,12 +523,16 @@ def _predicted(
     before: Any,
 ) -> tuple[Prediction, str]:
     """What to run, and a name for its folder; `before` checks the config before anything is searched."""
+    from parsim.workflow.training.check import check_images_suit
+
     if isinstance(model, Answer | Prediction):
         _check_nothing_beside(model, cluster=cluster, global_batch=global_batch, settings=settings, overrides=overrides or None)
         asked = model.chosen if isinstance(model, Answer) else model
         return asked, asked.problem.model.name
     question = _question(model, cluster, global_batch, settings or {}, overrides, None)
     before(question.config)
+    if question.model is None:
+        check_images_suit(question.config)
     return _ask(question, runs_here=True).prediction, question.name
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from parsim.errors import ConfigError, MissingDependencyError
+from parsim.errors import ConfigError, MissingDependencyError, ModelError
 from parsim.workflow.config import RunConfig
 
 if TYPE_CHECKING:
@@ -46,6 +46,24 @@ def check_training(config: RunConfig, model: Model) -> None:
         check_schedule(optimizer, rate, own, steps=steps, order=order)
 
 
+SHIPPED_IMAGES = ("digits", "cifar10", "cifar100")
+"""Datasets that hold images and a class of each."""
+
+
+def check_images_suit(config: RunConfig) -> None:
+    """Raise DataError for a shipped set of images that does not suit the model: found before this machine is calibrated."""
+    from parsim.data.dataset import check_images
+    from parsim.data.for_model import target_of
+
+    if config.training.dataset not in SHIPPED_IMAGES:
+        return
+    try:
+        target = target_of(config.model_spec)
+    except ModelError:  # told by whoever loads the model
+        return
+    check_images(config.training.dataset, target)
+
+
 def check_tensorboard() -> None:
     """Raise MissingDependencyError where torch cannot write for TensorBoard."""
     try:
@@ -81,6 +99,21 @@ def total_steps(config: RunConfig) -> int:
     if config.training.steps is not None:
         return config.training.steps
     return config.training.epochs * steps_per_epoch(config)
+
+
+def samples_not_taken(config: RunConfig, steps: int) -> str:
+    """A warning for whoever gives the samples of a whole training and expects a run of so many; "" where there is no doubt.
+
+    Args:
+        config: of the run. steps: that it takes.
+    """
+    training = config.training
+    if training.samples is None or training.steps is not None:
+        return ""
+    return (
+        f"training.samples = {training.samples:,.0f} is for the time and price of a whole training. This run takes {steps} "
+        f"steps of {training.global_batch} samples, by training.epochs; set training.steps for another number"
+    )
 
 
 def steps_per_epoch(config: RunConfig) -> int:

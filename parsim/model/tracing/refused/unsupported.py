@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -70,6 +71,8 @@ def hint(module: nn.Module, message: str) -> str:
     """
     if "_nested_tensor" in message:
         return "; nested tensors cannot be recorded: give a padded batch and a mask"
+    if f"{type(module).__name__}.forward() got an unexpected keyword argument" in message:
+        return f"; it takes {', '.join(inspect.signature(module.forward).parameters)}"
     if "missing" in message and "required positional argument" in message:
         return "; give every input by name: [model] inputs = { x = { shape = [...] }, ... }, or example_inputs"
     if "FakeTensorDeviceMismatch" in message or "meta!" in message:
