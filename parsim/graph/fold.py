@@ -10,6 +10,7 @@ Two kinds of ranks are folded:
 
     replicas   in which whatever stays inside costs the same, links shared with the neighbours included. What crosses
                replicas is one task for all of them, or one for each sharding group if all groups are alike.
+               Replicas that gossip are one kind where a shift of all of them changes nothing (`folding.shifts`).
     tp shards  where every component runs on all tp ranks alike (none placed on one of them), if all collectives of a kind that
                the shards do side by side cost the same.
 
@@ -27,6 +28,7 @@ from parsim.costs.communication.equivalent_groups import alike_collectives
 from parsim.costs.costs import Costs
 from parsim.graph.folding.inside import InsideSeconds, WorkSeconds, exchanges_of
 from parsim.graph.folding.rank_kinds import RankKinds, ranks_of_replica
+from parsim.graph.folding.shifts import repeats_after
 from parsim.graph.passes.gradients import bucket_work
 from parsim.graph.passes.replica_sums import replica_sum_work
 from parsim.graph.plan_index import PlanIndex
@@ -132,6 +134,9 @@ def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = No
     kinds = RankKinds(costs)
     inside = InsideSeconds(layout, exchanges_of(layout), costs, price)
     replica_of = _replicas_of(layout, kinds, inside)
+    if layout.plan.synchronisation.kind == "gossip":
+        step = repeats_after(layout.plan, costs.cluster, replica_of)
+        return replace(unfolded(mesh), replica_of=tuple(replica % step for replica in range(mesh.copies)))
     if mesh.groups > 1:
         replica_of = _by_sharding_groups(layout, costs, price, replica_of)
     whole = Folding(mesh=mesh, replica_of=replica_of, shards=tuple(range(mesh.tp)))

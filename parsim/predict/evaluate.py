@@ -205,12 +205,13 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
     usual = plan.world_size > MANY_RANKS or plan.mesh.team > 1
     wanted = (fold or (fold is None and usual)) and not costs.shared_cores and folds(problem, plan)
     folding = folding_of(layout, costs, partial(_communication_s, problem, plan)) if wanted else unfolded(plan.mesh)
-    bounded = (folding.is_folded and plan.world_size > MANY_RANKS) or not folding.is_exact
+    gossips = plan.synchronisation.kind == "gossip"  # one replica would not stand for all
+    bounded = (folding.is_folded and plan.world_size > MANY_RANKS and not gossips) or not folding.is_exact
     nearly = nearly_alike(problem, layout, folding, REPEATED_STEPS) if bounded and not sigma and is_one_step(plan) else None
     if nearly is None:
         folding = folding if folding.is_exact else unfolded(plan.mesh)
         compiled = compile_graph(lowered(problem, layout, folding))
-        estimates = tuple(priced_units(problem, plan, compiled.columns.units))
+        estimates = tuple(priced_units(problem, plan, compiled.columns.units, folding=folding))
     else:
         folding, compiled, estimates = nearly
     columns = compiled.columns

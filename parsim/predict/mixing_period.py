@@ -57,19 +57,19 @@ def is_one_step(plan: Plan) -> bool:
 
 
 def folds(problem: PlanningProblem, plan: Plan) -> bool:
-    """Whether interchangeable ranks of a relaxed plan may be simulated once: all replicas average, in the same way.
+    """Whether interchangeable ranks of a relaxed plan may be simulated once: all replicas average, or gossip.
 
     Args:
         problem: of the plan. plan: of any synchronisation.
 
-    Leaves out gossip, whose replicas have other neighbours, drawn replicas, stages with stale gradients, noise of single
-    ranks, and machines on which computation and communication slow one another.
+    Of gossip `folding_of` finds which replicas are alike. Leaves out merging in turn, drawn replicas, stages with stale
+    gradients, noise of single ranks, and machines on which computation and communication slow one another.
     """
     rule, profile = plan.synchronisation, problem.cluster.profile
     if not rule.is_relaxed:
         return True
     noisy = profile.noise is not None and profile.noise.rank_sigma > 0
-    return rule.kind == "average" and rule.participation == 1.0 and not noisy and profile.overlap is None
+    return rule.kind in ("average", "gossip") and rule.participation == 1.0 and not noisy and profile.overlap is None
 
 
 def step_program(
@@ -242,7 +242,8 @@ def mixing_period(
     if simulated < rule.period_steps:
         local = _resuming(columns_of(_graph(layout, folding, 0, local=True)), problem, plan)
     units = Units.of((*cycle.units, *(() if local is None else local.units)))
-    estimates = tuple(priced_units(problem, plan, units, rounds=_rounds_of_units(cycle, program, len(units))))
+    rounds = _rounds_of_units(cycle, program, len(units))
+    estimates = tuple(priced_units(problem, plan, units, rounds=rounds, folding=folding))
     seconds = medians_s(estimates)[cycle.unit]
     factors = overlap or costs.overlap([cycle.units[number].work for number in cycle.unit.tolist()], seconds)
     return MixingPeriod(
@@ -288,12 +289,19 @@ def _resuming(columns: Columns, problem: PlanningProblem, plan: Plan) -> Columns
     return columns.resuming() if problem.costs(plan.world_size).post_wait_s else columns
 
 
-def priced_units(problem: PlanningProblem, plan: Plan, units: Units, *, rounds: Ints | None = None) -> list[Estimate]:
+def priced_units(
+    problem: PlanningProblem,
+    plan: Plan,
+    units: Units,
+    *,
+    rounds: Ints | None = None,
+    folding: Folding | None = None,
+) -> list[Estimate]:
     """Prices of the units of a plan: overlapped where it says so, and the messages of a round of mixing share links.
 
     Args:
         problem: of the plan. plan: with synchronisation average, gossip or merge. units: of its columns.
-        rounds: per unit the round that it belongs to; None: all to one.
+        rounds: per unit the round that it belongs to; None: all to one. folding: as of the columns; None: not folded.
 
     Returns:
         One Estimate per unit. Leaves out, on machines without a link model, what messages of one round cost one another.
@@ -313,9 +321,19 @@ def priced_units(problem: PlanningProblem, plan: Plan, units: Units, *, rounds: 
         together.setdefault((work.size_bytes, 0 if rounds is None else int(rounds[number])), []).append(number)
     for (size_bytes, _), numbers in together.items():
         pairs = {(messages[number].source, messages[number].destination): number for number in numbers}
-        for number, seconds in zip(pairs.values(), exchange_seconds(list(pairs), size_bytes, cluster), strict=True):
+        every = _moved_on(list(pairs), plan.mesh.dp, folding)
+        for number, seconds in zip(pairs.values(), exchange_seconds(every, size_bytes, cluster)[: len(pairs)], strict=True):
             more = float(seconds) - estimates[number].median_s
             if more > 0:
-                detail = f"{len(pairs)} messages of a round at once"
+                detail = f"{len(every)} messages of a round at once"
                 estimates[number] = estimates[number].then(Term("other messages", "plus", more, "assumed", detail))
     return estimates
+
+
+def _moved_on(pairs: list[tuple[int, int]], replicas: int, folding: Folding | None) -> list[tuple[int, int]]:
+    """Simulated messages first, then those that they stand for: the same between replicas further on."""
+    if folding is None or not folding.is_folded:
+        return pairs
+    step = len(folding.replicas)
+    moves = range(0, replicas, step)
+    return [((source + move) % replicas, (to + move) % replicas) for move in moves for source, to in pairs]

@@ -289,6 +289,46 @@ def test_replicas_that_average_are_folded_exactly(problem: PlanningProblem, text
     assert folded.result.peak_memory_bytes == whole.result.peak_memory_bytes
 
 
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ("gossip/1 ring", 6),
+        ("gossip/3 lattice(neighbours=8)", 6),
+        ("gossip/1 complete", 6),
+        ("gossip/1 exponential", 6),
+        ("gossip/2 one_peer_exponential", 6),
+        ("gossip/1 ada(epochs=3, rate=0.5, rounds=9, start=12, kind=exponential)", 6),
+        ("gossip/1 torus", 6),
+        ("gossip/1 hierarchical_one_peer(per_node=3)", 6),
+    ],
+)
+def test_replicas_that_gossip_on_a_graph_that_repeats_are_folded_exactly(
+    problem: PlanningProblem, text: str, kinds: int
+) -> None:
+    """Moved on by a node, all replicas have the same neighbours on the same links: one node stands for all."""
+    machine = cluster_from_profile(load_profile("summit-v100"), nodes=4, network="infiniband-100g")
+    wide = PlanningProblem(model=problem.model, cluster=machine, global_batch=96, precision="fp32", optimizer="sgd_momentum")
+    plan = custom_plan(wide, Mesh(dp=24), synchronisation=parse_synchronisation(text))
+    whole, folded = (evaluate(wide, plan, samples=8, fold=fold) for fold in (False, True))
+    assert len(folded.folding.ranks) == kinds
+    assert folded.folding.weights == (24 // kinds,) * kinds
+    for read in (lambda each: each.step_s.median, lambda each: each.lower_bound_s, lambda each: each.step_s.p95):
+        assert read(folded.result) == pytest.approx(read(whole.result), rel=1e-9)
+    assert folded.result.communication_fraction == pytest.approx(whole.result.communication_fraction, rel=1e-9)
+    assert folded.result.peak_memory_bytes == whole.result.peak_memory_bytes
+    for one, other in zip(folded.breakdown, whole.breakdown, strict=True):
+        assert one.compute_s == pytest.approx(other.compute_s, rel=1e-9)
+        assert one.exposed_communication_s == pytest.approx(other.exposed_communication_s, rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize("text", ["gossip/1 star", "gossip/1 mesh"])
+def test_graphs_that_do_not_repeat_are_not_folded(problem: PlanningProblem, text: str) -> None:
+    machine = cluster_from_profile(load_profile("summit-v100"), nodes=4, network="infiniband-100g")
+    wide = PlanningProblem(model=problem.model, cluster=machine, global_batch=96, precision="fp32", optimizer="sgd_momentum")
+    plan = custom_plan(wide, Mesh(dp=24), synchronisation=parse_synchronisation(text))
+    assert not evaluate(wide, plan, samples=0, fold=True).folding.is_folded
+
+
 @pytest.mark.parametrize("text", ["gossip/1 ring", "average/4 participation=0.5"])
 def test_replicas_that_are_not_alike_are_not_folded(problem: PlanningProblem, text: str) -> None:
     assert not evaluate(problem, plan_of(problem, text), samples=0, fold=True).folding.is_folded

@@ -90,8 +90,8 @@ def relaxed_search(
 
 
 def _is_dear(problem: PlanningProblem, plan: Plan) -> bool:
-    """Whether ranks are simulated one by one, and once where the replicas average."""
-    return not folds(problem, plan) and folds(problem, _averaging(plan))
+    """Whether many ranks may be simulated one by one, and once where the replicas average."""
+    return plan.synchronisation.kind in ("gossip", "merge") and folds(problem, _averaging(plan))
 
 
 def _averaging(plan: Plan) -> Plan:
