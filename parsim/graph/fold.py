@@ -43,7 +43,8 @@ class Folding:
     replica_of: per replica the one that stands for it (the first of its kind).
     shards: the tp ranks that are simulated: all, or the first for all.
     is_exact: False where copies that communicate inside components (cp, ep) do not pay alike: these kinds of replicas are no
-        program, and serve `parsim.predict.nearly_alike` alone.
+        program, and serve `parsim.predict.nearly_alike` alone. Of gossip, where leaf switches differ
+        (`parsim.predict.nearly_alike`).
     """
 
     mesh: Mesh
@@ -135,8 +136,7 @@ def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = No
     inside = InsideSeconds(layout, exchanges_of(layout), costs, price)
     replica_of = _replicas_of(layout, kinds, inside)
     if layout.plan.synchronisation.kind == "gossip":
-        step = repeats_after(layout.plan, costs.cluster, replica_of)
-        return replace(unfolded(mesh), replica_of=tuple(replica % step for replica in range(mesh.copies)))
+        return _shifted(layout, costs, replica_of)
     if mesh.groups > 1:
         replica_of = _by_sharding_groups(layout, costs, price, replica_of)
     whole = Folding(mesh=mesh, replica_of=replica_of, shards=tuple(range(mesh.tp)))
@@ -169,6 +169,15 @@ def _replicas_of(layout: PlanIndex, kinds: RankKinds, inside: InsideSeconds) -> 
         together = tuple(tuple(map(_rounded, seconds)) for seconds in inside(replica))
         priced[replica] = by_price.setdefault((alone, together), replica)
     return tuple(priced.get(replica, replica) for replica in placed)
+
+
+def _shifted(layout: PlanIndex, costs: Costs, replica_of: tuple[int, ...]) -> Folding:
+    """Of replicas that gossip; not exact if they are alike but for the leaf switches."""
+    plan, mesh = layout.plan, layout.plan.mesh
+    exact, nearly = (repeats_after(plan, costs.cluster, replica_of, leaves=leaves) for leaves in (True, False))
+    step = nearly if exact == mesh.copies else exact
+    kinds = tuple(replica % step for replica in range(mesh.copies))
+    return replace(unfolded(mesh), replica_of=kinds, is_exact=step == exact)
 
 
 def _by_sharding_groups(layout: PlanIndex, costs: Costs, price: WorkSeconds, replica_of: tuple[int, ...]) -> tuple[int, ...]:

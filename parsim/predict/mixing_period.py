@@ -11,8 +11,9 @@ Leaves out: that the slowest of unequal replicas need not be the same one in a l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from parsim.graph.fold import Folding
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
+from parsim.hardware.cluster import Cluster
 from parsim.plans.plan import Plan
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.program_costs import beside_products
@@ -222,12 +224,13 @@ def mixing_period(
     overlap: OverlapFactors | None = None,
     *,
     folding: Folding | None = None,
+    lowest: bool = False,
 ) -> MixingPeriod:
     """The cycle of a plan that mixes, priced.
 
     Args:
         problem: of the plan. layout: of the plan. overlap: factors to use in place of the program's own.
-        folding: which ranks stand for which, of a plan that `folds`; None: all for themselves.
+        folding: which ranks stand for which, of a plan that `folds`; None: all for themselves. lowest: as of `priced_units`.
 
     Raises:
         CostError: a task without a price.
@@ -243,7 +246,7 @@ def mixing_period(
         local = _resuming(columns_of(_graph(layout, folding, 0, local=True)), problem, plan)
     units = Units.of((*cycle.units, *(() if local is None else local.units)))
     rounds = _rounds_of_units(cycle, program, len(units))
-    estimates = tuple(priced_units(problem, plan, units, rounds=rounds, folding=folding))
+    estimates = tuple(priced_units(problem, plan, units, rounds=rounds, folding=folding, lowest=lowest))
     seconds = medians_s(estimates)[cycle.unit]
     factors = overlap or costs.overlap([cycle.units[number].work for number in cycle.unit.tolist()], seconds)
     return MixingPeriod(
@@ -296,12 +299,15 @@ def priced_units(
     *,
     rounds: Ints | None = None,
     folding: Folding | None = None,
+    lowest: bool = False,
 ) -> list[Estimate]:
     """Prices of the units of a plan: overlapped where it says so, and the messages of a round of mixing share links.
 
     Args:
         problem: of the plan. plan: with synchronisation average, gossip or merge. units: of its columns.
-        rounds: per unit the round that it belongs to; None: all to one. folding: as of the columns; None: not folded.
+        rounds: per unit the round that it belongs to; None: all to one.
+        folding: as of the columns; None: not folded. Of messages that a simulated one stands for the highest price is taken.
+        lowest: take the lowest instead.
 
     Returns:
         One Estimate per unit. Leaves out, on machines without a link model, what messages of one round cost one another.
@@ -319,21 +325,35 @@ def priced_units(
     together: dict[tuple[int, int], list[int]] = {}
     for number, work in messages.items():
         together.setdefault((work.size_bytes, 0 if rounds is None else int(rounds[number])), []).append(number)
+    steps = [0] if folding is None else range(0, plan.mesh.copies, len(folding.replicas))
+    end = min if lowest else max
     for (size_bytes, _), numbers in together.items():
         pairs = {(messages[number].source, messages[number].destination): number for number in numbers}
-        every = _moved_on(list(pairs), plan.mesh.dp, folding)
-        for number, seconds in zip(pairs.values(), exchange_seconds(every, size_bytes, cluster)[: len(pairs)], strict=True):
-            more = float(seconds) - estimates[number].median_s
+        every = [_moved_on(pair, step, plan.mesh.copies) for step in steps for pair in pairs]
+        alone = exchange_seconds(every, size_bytes, cluster).reshape(len(steps), len(pairs))
+        for place, (pair, number) in enumerate(pairs.items()):
+            if folding is not None and not folding.is_exact:
+                likes = _paths_of(cluster, [_moved_on(pair, step, plan.mesh.copies) for step in steps])
+                works = [replace(messages[number], source=source, destination=to) for source, to in likes]
+                paid = problem.price([(work, 0) for work in works], plan.mesh)
+                estimates[number] = end(paid, key=attrgetter("median_s"))
+            more = float(end(alone[:, place])) - estimates[number].median_s
             if more > 0:
                 detail = f"{len(every)} messages of a round at once"
                 estimates[number] = estimates[number].then(Term("other messages", "plus", more, "assumed", detail))
     return estimates
 
 
-def _moved_on(pairs: list[tuple[int, int]], replicas: int, folding: Folding | None) -> list[tuple[int, int]]:
-    """Simulated messages first, then those that they stand for: the same between replicas further on."""
-    if folding is None or not folding.is_folded:
-        return pairs
-    step = len(folding.replicas)
-    moves = range(0, replicas, step)
-    return [((source + move) % replicas, (to + move) % replicas) for move in moves for source, to in pairs]
+def _moved_on(pair: tuple[int, int], step: int, replicas: int) -> tuple[int, int]:
+    """The same message between replicas further on."""
+    return (pair[0] + step) % replicas, (pair[1] + step) % replicas
+
+
+def _paths_of(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Of messages that differ in their leaf switches alone, one for each way through these."""
+    nodes = cluster.nodes
+    ways: dict[Hashable, tuple[int, int]] = {}
+    for pair in pairs:
+        first, last = (nodes.leaf[cluster.places[rank][0]] for rank in pair)
+        ways.setdefault((first == last, nodes.leaves.get(first), nodes.leaves.get(last)), pair)
+    return list(ways.values())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from parsim.arrays import Floats
 from parsim.costs.communication.internode import parts_of, point_to_point
 from parsim.costs.communication.intranode import link_model_of
 from parsim.costs.communication.transfers import hop_latency_s, transfer_loads
@@ -14,7 +15,7 @@ from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 
 
-def exchange_seconds(pairs: Sequence[tuple[int, int]], size_bytes: float, cluster: Cluster) -> NDArray[np.float64]:
+def exchange_seconds(pairs: Sequence[tuple[int, int]], size_bytes: float, cluster: Cluster) -> Floats:
     """Time of each transfer of an exchange in which all transfers run at once.
 
     A transfer moves at the speed of the busiest link, network card or uplink on its path. That link carries every transfer
@@ -34,21 +35,29 @@ def exchange_seconds(pairs: Sequence[tuple[int, int]], size_bytes: float, cluste
             between nodes without a network.
     """
     _check(pairs, size_bytes, cluster)
+    latency_s, seconds_per_byte = _latencies_and_paces(tuple(pairs), cluster)
+    found: Floats = latency_s + seconds_per_byte * size_bytes
+    return found
+
+
+@lru_cache(maxsize=16)
+def _latencies_and_paces(pairs: tuple[tuple[int, int], ...], cluster: Cluster) -> tuple[Floats, Floats]:
+    """float64 [pairs] seconds, and seconds per byte: a round sends its buckets over the same links, one size after another."""
     model = link_model_of(cluster)
     loads = [transfer_loads(cluster, model.link_kind, pair) for pair in pairs]
     total: dict[object, float] = {}
     for load in loads:
         for link, (weight, _) in load.items():
             total[link] = total.get(link, 0.0) + weight
-    found = np.empty(len(pairs))
+    found = np.empty((2, len(pairs)))
     for place, (pair, load) in enumerate(zip(pairs, loads, strict=True)):
         pace = max(total[link] / capacity for link, (_, capacity) in load.items())
         latency, efficiency = model.point_to_point_base_s, 1.0
         if cluster.places[pair[0]][0] != cluster.places[pair[1]][0]:
             latency, efficiency = point_to_point(parts_of(cluster)[0], model)
             latency += hop_latency_s(cluster, pair)
-        found[place] = latency + pace / efficiency * size_bytes
-    return found
+        found[:, place] = latency, pace / efficiency
+    return found[0], found[1]
 
 
 def _check(pairs: Sequence[tuple[int, int]], size_bytes: float, cluster: Cluster) -> None:

@@ -13,6 +13,7 @@ the same place in the other replicas.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from parsim.graph.passes.gradients import DP_STREAM, summed_groups
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import COMPUTE, TURN, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
+from parsim.plans.synchronisation import Synchronisation
 from parsim.work import Collective, Mix, Phase, SendRecv
 
 MESSAGE_STREAM = "dp"
@@ -81,6 +83,17 @@ def neighbours_of(layout: PlanIndex, number: int) -> list[tuple[int, ...]]:
         return [()] * replicas
     links = (rule.matrix(number, replicas) != 0) & ~np.eye(replicas, dtype=bool)
     return [tuple(np.flatnonzero(row).tolist()) for row in links]
+
+
+@lru_cache(maxsize=64)
+def most_neighbours(rule: Synchronisation, replicas: int) -> tuple[int, ...]:
+    """Per replica the most others whose weights it takes in one round.
+
+    Args:
+        rule: gossip. replicas: that mix.
+    """
+    links = [(rule.matrix(number, replicas) != 0) & ~np.eye(replicas, dtype=bool) for number in rule.cycle(replicas)]
+    return tuple(np.max([taken.sum(1) for taken in links], axis=0).tolist())
 
 
 def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
