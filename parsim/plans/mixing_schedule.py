@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from parsim.algorithms.ada import Ada
@@ -82,6 +83,18 @@ class MixingSchedule:
         if self.name == ADA:
             return tuple(epoch * self._of("rounds", 1) for epoch in range(self._of("epochs", 1)))
         return tuple(range(self.graph(0, replicas).period))
+
+    def phases(self, replicas: int) -> tuple[tuple[int, str], ...]:
+        """Of Ada in order how many rounds a graph lasts, and its name; the last one stays. Of other graphs none.
+
+        Args:
+            replicas: that mix.
+        """
+        if self.name != ADA:
+            return ()
+        ada, rounds = self._ada(replicas), self._of("rounds", 1)
+        names = [f"lattice(neighbours={ada.neighbours(epoch)})" for epoch in range(self._of("epochs", 1))]
+        return tuple((rounds * len(list(same)), name) for name, same in groupby(names))
 
     def check(self, replicas: int) -> None:
         """Raise AlgorithmError unless every replica's weights reach every other, and the settings suit so many."""
