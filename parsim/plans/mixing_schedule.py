@@ -34,10 +34,7 @@ class MixingSchedule:
         if self.name in GRAPHS:
             known = GRAPHS[self.name].defaults
         elif self.name != ADA:
-            raise PlanError(
-                f"unknown mixing graph {self.name!r}{near_matches(self.name, (*GRAPHS, ADA))}; "
-                f"known: {', '.join([*GRAPHS, ADA])}"
-            )
+            raise PlanError(f"unknown mixing graph {self.name!r}{near_matches(self.name, (*GRAPHS, ADA))}")
         for key, _ in self.settings:
             if key not in known:
                 raise PlanError(f"the graph {self.name} has no setting {key!r}; its settings: {', '.join(known) or 'none'}")

@@ -37,14 +37,15 @@ def synchronisations(draw: st.DrawFn) -> Synchronisation:
     if kind == "average":
         outer = draw(st.sampled_from(("none", "sgd", "momentum", "nesterov")))
         rates = st.floats(0.01, 2.0)
+        participation = draw(st.floats(0.01, 1.0))
         return Synchronisation(
             kind=kind,
             period_steps=draw(st.integers(1, 1000)),
             outer_optimizer=outer,
             outer_learning_rate=0.0 if outer == "none" else draw(rates),
             outer_momentum=draw(st.floats(0.0, 0.99)) if outer in ("momentum", "nesterov") else 0.9,
-            participation=draw(st.floats(0.01, 1.0)),
-            seed=draw(st.integers(0, 9)),
+            participation=participation,
+            seed=draw(st.integers(0, 9)) if participation < 1 else 0,
         )
     if kind == "gossip":
         graphs = ("ring", "exponential", "lattice(neighbours=4)", "ada(rounds=5, epochs=3)", "ada(rounds=2,epochs=2,rate=0.5)")
