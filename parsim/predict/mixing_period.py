@@ -11,8 +11,9 @@ Leaves out: that the slowest of unequal replicas need not be the same one in a l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from operator import attrgetter
 
 import numpy as np
@@ -325,15 +326,17 @@ def priced_units(
     together: dict[tuple[int, int], list[int]] = {}
     for number, work in messages.items():
         together.setdefault((work.size_bytes, 0 if rounds is None else int(rounds[number])), []).append(number)
-    steps = [0] if folding is None else range(0, plan.mesh.copies, len(folding.replicas))
+    steps = range(1) if folding is None else range(0, plan.mesh.copies, len(folding.replicas))
     end = min if lowest else max
     for (size_bytes, _), numbers in together.items():
         pairs = {(messages[number].source, messages[number].destination): number for number in numbers}
-        every = [_moved_on(pair, step, plan.mesh.copies) for step in steps for pair in pairs]
+        every = _all_moved_on(tuple(pairs), steps, plan.mesh.copies)
         alone = exchange_seconds(every, size_bytes, cluster).reshape(len(steps), len(pairs))
+        nearly = folding is not None and not folding.is_exact
+        unlike = _unlike_steps(cluster, tuple(pairs), steps, plan.mesh.copies) if nearly else []
         for place, (pair, number) in enumerate(pairs.items()):
-            if folding is not None and not folding.is_exact:
-                likes = _paths_of(cluster, [_moved_on(pair, step, plan.mesh.copies) for step in steps])
+            if nearly:
+                likes = [_moved_on(pair, step, plan.mesh.copies) for step in unlike[place]]
                 works = [replace(messages[number], source=source, destination=to) for source, to in likes]
                 paid = problem.price([(work, 0) for work in works], plan.mesh)
                 estimates[number] = end(paid, key=attrgetter("median_s"))
@@ -349,11 +352,24 @@ def _moved_on(pair: tuple[int, int], step: int, replicas: int) -> tuple[int, int
     return (pair[0] + step) % replicas, (pair[1] + step) % replicas
 
 
-def _paths_of(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Of messages that differ in their leaf switches alone, one for each way through these."""
-    nodes = cluster.nodes
-    ways: dict[Hashable, tuple[int, int]] = {}
+@lru_cache(maxsize=4)
+def _all_moved_on(pairs: tuple[tuple[int, int], ...], steps: range, replicas: int) -> tuple[tuple[int, int], ...]:
+    """All messages of a round, once for all of its buckets."""
+    return tuple(_moved_on(pair, step, replicas) for step in steps for pair in pairs)
+
+
+@lru_cache(maxsize=16)
+def _unlike_steps(cluster: Cluster, pairs: tuple[tuple[int, int], ...], steps: range, replicas: int) -> list[tuple[int, ...]]:
+    """Per message the steps on which its like passes other leaf switches, one for each way through these."""
+    names = [cluster.nodes.leaf[node] for node, _ in cluster.places[:replicas]]
+    kinds = dict.fromkeys(cluster.nodes.leaves.get(name) for name in names)
+    number = {kind: place for place, kind in enumerate(kinds)}
+    leaf = np.unique(names, return_inverse=True)[1]
+    kind = np.array([number[cluster.nodes.leaves.get(name)] for name in names], dtype=np.int64)
+    moves = np.array(steps, dtype=np.int64)
+    found = []
     for pair in pairs:
-        first, last = (nodes.leaf[cluster.places[rank][0]] for rank in pair)
-        ways.setdefault((first == last, nodes.leaves.get(first), nodes.leaves.get(last)), pair)
-    return list(ways.values())
+        source, to = ((rank + moves) % replicas for rank in pair)
+        ways = ((leaf[source] == leaf[to]) * len(kinds) + kind[source]) * len(kinds) + kind[to]
+        found.append(tuple(moves[np.unique(ways, return_index=True)[1]].tolist()))
+    return found

@@ -25,6 +25,7 @@ from parsim.virtual.stale import stale_steps
 SPARSE = 0.1
 """Share of weights that are not zero, below which a sparse product is faster."""
 
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedOutcome:
     """What the replicas of a plan learnt.

@@ -35,7 +35,8 @@ def exchange_seconds(pairs: Sequence[tuple[int, int]], size_bytes: float, cluste
         CostError: an unknown rank, a rank that sends to itself, a pair listed twice, a profile without a link model, or links
             between nodes without a network.
     """
-    _check(pairs, size_bytes, cluster)
+    if size_bytes < 0:
+        raise CostError(f"an exchange needs size_bytes >= 0, got {size_bytes}")
     latency_s, seconds_per_byte = _latencies_and_paces(tuple(pairs), cluster)
     found: Floats = latency_s + seconds_per_byte * size_bytes
     return found
@@ -44,6 +45,7 @@ def exchange_seconds(pairs: Sequence[tuple[int, int]], size_bytes: float, cluste
 @lru_cache(maxsize=16)
 def _latencies_and_paces(pairs: tuple[tuple[int, int], ...], cluster: Cluster) -> tuple[Floats, Floats]:
     """float64 [pairs] seconds, and seconds per byte: a round sends its buckets over the same links, one size after another."""
+    _check(pairs, cluster)
     model = link_model_of(cluster)
     ends = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     node = np.array([place for place, _ in cluster.places], dtype=np.int64)[ends]
@@ -106,9 +108,7 @@ def _links_of(cluster: Cluster, rank: int, *, inward: bool) -> list[tuple[object
     return [((node, step), step[2].capacity_bytes_per_s) for step in (map(reverse, steps) if inward else steps)]
 
 
-def _check(pairs: Sequence[tuple[int, int]], size_bytes: float, cluster: Cluster) -> None:
-    if size_bytes < 0:
-        raise CostError(f"an exchange needs size_bytes >= 0, got {size_bytes}")
+def _check(pairs: Sequence[tuple[int, int]], cluster: Cluster) -> None:
     if len(set(pairs)) != len(pairs):
         raise CostError("an exchange lists a pair of ranks twice; send both messages as one")
     for source, destination in pairs:
