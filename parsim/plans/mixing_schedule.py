@@ -2,7 +2,7 @@
 
     ring    lattice(neighbours=4)    ada(kind=linear, start=7, least=2, rate=1.0, rounds=50, epochs=4)
 
-Ada's lattice changes after every `rounds` rounds, `epochs` times; then its last graph stays.
+Ada has `epochs` lattices, each for `rounds` rounds; then its last graph stays.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import Interval, IntervalCorrection, PlanResult
 from parsim.predict.unlisted import unlisted_warnings
 from parsim.timeline import Timeline
+from parsim.units import format_seconds
 from parsim.work import LoadBatch, Work, ranks_of_work
 
 REPEATED_STEPS = 4
@@ -84,6 +85,13 @@ class Evaluation:
     def graph(self) -> TaskGraph:
         """The program as tasks."""
         return self.compiled.graph
+
+    def alone_text(self) -> str:
+        """How long the step of the timeline takes alone, beside the step time of the result."""
+        alone = format_seconds(self.timeline.makespan_s)
+        if self.period is None:
+            return f"One step alone: {alone}; in a row, steps overlap"
+        return f"One step alone, with the first round: {alone}; the step above is a mean over whole periods"
 
 
 def evaluate(

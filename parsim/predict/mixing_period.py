@@ -330,13 +330,13 @@ def priced_units(
     end = min if lowest else max
     for (size_bytes, _), numbers in together.items():
         pairs = {(messages[number].source, messages[number].destination): number for number in numbers}
-        every = _all_moved_on(tuple(pairs), steps, plan.mesh.copies)
+        every = _all_moved_on(tuple(pairs), steps, plan.world_size)
         alone = exchange_seconds(every, size_bytes, cluster).reshape(len(steps), len(pairs))
         nearly = folding is not None and not folding.is_exact
-        unlike = _unlike_steps(cluster, tuple(pairs), steps, plan.mesh.copies) if nearly else []
+        unlike = _unlike_steps(cluster, tuple(pairs), steps, plan.world_size) if nearly else []
         for place, (pair, number) in enumerate(pairs.items()):
             if nearly:
-                likes = [_moved_on(pair, step, plan.mesh.copies) for step in unlike[place]]
+                likes = [_moved_on(pair, step, plan.world_size) for step in unlike[place]]
                 works = [replace(messages[number], source=source, destination=to) for source, to in likes]
                 paid = problem.price([(work, 0) for work in works], plan.mesh)
                 estimates[number] = end(paid, key=attrgetter("median_s"))
@@ -347,21 +347,21 @@ def priced_units(
     return estimates
 
 
-def _moved_on(pair: tuple[int, int], step: int, replicas: int) -> tuple[int, int]:
-    """The same message between replicas further on."""
-    return (pair[0] + step) % replicas, (pair[1] + step) % replicas
+def _moved_on(pair: tuple[int, int], step: int, ranks: int) -> tuple[int, int]:
+    """The same message between ranks further on; a replica that is folded is one rank."""
+    return (pair[0] + step) % ranks, (pair[1] + step) % ranks
 
 
 @lru_cache(maxsize=4)
-def _all_moved_on(pairs: tuple[tuple[int, int], ...], steps: range, replicas: int) -> tuple[tuple[int, int], ...]:
+def _all_moved_on(pairs: tuple[tuple[int, int], ...], steps: range, ranks: int) -> tuple[tuple[int, int], ...]:
     """All messages of a round, once for all of its buckets."""
-    return tuple(_moved_on(pair, step, replicas) for step in steps for pair in pairs)
+    return tuple(_moved_on(pair, step, ranks) for step in steps for pair in pairs)
 
 
-@lru_cache(maxsize=16)
-def _unlike_steps(cluster: Cluster, pairs: tuple[tuple[int, int], ...], steps: range, replicas: int) -> list[tuple[int, ...]]:
+@lru_cache(maxsize=4)
+def _unlike_steps(cluster: Cluster, pairs: tuple[tuple[int, int], ...], steps: range, ranks: int) -> list[tuple[int, ...]]:
     """Per message the steps on which its like passes other leaf switches, one for each way through these."""
-    names = [cluster.nodes.leaf[node] for node, _ in cluster.places[:replicas]]
+    names = [cluster.nodes.leaf[node] for node, _ in cluster.places[:ranks]]
     kinds = dict.fromkeys(cluster.nodes.leaves.get(name) for name in names)
     number = {kind: place for place, kind in enumerate(kinds)}
     leaf = np.unique(names, return_inverse=True)[1]
@@ -369,7 +369,7 @@ def _unlike_steps(cluster: Cluster, pairs: tuple[tuple[int, int], ...], steps: r
     moves = np.array(steps, dtype=np.int64)
     found = []
     for pair in pairs:
-        source, to = ((rank + moves) % replicas for rank in pair)
+        source, to = ((rank + moves) % ranks for rank in pair)
         ways = ((leaf[source] == leaf[to]) * len(kinds) + kind[source]) * len(kinds) + kind[to]
         found.append(tuple(moves[np.unique(ways, return_index=True)[1]].tolist()))
     return found

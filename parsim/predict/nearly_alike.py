@@ -3,9 +3,8 @@
 Of many replicas some have all their stages under one leaf switch and some have not. Their transfers cost a little more or less,
 so folding keeps one of each kind. If tasks are issued in order and do not slow one another, no task that takes longer makes a
 step shorter. So the program of one replica is no shorter than the step when every communication has the highest price that any
-replica pays for it. It is no longer than the step when every one has the lowest. Where the two differ by at most `NEARLY`, the
-first is
-the answer: it is too long by at most that.
+replica pays for it. It is no longer than the step when every one has the lowest. Where the two differ by at most `NEARLY`,
+the first is the answer: it is too long by at most that.
 
 Replicas that gossip and sit alike but for leaf switches are simulated as those of one node, between the same bounds: every
 message has the highest price, or the lowest, of those that it stands for.

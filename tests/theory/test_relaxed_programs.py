@@ -271,6 +271,25 @@ def test_messages_share_links_with_those_of_their_own_round_alone(problem: Plann
     assert seen == set(range(len(rule.cycle(16))))
 
 
+def test_stages_that_gossip_share_links_rank_by_rank(problem: PlanningProblem) -> None:
+    """Two stages of eight replicas each: ranks are not replicas."""
+    nodes = cluster_from_profile(load_profile("dgx1-v100-32gb"), nodes=2, network="infiniband-100g")
+    wide = PlanningProblem(model=problem.model, cluster=nodes, global_batch=64, precision="fp32", optimizer="sgd_momentum")
+    plan = custom_plan(wide, Mesh(dp=8, pp=2), synchronisation=parse_synchronisation("gossip/1 ring"))
+    found = evaluate(wide, plan, samples=0, fold=True)
+    assert not found.folding.is_folded
+    prices = [(unit.work, price) for unit, price in zip(found.compiled.columns.units, found.estimates, strict=True)]
+    messages = [(work, price) for work, price in prices if isinstance(work, SendRecv)]
+    mixed = [(work, price) for work, price in messages if work.source // 8 == work.destination // 8]
+    sizes = {work.size_bytes for work, _ in mixed}
+    assert {work.source // 8 for work, _ in mixed} == {0, 1}
+    for size_bytes in sizes:
+        alike = [(work, price) for work, price in mixed if work.size_bytes == size_bytes]
+        pairs = [(work.source, work.destination) for work, _ in alike]
+        for (_, price), seconds in zip(alike, exchange_seconds(pairs, size_bytes, nodes), strict=True):
+            assert price.median_s == pytest.approx(seconds, rel=1e-9)
+
+
 @pytest.mark.parametrize("text", ["average/1", "average/2 outer=nesterov:0.7:0.9", "average/8"])
 @pytest.mark.parametrize("axes", [{"dp": 12}, {"dp": 6, "pp": 2}])
 def test_replicas_that_average_are_folded_exactly(problem: PlanningProblem, text: str, axes: dict[str, int]) -> None:

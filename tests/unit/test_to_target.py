@@ -98,7 +98,7 @@ def test_seconds_of_ada_are_those_of_the_graphs_that_the_steps_used() -> None:
     """Its first graphs are dense and slow: a mean over all would make an early target too cheap."""
     eight = parsim.plan("mlp", cluster="dgx1-v100-32gb", global_batch=64, args={"width": 16}, optimizer="sgd")
     rule = "gossip/2 ada(start=6, rate=2.0, rounds=5, epochs=3)"
-    found = eight.to_target(0.999, rules=[rule, "gossip/2 lattice(neighbours=6)"], seeds=1, most_steps=15)
+    found = eight.to_target(0.999, rules=[rule, "gossip/2 lattice(neighbours=6)"], seeds=1, most_steps=25)
     ada, dense = (next(each for each in found.contenders if name in str(each.rule)) for name in ("ada", "lattice"))
     assert [lasts for lasts, _ in ada.phases] == [10, 10, 10]
     first, second, third = (step_s for _, step_s in ada.phases)

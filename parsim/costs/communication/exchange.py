@@ -42,7 +42,7 @@ def exchange_seconds(pairs: Sequence[tuple[int, int]], size_bytes: float, cluste
     return found
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)
 def _latencies_and_paces(pairs: tuple[tuple[int, int], ...], cluster: Cluster) -> tuple[Floats, Floats]:
     """float64 [pairs] seconds, and seconds per byte: a round sends its buckets over the same links, one size after another."""
     _check(pairs, cluster)

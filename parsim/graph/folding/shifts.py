@@ -20,7 +20,7 @@ from parsim.plans.plan import Plan
 
 
 def repeats_after(plan: Plan, cluster: Cluster, replica_of: tuple[int, ...], *, leaves: bool = True) -> int:
-    """The smallest m for which moving all replicas on by m changes nothing; the number of replicas if there is none.
+    """The smallest m for which moving all replicas on by m changes nothing; the number of copies if there is none.
 
     Args:
         plan: with synchronisation gossip. cluster: the machine.
@@ -29,7 +29,7 @@ def repeats_after(plan: Plan, cluster: Cluster, replica_of: tuple[int, ...], *, 
     """
     replicas, rule = plan.mesh.dp, plan.synchronisation
     if plan.world_size > replicas:
-        return replicas
+        return plan.mesh.copies
     kinds = np.array(replica_of)
     for step in range(1, replicas // 2 + 1):
         if replicas % step or not (kinds == np.roll(kinds, -step)).all() or not _same_machine(cluster, replicas, step, leaves):

@@ -85,15 +85,18 @@ def neighbours_of(layout: PlanIndex, number: int) -> list[tuple[int, ...]]:
     return [tuple(np.flatnonzero(row).tolist()) for row in links]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def most_neighbours(rule: Synchronisation, replicas: int) -> tuple[int, ...]:
     """Per replica the most others whose weights it takes in one round.
 
     Args:
         rule: gossip. replicas: that mix.
     """
-    links = [(rule.matrix(number, replicas) != 0) & ~np.eye(replicas, dtype=bool) for number in rule.cycle(replicas)]
-    return tuple(np.max([taken.sum(1) for taken in links], axis=0).tolist())
+    most = np.zeros(replicas, dtype=np.int64)
+    for number in rule.cycle(replicas):
+        links = rule.matrix(number, replicas) != 0
+        most = np.maximum(most, links.sum(1) - links.diagonal())
+    return tuple(most.tolist())
 
 
 def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:

@@ -178,7 +178,7 @@ def to_target(
             f"the question asks for synchronisation {answer.problem.constraints.synchronisation} already; leave "
             "plan.synchronisation out, or add --set plan.synchronisation=all_reduce, and every way is compared"
         )
-    planned = [_planned(answer, rule) for rule in wanted]
+    planned = [_planned(answer, rule, most_steps) for rule in wanted]
     replicas = max((entry.result.plan.mesh.dp for entry in planned if entry.result is not None), default=1)
     learner = learner_of(answer, replicas)
     found = []
@@ -208,7 +208,7 @@ def _best(entry: Contender) -> float:
     return 0.0 if entry.learnt is None else entry.learnt.best.best
 
 
-def _planned(answer: Answer, rule: Synchronisation) -> Contender:
+def _planned(answer: Answer, rule: Synchronisation, most_steps: int) -> Contender:
     """The fastest plan of a rule that fits."""
     if not rule.is_relaxed:
         if not answer.fits:
@@ -223,14 +223,19 @@ def _planned(answer: Answer, rule: Synchronisation) -> Contender:
     if found.chosen is None:
         return Contender(rule=rule, reason="no plan fits")
     result = found.chosen.result
-    return Contender(rule=rule, result=result, phases=_phases(asked, result.plan))
+    return Contender(rule=rule, result=result, phases=_phases(asked, result.plan, most_steps))
 
 
-def _phases(problem: PlanningProblem, plan: Plan) -> tuple[tuple[int, float], ...]:
-    """Of Ada per graph how many steps it lasts, and the seconds of its step: a target may be reached on its first ones."""
+def _phases(problem: PlanningProblem, plan: Plan, most_steps: int) -> tuple[tuple[int, float], ...]:
+    """Of Ada per graph how many steps it lasts, and the seconds of its step: a target may be reached on its first ones.
+
+    Graphs that begin after `most_steps` are left out, since no training comes to them.
+    """
     rule = plan.synchronisation
-    found = []
+    found: list[tuple[int, float]] = []
     for rounds, graph in rule.mixing.phases(plan.mesh.dp) if rule.graph else ():
+        if sum(steps for steps, _ in found) >= most_steps:
+            break
         own = replace(plan, synchronisation=replace(rule, graph=graph))
         found.append((rounds * rule.period_steps, simulated_step(problem, own).step_s))
     return tuple(found)
