@@ -235,8 +235,9 @@ def mixing_graph(name: str, n: int, **settings: int) -> MixingGraph:
             known = ", ".join(family.defaults) or "none"
             raise AlgorithmError(f"the graph {name} has no setting {key!r}; its settings: {known}")
     chosen = {**family.defaults, **settings}
-    family.matrix(n, 0, chosen)
-    return MixingGraph(name=name, n=n, settings=tuple(sorted(chosen.items())), period=family.period(n, chosen))
+    ordered = tuple(sorted(chosen.items()))
+    _cached_matrix(name, n, 0, ordered)  # refuses settings that contradict n
+    return MixingGraph(name=name, n=n, settings=ordered, period=family.period(n, chosen))
 
 
 def connections(matrix: Matrix) -> int:

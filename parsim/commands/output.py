@@ -132,7 +132,8 @@ def print_lines(lines: Iterable[str]) -> None:
 def print_verdict(document: Mapping[str, Any]) -> None:
     """Whether a run went as predicted, what was different, what loading was predicted from, and where it is recorded."""
     found = document["diagnosis"]
-    print(f"The run went {found['text']}")
+    begins = {True: "The run went ", False: "The run did not go ", None: ""}
+    print(begins[found["as_predicted"]] + found["text"].removeprefix("not "))
     if document.get("loading") is not None:
         print(document["loading"]["text"])
     for finding in found["findings"]:

@@ -23,7 +23,6 @@ from parsim.commands.output import (
     print_json,
     print_tables,
 )
-from parsim.units import format_seconds
 
 
 def simulate(
@@ -98,7 +97,7 @@ def simulate(
     )
     evaluation = found.evaluation
     print(f"Critical path: {len(labels)} of {len(evaluation.graph.tasks)} tasks, from {', '.join(labels[:3])}")
-    print(f"One step alone: {format_seconds(evaluation.timeline.makespan_s)}; in a row, steps overlap")
+    print(evaluation.alone_text())
     for line in [] if found.quoted is None else found.quoted.lines():
         print(line)
     for line in [] if found.samples_run is None else found.samples_run.lines():

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from parsim.data import Order, Samples, part
 from parsim.execute.load_workers import WorkerBatches
@@ -140,4 +141,5 @@ class Loader:
         ways = self._layout.batch_ways(self._rank)
         size = len(own) * ways // plan.mesh.tp
         first = plan.shard_of_rank(self._rank) // ways * size
-        return host_values(self._data, own[first : first + size], self._wanted, self._dtype, self._order.epoch_of(step))
+        with _disable_current_modes():  # the memory of a step leaves out what the dataset keeps
+            return host_values(self._data, own[first : first + size], self._wanted, self._dtype, self._order.epoch_of(step))

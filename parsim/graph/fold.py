@@ -10,6 +10,7 @@ Two kinds of ranks are folded:
 
     replicas   in which whatever stays inside costs the same, links shared with the neighbours included. What crosses
                replicas is one task for all of them, or one for each sharding group if all groups are alike.
+               Replicas that gossip are one kind where a shift of all of them changes nothing (`folding.shifts`).
     tp shards  where every component runs on all tp ranks alike (none placed on one of them), if all collectives of a kind that
                the shards do side by side cost the same.
 
@@ -27,6 +28,7 @@ from parsim.costs.communication.equivalent_groups import alike_collectives
 from parsim.costs.costs import Costs
 from parsim.graph.folding.inside import InsideSeconds, WorkSeconds, exchanges_of
 from parsim.graph.folding.rank_kinds import RankKinds, ranks_of_replica
+from parsim.graph.folding.shifts import repeats_after
 from parsim.graph.passes.gradients import bucket_work
 from parsim.graph.passes.replica_sums import replica_sum_work
 from parsim.graph.plan_index import PlanIndex
@@ -41,7 +43,7 @@ class Folding:
     replica_of: per replica the one that stands for it (the first of its kind).
     shards: the tp ranks that are simulated: all, or the first for all.
     is_exact: False where copies that communicate inside components (cp, ep) do not pay alike: these kinds of replicas are no
-        program, and serve `parsim.predict.nearly_alike` alone.
+        program, and serve `parsim.predict.nearly_alike` alone. So do replicas that gossip where leaf switches differ.
     """
 
     mesh: Mesh
@@ -132,6 +134,8 @@ def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = No
     kinds = RankKinds(costs)
     inside = InsideSeconds(layout, exchanges_of(layout), costs, price)
     replica_of = _replicas_of(layout, kinds, inside)
+    if layout.plan.synchronisation.kind == "gossip":
+        return _shifted(layout, costs, replica_of)
     if mesh.groups > 1:
         replica_of = _by_sharding_groups(layout, costs, price, replica_of)
     whole = Folding(mesh=mesh, replica_of=replica_of, shards=tuple(range(mesh.tp)))
@@ -164,6 +168,15 @@ def _replicas_of(layout: PlanIndex, kinds: RankKinds, inside: InsideSeconds) -> 
         together = tuple(tuple(map(_rounded, seconds)) for seconds in inside(replica))
         priced[replica] = by_price.setdefault((alone, together), replica)
     return tuple(priced.get(replica, replica) for replica in placed)
+
+
+def _shifted(layout: PlanIndex, costs: Costs, replica_of: tuple[int, ...]) -> Folding:
+    """Of replicas that gossip; not exact if they are alike but for the leaf switches."""
+    plan, mesh = layout.plan, layout.plan.mesh
+    exact, nearly = (repeats_after(plan, costs.cluster, replica_of, leaves=leaves) for leaves in (True, False))
+    step = nearly if exact == mesh.copies else exact
+    kinds = tuple(replica % step for replica in range(mesh.copies))
+    return replace(unfolded(mesh), replica_of=kinds, is_exact=step == exact)
 
 
 def _by_sharding_groups(layout: PlanIndex, costs: Costs, price: WorkSeconds, replica_of: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
     ring    lattice(neighbours=4)    ada(kind=linear, start=7, least=2, rate=1.0, rounds=50, epochs=4)
 
-Ada's lattice changes after every `rounds` rounds, `epochs` times; then its last graph stays.
+Ada has `epochs` lattices, each for `rounds` rounds; then its last graph stays.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from parsim.algorithms.ada import Ada
@@ -33,10 +34,7 @@ class MixingSchedule:
         if self.name in GRAPHS:
             known = GRAPHS[self.name].defaults
         elif self.name != ADA:
-            raise PlanError(
-                f"unknown mixing graph {self.name!r}{near_matches(self.name, (*GRAPHS, ADA))}; "
-                f"known: {', '.join([*GRAPHS, ADA])}"
-            )
+            raise PlanError(f"unknown mixing graph {self.name!r}{near_matches(self.name, (*GRAPHS, ADA))}")
         for key, _ in self.settings:
             if key not in known:
                 raise PlanError(f"the graph {self.name} has no setting {key!r}; its settings: {', '.join(known) or 'none'}")
@@ -82,6 +80,18 @@ class MixingSchedule:
         if self.name == ADA:
             return tuple(epoch * self._of("rounds", 1) for epoch in range(self._of("epochs", 1)))
         return tuple(range(self.graph(0, replicas).period))
+
+    def phases(self, replicas: int) -> tuple[tuple[int, str], ...]:
+        """Of Ada in order how many rounds a graph lasts, and its name; the last one stays. Of other graphs none.
+
+        Args:
+            replicas: that mix.
+        """
+        if self.name != ADA:
+            return ()
+        ada, rounds = self._ada(replicas), self._of("rounds", 1)
+        names = [f"lattice(neighbours={ada.neighbours(epoch)})" for epoch in range(self._of("epochs", 1))]
+        return tuple((rounds * len(list(same)), name) for name, same in groupby(names))
 
     def check(self, replicas: int) -> None:
         """Raise AlgorithmError unless every replica's weights reach every other, and the settings suit so many."""

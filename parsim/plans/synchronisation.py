@@ -108,6 +108,11 @@ class Synchronisation:
                 f"synchronisation.participation = {self.participation:g}: the fraction of replicas that take part in a round "
                 "lies above 0 and is at most 1"
             )
+        if self.seed and self.participation == 1:
+            raise PlanError(
+                f"synchronisation.seed = {self.seed} draws the replicas of a round, and participation = 1 takes all; drop it, "
+                "or set participation below 1"
+            )
         self._check_outer()
         self._check_merge()
         if self.kind == "gossip":
@@ -126,10 +131,7 @@ class Synchronisation:
     def _check_outer(self) -> None:
         name = self.outer_optimizer
         if name not in OUTER_OPTIMIZERS:
-            raise PlanError(
-                f"unknown synchronisation.outer_optimizer {name!r}{near_matches(name, OUTER_OPTIMIZERS)}; "
-                f"known: {', '.join(OUTER_OPTIMIZERS)}"
-            )
+            raise PlanError(f"unknown synchronisation.outer_optimizer {name!r}{near_matches(name, OUTER_OPTIMIZERS)}")
         if name == "none" and self.outer_learning_rate:
             raise PlanError('synchronisation.outer_learning_rate needs an outer_optimizer: "sgd", "momentum" or "nesterov"')
         if name in ("none", "sgd") and self.outer_momentum != OUTER_MOMENTUM:
@@ -390,8 +392,7 @@ def parse_synchronisation(text: str) -> Synchronisation:
                     found["delays"] = tuple(map(int, value.split(",")))
                 case _:
                     raise PlanError(
-                        f"{text!r} is not a synchronisation: {word!r} is unknown{near_matches(name, _WORDS)}; known: "
-                        f"{', '.join(f'{known}=' for known in _WORDS)}, or a graph"
+                        f"{text!r} is not a synchronisation: {word!r} is neither a graph nor a key{near_matches(name, _WORDS)}"
                     )
     except ValueError as error:
         raise PlanError(f"{text!r} is not a synchronisation: {error}; write e.g. `average/8` or `gossip/1 ring`") from error

@@ -35,11 +35,12 @@ from parsim.graph.fold import Folding, folding_of, unfolded
 from parsim.graph.taskgraph import TaskGraph
 from parsim.plans.plan import Plan
 from parsim.predict.mixing_period import MixingPeriod, folds, is_one_step, mixing_period, priced_units
-from parsim.predict.nearly_alike import lowered, nearly_alike
+from parsim.predict.nearly_alike import lowered, nearly_alike, nearly_shifted
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import Interval, IntervalCorrection, PlanResult
 from parsim.predict.unlisted import unlisted_warnings
 from parsim.timeline import Timeline
+from parsim.units import format_seconds
 from parsim.work import LoadBatch, Work, ranks_of_work
 
 REPEATED_STEPS = 4
@@ -84,6 +85,13 @@ class Evaluation:
     def graph(self) -> TaskGraph:
         """The program as tasks."""
         return self.compiled.graph
+
+    def alone_text(self) -> str:
+        """How long the step of the timeline takes alone, beside the step time of the result."""
+        alone = format_seconds(self.timeline.makespan_s)
+        if self.period is None:
+            return f"One step alone: {alone}; in a row, steps overlap"
+        return f"One step alone, with the first round: {alone}; the step above is a mean over whole periods"
 
 
 def evaluate(
@@ -205,12 +213,15 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
     usual = plan.world_size > MANY_RANKS or plan.mesh.team > 1
     wanted = (fold or (fold is None and usual)) and not costs.shared_cores and folds(problem, plan)
     folding = folding_of(layout, costs, partial(_communication_s, problem, plan)) if wanted else unfolded(plan.mesh)
-    bounded = (folding.is_folded and plan.world_size > MANY_RANKS) or not folding.is_exact
+    gossips = plan.synchronisation.kind == "gossip"  # no replica stands for all
+    if gossips:
+        folding = nearly_shifted(problem, layout, folding)
+    bounded = not gossips and ((folding.is_folded and plan.world_size > MANY_RANKS) or not folding.is_exact)
     nearly = nearly_alike(problem, layout, folding, REPEATED_STEPS) if bounded and not sigma and is_one_step(plan) else None
     if nearly is None:
-        folding = folding if folding.is_exact else unfolded(plan.mesh)
+        folding = folding if folding.is_exact or gossips else unfolded(plan.mesh)
         compiled = compile_graph(lowered(problem, layout, folding))
-        estimates = tuple(priced_units(problem, plan, compiled.columns.units))
+        estimates = tuple(priced_units(problem, plan, compiled.columns.units, folding=folding))
     else:
         folding, compiled, estimates = nearly
     columns = compiled.columns

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from operator import attrgetter
 
 import numpy as np
 
@@ -32,6 +34,7 @@ from parsim.graph.fold import Folding
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
+from parsim.hardware.cluster import Cluster
 from parsim.plans.plan import Plan
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.program_costs import beside_products
@@ -57,19 +60,19 @@ def is_one_step(plan: Plan) -> bool:
 
 
 def folds(problem: PlanningProblem, plan: Plan) -> bool:
-    """Whether interchangeable ranks of a relaxed plan may be simulated once: all replicas average, in the same way.
+    """Whether interchangeable ranks of a relaxed plan may be simulated once: all replicas average, or gossip.
 
     Args:
         problem: of the plan. plan: of any synchronisation.
 
-    Leaves out gossip, whose replicas have other neighbours, drawn replicas, stages with stale gradients, noise of single
-    ranks, and machines on which computation and communication slow one another.
+    Of gossip `folding_of` finds which replicas are alike. Leaves out merging in turn, drawn replicas, stages with stale
+    gradients, noise of single ranks, and machines on which computation and communication slow one another.
     """
     rule, profile = plan.synchronisation, problem.cluster.profile
     if not rule.is_relaxed:
         return True
     noisy = profile.noise is not None and profile.noise.rank_sigma > 0
-    return rule.kind == "average" and rule.participation == 1.0 and not noisy and profile.overlap is None
+    return rule.kind in ("average", "gossip") and rule.participation == 1.0 and not noisy and profile.overlap is None
 
 
 def step_program(
@@ -222,12 +225,13 @@ def mixing_period(
     overlap: OverlapFactors | None = None,
     *,
     folding: Folding | None = None,
+    lowest: bool = False,
 ) -> MixingPeriod:
     """The cycle of a plan that mixes, priced.
 
     Args:
         problem: of the plan. layout: of the plan. overlap: factors to use in place of the program's own.
-        folding: which ranks stand for which, of a plan that `folds`; None: all for themselves.
+        folding: which ranks stand for which, of a plan that `folds`; None: all for themselves. lowest: as of `priced_units`.
 
     Raises:
         CostError: a task without a price.
@@ -242,7 +246,8 @@ def mixing_period(
     if simulated < rule.period_steps:
         local = _resuming(columns_of(_graph(layout, folding, 0, local=True)), problem, plan)
     units = Units.of((*cycle.units, *(() if local is None else local.units)))
-    estimates = tuple(priced_units(problem, plan, units, rounds=_rounds_of_units(cycle, program, len(units))))
+    rounds = _rounds_of_units(cycle, program, len(units))
+    estimates = tuple(priced_units(problem, plan, units, rounds=rounds, folding=folding, lowest=lowest))
     seconds = medians_s(estimates)[cycle.unit]
     factors = overlap or costs.overlap([cycle.units[number].work for number in cycle.unit.tolist()], seconds)
     return MixingPeriod(
@@ -288,12 +293,22 @@ def _resuming(columns: Columns, problem: PlanningProblem, plan: Plan) -> Columns
     return columns.resuming() if problem.costs(plan.world_size).post_wait_s else columns
 
 
-def priced_units(problem: PlanningProblem, plan: Plan, units: Units, *, rounds: Ints | None = None) -> list[Estimate]:
+def priced_units(
+    problem: PlanningProblem,
+    plan: Plan,
+    units: Units,
+    *,
+    rounds: Ints | None = None,
+    folding: Folding | None = None,
+    lowest: bool = False,
+) -> list[Estimate]:
     """Prices of the units of a plan: overlapped where it says so, and the messages of a round of mixing share links.
 
     Args:
         problem: of the plan. plan: with synchronisation average, gossip or merge. units: of its columns.
         rounds: per unit the round that it belongs to; None: all to one.
+        folding: as of the columns; None: not folded. Of messages that a simulated one stands for the highest price is taken.
+        lowest: take the lowest instead.
 
     Returns:
         One Estimate per unit. Leaves out, on machines without a link model, what messages of one round cost one another.
@@ -311,11 +326,50 @@ def priced_units(problem: PlanningProblem, plan: Plan, units: Units, *, rounds: 
     together: dict[tuple[int, int], list[int]] = {}
     for number, work in messages.items():
         together.setdefault((work.size_bytes, 0 if rounds is None else int(rounds[number])), []).append(number)
+    steps = range(1) if folding is None else range(0, plan.mesh.copies, len(folding.replicas))
+    end = min if lowest else max
     for (size_bytes, _), numbers in together.items():
         pairs = {(messages[number].source, messages[number].destination): number for number in numbers}
-        for number, seconds in zip(pairs.values(), exchange_seconds(list(pairs), size_bytes, cluster), strict=True):
-            more = float(seconds) - estimates[number].median_s
+        every = _all_moved_on(tuple(pairs), steps, plan.world_size)
+        alone = exchange_seconds(every, size_bytes, cluster).reshape(len(steps), len(pairs))
+        nearly = folding is not None and not folding.is_exact
+        unlike = _unlike_steps(cluster, tuple(pairs), steps, plan.world_size) if nearly else []
+        for place, (pair, number) in enumerate(pairs.items()):
+            if nearly:
+                likes = [_moved_on(pair, step, plan.world_size) for step in unlike[place]]
+                works = [replace(messages[number], source=source, destination=to) for source, to in likes]
+                paid = problem.price([(work, 0) for work in works], plan.mesh)
+                estimates[number] = end(paid, key=attrgetter("median_s"))
+            more = float(end(alone[:, place])) - estimates[number].median_s
             if more > 0:
-                detail = f"{len(pairs)} messages of a round at once"
+                detail = f"{len(every)} messages of a round at once"
                 estimates[number] = estimates[number].then(Term("other messages", "plus", more, "assumed", detail))
     return estimates
+
+
+def _moved_on(pair: tuple[int, int], step: int, ranks: int) -> tuple[int, int]:
+    """The same message between ranks further on; a replica that is folded is one rank."""
+    return (pair[0] + step) % ranks, (pair[1] + step) % ranks
+
+
+@lru_cache(maxsize=4)
+def _all_moved_on(pairs: tuple[tuple[int, int], ...], steps: range, ranks: int) -> tuple[tuple[int, int], ...]:
+    """All messages of a round, once for all of its buckets."""
+    return tuple(_moved_on(pair, step, ranks) for step in steps for pair in pairs)
+
+
+@lru_cache(maxsize=4)
+def _unlike_steps(cluster: Cluster, pairs: tuple[tuple[int, int], ...], steps: range, ranks: int) -> list[tuple[int, ...]]:
+    """Per message the steps on which its like passes other leaf switches, one for each way through these."""
+    names = [cluster.nodes.leaf[node] for node, _ in cluster.places[:ranks]]
+    kinds = dict.fromkeys(cluster.nodes.leaves.get(name) for name in names)
+    number = {kind: place for place, kind in enumerate(kinds)}
+    leaf = np.unique(names, return_inverse=True)[1]
+    kind = np.array([number[cluster.nodes.leaves.get(name)] for name in names], dtype=np.int64)
+    moves = np.array(steps, dtype=np.int64)
+    found = []
+    for pair in pairs:
+        source, to = ((rank + moves) % ranks for rank in pair)
+        ways = ((leaf[source] == leaf[to]) * len(kinds) + kind[source]) * len(kinds) + kind[to]
+        found.append(tuple(moves[np.unique(ways, return_index=True)[1]].tolist()))
+    return found

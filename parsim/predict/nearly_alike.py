@@ -3,9 +3,11 @@
 Of many replicas some have all their stages under one leaf switch and some have not. Their transfers cost a little more or less,
 so folding keeps one of each kind. If tasks are issued in order and do not slow one another, no task that takes longer makes a
 step shorter. So the program of one replica is no shorter than the step when every communication has the highest price that any
-replica pays for it. It is no longer than the step when every one has the lowest. Where the two differ by at most `NEARLY`, the
-first
-is the answer: it is too long by at most that.
+replica pays for it. It is no longer than the step when every one has the lowest. Where the two differ by at most `NEARLY`,
+the first is the answer: it is too long by at most that.
+
+Replicas that gossip and sit alike but for leaf switches are simulated as those of one node, between the same bounds: every
+message has the highest price, or the lowest, of those that it stands for.
 
 Leaves out: machines on which computation and communication slow one another.
 """
@@ -24,10 +26,11 @@ from parsim.engines.compile import CompiledGraph, compile_graph
 from parsim.engines.steps import mean_step_s
 from parsim.graph.columns import Columns
 from parsim.graph.expand import lower_columns, moved_work
-from parsim.graph.fold import Folding, merged
+from parsim.graph.fold import Folding, merged, unfolded
 from parsim.graph.plan_index import PlanIndex
 from parsim.plans.concurrent import concurrent_groups
 from parsim.plans.mesh import Mesh
+from parsim.predict.mixing_period import mixing_period
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.program_costs import beside_products
 from parsim.work import Collective, Work, is_communication, ranks_of_work
@@ -94,3 +97,21 @@ def _likes(mesh: Mesh, work: Work, replicas: Sequence[int]) -> list[Work]:
         return []
     shard = min(work.group) % mesh.tp
     return [replace(work, group=group) for group in concurrent_groups(mesh, work.group) if group[0] % mesh.tp == shard]
+
+
+def nearly_shifted(problem: PlanningProblem, layout: PlanIndex, folding: Folding) -> Folding:
+    """The folding, if it bounds the mean step to within `NEARLY`; else every rank by itself.
+
+    Args:
+        problem, layout: of a plan that gossips. folding: found by `folding_of`.
+    """
+    if folding.is_exact:
+        return folding
+    slowing = problem.costs(layout.plan.world_size).overlap([], []).communications_share
+    if slowing:
+        return unfolded(layout.plan.mesh)
+    shortest_s, longest_s = (
+        float(period.steps_s(period.medians_s)[0])
+        for period in (mixing_period(problem, layout, folding=folding, lowest=lowest) for lowest in (True, False))
+    )
+    return folding if longest_s <= shortest_s * (1 + NEARLY) else unfolded(layout.plan.mesh)

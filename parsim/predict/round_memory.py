@@ -16,7 +16,7 @@ from typing import Literal
 
 from parsim.costs.memory.records import RankMemory
 from parsim.costs.memory.waiting import waiting_bytes
-from parsim.graph.passes.rounds import neighbours_of, outer_arrays
+from parsim.graph.passes.rounds import most_neighbours, outer_arrays
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Value
 from parsim.predict.kept_activations import KeptActivations
@@ -61,7 +61,7 @@ def with_relaxed_lines(memory: RankMemory, kept: KeptActivations, rank: int) -> 
     lines = [("outer_state", outer_arrays(layout) * trained)] if outer_arrays(layout) else []
     if rule.kind == "gossip":
         replica = plan.replica_of_rank(rank)
-        arriving = max(len(neighbours_of(layout, number)[replica]) for number in rule.cycle(plan.mesh.dp)) * trained
+        arriving = most_neighbours(rule, plan.mesh.dp)[replica] * trained
         free = sum(memory.line(name) for name in LET_GO)
         lines.append(("neighbour_buffers", max(0, arriving - free)))
     return replace(memory, lines=(*memory.lines, *lines))

@@ -310,6 +310,8 @@ def breakdown_table(breakdown: Sequence[Mapping[str, Any]], *, title: str = "Whe
     return ReportTable(title=title, columns=columns, rows=rows)
 
 
+MOST_RUNS, SHOWN_RUNS = 12, 4
+"""Runs of ranks that are listed in full, and those that are shown of more."""
 MOST_LISTED = 8
 """Ranks of a group that are listed one by one even where they follow one another."""
 
@@ -422,14 +424,16 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _runs_text(ranks: Sequence[int]) -> str:
-    """Ascending ranks as `0-3,8-11,15`."""
+    """Ascending ranks as `0-3,8-11,15`; of many runs the first: `0-1,4-7,10-13,16-19,... (672 ranks)`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+    shown = runs if len(runs) <= MOST_RUNS else runs[:SHOWN_RUNS]
+    text = ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in shown)
+    return text if shown is runs else f"{text},... ({len(ranks)} ranks)"
 
 
 def _percent_or_nothing(fraction: float | None) -> str:

@@ -17,11 +17,15 @@ from parsim.data.for_model import dataset_for
 from parsim.data.own.samples import MapSamples, StreamSamples
 from parsim.errors import DataError, FactoryError, NoSplitError
 from parsim.execute.load_workers import WorkerBatches
-from parsim.execute.loading import batch_to_score
+from parsim.execute.loading import Loader, batch_to_score
 from parsim.execute.processes.supervise import heartbeat
+from parsim.graph.plan_index import PlanIndex
+from parsim.model.load import load_model
+from parsim.model.memory.live_memory import LiveBytes
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from tests.execute import own_data
+from tests.execute.equality import even_plan
 from tests.execute.own_data import Noisy
 from tests.execute.test_bad_run import cpu_profile
 from tests.execute.test_equality import MLP, assert_equal_to_one_process, case
@@ -178,3 +182,14 @@ def test_a_training_whose_scores_take_longer_than_the_timeout_ends_well(
     again = parsim.run("RUN.toml", out="kept", resume=True, timeout_s=1.0, overrides=["training.steps=6"])
     assert len(again.losses) == 6
     assert "test_loss" in json.loads(Path("kept/score.json").read_text())
+
+
+def test_the_memory_of_a_step_leaves_out_what_a_dataset_keeps() -> None:
+    """A sample may be a view of a tensor with all of them, which is alive with or without a step."""
+    data = load("views")
+    layout = PlanIndex(even_plan(SPEC, Mesh(), strategy="single", batch=16), load_model(SPEC))
+    loader = Loader(data, order_of(data, 16, 1), layout, 0, dtype=torch.float32, device=torch.device("cpu"))
+    with LiveBytes() as live:
+        values = loader.batch(0)(0)
+        assert live.peak_bytes < 10 * 16 * 64 * 4
+    assert values["input:0"].shape == (16, 1, 8, 8)

@@ -79,7 +79,7 @@ def test_a_rank_that_runs_a_quarter_of_the_time_is_named(tmp_path: Path) -> None
     assert document["diagnosis"]["as_predicted"] is False
     slow = [finding for finding in document["diagnosis"]["findings"] if finding["kind"] == "rank"]
     assert [finding["subject"] for finding in slow] == ["rank 1"], document["diagnosis"]
-    assert "The run went not as predicted" in done.stdout
+    assert "The run did not go as predicted" in done.stdout
     assert "rank 1 (cpu1) computes" in done.stdout
     assert document["history"]["recorded"]
     (line,) = (tmp_path / "profile.history.jsonl").read_text().splitlines()

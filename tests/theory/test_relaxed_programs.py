@@ -27,6 +27,7 @@ from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import Synchronisation, parse_synchronisation
 from parsim.predict.evaluate import evaluate, simulated_step
 from parsim.predict.mixing_period import mixing_period, step_program
+from parsim.predict.nearly_alike import NEARLY
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.by_hand import custom_plan
 from parsim.work import Collective, Mix, OptimizerStep, SendRecv
@@ -270,6 +271,25 @@ def test_messages_share_links_with_those_of_their_own_round_alone(problem: Plann
     assert seen == set(range(len(rule.cycle(16))))
 
 
+def test_stages_that_gossip_share_links_rank_by_rank(problem: PlanningProblem) -> None:
+    """Two stages of eight replicas each: ranks are not replicas."""
+    nodes = cluster_from_profile(load_profile("dgx1-v100-32gb"), nodes=2, network="infiniband-100g")
+    wide = PlanningProblem(model=problem.model, cluster=nodes, global_batch=64, precision="fp32", optimizer="sgd_momentum")
+    plan = custom_plan(wide, Mesh(dp=8, pp=2), synchronisation=parse_synchronisation("gossip/1 ring"))
+    found = evaluate(wide, plan, samples=0, fold=True)
+    assert not found.folding.is_folded
+    prices = [(unit.work, price) for unit, price in zip(found.compiled.columns.units, found.estimates, strict=True)]
+    messages = [(work, price) for work, price in prices if isinstance(work, SendRecv)]
+    mixed = [(work, price) for work, price in messages if work.source // 8 == work.destination // 8]
+    sizes = {work.size_bytes for work, _ in mixed}
+    assert {work.source // 8 for work, _ in mixed} == {0, 1}
+    for size_bytes in sizes:
+        alike = [(work, price) for work, price in mixed if work.size_bytes == size_bytes]
+        pairs = [(work.source, work.destination) for work, _ in alike]
+        for (_, price), seconds in zip(alike, exchange_seconds(pairs, size_bytes, nodes), strict=True):
+            assert price.median_s == pytest.approx(seconds, rel=1e-9)
+
+
 @pytest.mark.parametrize("text", ["average/1", "average/2 outer=nesterov:0.7:0.9", "average/8"])
 @pytest.mark.parametrize("axes", [{"dp": 12}, {"dp": 6, "pp": 2}])
 def test_replicas_that_average_are_folded_exactly(problem: PlanningProblem, text: str, axes: dict[str, int]) -> None:
@@ -287,6 +307,59 @@ def test_replicas_that_average_are_folded_exactly(problem: PlanningProblem, text
     for one, other in zip(folded.breakdown, whole.breakdown, strict=True):
         assert one.compute_s == pytest.approx(other.compute_s, rel=1e-9)
     assert folded.result.peak_memory_bytes == whole.result.peak_memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ("gossip/1 ring", 6),
+        ("gossip/3 lattice(neighbours=8)", 6),
+        ("gossip/1 complete", 6),
+        ("gossip/1 exponential", 6),
+        ("gossip/2 one_peer_exponential", 6),
+        ("gossip/1 ada(epochs=3, rate=0.5, rounds=9, start=12, kind=exponential)", 6),
+        ("gossip/1 torus", 6),
+        ("gossip/1 hierarchical_one_peer(per_node=3)", 6),
+    ],
+)
+def test_replicas_that_gossip_on_a_graph_that_repeats_are_folded_exactly(
+    problem: PlanningProblem, text: str, kinds: int
+) -> None:
+    """Moved on by a node, all replicas have the same neighbours on the same links: one node stands for all."""
+    machine = cluster_from_profile(load_profile("summit-v100"), nodes=4, network="infiniband-100g")
+    wide = PlanningProblem(model=problem.model, cluster=machine, global_batch=96, precision="fp32", optimizer="sgd_momentum")
+    plan = custom_plan(wide, Mesh(dp=24), synchronisation=parse_synchronisation(text))
+    whole, folded = (evaluate(wide, plan, samples=8, fold=fold) for fold in (False, True))
+    assert len(folded.folding.ranks) == kinds
+    assert folded.folding.weights == (24 // kinds,) * kinds
+    for read in (lambda each: each.step_s.median, lambda each: each.lower_bound_s, lambda each: each.step_s.p95):
+        assert read(folded.result) == pytest.approx(read(whole.result), rel=1e-9)
+    assert folded.result.communication_fraction == pytest.approx(whole.result.communication_fraction, rel=1e-9)
+    assert folded.result.peak_memory_bytes == whole.result.peak_memory_bytes
+    for one, other in zip(folded.breakdown, whole.breakdown, strict=True):
+        assert one.compute_s == pytest.approx(other.compute_s, rel=1e-9)
+        assert one.exposed_communication_s == pytest.approx(other.exposed_communication_s, rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize("text", ["gossip/1 ring", "gossip/2 ada(epochs=2, rounds=9, start=6, rate=2.0)"])
+def test_leaf_switches_leave_a_folded_gossip_step_open_by_a_ten_thousandth(problem: PlanningProblem, text: str) -> None:
+    """20 nodes fill one leaf of 18 and a part of another: a message that crosses them takes a microsecond longer."""
+    machine = cluster_from_profile(load_profile("summit-v100"), nodes=20, network="infiniband-100g")
+    model = load_model(ModelSpec(name="resnet50"), granularity="block")
+    wide = PlanningProblem(model=model, cluster=machine, global_batch=960, precision="fp32", optimizer="sgd_momentum")
+    plan = custom_plan(wide, Mesh(dp=120), synchronisation=parse_synchronisation(text))
+    whole, folded = (simulated_step(wide, plan, fold=fold) for fold in (False, True))
+    assert not folded.folding.is_exact
+    assert len(folded.folding.ranks) == 6
+    assert 1.0 - 1e-12 <= folded.step_s / whole.step_s <= 1.0 + NEARLY
+
+
+@pytest.mark.parametrize("text", ["gossip/1 star", "gossip/1 mesh"])
+def test_graphs_that_do_not_repeat_are_not_folded(problem: PlanningProblem, text: str) -> None:
+    machine = cluster_from_profile(load_profile("summit-v100"), nodes=4, network="infiniband-100g")
+    wide = PlanningProblem(model=problem.model, cluster=machine, global_batch=96, precision="fp32", optimizer="sgd_momentum")
+    plan = custom_plan(wide, Mesh(dp=24), synchronisation=parse_synchronisation(text))
+    assert not evaluate(wide, plan, samples=0, fold=True).folding.is_folded
 
 
 @pytest.mark.parametrize("text", ["gossip/1 ring", "average/4 participation=0.5"])

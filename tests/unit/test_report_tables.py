@@ -234,3 +234,13 @@ def test_names_of_the_user_do_not_reach_the_terminal_as_they_are() -> None:
     for text in (to_text(table), console.file.getvalue()):  # type: ignore[attr-defined]
         assert text.count("\\x1b[31mred\\x07") == 4
         assert "\x1b[31mred" not in text
+
+
+def test_many_runs_of_ranks_are_cut_short() -> None:
+    """1,008 ranks in rows of every third fill a line otherwise that no terminal holds."""
+    zeros = dict.fromkeys(tables.CATEGORIES, 0.0)
+    rows = [{"rank": rank, **zeros, "compute_s": 1.0 + (rank % 3 == 0)} for rank in range(1008)]
+    ranks = [row[0] for row in tables.breakdown_table(rows).rows]
+    assert ranks == ["0,3,6,9,... (336 ranks)", "1-2,4-5,7-8,10-11,... (672 ranks)"]
+    few = tables.breakdown_table(rows[:24])
+    assert [row[0] for row in few.rows] == ["0,3,6,9,12,15,18,21", "1-2,4-5,7-8,10-11,13-14,16-17,19-20,22-23"]

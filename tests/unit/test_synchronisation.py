@@ -37,14 +37,15 @@ def synchronisations(draw: st.DrawFn) -> Synchronisation:
     if kind == "average":
         outer = draw(st.sampled_from(("none", "sgd", "momentum", "nesterov")))
         rates = st.floats(0.01, 2.0)
+        participation = draw(st.floats(0.01, 1.0))
         return Synchronisation(
             kind=kind,
             period_steps=draw(st.integers(1, 1000)),
             outer_optimizer=outer,
             outer_learning_rate=0.0 if outer == "none" else draw(rates),
             outer_momentum=draw(st.floats(0.0, 0.99)) if outer in ("momentum", "nesterov") else 0.9,
-            participation=draw(st.floats(0.01, 1.0)),
-            seed=draw(st.integers(0, 9)),
+            participation=participation,
+            seed=draw(st.integers(0, 9)) if participation < 1 else 0,
         )
     if kind == "gossip":
         graphs = ("ring", "exponential", "lattice(neighbours=4)", "ada(rounds=5, epochs=3)", "ada(rounds=2,epochs=2,rate=0.5)")
@@ -118,9 +119,12 @@ def test_a_synchronous_plan_is_written_as_before() -> None:
         ({"kind": "average", "period_steps": 0}, "1 is after every step"),
         ({"kind": "average", "participation": 0.0}, "above 0"),
         ({"kind": "average", "participation": 1.5}, "at most 1"),
+        ({"kind": "average", "seed": 3}, "participation = 1 takes all"),
         ({"kind": "all_reduce", "period_steps": 4}, "belongs to kind average or gossip or merge"),
         ({"kind": "gossip"}, "neither a graph nor weights"),
         ({"kind": "gossip", "graph": "rng"}, "ring"),
+        ({"kind": "gossip", "graph": "push_sum"}, r"^[^;]*; known: [^;]*$"),
+        ({"kind": "average", "outer_optimizer": "adam"}, r"^[^;]*; known: [^;]*$"),
         ({"kind": "gossip", "graph": "lattice(width=3)"}, "neighbours"),
         ({"kind": "gossip", "graph": "ada(rounds=0, epochs=2)"}, "rounds >= 1"),
         ({"kind": "gossip", "graph": "ada(kind=closed_loop, rounds=1, epochs=2)"}, "beforehand"),

@@ -94,6 +94,22 @@ def test_seconds_are_steps_of_the_rules_own_plan(answer: Answer) -> None:
     assert len(ranking.figure().data) == 3
 
 
+def test_seconds_of_ada_are_those_of_the_graphs_that_the_steps_used() -> None:
+    """Its first graphs are dense and slow: a mean over all would make an early target too cheap."""
+    eight = parsim.plan("mlp", cluster="dgx1-v100-32gb", global_batch=64, args={"width": 16}, optimizer="sgd")
+    rule = "gossip/2 ada(start=6, rate=2.0, rounds=5, epochs=3)"
+    found = eight.to_target(0.999, rules=[rule, "gossip/2 lattice(neighbours=6)"], seeds=1, most_steps=25)
+    ada, dense = (next(each for each in found.contenders if name in str(each.rule)) for name in ("ada", "lattice"))
+    assert [lasts for lasts, _ in ada.phases] == [10, 10, 10]
+    first, second, third = (step_s for _, step_s in ada.phases)
+    assert first > second > third
+    assert dense.result is not None
+    assert first == pytest.approx(dense.result.step_s.median, rel=1e-9)
+    assert ada.curve()[1][0] == pytest.approx(10 * first)
+    assert ada.curve()[2][0] == pytest.approx(10 * first + 5 * second)
+    assert ada.seconds_after(40) == pytest.approx(10 * first + 10 * second + 20 * third)
+
+
 def test_what_is_never_reached_says_how_near_it_came_and_when(answer: Answer) -> None:
     ranking = answer.to_target(0.999, rules=["average/4"], seeds=1, most_steps=20)
     assert "no way reaches it" in ranking.lines()[0]

@@ -13,6 +13,7 @@ the same place in the other replicas.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from parsim.graph.passes.gradients import DP_STREAM, summed_groups
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import COMPUTE, TURN, Origin, Resource, Task
 from parsim.graph.taskgraph import TaskGraph
+from parsim.plans.synchronisation import Synchronisation
 from parsim.work import Collective, Mix, Phase, SendRecv
 
 MESSAGE_STREAM = "dp"
@@ -83,6 +85,20 @@ def neighbours_of(layout: PlanIndex, number: int) -> list[tuple[int, ...]]:
     return [tuple(np.flatnonzero(row).tolist()) for row in links]
 
 
+@lru_cache(maxsize=16)
+def most_neighbours(rule: Synchronisation, replicas: int) -> tuple[int, ...]:
+    """Per replica the most others whose weights it takes in one round.
+
+    Args:
+        rule: gossip. replicas: that mix.
+    """
+    most = np.zeros(replicas, dtype=np.int64)
+    for number in rule.cycle(replicas):
+        links = rule.matrix(number, replicas) != 0
+        most = np.maximum(most, links.sum(1) - links.diagonal())
+    return tuple(most.tolist())
+
+
 def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
     """The tasks of round `number` behind the optimizer's step.
 
@@ -96,6 +112,10 @@ def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
         _add_turns(draft, layout)
         return
     neighbours = neighbours_of(layout, number)
+    takers: list[list[int]] = [[] for _ in neighbours]
+    for replica, taken in enumerate(neighbours):
+        for other in taken:
+            takers[other].append(replica)
     for bucket in layout.buckets:
         for rank in draft.kept(bucket.group):
             work = _mix(bucket, 1, PACK_ACCESSES)
@@ -109,6 +129,7 @@ def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
                 _add_messages(draft, bucket, peers, neighbours)
     for bucket in layout.buckets:
         for peers in mixing_peers(layout, bucket):
+            kept = len(draft.kept(peers))
             for replica, rank in enumerate(peers):
                 if not draft.keeps(rank):
                     continue
@@ -116,9 +137,9 @@ def add_round(draft: Draft, layout: PlanIndex, number: int) -> None:
                 accesses = TAKE_ACCESSES + _outer_accesses(layout)
                 after: list[TaskKey] = [("average", bucket.number, peers[0])]
                 if rule.kind == "gossip":
-                    after = [("message", bucket.number, peers[other], rank) for other in neighbours[replica]]
-                    takers = [other for other, taken in enumerate(neighbours) if replica in taken]
-                    after += [("message", bucket.number, rank, peers[other]) for other in takers]
+                    links = [(other, replica) for other in neighbours[replica]]
+                    links += [(replica, other) for other in takers[replica]]
+                    after = [_message(bucket, peers, kept, *link) for link in links]
                     after = after or [("pack", bucket.number, rank)]
                     accesses += PACK_ACCESSES + NEIGHBOUR_ACCESSES * len(neighbours[replica])
                 work = _mix(bucket, arrays, accesses)
@@ -136,14 +157,28 @@ def _add_average(draft: Draft, bucket: Bucket, peers: tuple[int, ...]) -> None:
     draft.add(("average", bucket.number, peers[0]), work, streams, after, _origin(bucket))
 
 
+def _message(bucket: Bucket, peers: tuple[int, ...], kept: int, source: int, to: int) -> TaskKey:
+    """The key of the message that stands for one from replica `source` to `to`: the same one to a kept replica.
+
+    The first `kept` replicas are simulated, and those that are a multiple of `kept` apart are alike
+    (`parsim.graph.folding.shifts`). Unfolded all are kept, and a message stands for itself.
+    """
+    receiver = to % kept
+    return ("message", bucket.number, peers[(source - to + receiver) % len(peers)], peers[receiver])
+
+
 def _add_messages(draft: Draft, bucket: Bucket, peers: tuple[int, ...], neighbours: list[tuple[int, ...]]) -> None:
-    for replica, taken in enumerate(neighbours):
+    """A message between kept and represented replicas is that of its receiver. It holds the stream of its sender's like."""
+    kept = len(draft.kept(peers))
+    for replica, taken in enumerate(neighbours[:kept]):
         for other in taken:
             to, source = peers[replica], peers[other]
+            sender = other % kept
+            seen = peers[(replica - other + sender) % len(peers)]  # the receiver, from the sender's like
             work = SendRecv(source=source, destination=to, size_bytes=bucket.size_bytes)
-            ends = [Resource(source, f"{MESSAGE_STREAM}>{to}"), Resource(to, f"{MESSAGE_STREAM}<{source}")]
-            after: list[TaskKey] = [("pack", bucket.number, rank) for rank in (source, to)]
-            draft.add(("message", bucket.number, source, to), work, ends, after, _origin(bucket, replica))
+            ends = [Resource(peers[sender], f"{MESSAGE_STREAM}>{seen}"), Resource(to, f"{MESSAGE_STREAM}<{source}")]
+            after: list[TaskKey] = [("pack", bucket.number, rank) for rank in (peers[sender], to)]
+            draft.add(_message(bucket, peers, kept, other, replica), work, ends, after, _origin(bucket, replica))
 
 
 def _add_turns(draft: Draft, layout: PlanIndex) -> None:

@@ -3,7 +3,7 @@
 The rule is given, never searched for, because it changes what is learnt. Free are the replicas (the most that the batch
 divides into), with stale the stages, and the microbatches. The bounds of `parsim.schedule.search` count gradients that are
 summed in every step, so they would not hold. These plans are few enough to simulate them all, but for gossip and merging on
-more than `SCREENED_RANKS` ranks, which are simulated one by one: minutes for Ada on 1,008. There the numbers of microbatches
+more than `SCREENED_RANKS` ranks, of which some are simulated rank by rank. There the numbers of microbatches
 are ranked by the same plans with `average`, whose replicas are simulated once, and only the first that fits is simulated as
 asked. A round follows the optimizer's step, so it costs the same whatever that number is.
 """
@@ -90,8 +90,8 @@ def relaxed_search(
 
 
 def _is_dear(problem: PlanningProblem, plan: Plan) -> bool:
-    """Whether ranks are simulated one by one, and once where the replicas average."""
-    return not folds(problem, plan) and folds(problem, _averaging(plan))
+    """Whether many ranks may be simulated one by one, and once where the replicas average."""
+    return plan.synchronisation.kind in ("gossip", "merge") and folds(problem, _averaging(plan))
 
 
 def _averaging(plan: Plan) -> Plan:

@@ -12,7 +12,7 @@ from parsim.costs.memory.verdict import SAFE_PROBABILITY
 from parsim.predict.evaluate import MANY_RANKS, Evaluation, evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import Interval, PlanResult
-from parsim.units import format_bytes, format_seconds
+from parsim.units import format_bytes
 from parsim.workflow.config import RunConfig
 from parsim.workflow.public.frames import breakdown_frame, memory_frame, timeline_frame
 from parsim.workflow.question import Given
@@ -222,9 +222,8 @@ class Prediction:
             breakdown_table(document["breakdown"]),
             memory_table(document["memory"]),
         )
-        alone = format_seconds(self.evaluation.timeline.makespan_s)
         played = "" if self.scenario is None else f"\nUnder {self.scenario['file']}: {self.headline()}"
-        text = "\n".join(to_text(table) for table in tables) + f"One step alone: {alone}; in a row, steps overlap{played}"
+        text = "\n".join(to_text(table) for table in tables) + self.evaluation.alone_text() + played
         text += "" if self.problem.loading is None else f"\n{self.problem.loading.text()}"
         figures = [] if self.quoted is None else self.quoted.lines()
         whole = [] if self.samples_run is None else self.samples_run.lines()

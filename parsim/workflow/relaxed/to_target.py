@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ConfigError, ParsimError
+from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation, parse_synchronisation
+from parsim.predict.evaluate import simulated_step
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import PlanResult
 from parsim.schedule.relaxed.relaxed_search import relaxed_search
 from parsim.units import format_seconds
@@ -39,40 +42,54 @@ class Contender:
     Attributes:
         rule: of synchronisation. result: its fastest plan that fits; None: it has none, and `reason` says why.
         learnt: steps on virtual replicas; None without a plan.
+        phases: of a graph that changes (Ada), how many steps each one lasts and the seconds of its step; the last one stays.
     """
 
     rule: Synchronisation
     result: PlanResult | None = None
     learnt: LearntSteps | None = None
     reason: str = ""
+    phases: tuple[tuple[int, float], ...] = ()
+
+    def seconds_after(self, steps: float) -> float:
+        """Simulated, of the first `steps` steps."""
+        if self.result is None:
+            raise ConfigError(f"{self.rule} has no plan: {self.reason}")
+        if not self.phases:
+            return steps * self.result.step_s.median
+        seconds, left = 0.0, steps
+        for lasts, step_s in self.phases[:-1]:
+            seconds += min(left, lasts) * step_s
+            left -= min(left, lasts)
+        return seconds + left * self.phases[-1][1]
 
     @property
     def seconds(self) -> float | None:
         """Simulated, to the accuracy; None: it is not reached, or there is no plan."""
         if self.result is None or self.learnt is None or self.learnt.steps is None:
             return None
-        return self.learnt.steps * self.result.step_s.median
+        return self.seconds_after(self.learnt.steps)
 
     def curve(self) -> list[tuple[float, float]]:
         """(simulated seconds, score) of the first seed."""
         if self.result is None or self.learnt is None:
             return []
-        return [(step * self.result.step_s.median, score) for step, score in self.learnt.courses[0].scores]
+        return [(self.seconds_after(step), score) for step, score in self.learnt.courses[0].scores]
 
     def line(self) -> str:
         """`gossip/1 ring: 12 s = 120 steps of 100 ms (110 to 135), learning rate 0.4`."""
         if self.result is None or self.learnt is None:
             return f"{self.rule}: no plan ({self.reason})"
-        step_s, best = self.result.step_s.median, self.learnt.best
+        best = self.learnt.best
         plan = f"{self.result.plan.summary()}, learning rate {self.learnt.learning_rate:g}"
         if self.seconds is None or self.learnt.steps is None:
-            when = f"{format_seconds(best.best_step * step_s)} ({best.best_step} steps)"
+            when = f"{format_seconds(self.seconds_after(best.best_step))} ({best.best_step} steps)"
             return f"{self.rule}: not reached; {best.best:.3f} at most, after {when}; {plan}"
         low, high = self.learnt.spread
         among = f"{low} to {'not reached' if high is None else high}"
         return (
             f"{self.rule}: {format_seconds(self.seconds)} = {self.learnt.steps:.0f} steps ({among}) of "
-            f"{format_seconds(step_s)}; {plan}"
+            f"{format_seconds(self.seconds / self.learnt.steps)}{' on average' if self.phases else ''}; {plan}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -161,7 +178,7 @@ def to_target(
             f"the question asks for synchronisation {answer.problem.constraints.synchronisation} already; leave "
             "plan.synchronisation out, or add --set plan.synchronisation=all_reduce, and every way is compared"
         )
-    planned = [_planned(answer, rule) for rule in wanted]
+    planned = [_planned(answer, rule, most_steps) for rule in wanted]
     replicas = max((entry.result.plan.mesh.dp for entry in planned if entry.result is not None), default=1)
     learner = learner_of(answer, replicas)
     found = []
@@ -191,7 +208,7 @@ def _best(entry: Contender) -> float:
     return 0.0 if entry.learnt is None else entry.learnt.best.best
 
 
-def _planned(answer: Answer, rule: Synchronisation) -> Contender:
+def _planned(answer: Answer, rule: Synchronisation, most_steps: int) -> Contender:
     """The fastest plan of a rule that fits."""
     if not rule.is_relaxed:
         if not answer.fits:
@@ -205,7 +222,23 @@ def _planned(answer: Answer, rule: Synchronisation) -> Contender:
         return Contender(rule=rule, reason=str(error))
     if found.chosen is None:
         return Contender(rule=rule, reason="no plan fits")
-    return Contender(rule=rule, result=found.chosen.result)
+    result = found.chosen.result
+    return Contender(rule=rule, result=result, phases=_phases(asked, result.plan, most_steps))
+
+
+def _phases(problem: PlanningProblem, plan: Plan, most_steps: int) -> tuple[tuple[int, float], ...]:
+    """Of Ada per graph how many steps it lasts, and the seconds of its step: a target may be reached on its first ones.
+
+    Graphs that begin after `most_steps` are left out, since no training comes to them.
+    """
+    rule = plan.synchronisation
+    found: list[tuple[int, float]] = []
+    for rounds, graph in rule.mixing.phases(plan.mesh.dp) if rule.graph else ():
+        if sum(steps for steps, _ in found) >= most_steps:
+            break
+        own = replace(plan, synchronisation=replace(rule, graph=graph))
+        found.append((rounds * rule.period_steps, simulated_step(problem, own).step_s))
+    return tuple(found)
 
 
 def _learnt(entry: Contender, learner: Learner, target: float, seeds: Sequence[int], most_steps: int) -> Contender:
