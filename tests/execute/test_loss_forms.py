@@ -96,7 +96,9 @@ class Graph(nn.Module):
 
     def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
         hidden = self.layer(nodes)
-        return torch.zeros_like(hidden).index_add_(0, edges[1], hidden[edges[0]])
+        ones = torch.ones_like(edges[1], dtype=torch.float32)
+        degree = torch.zeros(len(nodes)).scatter_add_(0, edges[1], ones)
+        return torch.zeros_like(hidden).index_add_(0, edges[1], hidden[edges[0]]) / degree.clamp(min=1).unsqueeze(-1)
 
 
 @pytest.mark.parametrize(

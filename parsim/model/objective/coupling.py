@@ -116,18 +116,24 @@ def _totals(
 
     def total(first: int, last: int, seed: int) -> float:
         given = {name: _of(tensor, name in constants, first, last) for name, tensor in inputs.items()}
-        args, kwargs = call(given)
-        torch.manual_seed(seed)
         wanted = None if target is None else _of(target, False, first, last)
-        with torch.no_grad(), _made_in_float64():
-            return float(total_loss(objective, judge(*args, **kwargs), wanted, last - first))
+
+        def once() -> float:
+            args, kwargs = call(given)
+            torch.manual_seed(seed)
+            with torch.no_grad():
+                return float(total_loss(objective, judge(*args, **kwargs), wanted, last - first))
+
+        with contextlib.suppress(Exception), _made_in_float64():
+            return once()
+        return once()  # a forward that names float32 itself may need it throughout
 
     return total
 
 
 @contextlib.contextmanager
 def _made_in_float64() -> Iterator[None]:
-    """Tensors that a forward makes, such as torch.zeros(3), have the type of the copy's weights."""
+    """Tensors that a forward makes, such as torch.zeros(3), get the type of the copy's weights."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
