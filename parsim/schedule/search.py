@@ -132,10 +132,10 @@ def search(
         opening.later(name, own if not mixes and top is None else Incumbents(steps_s=together.steps_s))
     for own in owners.values():
         opening.misfit(own)
+    steps, tally = opening.steps, opening.tally
     judged = opening.judged
     if all(problem.allows(component.name, BATCH) for component in problem.model.components):
-        judged = [replace(entry, plan=without_idle_ranks(entry.plan)) for entry in judged]
-    steps, tally = opening.steps, opening.tally
+        judged = [_without_idle_ranks(problem, entry, steps) for entry in judged]
     found = {entry.plan.strategy for entry in judged}
     for name in [name for name in owners if parts[name] and name not in found and not (found and name == "adaptive")]:
         skipped[name] = most_frequent(opening.impossible[name]) if opening.impossible[name] else NOT_TRIED
@@ -190,6 +190,15 @@ def most_frequent(reasons: Mapping[str, int], where: str = "") -> str:
     reason = max(reasons, key=reasons.__getitem__)
     others = len(reasons) - 1
     return f"{reason}; {others} more reason{'s' if others > 1 else ''}{where}" if others else reason
+
+
+def _without_idle_ranks(problem: PlanningProblem, entry: JudgedPlan, steps: _Steps) -> JudgedPlan:
+    """The plan on fewer devices where its tp axis divides nothing, unless these are slower or hold less than its own."""
+    other = without_idle_ranks(entry.plan)
+    if other is entry.plan or (entry.fits and not all(memory.fits for memory in problem.unlike_memory(other))):
+        return entry
+    step_s = steps.of(other)
+    return replace(entry, plan=other, step_s=step_s) if step_s <= entry.step_s * (1 + 1e-12) else entry
 
 
 def _nothing_to_choose(tally: Tally, skipped: Mapping[str, str]) -> Exception:

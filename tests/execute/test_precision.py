@@ -266,6 +266,7 @@ def test_what_cannot_run_is_refused_with_the_way_out() -> None:
     for precision, dtype, kind, message in (
         ("fp8", "float32", "cuda", "'fp8' can be priced, not run"),
         ("fp16", "float32", "cuda", "'fp16' can be priced, not run"),
+        ("nvfp4", "float32", "cuda", "'nvfp4' can be priced, not run"),
         ("tf32", "float32", "cpu", "'tf32' needs a device of kind cuda, and the ranks compute on cpu"),
         ("amp_bf16", "float64", "cpu", "contradict each other"),
     ):
@@ -273,7 +274,7 @@ def test_what_cannot_run_is_refused_with_the_way_out() -> None:
             check_executable(precision, dtype, kind)
     with pytest.raises(CostError, match="unknown precision 'fp15'"):
         number_format("fp15")
-    assert set(FORMATS) == {"fp32", "fp64", "tf32", "amp_fp16", "amp_bf16", "bf16", "fp16", "fp8"}
+    assert set(FORMATS) == {"fp32", "fp64", "tf32", "amp_fp16", "amp_bf16", "bf16", "fp16", "fp8", "nvfp4"}
 
 
 def stage(precision: str, recipe: TrainingRecipe = PLAIN) -> StageReplica:

@@ -343,7 +343,8 @@ def test_declared_integers_beyond_a_table(refused: Refused, monkeypatch: pytest.
     Path("table_net.py").write_text(TABLE)
     monkeypatch.syspath_prepend(".")
     monkeypatch.delitem(sys.modules, "table_net", raising=False)
-    status, message = refused(command, "RUN.toml", "--set=model.name=table_net:Net", f"--set={INPUTS % 1000}")
+    given = ("--set=model.name=table_net:Net", "--set=training.dataset=synthetic")
+    status, message = refused(command, "RUN.toml", *given, f"--set={INPUTS % 1000}")
     assert status == 1
     assert (
         "input t holds integers from 0 to 999, and module time uses it as an index into an embedding of 50 entries" in message
@@ -353,7 +354,7 @@ def test_declared_integers_beyond_a_table(refused: Refused, monkeypatch: pytest.
     status, message = refused(
         command,
         "RUN.toml",
-        "--set=model.name=table_net:Net",
+        *given,
         f"--set={INPUTS % 50}",
         "--set=model.loss=table_net:wrong_classes",
         f"--set={own}",

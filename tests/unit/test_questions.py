@@ -130,7 +130,7 @@ def test_wrong_questions_have_one_message_with_the_fix(parsim: Call, tmp_path: P
     (tmp_path / "run.toml").write_text(RUN.format(model="resnet50"))
     beside = refused(parsim, "plan", "run.toml", "--on", "dgx2-v100")
     assert "run.toml is a run file" in beside
-    assert "--set cluster.profile=dgx2-v100" in beside
+    assert "override the file: --set cluster.profile=" in beside
     assert "--set training.global_batch=8" in refused(parsim, "simulate", "run.toml", "--batch", "8")
     unknown = refused(parsim, "plan", "resnt50", "--on", "dgx2-v100", "--batch", "8")
     assert "unknown model 'resnt50'; did you mean resnet50" in unknown
