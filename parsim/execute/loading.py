@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from parsim.data import Order, Samples, part
+from parsim.data.own.samples import MapSamples, StreamSamples
+from parsim.data.splits import ChosenSamples
 from parsim.execute.load_workers import WorkerBatches
 from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.graph.plan_index import PlanIndex
@@ -141,5 +144,7 @@ class Loader:
         ways = self._layout.batch_ways(self._rank)
         size = len(own) * ways // plan.mesh.tp
         first = plan.shard_of_rank(self._rank) // ways * size
-        with _disable_current_modes():  # the memory of a step leaves out what the dataset keeps
+        # samples of one's own may be views of a tensor with all of them, which the memory of a step leaves out
+        data = self._data.base if isinstance(self._data, ChosenSamples) else self._data
+        with _disable_current_modes() if isinstance(data, MapSamples | StreamSamples) else nullcontext():
             return host_values(self._data, own[first : first + size], self._wanted, self._dtype, self._order.epoch_of(step))
