@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from parsim.errors import ModelError
 from parsim.model.inputs import ModelInput, module_inputs, ordered
 from parsim.model.interface import Interface, checked_form, drawn_batch, settle_module, zero_batch
-from parsim.model.model import COUPLED, MIXING, Model
+from parsim.model.model import COUPLED, Model
 from parsim.model.objective.objective import Objective, naming_coupled_losses, parse_objective
 from parsim.model.objective.settle import Settled
 from parsim.model.tracing.trace import follows_example, require_torch, split_inputs
@@ -96,7 +96,7 @@ def _form_of_examples(
     import torch
     from torch import Tensor
 
-    from parsim.model.objective.coupling import MOST_ELEMENTS, MOST_FLOP, SAMPLES, loss_form, mixes_samples
+    from parsim.model.objective.coupling import MOST_ELEMENTS, MOST_FLOP, SAMPLES, loss_form
     from parsim.model.tracing.recording import flatten_inputs
 
     objective = settled.objective
@@ -119,7 +119,4 @@ def _form_of_examples(
         found: tuple[tuple[Any, ...], Mapping[str, Any]] = structure.unflatten(filled)
         return found
 
-    if objective.adds_up:
-        mixes = mixes_samples(module, objective, given, target, constants=constants, call=call)
-        return MIXING if mixes else model.loss_form
     return loss_form(module, objective, model.loss_form, given, target, constants=constants, call=call)

@@ -12,7 +12,7 @@ from parsim.model.build import build_module, content_of, shared_fake
 from parsim.model.hugging_face.config import default_inputs, default_loss
 from parsim.model.inputs import InputLeaf, ModelInput, arguments, module_inputs
 from parsim.model.losses import BINARY
-from parsim.model.model import COUPLED, MIXING, Model
+from parsim.model.model import COUPLED, Model
 from parsim.model.named.names import is_transformer
 from parsim.model.objective.objective import Objective, parse_objective
 from parsim.model.objective.settle import OpenLoss, OutputKind, Settled, settle
@@ -300,18 +300,13 @@ def checked_form(model: Model, module: Callable[[], nn.Module], kind: Interface)
     Args:
         model: as traced. module: gives it with real weights. kind: its interface.
     """
-    from parsim.model.objective.coupling import MOST_ELEMENTS, MOST_FLOP, SAMPLES, UNCHECKED, loss_form, mixes_samples
+    from parsim.model.objective.coupling import MOST_ELEMENTS, MOST_FLOP, SAMPLES, UNCHECKED, loss_form
 
     objective = kind.objective
     if model.loss_form == COUPLED:
         return model.loss_form
-    if objective.adds_up:
-        if model.parameter_count > MOST_ELEMENTS or model.forward_flop > MOST_FLOP:
-            return model.loss_form
-        inputs, target = random_batch(kind, SAMPLES)
-        constants = frozenset(entry.name for entry in kind.inputs if entry.constant)
-        mixes = mixes_samples(module(), objective, inputs, target, constants=constants, call=kind.arguments)
-        return MIXING if mixes else model.loss_form
+    if objective.adds_up and (model.parameter_count > MOST_ELEMENTS or model.forward_flop > MOST_FLOP):
+        return model.loss_form
     if model.parameter_count > MOST_ELEMENTS:
         return f"{model.loss_form} {UNCHECKED}".strip()
     inputs, target = random_batch(kind, SAMPLES)

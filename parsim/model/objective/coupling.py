@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parsim.model.model import ADDED_UP, COUPLED
+from parsim.model.model import ADDED_UP, COUPLED, MIXING
 from parsim.model.objective.objective import Objective
 from parsim.model.objective.total import MEAN, total_loss
 
@@ -45,61 +45,39 @@ def loss_form(
     """Whether the loss is a sum over the samples: `form` where it is.
 
     COUPLED where it is no such sum, ADDED_UP where it is one and was taken as a mean, `form` and UNCHECKED where that is open.
+    Under a loss of parsim's: MIXING where the module is seen to mix samples, else `form`.
 
     Args:
         module: with real weights; it stays as it is. form: what the loss gave, see `total`.
         inputs, target: a batch by name. constants: names of inputs without a batch.
         call: makes the arguments of the module of such inputs.
     """
-    unchecked = f"{form} {UNCHECKED}".strip()
+    unchecked = form if objective.adds_up else f"{form} {UNCHECKED}".strip()
     if sum(parameter.numel() for parameter in module.parameters()) > MOST_ELEMENTS:
         return unchecked
     samples = next(len(tensor) for name, tensor in inputs.items() if name not in constants)
-    state = torch.get_rng_state()
-    try:
-        total = _totals(module, objective, inputs, target, constants, call)
-        whole = total(0, samples, 0)
-        if whole != total(0, samples, 1) or not math.isfinite(whole):
+    with torch.random.fork_rng(devices=[]):
+        try:
+            total = _totals(module, objective, inputs, target, constants, call)
+            whole = total(0, samples, 0)
+            if whole != total(0, samples, 1) or not math.isfinite(whole):
+                return unchecked
+            if objective.adds_up:
+                return MIXING if _mixes(total, whole, samples) else form
+            single = sum(total(place, place + 1, 0) for place in range(samples))
+        except Exception:  # the user's module, in a mode, type or batch that it may not be made for
             return unchecked
-        single = sum(total(place, place + 1, 0) for place in range(samples))
-    except Exception:  # the user's module, in a mode, type or batch that it may not be made for
-        return unchecked
-    finally:
-        torch.set_rng_state(state)
     if _are_close(whole, single):
         return form
     return ADDED_UP if form == MEAN and _are_close(whole, samples * single) else COUPLED
 
 
-def mixes_samples(
-    module: nn.Module,
-    objective: Objective,
-    inputs: Mapping[str, Tensor],
-    target: Tensor | None,
-    *,
-    constants: frozenset[str] = frozenset(),
-    call: ArgumentsOf,
-) -> bool:
-    """Whether parsim's loss of the module's output is seen to change where the batch is divided; False where that is open.
-
-    Args:
-        module, inputs, target, constants, call: as above. A batch that runs whole and in no part mixes, too.
-    """
-    samples = next(len(tensor) for name, tensor in inputs.items() if name not in constants)
-    state = torch.get_rng_state()
-    try:
-        total = _totals(module, objective, inputs, target, constants, call)
-        whole = total(0, samples, 0)
-        if whole != total(0, samples, 1) or not math.isfinite(whole):
-            return False
-        for size in [1, samples // 2] if samples <= SAMPLES else [samples // 2]:
-            with contextlib.suppress(Exception):  # a module may squeeze a batch of one, or index into the whole one
-                parts = (total(first, min(first + size, samples), 0) for first in range(0, samples, size))
-                return not _are_close(whole, sum(parts))
-    except Exception:  # as above
-        return False
-    finally:
-        torch.set_rng_state(state)
+def _mixes(total: Callable[[int, int, int], float], whole: float, samples: int) -> bool:
+    """Whether the batch's loss is another one in parts. A batch that runs whole and in no part mixes, too."""
+    for size in [1, samples // 2] if samples <= SAMPLES else [samples // 2]:
+        with contextlib.suppress(Exception):  # a module may squeeze a batch of one, or index into the whole one
+            parts = (total(first, min(first + size, samples), 0) for first in range(0, samples, size))
+            return not _are_close(whole, sum(parts))
     return True
 
 
