@@ -51,7 +51,7 @@ from parsim.workflow.cluster_section import ClusterSection, ConfigSection, Name,
 from parsim.workflow.config_messages import EXAMPLES, explained, key_parts
 from parsim.workflow.references import check_trusted, put_on_path
 from parsim.workflow.relaxed.section import SynchronisationTable, as_table, checked
-from parsim.workflow.toml_text import is_path, make_paths_absolute, merge, parse_overrides, table_text
+from parsim.workflow.toml_text import document_text, is_path, make_paths_absolute, merge, parse_overrides
 from parsim.workflow.training.section import TrainingSection
 
 PartCount = Annotated[int, Field(strict=True, ge=1, le=MOST_MICROBATCHES)]
@@ -242,7 +242,7 @@ class RunConfig(ConfigSection):
 
     def to_toml(self) -> str:
         """`parse_config` reads it back to an equal config."""
-        return "\n".join(table_text(name, section) for name, section in self.to_dict().items())
+        return document_text(self.to_dict())
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), *, calls_model: bool = True) -> RunConfig:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ConfigError, PlanError
 from parsim.files import parse_json, read_text
 from parsim.plans.constraints import check_groups_fill
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan
 from parsim.plans.recompute import AUTO, NONE
-from parsim.workflow.config import SWITCHES, RunConfig, check_axes, constraints_of, mesh_of
+from parsim.workflow.config import SWITCHES, RunConfig, check_axes, constraints_of, mesh_of, parse_config
+from parsim.workflow.toml_text import document_text
 
 if TYPE_CHECKING:
     from parsim.hardware.cluster import Cluster
@@ -99,6 +101,18 @@ def scored_of(training: TrainingSection) -> Scored:
     if training.evaluation is None:
         return ""
     return "averages" if training.ema is not None and training.ema.evaluate else "weights"
+
+
+def devices_of(
+    cluster: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "RUN.toml", folder: Path | None = None
+) -> int:
+    """How many devices a table [cluster] has by itself. Raises ConfigError, ProfileError.
+
+    Args:
+        cluster: the table. overrides, where, folder: as `parse_config` takes them.
+    """
+    alone = {"model": {"name": "mlp"}, "cluster": cluster, "training": {"global_batch": 1}}
+    return cluster_of(parse_config(document_text(alone), overrides, where=where, folder=folder)).size
 
 
 def cluster_of(config: RunConfig, profile: Profile | None = None) -> Cluster:

@@ -22,7 +22,7 @@ from parsim.workflow.folders.import_folder import importable
 from parsim.workflow.frameworks.files import is_framework_file, read_recipe
 from parsim.workflow.frameworks.recipe import Recipe
 from parsim.workflow.large.usual import with_usual
-from parsim.workflow.toml_text import parse_overrides, table_text, value_text
+from parsim.workflow.toml_text import document_text, parse_overrides, value_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -199,8 +199,7 @@ def question_of(
         "cluster": {"profile": profile} if held is not None else _cluster_table(profile, changes),
         "training": {"global_batch": global_batch},
     }
-    text = "\n".join(table_text(key, section) for key, section in document.items())
-    config = importable(parse_config(text, changes, where=f"{name} on {profile}"), Path.cwd())
+    config = importable(parse_config(document_text(document), changes, where=f"{name} on {profile}"), Path.cwd())
     config = with_usual(config, held) if given == "name" else config
     if held is not None:
         _check_untouched("cluster", config.cluster.model_fields_set - {"profile"} - OPERATION, "was given as a Cluster")
@@ -243,15 +242,13 @@ def _question_of_recipe(
 
 def _devices(cluster: str | Path | Cluster, settings: Mapping[str, object] | None, overrides: Sequence[str]) -> int:
     """Of a cluster, with the keys that change it. Raises ConfigError, ProfileError."""
-    from parsim.workflow.load import cluster_of
+    from parsim.workflow.load import devices_of
 
     if not isinstance(cluster, str | Path):
         return cluster.size
     keys = [f"{key}={value_text(value)}" for key, value in (settings or {}).items() if key.startswith("cluster.")]
     keys += [text for text in overrides if text.startswith("cluster.")]
-    document = {"model": {"name": "mlp"}, "cluster": _cluster_table(str(cluster), keys), "training": {"global_batch": 1}}
-    text = "\n".join(table_text(key, section) for key, section in document.items())
-    return cluster_of(parse_config(text, keys, where=str(cluster))).size
+    return devices_of(_cluster_table(str(cluster), keys), keys, where=str(cluster))
 
 
 def per_node_of(changes: Sequence[str]) -> int | None:

@@ -53,6 +53,11 @@ def merge(base: dict[str, Any], change: Mapping[str, Any], path: str) -> None:
             base[key] = value
 
 
+def document_text(document: Mapping[str, Mapping[str, Any]]) -> str:
+    """A whole file: every table by its name."""
+    return "\n".join(table_text(name, section) for name, section in document.items())
+
+
 def table_text(name: str, section: Mapping[str, Any]) -> str:
     """One table; nested tables stand in line."""
     lines = [f"[{name}]"]

@@ -10,7 +10,7 @@ from parsim.model.named.names import KERNEL, SEQUENCE_PARALLEL, normalised
 from parsim.workflow.exporting.request import Exported, ExportRequest
 from parsim.workflow.exporting.transformer_plan import TransformerPlan, check_fp8_casts, read_back, transformer_plan
 from parsim.workflow.frameworks.torchtitan import FLAVORS, SCHEDULES, read_toml
-from parsim.workflow.toml_text import table_text
+from parsim.workflow.toml_text import document_text
 
 NAME = "torchtitan"
 FILE = "torchtitan.toml"
@@ -46,7 +46,7 @@ def write_torchtitan(request: ExportRequest) -> Exported:
     check_fp8_casts(wanted)
     if wanted.mesh.tp > 1 and not wanted.own[SEQUENCE_PARALLEL]:
         wanted.left_out[f"model.args.{SEQUENCE_PARALLEL}"] = "torchtitan divides norms along the sequence all the same"
-    text = "\n".join(table_text(name, table) for name, table in document.items())
+    text = document_text(document)
     wanted.left_out |= read_back(wanted, read_toml(parse_toml(text)))
     file = request.target(FILE)
     write_text_atomically(file, text)

@@ -12,8 +12,8 @@ from parsim.importers.deepspeed_config import DeepSpeedKeys, read_deepspeed
 from parsim.importers.source_file import SourceFile
 from parsim.workflow.config import parse_config
 from parsim.workflow.importing.imported import Imported
-from parsim.workflow.load import cluster_of
-from parsim.workflow.toml_text import merge, parse_overrides, table_text
+from parsim.workflow.load import cluster_of, devices_of
+from parsim.workflow.toml_text import document_text, merge, parse_overrides
 
 
 def import_deepspeed(source: SourceFile, into: Path | None, overrides: Sequence[str], world_size: int | None) -> Imported:
@@ -49,10 +49,8 @@ def _devices(into: Path, overrides: Sequence[str]) -> int | None:
     cluster, plan = document.get("cluster"), document.get("plan")
     if not isinstance(cluster, dict) or (isinstance(plan, dict) and plan.get("mesh")):
         return None
-    alone = {"model": {"name": "mlp"}, "cluster": cluster, "training": {"global_batch": 1}}
-    text = "\n".join(table_text(name, section) for name, section in alone.items())
     try:
-        return cluster_of(parse_config(text, where=str(into), folder=into.resolve().parent)).size
+        return devices_of(cluster, where=str(into), folder=into.resolve().parent)
     except ParsimError:
         return None  # `_write` reports it
 
@@ -96,7 +94,7 @@ def _write(into: Path, read: DeepSpeedKeys, overrides: Sequence[str], warnings: 
 
 
 def _text(document: dict[str, Any]) -> str:
-    return "\n".join(table_text(name, section) for name, section in document.items() if isinstance(section, dict))
+    return document_text({name: section for name, section in document.items() if isinstance(section, dict)})
 
 
 _NEEDED = {
