@@ -24,6 +24,7 @@ from rules import WITHOUT, Framework, framework_of
 
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
+from parsim.model.number_formats import number_format
 from parsim.model.transformer.build import transformer
 from parsim.model.transformer.shape import Shape
 from parsim.model.transformer.software import TORCH_SOFTMAX_ARRAYS, softmax_is_fused
@@ -97,7 +98,7 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
         notes.lacks.append("fused softmax does not take these heads: torch's, in fp32")
     if framework.bf16_gradients and row.precision.lower().startswith("bf16"):
         software = replace(software, gradient_arrays=framework.bf16_gradients)
-    if precision in ("fp8", "nvfp4"):
+    if number_format(precision).beside:
         software = replace(software, casts=True)
     granularity = "layer" if split.tp == 1 else "sequence" if states.sequence else "sublayer"
     part = SamplePart(tokens=seq, context=seq, element_bytes=4 if precision == "tf32" else 2)

@@ -53,9 +53,9 @@ class Operator:
         activation_bytes: activations read and written, per sample.
         parameter_bytes: parameters read, whatever the samples.
         count: how often it occurs.
-        function: of a memory-bound one its name in aten, such as "gelu", or "unlisted:NAME" where the operator table has no row
-            for it; of an attention "causal" or nothing; `GRADIENT_SUM`, `BIAS`, `BIAS_GRADIENT`, `PARTS`; of a product
-            `UNALIGNED` or `NOT_LOW`; "" where unknown.
+        function: "" where unknown. Of a memory-bound one its name in aten, such as "gelu", or one of `GRADIENT_SUM`, `BIAS`,
+            `BIAS_GRADIENT`, `PARTS`. "unlisted:NAME" has no row in the operator table. Of an attention "causal" or nothing.
+            Of a product `UNALIGNED` or `NOT_LOW`.
         gradients: one of GRADIENTS, what its backward computes.
     """
 

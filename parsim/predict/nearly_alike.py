@@ -6,7 +6,7 @@ step shorter. So the program of one replica is no shorter than the step when eve
 replica pays for it. It is no longer than the step when every one has the lowest. Where the two differ by at most `NEARLY`,
 the first is the answer: it is too long by at most that.
 
-Replicas that gossip and sit alike but for leaf switches are simulated as those of one node, between the same bounds: every
+Replicas that gossip may sit alike but for leaf switches. Those of one node are then simulated, between the same bounds: every
 message has the highest price, or the lowest, of those that it stands for.
 
 Leaves out: machines on which computation and communication slow one another.

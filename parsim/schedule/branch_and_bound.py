@@ -132,7 +132,7 @@ class Incumbents:
     """The steps of the best plans of a family so far, of which `wanted` are kept.
 
     Attributes: rival_s: of the best plan of other families. A family that no longer can be faster is left at a plan of which
-        its best is within `LOSERS_WITHIN`. closest: what is closest to fitting, of parts that are opened one by one.
+        its best is within `LOSERS_WITHIN`. closest: of parts that are opened one by one, what exceeds the memory least.
     """
 
     wanted: int = 1

@@ -195,7 +195,7 @@ def most_frequent(reasons: Mapping[str, int], where: str = "") -> str:
 def _without_idle_ranks(problem: PlanningProblem, entry: JudgedPlan, steps: _Steps) -> JudgedPlan:
     """The plan on fewer devices where its tp axis divides nothing, unless these are slower or hold less than its own."""
     other = without_idle_ranks(entry.plan)
-    if other is entry.plan or (entry.fits and not all(memory.fits for memory in problem.unlike_memory(other))):
+    if other is entry.plan or (entry.fits and _excess_bytes(problem, other)):
         return entry
     step_s = steps.of(other)
     return replace(entry, plan=other, step_s=step_s) if step_s <= entry.step_s * (1 + 1e-12) else entry

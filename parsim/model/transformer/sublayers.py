@@ -241,8 +241,8 @@ def embed(shape: Shape, software: Software, part: SamplePart) -> Component:
 def head(shape: Shape, software: Software, part: SamplePart, reads: str, *, norm: bool) -> Component:
     """The last norm, logits and loss.
 
-    Training in 8 bits leaves the product in 16 (`low`): Megatron-LM's head is no layer of Transformer Engine unless its flag
-    `fp8_output_proj` is set (pull request 4825), and torchtitan's and torchao's recipes leave it out.
+    Training in 8 bits leaves the product in 16 (`low`). Megatron-LM's head is not a layer of Transformer Engine unless
+    `fp8_output_proj` is set (pull request 4825). torchao's example of float8 training leaves the last layer out.
     """
     n, h, v = part.tokens, shape.hidden, shape.vocab
     layer = new_layer("wte" if shape.tied else "lm_head", software, part)

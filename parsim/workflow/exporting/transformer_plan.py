@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from parsim.errors import ConfigError
 from parsim.model.named.names import CASTS, DOCUMENT, OWN, is_transformer, sequence_of, shape_of
+from parsim.model.number_formats import number_format
 from parsim.model.transformer.shape import Shape
 from parsim.plans.plan import Plan
 from parsim.workflow.exporting.expressible import (
@@ -191,6 +192,6 @@ def _expected(wanted: TransformerPlan) -> dict[str, object]:
 
 def check_fp8_casts(wanted: TransformerPlan) -> None:
     """Note it where the model casts to 8 bits and the training does not, or the other way round."""
-    low = wanted.request.config.training.precision in ("fp8", "nvfp4")
+    low = bool(number_format(wanted.request.config.training.precision).beside)
     if bool(wanted.own[CASTS]) != low:
         wanted.left_out[f"model.args.{CASTS}"] = "the framework casts inputs of products exactly if it trains in fp8 or nvfp4"

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from parsim.errors import ConfigError
+from parsim.model.number_formats import number_format
 from parsim.workflow.frameworks.recipe import Recipe, whole_number
 from parsim.workflow.frameworks.shell import UNKNOWN, options_of
 
@@ -206,7 +207,7 @@ def _recipe(framework: str, found: Mapping[str, list[str]]) -> Recipe:
         training["global_batch"] = batch
     recipe.processes = options.number("nproc-per-node", 0) * options.number("nnodes", 1)
     training["precision"] = _precision(options)
-    if training["precision"] in ("fp8", "nvfp4"):
+    if number_format(training["precision"]).beside:
         args["fp8_casts"] = True
     optimizer = options.text("optimizer", "adam")
     training["optimizer"] = "sgd_momentum" if optimizer == "sgd" else "adamw_fused"
