@@ -1,7 +1,8 @@
 """Training that may change its plan on the way: the real executor drives the controller the simulator's scenarios drive.
 
 After every window of steps all ranks send rank 0 their task times. Rank 0 passes them to the controller and broadcasts
-its decision. Every rank changes plan at the same step, or none does (Algorithm 1 of the paper, with hysteresis).
+its decision. Every rank changes plan at the same step, or none does (Algorithm 1 of the paper, with hysteresis). A decision
+may ask for an early look: then the next one is due before the window ends.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from parsim.plans.plan import Plan
 from parsim.plans.recompute import AUTO
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.live.controller import Controller
-from parsim.schedule.live.decisions import Keep
+from parsim.schedule.live.decisions import ControllerConfig, Keep
 from parsim.schedule.live.planning import controller_for, observation_of, task_seconds
 from parsim.schedule.live.prepared import prepared_planner
 
@@ -42,6 +43,7 @@ class Decision:
     Attributes:
         plan: to go on with; None if the plan was kept. step_s: mean of the window. planning_s: that a planner took; 0 if it was
             not asked. switch_s, predicted_switch_s: seconds that a change of plan took on this rank, and should have taken.
+        look_after: steps until an early look; 0: none was asked for.
     """
 
     step: int
@@ -51,6 +53,7 @@ class Decision:
     planning_s: float = 0.0
     predicted_switch_s: float | None = None
     switch_s: float | None = None
+    look_after: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,6 +68,8 @@ class Steering:
         self._place = place
         self._steps = steps
         self._windows = 0
+        self._shown = 0
+        self._early = 0
         self.decisions: list[Decision] = []
         self._graph: tuple[Plan, TaskGraph] | None = None
         self._controller: Controller | None = None
@@ -73,15 +78,23 @@ class Steering:
             problem = problem_of(spec, run)
             planner = prepared_planner(problem, run.plan, spec.asked.strategy)
             controller = controller_for(
-                problem, run.plan, plan_for=planner.plan_for, rebuild_s=built_s, planning_s=planner.planning_s
+                problem,
+                run.plan,
+                config=ControllerConfig(ask_probes=False),  # a run times no communication beside its own
+                plan_for=planner.plan_for,
+                rebuild_s=built_s,
+                planning_s=planner.planning_s,
             )
             by_hand = run.plan.strategy == "custom"  # no search has stood behind it yet
             self._controller = replace(controller, question="the plan was written by hand") if by_hand else controller
 
     def due(self, step: int) -> bool:
-        """Whether a window or an epoch ends after `step` steps, and training goes on."""
-        ends = step % self._spec.window_steps == 0 or step % self._spec.epoch_steps == 0
-        return 0 < step < self._steps and ends
+        """Whether a look is due after `step` steps, and training goes on."""
+        return 0 < step < self._steps and (step == self._early or self.ends(step))
+
+    def ends(self, step: int) -> bool:
+        """Whether a window or an epoch ends after `step` steps."""
+        return step % self._spec.window_steps == 0 or step % self._spec.epoch_steps == 0
 
     def decide(self, plan: Plan, model: Model, step: int, times: Sequence[Sequence[TaskTime]], step_s: float) -> Plan | None:
         """Every rank calls it with its own task times of the window; all get the same answer: a plan to change to, or None."""
@@ -96,6 +109,7 @@ class Steering:
 
         decision = Decision(**value_of_rank_0(done_by_rank_0(self._place, decided)))
         self.decisions.append(decision)
+        self._early = step + decision.look_after if decision.look_after else 0
         return None if decision.plan is None else Plan.from_json(decision.plan)
 
     def _ask(
@@ -119,7 +133,10 @@ class Steering:
             step_s=step_s,
             steps_left=self._steps - step,
             epoch_ended=step % self._spec.epoch_steps == 0,
+            since_look=max(0, recorded - self._shown),
+            early=not self.ends(step),
         )
+        self._shown = 0 if self.ends(step) else recorded
         began = time.monotonic()
         self._controller, decided = self._controller.observe(seen)
         planning_s = 0.0
@@ -127,7 +144,15 @@ class Steering:
             planning_s = time.monotonic() - began
             self._controller = replace(self._controller, planning_s=planning_s)
         if isinstance(decided, Keep):
-            return Decision(step=step, reason=decided.reason, plan=None, step_s=step_s, planning_s=planning_s)
+            return Decision(
+                step=step,
+                reason=decided.reason,
+                plan=None,
+                step_s=step_s,
+                planning_s=planning_s,
+                look_after=decided.look_after,
+            )
+        self._shown = 0
         return Decision(
             step=step,
             reason=decided.reason,

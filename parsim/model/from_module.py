@@ -96,7 +96,7 @@ def _form_of_examples(
     import torch
     from torch import Tensor
 
-    from parsim.model.objective.coupling import MOST_ELEMENTS, MOST_FLOP, SAMPLES, loss_form
+    from parsim.model.objective.coupling import MOST_ELEMENTS, MOST_FLOP, SAMPLES, loss_form, samples_judged
     from parsim.model.tracing.recording import flatten_inputs
 
     objective = settled.objective
@@ -107,7 +107,7 @@ def _form_of_examples(
     batch = next(iter(tensors.values())).shape[0]
     constants = frozenset(name for name, tensor in tensors.items() if tensor.dim() == 0 or tensor.shape[0] != batch)
     # a constant may number the samples of the whole batch, as edges do nodes
-    samples = batch if objective.adds_up and constants else min(batch, SAMPLES)
+    samples = batch if objective.adds_up and constants else min(batch, samples_judged(model.forward_flop))
     if objective.adds_up and model.forward_flop * samples > MOST_FLOP * SAMPLES:
         return model.loss_form
     given = {name: tensor if name in constants else tensor[:samples] for name, tensor in tensors.items()}

@@ -300,7 +300,7 @@ def checked_form(model: Model, module: Callable[[], nn.Module], kind: Interface)
     Args:
         model: as traced. module: gives it with real weights. kind: its interface.
     """
-    from parsim.model.objective.coupling import MOST_ELEMENTS, MOST_FLOP, SAMPLES, UNCHECKED, loss_form
+    from parsim.model.objective.coupling import MOST_ELEMENTS, MOST_FLOP, UNCHECKED, loss_form, samples_judged
 
     objective = kind.objective
     if model.loss_form == COUPLED:
@@ -309,6 +309,6 @@ def checked_form(model: Model, module: Callable[[], nn.Module], kind: Interface)
         return model.loss_form
     if model.parameter_count > MOST_ELEMENTS:
         return f"{model.loss_form} {UNCHECKED}".strip()
-    inputs, target = random_batch(kind, SAMPLES)
+    inputs, target = random_batch(kind, samples_judged(model.forward_flop))
     constants = frozenset(entry.name for entry in kind.inputs if entry.constant)
     return loss_form(module(), objective, model.loss_form, inputs, target, constants=constants, call=kind.arguments)

@@ -22,7 +22,7 @@ from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.device_kinds import DEVICE_KINDS
 from parsim.hardware.profile import Profile
 from parsim.hardware.speed_factor import SpeedFactor, speed_beside
-from parsim.model.model import ADDED_UP, COUPLED, Model
+from parsim.model.model import ADDED_UP, COUPLED, MIXING, Model
 from parsim.model.named.names import is_transformer
 from parsim.model.number_formats import check_executable
 from parsim.plans.plan import Plan
@@ -157,18 +157,23 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
 
 
 def check_loss(model: Model, plan: Plan, *, allowed: bool) -> None:
-    """A loss that is not a sum over samples trains on the whole batch at once, unless the user allows another.
+    """A loss that is not a sum over samples, or a module that mixes them, trains on the whole batch at once, unless the user
+    allows another.
 
     Raises PlanError with how the plan divides the batch.
     """
     smallest = min(PlanIndex(plan, model).local_samples(component.name) for component in model.components)
-    if model.loss_form not in (COUPLED, ADDED_UP) or allowed or smallest == plan.global_batch:
+    if model.loss_form not in (COUPLED, ADDED_UP, MIXING) or allowed or smallest == plan.global_batch:
         return
-    added = model.loss_form == ADDED_UP
-    kind = "is a scalar that adds up the samples of a batch" if added else "is not a sum over samples"
-    way = "return the mean or one number per sample" if added else "plan with strategy = 'single'"
+    way, loss = "plan with strategy = 'single'", f"the loss of {model.name} ({model.loss})"
+    if model.loss_form == ADDED_UP:
+        way, kind = "return the mean or one number per sample", f"{loss} is a scalar that adds up the samples of a batch"
+    elif model.loss_form == MIXING:
+        kind = f"{model.name} mixes the samples of a batch before its loss ({model.loss})"
+    else:
+        kind = f"{loss} is not a sum over samples"
     raise PlanError(
-        f"the loss of {model.name} ({model.loss}) {kind}. The plan ({plan.summary()}) takes it of {smallest} of "
+        f"{kind}. The plan ({plan.summary()}) takes it of {smallest} of "
         f"{plan.global_batch} samples at a time, which changes the loss; {way}, or set training.allow_coupled_loss = true to "
         "train by it"
     )

@@ -164,6 +164,45 @@ def test_a_coupled_loss_is_refused_where_the_batch_is_divided() -> None:
     check_loss(model, even_plan(CONTRASTIVE, Mesh(), strategy="custom", batch=8), allowed=False)
 
 
+def test_a_module_that_mixes_samples_is_refused_where_the_batch_is_divided() -> None:
+    spec = ModelSpec(name="tests.execute.test_loss_forms:Centred", input_shape=(6,))
+    model = load_model(spec)
+    assert model.loss_form == MIXING
+    divided = even_plan(spec, Mesh(dp=2), strategy="custom", batch=8)
+    with pytest.raises(PlanError, match=r":Centred mixes the samples.*4 of 8 samples at a time.*strategy = 'single'"):
+        check_loss(model, divided, allowed=False)
+    check_loss(model, divided, allowed=True)
+    check_loss(model, even_plan(spec, Mesh(), strategy="custom", batch=8), allowed=False)
+
+
+class Heavy(nn.Module):
+    """More than 1 GFLOP per sample: a product of two squares of 1,000 in front of a loss of its own. `seen`: the samples of its forwards."""
+
+    seen: list[int] = []
+
+    def __init__(self, *, coupled: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.coupled = coupled
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:
+            self.seen.append(len(x))
+        big = x.new_ones(len(x), 1000, 1000)
+        hidden = (x @ self.weight) * (big @ big).mean((1, 2)).unsqueeze(-1)
+        return (hidden - hidden.mean(0) * self.coupled).square().mean()
+
+
+@pytest.mark.parametrize(("coupled", "form"), [(True, COUPLED), (False, "mean")])
+def test_two_samples_judge_a_module_of_many_flop(coupled: bool, form: str) -> None:
+    """Three forwards, and one more where they differ: of two samples and of each alone."""
+    Heavy.seen.clear()
+    model = model_from_module(Heavy(coupled=coupled), torch.randn(5, 6))
+    assert model.forward_flop > 1e9
+    assert model.loss_form == form
+    assert Heavy.seen[-4 if coupled else -3 :] == [2, 1, 1] + [2] * coupled
+
+
 def test_the_tensor_that_a_loss_reads_is_never_guessed() -> None:
     state = {"state": {"mine": torch.randn(3, 4), "theirs": torch.randn(3, 2)}}
     with pytest.raises(parsim.ParsimError, match=r'"value" float32 \[3, 1\], "policy" float32 \[3, 5\]'):

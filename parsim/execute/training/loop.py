@@ -211,7 +211,8 @@ def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, gr
     times = entry.recorded[-job.adaptive.window_steps :]
     step_s = mean_round_s(entry.rounds, len(times))
     plan = steering.decide(entry.run.plan, entry.layout.model, entry.step_number, times, step_s)
-    entry.forget_times()
+    if plan is not None or steering.ends(entry.step_number):
+        entry.forget_times()
     if plan is None:
         return entry
     if place.rank == 0:

@@ -24,6 +24,8 @@ from parsim.model.objective.total import MEAN, total_loss
 
 MOST_ELEMENTS = 30_000_000
 SAMPLES = 4
+LEAST_SAMPLES = 2
+"""Where a sample takes more than `MOST_FLOP`: enough to compare one with another."""
 TOLERANCE = 1e-9
 UNCHECKED = "unchecked"
 MOST_FLOP = 1e9
@@ -60,13 +62,25 @@ def loss_form(
         try:
             total = _totals(module, objective, inputs, target, constants, call)
             whole = total(0, samples, 0)
-            if whole != total(0, samples, 1) or not math.isfinite(whole):
+            if not math.isfinite(whole):
                 return unchecked
-            if objective.adds_up:
-                return MIXING if _mixes(total, whole, samples) else form
-            single = sum(total(place, place + 1, 0) for place in range(samples))
+            found = _form(total, whole, samples, objective, form)
+            draws = found != form and whole != total(0, samples, 1)
         except Exception:  # the user's module, in a mode, type or batch that it may not be made for
             return unchecked
+    return unchecked if draws else found
+
+
+def samples_judged(flop: float) -> int:
+    """How many samples of a batch to judge by. Args: flop: of the forward of one."""
+    return SAMPLES if flop <= MOST_FLOP else LEAST_SAMPLES
+
+
+def _form(total: Callable[[int, int, int], float], whole: float, samples: int, objective: Objective, form: str) -> str:
+    """`loss_form`, as if no random numbers were drawn."""
+    if objective.adds_up:
+        return MIXING if _mixes(total, whole, samples) else form
+    single = sum(total(place, place + 1, 0) for place in range(samples))
     if _are_close(whole, single):
         return form
     return ADDED_UP if form == MEAN and _are_close(whole, samples * single) else COUPLED

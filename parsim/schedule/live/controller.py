@@ -6,7 +6,8 @@ scenarios and the real executor drive the same object, and every rank that is sh
 The rule (written for this project; the paper's Algorithm 1 says only that communication patterns "changed significantly"):
  1. Of every rank's computation and every class of communication the factor to the profile is averaged exponentially over
     the windows. A factor has changed if it deviates from the reference (the average at the last planning) by more than
-    `threshold`, on one side, for `patience` windows in a row. Its average then starts anew from those windows.
+    `threshold`, on one side, for `patience` windows in a row, or by a factor of `sudden` for `sudden_steps` steps in a row
+    (`parsim.schedule.live.sudden`). Its average then starts anew from those windows or steps.
  2. The plan is questioned when a factor has changed; and at the end of an epoch, when an average has moved by more than
     `epoch_threshold`. A change of communication outdates what was known of communication that the plan does not use. One
     that was there when the communication was first seen does so once: the machine may have changed meanwhile. If it comes
@@ -36,10 +37,8 @@ from parsim.errors import CostError, PlanError, ScheduleError
 from parsim.plans.plan import Plan
 from parsim.schedule.live.decisions import ControllerConfig, Keep, Observation, PlanChoice, PlanFor, Replan, SwitchCost
 from parsim.schedule.live.durations import MachineChange, MachineHistory, history
+from parsim.schedule.live.sudden import FactorKey, Run, after_steps
 from parsim.units import format_seconds
-
-FactorKey = int | CommunicationClass
-"""A rank's computation, or a class of communication."""
 
 
 class Track(NamedTuple):
@@ -73,6 +72,7 @@ class Controller:
         home: the factors that the run began with. history: which changes there were, and how long they lasted.
         offer: waits for the present change to have lasted. planning_s: that training waits for a planning.
         contradicted: communication whose first sight has once belied what had been inferred of it.
+        runs: the latest steps in a row that were as far from the reference as a sudden change is.
     """
 
     config: ControllerConfig
@@ -93,6 +93,7 @@ class Controller:
     offer: Offer | None = None
     planning_s: float = 0.0
     contradicted: Set[FactorKey] = frozenset()
+    runs: Mapping[FactorKey, Run] = field(default_factory=dict)
 
     @property
     def belief(self) -> RunCorrections:
@@ -114,20 +115,34 @@ class Controller:
             raise ScheduleError("the observation has no work of the current plan; build it from the current plan's own graph")
         probed = {key: factor for key, factor in seen.probes.factors().items() if key not in learnt}
         weighty = {key for key in learnt if self._weighs(key, seen)}
+        config = self.config
+        runs = after_steps(self.runs, seen.steps, self.expected, weighty, self._before, config.sudden)
+        sudden = self._sudden(runs)
+        if seen.early and not sudden:
+            reason = f"an early look: no sudden change for {config.sudden_steps} steps"
+            return replace(self, runs=runs, last_window=seen.window), Keep(reason=reason, look_after=self._look_after(runs))
+        shown = sudden.keys() if seen.early else learnt.keys()
         fresh = {
-            **{key: self._track(key, factor, key in weighty) for key, factor in learnt.items()},
+            **{key: self._track(key, learnt[key], key in weighty, sudden.get(key), seen.steps_left) for key in shown},
             **{key: Track(average=factor, windows=1) for key, factor in probed.items()},
         }
         tracks = {**self.tracks, **fresh}
-        config = self.config
-        lasting = {key for key in learnt if abs(tracks[key].streak) >= config.patience}
+        lasting = {key for key in shown if abs(tracks[key].streak) >= config.patience}
         followed = self._follow(tracks, lasting, seen.steps_left)
-        why = followed._why(tracks, lasting, weighty, probed, seen.epoch_ended)
-        state = replace(followed, tracks=tracks, last_window=seen.window, last_left=seen.steps_left, question="", asked=False)
+        why = followed._why(tracks, lasting, sudden, weighty, probed, seen.epoch_ended)
+        state = replace(
+            followed,
+            tracks=tracks,
+            last_window=seen.window,
+            last_left=seen.steps_left,
+            question="",
+            asked=False,
+            runs=runs,
+        )
         if not why:
             soon = config.ask_probes and any(0 < config.patience - 1 <= abs(fresh[key].streak) for key in learnt)
             reason = f"no lasting change: {self._largest(tracks, weighty | probed.keys())}"
-            return replace(state, asked=soon), Keep(reason=reason, probe=soon)
+            return replace(state, asked=soon), Keep(reason=reason, probe=soon, look_after=self._look_after(runs))
         since = config.settle_windows + 1 if self.last_switch is None else seen.window - self.last_switch
         if since <= config.settle_windows:
             soon = config.ask_probes and since == config.settle_windows
@@ -143,7 +158,17 @@ class Controller:
         if config.ask_probes and not seen.probes and not self.asked and not state._waits_for(lasting):
             reason = f"{why}; other plans' communication is probed first"
             return replace(state, question=why, asked=True), Keep(reason=reason, probe=True)
-        return state._outdated(lasting, fresh.keys())._plan_again(seen, why, lasting)
+        return state._outdated(lasting, learnt.keys() | probed.keys())._plan_again(seen, why, lasting)
+
+    def _sudden(self, runs: Mapping[FactorKey, Run]) -> dict[FactorKey, Run]:
+        """The runs that are long enough, of factors that had not changed for long enough by their windows."""
+        waiting = {key for key, track in self.tracks.items() if abs(track.streak) >= self.config.patience}
+        return {key: run for key, run in runs.items() if abs(run.steps) >= self.config.sudden_steps and key not in waiting}
+
+    def _look_after(self, runs: Mapping[FactorKey, Run]) -> int:
+        """Steps until what has begun would be a sudden change; 0: nothing has."""
+        begun = max((abs(run.steps) for run in runs.values()), default=0)
+        return max(0, self.config.sudden_steps - begun) if begun else 0
 
     def _outdated(self, lasting: Set[FactorKey], fresh: Set[FactorKey]) -> Controller:
         """Without what was known of communication that this window did not show, where a change casts doubt on it."""
@@ -182,9 +207,13 @@ class Controller:
         seconds = max(seen.seconds[key], self.expected[key] * self._before(key))
         return seconds >= self.config.least_share * seen.step_s
 
-    def _track(self, key: FactorKey, factor: float, weighty: bool) -> Track:
-        """The track after one more window."""
+    def _track(self, key: FactorKey, factor: float, weighty: bool, sudden: Run | None, left: int) -> Track:
+        """The track after one more window. Args: sudden: a run of steps that is long enough. left: steps after the window."""
         old = self.tracks.get(key, Track(average=factor, windows=0))
+        if sudden is not None:
+            streak = self.config.patience if sudden.steps > 0 else -self.config.patience
+            since = left + abs(sudden.steps) if old.windows else None
+            return Track(average=sudden.mean, windows=self.config.patience, streak=streak, recent=sudden.mean, since=since)
         change = factor / self._before(key) - 1
         streak, recent, since = 0, 0.0, None
         if weighty and abs(change) > self.config.threshold:
@@ -203,6 +232,7 @@ class Controller:
         self,
         tracks: Mapping[FactorKey, Track],
         lasting: Set[FactorKey],
+        sudden: Mapping[FactorKey, Run],
         weighty: Set[FactorKey],
         probed: Iterable[FactorKey],
         epoch_ended: bool,
@@ -210,7 +240,10 @@ class Controller:
         """Why the plan is in question, or nothing."""
         if lasting:
             windows = max(abs(tracks[key].streak) for key in lasting)
-            return f"changed for {windows} window{'s' if windows > 1 else ''}: {self._largest(tracks, lasting)}"
+            span = f"{windows} window{'s' if windows > 1 else ''}"
+            if lasting <= sudden.keys():
+                span = f"{max(abs(run.steps) for run in sudden.values())} steps"
+            return f"changed for {span}: {self._largest(tracks, lasting)}"
         if self.question:
             return self.question
         if epoch_ended:
@@ -281,7 +314,9 @@ class Controller:
         tracks = {key: track._replace(streak=0, recent=0.0, since=None) for key, track in self.tracks.items()}
         change = self.history.change
         home = self.belief if change is not None and change.since is None else self.home
-        return replace(self, reference=self.belief, tracks=tracks, history=self.history.answered(), home=home, offer=None)
+        return replace(
+            self, reference=self.belief, tracks=tracks, history=self.history.answered(), home=home, offer=None, runs={}
+        )
 
     def _weighed(self, choice: PlanChoice, left: int) -> _Weighed:
         """What a switch saves while the change lasts, beside its cost and that of the way back."""

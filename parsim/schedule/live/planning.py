@@ -60,6 +60,8 @@ def observation_of(
     step_s: float,
     steps_left: int,
     epoch_ended: bool = False,
+    since_look: int = 0,
+    early: bool = False,
     probes: RunCorrections = NO_RUN_CORRECTIONS,
 ) -> Observation:
     """An Observation of one window.
@@ -68,6 +70,7 @@ def observation_of(
         graph: of the plan that ran.
         per_task_seconds: float64 [tasks] or [steps, tasks], as `task_seconds` reads them off a Timeline; steps are averaged.
             Of a collective or transfer it is the time from when its last rank was ready, without waiting.
+        since_look: how many of the last steps no earlier observation held. early: as in `Observation`.
 
     Raises:
         ScheduleError: another number of tasks than the graph's, no step, or a time that is negative or not finite.
@@ -79,14 +82,20 @@ def observation_of(
         )
     if not (np.isfinite(seconds).all() and (seconds >= 0).all()):
         raise ScheduleError("per_task_seconds holds a negative or infinite time, or none (NaN); leave out steps not recorded")
-    mean = seconds.mean(axis=0).tolist()
-    entries = [(task.work, task.resources[0].rank, own) for task, own in zip(graph.tasks, mean, strict=True)]
+
+    def by_class(own: Floats) -> dict[WorkClass, float]:
+        return class_seconds(
+            (task.work, task.resources[0].rank, taken) for task, taken in zip(graph.tasks, own.tolist(), strict=True)
+        )
+
     return Observation(
         window=window,
         steps_left=steps_left,
         step_s=step_s,
-        seconds=class_seconds(entries),
+        seconds=by_class(seconds.mean(axis=0)),
         epoch_ended=epoch_ended,
+        steps=tuple(by_class(own) for own in seconds[max(0, len(seconds) - since_look) :]),
+        early=early,
         probes=probes,
     )
 
