@@ -255,6 +255,28 @@ def test_a_module_a_model_and_a_cluster_as_values() -> None:
         ps.plan(model, cluster=cluster, global_batch=64, devices=2)
 
 
+def test_simulate_takes_the_question_that_plan_takes() -> None:
+    question: dict[str, Any] = {
+        "cluster": "8xh100-sxm",
+        "global_batch": 64,
+        "precision": "amp_bf16",
+        "optimizer": "AdamW",
+        "strategy": "dp",
+        "devices": (0, 1),
+        "nodes": 2,
+        "network": "infiniband-400g",
+        "args": {"layers": 2, "seq": 512},
+    }
+    planned, simulated = ps.plan("gpt2", **question), ps.simulate("gpt2", **question)
+    assert simulated.plan == planned.chosen.plan
+    assert simulated.step_s.median == planned.chosen.step_s.median
+    assert simulated.plan.world_size <= 4
+    with pytest.raises(ps.ParsimError, match=r"settings\['model\.args\.seq'\] = 8"):
+        ps.simulate("gpt2", seq=512, settings={"model.args.seq": 8})
+    with pytest.raises(ps.ParsimError, match="nodes was given beside an Answer"):
+        ps.simulate(planned, nodes=2)
+
+
 @pytest.mark.parametrize(("asked", "shown"), [(3, 3), (1, 1), ("auto", 3)])
 def test_where_nothing_fits_the_plan_that_is_shown_is_as_asked_for(asked: int | str, shown: int) -> None:
     """And as close to fitting as can be."""

@@ -223,6 +223,30 @@ def test_processes_find_modules_where_this_one_does(tmp_path: Path, monkeypatch:
     assert ranks._environment(0, {"PYTHONPATH": "own"})["PYTHONPATH"] == "own"
 
 
+@pytest.mark.parametrize(
+    ("where", "precision"), [("8xh100-sxm", "bf16"), ("8xv100-sxm-32gb", "amp_fp16"), ("dgx1-v100-32gb", "amp_fp16")]
+)
+@pytest.mark.parametrize("name", ["t5-large", "vit-l-16", "llama/config.json"])
+def test_a_model_of_transformers_takes_half_precision_and_adam_on_gpus(name: str, where: str, precision: str) -> None:
+    """As `llama3-8b` does. What is said stands, and a model of one's own keeps its defaults."""
+
+    def asked(name: str, **said: object) -> tuple[str, str]:
+        training = question_of(name, cluster=where, global_batch=8, settings=said).config.training
+        return training.precision, training.optimizer
+
+    assert asked(name) == asked("llama3-8b") == (precision, "adamw_fused")
+    assert asked(name, **{"training.precision": "fp32"}) == ("fp32", "adamw_fused")
+    assert asked(name, **{"training.optimizer": "sgd_momentum"}) == (precision, "sgd_momentum")
+    assert asked("resnet50") == ("fp32", "sgd_momentum")
+    assumed = dict(question_of(name, cluster=where, global_batch=8).assumed)
+    assert (assumed["training.precision"], assumed["training.optimizer"]) == (precision, "adamw_fused")
+
+
+def test_a_model_of_transformers_takes_on_this_machine_what_it_was_calibrated_with() -> None:
+    training = question_of("llama/config.json", cluster="this-machine", global_batch=8).config.training
+    assert (training.precision, training.optimizer) == ("fp32", "sgd_momentum")
+
+
 def test_an_assumed_fp32_says_what_it_leaves_unused() -> None:
     """On a GPU with bf16; where the precision was given, or the device has none, nothing is said."""
     from parsim.workflow.question import precision_text

@@ -1,5 +1,8 @@
-"""What a question about a named transformer takes where it does not say: half precision, a fused Adam, components that tensor
-parallelism can cut.
+"""What a question about a transformer takes where it does not say: half precision and a fused Adam, and a named one components
+that tensor parallelism can cut.
+
+So do models of the library transformers (a config.json, `t5-large`) on GPUs. On this machine, which was calibrated with the
+precision and the optimizer of the run file, they take those of every other model.
 """
 
 from __future__ import annotations
@@ -7,12 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from parsim.model.named.names import named
+from parsim.model.spec import is_config
 from parsim.workflow.cluster_section import ConfigSection
 from parsim.workflow.config import RunConfig
 from parsim.workflow.large.splits import check_splits
 
 if TYPE_CHECKING:
     from parsim.hardware.cluster import Cluster
+    from parsim.hardware.device import DeviceType
 
 OPTIMIZER = "adamw_fused"
 PRECISIONS = ("bf16", "amp_fp16", "amp_bf16")
@@ -31,7 +36,7 @@ def with_usual(config: RunConfig, cluster: Cluster | None = None) -> RunConfig:
     """
     row = named(config.model.name)
     if row is None or row.shape is None:
-        return config
+        return _of_transformers(config, cluster) if row is not None or is_config(config.model.name) else config
     check_splits(config)
     training: dict[str, Any] = {"optimizer": OPTIMIZER, "precision": _precision(config, cluster)}
     table = config.plan.mesh
@@ -40,15 +45,29 @@ def with_usual(config: RunConfig, cluster: Cluster | None = None) -> RunConfig:
     return config.model_copy(update={"training": _filled(config.training, training), "model": _filled(config.model, model)})
 
 
+def _of_transformers(config: RunConfig, cluster: Cluster | None) -> RunConfig:
+    device = _device(config, cluster)
+    if device is None or device.kind == "cpu":
+        return config
+    training = {"optimizer": OPTIMIZER, "precision": _precision(config, cluster)}
+    return config.model_copy(update={"training": _filled(config.training, training)})
+
+
 def _precision(config: RunConfig, cluster: Cluster | None) -> str:
     if "precision" in config.training.model_fields_set:
         return config.training.precision
+    device = _device(config, cluster)
+    peaks = device.peak_flop_per_s if device is not None else {}
+    return next((name for name in PRECISIONS if name in peaks), config.training.precision)
+
+
+def _device(config: RunConfig, cluster: Cluster | None) -> DeviceType | None:
+    """The first device's type; None for this machine, which may not have been calibrated yet."""
     if cluster is None and config.cluster.machine == "this-machine":
-        return config.training.precision
+        return None
     from parsim.workflow.load import cluster_of
 
-    peaks = (cluster or cluster_of(config)).devices[0].type.peak_flop_per_s
-    return next((name for name in PRECISIONS if name in peaks), config.training.precision)
+    return (cluster or cluster_of(config)).devices[0].type
 
 
 def _filled(section: Any, values: dict[str, Any]) -> ConfigSection:

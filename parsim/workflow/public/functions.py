@@ -89,12 +89,12 @@ def plan(
     keys = {
         "training.precision": precision,
         "training.optimizer": optimizer,
-        "plan.strategy": None if strategy is None else str(strategy),
-        "cluster.devices": devices if devices is None or isinstance(devices, int) else list(devices),
+        "plan.strategy": strategy,
+        "cluster.devices": devices,
         "cluster.nodes": nodes,
-        "cluster.network": None if network is None else str(network),
-        "model.args": None if args is None else dict(args),
-        "model.input_shape": None if input_shape is None else list(input_shape),
+        "cluster.network": network,
+        "model.args": args,
+        "model.input_shape": input_shape,
         "model.args.seq": seq,
         "training.tokens": tokens,
         "training.samples": samples,
@@ -108,7 +108,15 @@ def simulate(
     *,
     cluster: AskedCluster | None = None,
     global_batch: int | None = None,
+    precision: str | None = None,
+    optimizer: str | None = None,
     strategy: str | Path | None = None,
+    devices: int | Sequence[int] | None = None,
+    nodes: int | None = None,
+    network: str | Path | None = None,
+    args: Mapping[str, object] | None = None,
+    input_shape: Sequence[int] | None = None,
+    seq: int | None = None,
     engine: Literal["static", "dynamic"] = "static",
     scenario: str | Path | None = None,
     whole_run: bool = False,
@@ -119,8 +127,10 @@ def simulate(
     """Simulate one step of one plan, task by task: the best plan of a strategy, or the plan of an earlier answer.
 
     Args:
-        model, cluster, global_batch, strategy, example_inputs, settings, overrides: as for `plan`. Or model is an Answer (its
-            chosen plan, or the fastest that does not fit) or a Prediction, without the other arguments.
+        model: as for `plan`; or an Answer (its chosen plan, or the fastest that does not fit) or a Prediction, without the
+            arguments that make a question.
+        cluster, global_batch, precision, optimizer, strategy, devices, nodes, network, args, input_shape, seq, example_inputs,
+            settings, overrides: as for `plan`.
         engine: "static" (arrays) or "dynamic" (processes); both give the same timeline.
         scenario: path of a scenario.toml: stragglers, links, failures; needs engine="dynamic".
         whole_run: simulate to the end of training, by the scenario's table [run].
@@ -140,19 +150,29 @@ def simulate(
 
     path = None if scenario is None else Path(scenario)
     check_options(engine, path, whole_run)
+    keys = {
+        "training.precision": precision,
+        "training.optimizer": optimizer,
+        "plan.strategy": strategy,
+        "cluster.devices": devices,
+        "cluster.nodes": nodes,
+        "cluster.network": network,
+        "model.args": args,
+        "model.input_shape": input_shape,
+        "model.args.seq": seq,
+    }
     if isinstance(model, Answer | Prediction):
         _check_nothing_beside(
             model,
             cluster=cluster,
             global_batch=global_batch,
-            strategy=strategy,
             settings=settings,
             overrides=overrides or None,
             example_inputs=example_inputs,
+            **{key.rsplit(".", 1)[-1]: value for key, value in keys.items()},
         )
         asked = model.prediction if isinstance(model, Answer) else model
     else:
-        keys = {"plan.strategy": None if strategy is None else str(strategy)}
         question = _question(model, cluster, global_batch, _merged(keys, settings), overrides, example_inputs)
         asked = _ask(question).prediction
     with progress(f"Simulating {asked.plan.summary()}"):
@@ -480,11 +500,20 @@ def load_cluster(
 
 def _merged(keys: QuestionSettings, settings: QuestionSettings | None) -> QuestionSettings:
     """The arguments that have a key of a run file, and further keys. Raises ConfigError for a key given twice."""
-    given = {key: value for key, value in keys.items() if value is not None}
+    given = {key: _plain(value) for key, value in keys.items() if value is not None}
     for key, value in (settings or {}).items():
         if key in given:
             raise ConfigError(f"settings[{key!r}] = {value!r}, but {key} = {given[key]!r} was given as an argument; drop one")
     return {**given, **(settings or {})}
+
+
+def _plain(value: object) -> object:
+    """As a run file would hold it."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def _question(
