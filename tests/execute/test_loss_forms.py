@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -176,9 +178,9 @@ def test_a_module_that_mixes_samples_is_refused_where_the_batch_is_divided() -> 
 
 
 class Heavy(nn.Module):
-    """More than 1 GFLOP per sample: a product of two squares of 1,000 in front of a loss of its own. `seen`: the samples of its forwards."""
+    """More than 1 GFLOP per sample, by products of squares of 1,000. `seen`: the samples of its forwards."""
 
-    seen: list[int] = []
+    seen: ClassVar[list[int]] = []
 
     def __init__(self, *, coupled: bool) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -128,7 +129,7 @@ def test_runs_do_not_depend_on_where_the_looks_fall(factors: list[float], cuts: 
     steps: list[dict[WorkClass, float]] = [{KEY: factor} for factor in factors]
     runs: dict[int | CommunicationClass, Run] = {}
     places = [0, *sorted(cut for cut in cuts if cut < len(steps)), len(steps)]
-    for begin, end in zip(places, places[1:], strict=False):
+    for begin, end in itertools.pairwise(places):
         runs = after_steps(runs, steps[begin:end], {KEY: 1.0}, {KEY}, lambda key: 1.0, limit)
     sides = [1 if factor >= limit else -1 if factor * limit <= 1 else 0 for factor in factors]
     count = 0

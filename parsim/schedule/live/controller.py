@@ -32,7 +32,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, ClassSeconds, CommunicationClass, RunCorrections, learn
+from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, ClassSeconds, RunCorrections, learn
 from parsim.errors import CostError, PlanError, ScheduleError
 from parsim.plans.plan import Plan
 from parsim.schedule.live.decisions import ControllerConfig, Keep, Observation, PlanChoice, PlanFor, Replan, SwitchCost
