@@ -18,6 +18,7 @@ from parsim.errors import ExecutionError
 from parsim.execute.operations.communicating import Communicating
 from parsim.execute.operations.computing import BatchSource, Computing
 from parsim.execute.operations.values import StepValues
+from parsim.execute.processes.group import Link
 from parsim.execute.records.memory_lines import StepWatch
 from parsim.execute.records.task_time import Operation, TaskTime
 from parsim.execute.relaxed.mixing import GroupsByStream, MixingRounds
@@ -32,7 +33,7 @@ from parsim.graph.task import COMPUTE, HOST, Task
 from parsim.graph.taskgraph import TaskGraph
 from parsim.work import ClipGradients, Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv
 
-__all__ = ["BatchSource", "RankProgram", "required_groups"]
+__all__ = ["BatchSource", "RankProgram", "required_groups", "required_links"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,3 +274,18 @@ def required_groups(graph: TaskGraph) -> list[tuple[str, tuple[int, ...]]]:
                 ends = (min(task.work.source, task.work.destination), max(task.work.source, task.work.destination))
                 needed[task.resources[0].stream, ends] = None
     return list(needed)
+
+
+def required_links(graph: TaskGraph) -> list[Link]:
+    """The links over which a graph's transfers go, in order of first use; the same list on every rank.
+
+    Args:
+        graph: of all ranks.
+    """
+    links: dict[Link, None] = {}
+    for task in graph.tasks:
+        if isinstance(task.work, SendRecv):
+            source, destination = task.work.source, task.work.destination
+            ends = (min(source, destination), max(source, destination))
+            links[Link((task.resources[0].stream, ends), source, destination)] = None
+    return list(links)

@@ -32,7 +32,7 @@ def meet() -> None:
 
 def gather_values(value: Any) -> list[Any]:
     """What every rank gave, by rank, on all ranks. Tuples arrive as lists."""
-    own = torch.frombuffer(bytearray(_text(value)), dtype=torch.uint8).to(_device())
+    own = torch.frombuffer(bytearray(_text(value)), dtype=torch.uint8).to(default_device())
     sizes = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size())]
     with pulse().waiting():
         dist.all_gather(sizes, torch.tensor([own.numel()], device=own.device))
@@ -48,7 +48,7 @@ def gather_values(value: Any) -> list[Any]:
 def value_of_rank_0(value: Any) -> Any:
     """What rank 0 gave, on all ranks; the others' value is not read."""
     content = _text(value) if dist.get_rank() == 0 else b""
-    size = torch.tensor([len(content)], device=_device())
+    size = torch.tensor([len(content)], device=default_device())
     with pulse().waiting():
         dist.broadcast(size, src=0)
     held = torch.zeros(int(size), dtype=torch.uint8, device=size.device)
@@ -105,7 +105,7 @@ def _value(content: Tensor) -> Any:
     return json.loads(bytes(content.cpu().numpy()))
 
 
-def _device() -> torch.device:
+def default_device() -> torch.device:
     """Where the default group's tensors must lie."""
     on_gpu = dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from parsim.errors import ExecutionError, ParsimError
 from parsim.execute.cuda.rank_gpu import take_gpu
@@ -34,6 +34,7 @@ from parsim.files import write_text_atomically
 from parsim.hardware.device_kinds import DEVICE_KINDS
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
 
@@ -204,6 +205,37 @@ def make_groups(streams: Sequence[Stream], *, timeout_s: float = 120.0) -> dict[
         if rank in ranks:
             groups[name, ranks] = group
     return groups
+
+
+class Link(NamedTuple):
+    """One direction between two ranks of a stream's group."""
+
+    stream: Stream
+    source: int
+    destination: int
+
+
+def open_links(links: Sequence[Link], groups: Mapping[Stream, ProcessGroup], device: torch.device) -> None:
+    """Send one number over each of this rank's links. Every rank must pass the same list in the same order.
+
+    NCCL connects two ranks at their first transfer in a communicator, and the host waits there for the peer, whatever stream
+    the transfer is given. A rank of a pipeline asks for its first gradient before it computes. So without open links each rank
+    would wait for a peer that waits for it.
+
+    Args:
+        groups: those of this rank, by stream.
+    """
+    import torch
+    from torch import distributed
+
+    rank = distributed.get_rank()
+    with pulse().waiting():
+        for stream, source, destination in links:
+            number = torch.zeros(1, device=device)
+            if rank == source:
+                distributed.send(number, destination, group=groups[stream])
+            elif rank == destination:
+                distributed.recv(number, source, group=groups[stream])
 
 
 def close_group(place: ProcessPlace, *, timeout_s: float = 10.0) -> bool:

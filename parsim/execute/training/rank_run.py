@@ -22,14 +22,15 @@ from parsim.execute.cuda.memory_counters import MemoryUse, counters_of
 from parsim.execute.job import RunSpec
 from parsim.execute.loading import Loader
 from parsim.execute.numerics import numerics_of
-from parsim.execute.processes.group import ProcessPlace, Stream, make_groups
+from parsim.execute.processes.exchange import default_device
+from parsim.execute.processes.group import Link, ProcessPlace, Stream, make_groups, open_links
 from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.execute.records.measurement import RankRecord
 from parsim.execute.records.memory_lines import StepWatch, watching
 from parsim.execute.records.task_time import TaskTime
 from parsim.execute.relaxed.mixing import MixingRounds, is_message, mean_groups
 from parsim.execute.relaxed.stale import StaleStage
-from parsim.execute.runtime import RankProgram, required_groups
+from parsim.execute.runtime import RankProgram, required_groups, required_links
 from parsim.execute.stage import LOSS_SCALE, StageReplica, recorded_programs
 from parsim.execute.state import checkpoint
 from parsim.execute.state.finite import check_loss, check_state
@@ -63,17 +64,19 @@ class ProcessGroups:
         self._timeout_s = timeout_s
         self.mine: dict[Stream, dist.ProcessGroup] = {}
         self._made: set[Stream] = set()
+        self._opened: set[Link] = set()
 
     def make(self, graph: TaskGraph, precision: str, layout: PlanIndex | None = None) -> None:
-        """Make the groups that the graph needs in that precision and that do not exist yet.
+        """Make the groups that the graph needs in that precision and that do not exist yet. Links of NCCL are open then.
 
         Args:
             layout: of the plan, whose steps may need more than the one of `graph`.
         """
-        needed = required_groups(graph)
+        needed, links = required_groups(graph), required_links(graph)
         if layout is not None and layout.plan.synchronisation.mixes:
             for other in step_graphs(layout):
                 needed += required_groups(other)
+                links += required_links(other)
             needed = list(dict.fromkeys([*needed, *mean_groups(layout)]))
         if dist.get_backend() == "gloo":
             needed = [stream for stream in needed if not is_message(stream)]
@@ -82,6 +85,10 @@ class ProcessGroups:
         new = [stream for stream in needed if stream not in self._made]
         self._made.update(new)
         self.mine.update(make_groups(new, timeout_s=self._timeout_s))
+        if dist.get_backend() == "nccl":
+            closed = [link for link in dict.fromkeys(links) if link not in self._opened]
+            self._opened.update(closed)
+            open_links(closed, self.mine, default_device())
 
 
 def agreement(world_size: int) -> Stream:
