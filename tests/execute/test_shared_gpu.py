@@ -124,6 +124,18 @@ def test_with_the_switch_ranks_take_turns_at_the_gpus_and_are_not_timed(
         check_gpus(2, measures=False)
 
 
+def test_no_kernel_is_loaded_while_nccl_waits_for_a_peer(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first launch of a kernel loads it and waits until the GPU is idle, so never where a receive waits for its peer."""
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "")
+    monkeypatch.delenv("CUDA_MODULE_LOADING")
+    gpus(1)
+    take_gpu(0, 0, alone=True)
+    assert "CUDA_MODULE_LOADING" not in os.environ, "it takes memory that profiles of a lazy process leave out"
+    monkeypatch.setenv("PARSIM_SHARE_GPU", NCCL)
+    take_gpu(0, 0, alone=True)
+    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
+
+
 def test_ranks_look_like_different_hosts_to_nccl() -> None:
     environment = {"PARSIM_SHARE_GPU": NCCL}
     one, other = (rank_variables(rank, environment) for rank in (0, 1))

@@ -29,8 +29,13 @@ NCCL_APART = {
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
     "NCCL_RAS_ENABLE": "0",
+    "CUDA_MODULE_LOADING": "EAGER",
 }
-"""Of every rank: nothing but sockets of the loopback is tried. RAS would listen on one port for all of them."""
+"""Of every rank: nothing but sockets of the loopback is tried. RAS would listen on one port for all of them.
+
+CUDA loads a kernel at its first launch and waits until the GPU is idle. It never is while a receive waits for a peer, which may
+need that very kernel's result. So kernels are loaded at the start, which takes seconds and memory. Leaves out ranks with a GPU
+of their own: profiles are measured without that memory."""
 
 
 def sharing(environment: Mapping[str, str] = os.environ) -> str:
