@@ -123,6 +123,9 @@ def _one_process(command: Sequence[str], folder: Path, *, end_s: float) -> tuple
     try:
         while process.poll() is None:
             begun, now_s = read_begun(folder), time.monotonic()
+            if begun is None and now_s > end_s:
+                process.kill()
+                return process.wait(), "ended: the budget is over"
             if begun is not None and now_s > min(begun.limit_s, end_s):
                 hangs = now_s > begun.limit_s
                 took = f"after {now_s - begun.at_s:.0f} s, with an estimate of {begun.estimate_s:.0f} s"

@@ -105,6 +105,26 @@ def test_a_case_that_runs_past_the_budget_is_ended_and_leaves_its_row(supervised
     assert journal.rows["hang"]["message"].endswith("the budget is over")
 
 
+def test_a_process_that_hangs_before_its_first_case_is_ended_with_the_budget(
+    own: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables of earlier calls are made behind it: a device that does not open must not take their time."""
+    said: list[str] = []
+    supervise, begin_s = own("supervise"), time.monotonic()
+    monkeypatch.setattr(supervise, "GRACE_S", 0.5)
+    status = supervise.supervise(
+        lambda: [sys.executable, "-c", "import time; time.sleep(25)"],
+        tmp_path,
+        lambda: Journal(tmp_path / "rows.jsonl"),
+        begin_s=begin_s,
+        budget_s=1.0,
+        say=said.append,
+    )
+    assert time.monotonic() - begin_s < 20.0
+    assert status == 1
+    assert said == ["the measuring process was ended by SIGKILL before any case; nothing more can be measured"]
+
+
 def test_a_process_that_never_gets_to_a_case_is_not_started_for_ever(own: Any, tmp_path: Path) -> None:
     said: list[str] = []
     status = own("supervise").supervise(
