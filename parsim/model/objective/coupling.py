@@ -143,11 +143,11 @@ class _Totals:
         return abs(one - other) <= rounding * max(abs(one), abs(other), 1e-12)
 
 
-class _Types(TorchDispatchMode):
+class _Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The rounding of the least exact type of what was computed; 0 where all was in float64."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rounding = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
