@@ -15,6 +15,8 @@ from parsim.model.from_module import model_from_module
 from parsim.model.inputs import inputs_from
 from parsim.model.load import load_model
 from parsim.model.model import COUPLED, MIXING, Model
+from parsim.model.objective.coupling import loss_form
+from parsim.model.objective.objective import Objective
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.workflow.ask import check_loss
@@ -236,3 +238,45 @@ def test_inputs_by_name_plan_like_an_example_batch() -> None:
     state = {"state": {"mine": torch.randn(3, 4), "theirs": torch.randn(3, 2)}}
     described = model_from_module(TwoHeads(), inputs=inputs, output="policy")
     assert described == model_from_module(TwoHeads(), state, output="policy")
+
+
+class EndsInFloat32(nn.Module):
+    """As models of transformers do: logits, or the scores of a router, are made in float32."""
+
+    def __init__(self, *, weights: bool) -> None:
+        super().__init__()
+        self.layer, self.head, self.weights = nn.Linear(64, 64), nn.Linear(64, 10), weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.layer(x))
+        return functional.linear(hidden.float(), self.head.weight.float()) if self.weights else self.head(hidden).float()
+
+
+class Squeezes(nn.Module):
+    """A batch of one loses its batch. `mixes`: the mean over the batch is taken off."""
+
+    def __init__(self, *, mixes: bool) -> None:
+        super().__init__()
+        self.layer, self.mixes = nn.Linear(64, 10), mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(x - x.mean(0) if self.mixes else x).squeeze()
+        return found
+
+
+def _judged(module: nn.Module, samples: int) -> str:
+    torch.manual_seed(0)
+    inputs, target = {"x": torch.randn(samples, 64)}, torch.randint(0, 10, (samples,))
+    return loss_form(module, Objective("cross_entropy"), "", inputs, target, call=lambda given: ((given["x"],), {}))
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_rounding_in_float32_is_no_mixing(weights: bool) -> None:
+    torch.manual_seed(0)
+    assert _judged(EndsInFloat32(weights=weights), 4) == ""
+
+
+@pytest.mark.parametrize(("mixes", "form"), [(False, ""), (True, MIXING)])
+def test_a_module_that_squeezes_a_batch_of_one_is_judged_by_two_samples(mixes: bool, form: str) -> None:
+    torch.manual_seed(0)
+    assert _judged(Squeezes(mixes=mixes), 2) == form

@@ -146,3 +146,19 @@ def test_runs_do_not_depend_on_where_the_looks_fall(factors: list[float], cuts: 
 def test_bad_input(fault: dict[str, float]) -> None:
     with pytest.raises(ScheduleError, match=r"sudden \(.*\) must be a factor above 1 and sudden_steps"):
         replace(CONFIG, **fault)
+
+
+def test_early_looks_are_no_windows_to_settle_in() -> None:
+    """Three early looks in the window after a switch do not end the settling: two whole windows must pass."""
+    controller = replace(TOY.controller(CONFIG), last_switch=0, last_window=0)
+    for number in (1, 2, 3):
+        controller, kept = controller.observe(look(controller, number, [1.0, 4.0], fresh=1, left=90, early=True))
+        controller = replace(controller, runs={})
+        assert isinstance(kept, Keep)
+    controller, kept = controller.observe(look(controller, 4, [20.0] * 5, fresh=5, left=85, early=False))
+    assert isinstance(kept, Keep)
+    assert "it is window 1 after a switch" in kept.reason
+    controller, kept = controller.observe(look(controller, 5, [20.0] * 5, fresh=5, left=80, early=False))
+    assert "it is window 2 after a switch" in kept.reason
+    controller, switched = controller.observe(look(controller, 6, [20.0] * 5, fresh=5, left=75, early=False))
+    assert isinstance(switched, Replan)

@@ -255,6 +255,17 @@ def test_a_deepspeed_config_becomes_a_run_file(tmp_path: Path) -> None:
     assert again.found == imported.found
 
 
+def test_deepspeed_on_one_gpu_becomes_a_run_file_that_plans(tmp_path: Path) -> None:
+    """One device has nobody to divide states with: strategy "dp" has no plan there."""
+    config = {"train_batch_size": 16, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    path, into = write(tmp_path / "ds.json", config), tmp_path / "run.toml"
+    imported = ps.import_file(path, into=into, overrides=["model.name=gpt2", "cluster.profile=1xh100-sxm"])
+    assert any("one device" in warning for warning in imported.warnings)
+    plan = load_config(into).plan
+    assert (plan.strategy, plan.zero_stage) == ("single", 0)
+    assert ps.plan(into).chosen.plan.world_size == 1
+
+
 def test_the_cluster_of_the_run_file_tells_deepspeed_s_microbatches(tmp_path: Path) -> None:
     """256 samples of 4 per rank on 16 ranks are 4 microbatches; without a cluster the import says that 4 is not used."""
     batch = {"train_batch_size": 256, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"}

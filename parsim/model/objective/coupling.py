@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parsim.model.model import ADDED_UP, COUPLED, MIXING
 from parsim.model.objective.objective import Objective
@@ -27,6 +28,10 @@ SAMPLES = 4
 LEAST_SAMPLES = 2
 """Where a sample takes more than `MOST_FLOP`: enough to compare one with another."""
 TOLERANCE = 1e-9
+"""Relative, of losses in float64."""
+ROUNDINGS = 100.0
+"""Relative tolerance over the rounding of the least exact type that a forward computes in: `.float()` is common at its end."""
+MOST_TOLERANCE = 0.05
 UNCHECKED = "unchecked"
 MOST_FLOP = 1e9
 """Of the forward of a sample, for the check of a module under one of parsim's losses: most of these mix nothing."""
@@ -60,7 +65,7 @@ def loss_form(
     samples = next(len(tensor) for name, tensor in inputs.items() if name not in constants)
     with torch.random.fork_rng(devices=[]):
         try:
-            total = _totals(module, objective, inputs, target, constants, call)
+            total = _Totals(module, objective, inputs, target, constants, call)
             whole = total(0, samples, 0)
             if not math.isfinite(whole):
                 return unchecked
@@ -76,51 +81,81 @@ def samples_judged(flop: float) -> int:
     return SAMPLES if flop <= MOST_FLOP else LEAST_SAMPLES
 
 
-def _form(total: Callable[[int, int, int], float], whole: float, samples: int, objective: Objective, form: str) -> str:
+def _form(total: _Totals, whole: float, samples: int, objective: Objective, form: str) -> str:
     """`loss_form`, as if no random numbers were drawn."""
     if objective.adds_up:
         return MIXING if _mixes(total, whole, samples) else form
     single = sum(total(place, place + 1, 0) for place in range(samples))
-    if _are_close(whole, single):
+    if total.are_close(whole, single):
         return form
-    return ADDED_UP if form == MEAN and _are_close(whole, samples * single) else COUPLED
+    return ADDED_UP if form == MEAN and total.are_close(whole, samples * single) else COUPLED
 
 
-def _mixes(total: Callable[[int, int, int], float], whole: float, samples: int) -> bool:
-    """Whether the batch's loss is another one in parts. A batch that runs whole and in no part mixes, too."""
+def _mixes(total: _Totals, whole: float, samples: int) -> bool:
+    """Whether the batch's loss is another one in parts. A batch that runs whole and in no part mixes, too.
+
+    Of two samples that run in no part, each is taken twice: the module may only squeeze a batch of one.
+    """
     for size in [1, samples // 2] if samples <= SAMPLES else [samples // 2]:
         with contextlib.suppress(Exception):  # a module may squeeze a batch of one, or index into the whole one
             parts = (total(first, min(first + size, samples), 0) for first in range(0, samples, size))
-            return not _are_close(whole, sum(parts))
+            return not total.are_close(whole, sum(parts))
+    if samples == LEAST_SAMPLES:
+        return not total.are_close(2 * whole, sum(total(place, place + 1, 0, times=2) for place in range(samples)))
     return True
 
 
-def _totals(
-    module: nn.Module,
-    objective: Objective,
-    inputs: Mapping[str, Tensor],
-    target: Tensor | None,
-    constants: frozenset[str],
-    call: ArgumentsOf,
-) -> Callable[[int, int, int], float]:
-    """(first, last, seed) -> the loss of these samples, added up, of a copy in float64 and eval mode."""
-    judge = copy.deepcopy(module).double().eval()
+class _Totals:
+    """The loss of some samples, added up, of a copy in float64 and eval mode."""
 
-    def total(first: int, last: int, seed: int) -> float:
-        given = {name: _of(tensor, name in constants, first, last) for name, tensor in inputs.items()}
-        wanted = None if target is None else _of(target, False, first, last)
+    def __init__(
+        self,
+        module: nn.Module,
+        objective: Objective,
+        inputs: Mapping[str, Tensor],
+        target: Tensor | None,
+        constants: frozenset[str],
+        call: ArgumentsOf,
+    ) -> None:
+        self._judge = copy.deepcopy(module).double().eval()
+        self._objective, self._inputs, self._target = objective, inputs, target
+        self._constants, self._call = constants, call
+        self._types = _Types()
+
+    def __call__(self, first: int, last: int, seed: int, *, times: int = 1) -> float:
+        """Of the samples from `first` to `last`, all of them `times` times."""
+        given = {name: _of(tensor, name in self._constants, first, last, times) for name, tensor in self._inputs.items()}
+        wanted = None if self._target is None else _of(self._target, False, first, last, times)
 
         def once() -> float:
-            args, kwargs = call(given)
+            args, kwargs = self._call(given)
             torch.manual_seed(seed)
-            with torch.no_grad():
-                return float(total_loss(objective, judge(*args, **kwargs), wanted, last - first))
+            with torch.no_grad(), self._types:
+                return float(total_loss(self._objective, self._judge(*args, **kwargs), wanted, times * (last - first)))
 
         with contextlib.suppress(Exception), _made_in_float64():
             return once()
         return once()  # a forward that names float32 itself may need it throughout
 
-    return total
+    def are_close(self, one: float, other: float) -> bool:
+        """Whether two losses differ by no more than the types leave open that were computed in."""
+        rounding = min(MOST_TOLERANCE, ROUNDINGS * self._types.rounding) if self._types.rounding else TOLERANCE
+        return abs(one - other) <= rounding * max(abs(one), abs(other), 1e-12)
+
+
+class _Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The rounding of the least exact type of what was computed; 0 where all was in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rounding = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for value in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
+                self.rounding = max(self.rounding, torch.finfo(value.dtype).eps)
+        return found
 
 
 @contextlib.contextmanager
@@ -134,10 +169,6 @@ def _made_in_float64() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _are_close(one: float, other: float) -> bool:
-    return abs(one - other) <= TOLERANCE * max(abs(one), abs(other), 1e-12)
-
-
-def _of(tensor: Tensor, constant: bool, first: int, last: int) -> Tensor:
-    part = tensor if constant else tensor[first:last]
+def _of(tensor: Tensor, constant: bool, first: int, last: int, times: int) -> Tensor:
+    part = tensor if constant else torch.cat([tensor[first:last]] * times)
     return part.double() if part.dtype == torch.float32 else part

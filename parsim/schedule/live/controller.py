@@ -69,6 +69,7 @@ class Controller:
         tracks: what is known of every factor. reference: the averages at the last planning.
         question: why a planning is due with the next window. asked: probes were asked for with the last decision.
         last_window, last_switch: numbers of windows. last_left: steps left after the last window.
+        early_looks: since the last switch; they have numbers, and are not windows.
         home: the factors that the run began with. history: which changes there were, and how long they lasted.
         offer: waits for the present change to have lasted. planning_s: that training waits for a planning.
         contradicted: communication whose first sight has once belied what had been inferred of it.
@@ -86,6 +87,7 @@ class Controller:
     asked: bool = False
     last_window: int | None = None
     last_switch: int | None = None
+    early_looks: int = 0
     last_left: int | None = None
     switches: int = 0
     home: RunCorrections = NO_RUN_CORRECTIONS
@@ -120,7 +122,8 @@ class Controller:
         sudden = self._sudden(runs)
         if seen.early and not sudden:
             reason = f"an early look: no sudden change for {config.sudden_steps} steps"
-            return replace(self, runs=runs, last_window=seen.window), Keep(reason=reason, look_after=self._look_after(runs))
+            state = replace(self, runs=runs, last_window=seen.window, early_looks=self.early_looks + 1)
+            return state, Keep(reason=reason, look_after=self._look_after(runs))
         shown = sudden.keys() if seen.early else learnt.keys()
         fresh = {
             **{key: self._track(key, learnt[key], key in weighty, sudden.get(key), seen.steps_left) for key in shown},
@@ -138,12 +141,13 @@ class Controller:
             question="",
             asked=False,
             runs=runs,
+            early_looks=self.early_looks + seen.early,
         )
         if not why:
             soon = config.ask_probes and any(0 < config.patience - 1 <= abs(fresh[key].streak) for key in learnt)
             reason = f"no lasting change: {self._largest(tracks, weighty | probed.keys())}"
             return replace(state, asked=soon), Keep(reason=reason, probe=soon, look_after=self._look_after(runs))
-        since = config.settle_windows + 1 if self.last_switch is None else seen.window - self.last_switch
+        since = config.settle_windows + 1 if self.last_switch is None else seen.window - self.last_switch - self.early_looks
         if since <= config.settle_windows:
             soon = config.ask_probes and since == config.settle_windows
             reason = f"{why}; but it is window {since} after a switch, and {config.settle_windows} must pass"
@@ -289,7 +293,12 @@ class Controller:
         reason = f"{why}; {now}; {offer}; {weighed.words}"
         if weighed.pays:
             switched = replace(
-                considered, plan=choice.plan, expected=choice.expected, last_switch=seen.window, switches=self.switches + 1
+                considered,
+                plan=choice.plan,
+                expected=choice.expected,
+                last_switch=seen.window,
+                early_looks=0,
+                switches=self.switches + 1,
             )
             return switched, Replan(
                 plan=choice.plan,

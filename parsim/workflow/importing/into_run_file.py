@@ -81,7 +81,12 @@ def _write(into: Path, read: DeepSpeedKeys, overrides: Sequence[str], warnings: 
         cluster = cluster_of(config)
         there, plan = cluster.size, document.get("plan", {})
         alone = plan.get("strategy") == "dp" and not {"mesh", "dp_shard"} & set(plan)
-        if alone and read.keys.get("plan.zero_stage") and cluster.network is not None:
+        if alone and there == 1:
+            document["plan"] = {**plan, "strategy": "single", "zero_stage": 0}
+            warnings.append('plan.strategy = "single", plan.zero_stage = 0: one device has nothing to divide states over')
+            text = _text(document)
+            parse_config(text, where=str(into), folder=into.resolve().parent)
+        elif alone and read.keys.get("plan.zero_stage") and cluster.network is not None:
             plan["dp_shard"] = there  # left out, the search would try groups of a node
             warnings.append(f"plan.dp_shard = {there}: DeepSpeed divides states over all ranks")
             text = _text(document)
