@@ -119,7 +119,8 @@ class Steering:
         if self._graph is None or self._graph[0] != plan:
             self._graph = plan, lower(plan, model)
         graph = self._graph[1]
-        recorded = min(len(times) for times in gathered)
+        recorded, shown = min(len(times) for times in gathered), self._shown
+        self._shown = 0 if self.ends(step) else recorded
         if not recorded:
             return Decision(step=step, reason="no step of this window was recorded", plan=None, step_s=step_s)
         seconds = np.array(
@@ -133,10 +134,9 @@ class Steering:
             step_s=step_s,
             steps_left=self._steps - step,
             epoch_ended=step % self._spec.epoch_steps == 0,
-            since_look=max(0, recorded - self._shown),
+            since_look=max(0, recorded - shown),
             early=not self.ends(step),
         )
-        self._shown = 0 if self.ends(step) else recorded
         began = time.monotonic()
         self._controller, decided = self._controller.observe(seen)
         planning_s = 0.0

@@ -79,6 +79,17 @@ def test_the_factor_is_that_of_the_slow_steps_alone() -> None:
     assert controller.reference.communication_factor(CHATTY.group) == pytest.approx(20.0)
 
 
+@pytest.mark.parametrize(("calm", "left"), [(0, None), (1, 104), (2, 103)])
+def test_what_was_there_from_the_first_step_on_has_no_beginning(calm: int, left: int | None) -> None:
+    """So it lasts to the end. What began in the first window is a change like any other."""
+    controller = TOY.controller(replace(CONFIG, least_improvement=1.0))
+    factors = [1.0] * calm + [20.0] * (5 - calm)
+    controller, decision = controller.observe(look(controller, 0, factors, fresh=5, left=100, early=False))
+    assert f"changed for {5 - calm} steps" in decision.reason
+    assert controller.history is not None
+    assert controller.history.since == left
+
+
 def test_one_or_two_slow_steps_ask_for_an_early_look_and_change_nothing() -> None:
     for slow in (1, 2):
         decisions = trained([1.0] * (20 - slow) + [20.0] * slow + [1.0] * 40)

@@ -126,7 +126,8 @@ class Controller:
             return state, Keep(reason=reason, look_after=self._look_after(runs))
         shown = sudden.keys() if seen.early else learnt.keys()
         fresh = {
-            **{key: self._track(key, learnt[key], key in weighty, sudden.get(key), seen.steps_left) for key in shown},
+            **{key: self._track(key, learnt[key], key in weighty) for key in shown if key not in sudden},
+            **{key: self._sudden_track(key, run, seen) for key, run in sudden.items()},
             **{key: Track(average=factor, windows=1) for key, factor in probed.items()},
         }
         tracks = {**self.tracks, **fresh}
@@ -211,13 +212,21 @@ class Controller:
         seconds = max(seen.seconds[key], self.expected[key] * self._before(key))
         return seconds >= self.config.least_share * seen.step_s
 
-    def _track(self, key: FactorKey, factor: float, weighty: bool, sudden: Run | None, left: int) -> Track:
-        """The track after one more window. Args: sudden: a run of steps that is long enough. left: steps after the window."""
+    def _sudden_track(self, key: FactorKey, run: Run, seen: Observation) -> Track:
+        """The track after a run of steps that is long enough."""
+        count, patience = abs(run.steps), self.config.patience
+        before = key in self.tracks or count < len(seen.steps)
+        return Track(
+            average=run.mean,
+            windows=patience,
+            streak=patience if run.steps > 0 else -patience,
+            recent=run.mean,
+            since=seen.steps_left + count if before else None,
+        )
+
+    def _track(self, key: FactorKey, factor: float, weighty: bool) -> Track:
+        """The track after one more window."""
         old = self.tracks.get(key, Track(average=factor, windows=0))
-        if sudden is not None:
-            streak = self.config.patience if sudden.steps > 0 else -self.config.patience
-            since = left + abs(sudden.steps) if old.windows else None
-            return Track(average=sudden.mean, windows=self.config.patience, streak=streak, recent=sudden.mean, since=since)
         change = factor / self._before(key) - 1
         streak, recent, since = 0, 0.0, None
         if weighty and abs(change) > self.config.threshold:
