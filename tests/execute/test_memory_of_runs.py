@@ -146,7 +146,10 @@ def test_backwards_in_halves_are_as_predicted(tmp_path: Path) -> None:
 @pytest.mark.xdist_group("launch")
 @pytest.mark.parametrize("plan", [replicas(0), replicas(3), stages("1f1b")], ids=["replicas", "zero 3", "stages"])
 def test_whole_weights_of_a_validation_are_as_predicted(tmp_path: Path, plan: Plan) -> None:
-    """Two models' weights at most: those that are gathered, and the module that is built to take them."""
+    """Two models' weights at most: those that are gathered, and the module that is built to take them.
+
+    A bucket may be freed a little later than it could: its thread wakes up when the system lets it.
+    """
     MODEL.save(tmp_path / "model.json")
     run = RunSpec(
         name="scored",
@@ -162,7 +165,7 @@ def test_whole_weights_of_a_validation_are_as_predicted(tmp_path: Path, plan: Pl
     for entry, before, (step, scored) in zip(
         problem.memory(plan), without, run_ranks(_peaks_of_step_and_score, 2, tmp_path, run), strict=True
     ):
-        assert sum(entry.tensor_lines.values()) == pytest.approx(max(step, scored), rel=0.01)
+        assert sum(entry.tensor_lines.values()) == pytest.approx(max(step, scored), rel=0.01, abs=plan.bucket_bytes)
         assert (entry.line("evaluation") > 0) == (scored > step)
         assert "evaluation" not in before.tensor_lines
 
