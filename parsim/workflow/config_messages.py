@@ -70,7 +70,11 @@ _GROUPS = (
     "they are kept dp / dp_shard times"
 )
 _OFFLOAD = "say what lies in the host's memory: plan.optimizer_offload = true, or plan.activation_offload = true or a list"
+RUN_OPTIONS = ("adaptive", "checkpoint_every", "elastic", "max_restarts", "nproc", "resume", "timeout")
+"""Options of `parsim run`, which no run file holds."""
+
 NOT_BUILT = {
+    **{name: f"give --{name.replace('_', '-')} to `parsim run`" for name in RUN_OPTIONS},
     **dict.fromkeys(("dp_shard", "dp_replicate", "hsdp"), _GROUPS),
     **dict.fromkeys(("offload", "cpu_offload", "enable_cpu_offload", "offload_optimizer", "cpu_offloading"), _OFFLOAD),
     "offload_param": "offload of parameters is not supported: they stay on the device; plan.optimizer_offload moves the state",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from parsim.cli import main
+from parsim.commands import run as run_command
+from parsim.workflow.config_messages import RUN_OPTIONS
 
 RUN_TOML = """
 [model]
@@ -141,6 +144,7 @@ def test_of_four_bits_one_format_is_priced_and_the_message_names_it(refused: Ref
             "plan.mesh.dp_shard=4",
             "unknown key plan.mesh.dp_shard (= 4): HSDP is plan.zero_stage = 1, 2 or 3 with plan.dp",
         ),
+        ("training.checkpoint_every=5", "unknown key training.checkpoint_every (= 5): give --checkpoint-every to `parsim run`"),
         ("plan.dp_replicate=2", "unknown key plan.dp_replicate (= 2): HSDP is plan.zero_stage = 1, 2 or 3 with plan.dp"),
         ("plan.dp_shard=0", "plan.dp_shard = 0: must be >= 1; for example dp_shard = 8"),
         ("plan.cpu_offload=true", "say what lies in the host's memory: plan.optimizer_offload = true"),
@@ -154,6 +158,10 @@ def test_of_four_bits_one_format_is_priced_and_the_message_names_it(refused: Ref
 )
 def test_keys_of_other_libraries_say_what_comes_nearest(refused: Refused, key: str, rule: str) -> None:
     assert rule in plan(refused, key)
+
+
+def test_keys_that_are_options_of_run_are() -> None:
+    assert set(RUN_OPTIONS) <= set(inspect.signature(run_command.run).parameters)
 
 
 @pytest.mark.parametrize("key", ["tokens", "samples"])
