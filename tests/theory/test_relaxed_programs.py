@@ -14,9 +14,11 @@ from parsim.engines.compile import compile_graph
 from parsim.engines.dynamic import run_program
 from parsim.engines.program import unrolled
 from parsim.errors import PlanError, ScenarioError
+from parsim.execute.relaxed.scripts import StepScripts
 from parsim.graph.columns import columns_of
 from parsim.graph.expand import lower_columns
 from parsim.graph.lower import lower
+from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
@@ -365,3 +367,12 @@ def test_graphs_that_do_not_repeat_are_not_folded(problem: PlanningProblem, text
 @pytest.mark.parametrize("text", ["gossip/1 ring", "average/4 participation=0.5"])
 def test_replicas_that_are_not_alike_are_not_folded(problem: PlanningProblem, text: str) -> None:
     assert not evaluate(problem, plan_of(problem, text), samples=0, fold=True).folding.is_folded
+
+
+@pytest.mark.parametrize("text", ["average/4 participation=0.5", "average/4 participation=0.5 seed=3"])
+def test_a_rank_that_a_round_may_leave_out_has_the_tasks_of_one_that_takes_part(problem: PlanningProblem, text: str) -> None:
+    plan, every = plan_of(problem, text), lower(plan_of(problem, "average/4"), problem.model)
+    layout = PlanIndex(plan, problem.model)
+    for rank in range(plan.world_size):
+        scripts = StepScripts(lower(plan, problem.model), layout, rank, None)
+        assert [task for task, _, _ in scripts.of_step(None).tasks] == [task for task in every.tasks if rank in task.ranks]
