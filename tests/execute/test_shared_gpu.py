@@ -136,6 +136,16 @@ def test_no_kernel_is_loaded_while_nccl_waits_for_a_peer(gpus: Any, monkeypatch:
     assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
 
 
+def test_nccl_orders_its_kernels_by_their_launches_where_times_mean_nothing(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere a message would wait behind a sum that was launched before it, which no prediction knows."""
+    gpus(1)
+    take_gpu(0, 0, alone=False)
+    assert "NCCL_LAUNCH_ORDER_IMPLICIT" not in os.environ
+    monkeypatch.setenv("PARSIM_SHARE_GPU", NCCL)
+    take_gpu(0, 0, alone=False)
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+
+
 def test_ranks_look_like_different_hosts_to_nccl() -> None:
     environment = {"PARSIM_SHARE_GPU": NCCL}
     one, other = (rank_variables(rank, environment) for rank in (0, 1))
