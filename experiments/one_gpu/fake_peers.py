@@ -27,6 +27,7 @@ from parsim.execute.launch_order import room_waits
 from parsim.execute.loading import Loader, Pin
 from parsim.execute.records.task_time import Operation, TaskTime
 from parsim.execute.relaxed.mixing import MixingRounds, mean_groups
+from parsim.execute.relaxed.stale import StaleStage
 from parsim.execute.runtime import RankProgram, required_groups
 from parsim.execute.stage import StageReplica
 from parsim.graph.lower import lower, step_graphs
@@ -82,7 +83,8 @@ def fake_rank(run: PlannedRun, rank: int, streams: CudaStreams[Any, Any], device
         order = BatchOrder(n=len(data), global_batch=run.plan.global_batch, seed=0)
         with contextlib.closing(Loader(data, order, layout, rank, dtype=run.dtype, device=device, pin=pin)) as loader:
             mixing = MixingRounds(stage, groups, lambda _: None) if mixes else None
-            yield FakeRank(graph, RankProgram(graph, stage, streams, groups, mixing), loader)
+            stale = StaleStage(stage) if run.plan.synchronisation.kind == "stale" else None
+            yield FakeRank(graph, RankProgram(graph, stage, streams, groups, mixing, stale), loader)
     finally:
         dist.destroy_process_group()
 
