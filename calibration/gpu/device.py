@@ -21,6 +21,10 @@ class UnsupportedError(ExecutionError):
     """This device cannot run a case, which is not a fault of the case: it is skipped, with the reason."""
 
 
+class SpoiledProcessError(ExecutionError):
+    """A case has left this process unfit for others, though the device is well."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredDevice:
     """Attributes:

@@ -18,6 +18,8 @@ JournalRow = dict[str, Any]
 
 CASE, STATUS = "case", "status"
 DONE, SKIPPED, FAILED = "done", "skipped", "failed"
+AGAIN = "again"
+"""In a row of a case that failed: it is to run once more. Until then the row does not count."""
 
 
 class Journal:
@@ -41,15 +43,19 @@ class Journal:
             os.fsync(file.fileno())
         self.rows[row[CASE]] = dict(row)
 
+    def counts(self, case: str) -> bool:
+        """Whether a case has a row, and is not to run once more."""
+        return case in self.rows and not self.rows[case].get(AGAIN, False)
+
     def forget(self, cases: Iterable[str]) -> None:
         """Let these cases run again. Their rows stay in the file; of several rows of a case the last counts."""
         for case in list(cases):
             del self.rows[case]
 
     def add_missing(self, rows: Iterable[JournalRow]) -> None:
-        """Append those whose cases are not there yet."""
+        """Append those whose cases are not there yet, or are to run once more."""
         for row in rows:
-            if row[CASE] not in self.rows:
+            if row[CASE] not in self.rows or not (self.counts(row[CASE]) or row.get(AGAIN, False)):
                 self.append(row)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
-from calibration.gpu.device import MeasuredDevice, UnsupportedError
+from calibration.gpu.device import MeasuredDevice, SpoiledProcessError, UnsupportedError
 from calibration.gpu.timing import QUEUE_CALLS, time_calls
 from parsim.execute.cuda.event_timing import DeviceClock, Group, QueuedCall, timed_once
 
@@ -83,7 +85,7 @@ def graph_cost(device: MeasuredDevice) -> dict[str, Any]:
         small.add_(1.0)
     torch.cuda.current_stream(device.device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         for _ in range(GRAPH_KERNELS):
             small.add_(1.0)
     host = _host_seconds(device.clock, graph.replay, count=8)
@@ -94,6 +96,20 @@ def graph_cost(device: MeasuredDevice) -> dict[str, Any]:
         "device_per_kernel_s": timing.median_s / GRAPH_KERNELS,
         **timing.to_dict(),
     }
+
+
+@contextlib.contextmanager
+def capturing(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """What is launched inside becomes the graph.
+
+    Raises: SpoiledProcessError if it does not. torch then leaves the stream of the capture current, and its generator of random
+        numbers and its allocator in the capture.
+    """
+    try:
+        with torch.cuda.graph(graph):
+            yield
+    except Exception as error:
+        raise SpoiledProcessError(f"a CUDA graph could not be captured: {type(error).__name__}: {error}") from error
 
 
 def _host_seconds(clock: DeviceClock, call: QueuedCall, count: int = COUNT) -> float:

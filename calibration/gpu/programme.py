@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calibration.gpu.device import UnsupportedError
-from calibration.gpu.journal import CASE, DONE, FAILED, SKIPPED, STATUS, Journal, JournalRow
+from calibration.gpu.device import SpoiledProcessError, UnsupportedError
+from calibration.gpu.journal import AGAIN, CASE, DONE, FAILED, SKIPPED, STATUS, Journal, JournalRow
+
+FAILURE_KEYS = ("error", "message", "out_of_memory", "traceback")
+"""What `failure` tells."""
 
 TRACEBACK_LINES = 12
 """Kept of a traceback: its last lines, where the fault is, and its first, where it came from."""
@@ -32,6 +35,7 @@ class BenchmarkCase:
         measure: called with the rows so far and the seconds left; returns plain JSON.
         needs: names of cases that must be done before; where one failed or was skipped, this one is skipped.
         after: names of cases that must have a row before, whatever came of them.
+        again: it can do without what left a process unfit for others. Then it runs once more, and finds its row of before.
     """
 
     name: str
@@ -39,13 +43,14 @@ class BenchmarkCase:
     measure: Callable[[Mapping[str, JournalRow], float], dict[str, Any]]
     needs: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """Names of the cases of one call: that ran, that were done before, and that are left for the next call.
 
-    Attributes: lost_device: the last case left a device that answers no more.
+    Attributes: lost_device: the last case left a device that answers no more, or a process unfit for others.
     """
 
     ran: tuple[str, ...]
@@ -76,28 +81,28 @@ def run_programme(
     """
     start_s = clock() if begin_s is None else begin_s
     ran: list[str] = []
-    known = tuple(case.name for case in cases if case.name in journal.rows)
+    known = tuple(case.name for case in cases if journal.counts(case.name))
     left: list[str] = []
     lost = False
     for case in cases:
-        if case.name in journal.rows:
+        if journal.counts(case.name):
             continue
         if lost:
             left.append(case.name)
             continue
         remaining_s = budget_s - (clock() - start_s)
-        waits = [name for name in (*case.needs, *case.after) if name not in journal.rows]
+        waits = [name for name in (*case.needs, *case.after) if not journal.counts(name)]
         if waits or case.estimate_s > remaining_s:
             left.append(case.name)
             continue
         begins(case)
         case_begin_s = clock()
-        row = _row_of(case, journal.rows, remaining_s, around)
+        row, spoiled = _row_of(case, journal.rows, remaining_s, around)
         row["seconds"] = round(clock() - case_begin_s, 6)
         journal.append(row)
         ran.append(case.name)
         say(line_of(row))
-        lost = row[STATUS] == FAILED and not healthy()
+        lost = spoiled or (row[STATUS] == FAILED and not healthy())
     return Outcome(ran=tuple(ran), known=known, left=tuple(left), lost_device=lost)
 
 
@@ -106,11 +111,11 @@ def _row_of(
     rows: Mapping[str, JournalRow],
     remaining_s: float,
     around: Callable[[Callable[[], dict[str, Any]]], dict[str, Any]] | None,
-) -> JournalRow:
-    """What the case measured, or why it did not."""
+) -> tuple[JournalRow, bool]:
+    """What the case measured, or why it did not; and whether it has spoiled this process."""
     missing = [name for name in case.needs if rows[name][STATUS] != DONE]
     if missing:
-        return {CASE: case.name, STATUS: SKIPPED, "reason": f"needs {', '.join(missing)}, which gave no result"}
+        return {CASE: case.name, STATUS: SKIPPED, "reason": f"needs {', '.join(missing)}, which gave no result"}, False
 
     def measure() -> dict[str, Any]:
         return case.measure(rows, remaining_s)
@@ -118,13 +123,16 @@ def _row_of(
     try:
         found = measure() if around is None else around(measure)
     except UnsupportedError as error:
-        return {CASE: case.name, STATUS: SKIPPED, "reason": str(error)}
+        return {CASE: case.name, STATUS: SKIPPED, "reason": str(error)}, False
     except Exception as error:
         row = {CASE: case.name, STATUS: FAILED, **failure(error)}
+        spoiled = isinstance(error, SpoiledProcessError)
+        if spoiled and case.again and not rows.get(case.name, {}).get(AGAIN, False):
+            row[AGAIN] = True
         error.__traceback__ = None  # its frames hold the arrays of the case
         gc.collect()
-        return row
-    return {CASE: case.name, STATUS: DONE, **found}
+        return row, spoiled
+    return {CASE: case.name, STATUS: DONE, **found}, False
 
 
 def failure(error: BaseException) -> dict[str, Any]:

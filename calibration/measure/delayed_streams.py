@@ -31,7 +31,7 @@ class Pausing:
         hidden: whether every computation held so far in this step was queued before the device began with it.
     """
 
-    loads_ahead = False
+    loads_ahead = queues = False
 
     def __init__(self, streams: Streams, driver: DeviceClock | None = None) -> None:
         self._streams = streams

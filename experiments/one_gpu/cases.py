@@ -6,6 +6,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from rounds import build_all, interleaved
 
 from calibration.gpu.board import find_reader
 from calibration.gpu.copies import Route, measure_copy
-from calibration.gpu.device import MeasuredDevice
-from calibration.gpu.journal import JournalRow
+from calibration.gpu.device import MeasuredDevice, SpoiledProcessError
+from calibration.gpu.journal import AGAIN, JournalRow
 from calibration.gpu.launches import event_cost, graph_cost, launch_cost, synchronisation_cost
 from calibration.gpu.products import PRECISIONS, Product, measure_product
-from calibration.gpu.programme import BenchmarkCase, failure
+from calibration.gpu.programme import FAILURE_KEYS, BenchmarkCase, failure
 from calibration.rounds.calibrate import CalibrationRequest, calibrate
 from calibration.rounds.raw_points import raw_path
 from parsim.errors import ExecutionError
@@ -211,7 +212,10 @@ class Programme:
     # --- steps ------------------------------------------------------------------------------------------------------------
 
     def _rounds(self, question: Question) -> BenchmarkCase:
-        """The executor, eager torch and a CUDA graph. They wait for the predictions, whatever came of them."""
+        """The executor, eager torch and a CUDA graph. They wait for the predictions, whatever came of them.
+
+        Where the graph could not be captured in an earlier process, the other two.
+        """
 
         def measure(rows: Rows, remaining_s: float) -> dict[str, Any]:
             device = self.device.device
@@ -220,10 +224,16 @@ class Programme:
                 ("eager", lambda: EagerStep(question, device).as_program()),
                 ("cuda graph", lambda: graphed(question, device)),
             ]
+            earlier = rows.get(rounds_name(question), {})
+            if earlier.get(AGAIN, False) and earlier["error"] == SpoiledProcessError.__name__:
+                told = {"cuda graph": {key: earlier[key] for key in FAILURE_KEYS}}
+                found = self._interleaved(question, builders[:2], rows, remaining_s)
+                return {**found, "not_built": {**found["not_built"], **told}}
             return self._interleaved(question, builders, rows, remaining_s)
 
         estimate_s = 2 * self.scope.round_budget_s + 30
-        return self._case(rounds_name(question), estimate_s, measure, after=(predictions_name(question.precision),))
+        name, after = rounds_name(question), (predictions_name(question.precision),)
+        return replace(self._case(name, estimate_s, measure, after=after), again=True)
 
     def _variant(self, question: Question) -> BenchmarkCase:
         """The executor alone, against itself: nobody else recomputes or cuts the batch by the same plan."""

@@ -1,28 +1,36 @@
 """Does the executor train on a GPU what one process trains on the CPU? And do several ranks share one GPU?
 
-    python experiments/one_gpu/correct.py [--device cuda] [--out DIR]
+    python experiments/one_gpu/correct.py [--device cuda] [--budget SECONDS] [--out DIR]
 
-1. One rank under torchrun, with NCCL, in float64, four plans: weights after a few steps against plain training on the CPU.
-2. Two and four ranks on one GPU, in float64: data parallel, ZeRO 1 to 3, pipelines, tensor parallel and hybrids. First with
+In this order, as far as the budget goes:
+
+1. One rank under torchrun, with NCCL, in float64: weights after a few steps against plain training on the CPU.
+2. Two, then four ranks on one GPU, in float64: data parallel, ZeRO 1 to 3, pipelines, tensor parallel and hybrids. First with
    NCCL and a host name per rank, since NCCL refuses two ranks of one host on one GPU. Where that fails, with gloo on copies
    in the host's memory. Without a GPU: with gloo, and once more on copies.
 3. On a GPU: every rank of these plans alone, with torch's fake process group, for issue order and overlap only.
+4. One rank under three more plans.
 
-Every part says what came of it, as soon as it is known. Exit status 1 if one fails that does not need NCCL's consent, or NCCL's
-weights are wrong.
+Every part says what came of it, as soon as it is known, or that there was no time for it. Exit status 1 if one fails that does
+not need NCCL's consent, if NCCL's weights are wrong, or if nothing was checked.
 """
+
+# ruff: noqa: E402
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+import math
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+BEGIN_S = time.monotonic()  # what imports take belongs to the budget
 
 import torch
 from fake_peers import IssuedStep, PlannedRun, drawn_durations_s, issued_step, simulated_ends_s, with_rooms
@@ -52,39 +60,66 @@ TIMEOUT_S = 90
 SHARED_TIMEOUT_S = 100
 """Of a launch of all plans of one number of ranks. Ranks that share a GPU take turns at it, some milliseconds each."""
 
+BUDGET_S = 240
+LAUNCH_S, ALONE_S = 30, 10
+"""Of the budget: what a launch, and a plan whose ranks are alone, are worth beginning for."""
+
 LATE = 0.05
 """Of a step: what a task may begin away from its simulated time, on a GPU whose events and launches take some time."""
 
 SMALL = ModelSpec(name="gpt_small", args=(("heads", 2), ("hidden", 16), ("layers", 2), ("seq", 16), ("vocab", 32)))
 
+Left = Callable[[], float]
+"""Seconds that are left of the budget."""
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds, imports included")
     parser.add_argument("--out", type=Path, help="writes correct.json there")
     asked = parser.parse_args()
-    first, second = REHEARSED.held_out[0], REHEARSED.held_out[3]
-    questions = (first, second, replace(first, microbatches=2), replace(first, recompute="full"))
-    found = itertools.chain(
-        (weights_after_training(question, asked.device) for question in questions),
-        several_ranks(asked.device),
-        ranks_alone() if asked.device == "cuda" else (),
-    )
     rows = []
-    for row in found:
+    for row in checks(asked.device, lambda: asked.budget - (time.monotonic() - BEGIN_S)):
         rows.append(row)
-        print(f"{'ok    ' if row['ok'] else 'FAILED'} {row['what']}: {row['found']}", flush=True)
+        said = "NOT RUN" if row.get("not_run", False) else "ok    " if row["ok"] else "FAILED"
+        print(f"{said} {row['what']}: {row['found']}", flush=True)
         if asked.out is not None:
             asked.out.mkdir(parents=True, exist_ok=True)
             (asked.out / "correct.json").write_text(json.dumps(rows, indent=1))
-    return int(not all(row["ok"] or row.get("refused", False) for row in rows))
+    ran = [row for row in rows if not row.get("not_run", False)]
+    print(f"{f'{len(ran)} checked' if ran else 'nothing was checked'}; {len(rows) - len(ran)} not run")
+    return int(not ran or not all(row["ok"] or row.get("refused", False) for row in ran))
 
 
-def weights_after_training(question: Question, device: str) -> dict[str, Any]:
+def checks(device: str, left_s: Left) -> Iterator[dict[str, Any]]:
+    """All, the cheapest and most telling first."""
+    first, second = REHEARSED.held_out[0], REHEARSED.held_out[3]
+    yield weights_after_training(first, device, left_s)
+    yield from several_ranks(device, left_s)
+    if device == "cuda":
+        yield from ranks_alone(left_s=left_s)
+    for question in (second, replace(first, microbatches=2), replace(first, recompute="full")):
+        yield weights_after_training(question, device, left_s)
+
+
+def not_run(what: str, why: str, **more: Any) -> dict[str, Any]:
+    return {"what": what, **more, "ok": False, "not_run": True, "found": f"not run: {why}"}
+
+
+def too_late(left_s: Left) -> str:
+    """Why there is no launch any more; "" if there is time for one."""
+    left = left_s()
+    return f"{max(0.0, left):.0f} s of the budget are left" if left < LAUNCH_S else ""
+
+
+def weights_after_training(question: Question, device: str, left_s: Left = lambda: math.inf) -> dict[str, Any]:
     """The largest difference of any weight from plain training of the same samples on the CPU."""
     model = load_model(question.spec, granularity=GRANULARITY)
     plan = question.plan(tuple(component.name for component in model.components))
     what = f"{question.name} on one rank, {device}, float64, {STEPS} steps, {question.optimizer}"
+    if why := too_late(left_s):
+        return not_run(what, why)
     try:
         with tempfile.TemporaryDirectory() as text:
             folder = Path(text)
@@ -101,20 +136,30 @@ def weights_after_training(question: Question, device: str) -> dict[str, Any]:
             )
             job = Job(output=text, mode="train", runs=(run,), steps=STEPS, warmup_steps=0, device=device)
             job.save(folder / "job.json")
-            launch(folder / "job.json", 1, timeout_s=TIMEOUT_S)
+            launch(folder / "job.json", 1, timeout_s=min(TIMEOUT_S, left_s()))
             return {"what": what, **beside_plain_training(run, folder / "checkpoints", model)}
     except Exception as error:  # the other plans are worth trying
         return {"what": what, "ok": False, "found": f"{type(error).__name__}: {error}"}
 
 
-def several_ranks(device: str) -> Iterator[dict[str, Any]]:
+def several_ranks(device: str, left_s: Left = lambda: math.inf) -> Iterator[dict[str, Any]]:
     """Every kind of plan on two and on four ranks. On one GPU with NCCL; where that fails, with gloo through the host."""
+    refused = False
     for ranks, plans in shared_plans().items():
         for way in (NCCL, STAGED) if device == "cuda" else ("", STAGED):
-            found = ranks_sharing(ranks, plans, device, way)
+            if way == NCCL and refused:
+                yield not_run(told_of(plans, ranks, device, way), "NCCL did not take two ranks on one GPU", way=way)
+                continue
+            found = ranks_sharing(ranks, plans, device, way, left_s)
             yield from found
+            refused = refused or any(row.get("refused", False) for row in found)
             if device == "cuda" and all(row["ok"] for row in found):
                 break  # what NCCL has shown, gloo need not show
+
+
+def told_of(plans: Iterable[str], ranks: int, device: str, way: str) -> str:
+    where = {NCCL: "one GPU, NCCL_HOSTID per rank", STAGED: f"{device}, gloo staged through the host"}.get(way, "gloo")
+    return f"{', '.join(plans)}: {ranks} ranks, {where}, float64"
 
 
 def shared_plans() -> dict[int, dict[str, Plan]]:
@@ -151,14 +196,16 @@ def shared_model() -> Model:
     return load_model(SMALL, granularity="sublayer")
 
 
-def ranks_sharing(ranks: int, plans: Mapping[str, Plan], device: str, way: str) -> list[dict[str, Any]]:
+def ranks_sharing(
+    ranks: int, plans: Mapping[str, Plan], device: str, way: str, left_s: Left = lambda: math.inf
+) -> list[dict[str, Any]]:
     """All plans in one launch, and each one's weights beside plain training on the CPU.
 
     Args:
         way: how ranks share the GPU (`parsim.execute.cuda.shared_gpu`); "": they need none.
     """
-    where = {NCCL: "one GPU, NCCL_HOSTID per rank", STAGED: f"{device}, gloo staged through the host"}.get(way, "gloo")
-    told = {name: f"{name}: {ranks} ranks, {where}, float64" for name in plans}
+    if why := too_late(left_s):
+        return [not_run(told_of(plans, ranks, device, way), why, way=way)]
     model = shared_model()
     try:
         with tempfile.TemporaryDirectory() as text:
@@ -179,18 +226,24 @@ def ranks_sharing(ranks: int, plans: Mapping[str, Plan], device: str, way: str) 
             )
             job = Job(output=text, mode="measure", runs=runs, steps=STEPS, warmup_steps=1, device=device, keep_state=True)
             job.save(folder / "job.json")
-            launch(folder / "job.json", ranks, timeout_s=SHARED_TIMEOUT_S, env={SHARE_VARIABLE: way} if way else {})
+            within_s = min(SHARED_TIMEOUT_S, left_s())
+            launch(folder / "job.json", ranks, timeout_s=within_s, env={SHARE_VARIABLE: way} if way else {})
             return [
-                {"what": told[name], "way": way, **beside_plain_training(run, folder / run.name / "checkpoints", model)}
+                {
+                    "what": told_of([name], ranks, device, way),
+                    "way": way,
+                    **beside_plain_training(run, folder / run.name / "checkpoints", model),
+                }
                 for name, run in zip(plans, runs, strict=True)
             ]
     except Exception as error:  # NCCL may refuse, or a plan hang
         refused = f"{type(error).__name__}: {error}"
-        what = f"{', '.join(plans)}: {ranks} ranks, {where}"
-        return [{"what": what, "way": way, "ok": False, "refused": way == NCCL, "found": refused}]
+        return [{"what": told_of(plans, ranks, device, way), "way": way, "ok": False, "refused": way == NCCL, "found": refused}]
 
 
-def ranks_alone(driver: Driver[Any, Any] | None = None, pin: Pin = torch.Tensor.pin_memory) -> Iterator[dict[str, Any]]:
+def ranks_alone(
+    driver: Driver[Any, Any] | None = None, pin: Pin = torch.Tensor.pin_memory, left_s: Left = lambda: math.inf
+) -> Iterator[dict[str, Any]]:
     """Every rank of every plan, one after the other, beside its simulated step. For issue order and overlap only.
 
     Args:
@@ -200,6 +253,9 @@ def ranks_alone(driver: Driver[Any, Any] | None = None, pin: Pin = torch.Tensor.
     for ranks, plans in shared_plans().items():
         for name, plan in plans.items():
             what = f"{name}: {ranks} ranks, each alone with torch's fake process group, for issue order and overlap only"
+            if left_s() < ALONE_S:
+                yield not_run(what, f"{max(0.0, left_s()):.0f} s of the budget are left")
+                continue
             try:
                 steps = steps_alone(plan, driver or TorchCudaDriver(device), device, pin)
                 late = max(step.latest_s / step.makespan_s for step in steps)

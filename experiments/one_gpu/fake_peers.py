@@ -23,13 +23,14 @@ from parsim.data.for_model import dataset_for
 from parsim.engines import static
 from parsim.execute.cuda.driver import Driver
 from parsim.execute.cuda.streams import CudaStreams
+from parsim.execute.launch_order import room_waits
 from parsim.execute.loading import Loader, Pin
 from parsim.execute.records.task_time import Operation, TaskTime
-from parsim.execute.relaxed.scripts import rank_tasks
-from parsim.execute.rooms.transfers import transfer_rooms
+from parsim.execute.relaxed.mixing import MixingRounds, mean_groups
+from parsim.execute.relaxed.stale import StaleStage
 from parsim.execute.runtime import RankProgram, required_groups
 from parsim.execute.stage import StageReplica
-from parsim.graph.lower import lower
+from parsim.graph.lower import lower, step_graphs
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.taskgraph import TaskGraph
 from parsim.model.model import Model
@@ -64,7 +65,10 @@ def fake_rank(run: PlannedRun, rank: int, streams: CudaStreams[Any, Any], device
     graph = lower(run.plan, run.model)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.plan.world_size)
     try:
-        groups = {entry: dist.new_group(list(entry[1])) for entry in required_groups(graph)}
+        mixes = run.plan.synchronisation.mixes
+        graphs = [graph, *(step_graphs(layout) if mixes else ())]
+        needed = [entry for step in graphs for entry in required_groups(step)] + mean_groups(layout)
+        groups = {entry: dist.new_group(list(entry[1])) for entry in dict.fromkeys(needed)}
         stage = StageReplica(
             run.spec,
             layout,
@@ -78,7 +82,9 @@ def fake_rank(run: PlannedRun, rank: int, streams: CudaStreams[Any, Any], device
         data = dataset_for(run.spec, run.dataset, root=None, seed=0)
         order = BatchOrder(n=len(data), global_batch=run.plan.global_batch, seed=0)
         with contextlib.closing(Loader(data, order, layout, rank, dtype=run.dtype, device=device, pin=pin)) as loader:
-            yield FakeRank(graph, RankProgram(graph, stage, streams, groups), loader)
+            mixing = MixingRounds(stage, groups, lambda _: None) if mixes else None
+            stale = StaleStage(stage) if run.plan.synchronisation.kind == "stale" else None
+            yield FakeRank(graph, RankProgram(graph, stage, streams, groups, mixing, stale), loader)
     finally:
         dist.destroy_process_group()
 
@@ -106,11 +112,8 @@ def with_rooms(run: PlannedRun) -> TaskGraph:
 
     Ranks wait so (`parsim.plans.stage_transfers`); simulations of plans leave it out.
     """
-    graph, layout = lower(run.plan, run.model), PlanIndex(run.plan, run.model)
-    more: dict[int, tuple[int, ...]] = {}
-    for rank in range(run.plan.world_size):
-        for index, awaited in transfer_rooms(rank_tasks(graph, rank), layout, rank).awaited.items():
-            more[index] = (*more.get(index, ()), *awaited)
+    graph = lower(run.plan, run.model)
+    more = room_waits(graph, PlanIndex(run.plan, run.model))
     tasks = tuple(
         replace(task, dependencies=tuple(dict.fromkeys((*task.dependencies, *more.get(task.index, ())))))
         for task in graph.tasks

@@ -24,12 +24,16 @@ GLIBC_MINORS = (28, 27, 17, 12, 5)
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in GLIBC_MINORS), "manylinux2014_x86_64", "manylinux1_x86_64")
 MIB = 2**20
 
-SMOKE_S, CORRECTNESS_S, START_S = 120, 240, 60
-"""Of the whole time: for the first and the last command, and for a machine to start and to take the files."""
+SMOKE_S, CORRECTNESS_S, START_S, BETWEEN_S = 120, 240, 60, 10
+"""Of the whole time: for the first and, at least, the last command; for a machine to start and to take the files; and for files
+that travel with each command."""
 
 CALL_S, MARGIN_S, LEAST_CALL_S = 600, 60, 180
 """Most seconds of one command; what stays free at its end, since a command that is killed loses its last case; and what a call
 is worth making for."""
+
+TESTS_S, KILL_S, FLOOR_S = 60, 5, 5
+"""Of the last command, what its tests get; from a request to end until it is forced; and the least that anything is given."""
 
 INSTALL = (
     "SITE=$(mktemp -d) && python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target $SITE .whl/*.whl"
@@ -102,43 +106,73 @@ def tree_bytes() -> int:
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
-def budgets_of(minutes: float) -> list[int]:
-    """Seconds of every call of the programme: whole ones, and one of what is left if it is worth one.
+def shares_of(minutes: float) -> tuple[list[int], int]:
+    """Seconds of every call of the programme: whole ones, and one of what is left if it is worth one; and of the last command,
+    which else takes what is left.
 
     Raises ValueError for too few minutes.
     """
-    others_s = SMOKE_S + CORRECTNESS_S + START_S
-    whole, rest_s = divmod(max(0, int(60 * minutes) - others_s), CALL_S)
-    budgets = [CALL_S - MARGIN_S] * whole + ([rest_s - MARGIN_S] if rest_s >= LEAST_CALL_S else [])
+    others_s = SMOKE_S + CORRECTNESS_S + START_S + 2 * BETWEEN_S
+    whole, rest_s = divmod(max(0, int(60 * minutes) - others_s), CALL_S + BETWEEN_S)
+    budgets = [CALL_S - MARGIN_S] * whole
+    if rest_s >= LEAST_CALL_S + BETWEEN_S:
+        budgets.append(min(CALL_S, rest_s - BETWEEN_S) - MARGIN_S)
+        rest_s = 0
     if not budgets:
-        least = math.ceil((LEAST_CALL_S + others_s) / 60)
+        least = math.ceil((LEAST_CALL_S + BETWEEN_S + others_s) / 60)
         raise ValueError(f"{minutes:g} minutes are too few for the three commands; give --minutes {least} or more")
-    return budgets
+    return budgets, min(CALL_S, CORRECTNESS_S + rest_s)
+
+
+def begun() -> str:
+    """How every command begins: its clock, and the wheels, which are part of its time."""
+    return f"SECONDS=0; left() {{ echo $(($1 - SECONDS > {FLOOR_S} ? $1 - SECONDS : {FLOOR_S})); }}; {INSTALL}"
+
+
+def within(seconds: int) -> str:
+    """Ends what follows so many seconds after its command began."""
+    return f"timeout -k {KILL_S} $(left {seconds - KILL_S})"
+
+
+def smoke() -> str:
+    return f"{begun()} && {within(SMOKE_S)} python3 experiments/one_gpu/smoke.py --out $OUT"
+
+
+def programme(budget: int) -> str:
+    """Args: budget: seconds from the beginning of the command, wheels included."""
+    return (
+        f"{begun()} && set -o pipefail && {within(budget + MARGIN_S)} python3 experiments/one_gpu/run.py"
+        f" --budget $(left {budget}) --out $OUT --done {KEPT}/rows.jsonl 2>&1 | tee $OUT/log"
+    )
+
+
+def correctness(seconds: int) -> str:
+    """The checks, and in what is left the tests that need a GPU."""
+    checks_s, tests = seconds - TESTS_S, "python3 -m pytest -q -p no:cacheprovider -n 0"
+    return (
+        f"{begun()} && {within(checks_s)} python3 experiments/one_gpu/correct.py --budget $(left {checks_s - 2 * KILL_S})"
+        f" --out $OUT; {within(seconds)} {tests} -m gpu tests/gpu; {within(seconds)} {tests} tests/unit/test_cuda_operators.py"
+    )
 
 
 def commands(minutes: float) -> list[str]:
     """What to run there, for people to copy."""
-    budgets = budgets_of(minutes)
-    ways = {
-        "smoke": f"{INSTALL} && python3 experiments/one_gpu/smoke.py --out $OUT",
-        "programme": f"{INSTALL} && set -o pipefail && python3 experiments/one_gpu/run.py --budget {budgets[0]} --out $OUT"
-        f" --done {KEPT}/rows.jsonl 2>&1 | tee $OUT/log",
-        "correctness": f"{INSTALL} && python3 experiments/one_gpu/correct.py --out $OUT;"
-        " python3 -m pytest -m gpu -q -p no:cacheprovider -n 0 tests/gpu;"
-        " python3 -m pytest -q -p no:cacheprovider -n 0 tests/unit/test_cuda_operators.py",
-    }
-    told = ", ".join(str(budget) for budget in budgets)
-    return [
+    budgets, correctness_s = shares_of(minutes)
+    lines = [
         "",
-        f"1. Smoke, about {SMOKE_S} s: does everything import, does the GPU do what the programme asks of it?",
-        f"   {ways['smoke']}",
+        f"1. Smoke, at most {SMOKE_S} s: does everything import, does the GPU do what the programme asks of it?",
+        f"   {smoke()}",
         "",
-        f"2. The programme, {len(budgets)} call(s) with --budget {told}; each ends within {MARGIN_S} s of its budget.",
+        f"2. The programme, {len(budgets)} call(s); each ends within {MARGIN_S} s of its budget.",
         f"   After each call copy rows.jsonl from $OUT to {KEPT}/ in the tree: the next call goes on from there.",
-        f"   {ways['programme']}",
+    ]
+    for budget in dict.fromkeys(budgets):
+        lines += [f"   {budgets.count(budget)} call(s) with a budget of {budget} s:", f"   {programme(budget)}"]
+    return [
+        *lines,
         "",
-        f"3. Correctness, about {CORRECTNESS_S} s:",
-        f"   {ways['correctness']}",
+        f"3. Correctness, at most {correctness_s} s:",
+        f"   {correctness(correctness_s)}",
         "",
         f"Afterwards, anywhere: python experiments/one_gpu/run.py --analyse {KEPT}",
     ]

@@ -17,6 +17,7 @@ from questions import GRANULARITY, LEARNING_RATE, Question
 from torch import Tensor
 
 from calibration.gpu.device import UnsupportedError
+from calibration.gpu.launches import capturing
 from parsim.execute.job import RunSpec
 from parsim.execute.numerics import numerics_of, set_switches
 from parsim.execute.records.memory_lines import StepWatch, watching
@@ -132,7 +133,7 @@ class EagerStep:
 def graphed(question: Question, device: torch.device) -> Program:
     """The eager step, captured whole and replayed.
 
-    Raises: UnsupportedError without CUDA.
+    Raises: UnsupportedError without CUDA, SpoiledProcessError if the capture fails.
     """
     if device.type != "cuda":
         raise UnsupportedError("CUDA graphs need CUDA")
@@ -149,7 +150,7 @@ def graphed(question: Question, device: torch.device) -> Program:
     graph = torch.cuda.CUDAGraph()
     eager.last = None  # with what its backward kept of the side stream
     eager.optimizer.zero_grad(set_to_none=True)
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         eager.step()
     return Program(name="cuda graph", step=graph.replay, loss=eager.loss, close=graph.reset)
 

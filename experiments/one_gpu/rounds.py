@@ -14,6 +14,7 @@ from typing import Any
 from programs import Program
 from questions import Scope
 
+from calibration.gpu.device import SpoiledProcessError
 from calibration.gpu.programme import failure
 from parsim.execute.cuda.event_timing import DeviceClock
 
@@ -70,13 +71,13 @@ def _turn(clock: DeviceClock, program: Program, steps: int) -> float:
 
 
 def build_all(builders: Sequence[tuple[str, Any]]) -> tuple[list[Program], dict[str, Any]]:
-    """The programs that could be built, and why the others could not: the first has to be."""
+    """The programs that could be built, and why the others could not: the first has to be, and none may spoil the process."""
     programs, failed = [], {}
     for number, (name, build) in enumerate(builders):
         try:
             programs.append(build())
         except Exception as error:
-            if number == 0:
+            if number == 0 or isinstance(error, SpoiledProcessError):
                 raise
             failed[name] = failure(error)
     return programs, failed

@@ -25,7 +25,7 @@ BEGIN_S = time.monotonic()  # what imports take belongs to the budget
 
 from supervise import LOST_DEVICE_STATUS, note_begun, note_moved, own_command, supervise  # noqa: E402
 
-from calibration.gpu.journal import CASE, DONE, FAILED, SKIPPED, STATUS, Journal, JournalRow, read_rows  # noqa: E402
+from calibration.gpu.journal import AGAIN, CASE, DONE, FAILED, SKIPPED, STATUS, Journal, JournalRow, read_rows  # noqa: E402
 from parsim.errors import ParsimError  # noqa: E402
 from parsim.execute.processes.processes import PARENT_VARIABLE, die_with_parent  # noqa: E402
 from parsim.files import write_text_atomically  # noqa: E402
@@ -203,7 +203,8 @@ def list_cases(asked: argparse.Namespace) -> int:
 
     scope = scope_of(asked)
     path = asked.out / ROWS_FILE
-    known = {row[CASE] for file in (path, asked.done) if file is not None and file.is_file() for row in read_rows(file)}
+    files = [file for file in (path, asked.done) if file is not None and file.is_file()]
+    known = {row[CASE] for file in files for row in read_rows(file) if not row.get(AGAIN, False)}
     programme = Programme(open_device("cpu"), scope, asked.out, seed=asked.seed, say=progress)
     cases = chosen(programme, asked)
     for case in cases:

@@ -2,6 +2,8 @@
 
 The measuring process writes which case begins. If it ends without a row for that case, or takes far longer than the estimate, a
 row says so, and a new process goes on with the next case. An error of CUDA that sticks to its process ends that process too.
+So does a CUDA graph that cannot be captured. A case that the budget cuts off runs again in a later call, once: one that takes
+far more than its estimate would take the time of all calls.
 torch is not imported here.
 """
 
@@ -18,12 +20,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from calibration.gpu.journal import CASE, FAILED, STATUS, Journal
+from calibration.gpu.journal import AGAIN, CASE, FAILED, STATUS, Journal
 from parsim.execute.processes.processes import PARENT_VARIABLE
 
 BEGUN_FILE = "begun.json"
 LOST_DEVICE_STATUS = 75
-"""Exit status of a measuring process whose device answers no more; the row of the case is written."""
+"""Exit status of a measuring process that can measure no more; the row of the case is written."""
 
 SLACK, LEAST_SLACK_S = 3.0, 60.0
 """A case hangs if it says nothing for so many times its estimate, and so many seconds more."""
@@ -98,12 +100,13 @@ def supervise(
     while True:
         before = dict(open_journal().rows)
         (folder / BEGUN_FILE).unlink(missing_ok=True)
-        status, ended = _one_process([*command(), "--budget", f"{left_s:.1f}"], folder, end_s=begin_s + budget_s + GRACE_S)
+        status, ended, cut = _one_process([*command(), "--budget", f"{left_s:.1f}"], folder, end_s=begin_s + budget_s + GRACE_S)
         begun, journal = read_begun(folder), open_journal()
         (folder / BEGUN_FILE).unlink(missing_ok=True)
         if begun is not None and journal.rows.get(begun.case) == before.get(begun.case):
             why = ended or f"its process {_end_of(status)}"
-            journal.append(_failed_row(begun, why))
+            first = cut and not before.get(begun.case, {}).get(AGAIN, False)
+            journal.append({**_failed_row(begun, why), **({AGAIN: True} if first else {})})
             say(f"{begun.case}: FAILED, {why}")
         elif status in (0, 1):
             return status
@@ -116,8 +119,8 @@ def supervise(
         say(f"a new process goes on, {left_s:.0f} s are left")
 
 
-def _one_process(command: Sequence[str], folder: Path, *, end_s: float) -> tuple[int, str]:
-    """Its exit status, and why it was ended, "" if it ended by itself."""
+def _one_process(command: Sequence[str], folder: Path, *, end_s: float) -> tuple[int, str, bool]:
+    """Its exit status; why it was ended, "" if it ended by itself; and whether for the budget alone."""
     environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
     process = subprocess.Popen(list(command), env=environment)
     try:
@@ -125,14 +128,14 @@ def _one_process(command: Sequence[str], folder: Path, *, end_s: float) -> tuple
             begun, now_s = read_begun(folder), time.monotonic()
             if begun is None and now_s > end_s:
                 process.kill()
-                return process.wait(), "ended: the budget is over"
+                return process.wait(), "ended: the budget is over", True
             if begun is not None and now_s > min(begun.limit_s, end_s):
                 hangs = now_s > begun.limit_s
                 took = f"after {now_s - begun.at_s:.0f} s, with an estimate of {begun.estimate_s:.0f} s"
                 process.kill()
-                return process.wait(), f"ended {took}: {'it hangs' if hangs else 'the budget is over'}"
+                return process.wait(), f"ended {took}: {'it hangs' if hangs else 'the budget is over'}", not hangs
             time.sleep(POLL_S)
-        return process.returncode, ""
+        return process.returncode, "", False
     finally:
         if process.poll() is None:
             process.kill()

@@ -15,6 +15,7 @@ from functools import partial
 from torch import Tensor
 
 from parsim.errors import ExecutionError
+from parsim.execute.launch_order import launch_order
 from parsim.execute.operations.communicating import Communicating
 from parsim.execute.operations.computing import BatchSource, Computing
 from parsim.execute.operations.values import StepValues
@@ -48,11 +49,10 @@ class _Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Issue:
-    """A script, bound: `computed` by the calling thread, `communicated` on streams of their own; both in issue order."""
+    """A script, bound, in the order in which the calling thread issues it."""
 
     script: StepScript
-    computed: tuple[_Bound, ...]
-    communicated: tuple[_Bound, ...]
+    entries: tuple[_Bound, ...]
 
 
 class RankProgram:
@@ -76,7 +76,8 @@ class RankProgram:
         self._stage = stage
         self._stale = stale
         self._streams = streams
-        self._steps = StepScripts(graph, stage.layout, stage.rank, mixing, stale)
+        order = launch_order if streams.queues else None
+        self._steps = StepScripts(graph, stage.layout, stage.rank, mixing, stale, order)
         self._script = self._steps.of_step(None)
         self._room = rooms_of(self._script.tasks)
         self._transfers = transfer_rooms(self._script.tasks, stage.layout, stage.rank)
@@ -158,12 +159,11 @@ class RankProgram:
         self._communicating.begin_parameters(self._room.first_parameters)
         self._communicating.make_room(self._transfers.first)
         self._computing.batch = batch
-        issue = self._issue_of(self._script)
-        for entry in issue.communicated:
-            streams.submit(entry.task.index, entry.stream, entry.before, entry.operation)
         load = None
-        for entry in issue.computed:
-            if streams.loads_ahead and isinstance(entry.task.work, LoadBatch):
+        for entry in self._issue_of(self._script).entries:
+            if entry.stream not in (COMPUTE, HOST):
+                streams.submit(entry.task.index, entry.stream, entry.before, entry.operation)
+            elif streams.loads_ahead and isinstance(entry.task.work, LoadBatch):
                 load = entry
                 self._begin_batch(entry, batch)
             else:
@@ -182,18 +182,17 @@ class RankProgram:
         """Bound once per script. Scripts are kept: none takes the identity of another."""
         if id(script) not in self._issues:
             places = {task.index: (number, stream) for number, (task, stream, _) in enumerate(script.tasks)}
-            bound = []
+            bound: dict[int, _Bound] = {}
             for task, stream, before in script.tasks:
                 every = (*before, *self._transfers.awaited.get(task.index, ()))
                 operation = self._operation(task, script)
                 if stream in (COMPUTE, HOST):
                     operation = self._with_room(task, operation)
-                bound.append(_Bound(task=task, stream=stream, before=_last(every, places), operation=operation))
-            self._issues[id(script)] = _Issue(
-                script=script,
-                computed=tuple(entry for entry in bound if entry.stream in (COMPUTE, HOST)),
-                communicated=tuple(entry for entry in bound if entry.stream not in (COMPUTE, HOST)),
-            )
+                bound[task.index] = _Bound(task=task, stream=stream, before=_last(every, places), operation=operation)
+            entries = [bound[index] for index in script.launches]
+            if not entries:  # communication first: threads wait for what it needs
+                entries = sorted(bound.values(), key=lambda entry: entry.stream in (COMPUTE, HOST))
+            self._issues[id(script)] = _Issue(script=script, entries=tuple(entries))
         return self._issues[id(script)]
 
     def _operation(self, task: Task, script: StepScript) -> Operation:

@@ -38,12 +38,17 @@ class Streams(Protocol):
     """What the interpreter needs of a device.
 
     Where the device `loads_ahead`, a step's batch is copied by `load`, or was by `load_ahead` in the step before and is
-    only `loaded` now. An operation calls three functions while it issues. `used`: its stream reads a tensor that another
-    stream may have allocated. `fence`: marks its launches so far. `after`: makes it wait for a fence.
+    only `loaded` now. Where it `queues`, the host runs ahead, and the device may run one after the other what several streams
+    were given: ranks then issue in one order (`parsim.execute.launch_order`). An operation calls three functions while it
+    issues. `used`: its stream reads a tensor that another stream may have allocated. `fence`: marks its launches so far.
+    `after`: makes it wait for a fence.
     """
 
     @property
     def loads_ahead(self) -> bool: ...
+
+    @property
+    def queues(self) -> bool: ...
 
     def submit(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None: ...
 
@@ -87,7 +92,7 @@ class ThreadStreams:
     Loading takes the time of the core that computes: it runs in its turn.
     """
 
-    loads_ahead = False
+    loads_ahead = queues = False
     _clock = staticmethod(time.perf_counter)
 
     def __init__(self) -> None:

@@ -136,6 +136,16 @@ def test_no_kernel_is_loaded_while_nccl_waits_for_a_peer(gpus: Any, monkeypatch:
     assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
 
 
+def test_nccl_orders_its_kernels_by_their_launches_where_times_mean_nothing(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere a message would wait behind a sum that was launched before it, which no prediction knows."""
+    gpus(1)
+    take_gpu(0, 0, alone=False)
+    assert "NCCL_LAUNCH_ORDER_IMPLICIT" not in os.environ
+    monkeypatch.setenv("PARSIM_SHARE_GPU", NCCL)
+    take_gpu(0, 0, alone=False)
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+
+
 def test_ranks_look_like_different_hosts_to_nccl() -> None:
     environment = {"PARSIM_SHARE_GPU": NCCL}
     one, other = (rank_variables(rank, environment) for rank in (0, 1))
@@ -191,6 +201,87 @@ def test_ranks_alone_issue_and_overlap_as_simulated(correct: ModuleType, monkeyp
     careless = VirtualDriver(clock_s=100.0, careless=frozenset(range(1, 999)))
     rows = list(correct.ranks_alone(careless, torch.clone))
     assert [row["ok"] for row in rows] == [False] * 3
+
+
+@pytest.fixture
+def timed(correct: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A clock that launches move by what they `take`, up to their timeout; `nccl`: whether it lets ranks share a GPU."""
+    told: dict[str, Any] = {"now_s": 0.0, "takes_s": 50.0, "nccl": True, "launches": [], "timeouts_s": []}
+
+    def passes(most_s: float) -> None:
+        told["timeouts_s"].append(most_s)
+        told["now_s"] += min(told["takes_s"], most_s)
+        if told["takes_s"] > most_s:
+            raise ExecutionError("time is up")
+
+    def launched(job: Path, ranks: int, *, timeout_s: float, env: dict[str, str] | None = None) -> None:
+        way = (env or {}).get("PARSIM_SHARE_GPU", "")
+        told["launches"].append((ranks, way))
+        if way == NCCL and not told["nccl"]:
+            told["now_s"] += 20.0
+            raise ExecutionError("Duplicate GPU detected")
+        passes(timeout_s)
+
+    def alone(plan: Any, *_: object) -> list[Any]:
+        told["now_s"] += 5.0
+        return [correct.IssuedStep(ends_s={}, makespan_s=1.0, latest_s=0.0, hidden=0.5, simulated_hidden=0.5)] * (
+            plan.world_size
+        )
+
+    monkeypatch.setattr(correct, "SHARED_TIMEOUT_S", 100)
+    monkeypatch.setattr(correct, "launch", launched)
+    monkeypatch.setattr(correct, "beside_plain_training", lambda *_: {"ok": True, "found": ""})
+    monkeypatch.setattr(correct, "steps_alone", alone)
+    monkeypatch.setattr(correct, "TorchCudaDriver", lambda _: None)
+    return told
+
+
+def checked(correct: ModuleType, timed: dict[str, Any], budget_s: float) -> list[dict[str, Any]]:
+    return list(correct.checks("cuda", lambda: budget_s - timed["now_s"]))
+
+
+def test_all_checks_run_where_there_is_time(correct: ModuleType, timed: dict[str, Any]) -> None:
+    rows = checked(correct, timed, 10_000.0)
+    assert len(rows) == 4 + 7 + 4 + 11
+    assert not any(row.get("not_run", False) for row in rows)
+    assert timed["launches"] == [(1, ""), (2, NCCL), (4, NCCL), (1, ""), (1, ""), (1, "")]
+
+
+@pytest.mark.parametrize("budget_s", [60.0, 200.0, 240.0, 380.0])
+@pytest.mark.parametrize("takes_s", [20.0, 50.0, 1000.0])
+@pytest.mark.parametrize("nccl", [True, False])
+def test_checks_end_within_their_budget_and_say_what_was_not_run(
+    correct: ModuleType, timed: dict[str, Any], budget_s: float, takes_s: float, nccl: bool
+) -> None:
+    timed["takes_s"], timed["nccl"] = takes_s, nccl
+    rows = checked(correct, timed, budget_s)
+    assert timed["now_s"] <= budget_s + 5.0, "one rank alone"
+    assert timed["launches"][:2] == [(1, ""), (2, NCCL)][: len(timed["launches"])]
+    assert min(timed["timeouts_s"]) >= correct.LAUNCH_S
+    told = " ".join(row["what"] for row in rows)
+    for plans in correct.shared_plans().values():
+        assert all(name in told for name in plans), "run or not, every plan is named"
+    assert all(row["found"].startswith("not run: ") for row in rows if row.get("not_run", False))
+    if takes_s == 1000.0:
+        assert any(row.get("not_run", False) for row in rows)
+
+
+def test_nccl_that_refuses_two_ranks_is_not_asked_for_four(correct: ModuleType, timed: dict[str, Any]) -> None:
+    timed["nccl"] = False
+    rows = checked(correct, timed, 10_000.0)
+    assert timed["launches"][:4] == [(1, ""), (2, NCCL), (2, STAGED), (4, STAGED)]
+    assert [row["found"] for row in rows if row.get("not_run", False)] == ["not run: NCCL did not take two ranks on one GPU"]
+
+
+def test_the_command_has_a_budget(
+    correct: ModuleType, timed: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["correct.py", "--budget", "0.5"])
+    assert correct.main() == 1
+    said = capsys.readouterr().out.splitlines()
+    assert timed["launches"] == []
+    assert said[0].startswith("NOT RUN ")
+    assert said[-1] == f"nothing was checked; {len(said) - 1} not run"
 
 
 def test_a_launch_that_fails_is_a_row_and_only_nccl_may_refuse(correct: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

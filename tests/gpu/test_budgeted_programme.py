@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calibration.gpu.board import BoardReading, BoardWatch, find_reader, parse_smi, summarised
-from calibration.gpu.device import UnsupportedError
+from calibration.gpu.device import SpoiledProcessError, UnsupportedError
 from calibration.gpu.journal import Journal, JournalRow, read_rows
 from calibration.gpu.programme import BenchmarkCase, Outcome, run_programme
 from parsim.errors import ConfigError
@@ -95,6 +96,35 @@ def test_a_case_that_raises_leaves_a_row_and_the_others_run(tmp_path: Path) -> N
         assert any('File "tests/gpu/test_budgeted_programme.py"' in line for line in row["traceback"])
         assert str(ROOT) not in json.dumps(row)
         assert journal.rows["after"]["status"] == "done"
+
+
+def test_a_case_that_spoils_its_process_ends_it_and_runs_once_more(tmp_path: Path) -> None:
+    """Once: where it fails again, it has failed. Only a case that can do without what failed is worth it."""
+    spoiling = replace(failing(SpoiledProcessError("no capture")), again=True)
+    clock, path = Clock(), tmp_path / "rows.jsonl"
+    cases = [spoiling, clock.case("waits", 1, after=("failing",)), clock.case("later", 1)]
+    first = run(cases, Journal(path), clock)
+    assert (first.ran, first.left, first.lost_device) == (("failing",), ("waits", "later"), True)
+    assert Journal(path).rows["failing"]["status"] == "failed"
+    again = run(cases, Journal(path), clock)
+    assert (again.ran, again.known, again.lost_device) == (("failing",), (), True)
+    last = run(cases, Journal(path), clock)
+    assert (last.ran, last.known, last.lost_device) == (("waits", "later"), ("failing",), False)
+    once = Journal(tmp_path / "once.jsonl")
+    assert run([replace(spoiling, again=False), clock.case("later", 1)], once, clock).left == ("later",)
+    assert run([replace(spoiling, again=False), clock.case("later", 1)], once, clock).ran == ("later",)
+
+
+def test_a_row_that_counts_takes_the_place_of_one_that_does_not(tmp_path: Path) -> None:
+    """A folder of an earlier call has the cut case, the file of a later one what came of it."""
+    cut, done = {"case": "a", "status": "failed", "again": True}, {"case": "a", "status": "done"}
+    journal = Journal(tmp_path / "rows.jsonl")
+    journal.append(cut)
+    assert not journal.counts("a")
+    journal.add_missing([done])
+    assert journal.counts("a")
+    journal.add_missing([cut])
+    assert journal.rows["a"] == done
 
 
 def test_a_case_that_the_device_cannot_run_is_skipped_with_the_reason(tmp_path: Path) -> None:

@@ -226,21 +226,68 @@ def test_failures_are_listed_and_the_last_row_of_a_case_counts(own: Any) -> None
 # --- wheels and commands ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("minutes", [10, 12, 17, 20, 25, 30, 45, 60])
+@pytest.mark.parametrize("minutes", [11, 12, 17, 20, 25, 30, 45, 60])
 def test_the_three_commands_fit_into_the_minutes(own: Any, minutes: float) -> None:
     prepare = own("prepare")
-    budgets = prepare.budgets_of(minutes)
+    budgets, correctness_s = prepare.shares_of(minutes)
     calls_s = sum(budget + prepare.MARGIN_S for budget in budgets)
-    assert calls_s + prepare.SMOKE_S + prepare.CORRECTNESS_S + prepare.START_S <= 60 * minutes
-    assert max(budgets) + prepare.MARGIN_S <= prepare.CALL_S
+    between_s = (len(budgets) + 2) * prepare.BETWEEN_S
+    assert calls_s + prepare.SMOKE_S + correctness_s + prepare.START_S + between_s <= 60 * minutes
+    assert max(max(budgets) + prepare.MARGIN_S, correctness_s) <= prepare.CALL_S
+    assert correctness_s >= prepare.CORRECTNESS_S
     text = "\n".join(prepare.commands(minutes))
     assert all(f"experiments/one_gpu/{script}.py" in text for script in ("smoke", "run", "correct"))
-    assert f"--budget {budgets[0]} " in text
+    assert f"--budget $(left {budgets[0]}) " in text
 
 
 def test_too_few_minutes_are_refused_with_the_least(own: Any) -> None:
-    with pytest.raises(ValueError, match="give --minutes 10 or more"):
-        own("prepare").budgets_of(5)
+    with pytest.raises(ValueError, match="give --minutes 11 or more"):
+        own("prepare").shares_of(5)
+    own("prepare").shares_of(11)
+
+
+PYTHON = """#!/bin/bash
+case "$*" in
+*pip*) sleep 2 ;;
+*run.py*) echo "$@" >> asked ;;
+*) echo "$@" >> asked; sleep 60 ;;
+esac
+"""
+
+
+def test_each_printed_command_ends_within_its_share_whatever_hangs(
+    own: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Installing the wheels is part of the share: with two seconds for them, and everything else hanging."""
+    prepare = own("prepare")
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    monkeypatch.setattr(prepare, "SMOKE_S", 5)
+    monkeypatch.setattr(prepare, "KILL_S", 1)
+    monkeypatch.setattr(prepare, "FLOOR_S", 1)
+    (tmp_path / ".whl").mkdir()
+    environment = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}", "OUT": str(tmp_path)}
+
+    def seconds(command: str) -> float:
+        begin_s = time.monotonic()
+        subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, check=False, capture_output=True, timeout=50)
+        return time.monotonic() - begin_s
+
+    assert seconds(prepare.smoke()) < 5 + 1.5
+    assert seconds(prepare.correctness(8)) < 8 + 1.5
+    assert seconds(prepare.programme(7)) < 7
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert [line.split()[0] for line in asked] == [
+        "experiments/one_gpu/smoke.py",
+        "experiments/one_gpu/correct.py",
+        *["-m"] * 2,
+        "experiments/one_gpu/run.py",
+    ]
+    (budget,) = (int(line.split("--budget ")[1].split()[0]) for line in asked if "run.py" in line)
+    assert budget in (4, 5)
+    assert "tests/gpu" in asked[2]
 
 
 def test_every_package_that_is_carried_is_pinned(own: Any) -> None:

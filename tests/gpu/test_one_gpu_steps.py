@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from calibration.gpu.device import UnsupportedError
+from calibration.gpu.device import SpoiledProcessError, UnsupportedError, cpu_device
+from calibration.gpu.journal import Journal
+from calibration.gpu.launches import capturing
+from calibration.gpu.programme import run_programme
 from tests.virtual_cuda import VirtualDriver
 
 CPU = torch.device("cpu")
@@ -30,6 +35,57 @@ def test_the_executor_trains_what_eager_torch_trains(own: Any, precision: str, c
 def test_what_needs_cuda_says_so(own: Any) -> None:
     with pytest.raises(UnsupportedError, match="CUDA graphs need CUDA"):
         own("programs").graphed(own("questions").REHEARSED.held_out[0], CPU)
+
+
+class Capture:
+    """In place of torch.cuda.graph: a step that cannot be captured, as CUDA says at its end."""
+
+    def __init__(self, graph: object) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *args: object) -> None:
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+def test_a_capture_that_fails_is_told_from_a_program_that_cannot_be_built(monkeypatch: pytest.MonkeyPatch, own: Any) -> None:
+    """torch leaves the stream of the capture current: nothing that this process measures afterwards counts."""
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+
+    def captured() -> Any:
+        with capturing(object()):
+            pass
+
+    with pytest.raises(SpoiledProcessError, match="could not be captured: RuntimeError: CUDA error"):
+        captured()
+    with pytest.raises(SpoiledProcessError):
+        own("rounds").build_all([("executor", lambda: "built"), ("cuda graph", captured)])
+
+
+def test_a_step_whose_capture_failed_is_measured_without_it(own: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = own("cases")
+    built: list[list[str]] = []
+
+    def spoiled(question: object, device: object) -> Any:
+        raise SpoiledProcessError("a CUDA graph could not be captured")
+
+    def rounds(clock: object, programs: list[Any], *_: Any, **__: Any) -> dict[str, Any]:
+        built.append([entry.name for entry in programs])
+        return {"rounds_s": {entry.name: [1.0] for entry in programs}}
+
+    monkeypatch.setattr(cases, "graphed", spoiled)
+    monkeypatch.setattr(cases, "interleaved", rounds)
+    programme = cases.Programme(cpu_device(), own("questions").REHEARSED, tmp_path, seed=0, say=print)
+    (case, *_) = (case for case in programme.cases() if case.name.startswith("step "))
+    journal = Journal(tmp_path / "rows.jsonl")
+    journal.append({"case": case.after[0], "status": "failed"})
+    for _ in range(2):
+        run_programme([case], journal, budget_s=1e4, clock=time.monotonic, say=print)
+    row = journal.rows[case.name]
+    assert (row["status"], built) == ("done", [["executor", "eager"]])
+    assert row["not_built"]["cuda graph"]["message"] == "a CUDA graph could not be captured"
 
 
 def program(own: Any, device: VirtualDriver, name: str, seconds: float, steps: list[str]) -> Any:

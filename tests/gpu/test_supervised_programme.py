@@ -25,8 +25,9 @@ MEASURING = """
     out = Path({out!r})
     journal = Journal(out / "rows.jsonl")
     for name, estimate_s in {cases!r}.items():
-        if name in journal.rows:
+        if journal.counts(name):
             continue
+        earlier = journal.rows.get(name, {{}})
         note_begun(out, name, estimate_s)
         if name.startswith("crash"):
             os.kill(os.getpid(), signal.SIGSEGV)
@@ -36,8 +37,9 @@ MEASURING = """
             for _ in range(20):
                 time.sleep(0.1)
                 note_moved(out)
-        status = "failed" if name.startswith("lose") else "done"
-        journal.append(dict(case=name, status=status, error="", message="", seconds=0.0))
+        status = "failed" if name.startswith("lose") or (name.startswith("spoil") and not earlier) else "done"
+        again = name.startswith("spoil") and not earlier
+        journal.append(dict(case=name, status=status, error="", message="", seconds=0.0, again=again))
         if status == "failed":
             sys.exit(LOST_DEVICE_STATUS)
 """
@@ -103,6 +105,24 @@ def test_a_case_that_runs_past_the_budget_is_ended_and_leaves_its_row(supervised
     assert time.monotonic() - begin_s < 20.0
     assert outcomes(journal) == {"a": "done", "hang": "failed"}
     assert journal.rows["hang"]["message"].endswith("the budget is over")
+
+
+def test_a_case_that_spoils_its_process_runs_again_in_the_next_one(supervised: Any) -> None:
+    status, journal, said = supervised({"a": 1, "spoil": 1, "b": 1})
+    assert status == 0
+    assert outcomes(journal) == {"a": "done", "spoil": "done", "b": "done"}
+    assert len([line for line in said if "a new process goes on" in line]) == 1
+
+
+def test_a_case_that_the_budget_cuts_off_runs_again_in_a_later_call_once(supervised: Any) -> None:
+    """Not for ever: one that takes far more than its estimate would take the time of all calls."""
+    begun = []
+    for _ in range(3):
+        _, journal, said = supervised({"a": 1, "hang": 500.0}, budget_s=2.0)
+        begun.append(any(line.startswith("hang: FAILED") for line in said))
+    assert begun == [True, True, False]
+    assert journal.counts("hang")
+    assert outcomes(journal) == {"a": "done", "hang": "failed"}
 
 
 def test_a_process_that_hangs_before_its_first_case_is_ended_with_the_budget(

@@ -29,9 +29,14 @@ NCCL_APART = {
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
     "NCCL_RAS_ENABLE": "0",
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
     "CUDA_MODULE_LOADING": "EAGER",
 }
 """Of every rank: nothing but sockets of the loopback is tried. RAS would listen on one port for all of them.
+
+NCCL (from 2.26) starts the kernels of all communicators in the order of their launches, which is the same on all ranks
+(`parsim.execute.launch_order`). It then promises that they do not wait for ever. Leaves out ranks with a GPU of their own: a
+message would wait behind a sum that waits for another sum, which the simulation runs side by side.
 
 CUDA loads a kernel at its first launch and waits until the GPU is idle. It never is while a receive waits for a peer, which may
 need that very kernel's result. So kernels are loaded at the start, which takes seconds and memory. Leaves out ranks with a GPU

@@ -61,7 +61,7 @@ class CudaStreams(Generic[S, E]):
     Attributes: loads_ahead: the batch of the next step is copied while this step computes (`load_ahead`).
     """
 
-    loads_ahead = True
+    loads_ahead = queues = True
 
     def __init__(self, driver: Driver[S, E]) -> None:
         self._driver = driver

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from parsim.execute.relaxed.mixing import MixingRounds
@@ -46,6 +46,7 @@ class StepScript:
     tasks: of the rank. updates: whether an optimizer's step is among them. mixing: what to do for tasks of a round.
     is_first: whether it is the step that the prediction shows: like the one that the first round follows.
     share: of the replicas that compute in the step.
+    launches: the numbers of `tasks` in the order that all ranks launch in; none where ranks need no such order.
     """
 
     tasks: RankTasks
@@ -53,6 +54,7 @@ class StepScript:
     mixing: Mapping[int, Callable[[], None]] = field(default_factory=dict)
     is_first: bool = True
     share: float = 1.0
+    launches: tuple[int, ...] = ()
 
 
 class StepScripts:
@@ -61,13 +63,20 @@ class StepScripts:
     Args:
         graph: of the step that the first round follows, or of every step. layout: of the plan. rank: global number.
         mixing: where replicas mix in rounds, the rank's part of them. stale: where stages are decoupled, what waits there.
+        launch_order: of all tasks of a graph; None: ranks need none.
     """
 
     def __init__(
-        self, graph: TaskGraph, layout: PlanIndex, rank: int, mixing: MixingRounds | None, stale: StaleStage | None = None
+        self,
+        graph: TaskGraph,
+        layout: PlanIndex,
+        rank: int,
+        mixing: MixingRounds | None,
+        stale: StaleStage | None = None,
+        launch_order: Callable[[TaskGraph, PlanIndex], Sequence[int]] | None = None,
     ) -> None:
         self._layout, self._rank, self._mixing, self._stale = layout, rank, mixing, stale
-        self._first = graph
+        self._first, self._launch_order = graph, launch_order
         self._made: dict[tuple[object, ...], StepScript] = {}
         self._whole = self._script(_with_every_replica(graph, layout), {})
 
@@ -99,14 +108,21 @@ class StepScripts:
             tasks = [entry for entry in self._whole.tasks if runs(entry[0], plan, self._rank, since)]
             left = {task.index for task, _, _ in tasks}
             tasks = [(task, stream, tuple(index for index in before if index in left)) for task, stream, before in tasks]
-            self._made[since,] = StepScript(tasks=tasks, updates=_updates(tasks), is_first=False)
+            launches = tuple(index for index in self._whole.launches if index in left)
+            self._made[since,] = StepScript(tasks=tasks, updates=_updates(tasks), is_first=False, launches=launches)
         return self._made[since,]
 
     def _script(
         self, graph: TaskGraph, mixing: Mapping[int, Callable[[], None]], *, is_first: bool = True, share: float = 1.0
     ) -> StepScript:
         tasks = rank_tasks(graph, self._rank)
-        return StepScript(tasks=tasks, updates=_updates(tasks), mixing=mixing, is_first=is_first, share=share)
+        launches: tuple[int, ...] = ()
+        if self._launch_order is not None:
+            own = {task.index for task, _, _ in tasks}
+            launches = tuple(index for index in self._launch_order(graph, self._layout) if index in own)
+        return StepScript(
+            tasks=tasks, updates=_updates(tasks), mixing=mixing, is_first=is_first, share=share, launches=launches
+        )
 
 
 def _updates(tasks: RankTasks) -> bool:
