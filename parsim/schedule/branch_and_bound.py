@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import accumulate, count
 from operator import itemgetter
 from typing import Any
 
@@ -87,40 +88,59 @@ class JudgedPlan:
     fits: bool = True
 
 
+MOST_BOUNDED = 8
+"""Parts of which the plans are compared where none fits: bounds of weights are alike on many meshes."""
+
+MOST_ACTIONS = 2**13
+"""Actions of the pipelines of these plans together, on all ranks: memory is worked out action by action."""
+
+Variants = Sequence[Callable[[Plan], Iterable[Plan]]]
+"""Each takes a plan to what may stand for it, itself included: the first all plans, each further one the best so far."""
+
+
 @dataclass
 class Closest:
     """Of what does not fit, what is closest to it.
 
-    Attributes: exact: the single plan that needs least beyond the memory, and how many bytes. bounded: the part or plan with
-        the least bound of them. A bound may be far below what any plan needs, so the two are compared by their plans.
+    Attributes: exact: the single plan that needs least beyond the memory, and how many bytes. bounded: the parts and plans
+        with the least bounds of them. A bound may be far below what any plan needs, so all are compared by their plans.
     """
 
     exact: tuple[float, Node] | None = None
-    bounded: tuple[float, Node] | None = None
+    bounded: tuple[tuple[float, Node], ...] = ()
 
     def add(self, other: Closest) -> None:
         """What is closest of both."""
         self.exact = min(filter(None, (self.exact, other.exact)), key=itemgetter(0), default=None)
-        self.bounded = min(filter(None, (self.bounded, other.bounded)), key=itemgetter(0), default=None)
+        self.bounded = tuple(sorted(self.bounded + other.bounded, key=itemgetter(0))[:MOST_BOUNDED])
 
     def judged(
-        self,
-        judge: Callable[[Plan], float],
-        excess_bytes: Callable[[Plan], int],
-        variants: Callable[[Plan], Iterable[Plan]],
+        self, judge: Callable[[Plan], float], excess_bytes: Callable[[Plan], int], variants: Variants
     ) -> list[JudgedPlan]:
-        """The plan that is closest; of a part its first one that is possible.
+        """The plan that is closest; of each part its first one that is possible.
 
         Args:
-            judge: seconds of a plan's step. excess_bytes: by how much a plan does not fit. variants: a plan and what else may
-                stand for it, such as the same with all recomputed.
+            judge: seconds of a plan's step. excess_bytes: by how much a plan does not fit. variants: of plans.
         """
-        found = [plan for _, node in filter(None, (self.exact, self.bounded)) if (plan := _first_plan(node)) is not None]
-        plans = [each for plan in found for each in variants(plan)]
-        if not plans:
+        found = self._plans()
+        if not found:
             return []
-        plan = min(plans, key=excess_bytes)
+        for variants_of in variants:
+            found = [min((each for plan in found for each in variants_of(plan)), key=excess_bytes)]
+        plan = min(found, key=excess_bytes)
         return [JudgedPlan(plan=plan, step_s=judge(plan), fits=False)]
+
+    def _plans(self) -> list[Plan]:
+        """Those to compare: the exact one, and of the bounded ones first those of the shortest pipelines."""
+        exact = None if self.exact is None else _first_plan(self.exact[1])
+        bounded = sorted(filter(None, (_first_plan(node) for _, node in self.bounded)), key=_actions)
+        up_to = list(accumulate(map(_actions, bounded)))
+        few = max(1, bisect_right(up_to, MOST_ACTIONS))
+        return [*filter(None, (exact,)), *bounded[:few]]
+
+
+def _actions(plan: Plan) -> int:
+    return plan.mesh.pp * plan.chunks * plan.microbatches
 
 
 LOSERS_WITHIN = 0.02
@@ -160,7 +180,7 @@ def judged_best_first(
     *,
     excess_bytes: Callable[[Plan], int],
     judge: Callable[[Plan], float],
-    variants: Callable[[Plan], Iterable[Plan]] = lambda plan: (plan,),
+    variants: Variants = (),
     incumbents: Incumbents,
     late: list[Node] | None = None,
     most: float = float("inf"),
@@ -205,7 +225,7 @@ def judged_best_first(
             missing = 0.0 if node.missing_bytes is None else node.missing_bytes()
             if missing:
                 tally.too_large += node.size
-                closest.add(Closest(bounded=(missing, node)))
+                closest.add(Closest(bounded=((missing, node),)))
                 continue
             if node.opened is not None:
                 for part in node.opened():
@@ -217,7 +237,7 @@ def judged_best_first(
                 others = list(node.instead()) if node.instead is not None else []
                 others = [other for other in others if late is not None or not other.covered]
                 tally.too_large += all(other.late for other in others)
-                closest.add(Closest(bounded=(over, node)) if node.over_bytes else Closest(exact=(over, node)))
+                closest.add(Closest(bounded=((over, node),)) if node.over_bytes else Closest(exact=(over, node)))
                 for other in others:
                     push(other, node.bound_s)
                 continue

@@ -22,13 +22,14 @@ from parsim.predict.evaluate import SAMPLES, Evaluation, SimulatedStep, evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.predict.result import PlanResult
 from parsim.registry import is_reference
-from parsim.schedule.branch_and_bound import Incumbents, JudgedPlan, Tally, judged_best_first
+from parsim.schedule.branch_and_bound import Incumbents, JudgedPlan, Tally, Variants, judged_best_first
 from parsim.schedule.families import FAMILIES, Strategy, mixed_meshes, nodes_of
 from parsim.schedule.members import Members
 from parsim.schedule.parts.by_offload import way_out
 from parsim.schedule.parts.node import Node, PosedPlacement
 from parsim.schedule.parts.one_by_one import open_one_by_one
 from parsim.schedule.parts.usual import Allowance, allowance, is_large, most_late
+from parsim.schedule.space import zero_stages
 from parsim.units import format_bytes, format_seconds
 
 
@@ -330,10 +331,19 @@ class _Opening:
         if not incumbents.steps_s:
             self.judged += incumbents.closest.judged(self.steps.of, partial(_excess_bytes, self.problem), self._variants)
 
-    def _variants(self, plan: Plan) -> list[Plan]:
+    @property
+    def _variants(self) -> Variants:
+        return (self._recomputed, self._divided)
+
+    def _recomputed(self, plan: Plan) -> list[Plan]:
         """The plan, and with all recomputed where the question leaves that open."""
         free = self.problem.recompute == AUTO and not plan.recomputes
         return [plan, replace(plan, recompute=FULL)] if free else [plan]
+
+    def _divided(self, plan: Plan) -> list[Plan]:
+        """The plan, and with every other ZeRO stage that the question leaves open: whole parameters may be the most of one."""
+        stages = zero_stages(self.problem, self.problem.layout(plan))
+        return [plan, *(replace(plan, zero_stage=stage) for stage in stages if stage != plan.zero_stage)]
 
     def _open(self, name: str, nodes: list[Node], incumbents: Incumbents, late: list[Node] | None, most: float) -> None:
         found, counted = judged_best_first(

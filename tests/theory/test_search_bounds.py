@@ -191,3 +191,35 @@ def test_where_none_fits_the_plan_shown_recomputes_if_that_needs_less() -> None:
     plain = evaluate(problem, replace(nearest.plan, recompute="none"), samples=0)
     assert nearest.plan.recomputes
     assert max(nearest.peak_memory_bytes) < max(plain.result.peak_memory_bytes)
+
+
+@pytest.mark.parametrize("family", ["single", "dp", "mp"])
+@pytest.mark.parametrize("memory_bytes", [2**26, 2**28, 2**29])
+def test_no_plan_of_a_family_needs_less_than_the_one_shown_where_none_fits(family: str, memory_bytes: int) -> None:
+    """Where weights alone are too much, plans of all microbatches have the same bound, and activations tell them apart."""
+    pair = cluster_from_profile(load_profile("dgx1-v100-32gb"), 2)
+    devices = tuple(replace(each, type=replace(each.type, memory_bytes=memory_bytes)) for each in pair.devices)
+    problem = PlanningProblem(
+        model=MODELS["gpt_small"], cluster=replace(pair, devices=devices), global_batch=64, precision="amp_fp16"
+    )
+    found = search(problem, [family], samples=0)
+    assert found.chosen is None
+
+    def needed(plan: Plan) -> int:
+        return max(rank.needed_bytes for rank in problem.memory(plan))
+
+    members = [replace(plan, recompute=word) for plan in FAMILIES[family](problem) for word in ("none", "full")]
+    assert needed(found.candidates[0].result.plan) <= 1.01 * min(map(needed, members))
+
+
+def test_where_none_fits_the_plan_shown_gathers_no_more_than_it_saves() -> None:
+    """One component that fills a device: ZeRO 3 gathers it whole, beside its part of the states, and needs more than ZeRO 2."""
+    pair = cluster_from_profile(load_profile("dgx1-v100-32gb"), 2)
+    devices = tuple(replace(each, type=replace(each.type, memory_bytes=4 * 2**30)) for each in pair.devices)
+    problem = PlanningProblem(
+        model=chain_model((4e9,), elements=1_600_000_000), cluster=replace(pair, devices=devices), global_batch=4
+    )
+    nearest = search(problem, ["dp"], samples=0).candidates[0].result.plan
+    by_stage = [max(rank.needed_bytes for rank in problem.memory(replace(nearest, zero_stage=own))) for own in ZERO_STAGES]
+    assert by_stage[2] < by_stage[3]
+    assert by_stage[nearest.zero_stage] == min(by_stage)

@@ -80,9 +80,10 @@ class MemoryFloor:
         own = self._kept_at_least(recomputing=recomputing, segments=segments)
         weights, room = self.weights.of(stage), float(self.rooms.max())
         places = len(self.rooms)
-        found = max(0.0, float(weights.sum()) * ROUNDED / places - room, self.largest_bytes * ROUNDED - room)
-        if found:
-            return found
+        held = float(weights.sum())
+        if max(held / places, self.largest_bytes) * ROUNDED > room:  # beside the weights of all there is the largest, or all
+            beside = max(self.largest_bytes, float(own.sum()))
+            return max((held + beside) / places, self.largest_bytes) * ROUNDED - room
         least = float("inf")
         for order, chunks in pipeline:
             least = min(least, self._missing_of(self.weights.of(stage), own, order, chunks, microbatches))
