@@ -19,7 +19,7 @@ from parsim.execute.launch_order import launch_order
 from parsim.execute.operations.communicating import Communicating
 from parsim.execute.operations.computing import BatchSource, Computing
 from parsim.execute.operations.values import StepValues
-from parsim.execute.processes.group import Link
+from parsim.execute.processes.group import StreamLink
 from parsim.execute.records.memory_lines import StepWatch
 from parsim.execute.records.task_time import Operation, TaskTime
 from parsim.execute.relaxed.mixing import GroupsByStream, MixingRounds
@@ -275,16 +275,16 @@ def required_groups(graph: TaskGraph) -> list[tuple[str, tuple[int, ...]]]:
     return list(needed)
 
 
-def required_links(graph: TaskGraph) -> list[Link]:
+def required_links(graph: TaskGraph) -> list[StreamLink]:
     """The links over which a graph's transfers go, in order of first use; the same list on every rank.
 
     Args:
         graph: of all ranks.
     """
-    links: dict[Link, None] = {}
+    links: dict[StreamLink, None] = {}
     for task in graph.tasks:
         if isinstance(task.work, SendRecv):
             source, destination = task.work.source, task.work.destination
             ends = (min(source, destination), max(source, destination))
-            links[Link((task.resources[0].stream, ends), source, destination)] = None
+            links[StreamLink((task.resources[0].stream, ends), source, destination)] = None
     return list(links)

@@ -15,7 +15,7 @@ from parsim.costs.feedback.run_corrections import CommunicationClass, WorkClass
 from parsim.errors import ScheduleError
 from parsim.schedule.live.controller import Controller
 from parsim.schedule.live.decisions import ControllerConfig, Keep, Observation, Replan
-from parsim.schedule.live.sudden import Run, after_steps
+from parsim.schedule.live.sudden import StepsInARow, after_steps
 from tests.adaptive_toy import Toy, ToyPlan, seen
 
 CHATTY = ToyPlan(0, 1.0, 0.5)
@@ -117,7 +117,7 @@ def test_a_change_for_the_better_is_as_sudden() -> None:
         lambda key: 1.0,
         3.0,
     )
-    assert run == {CHATTY.group: Run(-1, pytest.approx(0.1))}
+    assert run == {CHATTY.group: StepsInARow(-1, pytest.approx(0.1))}
 
 
 def test_an_early_look_leaves_the_averages_alone() -> None:
@@ -128,7 +128,7 @@ def test_an_early_look_leaves_the_averages_alone() -> None:
     assert isinstance(decision, Keep)
     assert decision.look_after == 2
     assert (after.tracks, after.last_left, after.history) == (controller.tracks, controller.last_left, controller.history)
-    assert after.runs == {CHATTY.group: Run(1, pytest.approx(9.0))}
+    assert after.runs == {CHATTY.group: StepsInARow(1, pytest.approx(9.0))}
 
 
 KEY = CommunicationClass("all_reduce", (0, 1))
@@ -138,7 +138,7 @@ KEY = CommunicationClass("all_reduce", (0, 1))
 def test_runs_do_not_depend_on_where_the_looks_fall(factors: list[float], cuts: set[int], limit: float) -> None:
     """And equal what is counted from the end."""
     steps: list[dict[WorkClass, float]] = [{KEY: factor} for factor in factors]
-    runs: dict[int | CommunicationClass, Run] = {}
+    runs: dict[int | CommunicationClass, StepsInARow] = {}
     places = [0, *sorted(cut for cut in cuts if cut < len(steps)), len(steps)]
     for begin, end in itertools.pairwise(places):
         runs = after_steps(runs, steps[begin:end], {KEY: 1.0}, {KEY}, lambda key: 1.0, limit)
@@ -146,7 +146,7 @@ def test_runs_do_not_depend_on_where_the_looks_fall(factors: list[float], cuts: 
     count = 0
     while count < len(sides) and sides[-1] and sides[-1 - count] == sides[-1]:
         count += 1
-    assert runs.get(KEY, Run(0, 0.0)).steps == count * (sides[-1] if sides else 0)
+    assert runs.get(KEY, StepsInARow(0, 0.0)).steps == count * (sides[-1] if sides else 0)
     if count:
         assert runs[KEY].mean == pytest.approx(np.mean(factors[-count:]))
     else:

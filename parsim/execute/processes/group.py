@@ -207,7 +207,7 @@ def make_groups(streams: Sequence[Stream], *, timeout_s: float = 120.0) -> dict[
     return groups
 
 
-class Link(NamedTuple):
+class StreamLink(NamedTuple):
     """One direction between two ranks of a stream's group."""
 
     stream: Stream
@@ -215,7 +215,7 @@ class Link(NamedTuple):
     destination: int
 
 
-def open_links(links: Sequence[Link], groups: Mapping[Stream, ProcessGroup], device: torch.device) -> None:
+def open_links(links: Sequence[StreamLink], groups: Mapping[Stream, ProcessGroup], device: torch.device) -> None:
     """Send one number over each of this rank's links. Every rank must pass the same list in the same order.
 
     NCCL connects two ranks at their first transfer in a communicator, and the host waits there for the peer, whatever stream

@@ -23,7 +23,7 @@ from parsim.execute.job import RunSpec
 from parsim.execute.loading import Loader
 from parsim.execute.numerics import numerics_of
 from parsim.execute.processes.exchange import default_device
-from parsim.execute.processes.group import Link, ProcessPlace, Stream, make_groups, open_links
+from parsim.execute.processes.group import ProcessPlace, Stream, StreamLink, make_groups, open_links
 from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.execute.records.measurement import RankRecord
 from parsim.execute.records.memory_lines import StepWatch, watching
@@ -64,7 +64,7 @@ class ProcessGroups:
         self._timeout_s = timeout_s
         self.mine: dict[Stream, dist.ProcessGroup] = {}
         self._made: set[Stream] = set()
-        self._opened: set[Link] = set()
+        self._opened: set[StreamLink] = set()
 
     def make(self, graph: TaskGraph, precision: str, layout: PlanIndex | None = None) -> None:
         """Make the groups that the graph needs in that precision and that do not exist yet. Links of NCCL are open then.

@@ -37,7 +37,7 @@ from parsim.errors import CostError, PlanError, ScheduleError
 from parsim.plans.plan import Plan
 from parsim.schedule.live.decisions import ControllerConfig, Keep, Observation, PlanChoice, PlanFor, Replan, SwitchCost
 from parsim.schedule.live.durations import MachineChange, MachineHistory, history
-from parsim.schedule.live.sudden import FactorKey, Run, after_steps
+from parsim.schedule.live.sudden import FactorKey, StepsInARow, after_steps
 from parsim.units import format_seconds
 
 
@@ -95,7 +95,7 @@ class Controller:
     offer: Offer | None = None
     planning_s: float = 0.0
     contradicted: Set[FactorKey] = frozenset()
-    runs: Mapping[FactorKey, Run] = field(default_factory=dict)
+    runs: Mapping[FactorKey, StepsInARow] = field(default_factory=dict)
 
     @property
     def belief(self) -> RunCorrections:
@@ -165,12 +165,12 @@ class Controller:
             return replace(state, question=why, asked=True), Keep(reason=reason, probe=True)
         return state._outdated(lasting, learnt.keys() | probed.keys())._plan_again(seen, why, lasting)
 
-    def _sudden(self, runs: Mapping[FactorKey, Run]) -> dict[FactorKey, Run]:
+    def _sudden(self, runs: Mapping[FactorKey, StepsInARow]) -> dict[FactorKey, StepsInARow]:
         """The runs that are long enough, of factors that had not changed for long enough by their windows."""
         waiting = {key for key, track in self.tracks.items() if abs(track.streak) >= self.config.patience}
         return {key: run for key, run in runs.items() if abs(run.steps) >= self.config.sudden_steps and key not in waiting}
 
-    def _look_after(self, runs: Mapping[FactorKey, Run]) -> int:
+    def _look_after(self, runs: Mapping[FactorKey, StepsInARow]) -> int:
         """Steps until what has begun would be a sudden change; 0: nothing has."""
         begun = max((abs(run.steps) for run in runs.values()), default=0)
         return max(0, self.config.sudden_steps - begun) if begun else 0
@@ -212,7 +212,7 @@ class Controller:
         seconds = max(seen.seconds[key], self.expected[key] * self._before(key))
         return seconds >= self.config.least_share * seen.step_s
 
-    def _sudden_track(self, key: FactorKey, run: Run, seen: Observation) -> Track:
+    def _sudden_track(self, key: FactorKey, run: StepsInARow, seen: Observation) -> Track:
         """The track after a run of steps that is long enough."""
         count, patience = abs(run.steps), self.config.patience
         before = key in self.tracks or count < len(seen.steps)
@@ -245,7 +245,7 @@ class Controller:
         self,
         tracks: Mapping[FactorKey, Track],
         lasting: Set[FactorKey],
-        sudden: Mapping[FactorKey, Run],
+        sudden: Mapping[FactorKey, StepsInARow],
         weighty: Set[FactorKey],
         probed: Iterable[FactorKey],
         epoch_ended: bool,

@@ -15,7 +15,7 @@ FactorKey = int | CommunicationClass
 """A rank's computation, or a class of communication."""
 
 
-class Run(NamedTuple):
+class StepsInARow(NamedTuple):
     """The latest |steps| steps in a row, all beyond the limit on one side (steps > 0: slower). `mean`: of their factors."""
 
     steps: int
@@ -23,13 +23,13 @@ class Run(NamedTuple):
 
 
 def after_steps(
-    runs: Mapping[FactorKey, Run],
+    runs: Mapping[FactorKey, StepsInARow],
     steps: Sequence[ClassSeconds],
     expected: ClassSeconds,
     weighty: Set[FactorKey],
     before: Callable[[FactorKey], float],
     limit: float,
-) -> dict[FactorKey, Run]:
+) -> dict[FactorKey, StepsInARow]:
     """The runs after some more steps; a factor whose last step was within the limit has none.
 
     Args:
@@ -49,5 +49,5 @@ def after_steps(
             if side:
                 going_on = run is not None and run.steps * side > 0
                 count, mean = (run.steps, run.mean) if run is not None and going_on else (0, 0.0)
-                found[key] = Run(count + side, mean + (factor - mean) / (abs(count) + 1))
+                found[key] = StepsInARow(count + side, mean + (factor - mean) / (abs(count) + 1))
     return found
