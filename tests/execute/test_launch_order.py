@@ -19,8 +19,11 @@ import torch
 
 from experiments.one_gpu.fake_peers import fake_rank
 from parsim.execute.cuda.streams import CudaStreams
+from parsim.execute.launch_order import launch_order
+from parsim.execute.relaxed.scripts import rank_tasks
 from parsim.graph.lower import lower
-from parsim.graph.task import Task
+from parsim.graph.plan_index import PlanIndex
+from parsim.graph.task import COMPUTE, Task
 from parsim.plans.mesh import Mesh
 from parsim.plans.synchronisation import parse_synchronisation
 from parsim.work import Collective, Mix, OptimizerStep, SendRecv
@@ -193,3 +196,28 @@ def test_no_rank_of_a_mixed_plan_waits_for_ever(seed: int, processes: int) -> No
     """Tensor parallelism with other axes, conversions, ZeRO and recomputation, drawn at random."""
     rng = random.Random(1000 * processes + seed)
     check(random_case(rng.choice(["mlp", "vit_small", "gpt_small"]), processes, rng))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_communication_is_launched_early(name: str) -> None:
+    """Right behind what it waits for on its rank, or at most two computations later: a host that is slow delays it by no more.
+
+    A receive waits for its sender besides.
+    """
+    of = EVERY[name]
+    layout = PlanIndex(of.plan, of.model)
+    graph = lower(of.plan, of.model, layout)
+    order = launch_order(graph, layout)
+    for rank in range(of.plan.world_size):
+        stream_of = {task.index: stream for task, stream, _ in rank_tasks(graph, rank)}
+        mine = [index for index in order if index in stream_of]
+        place = {index: number for number, index in enumerate(mine)}
+        last: dict[str, int] = {}
+        for index in mine:
+            task, stream = graph.tasks[index], stream_of[index]
+            received = isinstance(task.work, SendRecv) and task.work.destination == rank
+            if isinstance(task.work, Collective | SendRecv) and not received:
+                before = [place[other] for other in task.dependencies if other in place]
+                between = mine[max([*before, last.get(stream, -1)], default=-1) + 1 : place[index]]
+                assert sum(stream_of[other] == COMPUTE for other in between) <= 2
+            last[stream] = place[index]
