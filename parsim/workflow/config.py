@@ -34,9 +34,9 @@ from parsim.files import NO_CONTROL, control_character_in, parse_toml, read_text
 from parsim.hardware.record import Count
 from parsim.model.inputs import ModelInput, inputs_from, ordered
 from parsim.model.losses import LOSSES
-from parsim.model.named.names import SEQUENCE_PARALLEL, is_transformer
+from parsim.model.named.names import SEQUENCE_PARALLEL, is_transformer, named
 from parsim.model.objective.objective import TARGET
-from parsim.model.spec import REFUSE, ModelSpec
+from parsim.model.spec import REFUSE, ModelSpec, is_config
 from parsim.plans.constraints import PlanConstraints, check_sharding_groups
 from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
@@ -329,9 +329,13 @@ _OTHER_NAMES = {
 """Names that other libraries have for what plan.strategy and plan.zero_stage say here."""
 
 
-def _check_plan_section(config: RunConfig) -> None:
-    """What no single key can say: hand-written plans, the mesh against the devices, and what exists today."""
-    plan, cluster, training = config.plan, config.cluster, config.training
+def takes_usual(name: str) -> bool:
+    """Whether a model by that name takes the precision that is usual for transformers (`parsim.workflow.large.usual`)."""
+    return named(name) is not None or is_config(name)
+
+
+def check_widths(training: TrainingSection) -> None:
+    """Raise ConfigError where other keys contradict the precision. Args: training: with the precision that it ends up with."""
     if training.master_weights is not None and training.precision != "bf16":
         raise ConfigError(
             f'training.master_weights = {str(training.master_weights).lower()} belongs to precision = "bf16" alone, and '
@@ -342,6 +346,13 @@ def _check_plan_section(config: RunConfig) -> None:
             f"training.dtype = {training.dtype!r} and training.precision = {training.precision!r} contradict each other; drop "
             "one of them"
         )
+
+
+def _check_plan_section(config: RunConfig) -> None:
+    """What no single key can say: hand-written plans, the mesh against the devices, and what exists today."""
+    plan, cluster, training = config.plan, config.cluster, config.training
+    if "precision" in training.model_fields_set or not takes_usual(config.model.name):
+        check_widths(training)
     if is_reference(plan.strategy):
         _check_family(plan.strategy)
     elif plan.plan_path is None and plan.strategy not in STRATEGIES:

@@ -247,6 +247,23 @@ def test_a_model_of_transformers_takes_on_this_machine_what_it_was_calibrated_wi
     assert (training.precision, training.optimizer) == ("fp32", "sgd_momentum")
 
 
+@pytest.mark.parametrize("name", ["llama3-8b", "llama/config.json"])
+def test_keys_of_a_precision_are_judged_by_the_one_that_is_taken(name: str) -> None:
+    """Not by the fp32 that stands for it until the cluster is known."""
+
+    def asked(where: str, **said: object) -> Any:
+        return question_of(name, cluster=where, global_batch=8, settings=said).config.training
+
+    training = asked("8xh100-sxm", **{"training.master_weights": False})
+    assert (training.precision, training.keeps_master_weights) == ("bf16", False)
+    with pytest.raises(ConfigError, match=r"master_weights = true belongs to .* training.precision = 'amp_fp16'"):
+        asked("dgx1-v100-32gb", **{"training.master_weights": True})
+    with pytest.raises(ConfigError, match=r"master_weights = true belongs to .* training.precision = 'fp32'"):
+        asked("this-machine", **{"training.master_weights": True})
+    wide = asked("8xh100-sxm", **{"training.dtype": "float64"})
+    assert (wide.dtype, wide.precision) == ("float64", "fp32")
+
+
 def test_an_assumed_fp32_says_what_it_leaves_unused() -> None:
     """On a GPU with bf16; where the precision was given, or the device has none, nothing is said."""
     from parsim.workflow.question import precision_text

@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from parsim.model.named.names import named
-from parsim.model.spec import is_config
 from parsim.workflow.cluster_section import ConfigSection
-from parsim.workflow.config import RunConfig
+from parsim.workflow.config import RunConfig, check_widths, takes_usual
 from parsim.workflow.large.splits import check_splits
 
 if TYPE_CHECKING:
@@ -32,11 +31,17 @@ def with_usual(config: RunConfig, cluster: Cluster | None = None) -> RunConfig:
 
     Raises:
         ProfileError: the cluster that the config names cannot be read.
-        ConfigError: an axis of plan.mesh does not divide the model.
+        ConfigError: an axis of plan.mesh does not divide the model, or a key belongs to another precision.
     """
+    found = _filled_in(config, cluster)
+    check_widths(found.training)
+    return found
+
+
+def _filled_in(config: RunConfig, cluster: Cluster | None) -> RunConfig:
     row = named(config.model.name)
     if row is None or row.shape is None:
-        return _of_transformers(config, cluster) if row is not None or is_config(config.model.name) else config
+        return _of_transformers(config, cluster) if takes_usual(config.model.name) else config
     check_splits(config)
     training: dict[str, Any] = {"optimizer": OPTIMIZER, "precision": _precision(config, cluster)}
     table = config.plan.mesh
@@ -54,7 +59,7 @@ def _of_transformers(config: RunConfig, cluster: Cluster | None) -> RunConfig:
 
 
 def _precision(config: RunConfig, cluster: Cluster | None) -> str:
-    if "precision" in config.training.model_fields_set:
+    if "precision" in config.training.model_fields_set or config.training.dtype != "float32":
         return config.training.precision
     device = _device(config, cluster)
     peaks = device.peak_flop_per_s if device is not None else {}
