@@ -2,7 +2,7 @@
 
 A case begins if its estimated time fits into the remaining budget. One that does not fit is passed over, and a later,
 shorter one may still run. A case that raises, or runs out of memory, leaves a row that says so. The next call goes on
-with the cases that have no row.
+with the cases that have no row, and once more with those that failed as the budget ended.
 """
 
 from __future__ import annotations
@@ -98,6 +98,9 @@ def run_programme(
         begins(case)
         case_begin_s = clock()
         row, spoiled = _row_of(case, journal.rows, remaining_s, around)
+        over = clock() - start_s >= budget_s
+        if row[STATUS] == FAILED and (over or (spoiled and case.again)):
+            row[AGAIN] = not journal.rows.get(case.name, {}).get(AGAIN, False)
         row["seconds"] = round(clock() - case_begin_s, 6)
         journal.append(row)
         ran.append(case.name)
@@ -127,8 +130,6 @@ def _row_of(
     except Exception as error:
         row = {CASE: case.name, STATUS: FAILED, **failure(error)}
         spoiled = isinstance(error, SpoiledProcessError)
-        if spoiled and case.again and not rows.get(case.name, {}).get(AGAIN, False):
-            row[AGAIN] = True
         error.__traceback__ = None  # its frames hold the arrays of the case
         gc.collect()
         return row, spoiled

@@ -19,7 +19,7 @@ from calibration.gpu.board import BoardReading, BoardWatch, find_reader, parse_s
 from calibration.gpu.device import SpoiledProcessError, UnsupportedError
 from calibration.gpu.journal import Journal, JournalRow, read_rows
 from calibration.gpu.programme import BenchmarkCase, Outcome, run_programme
-from parsim.errors import ConfigError
+from parsim.errors import ConfigError, ExecutionError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -113,6 +113,20 @@ def test_a_case_that_spoils_its_process_ends_it_and_runs_once_more(tmp_path: Pat
     once = Journal(tmp_path / "once.jsonl")
     assert run([replace(spoiling, again=False), clock.case("later", 1)], once, clock).left == ("later",)
     assert run([replace(spoiling, again=False), clock.case("later", 1)], once, clock).ran == ("later",)
+
+
+@pytest.mark.parametrize("takes_s", [9.0, 11.0])
+def test_a_case_that_fails_as_the_budget_ends_runs_again_in_a_later_call_once(tmp_path: Path, takes_s: float) -> None:
+    """A calibration stops its own launch then, and goes on from there in a later call."""
+    clock, path = Clock(), tmp_path / "rows.jsonl"
+
+    def stops(rows: Mapping[str, JournalRow], remaining_s: float) -> dict[str, Any]:
+        clock.now_s += takes_s
+        raise ExecutionError("the calibration did not end in time")
+
+    case = BenchmarkCase(name="calibration", estimate_s=5.0, measure=stops)
+    ran = [run([case], Journal(path), clock, 10.0).ran for _ in range(3)]
+    assert ran == [("calibration",), ("calibration",) if takes_s > 10.0 else (), ()]
 
 
 def test_a_row_that_counts_takes_the_place_of_one_that_does_not(tmp_path: Path) -> None:
