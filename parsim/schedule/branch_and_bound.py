@@ -94,6 +94,9 @@ MOST_BOUNDED = 8
 MOST_ACTIONS = 2**13
 """Actions of the pipelines of these plans together, on all ranks: memory is worked out action by action."""
 
+HARDLY_MORE = 3e-3
+"""Of what a plan exceeds the memory by: no reason for more microbatches, which take longer."""
+
 Variants = Sequence[Callable[[Plan], Iterable[Plan]]]
 """Each takes a plan to what may stand for it, itself included: the first all plans, each further one the best so far."""
 
@@ -126,9 +129,9 @@ class Closest:
         if not found:
             return []
         for variants_of in variants:
-            found = [min((each for plan in found for each in variants_of(plan)), key=excess_bytes)]
-        plan = min(found, key=excess_bytes)
-        return [JudgedPlan(plan=plan, step_s=judge(plan), fits=False)]
+            found = [_closest([each for plan in found for each in variants_of(plan)], excess_bytes)]
+        plan = _closest(found, excess_bytes)
+        return [JudgedPlan(plan=plan, step_s=judge(plan), fits=not excess_bytes(plan))]
 
     def _plans(self) -> list[Plan]:
         """Those to compare: the exact one, and of the bounded ones first those of the shortest pipelines."""
@@ -137,6 +140,13 @@ class Closest:
         up_to = list(accumulate(map(_actions, bounded)))
         few = max(1, bisect_right(up_to, MOST_ACTIONS))
         return [*filter(None, (exact,)), *bounded[:few]]
+
+
+def _closest(plans: Sequence[Plan], excess_bytes: Callable[[Plan], int]) -> Plan:
+    """The first that exceeds the memory by the least, or by hardly more."""
+    excess = [excess_bytes(plan) for plan in plans]
+    most = min(excess) * (1 + HARDLY_MORE)
+    return next(plan for plan, own in zip(plans, excess, strict=True) if own <= most)
 
 
 def _actions(plan: Plan) -> int:

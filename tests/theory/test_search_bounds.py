@@ -223,3 +223,13 @@ def test_where_none_fits_the_plan_shown_gathers_no_more_than_it_saves() -> None:
     by_stage = [max(rank.needed_bytes for rank in problem.memory(replace(nearest, zero_stage=own))) for own in ZERO_STAGES]
     assert by_stage[2] < by_stage[3]
     assert by_stage[nearest.zero_stage] == min(by_stage)
+
+
+def test_where_none_fits_a_few_bytes_are_no_reason_for_more_microbatches() -> None:
+    """All microbatches of one device need what its weights need, and short ones take much longer."""
+    one = cluster_from_profile(load_profile("dgx1-v100-32gb"), 1)
+    devices = tuple(replace(each, type=replace(each.type, memory_bytes=4 * 2**30)) for each in one.devices)
+    problem = PlanningProblem(
+        model=chain_model((4e9,), elements=1_600_000_000), cluster=replace(one, devices=devices), global_batch=4
+    )
+    assert search(problem, ["single"], samples=0).candidates[0].result.plan.microbatches == 1

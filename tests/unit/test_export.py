@@ -167,6 +167,30 @@ def test_frameworks_files_read_back_to_the_same_question(
     assert not {"plan.mesh", "plan.zero_stage", "plan.microbatches", "training.precision"} & set(done.left_out)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "decay"), [("adamw_fused", 0.01), ("adam_fused", 0.0), ("adamw_fused", 0.2), ("sgd_momentum", 0.0)]
+)
+def test_a_file_trains_with_the_numbers_that_parsim_would_train_with(
+    answers: Answers, tmp_path: Path, optimizer: str, decay: float
+) -> None:
+    """Those of torch where the question gives none. Frameworks have others: FusedAdam of DeepSpeed no weight decay, torchtitan
+    one of 0.1 and a beta2 of 0.95."""
+    keys = [*SMALL, *MESHES[0], "plan.microbatches=4", "plan.recompute=none", "training.precision=bf16"]
+    keys += [f"training.optimizer={optimizer}", *(["training.weight_decay=0.2"] if decay == 0.2 else [])]
+    folder = answers("transformer", "8xh100-sxm", 64, keys)
+    export_folder(folder, format="deepspeed", out=tmp_path / "ds.json")
+    numbers = json.loads((tmp_path / "ds.json").read_text())["optimizer"]["params"]
+    assert numbers["weight_decay"] == decay
+    if optimizer != "adam_fused":
+        export_folder(folder, format="megatron", out=tmp_path / "run.sh")
+        assert f"--weight-decay {decay!r}" in (tmp_path / "run.sh").read_text()
+    if optimizer != "sgd_momentum":
+        named = [key for key in keys if key not in SMALL]
+        export_folder(answers("llama3-8b", "8xh100-sxm", 64, named), format="torchtitan", out=tmp_path / "run.toml")
+        numbers = tomllib.loads((tmp_path / "run.toml").read_text())["optimizer"]
+        assert (numbers["weight_decay"], numbers["beta1"], numbers["beta2"], numbers["eps"]) == (decay, 0.9, 0.999, 1e-8)
+
+
 def test_a_pipeline_order_is_kept_by_torchtitan(answers: Answers, tmp_path: Path) -> None:
     keys = ["plan.strategy=hp", "plan.mesh={pp=2,dp=4,tp=1}", "plan.pipeline_order=gpipe", "plan.recompute=none"]
     keys += ["plan.zero_stage=1", "plan.microbatches=4", "plan.chunks=1", "training.precision=bf16"]

@@ -129,10 +129,8 @@ def _optimizer(config: RunConfig, left_out: dict[str, str]) -> dict[str, Any]:
     for key in training.optimizer_args:
         if key not in given:
             left_out[f"training.optimizer_args.{key}"] = "DeepSpeed's optimizer has no such argument"
-    params = {"lr": training.resolved_learning_rate, **params, **given}
-    if training.weight_decay is not None:
-        params["weight_decay"] = training.weight_decay
-    return {"optimizer": {"type": kind, "params": params}}
+    usual = {"lr": training.resolved_learning_rate, "weight_decay": training.resolved_weight_decay}
+    return {"optimizer": {"type": kind, "params": {**usual, **params, **given}}}
 
 
 def _name_recomputed(plan: Plan, left_out: dict[str, str]) -> None:

@@ -165,7 +165,7 @@ def _training(wanted: TransformerPlan) -> list[str]:
         f"--optimizer {OPTIMIZERS[training.optimizer]}",
         f"--lr {training.resolved_learning_rate!r}",
         f"--clip-grad {training.clip_norm or 0.0!r}",
-        *([] if training.weight_decay is None else [f"--weight-decay {training.weight_decay!r}"]),
+        f"--weight-decay {training.resolved_weight_decay!r}",
         *([] if training.steps is None else [f"--train-iters {training.steps}"]),
         f"--attention-backend {'unfused' if kernels == 'unfused-attention' else 'flash'}",
     ]

@@ -22,6 +22,8 @@ OPTIMIZERS = {
     "adam": ("Adam", "foreach"),
 }
 PRECISIONS = {"bf16": "bfloat16", "fp8": "bfloat16", "fp32": "float32"}
+BETAS, EPS = (0.9, 0.999), 1e-8
+"""Of torch's Adam and AdamW; torchtitan has a beta2 of 0.95 where its file gives none."""
 SAMPLE_STEPS = 1000
 """Of a question that does not say for how long it trains."""
 
@@ -80,14 +82,11 @@ def _optimizer(wanted: TransformerPlan) -> dict[str, Any]:
     name, implementation = OPTIMIZERS[training.optimizer]
     found: dict[str, Any] = {"name": name, "lr": training.resolved_learning_rate, "implementation": implementation}
     arguments = dict(training.optimizer_args)
-    if isinstance(betas := arguments.pop("betas", None), list | tuple):
+    if isinstance(betas := arguments.pop("betas", BETAS), list | tuple):
         found |= {"beta1": float(betas[0]), "beta2": float(betas[1])}
-    if (eps := arguments.pop("eps", None)) is not None:
-        found["eps"] = eps
+    found |= {"eps": arguments.pop("eps", EPS), "weight_decay": training.resolved_weight_decay}
     for key in arguments:
         wanted.left_out[f"training.optimizer_args.{key}"] = "torchtitan has no such key"
-    if training.weight_decay is not None:
-        found["weight_decay"] = training.weight_decay
     return found
 
 

@@ -305,6 +305,13 @@ class TrainingSection(ConfigSection):
         return self.master_weights is not False
 
     @property
+    def resolved_weight_decay(self) -> float:
+        """Where none is given, that of torch's Adam, AdamW and SGD."""
+        if self.weight_decay is not None:
+            return self.weight_decay
+        return 0.01 if self.optimizer.startswith("adamw") else 0.0
+
+    @property
     def resolved_learning_rate(self) -> float:
         if self.learning_rate is not None:
             return self.learning_rate
