@@ -215,6 +215,11 @@ def is_known(name: str) -> bool:
     return name in ZOO or named(name) is not None
 
 
+def takes_usual(name: str) -> bool:
+    """Whether a model by that name takes the precision that is usual for transformers, where a question leaves it open."""
+    return named(name) is not None or is_config(name)
+
+
 def is_config(name: str) -> bool:
     """Whether a name is the path of a Hugging Face config.
 

@@ -34,9 +34,9 @@ from parsim.files import NO_CONTROL, control_character_in, parse_toml, read_text
 from parsim.hardware.record import Count
 from parsim.model.inputs import ModelInput, inputs_from, ordered
 from parsim.model.losses import LOSSES
-from parsim.model.named.names import SEQUENCE_PARALLEL, is_transformer, named
+from parsim.model.named.names import SEQUENCE_PARALLEL, is_transformer
 from parsim.model.objective.objective import TARGET
-from parsim.model.spec import REFUSE, ModelSpec, is_config
+from parsim.model.spec import REFUSE, ModelSpec, takes_usual
 from parsim.plans.constraints import PlanConstraints, check_sharding_groups
 from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
@@ -52,7 +52,7 @@ from parsim.workflow.config_messages import EXAMPLES, explained, key_parts
 from parsim.workflow.references import check_trusted, put_on_path
 from parsim.workflow.relaxed.section import SynchronisationTable, as_table, checked
 from parsim.workflow.toml_text import document_text, is_path, make_paths_absolute, merge, parse_overrides
-from parsim.workflow.training.section import TrainingSection
+from parsim.workflow.training.section import TrainingSection, check_widths
 
 PartCount = Annotated[int, Field(strict=True, ge=1, le=MOST_MICROBATCHES)]
 """Microbatches of a batch, or chunks of a pipeline: no plan may have more."""
@@ -327,25 +327,6 @@ _OTHER_NAMES = {
     "3d": 'strategy = "hp", which combines dp with pp and tp',
 }
 """Names that other libraries have for what plan.strategy and plan.zero_stage say here."""
-
-
-def takes_usual(name: str) -> bool:
-    """Whether a model by that name takes the precision that is usual for transformers (`parsim.workflow.large.usual`)."""
-    return named(name) is not None or is_config(name)
-
-
-def check_widths(training: TrainingSection) -> None:
-    """Raise ConfigError where other keys contradict the precision. Args: training: with the precision that it ends up with."""
-    if training.master_weights is not None and training.precision != "bf16":
-        raise ConfigError(
-            f'training.master_weights = {str(training.master_weights).lower()} belongs to precision = "bf16" alone, and '
-            f'training.precision = {training.precision!r}: drop master_weights, or set precision = "bf16"'
-        )
-    if training.dtype != "float32" and training.precision != "fp32":
-        raise ConfigError(
-            f"training.dtype = {training.dtype!r} and training.precision = {training.precision!r} contradict each other; drop "
-            "one of them"
-        )
 
 
 def _check_plan_section(config: RunConfig) -> None:

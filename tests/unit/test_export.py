@@ -186,7 +186,8 @@ def test_a_file_trains_with_the_numbers_that_parsim_would_train_with(
         assert f"--weight-decay {decay!r}" in (tmp_path / "run.sh").read_text()
     if optimizer != "sgd_momentum":
         named = [key for key in keys if key not in SMALL]
-        export_folder(answers("llama3-8b", "8xh100-sxm", 64, named), format="torchtitan", out=tmp_path / "run.toml")
+        done = export_folder(answers("llama3-8b", "8xh100-sxm", 64, named), format="torchtitan", out=tmp_path / "run.toml")
+        assert "raises the learning rate over 200 steps" in done.left_out["training.schedule"]
         numbers = tomllib.loads((tmp_path / "run.toml").read_text())["optimizer"]
         assert (numbers["weight_decay"], numbers["beta1"], numbers["beta2"], numbers["eps"]) == (decay, 0.9, 0.999, 1e-8)
 

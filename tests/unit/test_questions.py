@@ -247,6 +247,16 @@ def test_a_model_of_transformers_takes_on_this_machine_what_it_was_calibrated_wi
     assert (training.precision, training.optimizer) == ("fp32", "sgd_momentum")
 
 
+def test_a_saved_model_keeps_its_defaults_on_gpus(tmp_path: Path) -> None:
+    """It ends in .json as a config of transformers does, and its weights have the width with which it was traced."""
+    named = ps.plan("mlp", cluster="1xh100-sxm", global_batch=8)
+    named.problem.model.save(tmp_path / "mine.json")
+    asked = ps.plan(tmp_path / "mine.json", cluster="1xh100-sxm", global_batch=8)
+    training = asked.config.training
+    assert (training.precision, training.optimizer) == ("fp32", "sgd_momentum")
+    assert asked.prediction.result.step_s.median == named.prediction.result.step_s.median
+
+
 @pytest.mark.parametrize("name", ["llama3-8b", "llama/config.json"])
 def test_keys_of_a_precision_are_judged_by_the_one_that_is_taken(name: str) -> None:
     """Not by the fp32 that stands for it until the cluster is known."""

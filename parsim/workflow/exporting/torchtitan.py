@@ -46,6 +46,10 @@ def write_torchtitan(request: ExportRequest) -> Exported:
         "compile": {"enable": COMPILED[wanted.own[KERNEL]]},
     }
     check_fp8_casts(wanted)
+    if training.schedule is None:
+        wanted.left_out["training.schedule"] = (
+            "torchtitan raises the learning rate over 200 steps and then lowers it to 0, unless [lr_scheduler] says otherwise"
+        )
     if wanted.mesh.tp > 1 and not wanted.own[SEQUENCE_PARALLEL]:
         wanted.left_out[f"model.args.{SEQUENCE_PARALLEL}"] = "torchtitan divides norms along the sequence all the same"
     text = document_text(document)

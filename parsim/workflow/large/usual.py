@@ -7,12 +7,15 @@ precision and the optimizer of the run file, they take those of every other mode
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parsim.model.named.names import named
+from parsim.model.spec import is_config, takes_usual
 from parsim.workflow.cluster_section import ConfigSection
-from parsim.workflow.config import RunConfig, check_widths, takes_usual
+from parsim.workflow.config import RunConfig
 from parsim.workflow.large.splits import check_splits
+from parsim.workflow.training.section import check_widths
 
 if TYPE_CHECKING:
     from parsim.hardware.cluster import Cluster
@@ -41,13 +44,20 @@ def with_usual(config: RunConfig, cluster: Cluster | None = None) -> RunConfig:
 def _filled_in(config: RunConfig, cluster: Cluster | None) -> RunConfig:
     row = named(config.model.name)
     if row is None or row.shape is None:
-        return _of_transformers(config, cluster) if takes_usual(config.model.name) else config
+        return _of_transformers(config, cluster) if takes_usual(config.model.name) and not _is_saved(config) else config
     check_splits(config)
     training: dict[str, Any] = {"optimizer": OPTIMIZER, "precision": _precision(config, cluster)}
     table = config.plan.mesh
     cut = config.plan.strategy not in ("single", "dp") and (table is None or table.tp != 1)
     model = {"granularity": "sublayer" if cut else "block"}
     return config.model_copy(update={"training": _filled(config.training, training), "model": _filled(config.model, model)})
+
+
+def _is_saved(config: RunConfig) -> bool:
+    """A finished Model, of any architecture and with weights of one width."""
+    from parsim.workflow.load import is_saved_model
+
+    return is_config(config.model.name) and is_saved_model(Path(config.model.name))
 
 
 def _of_transformers(config: RunConfig, cluster: Cluster | None) -> RunConfig:

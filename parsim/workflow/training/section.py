@@ -318,6 +318,20 @@ class TrainingSection(ConfigSection):
         return OPTIMIZERS[self.optimizer].learning_rate
 
 
+def check_widths(training: TrainingSection) -> None:
+    """Raise ConfigError where other keys contradict the precision. Args: training: with the precision that it ends up with."""
+    if training.master_weights is not None and training.precision != "bf16":
+        raise ConfigError(
+            f'training.master_weights = {str(training.master_weights).lower()} belongs to precision = "bf16" alone, and '
+            f'training.precision = {training.precision!r}: drop master_weights, or set precision = "bf16"'
+        )
+    if training.dtype != "float32" and training.precision != "fp32":
+        raise ConfigError(
+            f"training.dtype = {training.dtype!r} and training.precision = {training.precision!r} contradict each other; drop "
+            "one of them"
+        )
+
+
 def _named_as_rows(document: Any) -> Any:
     """torch's name of an optimizer as that of a row. One of REFUSED raises the reason."""
     asked = document.get("optimizer") if isinstance(document, Mapping) else None
