@@ -83,6 +83,7 @@ def run_job(job_path: Path, *, timeout_s: float = 500.0) -> None:
             if process.pid is not None and process.exitcode is None:
                 process.kill()
                 process.join()
+        del store  # a failure keeps this frame; with the store's thread alive, ranks forked later would wait for ever
 
 
 def _failure(job_path: Path, rank: int) -> str:
