@@ -409,6 +409,16 @@ def test_a_folder_that_is_renamed_is_no_other_step(tmp_path: Path) -> None:
     assert _found(tmp_path) is None
 
 
+def test_what_a_dead_rank_left_half_removed_goes_too(tmp_path: Path) -> None:
+    """Rank 0 removes old checkpoints file by file, and may be ended in between."""
+    for step in (10, 20):
+        _save(tmp_path, step, world_size=2)
+    (tmp_path / "step-00000010" / "rank-0000.json").unlink()
+    assert [place.name for place in discard_unfinished(tmp_path)] == ["step-00000010"]
+    assert [place.name for place in tmp_path.iterdir()] == ["step-00000020"]
+    assert _found(tmp_path) == 20
+
+
 def test_what_dead_ranks_left_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:
     _save(tmp_path, 10, world_size=2)
     _save(tmp_path, 20, world_size=2, ranks=range(1))

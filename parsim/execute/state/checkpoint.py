@@ -157,8 +157,8 @@ def checkpoint_at(folder: Path, step: int) -> Checkpoint:
 
 
 def discard_unfinished(folder: Path) -> list[Path]:
-    """Remove what ranks that have ended left half written: files that were not renamed, and checkpoints newer than the last
-    complete one that lack a part. Those that are complete and damaged stay, for whoever wants to look.
+    """Remove what ranks that have ended left half written, or half removed: files that were not renamed, and checkpoints that
+    lack a part. Those that are complete and damaged stay, for whoever wants to look.
 
     Args:
         folder: of all checkpoints, into which no rank writes at the moment.
@@ -175,9 +175,7 @@ def discard_unfinished(folder: Path) -> list[Path]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             problem = _inspect(place, digests=False)[1]
-        if problem is None:
-            break
-        if not entries or problem.endswith(UNFINISHED):
+        if problem is not None and (not entries or problem.endswith(UNFINISHED)):
             shutil.rmtree(place, ignore_errors=True)
             removed.append(place)
     return removed
