@@ -270,8 +270,7 @@ def required_groups(graph: TaskGraph) -> list[tuple[str, tuple[int, ...]]]:
             case Collective():
                 needed[task.resources[0].stream, tuple(sorted(task.work.group))] = None
             case SendRecv():
-                ends = (min(task.work.source, task.work.destination), max(task.work.source, task.work.destination))
-                needed[task.resources[0].stream, ends] = None
+                needed[_link_of(task, task.work).stream] = None
     return list(needed)
 
 
@@ -281,10 +280,9 @@ def required_links(graph: TaskGraph) -> list[StreamLink]:
     Args:
         graph: of all ranks.
     """
-    links: dict[StreamLink, None] = {}
-    for task in graph.tasks:
-        if isinstance(task.work, SendRecv):
-            source, destination = task.work.source, task.work.destination
-            ends = (min(source, destination), max(source, destination))
-            links[StreamLink((task.resources[0].stream, ends), source, destination)] = None
-    return list(links)
+    return list(dict.fromkeys(_link_of(task, task.work) for task in graph.tasks if isinstance(task.work, SendRecv)))
+
+
+def _link_of(task: Task, work: SendRecv) -> StreamLink:
+    ends = (min(work.source, work.destination), max(work.source, work.destination))
+    return StreamLink((task.resources[0].stream, ends), work.source, work.destination)

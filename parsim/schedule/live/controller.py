@@ -6,8 +6,8 @@ scenarios and the real executor drive the same object, and every rank that is sh
 The rule (written for this project; the paper's Algorithm 1 says only that communication patterns "changed significantly"):
  1. Of every rank's computation and every class of communication the factor to the profile is averaged exponentially over
     the windows. A factor has changed if it deviates from the reference (the average at the last planning) by more than
-    `threshold`, on one side, for `patience` windows in a row, or by a factor of `sudden` for `sudden_steps` steps in a row
-    (`parsim.schedule.live.sudden`). Its average then starts anew from those windows or steps.
+    `threshold`, on one side, for `patience` windows in a row. So has one that is `sudden` times as long or as short for
+    `sudden_steps` steps in a row (`parsim.schedule.live.sudden`). Its average then starts anew from those windows or steps.
  2. The plan is questioned when a factor has changed; and at the end of an epoch, when an average has moved by more than
     `epoch_threshold`. A change of communication outdates what was known of communication that the plan does not use. One
     that was there when the communication was first seen does so once: the machine may have changed meanwhile. If it comes

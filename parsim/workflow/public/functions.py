@@ -16,6 +16,7 @@ from parsim.model.model import Model
 from parsim.workflow.config import Granularity
 from parsim.workflow.progress import progress
 from parsim.workflow.public.answer import Answer
+from parsim.workflow.public.arguments import QuestionSettings, keys_of
 from parsim.workflow.public.calibration import Calibration
 from parsim.workflow.public.cost_table import CostTable
 from parsim.workflow.public.measured import Measured
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
     AskedModel = str | Path | Model | nn.Module
     AskedCluster = str | Path | Cluster | Calibration
-
-QuestionSettings = Mapping[str, object]
 
 
 def plan(
@@ -86,20 +85,21 @@ def plan(
     >>> list(answer.table().columns[:4])
     ['strategy', 'plan', 'chosen', 'step_s']
     """
-    keys = {
-        "training.precision": precision,
-        "training.optimizer": optimizer,
-        "plan.strategy": strategy,
-        "cluster.devices": devices,
-        "cluster.nodes": nodes,
-        "cluster.network": network,
-        "model.args": args,
-        "model.input_shape": input_shape,
-        "model.args.seq": seq,
-        "training.tokens": tokens,
-        "training.samples": samples,
-    }
-    question = _question(model, cluster, global_batch, _merged(keys, settings), overrides, example_inputs)
+    keys = keys_of(
+        settings,
+        precision=precision,
+        optimizer=optimizer,
+        strategy=strategy,
+        devices=devices,
+        nodes=nodes,
+        network=network,
+        args=args,
+        input_shape=input_shape,
+        seq=seq,
+        tokens=tokens,
+        samples=samples,
+    )
+    question = _question(model, cluster, global_batch, keys, overrides, example_inputs)
     return _ask(question, top=top)
 
 
@@ -150,16 +150,16 @@ def simulate(
 
     path = None if scenario is None else Path(scenario)
     check_options(engine, path, whole_run)
-    keys = {
-        "training.precision": precision,
-        "training.optimizer": optimizer,
-        "plan.strategy": strategy,
-        "cluster.devices": devices,
-        "cluster.nodes": nodes,
-        "cluster.network": network,
-        "model.args": args,
-        "model.input_shape": input_shape,
-        "model.args.seq": seq,
+    arguments = {
+        "precision": precision,
+        "optimizer": optimizer,
+        "strategy": strategy,
+        "devices": devices,
+        "nodes": nodes,
+        "network": network,
+        "args": args,
+        "input_shape": input_shape,
+        "seq": seq,
     }
     if isinstance(model, Answer | Prediction):
         _check_nothing_beside(
@@ -169,11 +169,11 @@ def simulate(
             settings=settings,
             overrides=overrides or None,
             example_inputs=example_inputs,
-            **{key.rsplit(".", 1)[-1]: value for key, value in keys.items()},
+            **arguments,
         )
         asked = model.prediction if isinstance(model, Answer) else model
     else:
-        question = _question(model, cluster, global_batch, _merged(keys, settings), overrides, example_inputs)
+        question = _question(model, cluster, global_batch, keys_of(settings, **arguments), overrides, example_inputs)
         asked = _ask(question).prediction
     with progress(f"Simulating {asked.plan.summary()}"):
         return simulate_prediction(asked, engine=engine, scenario=path, whole_run=whole_run)
@@ -349,12 +349,7 @@ def calibrate(
     from parsim.workflow.calibration import calibration_request, device_here, measure_machine
     from parsim.workflow.this_machine import THIS_MACHINE, cache_path
 
-    keys: dict[str, object] = {
-        "training.optimizer": optimizer,
-        "model.args": None if args is None else dict(args),
-        "model.input_shape": None if input_shape is None else list(input_shape),
-        "model.granularity": granularity,
-    }
+    keys = keys_of(None, optimizer=optimizer, args=args, input_shape=input_shape, granularity=granularity)
     asked_cluster = None if is_run_file(model) else THIS_MACHINE
     config = _question(model, asked_cluster, global_batch, keys, (), None).config
     path = cache_path(config) if out is None else Path(out)
@@ -496,24 +491,6 @@ def load_cluster(
         profile, nodes = found.node, found.nodes * nodes
     loaded = profile.profile if isinstance(profile, Calibration) else load_profile(str(profile))
     return cluster_from_profile(loaded, devices, nodes=nodes, network=network)
-
-
-def _merged(keys: QuestionSettings, settings: QuestionSettings | None) -> QuestionSettings:
-    """The arguments that have a key of a run file, and further keys. Raises ConfigError for a key given twice."""
-    given = {key: _plain(value) for key, value in keys.items() if value is not None}
-    for key, value in (settings or {}).items():
-        if key in given:
-            raise ConfigError(f"settings[{key!r}] = {value!r}, but {key} = {given[key]!r} was given as an argument; drop one")
-    return {**given, **(settings or {})}
-
-
-def _plain(value: object) -> object:
-    """As a run file would hold it."""
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def _question(
