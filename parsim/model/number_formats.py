@@ -35,7 +35,7 @@ class NumberFormat:
         autocast: the type autocast computes in, as torch names it; "" without autocast.
         scales_loss: the loss is multiplied before the backward, and the gradients divided after it.
         devices: the kinds that can run it; none: it is priced only.
-        beside: the precision of whatever is not a product or convolution (norms, attention, additions); "": the same.
+        beside: the precision of whatever is not a product (convolutions, norms, attention, additions); "": the same.
     """
 
     element_bytes: int
@@ -79,14 +79,15 @@ def number_format(precision: str) -> NumberFormat:
 
 
 def operator_precision(precision: str, kind: str, *, low: bool = True) -> str:
-    """The precision in which an operator of that kind runs: under fp8 and nvfp4 only products and convolutions are in them.
+    """The precision in which an operator of that kind runs: under fp8 and nvfp4 only products are in them.
+
+    PyTorch has no convolution in 8 or 4 bits that trains, and Transformer Engine and torchao convert linear layers alone.
 
     Args:
         precision: of the training. kind: of the operator (`parsim.model.component.OPERATOR_KINDS`).
         low: False for a product that is left out of that (`parsim.model.component.NOT_LOW`).
     """
-    products = kind in ("matmul", "convolution") and low
-    return precision if products else number_format(precision).beside or precision
+    return precision if kind == "matmul" and low else number_format(precision).beside or precision
 
 
 def check_planned(precision: str) -> None:

@@ -1,6 +1,7 @@
 """Components and values as they are under a precision: in fp32 as recorded, under autocast as recorded there.
 
-For memory, and for the bytes that are sent. Computation is priced by the precision of the measurement or the fit.
+For memory, and for the bytes that are sent. Computation is priced by the precision of the measurement or the fit; here is said
+only which product of a recorded Model is left out of 8 and 4 bits.
 """
 
 from __future__ import annotations
@@ -10,7 +11,17 @@ from functools import lru_cache
 from typing import TypeVar
 
 from parsim.errors import CostError
-from parsim.model.component import Component, HalfComponent, HalfSharding, HalfValue, Sharding, ShardPeak, ShardSelective, Value
+from parsim.model.component import (
+    NOT_LOW,
+    Component,
+    HalfComponent,
+    HalfSharding,
+    HalfValue,
+    Sharding,
+    ShardPeak,
+    ShardSelective,
+    Value,
+)
 from parsim.model.model import Model
 from parsim.model.number_formats import number_format
 
@@ -61,6 +72,50 @@ def value_in(value: Value, precision: str) -> Value:
         savers=half.savers,
         half=half,
     )
+
+
+def model_in(model: Model, precision: str) -> Model:
+    """The model as `precision` trains it: values as wide as they are sent, the head in 16 bits; the same object if it is so."""
+    return model_as_sent(_with_wide_head(model) if number_format(precision).beside else model, precision)
+
+
+def _with_wide_head(model: Model) -> Model:
+    """The model whose last product with a weight stays in 16 bits where others are in 8 or 4.
+
+    Which layers a training converts is not recorded when a module is traced. Described transformers say it themselves
+    (`parsim.model.transformer.sublayers.head`), and are left as they are.
+    """
+    known = model.remembered(_WideHead)
+    if known.model is None:
+        known.model = _wide_head_of(model)
+    return known.model
+
+
+@dataclass
+class _WideHead:
+    """A model whose head stays in 16 bits, once asked for."""
+
+    model: Model | None = None
+
+
+def _wide_head_of(model: Model) -> Model:
+    last: tuple[int, int] | None = None
+    for place, component in enumerate(model.components):
+        for number, operator in enumerate(component.operators):
+            if operator.function == NOT_LOW:
+                return model
+            if operator.kind == "matmul" and operator.parameter_bytes:
+                last = place, number
+    if last is None:
+        return model
+    place, number = last
+    head = model.components[place]
+    operators = list(head.operators)
+    if operators[number].count > 1 or operators[number].function:  # one of several alike, as in a loop: no layer of its own
+        return model
+    operators[number] = replace(operators[number], function=NOT_LOW)
+    changed = replace(head, operators=tuple(operators))
+    return replace(model, components=(*model.components[:place], changed, *model.components[place + 1 :]))
 
 
 def model_as_sent(model: Model, precision: str) -> Model:

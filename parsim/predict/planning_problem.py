@@ -23,7 +23,7 @@ from parsim.hardware.cluster import Cluster
 from parsim.model.axes.divided import divided_model
 from parsim.model.model import Model
 from parsim.model.number_formats import number_format
-from parsim.model.precision import check_recorded, model_as_sent
+from parsim.model.precision import check_recorded, model_in
 from parsim.plans.concurrent import concurrent_with
 from parsim.plans.constraints import FREE, PlanConstraints
 from parsim.plans.host.offload import ActivationOffload
@@ -91,7 +91,7 @@ class PlanningProblem(Remembering):
 
     def __post_init__(self) -> None:
         check_recorded(self.model, self.precision)
-        object.__setattr__(self, "model", model_as_sent(self.model, self.precision))
+        object.__setattr__(self, "model", model_in(self.model, self.precision))
 
     @property
     def fixed_zero_stage(self) -> int:

@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pytest
+import torch
+from torch import nn
 
 from parsim.costs.compute.kernel_model import KernelModel, component_kernels
 from parsim.costs.compute.operator_model import ComputeRequest
@@ -15,6 +17,9 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.parts.compose import profile_from_parts
 from parsim.model.model import Model
 from parsim.model.named.names import named_model
+from parsim.model.precision import model_in
+from parsim.model.tracing.trace import trace
+from parsim.predict.planning_problem import PlanningProblem
 from parsim.work import Phase
 
 LOW = ("fp8", "nvfp4")
@@ -95,3 +100,43 @@ def test_without_low_precision_nothing_is_left_out_of_it() -> None:
     """All products of a bf16 training have one price, whatever training in 8 bits would do with them."""
     kept = product("bf16", 4096, 32000, 4096, low=False)
     assert prices("h100-sxm", "bf16").price(kept) == prices("h100-sxm", "bf16").price(replace(kept, low=True))
+
+
+@lru_cache(maxsize=1)
+def convolutional() -> Model:
+    """Two layers, of which the second is the head, behind a convolution."""
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Conv2d(16, 64, 3, padding=1), nn.Flatten(), nn.Linear(64 * 64, 2048), nn.GELU(), nn.Linear(2048, 1000)
+    ).to(torch.bfloat16)
+    return trace(module, (torch.zeros(2, 16, 8, 8, dtype=torch.bfloat16),), loss="cross_entropy").model
+
+
+def products_of(model: Model, precision: str, kind: str) -> list[Kernel]:
+    """Launches of a kind in all forwards."""
+    requests = [ComputeRequest(component=entry, phase=Phase.FORWARD, samples=64) for entry in model.components]
+    return [entry for request in requests for entry in component_kernels(request, precision, "cuda") if entry.kind == kind]
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_a_traced_head_and_convolutions_cost_what_they_do_in_bf16(precision: str) -> None:
+    cluster = cluster_from_profile(profile_from_parts("b200", 1))
+    planned = PlanningProblem(model=convolutional(), cluster=cluster, global_batch=64, precision=precision).model
+    assert [entry.low for entry in products_of(planned, precision, "matmul")] == [True, False]
+    low, half = prices("b200", precision), prices("b200", "bf16")
+    own = [low.price(entry).seconds for entry in products_of(planned, precision, "convolution")]
+    assert own == [half.price(entry).seconds for entry in products_of(convolutional(), "bf16", "convolution")]
+    assert own
+
+
+def test_the_head_is_left_as_traced_where_nothing_is_in_low_precision() -> None:
+    assert model_in(convolutional(), "bf16") is convolutional()
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_a_model_keeps_the_head_that_it_was_given(precision: str) -> None:
+    """A described transformer says itself which products stay in 16 bits; and a Model that was changed is not changed again."""
+    assert model_in(mixtral(), precision) is mixtral()
+    once = model_in(convolutional(), precision)
+    assert once is not convolutional()
+    assert model_in(once, precision) is once

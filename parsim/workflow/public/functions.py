@@ -395,6 +395,7 @@ def cost(
     from parsim.costs.costs import Costs
     from parsim.model.load import load_model
     from parsim.model.number_formats import recorded_weights
+    from parsim.model.precision import model_in
     from parsim.model.spec import ModelSpec
     from parsim.workflow.cost_rows import collective_row, component_rows
 
@@ -418,7 +419,7 @@ def cost(
         shape = None if input_shape is None else tuple(input_shape)
         spec = ModelSpec(name=str(model), args=tuple(sorted((args or {}).items())), input_shape=shape)
         priced = load_model(spec, granularity=granularity, weights=recorded_weights(precision))
-    costs = Costs(model=priced, cluster=where, precision=precision, optimizer=optimizer)
+    costs = Costs(model=model_in(priced, precision), cluster=where, precision=precision, optimizer=optimizer)
     rows = tuple(component_rows(costs, batch, ways))
     name = priced.name if isinstance(model, Model) else model
     document = {"model": name, "granularity": granularity, "samples": batch, "precision": precision, "rows": list(rows)}
