@@ -37,7 +37,7 @@ def run(
     elastic: Annotated[
         bool, typer.Option("--elastic", help="If a rank dies, restart automatically, on fewer devices if needed.")
     ] = False,
-    max_restarts: Annotated[int, typer.Option(min=0, help="With --elastic: number of restarts.")] = 3,
+    max_restarts: Annotated[int, typer.Option(min=0, help="With --elastic: the most restarts.")] = 3,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
     as_json: JsonFlag = False,

@@ -73,8 +73,8 @@ KINDS: tuple[Kind, ...] = (
     Kind(name="BERT", works=_PLANNED, row="bert_small"),
     Kind(
         name="LSTM, GRU, RNN",
-        works="flop of every step; bidirectional, several layers, initial states, loops over cells: bitwise. Packed sequences are "
-        "refused with the fix",
+        works="flop of every step; bidirectional, several layers, initial states, loops over cells: bitwise. Packed sequences "
+        "are refused with the fix",
         row="LSTM",
     ),
     Kind(
