@@ -1,4 +1,4 @@
-"""My own module with several inputs and my own loss: which plan, and where do time and memory go?"""
+"""My own module with several inputs: which plan, and where do time and memory go?"""
 
 import torch
 from torch import Tensor, nn

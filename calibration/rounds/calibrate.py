@@ -108,7 +108,7 @@ def _calibrate(
         if not folder.has_turns:
             folder.remove()
             raise
-        raise ExecutionError(f"{error}; what was measured is kept, call again to go on") from error
+        raise ExecutionError(f"{error}; what was measured is kept, call again to continue") from error
     after = machine_state()
     folder.save_states(before, after)
     say(closing_line(before, after))

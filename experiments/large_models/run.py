@@ -68,10 +68,10 @@ documents of different lengths, give the mean over tokens (the sum of squares ov
 of Megatron-LM, NeMo or torchtitan. `[cluster]` takes `usd_per_hour`, `busy_power_w`, `device_mtbf_hours`,
 `checkpoint_s` and `restart_s`.
 
-The errors of such predictions against published runs are in `experiments/published/README.md`. Without a fitted factor they
-were 13 to 18% too fast on average for FSDP on H100, and 7 to 9% for Megatron-LM on A100.
+`experiments/published/README.md` compares such predictions with published runs. Without a fitted factor, as here, they were too
+fast on average: 12 and 17% for FSDP on H100 (two sources), 7% for Megatron-LM on A100.
 
-This page is written by `python experiments/large_models/run.py`."""
+`python experiments/large_models/run.py` writes this page."""
 
 
 def answer(asked: Asked) -> str:

@@ -68,7 +68,7 @@ def page_rows(document: dict[str, Any]) -> dict[str, dict[str, str]]:
     choice = list(document["choice"].values())[-1]
     plans = " to ".join(dict.fromkeys(str(choice[key]) for key in ("plans_fewest", "plans_most")))
     steps, choosing = "| real steps on two shared CPU cores: ", "| choosing among "
-    record = "| step time, the committed record"
+    record, chosen = "| step time, the committed record", "| choosing, the committed record: "
     medians = f"median {_percent(forecast['median'])} and {_percent(corrected['median'])}"
     link = "[this_machine](experiments/this_machine/README.md)"
     forecast_text = f"median {_percent(forecast['median'])}, bias {_signed(forecast['bias'])}"
@@ -84,6 +84,8 @@ def page_rows(document: dict[str, Any]) -> dict[str, dict[str, str]]:
         "docs/accuracy.md": {
             record: f"{record}: {document['machine']}, {document['date']}, {forecast['cases']} runs | {forecast_text}; "
             f"{_percent(refreshed['median'])} after `calibrate --refresh` | {corrected_text} | {link.replace('(', '(../')} |",
+            chosen: f"{chosen}among {plans} plans | the choice is {_percent(choice['regret_mean'])} slower than the best, on "
+            f"average; rank correlation {choice['rank_correlation_median']:.2f} | | the same |",
         },
     }
 

@@ -55,7 +55,7 @@ def calibrate(
 ) -> None:
     """Measure components, optimizer steps and collectives of this machine.
 
-    A calibration that was stopped goes on when the same command is given again.
+    A calibration that was stopped continues when the same command is given again.
     """
     from calibration.rounds.calibrate import refit as fit_again
     from parsim.workflow.calibration import DEFAULT_BATCHES, calibration_request, measure_machine
@@ -70,7 +70,7 @@ def calibrate(
     if refit is not None:
         if out is not None or files or models:
             raise typer.BadParameter("--refit measures nothing: give only the profile, which it writes again")
-        with progress(f"Fitting {refit} anew") as say:
+        with progress(f"Fitting {refit} again") as say:
             _show(fit_again(refit, on_line=say), refit, as_json)
         return
     if out is None:
@@ -98,7 +98,7 @@ def _refresh(path: Path, as_json: bool) -> None:
     from calibration.rounds.refresh import refresh, refreshed_text
     from parsim.hardware.speed_factor import speed_since
 
-    with progress(f"Looking how fast the cores are, for {path}"):
+    with progress(f"Measuring the speed of the cores for {path}"):
         profile = refresh(path)
     if as_json:
         print_json({"profile": str(path), "slowness": speed_since(profile).mean, "text": refreshed_text(profile)})

@@ -123,7 +123,7 @@ def demo(
     full: Annotated[bool, typer.Option("--full", help="Calibrate and measure longer: five minutes instead of two.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """The main job, end to end, on whatever this machine has."""
+    """Plan, calibrate, train and compare on this machine, and write a report: everything once, in two minutes."""
     import importlib.util
 
     if importlib.util.find_spec("torch") is None:

@@ -10,7 +10,7 @@ def doctor(as_json: JsonFlag = False) -> None:
     """Check this machine: hardware and packages, which commands work here, and how to get what is missing."""
     from parsim.workflow.doctor import examine, sentence, tables
 
-    with progress("Looking at this machine"):
+    with progress("Examining this machine"):
         findings = examine()
     if as_json:
         print_json(findings)

@@ -53,7 +53,7 @@ def plan(
     ] = None,
     faster: Annotated[
         str | None,
-        typer.Option("--faster", metavar="20%", help="Search for changes of the cluster that are this much faster."),
+        typer.Option("--faster", metavar="20%", help="Search for changes of the cluster that make a step this much faster."),
     ] = None,
     target_accuracy: Annotated[
         float | None,

@@ -37,7 +37,7 @@ def run(
     elastic: Annotated[
         bool, typer.Option("--elastic", help="If a rank dies, restart automatically, on fewer devices if needed.")
     ] = False,
-    max_restarts: Annotated[int, typer.Option(min=0, help="With --elastic: number of restarts.")] = 3,
+    max_restarts: Annotated[int, typer.Option(min=0, help="With --elastic: the most restarts.")] = 3,
     overrides: Overrides = None,
     allow_code: AllowCode = False,
     as_json: JsonFlag = False,
@@ -90,7 +90,7 @@ def _scored(document: dict[str, Any]) -> str:
     if "test_loss" not in document:
         return "no test samples"
     accuracy = document.get("test_accuracy")
-    scored = "no accuracy: its targets are no classes" if accuracy is None else f"test accuracy {100 * accuracy:.1f}%"
+    scored = "no accuracy: the targets are not classes" if accuracy is None else f"test accuracy {100 * accuracy:.1f}%"
     tested = "not finite" if document["test_loss"] is None else f"{document['test_loss']:.4f}"
     return f"test loss {tested}, {scored}"
 
@@ -99,5 +99,5 @@ def _print_decisions(decisions: Sequence[dict[str, Any]]) -> None:
     from parsim.plans.plan import Plan
 
     for decision in decisions:
-        what = "keeps its plan" if decision["plan"] is None else f"goes on with {Plan.from_json(decision['plan']).summary()}"
+        what = "keeps its plan" if decision["plan"] is None else f"changes to {Plan.from_json(decision['plan']).summary()}"
         print(f"after step {decision['step']} ({1e3 * decision['step_s']:.1f} ms a step) {what}: {decision['reason']}")

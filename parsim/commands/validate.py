@@ -23,7 +23,7 @@ def validate(
         Path | None, typer.Option(metavar="FILE", help="Record the validation here instead of beside the profile.")
     ] = None,
     session: Annotated[
-        str | None, typer.Option(help="Name of measurements made together; none of them is a test of another.")
+        str | None, typer.Option(help="Name of measurements made together: one of them never corrects the interval of another.")
     ] = None,
     update: Annotated[
         bool, typer.Option("--update", help="Correct the profile by the measured run, without a calibration.")

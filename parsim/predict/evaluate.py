@@ -468,8 +468,7 @@ def _warnings(estimates: Sequence[Estimate], seconds: NDArray[np.float64], memor
     outside = np.array([estimate.extrapolated for estimate in estimates], dtype=bool)
     share = float(seconds[outside].sum() / max(seconds.sum(), 1e-30))
     if share >= WORTH_SAYING:
-        example = next(estimate.detail for estimate in estimates if estimate.extrapolated)
-        warnings.append(f"{100 * share:.0f}% of the task time lies outside the measured range, e.g. {example}")
+        warnings.append(f"{100 * share:.0f}% of the task time is priced outside the measured sizes")
     return tuple(warnings)
 
 

@@ -29,7 +29,7 @@ HEIGHT_PX = 340
 def coverage_tables(records: Sequence[ValidationRecord], *, title: str = "Coverage of 90% intervals") -> list[ReportTable]:
     """All records, those of each model and of each run; no table without records.
 
-    Every interval is corrected by what other runs and other models teach, beside the interval as predicted.
+    Every interval is corrected by records of other runs and other models. The interval as predicted stands beside it.
     """
     if not records:
         return []
@@ -48,7 +48,7 @@ def coverage_tables(records: Sequence[ValidationRecord], *, title: str = "Covera
         Column(name="its mean width", numeric=True),
     )
     notes = (
-        "each interval is corrected by what other runs and other models teach; as predicted: before any correction",
+        "each interval is corrected by records of other runs and other models; as predicted: before any correction",
         f"width: p95 - p05 over the median; 95% interval: Clopper-Pearson; corrected: {groups['all'].corrected} of {len(rows)}",
         f"for new predictions: {correction(records).describe()}",
     )
@@ -73,12 +73,12 @@ def coverage_figures(records: Sequence[ValidationRecord]) -> list[tuple[str, go.
     if len(records) < 2:
         return []
     intervals = (
-        "Every validation: its interval, corrected by what other runs and other models teach, and where the measured step lay, "
-        "both relative to the predicted median; in order of the measured step."
+        "Every validation: its interval, corrected by records of other runs and other models, and the measured step. Both are "
+        "relative to the predicted median, in order of the measured step."
     )
     levels = (
-        "How many measured steps lay inside intervals of every nominal level. On the diagonal, intervals mean what they say; "
-        "below it they are too narrow."
+        "How many measured steps lay inside intervals of every nominal level. On the diagonal an interval of 90% holds 90% of "
+        "them; below it intervals are too narrow."
     )
     figures = [("Predicted intervals and measured steps", intervals_figure(judged_split(records)), intervals)]
     if len(records) >= records_needed():

@@ -136,7 +136,7 @@ def _torch_check(found: Found) -> Check:
         name="trace models (torch)",
         ok=bool(found.torch),
         found=f"torch {found.torch}" if found.torch else "torch is not installed",
-        fix="" if found.torch else f"{WITH_TORCH}; without it, plan from a preset or from a Model saved as JSON",
+        fix="" if found.torch else f"{WITH_TORCH}; without it, plan built-in models and Models saved as JSON",
     )
 
 
@@ -217,7 +217,7 @@ def commands_of(found: Found) -> tuple[Check, ...]:
         Check(
             name="plan, simulate, sweep, compare, explore, cost, report, coverage, profile, import",
             ok=True,
-            found="models with a preset, or saved as JSON",
+            found="built-in models, large ones by name, Models saved as JSON",
         ),
         _needing("plan any other model", torch, found=torch.found),
         _needing("export", torch, found=torch.found),

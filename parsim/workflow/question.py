@@ -107,7 +107,7 @@ def loss_note(model: Model) -> str:
     """What is assumed of a loss that is the user's own; empty for parsim's, which are sums over samples."""
     if model.loss_form == COUPLED:
         return (
-            "no sum over samples: the loss of a batch is not the mean of its samples' losses, so data parallelism and "
+            "not a sum over samples: the loss of a batch is not the mean of its samples' losses, so data parallelism and "
             "microbatches change it"
         )
     if model.loss_form == ADDED_UP:

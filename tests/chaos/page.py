@@ -24,6 +24,8 @@ PAGE, PICTURE = ROOT / "docs" / "faults.md", ROOT / "docs" / "pictures" / "distu
 TRAININGS, CURVES, FILES = HERE / "results.jsonl", HERE / "curves.json", ROOT / "tests" / "fuzz" / "results.jsonl"
 WIDTH, HEIGHT, PAD, COLUMNS = 300, 170, 30, 3
 INK, GREY, POINT = "#24292f", "#8c959f", "#0969da"
+UNNAMED = "not named: ['parsim: "
+"""How the first problem of a training begins whose message named another fault, or none."""
 
 
 def main() -> None:
@@ -56,6 +58,8 @@ def trainings(curves: dict[str, Any]) -> str:
 def told_of(line: dict[str, Any]) -> str:
     """What was wrong with one disturbed training; `mended`, written into its line by hand, says what was done about it."""
     what = " ".join(str(line["problems"][0]).split())[:160].rstrip(".")
+    if what.startswith(UNNAMED):
+        what = f"the message did not name the fault. It was: {what.removeprefix(UNNAMED)}"
     return f"Lost: number {line['number']}, {line['fault']}: {what}. {line.get('mended', 'Not mended yet.')}"
 
 

@@ -166,7 +166,7 @@ def test_a_killed_calibration_goes_on_where_it_was(tmp_path: Path) -> None:
 
     killer = threading.Thread(target=kill_a_rank)
     killer.start()
-    with pytest.raises(ExecutionError, match=r"SIGKILL.*what was measured is kept, call again to go on"):
+    with pytest.raises(ExecutionError, match=r"SIGKILL.*what was measured is kept, call again to continue"):
         calibrate(REQUEST, out)
     killer.join()
     second = kept_turns(folder)

@@ -1,8 +1,7 @@
-"""The kinds of modules that people train, before and now: `python -m tests.matrix.kinds [--only NAME] [--write]`.
+"""The kinds of modules that people train, and what works: `python -m tests.matrix.kinds [--only NAME] [--write]`.
 
-The first fourteen are those of the issue that asked for them. What was before is what the issue and the changelog say of it.
-"-" means that neither says anything. What is now is asked of parsim anew: the best plan on 8 V100s, the loss that the answer
-names, flop against torch's counter, and what the answer assumed. With --write it renews kinds.json and docs/models.md.
+Parsim is asked for each: the best plan on 8 V100s, the loss that the answer names, flop against torch's counter, and what the
+answer assumed. With --write the answers go into kinds.json and docs/models.md.
 """
 
 from __future__ import annotations
@@ -47,105 +46,92 @@ class Kind:
     """One kind of module.
 
     Attributes:
-        before: what the issue or the changelog says; "-" for nothing. now: in words.
+        works: what parsim does with it, in words.
         row: of the matrix, which stands for it. spec: instead of a row.
     """
 
     name: str
-    before: str
-    now: str
+    works: str
     row: str = ""
     spec: ModelSpec | None = None
 
 
-_SAME = "the same"
+_PLANNED = "planned and run"
 KINDS: tuple[Kind, ...] = (
-    Kind(name="MLP", before="planned", now=_SAME, row="MLP"),
+    Kind(name="MLP", works=_PLANNED, row="MLP"),
     Kind(
         name="CNN",
-        before="planned",
-        now="the same; the running average of a BatchNorm without `momentum` is refused with the fix",
+        works="planned and run; the running average of a BatchNorm without `momentum` is refused with the fix",
         row="residual CNN",
     ),
-    Kind(name="ViT", before="planned", now=_SAME, row="vit_small"),
+    Kind(name="ViT", works=_PLANNED, row="vit_small"),
     Kind(
         name="GPT",
-        before="planned",
-        now="the same; tied and transposed tables are one parameter, bitwise",
+        works="planned and run; tied and transposed tables are one parameter, bitwise",
         row="gpt_small",
     ),
-    Kind(name="BERT", before="planned", now=_SAME, row="bert_small"),
+    Kind(name="BERT", works=_PLANNED, row="bert_small"),
     Kind(
         name="LSTM, GRU, RNN",
-        before="0 flop",
-        now="flop of every step; bidirectional, layers, first states, loops over cells: bitwise. Packed sequences are refused "
-        "with the fix",
+        works="flop of every step; bidirectional, several layers, initial states, loops over cells: bitwise. Packed sequences "
+        "are refused with the fix",
         row="LSTM",
     ),
     Kind(
         name="U-Net",
-        before="trained by a cross-entropy over the width of the image",
-        now="an image leaves the loss open: parsim asks for it; bitwise",
+        works="the loss of an output that is an image has to be given; bitwise",
         row="U-Net",
     ),
     Kind(
         name="mixture of experts",
-        before="refused, or half the cost of its dense twin",
-        now="routing with balanced experts, and the answer says so; bitwise for seven ways of routing",
+        works="routing is taken as balanced, and the answer says so; bitwise for seven ways of routing",
         row="experts, loop in Python",
     ),
     Kind(
         name="diffusion net (x, t)",
-        before="refused: one input only",
-        now="several inputs by name; bitwise",
+        works="several inputs by name; bitwise",
         row="diffusion net",
     ),
     Kind(
         name="nn.Transformer, nn.TransformerEncoder",
-        before="refused: `copy.deepcopy` of weights without data, comparison of masks",
-        now="bitwise, with masks, padding, `norm_first`",
+        works="bitwise, with masks, padding, `norm_first`",
         row="nn.TransformerEncoder",
     ),
     Kind(
         name="GAN",
-        before="refused",
-        now="one step as one module, with an optimizer for each player (below): bitwise",
+        works="one step as one module, with an optimizer for each player (below): bitwise",
         spec=GAME,
     ),
     Kind(
         name="LoRA, frozen parameters",
-        before="priced, summed and kept as if they were trained",
-        now="no gradient, optimizer state, communication or flop of their gradients; bitwise",
+        works="frozen parameters have no gradient, optimizer state, communication or flop of a gradient; bitwise",
         row="LoRA",
     ),
     Kind(
         name="module that returns its own loss",
-        before="its first output taken for logits",
-        now='`loss = "own"`',
+        works='`loss = "own"`',
         row="VAE",
     ),
     Kind(
         name="code that looks at values",
-        before="refused with its line",
-        now='refused with its line and a workaround, or `control_flow = "example"` (the row shows it)',
+        works='refused with its line and a workaround, or `control_flow = "example"` (as in the second table)',
         row="branch on values, by example",
     ),
-    Kind(name="weight tying", before="-", now="one parameter, counted and sent once", row="causal decoder, tied"),
-    Kind(name="BatchNorm, depthwise convolutions", before="-", now="buffers as the module's own", row="depthwise CNN"),
-    Kind(name="dict of inputs", before="-", now="names with dots", row="dict of inputs"),
-    Kind(name="dataclass of outputs", before="-", now='`output = "..."` says which the loss reads', row="dataclass of outputs"),
+    Kind(name="weight tying", works="one parameter, counted and sent once", row="causal decoder, tied"),
+    Kind(name="BatchNorm, depthwise convolutions", works="buffers equal those of the module", row="depthwise CNN"),
+    Kind(name="dict of inputs", works="inputs are named with dots", row="dict of inputs"),
+    Kind(name="dataclass of outputs", works='`output = "..."` says which the loss reads', row="dataclass of outputs"),
     Kind(
         name="contrastive pair",
-        before="-",
-        now="planned; says that its loss is not a sum over samples",
+        works="planned; the answer says that its loss is not a sum over samples",
         row="self-supervised pair",
     ),
-    Kind(name="Hugging Face config", before="-", now="by its path (below)", row="llama"),
+    Kind(name="Hugging Face config", works="by its path (below)", row="llama"),
 )
 
 
 class Found(NamedTuple):
-    """What parsim says of one kind now; "refused: ..." where it does."""
+    """What parsim says of one kind; "refused: ..." where it does."""
 
     plan: str
     loss: str
@@ -176,9 +162,9 @@ def ask(spec: ModelSpec) -> Found:
 def table_text() -> str:
     """The two tables of docs/models.md, from what is kept: side by side they are wider than a page."""
     known: dict[str, list[str]] = json.loads(RESULTS.read_text())
-    changed = table(("kind", "before", "now"), [(kind.name, kind.before, kind.now) for kind in KINDS])
+    works = table(("kind", "what works"), [(kind.name, kind.works) for kind in KINDS])
     asked = table(("kind", "plan", "loss", "forward flop", "assumed"), [(kind.name, *known[kind.name]) for kind in KINDS])
-    return f"{changed}\n\n{asked}"
+    return f"{works}\n\n{asked}"
 
 
 def main() -> None:
@@ -191,10 +177,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, spec in specs(Path(folder)).items():
             if asked.only is None or asked.only in name:
-                before = next(kind.before for kind in KINDS if kind.name == name)
                 found = Found(*(text.replace(folder, "...") for text in ask(spec)))
                 known[name] = list(found)
-                print(f"{name}: before {before}; now " + "; ".join(f"{key} {text}" for key, text in found._asdict().items()))
+                print(f"{name}: " + "; ".join(f"{key} {text}" for key, text in found._asdict().items()))
     if asked.write:
         RESULTS.write_text(json.dumps({kind.name: known[kind.name] for kind in KINDS if kind.name in known}, indent=1) + "\n")
         put_table(BEGIN, END, table_text())

@@ -109,6 +109,7 @@ def test_pages_quote_the_record(document: dict[str, Any], tmp_path: Path, monkey
     assert readme.count("| choosing among 4 plans") == 1
     assert len(readme.splitlines()) == len((ROOT / "README.md").read_text().splitlines())
     assert accuracy.count("a processor, 2026-11-24, 24 runs | median 10.0%, bias -10.0%") == 1
+    assert accuracy.count("| choosing, the committed record: among 4 plans |") == 1
 
 
 def test_a_folder_of_another_record_is_not_gone_on_with(modules: dict[str, ModuleType], tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ class StreamSamples:
             if first is _NOTHING:
                 raise DataError(
                     f"{self.described.name}: a pass over split {self.split!r} gives no samples (after {before}); an iterable "
-                    "dataset must start anew whenever it is iterated: return an object with __iter__, not a generator"
+                    "dataset must start again whenever it is iterated: return an object with __iter__, not a generator"
                 )
             self._position += 1
             if self._position == position + 1:

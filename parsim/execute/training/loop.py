@@ -138,7 +138,7 @@ def _resume(entry: RankRun, folder: Path, place: ProcessPlace) -> None:
     if checkpoint.has_checkpoints(folder):
         raise ExecutionError(
             f"no checkpoint in {folder} can be used{f' ({problem})' if problem else ''}; the warnings say why; to start "
-            "anew, give another --out, or remove that folder"
+            "again, give another --out, or remove that folder"
         )
 
 

@@ -100,7 +100,7 @@ def resumption(folder: RunFolder, config: RunConfig, steps: int) -> Resumption:
     if found is None and has_checkpoints(folder.checkpoints):
         raise ConfigError(
             f"no checkpoint in {folder.checkpoints} can be read ({told[0] if told else 'none is complete'}); to start "
-            "anew, give another --out, or remove that folder"
+            "again, give another --out, or remove that folder"
         )
     for key in TOLD:
         then, now = getattr(before.training, key), getattr(config.training, key)

@@ -105,12 +105,12 @@ class Quoted:
         """
         rate, each = self.tokens_per_s, self.tokens_per_s_per_device
         tera = self.model_flop_per_s_per_device / 1e12
+        masked = f"; MFU {format_percent(self.mfu_causal)} if a causal mask halves the attention scores"
         lines = [
             f"tokens/s: {rate.median:,.0f} (90% interval {rate.p05:,.0f} to {rate.p95:,.0f}); per GPU {each.median:,.0f}; "
             f"{format_count(self.tokens_per_step)} tokens per step",
             f"model TFLOP/s per GPU: {f'{tera:.0f}' if tera >= 1 else f'{tera:.2g}'}; MFU {format_percent(self.mfu)}, "
-            f"HFU {format_percent(self.hfu)} of {self.peak}"
-            + (f"; MFU {format_percent(self.mfu_causal)} with half the causal scores" if self.mfu_causal < self.mfu else ""),
+            f"HFU {format_percent(self.hfu)} of {self.peak}" + (masked if self.mfu_causal < self.mfu else ""),
             f"memory of the fullest GPU: {', '.join(f'{name} {format_bytes(size)}' for name, size in self.memory)}; "
             f"{format_bytes(self.limit_bytes)} there",
         ]
