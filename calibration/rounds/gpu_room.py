@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from calibration.rounds.request import CalibrationRequest
 from parsim.errors import ConfigError
 from parsim.execute.processes.environment import describe_environment
+from parsim.execute.processes.launch import import_folders
 from parsim.model.model import Model
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.units import format_bytes
@@ -25,10 +30,39 @@ ROOM_SHARE = 0.8
 """Of the free memory, for models that are held; the rest is for activations and for what operators work on."""
 
 
+LOOK = "import sys; from calibration.rounds.gpu_room import keep_look; keep_look(sys.argv[1])"
+
+
 def look_apart() -> Found:
-    """What this machine has, asked in a process that ends: whoever asks a GPU for its memory holds some of it from then on."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(look, describe_environment()).result()
+    """What this machine has, asked in a process that ends: whoever asks a GPU for its memory holds some of it from then on.
+
+    The process does not import the caller's script, as one of `multiprocessing` would. So a script needs no `__main__` guard.
+
+    Raises:
+        ConfigError: the process failed.
+    """
+    with TemporaryDirectory() as folder:
+        kept = Path(folder, "found")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(import_folders())}
+        done = subprocess.run(
+            [sys.executable, "-c", LOOK, str(kept)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        if done.returncode or not kept.is_file():
+            last = next(iter(done.stderr.strip().splitlines()[-1:]), f"it ended with {done.returncode}")
+            raise ConfigError(f"a process that looks at this machine's GPUs failed: {last}; `parsim doctor` looks at them too")
+        found = pickle.loads(kept.read_bytes())
+    assert isinstance(found, Found)
+    return found
+
+
+def keep_look(path: str) -> None:
+    """What `look_apart` asks for, written to a file: imports may print. Args: path: of the file."""
+    Path(path).write_bytes(pickle.dumps(look(describe_environment())))
 
 
 def check_gpus(request: CalibrationRequest, found: Found) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +16,10 @@ import torch
 
 from calibration.rounds.calibrate import calibrate
 from calibration.rounds.environment import doubts
-from calibration.rounds.gpu_room import check_gpus, check_room, held_bytes
+from calibration.rounds.gpu_room import check_gpus, check_room, held_bytes, look_apart
 from calibration.rounds.request import CalibrationRequest
 from parsim.errors import ConfigError
+from parsim.execute.processes.launch import import_folders
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.units import GIB
@@ -81,3 +85,25 @@ def test_launches_that_were_not_hidden_cast_doubt() -> None:
     assert "25.0% of the training steps" in warning
     quiet = [{**step, "hidden": True} for step in steps]
     assert doubts({**raw, "ranks": [{"sweeps": quiet}]}, asked()) == []
+
+
+def test_a_script_without_a_guard_can_look_at_the_machine(tmp_path: Path) -> None:
+    """`parsim.run` in a plain script calibrates this machine. A process that imported the script again would begin anew."""
+    script = tmp_path / "plain.py"
+    script.write_text("from calibration.rounds.gpu_room import look_apart\nprint('torch', look_apart().torch)\n")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(import_folders())},
+    )
+    assert done.stdout.split() == ["torch", torch.__version__], done.stderr
+
+
+def test_a_look_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("calibration.rounds.gpu_room.LOOK", "raise OSError('no driver')")
+    with pytest.raises(ConfigError, match=r"failed: OSError: no driver; `parsim doctor`"):
+        look_apart()

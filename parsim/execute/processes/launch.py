@@ -163,7 +163,7 @@ class _Ranks:
         for name in list(environment):
             if name in _OTHERS or name.startswith("TORCHELASTIC_"):
                 del environment[name]
-        if folders := _import_folders():
+        if folders := import_folders():
             environment["PYTHONPATH"] = os.pathsep.join(folders)
         places = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) | dict.fromkeys(
             ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.nproc)
@@ -224,7 +224,7 @@ class _Ranks:
         return {rank: place for rank in hang.ranks if (place := self.output.innermost_frame(rank))}
 
 
-def _import_folders() -> list[str]:
+def import_folders() -> list[str]:
     """Where this process finds modules beside the installed ones, for the ranks: PYTHONPATH, the folder of a script, the
     current directory, and that of a run file."""
     places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
