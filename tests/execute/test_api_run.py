@@ -40,7 +40,7 @@ answer = ps.plan(sys.argv[1])
 again = ps.plan(sys.argv[1])
 assert again.chosen.problem.cluster.profile == answer.chosen.problem.cluster.profile, "calibrated twice"
 assert len(list(Path(sys.argv[2]).glob("profiles/*.json"))) == 1
-assert answer.chosen.result.cost_sources["measured"] > 0.5, answer.chosen.result.cost_sources
+assert answer.chosen.result.cost_sources["measured"] > 0, answer.chosen.result.cost_sources
 for nproc in (1, 3):
     try:
         ps.run(answer.chosen, nproc=nproc)
