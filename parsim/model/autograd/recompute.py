@@ -114,7 +114,9 @@ def _read_too_early(nothing: object) -> Tensor:
 def recompute(runnable: Runnable, kept: RecomputeInputs, device: torch.device) -> Saved:
     """Run the forward again, saving for its backward. Generators and buffers are afterwards as they were before."""
     own = [device] if device.type == "cuda" else []
-    as_before = torch.random.fork_rng(devices=own) if kept.generators else contextlib.nullcontext()
+    as_before: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if kept.generators:
+        as_before = torch.random.fork_rng(devices=own)
     with as_before, runnable.reading_buffers(kept.buffers):
         for state, place in zip(kept.generators, (CPU, device), strict=False):
             set_generator_state(state, place)
