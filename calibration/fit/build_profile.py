@@ -99,7 +99,11 @@ SOURCES: Mapping[str, tuple[str, str]] = {
         "more after a wait and where all ranks share the cores: medians of processor seconds",
     ),
     "matmul": ("measurement", "square matrix product with every rank busy, best of a few"),
-    "copy": ("measurement", "copy between two 64 MiB arrays with every rank busy, bytes read plus written, best of a few"),
+    "copy": (
+        "measurement",
+        "copy between two arrays with every rank busy, bytes read plus written, best of a few: of 64 MiB, of a GPU 2 GiB, or a "
+        "tenth of its memory if that is less",
+    ),
     "memory": ("measurement", "physical memory (or the control group's limit) divided by the ranks of this machine"),
     "memory_gpu": ("measurement", "total memory as the driver reports it"),
     "allocator": (

@@ -66,7 +66,14 @@ def screened(raw: Mapping[str, Any], models: Sequence[Model]) -> tuple[dict[str,
         for what, count in bad.items()
         if count
     ]
-    return _with_enough({**raw, "ranks": ranks}, models, warnings)
+    return _with_enough({**raw, "ranks": ranks}, models, [*warnings, *_refusals(raw)])
+
+
+def _refusals(raw: Mapping[str, Any]) -> list[str]:
+    """Operators that a GPU, or a library of it, did not run: they have no timings."""
+    refused = [entry for _, entry in entries_of(raw, "operators") if "refused" in entry]
+    why = {_what(entry, "operators", ()): entry["refused"] for entry in refused}
+    return [f"left out {what}: the device refused it ({said})" for what, said in why.items()]
 
 
 def _is_time(value: object) -> bool:

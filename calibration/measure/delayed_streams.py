@@ -17,6 +17,10 @@ from parsim.graph.task import COMPUTE
 FIRST_CALL = 1_000_000_000
 """The number of the first exchange, beyond those of all tasks."""
 
+MOST_LATE = 3
+"""A task that is not queued in time so often in a row, each time behind a hold longer than it had needed before, waits for the
+device itself. fp16 does: whether a gradient has overflowed decides whether there is an update."""
+
 
 class Pausing:
     """Streams on which each computation can be made to wait for a call of `before` that begins when the last one has ended.
@@ -25,7 +29,8 @@ class Pausing:
         computed_s: processor seconds of each computation of the step at hand or just finished, and of handing over the call
             before it.
         holding: each computation is queued on an idle device behind a kernel that waits, so that none of its time is the host's
-            (`parsim.execute.cuda.event_timing`); nothing without a driver.
+            (`parsim.execute.cuda.event_timing`); nothing without a driver. A task that waits for the device is not held: no
+            hold is long enough, and the host would wait for the hold too. It still begins on an idle device.
         issue_s: of the step at hand or just finished, by task: seconds of the host in each computation. On a GPU it queues
             kernels meanwhile, and under `holding` it waits for nothing.
         hidden: whether every computation held so far in this step was queued before the device began with it.
@@ -39,6 +44,7 @@ class Pausing:
         self._last: int | None = None
         self._calls = 0
         self._known_s: dict[int, float] = {}
+        self._late: dict[int, int] = {}
         self.before: Operation | None = None
         self.holding = False
         self.computed_s: list[float] = []
@@ -84,21 +90,27 @@ class Pausing:
         if driver is None or not self.holding:
             return []
         held: list[Any] = []
+        hold_s = longer_hold(self._known_s.get(task, 0.0))
 
         def wait() -> None:
-            driver.hold(longer_hold(self._known_s.get(task, 0.0)))
+            driver.hold(hold_s)
             held.append(driver.mark())
 
         driver.synchronize()
+        if self._late.get(task, 0) >= MOST_LATE:
+            return []
         self._streams.compute(self._extra(), COMPUTE, [], wait)
         return held
 
     def _queued(self, task: int, held: Sequence[Any]) -> None:
         if not held or self._driver is None:
             return
+        late, known_s = self._driver.passed(held[0]), self._known_s.get(task, 0.0)
+        expected = 0 < known_s < longer_hold(known_s)
+        self._late[task] = self._late.get(task, 0) + 1 if late and expected else 0
         # a first call loads libraries and takes long; what is known of a task falls by half a step
-        self._known_s[task] = max(self.issue_s[task], 0.5 * self._known_s.get(task, 0.0))
-        self.hidden = self.hidden and not self._driver.passed(held[0])
+        self._known_s[task] = max(self.issue_s[task], 0.5 * known_s)
+        self.hidden = self.hidden and not late
 
     def _extra(self) -> int:
         self._calls += 1

@@ -345,7 +345,7 @@ def operator_section(
     """Every launch of `operator_launches` once a round; None where the request leaves operators no time.
 
     Entries of `operators`: kind, function, phase, sizes, and seconds of the calls that were kept; on a GPU also what
-    `by_events` adds.
+    `by_events` adds, or no seconds and why a launch was `refused`.
 
     Args:
         group: of the ranks that compute at once; None on the others, which wait.
@@ -410,7 +410,13 @@ def _visit(launch: Launch, pool: Pool, driver: DeviceClock | None) -> dict[str, 
     if driver is None:
         _timed(make, pool)
         return {**named, "sizes": sizes, "seconds": [_timed(make, pool) for _ in range(KEPT_CALLS)]}
-    return {**named, "sizes": sizes, **by_events(make, pool, driver)}
+    try:
+        return {**named, "sizes": sizes, **by_events(make, pool, driver)}
+    except RuntimeError as error:  # of some thousand shapes a library may refuse one, or memory may be short
+        driver.synchronize()  # fails again where the device is lost
+        pool.written.clear()
+        said = str(error).strip() or type(error).__name__
+        return {**named, "sizes": sizes, "seconds": [], "refused": said.splitlines()[0]}
 
 
 def _timed(make: Callable[[], OperatorCall], pool: Pool) -> float:

@@ -37,6 +37,7 @@ from fake_peers import IssuedStep, PlannedRun, drawn_durations_s, issued_step, s
 from questions import GRANULARITY, REHEARSED, Question
 
 from parsim.execute.cuda.driver import Driver, TorchCudaDriver
+from parsim.execute.cuda.rank_gpu import prepare_cuda
 from parsim.execute.cuda.shared_gpu import NCCL, SHARE_VARIABLE, STAGED
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.loading import Pin
@@ -79,6 +80,8 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds, imports included")
     parser.add_argument("--out", type=Path, help="writes correct.json there")
     asked = parser.parse_args()
+    if asked.device == "cuda":
+        prepare_cuda(0)  # ranks that are alone run in this process
     rows = []
     for row in checks(asked.device, lambda: asked.budget - (time.monotonic() - BEGIN_S)):
         rows.append(row)

@@ -82,7 +82,7 @@ def fake_rank(run: PlannedRun, rank: int, streams: CudaStreams[Any, Any], device
         data = dataset_for(run.spec, run.dataset, root=None, seed=0)
         order = BatchOrder(n=len(data), global_batch=run.plan.global_batch, seed=0)
         with contextlib.closing(Loader(data, order, layout, rank, dtype=run.dtype, device=device, pin=pin)) as loader:
-            mixing = MixingRounds(stage, groups, lambda _: None) if mixes else None
+            mixing = MixingRounds(stage, groups, lambda _: None, streams.used) if mixes else None
             stale = StaleStage(stage) if run.plan.synchronisation.kind == "stale" else None
             yield FakeRank(graph, RankProgram(graph, stage, streams, groups, mixing, stale), loader)
     finally:

@@ -121,7 +121,7 @@ GPT_MEDIUM = language("gpt", hidden=1024, layers=24, heads=16, vocab=50257, seq=
 VIT = ModelSpec(name="vit_b_16")
 
 ON_A_GPU = Scope(
-    profile_name="h200-1gpu",
+    profile_name="one-gpu",
     precisions=("amp_bf16", "tf32"),
     fewer=4,
     calibrated=(

@@ -2,12 +2,14 @@
 
 A CPU rank reads a batch when its turn comes. On a GPU a thread gathers the samples of the next step into pinned memory
 while this step is issued. The copy engine then copies them, in parallel with the computation (`RankProgram.step`).
+
+Between two steps no thread reads: a dataset of the user's own uses the generators whose states a checkpoint keeps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 
 import numpy as np
@@ -92,7 +94,9 @@ class Loader:
         self._data, self._order, self._layout, self._rank = data, order, layout, rank
         self._dtype, self._device, self._pin = dtype, device, pin
         self._wanted = tuple(layout.batch_layouts(rank))
-        self._thread = None if pin is None else ThreadPoolExecutor(1, "parsim gather", self._begin_thread)
+        reads_ahead = pin is not None and bool(self._wanted)
+        self._thread = ThreadPoolExecutor(1, "parsim gather", self._begin_thread) if reads_ahead else None
+        self._reading: list[Future[dict[str, Tensor]]] = []
         self._workers = WorkerBatches(self._read, layout.plan.microbatches, workers) if workers else None
         self._following: tuple[int, Callable[[int], Mapping[str, Tensor]]] | None = None
 
@@ -105,6 +109,11 @@ class Loader:
         """The batch of a later step, whose samples are gathered from now on."""
         self._following = step, self._source(step)
         return self._following[1]
+
+    def settle(self) -> None:
+        """Wait until no thread reads samples, used or not."""
+        wait(self._reading)
+        self._reading = []
 
     def close(self) -> None:
         if self._thread is not None:
@@ -126,6 +135,7 @@ class Loader:
         gathered: list[Future[dict[str, Tensor]]] = [
             self._thread.submit(self._gathered, step, microbatch) for microbatch in range(microbatches)
         ]
+        self._reading += gathered
         return lambda microbatch: {
             name: tensor.to(self._device, non_blocking=True) for name, tensor in gathered[microbatch].result().items()
         }

@@ -7,6 +7,9 @@ replicas draw different masks, and the shards of a component begin in one state 
 there). A step
 leaves the CPU generator one number further on every rank, whatever was drawn: a checkpoint keeps that state, and ranks never
 drift apart.
+
+A dataset of the user's own draws from the same CPU generator, in a thread where a rank loads ahead. So such a rank draws its
+number before that thread begins to read (`draw_ahead`).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.runnable import CallProgram
@@ -39,21 +43,35 @@ class ComponentRandomness:
             if draws(programs[name])
         }
         self._step = 0
+        self._ahead: tuple[int, Tensor | None] | None = None
 
     @property
     def draw(self) -> int:
         """The number that the step at hand has drawn."""
         return self._step
 
+    def draw_ahead(self) -> None:
+        """Draw the number of the next step now."""
+        self._ahead = int(torch.randint(2**62, ())), self._generator_state()
+
+    def _generator_state(self) -> Tensor | None:
+        """Of the CPU's generator, where a step may draw from it."""
+        return torch.get_rng_state() if self._samples else None
+
     @contextlib.contextmanager
     def step(self, draw: int | None = None) -> Iterator[None]:
         """Around a step of training.
 
         Args:
-            draw: of an earlier step, whose random numbers are wanted again; None: another one is drawn.
+            draw: of an earlier step, whose random numbers are wanted again; None: another one is drawn, or was ahead.
         """
-        self._step = int(torch.randint(2**62, ())) if draw is None else draw
-        state = torch.get_rng_state() if self._samples else None
+        if draw is None and self._ahead is None:
+            self.draw_ahead()
+        if draw is None:
+            assert self._ahead is not None
+            (self._step, state), self._ahead = self._ahead, None
+        else:
+            self._step, state = draw, self._generator_state()
         try:
             yield
         finally:

@@ -97,7 +97,7 @@ def _work(job: Job, place: ProcessPlace, pinning: Pinning, timeout_s: float) -> 
             only.close()
         runs = [done]
     else:
-        _measure(job, runs, place, SpeedProbe(torch.device(place.device)) if pinning.first else None)
+        _measure(job, runs, place, looks=pinning.first)
     check_switches(asked)
     for entry in runs:
         if entry is not None:
@@ -120,21 +120,22 @@ def _tell_warning(
         write_progress({WARNING: str(message)})
 
 
-def _measure(job: Job, runs: Sequence[RankRun | None], place: ProcessPlace, probe: SpeedProbe | None) -> None:
+def _measure(job: Job, runs: Sequence[RankRun | None], place: ProcessPlace, *, looks: bool) -> None:
     """Warm every run up, then measure rounds in which the runs take turns, so drift affects all equally. Before and after
-    its steps, ranks with a `probe` measure the speed of their cores.
+    its steps, ranks that look measure the speed of their cores.
     """
     for entry in runs:
         if entry is not None:
             for _ in range(job.warmup_steps):
                 entry.step(keep=False)
             entry.measure_memory()
+    probe = SpeedProbe(torch.device(place.device)) if looks else None  # only now: what it takes of a GPU is no memory of a run
     keep_what_is_there()
     for number in range(job.rounds):
         for entry in runs:
-            looks = probe if entry is not None else None
+            own = probe if entry is not None else None
             meet()
-            before_s = looks.seconds() if looks is not None else 0.0
+            before_s = own.seconds() if own is not None else 0.0
             meet()
             if entry is not None:
                 for _ in range(job.settle_steps):
@@ -143,8 +144,8 @@ def _measure(job: Job, runs: Sequence[RankRun | None], place: ProcessPlace, prob
             if entry is not None:
                 entry.timed(job.steps)
             meet()
-            if looks is not None and entry is not None:
-                entry.pace_s.append((before_s + looks.seconds()) / 2)
+            if own is not None and entry is not None:
+                entry.pace_s.append((before_s + own.seconds()) / 2)
         if place.rank == 0:
             write_progress({"round": f"{number + 1}/{job.rounds}"})
     meet()

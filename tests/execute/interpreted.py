@@ -32,5 +32,11 @@ def interpret(case: Case, rank: int, driver: VirtualDriver, *, steps: int = 2) -
         fake_rank(planned(case), rank, CudaStreams(driver), CPU, torch.clone) as (_, program, loader),
         driver.watch_tensors(),
     ):
+        stale = program._stale
         for step in range(steps):
-            program.step(loader.batch(step), loader.following(step + 1))
+            batches = [step, step + 1]
+            if stale is not None:
+                stale.begin_step(step)
+                batches = [max(0, stale.batch_of(number)) for number in batches]
+            script = program.script(step)
+            program.step(loader.batch(batches[0]), loader.following(batches[1]), script=script)

@@ -17,6 +17,7 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
+from calibration import __main__ as measuring
 from calibration.fit.build_profile import build_profile
 from calibration.gpu.device import WallClock
 from calibration.measure import collectives, components, device, operators, overlap, shards
@@ -26,8 +27,12 @@ from calibration.rounds.raw_points import RawPoints
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.turns import WARM_UP
 from parsim.costs.costs import Costs
+from parsim.execute import worker
+from parsim.execute.cuda import rank_gpu
+from parsim.execute.job import Job, RunSpec
 from parsim.execute.processes import speed_probe
 from parsim.execute.processes.environment import describe_environment
+from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.processes.speed_probe import CORE_SIZE, SpeedProbe
 from parsim.graph.taskgraph import work_text
 from parsim.hardware.cluster import cluster_from_profile
@@ -163,3 +168,71 @@ def test_half_precision_trains_and_is_held(one_gpu: None, precision: str) -> Non
     assert {weight.dtype for weight in weights} == {torch.bfloat16 if precision == "bf16" else torch.float32}
     assert all(torch.isfinite(weight).all() for weight in weights)
     assert precision == "bf16" or any(not torch.equal(one, other) for one, other in zip(before, weights, strict=True))
+
+
+class EnoughError(Exception):
+    """What a test wanted to see has happened."""
+
+
+def test_what_cuda_reads_when_it_begins_is_set_before_a_calibration_names_the_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Naming them begins with CUDA, and the number of its queues is read there."""
+    environment = {"RANK": "0", "WORLD_SIZE": "1"}
+    monkeypatch.setattr(rank_gpu.os, "environ", environment)
+    monkeypatch.setattr(measuring, "read_place", place)
+    seen: list[dict[str, str]] = []
+
+    def described() -> Any:
+        seen.append(dict(environment))
+        raise EnoughError
+
+    monkeypatch.setattr(measuring, "describe_environment", described)
+    for kind in ("cuda", "cpu"):
+        (tmp_path / "job.json").write_text(CalibrationRequest(models=((MLP, (2,)),), device=kind, nproc=1).to_json())
+        environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+        with pytest.raises(EnoughError):
+            measuring.main(tmp_path / "job.json")
+    assert [found.get("CUDA_DEVICE_MAX_CONNECTIONS") for found in seen] == ["32", None]
+
+
+def place() -> ProcessPlace:
+    return ProcessPlace(rank=0, world_size=1, local_rank=0, local_world_size=1, attempt=0)
+
+
+class Entry:
+    """A run whose steps are noted."""
+
+    def __init__(self, noted: list[str]) -> None:
+        self.noted = noted
+        self.pace_s: list[float] = []
+
+    def step(self, *, keep: bool) -> None:
+        self.noted.append("step")
+
+    def measure_memory(self) -> None:
+        self.noted.append("memory")
+
+    def timed(self, steps: int) -> None:
+        self.noted.append("timed")
+
+
+def test_the_memory_of_a_run_is_seen_before_the_probe_takes_some(one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[str] = []
+
+    class Probe:
+        def __init__(self, device: torch.device) -> None:
+            noted.append("probe")
+
+        def seconds(self) -> float:
+            return 1.0
+
+    monkeypatch.setattr(worker, "SpeedProbe", Probe)
+    plan = components.one_rank_plan(load_model(MLP), 2)
+    run = RunSpec(name="run", model=MLP, model_path="", plan=plan, optimizer="sgd", learning_rate=0.1, dataset="synthetic")
+    job, entry = Job(output="", mode="measure", runs=(run,), steps=1, rounds=2, warmup_steps=1), Entry(noted)
+    worker._measure(job, [entry], place(), looks=True)  # type: ignore[list-item]
+    assert noted == ["step", "memory", "probe", "timed", "timed"]
+    assert entry.pace_s == [1.0, 1.0]
+    worker._measure(job, [entry], place(), looks=False)  # type: ignore[list-item]
+    assert noted.count("probe") == 1

@@ -276,8 +276,11 @@ def test_nccl_that_refuses_two_ranks_is_not_asked_for_four(correct: ModuleType, 
 def test_the_command_has_a_budget(
     correct: ModuleType, timed: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
+    prepared: list[int] = []
+    monkeypatch.setattr(correct, "prepare_cuda", prepared.append)
     monkeypatch.setattr(sys, "argv", ["correct.py", "--budget", "0.5"])
     assert correct.main() == 1
+    assert prepared == [0], "ranks that run alone have as many queues as others"
     said = capsys.readouterr().out.splitlines()
     assert timed["launches"] == []
     assert said[0].startswith("NOT RUN ")

@@ -390,6 +390,15 @@ def test_planted_nonsense_is_left_out_and_said(key: str, plant: Any, words: str,
     assert "-0.001" not in text
 
 
+def test_an_operator_that_a_gpu_refused_is_left_out_and_said_once() -> None:
+    raw = copy.deepcopy(raw_of_steps())
+    refused = {**PRODUCT, "sizes": {"rows": 16, "columns": 4}, "seconds": [], "refused": "cuDNN error: not supported"}
+    raw["ranks"] = [{**rank, "operators": [*rank["operators"], refused]} for rank in raw["ranks"]]
+    found, (warning,) = screened(raw, MODELS)
+    assert warning == "left out matmul linear forward (rows=16 columns=4): the device refused it (cuDNN error: not supported)"
+    assert [len(rank["operators"]) for rank in found["ranks"]] == [1, 1]
+
+
 @pytest.mark.parametrize("nonsense", [math.nan, math.inf, -math.inf])
 def test_a_difference_may_be_negative_but_is_a_number(nonsense: float) -> None:
     raw = copy.deepcopy(raw_of_steps())

@@ -100,6 +100,49 @@ def test_what_the_host_could_not_queue_in_time_is_noticed_and_held_longer_next_t
     assert streams.hidden
 
 
+def test_a_task_that_waits_for_the_device_is_not_held_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an update in fp16 does, once it has looked for an overflow. It would wait for every hold, the longer the hold."""
+    device = VirtualDriver(launch_s=10e-6)
+    monkeypatch.setattr("calibration.measure.delayed_streams.time.perf_counter", device.host_s)
+    streams = Pausing(EventStreams(device), device)  # type: ignore[arg-type]
+
+    def waits() -> None:
+        device.launch(2e-3)
+        device.synchronize()
+        device.launch(1e-3)
+
+    for _ in range(30):
+        streams.holding = True
+        streams.compute(0, COMPUTE, [], device.kernel(1e-4))
+        streams.compute(1, COMPUTE, [], waits)
+        streams.compute(2, COMPUTE, [], device.kernel(1e-4))
+        found = {entry.task: entry.end_s - entry.ready_s for entry in streams.finish()}
+    assert streams.issue_s[1] == pytest.approx(2e-3 + 2 * 10e-6)
+    assert found[1] == pytest.approx(3e-3, rel=0.02)
+    assert (found[0], found[2]) == (pytest.approx(1e-4), pytest.approx(1e-4)), "the others are held as before"
+    assert streams.hidden
+    assert sum(device.holds_s) < 0.5
+
+
+def test_a_host_that_stalls_now_and_then_does_not_make_a_task_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = VirtualDriver(launch_s=10e-6)
+    monkeypatch.setattr("calibration.measure.delayed_streams.time.perf_counter", device.host_s)
+    streams = Pausing(EventStreams(device), device)  # type: ignore[arg-type]
+
+    def queue(stall_s: float) -> None:
+        device.host_takes(stall_s)
+        device.launch(1e-4)
+
+    for number in range(40):
+        streams.holding = True
+        streams.compute(0, COMPUTE, [], partial(queue, 0.1 if number % 3 else 0.0))
+        streams.finish()
+    holds = len(device.holds_s)
+    streams.compute(0, COMPUTE, [], partial(queue, 0.0))
+    streams.finish()
+    assert len(device.holds_s) == holds + 1
+
+
 def test_of_a_step_a_task_takes_the_larger_of_host_and_device() -> None:
     """What is left of the step's wall time is neither."""
     case = make_case(0, MLP, load_model(MLP), 4, CalibrationRequest(models=((MLP, (4,)),)), torch.device("cpu"))

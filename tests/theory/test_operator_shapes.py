@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("torch")
 import torch
 
 from calibration.measure.operator_shapes import CPU_REACH, GPU_MAX_FLOP, Reach, gpu_reach, operator_launches
-from calibration.measure.operators import CHAINED, KEPT_CALLS, VISITS, Pool, by_events
+from calibration.measure.operators import CHAINED, KEPT_CALLS, VISITS, Pool, _visit, by_events
 from calibration.operand_pool import ALIGNMENT_BYTES
 from parsim.costs.compute.launches import Launch, component_launches
 from parsim.costs.compute.surfaces import distances, log_sizes
@@ -144,3 +145,28 @@ def test_small_calls_are_timed_several_at_once_on_operands_of_their_own(elements
     assert found["issue_s"] == pytest.approx(20e-6)
     assert found["hidden"]
     assert len(set(operands)) == len(operands) == 1 + KEPT_CALLS * chained
+
+
+class LostDriver(VirtualDriver):
+    """A device that answers no more."""
+
+    def synchronize(self) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+
+def test_a_launch_that_the_device_refuses_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some thousand shapes are measured. One that a library does not take would end a calibration of minutes."""
+    pool = Pool(torch.float32, torch.device("cpu"), 0)
+
+    def refused(sizes: object, phase: str, given: Pool) -> Any:
+        given.fresh(16)
+        raise RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED\nand more")
+
+    launch = Launch(kind="memory_bound", function="copy", phase="forward", sizes=(("elements", 64.0), ("width", 1.0)))
+    monkeypatch.setitem(VISITS, "copy", refused)
+    entry = _visit(launch, pool, VirtualDriver())  # type: ignore[arg-type]
+    assert (entry["seconds"], entry["refused"]) == ([], "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED")
+    assert "hidden" not in entry
+    assert pool.written == []
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
+        _visit(launch, pool, LostDriver())  # type: ignore[arg-type]

@@ -67,8 +67,13 @@ def check_gpus(ranks: int, *, measures: bool) -> None:
         )
 
 
+def prepare_cuda(rank: int) -> None:
+    """Set the variables that CUDA and NCCL read when they begin. Called before anything else asks CUDA for something."""
+    os.environ.update({**CUDA_VARIABLES, **os.environ, **rank_variables(rank)})
+
+
 def take_gpu(rank: int, local_rank: int, *, alone: bool) -> torch.device:
-    """The rank's GPU, as torch's current device. Called before anything else asks CUDA for something.
+    """The rank's GPU, as torch's current device. Called before anything but `prepare_cuda` has begun with CUDA.
 
     Args:
         alone: nobody else's memory may lie there. It is looked at before NCCL takes some.
@@ -78,7 +83,7 @@ def take_gpu(rank: int, local_rank: int, *, alone: bool) -> torch.device:
     """
     import torch
 
-    os.environ.update({**CUDA_VARIABLES, **os.environ, **rank_variables(rank)})
+    prepare_cuda(rank)
     available, why = usable_gpus()
     number = gpu_of(local_rank, available)
     if number is None:

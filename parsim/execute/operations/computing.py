@@ -149,7 +149,7 @@ class Computing:
                 stage.randomness.begin(name, microbatch)
             with stage.computing():
                 if recomputes:
-                    outputs, self._kept[key] = again(runnable, given, stage.device)
+                    outputs, self._kept[key] = again(runnable, given, stage.device, draws=draws)
                 else:
                     outputs, record = forward_component(runnable, given)
                     if differentiable:

@@ -60,15 +60,22 @@ class MixingRounds:
 
     Args:
         stage: the rank's parameters and buckets. groups: by stream. received: called with every buffer for what arrives.
+        used: `Streams.used`: computation reads what a communication's stream has allocated.
 
     Attributes:
         previous, velocity: by bucket, what the outer optimizer keeps; empty without one. Of merge `previous` is the global
             model that was here last, which the last replica hands to the first on the way to the next round.
     """
 
-    def __init__(self, stage: StageReplica, groups: GroupsByStream, received: Callable[[Tensor], None]) -> None:
+    def __init__(
+        self,
+        stage: StageReplica,
+        groups: GroupsByStream,
+        received: Callable[[Tensor], None],
+        used: Callable[[Tensor], None],
+    ) -> None:
         plan = stage.layout.plan
-        self._stage, self._groups, self._received = stage, groups, received
+        self._stage, self._groups, self._received, self._used = stage, groups, received, used
         self._rule, self._replicas = plan.synchronisation, plan.mesh.dp
         self._replica = plan.replica_of_rank(stage.rank)
         self._arrived: dict[tuple[int, int], Tensor] = {}
@@ -233,7 +240,9 @@ class MixingRounds:
                 if self._rule.kind == "gossip":
                     flat.mul_(float(row[self._replica]))
                     for other in [other for held, other in sorted(self._arrived) if held == bucket]:
-                        flat.add_(self._arrived.pop((bucket, other)), alpha=float(row[other]))
+                        arrived = self._arrived.pop((bucket, other))
+                        self._used(arrived)
+                        flat.add_(arrived, alpha=float(row[other]))
                 elif self._rule.outer is not None:
                     self._outer_step(bucket, flat)
                 for parameter in self._parameters(bucket):

@@ -139,7 +139,9 @@ class RankRun:
         self.streams = make_streams(device)
         self.mixing: MixingRounds | None = None
         if run.plan.synchronisation.mixes:
-            self.mixing = MixingRounds(self.stage, groups, lambda buffer: self.program.watch.received(buffer))
+            self.mixing = MixingRounds(
+                self.stage, groups, lambda buffer: self.program.watch.received(buffer), self.streams.used
+            )
             self.stage.also_resident["outer_state"] = self.mixing.resident_tensors
         self.stale: StaleStage | None = None
         if run.plan.synchronisation.kind == "stale":
@@ -230,11 +232,13 @@ class RankRun:
             self.rate.apply(min(self.step_number, self.steps - 1), self.stage.updates.optimizers)
         if self.stale is not None:
             self.stale.begin_step(self.step_number)
+        self.stage.randomness.draw_ahead()
         batch = self.loader.batch(self._batch(self.step_number))
         following = self.loader.following(self._batch(self.step_number + 1)) if self.streams.loads_ahead else None
         try:
             script = self.program.script(self.step_number)
             loss, times = self.program.step(batch, following, script=script)
+            self.loader.settle()
         except RuntimeError as error:
             explained = self._explained(error)
             if explained is error:

@@ -11,6 +11,7 @@ Leaves out: whatever else a forward may read that changes between the two runs (
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from parsim.model.autograd.cut import Forward, Saved, forward_component
 from parsim.model.autograd.kept_calls import FirstForward, KeptCalls, Like, SecondForward, generator_state, set_generator_state
 from parsim.model.runnable import Runnable
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecomputeInputs:
@@ -29,7 +32,7 @@ class RecomputeInputs:
     Attributes:
         inputs: as given, or what those were like that nothing reads again. buffers: copies from before the first run, in the
             order of `Runnable.buffer_names`.
-        generators: the state of the CPU's generator, and on a GPU also that of the GPU's.
+        generators: the state of the CPU's generator, and on a GPU also that of the GPU's; none where nothing is drawn.
         calls: which calls run again; None: all.
     """
 
@@ -40,13 +43,17 @@ class RecomputeInputs:
 
 
 def forward_keeping_inputs(
-    runnable: Runnable, inputs: Sequence[Tensor], device: torch.device
+    runnable: Runnable, inputs: Sequence[Tensor], device: torch.device, *, draws: bool = True
 ) -> tuple[tuple[Tensor, ...], RecomputeInputs]:
-    """Run `runnable` on `inputs` without saving anything for a backward. Returns outputs, and what `recompute` needs."""
+    """Run `runnable` on `inputs` without saving anything for a backward. Returns outputs, and what `recompute` needs.
+
+    Args:
+        draws: it may draw random numbers. If it does not, generators are left alone, which others may use meanwhile.
+    """
     kept = RecomputeInputs(
         inputs=tuple(value.detach() for value in inputs),
         buffers=tuple(buffer.clone() for buffer in runnable.buffers()),
-        generators=_generator_states(device),
+        generators=_generator_states(device) if draws else (),
     )
     with torch.no_grad():
         outputs, _ = forward_component(runnable, inputs)
@@ -54,14 +61,14 @@ def forward_keeping_inputs(
 
 
 def forward_keeping_calls(
-    runnable: Runnable, inputs: Sequence[Tensor], device: torch.device
+    runnable: Runnable, inputs: Sequence[Tensor], device: torch.device, *, draws: bool = True
 ) -> tuple[tuple[Tensor, ...], RecomputeInputs]:
     """The same, keeping the outputs of operators that are dear to compute and that something needs again.
 
     Raises TraceError if the component writes in place into an input that is read again.
     """
     buffers = runnable.buffers()
-    copies, states = tuple(buffer.clone() for buffer in buffers), _generator_states(device)
+    copies, states = tuple(buffer.clone() for buffer in buffers), _generator_states(device) if draws else ()
     given = (*runnable.parameters(), *(constant for constant, _ in runnable.program.constants))
     outputs, calls = first_forward(runnable, inputs, FirstForward((*inputs, *given, *buffers)), buffers)
     kept = tuple(value.detach() if read else Like.of(value) for value, read in zip(inputs, calls.inputs, strict=True))
@@ -106,10 +113,13 @@ def _read_too_early(nothing: object) -> Tensor:
 
 def recompute(runnable: Runnable, kept: RecomputeInputs, device: torch.device) -> Saved:
     """Run the forward again, saving for its backward. Generators and buffers are afterwards as they were before."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), runnable.reading_buffers(kept.buffers):
-        torch.set_rng_state(kept.generators[0])
-        for state in kept.generators[1:]:
-            set_generator_state(state, device)
+    own = [device] if device.type == "cuda" else []
+    as_before: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if kept.generators:
+        as_before = torch.random.fork_rng(devices=own)
+    with as_before, runnable.reading_buffers(kept.buffers):
+        for state, place in zip(kept.generators, (CPU, device), strict=False):
+            set_generator_state(state, place)
         if kept.calls is not None:
             return second_forward(runnable, kept.inputs, kept.calls)
         return forward_component(runnable, [value for value in kept.inputs if isinstance(value, Tensor)])[1]
