@@ -27,6 +27,7 @@ from calibration.measure.shards import shard_section
 from calibration.rounds.environment import core_count
 from calibration.rounds.request import CalibrationRequest, active_levels
 from calibration.rounds.turns import START, take_turns
+from parsim.execute.cuda.rank_gpu import set_variables
 from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.group import ProcessPlace, close_group, init_group, make_groups, read_place, worker_main
@@ -42,8 +43,10 @@ from parsim.units import format_bytes
 def main(job_path: Path) -> None:
     """Measure everything the request asks for."""
     request = CalibrationRequest.from_json(job_path.read_text())
-    environment = describe_environment()  # before pinning: with all cores this process may use
     place = read_place()
+    if request.device == "cuda":
+        set_variables(place.rank)  # before the GPUs are asked for their names
+    environment = describe_environment()  # before pinning: with all cores this process may use
     pinning = prepare_rank(place.local_rank, place.local_world_size, device=request.device)
     place = init_group(request.device)
     set_arithmetic(request.precision)

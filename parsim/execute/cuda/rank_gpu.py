@@ -67,8 +67,13 @@ def check_gpus(ranks: int, *, measures: bool) -> None:
         )
 
 
+def set_variables(rank: int) -> None:
+    """What CUDA and NCCL of a rank are to find in the environment. They read it when CUDA is first asked for something."""
+    os.environ.update({**CUDA_VARIABLES, **os.environ, **rank_variables(rank)})
+
+
 def take_gpu(rank: int, local_rank: int, *, alone: bool) -> torch.device:
-    """The rank's GPU, as torch's current device. Called before anything else asks CUDA for something.
+    """The rank's GPU, as torch's current device. Whoever asks CUDA for something before it calls `set_variables` first.
 
     Args:
         alone: nobody else's memory may lie there. It is looked at before NCCL takes some.
@@ -78,7 +83,7 @@ def take_gpu(rank: int, local_rank: int, *, alone: bool) -> torch.device:
     """
     import torch
 
-    os.environ.update({**CUDA_VARIABLES, **os.environ, **rank_variables(rank)})
+    set_variables(rank)
     available, why = usable_gpus()
     number = gpu_of(local_rank, available)
     if number is None:
