@@ -106,6 +106,11 @@ class Loader:
         self._following = step, self._source(step)
         return self._following[1]
 
+    def settle(self) -> None:
+        """Wait until nothing is read beside the caller: datasets of one's own draw from the generators of the process."""
+        if self._thread is not None:
+            self._thread.submit(lambda: None).result()
+
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)

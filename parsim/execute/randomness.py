@@ -1,12 +1,12 @@
 """Random numbers of components on many ranks: ranks with the same samples draw the same ones, all others independent ones.
 
-At the beginning of a step every rank draws one number from its CPU generator. Its state is the same everywhere, because the
-module was built from one seed on all of them. Before each forward of a component that draws, the generator of its device is
-seeded. The seed comes from this number, the component, the microbatch and the group of samples that the rank works on. So
-replicas draw different masks, and the shards of a component begin in one state (`parsim.model.shard.randomness` goes on from
-there). A step
-leaves the CPU generator one number further on every rank, whatever was drawn: a checkpoint keeps that state, and ranks never
-drift apart.
+At the beginning of a step every rank draws one number from a generator of its own. Its state is the same everywhere, because
+the module was built from one seed on all of them. Nobody else draws from it: samples of one's own are read with the
+generators of the process, on a GPU in a thread beside the step. Before each forward of a component that draws, the generator
+of its device is seeded. The seed comes from this number, the component, the microbatch and the group of samples that the rank
+works on. So replicas draw different masks, and the shards of a component begin in one state
+(`parsim.model.shard.randomness` goes on from there). A step leaves the rank's generator one number further, whatever was
+drawn. A checkpoint keeps its state, and ranks never drift apart.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 from parsim.graph.plan_index import PlanIndex
 from parsim.model.runnable import CallProgram
@@ -39,6 +40,17 @@ class ComponentRandomness:
             if draws(programs[name])
         }
         self._step = 0
+        self._generator = torch.Generator()
+        self._generator.set_state(torch.get_rng_state())
+
+    @property
+    def state(self) -> Tensor:
+        """Of the generator, for a checkpoint or another plan."""
+        return self._generator.get_state()
+
+    def go_on(self, state: Tensor) -> None:
+        """From a `state`."""
+        self._generator.set_state(state)
 
     @property
     def draw(self) -> int:
@@ -52,8 +64,9 @@ class ComponentRandomness:
         Args:
             draw: of an earlier step, whose random numbers are wanted again; None: another one is drawn.
         """
-        self._step = int(torch.randint(2**62, ())) if draw is None else draw
-        state = torch.get_rng_state() if self._samples else None
+        self._step = int(torch.randint(2**62, (), generator=self._generator)) if draw is None else draw
+        draws_here = bool(self._samples) and self._device.type == "cpu"
+        state = torch.get_rng_state() if draws_here else None
         try:
             yield
         finally:
