@@ -32,6 +32,28 @@ def cache_folder(name: str) -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "parsim" / name
 
 
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""What a file system says that has no locks, as Lustre where it is mounted without them."""
+
+
+def lock(handle: int, *, waits: bool = False, sure: bool = False) -> bool:
+    """Lock an open file or folder until it is closed; False if another process holds its lock.
+
+    Args:
+        handle: its number. waits: until whoever holds the lock lets go of it.
+        sure: False too where there are no locks, which hold nobody off.
+    """
+    try:
+        import fcntl
+    except ImportError:  # no locks on this system
+        return not sure
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in NO_LOCKS and not sure
+    return True
+
+
 DEEPEST = 100
 """Levels of tables and lists in a file. parsim writes at most 10; thousands would exhaust the interpreter's stack."""
 

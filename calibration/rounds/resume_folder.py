@@ -6,7 +6,6 @@ It belongs to one request on one device under one version of torch: times taken 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -20,7 +19,7 @@ from calibration.rounds.turns import TURNS, read_progress
 from parsim.errors import ConfigError
 from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.same_machine import gpu_names
-from parsim.files import read_json, reading, write_text_atomically
+from parsim.files import lock, read_json, reading, write_text_atomically
 
 Leftover = Literal["use", "require", "discard"]
 """What to do with a stopped calibration: go on with it if there is one, insist on one, or throw it away."""
@@ -74,9 +73,8 @@ def alone(out: Path) -> Iterator[None]:
     path = out.with_name(f"{out.stem}.calibration.lock").absolute()
     with path.open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = os.path.samestat(os.fstat(file.fileno()), path.stat())
-        except OSError:  # held by another process, or just let go of and gone
+            ours = lock(file.fileno()) and os.path.samestat(os.fstat(file.fileno()), path.stat())
+        except OSError:  # just let go of and gone
             ours = False
         if not ours:
             raise ConfigError(f"another calibration is writing {out}; wait until it has ended, or choose another --out")

@@ -88,7 +88,7 @@ def _moved(document: dict[str, Any]) -> str:
 
 def _scored(document: dict[str, Any]) -> str:
     if "test_loss" not in document:
-        return "no test samples"
+        return str(document.get("not_scored", "no test samples"))
     accuracy = document.get("test_accuracy")
     scored = "no accuracy: the targets are not classes" if accuracy is None else f"test accuracy {100 * accuracy:.1f}%"
     tested = "not finite" if document["test_loss"] is None else f"{document['test_loss']:.4f}"

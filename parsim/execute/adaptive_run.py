@@ -32,7 +32,7 @@ from parsim.plans.recompute import AUTO
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.live.controller import Controller
 from parsim.schedule.live.decisions import ControllerConfig, Keep
-from parsim.schedule.live.planning import controller_for, observation_of, task_seconds
+from parsim.schedule.live.planning import controller_for, observation_of, side_by_side, task_seconds
 from parsim.schedule.live.prepared import prepared_planner
 
 
@@ -81,7 +81,7 @@ class Steering:
                 problem,
                 run.plan,
                 config=ControllerConfig(ask_probes=False),  # a run times no communication beside its own
-                plan_for=planner.plan_for,
+                plan_for=side_by_side(problem, planner.plan_for),
                 rebuild_s=built_s,
                 planning_s=planner.planning_s,
             )

@@ -1,15 +1,12 @@
 """Random numbers of components on many ranks: ranks with the same samples draw the same ones, all others independent ones.
 
-At the beginning of a step every rank draws one number from its CPU generator. Its state is the same everywhere, because the
-module was built from one seed on all of them. Before each forward of a component that draws, the generator of its device is
-seeded. The seed comes from this number, the component, the microbatch and the group of samples that the rank works on. So
-replicas draw different masks, and the shards of a component begin in one state (`parsim.model.shard.randomness` goes on from
-there). A step
-leaves the CPU generator one number further on every rank, whatever was drawn: a checkpoint keeps that state, and ranks never
-drift apart.
-
-A dataset of the user's own draws from the same CPU generator, in a thread where a rank loads ahead. So such a rank draws its
-number before that thread begins to read (`draw_ahead`).
+At the beginning of a step every rank draws one number from a generator of its own. Its state is the same everywhere, because
+the module was built from one seed on all of them. Nobody else draws from it: samples of one's own are read with the
+generators of the process, on a GPU in a thread beside the step. Before each forward of a component that draws, the generator
+of its device is seeded. The seed comes from this number, the component, the microbatch and the group of samples that the rank
+works on. So replicas draw different masks, and the shards of a component begin in one state
+(`parsim.model.shard.randomness` goes on from there). A step leaves the rank's generator one number further, whatever was
+drawn. A checkpoint keeps its state, and ranks never drift apart.
 """
 
 from __future__ import annotations
@@ -43,35 +40,33 @@ class ComponentRandomness:
             if draws(programs[name])
         }
         self._step = 0
-        self._ahead: tuple[int, Tensor | None] | None = None
+        self._generator = torch.Generator()
+        self._generator.set_state(torch.get_rng_state())
+
+    @property
+    def state(self) -> Tensor:
+        """Of the generator, for a checkpoint or another plan."""
+        return self._generator.get_state()
+
+    def go_on(self, state: Tensor) -> None:
+        """From a `state`."""
+        self._generator.set_state(state)
 
     @property
     def draw(self) -> int:
         """The number that the step at hand has drawn."""
         return self._step
 
-    def draw_ahead(self) -> None:
-        """Draw the number of the next step now."""
-        self._ahead = int(torch.randint(2**62, ())), self._generator_state()
-
-    def _generator_state(self) -> Tensor | None:
-        """Of the CPU's generator, where a step may draw from it."""
-        return torch.get_rng_state() if self._samples else None
-
     @contextlib.contextmanager
     def step(self, draw: int | None = None) -> Iterator[None]:
         """Around a step of training.
 
         Args:
-            draw: of an earlier step, whose random numbers are wanted again; None: another one is drawn, or was ahead.
+            draw: of an earlier step, whose random numbers are wanted again; None: another one is drawn.
         """
-        if draw is None and self._ahead is None:
-            self.draw_ahead()
-        if draw is None:
-            assert self._ahead is not None
-            (self._step, state), self._ahead = self._ahead, None
-        else:
-            self._step, state = draw, self._generator_state()
+        self._step = int(torch.randint(2**62, (), generator=self._generator)) if draw is None else draw
+        draws_here = bool(self._samples) and self._device.type == "cpu"
+        state = torch.get_rng_state() if draws_here else None
         try:
             yield
         finally:

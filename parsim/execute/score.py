@@ -20,10 +20,13 @@ from parsim.model.objective.total import entries, output_kinds, total_loss
 BATCH = 64
 
 
-def score(run: RunSpec, state: RankState, data: Samples, device: torch.device) -> dict[str, float]:
+def score(run: RunSpec, state: RankState, data: Samples, device: torch.device, *, at_once: int = BATCH) -> dict[str, float]:
     """Mean test loss, and for classes the share of right answers; other losses have no accuracy.
 
     Running statistics are those of the first replica.
+
+    Args:
+        at_once: samples of a forward.
     """
     dtype = torch.float64 if run.dtype == "float64" else torch.float32
     module = seeded_module(run.model, run.seed, dtype, device)
@@ -34,8 +37,8 @@ def score(run: RunSpec, state: RankState, data: Samples, device: torch.device) -
     objective, names = interface.objective, [entry.name for entry in interface.inputs]
     total, right, counted = 0.0, 0, 0
     with torch.no_grad():
-        for start in range(0, len(data), BATCH):
-            indices = np.arange(start, min(start + BATCH, len(data)), dtype=np.int64)
+        for start in range(0, len(data), at_once):
+            indices = np.arange(start, min(start + at_once, len(data)), dtype=np.int64)
             values = batch_to_score(data, indices, dtype, device, doing="scoring")
             target = values.pop(TARGET, None)
             args, kwargs = interface.arguments(dict(zip(names, values.values(), strict=True)))

@@ -20,6 +20,7 @@ from parsim.errors import ExecutionError
 from parsim.execute.cuda.faults import told_outside_steps
 from parsim.execute.job import EXECUTION, Job
 from parsim.execute.numerics import check_switches, described, set_switches, switches
+from parsim.execute.processes import clocks
 from parsim.execute.processes.exchange import meet
 from parsim.execute.processes.group import ProcessPlace, close_group, init_group, read_place, worker_main
 from parsim.execute.processes.pinning import Pinning, prepare_rank
@@ -88,21 +89,29 @@ def _work(job: Job, place: ProcessPlace, pinning: Pinning, timeout_s: float) -> 
     asked = switches()
     if place.rank == 0:
         write_text_atomically(Path(job.output) / EXECUTION, json.dumps(described(job, place.device), indent=1))
+    before = clocks.look()
     if job.mode == "train":
-        (only,) = runs
-        assert only is not None, "a training job has as many ranks as its plan"
         looks = pinning.first and job.device == "cpu"  # the probe of a GPU takes memory that the plan may need
-        done = train(job, only, place, groups, SpeedProbe(torch.device(place.device)) if looks else None)
-        if done is None:
-            only.close()
-        runs = [done]
+        probe = SpeedProbe(torch.device(place.device)) if looks else None
+        runs = [train(job, _only(runs), place, groups, probe)]
     else:
         _measure(job, runs, place, looks=pinning.first)
+    after = clocks.look()
     check_switches(asked)
     for entry in runs:
         if entry is not None:
-            entry.record().save(Path(job.output) / entry.run.name)
+            record = entry.record()
+            if before.ahead_s or after.ahead_s:
+                record = record.on_clock(clocks.on_rank_0(before, after))
+            record.save(Path(job.output) / entry.run.name)
             entry.close()
+
+
+def _only(runs: list[RankRun | None]) -> RankRun:
+    """The run of a training job, which the list no longer holds: once another plan takes over, nobody may keep its arrays."""
+    run = runs.pop()
+    assert run is not None, "a training job has as many ranks as its plan"
+    return run
 
 
 def _tell_warning(

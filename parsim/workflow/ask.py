@@ -139,6 +139,7 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
             f"profile {asked.problem.cluster.profile.name} is of devices of kind {kind!r}, which are planned and simulated "
             f"only; to train, use a profile of kind {' or '.join(name for name, row in DEVICE_KINDS.items() if row.backend)}"
         )
+    _check_building(asked, kind)
     if nproc is not None and nproc != plan.world_size:
         more = "more" if nproc > plan.world_size else "fewer"
         raise PlanError(
@@ -177,6 +178,18 @@ def check_loss(model: Model, plan: Plan, *, allowed: bool) -> None:
         f"{plan.global_batch} samples at a time, which changes the loss; {way}, or set training.allow_coupled_loss = true to "
         "train by it"
     )
+
+
+def _check_building(asked: Prediction, kind: str) -> None:
+    """Raise DoesNotFitError where the whole weights exceed a GPU: each process builds the model there and keeps its part."""
+    device = asked.problem.cluster.devices[0].type
+    whole = sum(parameter.size_bytes for parameter in asked.problem.model.parameters)
+    if kind == "cuda" and whole + device.context_bytes > device.memory_bytes:
+        raise DoesNotFitError(
+            "the plan fits, but every process builds the whole model on its GPU before it keeps its part: "
+            f"{format_bytes(whole)} of weights, where {device.name} has {format_bytes(device.memory_bytes)}. So parsim cannot "
+            "train this model; `parsim export` writes the plan for other frameworks"
+        )
 
 
 def with_every_rank(asked: Prediction) -> Prediction:

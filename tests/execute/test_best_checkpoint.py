@@ -129,3 +129,14 @@ def test_checkpoints_of_later_steps_are_set_aside(training: Training) -> None:
     training.save(folder, keep=9)
     assert len(set_aside_newer(folder, 4)) == 1
     assert sorted(place.name for place in folder.iterdir()) == ["step-00000002", "step-00000004", f"{UNUSED}step-00000006"]
+
+
+def test_after_going_on_the_best_of_the_checkpoint_before_stays(training: Training) -> None:
+    """The first checkpoint behind it is damaged, so the training goes on from the same one again."""
+    training.go(training.resume(0), {1: 5.0, 2: 3.0, 3: 4.0, 4: 3.5})
+    training.go(training.resume(4), {5: 2.0, 6: 1.0, 7: 1.5, 8: 1.6})
+    for path in (training.folder / "checkpoints" / "step-00000008").iterdir():
+        path.write_bytes(b"x")
+    with pytest.warns(UserWarning, match="is not used"):
+        again = training.resume(4)
+    assert (again.best.step, training.best()) == (2, 2)

@@ -66,3 +66,28 @@ def test_what_draws_nothing_is_left_alone() -> None:
     before = torch.get_rng_state()
     own.begin("head", 0) if "head" in programs else own.begin("loss", 0)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_samples_that_are_read_beside_a_step_change_no_draw() -> None:
+    """On a GPU a thread reads the next batch meanwhile. A dataset of one's own draws from the generators of the process, which
+    are seeded for each of its samples: ranks that happened to draw in between would mask what they share differently."""
+    index, programs = layout(), recorded()
+    found = []
+    for reads in (False, True):
+        torch.manual_seed(0)
+        own = ComponentRandomness(index, 0, torch.device("cpu"), programs)
+        for sample in range(3):
+            if reads:
+                torch.manual_seed(sample)
+            with own.step():
+                found.append(own.draw)
+    assert found[:3] == found[3:]
+    assert len(set(found)) == 3
+
+
+def test_a_step_on_a_gpu_leaves_the_generator_of_the_host_to_who_reads_samples() -> None:
+    own = ComponentRandomness(layout(), 0, torch.device("cuda", 0), recorded())
+    with own.step():
+        torch.manual_seed(7)
+        reading = torch.get_rng_state()
+    assert torch.equal(torch.get_rng_state(), reading)

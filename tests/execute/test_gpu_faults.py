@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from parsim.costs.memory.records import RankMemory
-from parsim.errors import ExecutionError, OutOfMemoryError, RankLostError
+from parsim.errors import DoesNotFitError, ExecutionError, OutOfMemoryError, RankLostError
 from parsim.execute.cuda.faults import (
     check_alone,
     check_devices,
@@ -35,8 +36,10 @@ from parsim.graph.plan_index import PlanIndex
 from parsim.plans.mesh import Mesh
 from parsim.report.memory_levels import memory_levels
 from parsim.units import GIB
-from parsim.workflow.ask import nearest_that_fits
+from parsim.workflow.ask import check_runnable, nearest_that_fits
+from parsim.workflow.public.functions import plan
 from tests.execute.test_equality import MLP, case
+from tests.models import chain_model
 
 HELD = {"parameters": 2 * GIB, "gradients": 2 * GIB, "optimizer_state": 4 * GIB, "buffers": 0}
 PREDICTED = {**HELD, "activations": 5 * GIB, "workspace": GIB}
@@ -259,3 +262,12 @@ def test_the_nearest_plan_that_needs_less_is_named() -> None:
     assert nearest_that_fits(SimpleNamespace(evaluation=failed, among=())) == ""  # type: ignore[arg-type]
     alone = SimpleNamespace(evaluation=failed, among=(failed,))
     assert nearest_that_fits(alone) == "None of the plans that were compared needs less memory."  # type: ignore[arg-type]
+
+
+def test_a_model_that_cannot_be_built_on_a_gpu_is_refused_before_anything_starts() -> None:
+    """Every rank builds all of it there and keeps its part; too little memory came as advice to divide it further."""
+    asked = plan("mlp", cluster="dgx1-v100-32gb", global_batch=64).chosen
+    check_runnable(asked, None)
+    large = replace(asked, problem=replace(asked.problem, model=chain_model(elements=10**10)))
+    with pytest.raises(DoesNotFitError, match=r"builds the whole model on its GPU .* 149 GiB of weights, .* has 32 GiB"):
+        check_runnable(large, None)

@@ -73,6 +73,7 @@ def test_the_torchrun_file_says_what_the_plan_needs(folder: Path) -> None:
     assert "GLOO_SOCKET_IFNAME=lo " in text
     job = json.loads((folder / "job.json").read_text())
     assert (job["steps"], job["checkpoint_every"], job["resume"]) == (12, 4, True)
+    assert "MAX_RESTARTS:-3" in text, "the agent of one machine restarts its ranks"
     other = Path(export_launch(folder, format="torchrun", out=folder / "again.sh")["file"]).read_text()
     token = next(line for line in text.splitlines() if "PARSIM_TOKEN" in line)
     assert token not in other
@@ -94,6 +95,13 @@ def test_several_machines_need_an_interface_that_both_files_bind_to(folder: Path
         assert "SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in text
         assert 'PARSIM_RENDEZVOUS="$MASTER_ADDR:31000"' in text
         assert "addr show dev ib0" in text
+
+
+def test_agents_of_several_machines_restart_nothing(folder: Path) -> None:
+    """Each would count its own restarts: ranks of different attempts wait for one another until their time is over."""
+    text = Path(export_launch(folder, format="torchrun", nodes=2, interface="ib0")["file"]).read_text()
+    assert "MAX_RESTARTS:-0" in text
+    assert "run the file again on all machines" in text
 
 
 FAKE_SRUN = """#!/usr/bin/env bash

@@ -296,3 +296,31 @@ def test_a_launch_that_fails_is_a_row_and_only_nccl_may_refuse(correct: ModuleTy
         (row,) = correct.ranks_sharing(2, {"dp": correct.shared_plans()[2]["dp"]}, "cpu", way)
         assert (row["ok"], row["refused"]) == (False, way == NCCL)
         assert "Duplicate GPU" in row["found"]
+
+
+def test_a_calibrating_rank_has_its_variables_before_it_asks_for_gpus(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It looks at the machine before it takes its GPU, and CUDA reads its variables when it is first asked."""
+    from calibration import __main__ as rank
+    from calibration.rounds.request import CalibrationRequest
+    from parsim.model.spec import ModelSpec
+
+    class Asked(Exception):
+        """The GPUs are asked for their names."""
+
+    seen: dict[str, str] = {}
+
+    def describe() -> dict[str, Any]:
+        seen.update(os.environ)
+        raise Asked
+
+    gpus(8)
+    request = CalibrationRequest(models=((ModelSpec(name="mlp"), (2,)),), device="cuda", nproc=8)
+    (tmp_path / "job.json").write_text(request.to_json())
+    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rank, "describe_environment", describe)
+    with pytest.raises(Asked):
+        rank.main(tmp_path / "job.json")
+    assert seen["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.costs.feedback.run_corrections import CommunicationClass, RunCorrections, class_of
+from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, CommunicationClass, RunCorrections, class_of
 from parsim.errors import ScheduleError
 from parsim.execute.training.loop import mean_round_s
 from parsim.hardware.cluster import cluster_from_profile
@@ -20,7 +22,8 @@ from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.families import dp_plans, single_plans
-from parsim.schedule.live.decisions import Keep, Replan
+from parsim.schedule.live import planning
+from parsim.schedule.live.decisions import Keep, PlanChoice, Replan
 from parsim.schedule.live.planning import (
     controller_for,
     expected_seconds,
@@ -28,6 +31,7 @@ from parsim.schedule.live.planning import (
     pool_planner,
     priced,
     search_planner,
+    side_by_side,
     switch_cost,
     task_seconds,
 )
@@ -182,3 +186,33 @@ def test_what_passes_between_the_steps_of_a_window_is_no_part_of_them() -> None:
     rounds = [(0.0, 9.0, 1), (10.0, 10.2, 1), (15.2, 15.6, 1)]
     assert mean_round_s(rounds, 2) == pytest.approx(0.3)
     assert mean_round_s(rounds, 0) == 0.0
+
+
+def test_a_plan_must_fit_beside_the_one_that_it_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a plan changes, a rank holds what both keep between steps: the weights of the new one come from the old one."""
+    memories = [evaluate(PROBLEM, plan, samples=0, fold=False).memory for plan in (DP, MP)]
+    kept = ("parameters", "gradients", "optimizer_state", "buffers")
+    beside = ("context", "communication", "allocator")
+    whole = sum(parameter.size_bytes for parameter in PROBLEM.model.parameters)
+    needed = max(
+        sum(before.line(name) for name in kept)
+        + max(whole, sum(after.line(name) for name in kept))
+        + sum(after.line(name) for name in beside)
+        + before.line("communication")
+        for before, after in zip(*memories, strict=True)
+    )
+    assert whole == 4 * 4 * ELEMENTS
+    limit = [needed]
+
+    def limited(problem: PlanningProblem, plan: Plan, **given: Any) -> Any:
+        found = evaluate(problem, plan, **given)
+        return SimpleNamespace(memory=tuple(replace(memory, limit_bytes=limit[0]) for memory in found.memory))
+
+    monkeypatch.setattr(planning, "evaluate", limited)
+    faster = PlanChoice(plan=MP, step_s=0.5, current_step_s=1.0, expected={})
+    assert side_by_side(PROBLEM, lambda *_: faster)(NO_RUN_CORRECTIONS, DP) is faster
+    limit[0] = needed - 1
+    with pytest.raises(ScheduleError, match=r"while the plan changes rank \d holds the weights and states of both"):
+        side_by_side(PROBLEM, lambda *_: faster)(NO_RUN_CORRECTIONS, DP)
+    same = PlanChoice(plan=replace(DP, strategy="custom"), step_s=1.0, current_step_s=1.0, expected={})
+    assert side_by_side(PROBLEM, lambda *_: same)(NO_RUN_CORRECTIONS, DP) is same, "nothing changes"

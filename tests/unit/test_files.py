@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import math
@@ -159,3 +160,27 @@ def test_records_hold_what_their_annotations_say(record: Outer, said: str) -> No
         return
     with pytest.raises(ValueError, match=said):
         check_types(record, "outer")
+
+
+def test_a_file_is_locked_by_one_process_and_a_file_system_without_locks_holds_nobody_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Lustre that is mounted without locks refuses them: no calibration could begin there, as if another one were running."""
+    path = tmp_path / "file"
+    with path.open("w") as one, path.open("w") as other:
+        assert files.lock(one.fileno())
+        assert not files.lock(other.fileno())
+        assert not files.lock(other.fileno(), sure=True)
+
+    def refused(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    with path.open("w") as one, path.open("w") as other:
+        assert files.lock(one.fileno())
+        assert files.lock(other.fileno(), waits=True)
+        assert not files.lock(one.fileno(), sure=True), "what another process may use is not removed"
+    alone = pytest.importorskip("calibration.rounds.resume_folder").alone  # needs torch
+    profile = tmp_path / "mine.json"
+    with alone(profile), alone(profile):
+        pass

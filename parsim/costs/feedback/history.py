@@ -11,7 +11,6 @@ Leaves out: old predictions are not recomputed. After the profile has changed, i
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 from collections import Counter
@@ -29,7 +28,7 @@ from parsim.costs.uncertainty.conformal import (
     coverage_split,
 )
 from parsim.errors import CostError, ProfileError
-from parsim.files import parse_json, version_problem, write_text_atomically
+from parsim.files import lock, parse_json, version_problem, write_text_atomically
 from parsim.hardware.profile import Profile
 from parsim.hardware.record import OLD_KEYS
 from parsim.units import format_percent
@@ -156,7 +155,7 @@ def append_record(path: Path, record: ValidationRecord) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file.fileno(), waits=True)
         size = file.seek(0, 2)
         broken = False
         if size:

@@ -4,7 +4,8 @@ torchrun's own store listens on every interface of the first machine. This rende
 restarts, and puts their keys into the store of `parsim.execute.processes.rendezvous`. That store is bound to the address that
 is named, under the token of the run (PARSIM_TOKEN).
 
-Leaves out: machines that join later. As under torchrun's `static`, all of them are there from the beginning.
+Leaves out: machines that join later. As under torchrun's `static`, all of them are there from the beginning. Also left out are
+restarts of several machines: each agent counts its own, so the ranks of one can be in another attempt than those of others.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,21 @@ class RankRecord:
     pace_s: list[float] = field(default_factory=list)
     memory_lines: Mapping[str, int] = field(default_factory=dict)
     memory: MemoryUse | None = None
+
+    def on_clock(self, seconds: Callable[[float], float]) -> RankRecord:
+        """The same on another clock, such as that of rank 0, which may be on another machine.
+
+        Args:
+            seconds: from seconds on this rank's clock to those on the other.
+        """
+        return replace(
+            self,
+            rounds=[(seconds(start_s), seconds(end_s), steps) for start_s, end_s, steps in self.rounds],
+            steps=[
+                [entry._replace(ready_s=seconds(entry.ready_s), end_s=seconds(entry.end_s)) for entry in times]
+                for times in self.steps
+            ],
+        )
 
     def save(self, folder: Path) -> None:
         streams = sorted({entry.stream for step in self.steps for entry in step})

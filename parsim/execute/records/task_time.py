@@ -9,7 +9,7 @@ Operation = Callable[[], None]
 
 
 class TaskTime(NamedTuple):
-    """Seconds on the host's monotonic clock, which all ranks of one host share."""
+    """Seconds on the host's monotonic clock, which all ranks of one host share (`parsim.execute.processes.clocks`)."""
 
     task: int
     stream: str

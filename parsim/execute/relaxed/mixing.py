@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parsim.errors import ExecutionError
 from parsim.execute.processes.group import Stream
+from parsim.execute.processes.supervise.heartbeat import pulse
 from parsim.execute.stage import StageReplica
 from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.rounds import MESSAGE_STREAM, mixing_peers
@@ -267,7 +268,8 @@ class MixingRounds:
         for bucket in self._buckets():
             peers = next(group for group in mixing_peers(self._stage.layout, bucket) if self._stage.rank in group)
             flat = self._packed(bucket).mul_(1.0 / self._replicas)
-            dist.all_reduce(flat, group=self._groups[MEAN, tuple(sorted(peers))])
+            with pulse().waiting():
+                dist.all_reduce(flat, group=self._groups[MEAN, tuple(sorted(peers))])
             parts = _parts(flat, [self._stage.parameters[held.name] for held in bucket.parameters])
             found |= {held.name: part for held, part in zip(bucket.parameters, parts, strict=True)}
         return found

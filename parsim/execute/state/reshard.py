@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parsim.execute.processes.exchange import gather_values
+from parsim.execute.processes.supervise.heartbeat import pulse
 from parsim.execute.stage import StageReplica
 from parsim.execute.state.checkpoint import RankState
 from parsim.execute.state.fragments import WHOLE, Fragment, fragment_from, is_per_element, join, join_state
@@ -182,7 +183,8 @@ def _sent(kind: _Kind, given: Tensor | None, holder: int, device: torch.device) 
         tensor = torch.empty(kind.shape, dtype=kind.dtype, device=device)
     else:
         tensor = given.detach().to(device, copy=True, memory_format=torch.contiguous_format)
-    dist.broadcast(tensor, holder)
+    with pulse().waiting():
+        dist.broadcast(tensor, holder)
     return tensor
 
 

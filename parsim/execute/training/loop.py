@@ -9,16 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from parsim.data import Samples
 from parsim.data.own.samples import StreamSamples
 from parsim.errors import ExecutionError, NoSplitError
 from parsim.execute.adaptive_run import Steering
+from parsim.execute.cuda.faults import is_out_of_memory
 from parsim.execute.job import SCORE, Job
 from parsim.execute.processes.exchange import done_by_rank_0, gather_values, meet, value_of_rank_0
 from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.processes.progress import write_progress
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.processes.supervise.heartbeat import Doing, pulse
-from parsim.execute.score import score
+from parsim.execute.score import BATCH, score
 from parsim.execute.state import checkpoint
 from parsim.execute.state.branches import set_aside_newer
 from parsim.execute.training.log import TrainingLog
@@ -30,6 +32,8 @@ from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import LOSS
 
 SAY_EVERY_S = 1.0
+FEWER = 4
+"""So many times fewer samples are scored at once where the memory of a GPU does not suffice."""
 
 
 def train(
@@ -50,6 +54,7 @@ def train(
             if place.rank == 0:
                 text = f"the training in {job.output} has ended at step {entry.step_number}: nothing is left to do"
                 warnings.warn(text, stacklevel=1)
+            entry.close()
             return None
     said = time.monotonic()
     steering: Steering | None = None
@@ -71,15 +76,18 @@ def train(
         else:
             entry.timed(1)
         log.end_step(entry)
-        done = entry.step_number
+        done, plan = entry.step_number, entry.run.plan
         for switch in job.switches:
             if switch.step == done:
                 entry = entry.switched(switch.plan, place, groups)
         if steering is not None and job.adaptive is not None and steering.due(done):
             entry = _steer(job, steering, entry, place, groups)
+        if entry.run.plan is not plan:
+            keep_nothing()
+            keep_what_is_there()  # without what the plan before held
         validates = validation is not None and validation.due(done)
-        if validates and validation is not None and validation.look(entry, place):
-            stopped = done
+        if validates and validation is not None:
+            stopped = done if validation.look(entry, place) else None
         saves = done in (job.steps, stopped) or (job.checkpoint_every > 0 and done % job.checkpoint_every == 0)
         if saves or validates:
             log.write(entry, place, validation.seen[-1] if validates and validation is not None else None)
@@ -119,6 +127,8 @@ def _looks(probe: SpeedProbe | None) -> list[float]:
 def _resume(entry: RankRun, folder: Path, place: ProcessPlace) -> None:
     """Go on from the newest checkpoint that every rank can read. Raises ExecutionError if there are some and none can be."""
     pulse().begin(Doing.PREPARING, "reading a checkpoint")
+    if place.rank == 0:
+        checkpoint.discard_unfinished(folder)  # of ranks that were ended while they wrote: the others wait for rank 0
     candidates = checkpoint.checkpoints(folder)
 
     def next_step() -> int | None:
@@ -135,7 +145,7 @@ def _resume(entry: RankRun, folder: Path, place: ProcessPlace) -> None:
             return
         if place.rank == 0:
             warnings.warn(problem, stacklevel=1)
-    if checkpoint.has_checkpoints(folder):
+    if value_of_rank_0(done_by_rank_0(place, lambda: checkpoint.has_checkpoints(folder))):
         raise ExecutionError(
             f"no checkpoint in {folder} can be used{f' ({problem})' if problem else ''}; the warnings say why; to start "
             "again, give another --out, or remove that folder"
@@ -191,7 +201,7 @@ def _score_last(job: Job, entry: RankRun, folder: Path, steering: Steering | Non
         write_json_atomically(Path(job.output) / "decisions.json", decisions, indent=1)
 
 
-def _scored(entry: RankRun, folder: Path) -> dict[str, float]:
+def _scored(entry: RankRun, folder: Path) -> dict[str, Any]:
     pulse().begin(Doing.PREPARING, "scoring")
     last = checkpoint.latest_checkpoint(folder)
     if last is None:
@@ -202,7 +212,26 @@ def _scored(entry: RankRun, folder: Path) -> dict[str, float]:
         return {}
     if isinstance(samples, StreamSamples):
         samples = samples.whole()
-    return score(entry.run, checkpoint.load_state(last), samples, entry.stage.device)
+    return _scored_in_memory(entry, checkpoint.load_state(last), samples)
+
+
+def _scored_in_memory(entry: RankRun, state: checkpoint.RankState, samples: Samples) -> dict[str, Any]:
+    """The score, with as many samples at once as the GPU of rank 0 has memory for beside what it trains with.
+
+    A model that is trained in parts may not fit there as a whole. Its training has ended well all the same, and its weights are
+    in the checkpoint.
+    """
+    at_once = BATCH
+    while at_once:
+        try:
+            return score(entry.run, state, samples, entry.stage.device, at_once=at_once)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        at_once //= FEWER
+    reason = f"the whole model with one sample needs more memory than {entry.stage.device} has left"
+    warnings.warn(f"the test samples were not scored: {reason}", stacklevel=1)
+    return {"not_scored": reason}
 
 
 def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
@@ -219,7 +248,6 @@ def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, gr
         write_progress({"step": entry.step_number, "new plan": plan.summary(), "because": steering.decisions[-1].reason})
     began = time.monotonic()
     after = entry.switched(plan, place, groups)
-    keep_nothing()
     steering.has_switched(time.monotonic() - began)
     return after
 

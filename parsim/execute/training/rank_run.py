@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,17 @@ def agreement(world_size: int) -> Stream:
     return "scale", tuple(range(world_size))
 
 
+def agreeing(group: dist.ProcessGroup) -> Callable[[Tensor], None]:
+    """How the ranks of a group find the largest of their flags. The host waits for all of them, and for its device."""
+
+    def agree(flag: Tensor) -> None:
+        with pulse().waiting():
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+            flag.item()
+
+    return agree
+
+
 class RankRun:
     """One run of the job on this rank: its program, its data, and where it stands."""
 
@@ -134,8 +145,7 @@ class RankRun:
         self.steps = steps
         self.notes: dict[str, Tensor] = {}
         if numerics.loss_scale is not None:
-            group = groups[agreement(run.plan.world_size)]
-            self.stage.agree = lambda flag: dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+            self.stage.agree = agreeing(groups[agreement(run.plan.world_size)])
         self.streams = make_streams(device)
         self.mixing: MixingRounds | None = None
         if run.plan.synchronisation.mixes:
@@ -181,6 +191,7 @@ class RankRun:
 
         Every rank calls it at the same step.
         """
+        pulse().begin(Doing.PREPARING, "changing the plan")
         layout = PlanIndex(plan, self.layout.model)
         graph = lower(plan, layout.model)
         groups.make(graph, self.run.precision, layout)
@@ -190,6 +201,7 @@ class RankRun:
             after.rate.load(self.rate.state())
         reshard(self.stage, after.stage)
         checkpoint.restore_rng(random, str(self.stage.device))
+        after.stage.randomness.go_on(self.stage.randomness.state)
         after.checkpoints, after.notes = self.checkpoints, self.notes
         after.step_number, after.losses, after.rounds, after.cpu_s = self.step_number, self.losses, self.rounds, self.cpu_s
         if after.stale is not None:
@@ -232,7 +244,6 @@ class RankRun:
             self.rate.apply(min(self.step_number, self.steps - 1), self.stage.updates.optimizers)
         if self.stale is not None:
             self.stale.begin_step(self.step_number)
-        self.stage.randomness.draw_ahead()
         batch = self.loader.batch(self._batch(self.step_number))
         following = self.loader.following(self._batch(self.step_number + 1)) if self.streams.loads_ahead else None
         try:
@@ -353,7 +364,8 @@ class RankRun:
         own = self.stage.state()
         rate = None if self.rate is None else self.rate.state()
         progress = {**own.progress, **self.notes, **({} if rate is None else {RATE: rate})}
-        state = replace(own, progress=progress, rng=checkpoint.rng_state(str(self.stage.device)))
+        random = {**checkpoint.rng_state(str(self.stage.device)), "cpu": self.stage.randomness.state}
+        state = replace(own, progress=progress, rng=random)
         if self.stale is not None:
             return replace(state, own=self.stale.own_state())
         if self.mixing is None:
@@ -374,6 +386,8 @@ class RankRun:
         if self.stale is not None:
             self.stale.load_own(saved.own, found.step, self.program, self.loader.batch)
         checkpoint.restore_rng(saved.rng, str(self.stage.device))
+        if "cpu" in saved.rng:
+            self.stage.randomness.go_on(saved.rng["cpu"])
         self.step_number = found.step
         self.notes = {name: value for name, value in saved.progress.items() if name not in OTHERS}
         if self.rate is not None:

@@ -17,8 +17,9 @@ from parsim.errors import ExecutionError
 from parsim.execute.processes.exchange import done_by_rank_0, value_of_rank_0
 from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.processes.progress import write_progress
+from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.execute.state.branches import keep_only
-from parsim.execute.state.checkpoint import checkpoint_at
+from parsim.execute.state.checkpoint import checkpoint_at, step_folders, step_of
 from parsim.execute.state.reshard import whole_weights
 from parsim.execute.training.evaluation import scores
 from parsim.execute.training.rank_run import RankRun, run_dataset
@@ -97,6 +98,7 @@ class Validation:
     def _has_best(self) -> bool:
         """Remove what is not among the bests up to here; says whether the best one can be read."""
         keep_only(self.folder, range(self.best.step + 1))
+        self._known = tuple(map(step_of, step_folders(self.folder)))[-KNOWN:]  # of checkpoints from before, which may be needed
         if not self.best.step:
             return True
         try:
@@ -117,6 +119,7 @@ class Validation:
 
     def look(self, entry: RankRun, place: ProcessPlace) -> bool:
         """Score the weights on all ranks, keep them if they are the best so far; says whether the training ends here."""
+        pulse().begin(Doing.PREPARING, "validating")
         if self._data is None:
             found = run_dataset(entry.run, "validation")
             self._data = found.whole() if isinstance(found, StreamSamples) else found

@@ -23,6 +23,7 @@ from parsim.costs.feedback.run_corrections import (
     class_of,
     class_seconds,
 )
+from parsim.costs.memory.records import NOT_TENSORS, RankMemory
 from parsim.costs.uncertainty.draws import medians_s
 from parsim.engines import static
 from parsim.engines.boundary import checked_slowdown
@@ -40,6 +41,7 @@ from parsim.schedule.live.controller import Controller
 from parsim.schedule.live.decisions import ControllerConfig, Observation, PlanChoice, PlanFor, SwitchCost
 from parsim.schedule.search import search
 from parsim.timeline import Timeline
+from parsim.units import format_bytes, format_seconds
 from parsim.work import SendRecv
 
 
@@ -134,6 +136,41 @@ def controller_for(
         expected=expected_seconds(problem, plan),
         planning_s=planning_s,
     )
+
+
+RESIDENT = ("parameters", "gradients", "optimizer_state", "buffers")
+"""Lines of memory that lie there between steps."""
+
+
+def side_by_side(problem: PlanningProblem, plan_for: PlanFor) -> PlanFor:
+    """A planner whose plans fit beside the one that they follow: a rank that changes plan holds what both keep between steps.
+    It builds the whole model meanwhile, of which it keeps its part.
+
+    Raises ScheduleError where the plan that is chosen does not fit so.
+    """
+    whole = sum(parameter.size_bytes for parameter in problem.model.parameters)
+
+    @lru_cache(maxsize=64)
+    def memory(plan: Plan) -> tuple[RankMemory, ...]:
+        return evaluate(problem, plan, samples=0, fold=False).memory
+
+    def chosen(corrections: RunCorrections, current: Plan) -> PlanChoice:
+        choice = plan_for(corrections, current)
+        if replace(choice.plan, strategy=current.strategy) == current:
+            return choice
+        for before, after in zip(memory(current), memory(choice.plan), strict=True):
+            kept, coming = (sum(entry.line(name) for name in RESIDENT) for entry in (before, after))
+            beside = sum(after.line(name) for name in NOT_TENSORS) + before.line("communication")  # groups stay to the end
+            needed = kept + max(coming, whole) + beside
+            if needed > after.limit_bytes:
+                both = f"{format_bytes(needed)} of {format_bytes(after.limit_bytes)}"
+                raise ScheduleError(
+                    f"{choice.plan.summary()} is predicted at {format_seconds(choice.step_s)}, but while the plan changes rank "
+                    f"{after.rank} holds the weights and states of both: {both}"
+                )
+        return choice
+
+    return chosen
 
 
 def search_planner(

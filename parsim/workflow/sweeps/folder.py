@@ -9,7 +9,6 @@ are its table.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ConfigError, ExecutionError
-from parsim.files import finite, parse_json, read_json, version_problem, write_atomically, write_json_atomically
+from parsim.files import finite, lock, parse_json, read_json, version_problem, write_atomically, write_json_atomically
 from parsim.workflow.sweeps.points import SweepPoint
 
 if TYPE_CHECKING:
@@ -99,10 +98,8 @@ class SweepFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab", buffering=0) as file:  # nothing waits in a buffer that a full disk would refuse again
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise ConfigError(f"another sweep writes into {self.path} now; wait for it, or give another --out") from error
+            if not lock(file.fileno()):
+                raise ConfigError(f"another sweep writes into {self.path} now; wait for it, or give another --out")
             log = RowLog(self.log, file)
             if file.tell() == 0:
                 log.write(HEADER)

@@ -3,7 +3,8 @@
 Both start the same ranks as `parsim run`. They meet in a store that rank 0 binds to the address of the interface that is asked
 for, under a token of the file (`parsim.execute.processes.rendezvous`). The communication goes over that interface too. All
 machines must see the run folder under the same path. A training that was ended goes on from its latest checkpoint. torchrun's
-agents meet in a store of the same kind, on the port behind that of the ranks (`torchrun_agent`).
+agents meet in a store of the same kind, on the port behind that of the ranks (`torchrun_agent`). On one machine the agent
+restarts the ranks. Those of several machines do not agree on an attempt, so they restart none.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from parsim.workflow.training.check import check_training, total_steps
 RUN = "run"
 LOOPBACK = "lo"
 PORT = 29500
+RESTARTS = 3
+"""Of the ranks of one machine, by their agent."""
 _NAME = re.compile(r"[A-Za-z0-9_.:@-]{1,15}")
 
 
@@ -180,6 +183,8 @@ def torchrun_text(launch: LaunchFile) -> str:
         lines += [
             "# Run it on every machine, NODE_RANK=0 first; give the others its address:",
             "#   NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash " + launch.job.with_name(FORMATS["torchrun"][0]).name,
+            "# No agent restarts ranks by itself: those of several machines would not be in the same attempt. After a failure",
+            "# run the file again on all machines; the training goes on from its latest checkpoint.",
         ]
     lines += ["set -euo pipefail", "", 'NODE_RANK="${NODE_RANK:-0}"', 'PYTHON="${PYTHON:-python}"']
     if launch.nodes > 1:
@@ -195,10 +200,11 @@ def torchrun_text(launch: LaunchFile) -> str:
             if launch.interface == LOOPBACK
             else f'MASTER_ADDR="${{MASTER_ADDR:-$({_address_of(launch.interface)})}}"'
         ]
+    restarts = RESTARTS if launch.nodes == 1 else 0
     lines += [
         *_environment(launch),
         'exec "$PYTHON" -m parsim.execute.processes.torchrun_agent \\',
-        f'  --nnodes {launch.nodes} --nproc-per-node {launch.per_node} --max-restarts "${{MAX_RESTARTS:-3}}" \\',
+        f'  --nnodes {launch.nodes} --nproc-per-node {launch.per_node} --max-restarts "${{MAX_RESTARTS:-{restarts}}}" \\',
         f'  --rdzv-backend {BACKEND} --rdzv-endpoint "$MASTER_ADDR:{launch.port + 1}" --rdzv-conf "rank=$NODE_RANK" \\',
         f"  -m parsim.execute.worker {shlex.quote(str(launch.job))}",
     ]

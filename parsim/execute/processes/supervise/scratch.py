@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from parsim.files import lock
+
 PREFIX = "parsim-launch-"
 LOCK = "lock"
 _NEW_S = 60.0
@@ -34,14 +36,14 @@ def scratch_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Hold the lock of a file, made if need be; False inside if another process holds it. The kernel frees it at its end.
+    """Hold the lock of a file, made if need be; False inside unless this process holds it. The kernel frees it at its end.
 
     Raises:
         OSError: the file cannot be made.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        yield lock_handle(handle)
+        yield lock(handle, sure=True)
     finally:
         os.close(handle)
 
@@ -51,22 +53,9 @@ def sole_user(folder: Path) -> Iterator[bool]:
     """Hold the lock of a folder; False inside if another process holds it. The kernel frees it at this one's end."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        yield lock_handle(handle)
+        yield lock(handle)
     finally:
         os.close(handle)
-
-
-def lock_handle(handle: int) -> bool:
-    """Lock an open file or folder until it is closed; False if another process holds its lock."""
-    try:
-        import fcntl
-    except ImportError:  # no locks on this system
-        return True
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _remove_abandoned() -> None:
