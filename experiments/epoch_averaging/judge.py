@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.common.claims import SEEDS, Claim, Row, claim, mean_of, of_every
 
-TOLERANCE = 0.02
+TOLERANCE = 0.015
 EPOCHS = 20
 
 

@@ -53,7 +53,7 @@ class Ada:
             raise AlgorithmError(
                 f"Ada needs n >= 3 workers and 2 <= least <= start, got n {self.n}, least {self.least}, start {self.first}"
             )
-        if self.rate < 0 or (self.kind in ("exponential", "step") and not 0 < self.rate <= 1):
+        if not 0 <= self.rate < math.inf or (self.kind in ("exponential", "step") and not 0 < self.rate <= 1):
             raise AlgorithmError(
                 f"rate must be >= 0 neighbours per epoch (linear) or a factor in (0, 1] (exponential, step), got {self.rate}"
             )
@@ -122,11 +122,10 @@ def predicted_consensus(drift: float, rho: float) -> float:
 
 
 def allowed_neighbours(wanted: float, n: int, least: int = 2) -> int:
-    """The largest even k <= max(wanted, least); n-1 (the complete graph) where that reaches n-1 or no lattice is left."""
-    bounded = max(math.floor(wanted), least)
-    if bounded >= n - 1:
-        return n - 1
-    return max(2, bounded - bounded % 2)
+    """The largest even k <= wanted, but at least `least`; n-1 (complete) where it reaches that, or no lattice is left."""
+    whole = math.floor(wanted)
+    even = max(2, whole - whole % 2, least + least % 2)
+    return n - 1 if max(whole, even) >= n - 1 else even
 
 
 def ada_graphs(ada: Ada, epochs: int) -> tuple[MixingGraph, ...]:

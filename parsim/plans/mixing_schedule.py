@@ -141,7 +141,7 @@ def mixing_text(table: str | Mapping[str, Any]) -> str:
     """
     if isinstance(table, str):
         return table
-    settings = {key: value for key, value in table.items() if key != "name"}
+    settings = ", ".join(f"{key}={value}" for key, value in table.items() if key != "name")
     if "name" not in table:
         raise PlanError('a mixing graph has a name, for example { name = "lattice", neighbours = 4 }')
-    return str(MixingSchedule(str(table["name"]), tuple(sorted(settings.items()))))
+    return str(parse_mixing(f"{table['name']}({settings})"))

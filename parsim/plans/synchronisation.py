@@ -108,6 +108,8 @@ class Synchronisation:
                 f"synchronisation.participation = {self.participation:g}: the fraction of replicas that take part in a round "
                 "lies above 0 and is at most 1"
             )
+        if self.seed < 0:
+            raise PlanError(f"synchronisation.seed = {self.seed}: a seed of draws is at least 0")
         if self.seed and self.participation == 1:
             raise PlanError(
                 f"synchronisation.seed = {self.seed} draws the replicas of a round, and participation = 1 takes all; drop it, "

@@ -71,7 +71,7 @@ def with_evaluation_line(memory: RankMemory, kept: KeptActivations, scored: Scor
     """The memory of a rank with the line `evaluation`; unchanged where nothing is validated.
 
     A rank builds the module, which then takes the gathered weights in place of its own. Replicas whose weights are whole in
-    any case gather none, unless averages are scored.
+    any case gather none, unless averages are scored, or the mean of replicas that mix in rounds.
 
     Args:
         memory: of the step. kept: values under the plan. scored: what is validated.
@@ -84,7 +84,9 @@ def with_evaluation_line(memory: RankMemory, kept: KeptActivations, scored: Scor
     plan, model = kept.layout.plan, kept.layout.model
     whole = sum(parameter.size_bytes for parameter in model.parameters)
     buffers = sum(component.buffer_bytes for component in model.components)
-    is_whole = plan.mesh.dp == plan.world_size and plan.zero_stage < 3 and scored == "weights"
+    is_whole = (
+        plan.mesh.dp == plan.world_size and plan.zero_stage < 3 and scored == "weights" and not plan.synchronisation.mixes
+    )
     gathered = (0 if is_whole else whole) + buffers
     scoring = _scored_bytes(kept, min(MOST_SCORED, max(1, plan.microbatch_samples)))
     needed = gathered + buffers + max(whole, scoring)

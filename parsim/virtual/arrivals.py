@@ -29,8 +29,9 @@ def train_by_arrival(
 ) -> TrainingOutcome:
     """Every worker: an epoch on its shard from the global model it last saw, then its exclusive merge, and again.
 
-    A worker begins each epoch with a new optimizer, as the reference does. The final model is the mean of the workers' last
-    merged models for `half` (as the reference), the global model for the other merges.
+    A worker begins each epoch with a new optimizer, as the reference does with every block of samples (here one per worker).
+    The final model is the mean of the workers' last merged models for `half` (as the reference), the global model for the other
+    merges.
 
     Args:
         merge_s: seconds a merge holds the global model. total_merges: end after so many instead of `epochs` per worker.

@@ -81,7 +81,8 @@ class RoundRule:
         weighted: average by samples per worker (FedAvg) rather than equally.
         participation: the fraction of workers drawn for each round. outer: applied to the change of each round.
         mixing: a matrix per round instead of the average; then weighted, participation and outer do not apply.
-        new_optimizer: local optimizers begin anew at every epoch, as the reference of epoch averaging does.
+        new_optimizer: local optimizers begin anew at every epoch. The reference of epoch averaging does so at every block of
+            samples, of which a worker here has one.
     """
 
     period: Period

@@ -45,7 +45,7 @@ from parsim.workflow.folders.write_report import write_run_files
 from parsim.workflow.progress import progress, warn
 from parsim.workflow.public.measured import Measured
 from parsim.workflow.public.prediction import Prediction
-from parsim.workflow.relaxed.running import check_adaptive, steps_per_round
+from parsim.workflow.relaxed.running import check_adaptive, on_first_graph, rounds_in_words, steps_per_round
 from parsim.workflow.training.check import check_training, samples_not_taken, steps_per_epoch, total_steps
 from parsim.workflow.training.dataset_loading import with_loading
 from parsim.workflow.training.elastic import MAX_RESTARTS, check_elastic, restarting
@@ -93,7 +93,7 @@ def train(
         check_adaptive(asked.plan)
     asked, changed_since = _ready(asked, nproc)
     steps = total_steps(asked.config)
-    if told := samples_not_taken(asked.config, steps):
+    for told in filter(None, (samples_not_taken(asked.config, steps), *rounds_in_words(asked.plan, steps))):
         warn(told)
     folder = RunFolder(out) if resume and out is not None else new_folder(out, name)
     if resume:
@@ -230,6 +230,7 @@ def validate(
     if update:
         updatable(asked.config)
     asked, changed_since = _ready(asked, None)
+    asked = _on_one_graph(asked)
     folder = new_folder(out, name)
     _write_question(folder, asked)
     job = Job(
@@ -244,6 +245,15 @@ def validate(
         changed_since += launch_job(job, folder, say, asked, hang_s=timeout_s)
     seen = measured(folder, RUN, asked.evaluation)
     return _judged(folder, asked, seen, changed_since, tasks=tasks, session=session, update=update)
+
+
+def _on_one_graph(asked: Prediction) -> Prediction:
+    """Of a plan whose graph changes (Ada) the prediction on its first one: a whole schedule would take too long to measure."""
+    plan = on_first_graph(asked.plan)
+    if plan == asked.plan:
+        return asked
+    warn(f"{asked.plan.synchronisation} is measured and predicted on its first graph: {plan.synchronisation}")
+    return replace(asked, evaluation=evaluate(asked.problem, plan, fold=False))
 
 
 def validate_again(

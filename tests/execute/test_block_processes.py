@@ -158,7 +158,7 @@ def dtensors(rows: int) -> Any:
     return equal
 
 
-@pytest.mark.parametrize("rows", [8, 2, 5])
+@pytest.mark.parametrize("rows", [8, 2, 5, 1])
 def test_dtensors_round_trip_and_are_torchs_own(pool: RankPool, rows: int) -> None:
     """Uneven and empty shards too: local tensors equal those of `distribute_tensor`."""
     assert pool.call(dtensors, rows) == [[True] * 16] * RANKS

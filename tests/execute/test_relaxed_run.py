@@ -13,12 +13,14 @@ import torch
 from parsim.data import BatchOrder
 from parsim.errors import AlgorithmError
 from parsim.execute.job import Job, RunSpec
-from parsim.execute.stage import seeded_module
+from parsim.execute.relaxed.mixing import MixingRounds
+from parsim.execute.stage import StageReplica, seeded_module
 from parsim.execute.state.checkpoint import latest_checkpoint, load_state
 from parsim.execute.training.rank_run import run_dataset
+from parsim.graph.plan_index import PlanIndex
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
-from parsim.plans.plan import Plan
+from parsim.plans.plan import Plan, Stage
 from parsim.plans.synchronisation import parse_synchronisation
 from parsim.virtual.local import LocalOptimizer, LocalTraining, check_room
 from parsim.virtual.planned import train_planned
@@ -204,6 +206,48 @@ def test_another_plan_goes_on_with_the_mean(tmp_path: Path) -> None:
     after = latest_checkpoint(tmp_path / "run" / "checkpoints")
     assert after is not None
     assert all(torch.equal(before[name], value) for name, value in load_state(after).weights.items())
+
+
+def rounds_of(plan: Plan) -> MixingRounds:
+    """What rank 0 keeps of a plan, in this process alone."""
+    case = relaxed_case("average/5", "sgd_momentum", 2)
+    stage = StageReplica(
+        case.spec,
+        PlanIndex(plan, case.model),
+        0,
+        optimizer=case.optimizer,
+        learning_rate=case.learning_rate,
+        dtype=torch.float64,
+        seed=4,
+        device=torch.device("cpu"),
+    )
+    return MixingRounds(stage, {}, lambda buffer: None)
+
+
+def test_other_buckets_or_another_cut_into_stages_are_another_plan() -> None:
+    """They begin from the mean, with a new outer optimizer. What lies in other arrays is not taken, and is no damage."""
+    rule = parse_synchronisation("average/5 outer=nesterov:0.7:0.9")
+    small = replace(relaxed_case("average/5", "sgd_momentum", 2).plan, bucket_bytes=2**10, synchronisation=rule)
+    two = replace(even_plan(MLP, Mesh(dp=2, pp=2), strategy="hp", batch=16), synchronisation=rule)
+    first, second = two.stages
+    moved = (
+        Stage(components=(*first.components, second.components[0]), ranks=first.ranks),
+        Stage(components=second.components[1:], ranks=second.ranks),
+    )
+    for plan, other in ((small, replace(small, bucket_bytes=2**20)), (two, replace(two, stages=moved))):
+        before = rounds_of(plan)
+        for flat in before.previous.values():
+            flat.add_(1.0)
+        state = before.own_state()
+        same, changed = rounds_of(plan), rounds_of(other)
+        same.load_own(state)
+        assert all(torch.equal(same.previous[number], flat) for number, flat in before.previous.items())
+        fresh = rounds_of(other).previous
+        assert {number: flat.shape for number, flat in fresh.items()} != {
+            number: flat.shape for number, flat in before.previous.items()
+        }
+        changed.load_own(state)
+        assert all(torch.equal(changed.previous[number], flat) for number, flat in fresh.items())
 
 
 def test_more_replicas_than_memory_holds_names_how_many_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -284,3 +284,5 @@ def test_bad_ada_says_what_is_wrong() -> None:
     with pytest.raises(AlgorithmError, match="depend on what training measures"):
         ada_graphs(Ada(n=8, kind="closed_loop", target=1.0), 3)
     assert allowed_neighbours(9.7, 64) == 8
+    assert [allowed_neighbours(wanted, 16, least=5) for wanted in (1, 5, 7, 8.5, 14, 15)] == [6, 6, 6, 8, 14, 15]
+    assert Ada(n=16, start=9, least=5).neighbours(9) == 6, "at least `least`, which lies between two lattices"

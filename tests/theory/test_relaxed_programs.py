@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ from parsim.engines.compile import compile_graph
 from parsim.engines.dynamic import run_program
 from parsim.engines.program import unrolled
 from parsim.errors import PlanError, ScenarioError
+from parsim.execute.relaxed.mixing import MixingRounds
 from parsim.execute.relaxed.scripts import StepScripts
+from parsim.execute.training.rank_run import RankRun
 from parsim.graph.columns import columns_of
 from parsim.graph.expand import lower_columns
 from parsim.graph.lower import lower
@@ -216,6 +220,12 @@ def test_memory_lines_of_relaxed_plans(problem: PlanningProblem) -> None:
     assert lines("average/8 outer=sgd:1.0")[0]["outer_state"] == weights
     assert lines("merge/8")[0]["outer_state"] == weights
     assert lines("average/8 outer=nesterov:0.7:0.9")[0]["outer_state"] == 2 * weights
+    narrow = replace(problem, scored="weights")
+    scored = [
+        narrow.memory(plan_of(narrow, text))[0].line("evaluation") for text in ("all_reduce", "average/8", "gossip/1 ring")
+    ]
+    assert scored[0] > 0
+    assert scored[1:] == [scored[0] + weights] * 2, "a validation scores the mean, which no replica holds already"
     star = lines("gossip/1 star")
     assert star[0]["neighbour_buffers"] > star[1]["neighbour_buffers"]
     stale = lines("stale", pp=2, dp=2)
@@ -376,3 +386,36 @@ def test_a_rank_that_a_round_may_leave_out_has_the_tasks_of_one_that_takes_part(
     for rank in range(plan.world_size):
         scripts = StepScripts(lower(plan, problem.model), layout, rank, None)
         assert [task for task, _, _ in scripts.of_step(None).tasks] == [task for task in every.tasks if rank in task.ranks]
+
+
+def test_only_ranks_that_are_drawn_compute_and_have_a_loss(problem: PlanningProblem) -> None:
+    """The mean over the drawn samples, in the records; beside it what the rank shows of its own samples. 64 samples, 2 of 4."""
+    plan = plan_of(problem, "average/4 participation=0.5")
+    layout, graph = PlanIndex(plan, problem.model), lower(plan, problem.model)
+    drawn = plan.synchronisation.takes_part(0, 4)
+    assert sorted(drawn) == [False, False, True, True]
+    for rank in range(4):
+        script = StepScripts(graph, layout, rank, cast("MixingRounds", object())).of_step(0)
+        assert script.computes == drawn[rank]
+        entry = cast(
+            "RankRun",
+            SimpleNamespace(
+                step_number=0,
+                rate=None,
+                stale=None,
+                streams=SimpleNamespace(loads_ahead=False),
+                loader=SimpleNamespace(batch=lambda number: None),
+                program=SimpleNamespace(
+                    script=lambda number, script=script: script, step=lambda *given, script: (16 * 2.5 * script.computes, [])
+                ),
+                run=SimpleNamespace(plan=plan),
+                stage=SimpleNamespace(loss_counts=True),
+                checkpoints=None,
+                losses=[],
+                _batch=lambda number: number,
+                _sample=lambda times: None,
+            ),
+        )
+        RankRun.step(entry, keep=True)
+        assert entry.losses == [2.5 / 2 if drawn[rank] else None]
+        assert entry.own_loss == (2.5 / 4 if drawn[rank] else None), "of a quarter of the batch: 2.5 over its own samples"

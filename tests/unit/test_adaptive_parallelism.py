@@ -40,8 +40,14 @@ def table(honest: dict[str, float] | None = None) -> list[dict[str, Any]]:
 
 
 def test_the_papers_table_holds_three_of_its_claims_of_speed() -> None:
-    """Worked out by hand from Table I: 24.6/7.6 = 3.24, 38.4/13.2 = 2.91, 7.6/6.5 = 1.169, 13.2/11.9 = 1.109."""
-    found = {each.text: each.verdict for each in claims({"table": table()}) if "by its own Table I" in each.text}
+    """Worked out by hand from Table I: 24.6/7.6 = 3.24, 38.4/13.2 = 2.91, 7.6/6.5 = 1.169, 13.2/11.9 = 1.109.
+
+    8 GPUs are 24.6/8.2 = 3.00 and 38.4/14.6 = 2.63 times as fast as one: less than near-linear 4. Accuracies differ by .3.
+    """
+    printed = {name: {"accuracy": list(paper.accuracy)} for name, paper in MODELS.items()}
+    found = {
+        each.text: each.verdict for each in claims({"table": table(), "printed": printed}) if "by its own Table I" in each.text
+    }
     by_key = {text[:3]: verdict for text, verdict in found.items()}
     assert by_key == {
         "K01": "missed",
@@ -50,6 +56,9 @@ def test_the_papers_table_holds_three_of_its_claims_of_speed() -> None:
         "K04": "missed",
         "K05": "met",
         "K06": "missed",
+        "K07": "missed",
+        "K09": "met",
+        "K11": "met",
         "K10": "met",
         "K13": "met",
         "K15": "missed",

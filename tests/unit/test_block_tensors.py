@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="needs the torch extra")
 
 from parsim.data import blocks  # noqa: E402
-from parsim.data.blocks import room  # noqa: E402
+from parsim.data.blocks import dtensors, room  # noqa: E402
 from parsim.data.blocks.exchange import rounds_of  # noqa: E402
 from parsim.data.blocks.random_values import normal_at, splitmix64, uniform_at  # noqa: E402
 from parsim.data.blocks.rechunking import overlaps  # noqa: E402
@@ -232,3 +232,118 @@ def test_owners_by_share() -> None:
     assert blocks.round_robin_owners(5, 2) == (0, 1, 0, 1, 0)
     assert blocks.BlockGrid.of_blocks((10, 4), (4,)).sizes == ((4, 4, 2), (4,))
     assert blocks.BlockGrid.balanced((10,), (4,)).sizes == ((3, 3, 2, 2),)
+
+
+def test_rows_and_truth_are_those_of_numpy() -> None:
+    array = np.arange(12.0).reshape(4, 3)
+    x = blocks.from_array(array, grid=blocks.BlockGrid(sizes=((1, 3), (2, 1))))
+    rows = list(x)
+    assert len(rows) == 4
+    assert all(np.array_equal(row.collect().numpy(), wanted) for row, wanted in zip(rows, array, strict=True))
+    assert np.array_equal(np.asarray(x), array)
+    assert np.asarray(x, dtype=np.float32).dtype == np.float32
+    assert (7.0 in x, 12.5 in x) == (True, False)
+    assert bool((x < 12).all())
+    assert not (x > 12).any()
+    with pytest.raises(DataError, match=r"shape \[4, 3\] is neither true nor false; use x.any\(\) or x.all\(\)"):
+        bool(x < 5)
+    with pytest.raises(TypeError, match="iteration over a block tensor without dims"):
+        iter(x.sum())
+
+
+def test_an_array_without_dims_is_a_position() -> None:
+    array = np.arange(12.0).reshape(4, 3)
+    x = blocks.from_array(array, grid=(2, 3))
+    assert_same(x[np.array(2)], array[2])
+    assert_same(x[torch.tensor(-1), 1:], array[-1, 1:])
+    axis: Any = np.int64(1)
+    assert_same(x.sum(axis), array.sum(axis))
+    with pytest.raises(DataError, match="an index is an int"):
+        x[np.array(1.5)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_uniform_numbers_are_below_one_in_every_type(dtype: Any) -> None:
+    """Rounding up to 1 happens to one number in 2^(digits + 1): in bfloat16 to one in 512."""
+    drawn = blocks.random((1 << 16,), seed=0, grid=(4,), dtype=dtype).collect()
+    assert drawn.min() >= 0
+    assert drawn.max() < 1
+    if dtype in (torch.float16, torch.bfloat16):
+        assert drawn.max() == 1 - torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_half_precision_are_those_of_torch(dtype: Any) -> None:
+    """400,000 is more than float16 holds, and 65,536 + 200 is 65,536 in bfloat16."""
+    x = blocks.full((100_000, 2), 2.0, grid=(1000, 1), dtype=dtype)
+    assert x.sum().dtype == x.mean().dtype == dtype
+    assert x.sum().item() == torch.full((100_000, 2), 2.0, dtype=dtype).sum().item()
+    assert x[:4].prod().item() == 2.0**8
+    assert x.mean().item() == 2.0
+    assert torch.equal(x.mean(0).collect(), torch.full((2,), 2.0, dtype=dtype))
+
+
+def test_integers_divided_by_zero_are_refused_on_every_rank() -> None:
+    """One rank has the zero, and all learn of it: none goes on to the next exchange alone."""
+    gathered: list[str] = []
+
+    class Group(blocks.Processes):
+        def gather(self, value: Any) -> list[Any]:
+            gathered.append(value)
+            return [value, "", "an integer on rank 2"]
+
+    ranks = Group(ranks=3, rank=0)
+    x = blocks.from_array(np.arange(6), grid=(3,), processes=ranks)
+    y = blocks.from_array(np.arange(6) + 1, grid=(3,), processes=ranks)
+    with pytest.raises(DataError, match=r"cannot divide these integers \(an integer on rank 2\)"):
+        x // y
+    assert gathered == [""]
+    alone = blocks.from_array(np.arange(6), grid=(3,))
+    for divide in (operator.floordiv, operator.mod):
+        with pytest.raises(DataError, match="cannot divide these integers"):
+            divide(alone + 1, alone)
+        assert_same(divide(alone + 1, alone + 2), divide(np.arange(6) + 1, np.arange(6) + 2))
+
+
+def test_the_other_ranks_hear_of_an_array_that_the_source_cannot_send() -> None:
+    told: list[Any] = []
+
+    class Group(blocks.Processes):
+        def gather(self, value: Any) -> list[Any]:
+            told.append(value)
+            return [(None, ""), value]
+
+    with pytest.raises(DataError, match="torch has no type for numpy's <U1"):
+        blocks.from_array(np.array(["a"]), grid=(1,), processes=Group(ranks=2, rank=1), source=1)
+    with pytest.raises(DataError, match="rank 0 is the source and passed no array"):
+        blocks.from_array(np.array(["a"]), grid=(1,), processes=Group(ranks=2, rank=1), source=0)
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize("name", [">f8", ">i4", "<i2"])
+def test_numbers_in_the_byte_order_of_another_machine(name: str) -> None:
+    array = np.arange(6, dtype=name)
+    for source in (None, 0):
+        got = blocks.from_array(array, grid=(3,), source=source).collect().numpy()
+        assert np.array_equal(got, array)
+        assert got.dtype.isnative
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (3, 1), (5, 2), (2, 2), (1, 1)])
+def test_shards_that_are_empty_along_one_dim_keep_the_other(shape: tuple[int, int]) -> None:
+    """Local shapes on a mesh of 4 x 2 are those of torch.chunk, as DTensor has them and its collectives count on."""
+
+    class Square:
+        ndim, shape = 2, (4, 2)
+
+        def size(self, dim: int) -> int:
+            return self.shape[dim]
+
+    for chosen in ((0, 1), (1, 0)):
+        grid = dtensors._chunked(shape, Square(), chosen)  # type: ignore[arg-type]
+        for coordinate in np.ndindex(4, 2):
+            wanted = torch.empty(shape)
+            for dim, index, ranks in zip(chosen, coordinate, Square.shape, strict=True):
+                chunks = wanted.chunk(ranks, dim)
+                wanted = chunks[index] if index < len(chunks) else wanted.narrow(dim, 0, 0)
+            assert dtensors._local_shape(grid, chosen, coordinate) == tuple(wanted.shape)

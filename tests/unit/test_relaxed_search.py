@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from parsim.errors import ScheduleError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
+from parsim.plans.placement import BATCH, parse_placement
 from parsim.plans.synchronisation import parse_synchronisation
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.relaxed import relaxed_search as module
@@ -44,3 +46,27 @@ def test_averaging_and_a_list_of_plans_are_simulated_whole(monkeypatch: pytest.M
     monkeypatch.setattr(module, "SCREENED_RANKS", 4)
     assert relaxed_search(problem("average/4"), ("dp",), samples=0).tally.untried == 0
     assert relaxed_search(problem("gossip/1 ring"), ("dp",), samples=0, top=3).tally.untried == 0
+
+
+def test_pins_that_no_relaxed_plan_keeps_are_not_left_out() -> None:
+    """All its components are cut by the batch, and a search with other pins would be answered by a plan without them."""
+    asked = problem("average/4")
+    head = asked.model.components[-2].name
+    kept = relaxed_search(replace(asked, pins=((head, BATCH),)), ("adaptive",), samples=0)
+    assert kept.chosen is not None
+    for barred in (
+        replace(asked, pins=((head, parse_placement("replicate")),)),
+        replace(asked, forbids=((head, "batch"),)),
+    ):
+        with pytest.raises(ScheduleError, match=f"bar placement batch for {head}.*drop them"):
+            relaxed_search(barred, ("adaptive",), samples=0)
+
+
+def test_hybrid_replicas_need_a_mesh_that_makes_them() -> None:
+    asked = problem("average/4")
+    with pytest.raises(ScheduleError, match=r"several ranks: set plan\.mesh with pp or tp above 1"):
+        relaxed_search(asked, ("hp",), samples=0)
+    two = replace(asked, constraints=replace(asked.constraints, pp=2))
+    found = relaxed_search(two, ("hp",), samples=0).chosen
+    assert found is not None
+    assert (found.result.plan.mesh.pp, found.result.plan.mesh.dp) == (2, 4)

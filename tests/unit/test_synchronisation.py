@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import parsim
 from parsim.algorithms.graphs import mixing_graph
 from parsim.errors import ConfigError, PlanError
 from parsim.execute.records.measurement import Measurement
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation, parse_synchronisation
+from parsim.workflow import train
 from parsim.workflow.config import parse_config
-from parsim.workflow.relaxed.running import check_adaptive, check_rounds, steps_per_round, whole_periods
+from parsim.workflow.folders.record_validation import remembered
+from parsim.workflow.relaxed.running import (
+    check_adaptive,
+    check_rounds,
+    on_first_graph,
+    rounds_in_words,
+    steps_per_round,
+    whole_periods,
+)
 
 RUN = """
 [model]
@@ -120,6 +133,7 @@ def test_a_synchronous_plan_is_written_as_before() -> None:
         ({"kind": "average", "participation": 0.0}, "above 0"),
         ({"kind": "average", "participation": 1.5}, "at most 1"),
         ({"kind": "average", "seed": 3}, "participation = 1 takes all"),
+        ({"kind": "average", "participation": 0.5, "seed": -1}, "seed of draws is at least 0"),
         ({"kind": "all_reduce", "period_steps": 4}, "belongs to kind average or gossip or merge"),
         ({"kind": "gossip"}, "neither a graph nor weights"),
         ({"kind": "gossip", "graph": "rng"}, "ring"),
@@ -153,6 +167,8 @@ def test_contradictions_are_refused(keys: dict[str, object], words: str) -> None
         (Synchronisation(kind="gossip", weights=((1.0, 0.0), (0.0, 1.0))), {"dp": 2}, "connect nothing"),
         (Synchronisation(kind="gossip", weights=((1.0,),)), {"dp": 2}, "2 rows"),
         (Synchronisation(kind="gossip", graph="alone"), {"dp": 4}, "not connected"),
+        (Synchronisation(kind="gossip", graph="ada(rounds=5, epochs=3, rate=nan)"), {"dp": 4}, "rate must be >= 0"),
+        (Synchronisation(kind="gossip", graph="ada(rounds=5, epochs=3, rate=inf)"), {"dp": 4}, "rate must be >= 0"),
         (Synchronisation(kind="gossip", graph="ring"), {"dp": 1}, "at least 2 replicas"),
         (Synchronisation(kind="merge"), {"dp": 1}, "at least 2 replicas"),
         (Synchronisation(kind="stale"), {"dp": 2}, "at least 2 stages"),
@@ -226,6 +242,9 @@ participation = 0.5
         ('{ kind = "average", perod = 1 }', "period_steps"),
         ('{ kind = "average", participation = 2.0 }', "plan.synchronisation: .*at most 1"),
         ('{ kind = "gossip", graph = "alone" }\nmesh = { dp = 4 }', "not connected"),
+        ('{ kind = "gossip", graph = { name = "ada", rounds = "five", epochs = 3 } }', "rounds = 'five' is not a number"),
+        ('{ kind = "gossip", graph = { name = "ada", rounds = 5, epochs = 2.5 } }', "epochs = '2.5' is not a number"),
+        ('{ kind = "gossip", graph = { name = "lattice", neighbors = 2 } }', "no setting 'neighbors'"),
         ('{ kind = "average", weights = [0.5, 0.4] }\nmesh = { dp = 2 }', "sum to 1"),
         ('{ kind = "average" }\nzero_stage = 2', "zero_stage"),
         ('{ kind = "stale" }', "strategy 'dp'"),
@@ -264,3 +283,47 @@ def test_a_training_is_averaged_over_whole_periods() -> None:
     )
     assert whole_periods(seen, plan_of(Synchronisation(kind="average", period_steps=4))).tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
     assert len(whole_periods(seen, plan_of(ALL_REDUCE))) == 10
+
+
+def test_a_training_without_a_round_is_told() -> None:
+    rule = Synchronisation(kind="average", period_steps=100)
+    (told,) = rounds_in_words(plan_of(rule), 40)
+    assert "period_steps = 100 is beyond the 40 steps of this training" in told
+    assert "mean of 4 separate trainings" in told
+    assert rounds_in_words(plan_of(rule), 100) == rounds_in_words(plan_of(ALL_REDUCE), 1) == []
+
+
+def test_a_graph_that_changes_is_measured_on_its_first() -> None:
+    """The predicted step is the mean over all graphs: no run of other shares can be held against it."""
+    ada = plan_of(Synchronisation(kind="gossip", period_steps=2, graph="ada(start=7, rate=2, rounds=3, epochs=4)"), dp=8)
+    first = on_first_graph(ada)
+    assert first.synchronisation == Synchronisation(kind="gossip", period_steps=2, graph="lattice(neighbours=7)")
+    assert on_first_graph(first) is first
+    assert steps_per_round(first, 4) == 4
+    (told,) = rounds_in_words(ada, 12)
+    assert "mean over the 24 steps" in told
+    assert "this training makes 12" in told
+    assert rounds_in_words(ada, 24) == rounds_in_words(first, 12) == []
+
+
+def test_ada_is_validated_by_the_step_of_its_first_graph_and_its_training_is_not_remembered(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Against the mean over dense and sparse graphs, steps on the dense first one are an error that a profile would learn."""
+    asked = parsim.plan(
+        "mlp",
+        cluster="dgx1-v100-32gb",
+        devices=4,
+        global_batch=4,
+        args={"width": 16},
+        settings={"plan.synchronisation": "gossip/1 ada(start=3, rate=1.0, rounds=5, epochs=2)"},
+    ).prediction
+    first = train._on_one_graph(asked)
+    assert "measured and predicted on its first graph: gossip/1 lattice(neighbours=3)" in capsys.readouterr().err
+    assert first.plan == replace(asked.plan, synchronisation=Synchronisation(kind="gossip", graph="lattice(neighbours=3)"))
+    assert first.step_s.median > asked.step_s.median
+    assert train._on_one_graph(first) is first
+    seen, comparison = (cast(Any, SimpleNamespace(steps=100)) for _ in range(2))
+    found = remembered(asked, seen, comparison, plan_changed=False)
+    assert found["recorded"] is False
+    assert "mean over all graphs of the plan" in found["text"]

@@ -168,6 +168,21 @@ def test_bad_questions_are_refused(answer: Answer) -> None:
         relaxed.to_target(0.9)
 
 
+def test_what_replicas_leave_out_of_the_training_is_named() -> None:
+    asked = parsim.plan(
+        "mlp",
+        cluster="dgx1-v100-32gb",
+        devices=2,
+        global_batch=64,
+        args={"width": 16},
+        settings={"training.weight_decay": 0.1, "training.optimizer_args": {"momentum": 0.5}},
+    )
+    ranking = asked.to_target(0.3, rules=[], seeds=1, most_steps=20)
+    assert ranking.learner == (
+        "mlp on digits, the model asked for without its training.optimizer_args and training.weight_decay"
+    )
+
+
 def test_a_model_that_replicas_cannot_train_has_a_named_stand_in() -> None:
     asked = parsim.plan("resnet_small", cluster="dgx1-v100-32gb", devices=2, global_batch=32, strategy="dp")
     ranking = asked.to_target(0.5, rules=[], seeds=1, most_steps=100)

@@ -71,7 +71,10 @@ def random(
         for dim, (along, stride) in enumerate(zip(extent, strides, strict=bool(extent))):
             steps = np.arange(along.start, along.stop, dtype=np.uint64) * stride
             position = position + steps.reshape([-1 if place == dim else 1 for place in range(len(extent))])
-        return torch.from_numpy(np.asarray(RANDOM[distribution](seed, position))).to(dtype)
+        drawn = np.asarray(RANDOM[distribution](seed, position))
+        if distribution == "uniform":
+            drawn = np.minimum(drawn, 1.0 - torch.finfo(dtype).eps / 2)  # rounding would make the largest ones 1
+        return torch.from_numpy(np.asarray(drawn)).to(dtype)
 
     return _made("random", whole, dtype, owners, processes, draw)
 
@@ -101,7 +104,7 @@ def from_array(
 
     def cut(extent: tuple[slice, ...]) -> Tensor:
         part = array[extent]
-        return part.detach().clone() if isinstance(part, Tensor) else torch.from_numpy(np.array(part))
+        return part.detach().clone() if isinstance(part, Tensor) else torch.from_numpy(np.array(part, dtype=_native(part)))
 
     return _made("from_array", _grid(array.shape, grid), dtype, owners, processes, cut)
 
@@ -129,13 +132,21 @@ def _from_one_rank(
 ) -> BlockTensor:
     if not 0 <= source < processes.ranks:
         raise DataError(f"source must be a rank from 0 to {processes.ranks - 1}, got {source}")
-    own = None if array is None else ([int(size) for size in array.shape], str(_dtype_of(array)).removeprefix("torch."))
-    known = processes.gather(own)
-    described = known[source if processes.rank is not None else 0]
+    own, problem = None, ""
+    if array is not None and processes.holds(source):
+        try:
+            own = [int(size) for size in array.shape], str(_dtype_of(array)).removeprefix("torch.")
+        except DataError as error:  # the others wait for what this rank tells them
+            problem = str(error)
+    described, problem = processes.gather((own, problem))[source if processes.rank is not None else 0]
+    if problem:
+        raise DataError(problem)
     if described is None:
         raise DataError(f"rank {source} is the source and passed no array")
     shape, dtype = tuple(described[0]), getattr(torch, described[1])
-    here = {0: array if isinstance(array, Tensor) else torch.from_numpy(np.asarray(array))} if processes.holds(source) else {}
+    here = {}
+    if processes.holds(source):
+        here[0] = array if isinstance(array, Tensor) else torch.from_numpy(np.asarray(array, dtype=_native(array)))
     whole = BlockGrid.even(shape, ())
     at_source = BlockTensor(grid=whole, owners=(source,), dtype=dtype, blocks=here, processes=processes)
     target = _grid(shape, grid)
@@ -182,10 +193,15 @@ def _lengths(extent: tuple[slice, ...]) -> tuple[int, ...]:
     return tuple(along.stop - along.start for along in extent)
 
 
+def _native(array: NDArray[Any]) -> np.dtype[Any]:
+    """Its type in the byte order of this machine, the only one that torch has."""
+    return array.dtype.newbyteorder("=")
+
+
 def _dtype_of(array: NDArray[Any] | Tensor) -> torch.dtype:
     if isinstance(array, Tensor):
         return array.dtype
     try:
-        return torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
+        return torch.from_numpy(np.empty(0, dtype=_native(array))).dtype
     except TypeError as error:
         raise DataError(f"torch has no type for numpy's {array.dtype}; convert the array to numbers or bool first") from error

@@ -53,16 +53,16 @@ def to_dtensor(
     receivers: list[list[int]] = [[] for _ in range(len(grid))]
     needed = [0] * tensor.processes.ranks
     own: int | None = None
+    here: tuple[int, ...] = (0,) * mesh.ndim
     for coordinate, rank in ranks.items():
         number = _block_at(grid, dims, coordinate)
         if number is not None:
             receivers[number].append(rank)
             needed[rank] = math.prod(grid.block_shape(grid.place(number))) * tensor.dtype.itemsize
         if tensor.processes.holds(rank):
-            own = number
+            own, here = number, coordinate
     check_bytes(f"a DTensor of shape {list(tensor.shape)}", needed, tensor.processes)
-    shape = _empty_shape(tensor.shape, dims) if own is None else grid.block_shape(grid.place(own))
-    local = torch.empty(shape, dtype=tensor.dtype, device=tensor.processes.device)
+    local = torch.empty(_local_shape(grid, dims, here), dtype=tensor.dtype, device=tensor.processes.device)
     targets = {} if own is None else {own: local}
     exchange(
         overlaps(tensor, grid, receivers), tensor.blocks, targets, tensor.processes, dtype=tensor.dtype, room_bytes=room_bytes
@@ -163,5 +163,7 @@ def _block_at(grid: BlockGrid, dims: Sequence[int | None], coordinate: Sequence[
     return grid.number(place)
 
 
-def _empty_shape(shape: Sequence[int], dims: Sequence[int | None]) -> tuple[int, ...]:
-    return tuple(0 if dim in dims else size for dim, size in enumerate(shape))
+def _local_shape(grid: BlockGrid, dims: Sequence[int | None], coordinate: Sequence[int]) -> tuple[int, ...]:
+    """Of the shard at a coordinate of the mesh: 0 along the dims in which it lies behind the last block, and along no other."""
+    place = {dim: index for dim, index in zip(dims, coordinate, strict=True) if dim is not None}
+    return tuple(pieces[place.get(dim, 0)] if place.get(dim, 0) < len(pieces) else 0 for dim, pieces in enumerate(grid.sizes))

@@ -6,6 +6,7 @@ Types promote as in torch: an int64 tensor divided by an int is float32, unless 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from parsim.data.blocks.room import check_room
 from parsim.data.blocks.tensor import BlockTensor
 from parsim.errors import DataError
 
+DIVISIONS = (operator.floordiv, operator.mod)
+"""Of integers they fail where a block of the divisor has a zero, and other blocks may have none."""
+
 
 def elementwise(function: Callable[..., Tensor], *operands: Any) -> BlockTensor:
     """`function` of corresponding elements, broadcast as in NumPy.
@@ -29,7 +33,7 @@ def elementwise(function: Callable[..., Tensor], *operands: Any) -> BlockTensor:
     later ones are cut as the first. The function is called with blocks, and must work element by element.
 
     Raises:
-        DataError: shapes that do not broadcast, block tensors on different processes.
+        DataError: shapes that do not broadcast, block tensors on different processes; on every rank, integers divided by zero.
     """
     plan = _aligned(operands)
     try:
@@ -38,7 +42,16 @@ def elementwise(function: Callable[..., Tensor], *operands: Any) -> BlockTensor:
         types = [str(operand.dtype) if isinstance(operand, BlockTensor) else repr(operand) for operand in plan.operands]
         raise DataError(f"torch cannot do this with {' and '.join(types)}: {error}") from error
     check_room(f"a result of shape {list(plan.grid.shape)}", plan.grid, plan.owners, dtype.itemsize, plan.processes)
-    blocks = {number: function(*plan.inputs(number)) for number in plan.owned}
+    try:
+        blocks, problem = {number: function(*plan.inputs(number)) for number in plan.owned}, ""
+    except RuntimeError as error:
+        if function not in DIVISIONS:
+            raise
+        blocks, problem = {}, str(error)
+    if function in DIVISIONS and not (dtype.is_floating_point or dtype.is_complex):
+        problem = next(filter(None, plan.processes.gather(problem)), "")
+    if problem:
+        raise DataError(f"torch cannot divide these integers ({problem}); divide x.to(torch.float64), or only where y is not 0")
     return BlockTensor(grid=plan.grid, owners=plan.owners, dtype=dtype, blocks=blocks, processes=plan.processes)
 
 

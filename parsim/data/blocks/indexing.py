@@ -76,9 +76,11 @@ def _entry(entry: Any) -> Any:
         raise DataError("block tensors cannot be indices; collect() the index first")
     if isinstance(entry, list | range | np.ndarray | Tensor):
         found = np.asarray(entry)
-        if found.ndim != 1:
+        if found.ndim == 1:
+            return found
+        if found.ndim or found.dtype == np.bool_:
             raise DataError(f"a list of positions has one dim, got shape {list(found.shape)}")
-        return found
+        entry = found  # an array without dims is its number
     if isinstance(entry, bool | np.bool_):
         raise DataError(f"a single {entry} is not an index; use a list of bools, one per element of the dim")
     try:

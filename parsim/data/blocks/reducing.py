@@ -6,7 +6,8 @@ So a result is the same, bit for bit, for any number of processes and any owners
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +59,8 @@ def reduce_blocks(
     keepdim: bool = False,
     room_bytes: int = ROOM_BYTES,
 ) -> BlockTensor:
-    """A row of REDUCTIONS, or "mean", over some dims or all. Integers are summed in int64, and their mean is float64.
+    """A row of REDUCTIONS, or "mean", over some dims or all. Integers are summed in int64, and their mean is float64. 16-bit
+    floats are added up in float32 and rounded at the end, as in torch: with many blocks they would stand still.
 
     The minimum or maximum of values with a NaN is NaN, as in NumPy. Result blocks lie where the first block they need lies.
 
@@ -76,14 +78,17 @@ def reduce_blocks(
         raise DataError(f"the {kind} over dims {list(dims)} of shape {list(tensor.shape)} is over no elements")
     if kind == "mean" and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
         tensor = tensor.to(torch.float64)
-    result = _reduced(tensor, row, dims, room_bytes)
+    half = tensor.dtype if kind in ("sum", "mean", "prod") and tensor.dtype in (torch.float16, torch.bfloat16) else None
+    result = _reduced(tensor if half is None else tensor.to(torch.float32), row, dims, room_bytes)
     if kind == "mean":
         result = result / elements
+    if half is not None:
+        result = result.to(half)
     return result if keepdim else _without(result, dims)
 
 
 def _dims(tensor: BlockTensor, dim: int | Sequence[int] | None) -> ReducedDims:
-    wanted = range(tensor.ndim) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+    wanted = range(tensor.ndim) if dim is None else tuple(dim) if isinstance(dim, Iterable) else (operator.index(dim),)
     for entry in wanted:
         if not -tensor.ndim <= entry < tensor.ndim:
             raise DataError(f"there is no dim {entry} in shape {list(tensor.shape)}")

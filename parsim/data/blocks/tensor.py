@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from parsim.data.blocks.processes import Processes
 from parsim.errors import DataError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
@@ -71,6 +72,26 @@ class BlockTensor:
         if not self.shape:
             raise TypeError("len() of a block tensor without dims")
         return self.shape[0]
+
+    def __iter__(self) -> Iterator[BlockTensor]:
+        if not self.shape:
+            raise TypeError("iteration over a block tensor without dims")
+        return (self[row] for row in range(self.shape[0]))
+
+    def __bool__(self) -> bool:
+        """Of the only element, on every rank, as in NumPy."""
+        if math.prod(self.shape) != 1:
+            raise DataError(f"an array of shape {list(self.shape)} is neither true nor false; use x.any() or x.all()")
+        return bool(self.item())
+
+    def __contains__(self, value: Any) -> bool:
+        """Whether any element is equal to a value, on every rank."""
+        return bool(self.equal(value).any())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """The whole array for NumPy, on every rank: `collect`."""
+        whole = self.collect().numpy()
+        return whole if dtype is None else whole.astype(dtype, copy=False)
 
     def bytes_by_rank(self) -> list[int]:
         """What the blocks of each rank take."""

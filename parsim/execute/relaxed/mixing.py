@@ -279,10 +279,15 @@ class MixingRounds:
         """What a checkpoint's own part must have been written by."""
         return f"{self._stage.layout.plan.mesh} {self._rule}"
 
+    @property
+    def held(self) -> str:
+        """How this rank's parameters lie in buckets: other stages or `bucket_bytes` make it another plan."""
+        return "; ".join(f"{bucket.parameters[0].name} {bucket.elements}" for bucket in self._buckets())
+
     def own_state(self) -> dict[str, Any]:
         """What only this rank can go on with: its weights, its optimizer's state, and what the outer optimizer keeps."""
         self.settle()
-        state: dict[str, Any] = {PLAN: self.marker}
+        state: dict[str, Any] = {PLAN: self.marker, HELD: self.held}
         for name, parameter in self._stage.parameters.items():
             state[f"weights/{name}"] = parameter.detach()
             for key, value in self._stage.optimizer_state_of(name).items():
@@ -296,7 +301,7 @@ class MixingRounds:
 
         Raises ExecutionError where a part of the own state is missing.
         """
-        if state.get(PLAN) != self.marker:
+        if state.get(PLAN) != self.marker or state.get(HELD, self.held) != self.held:
             self._begin()
             return
         try:
@@ -314,6 +319,9 @@ class MixingRounds:
 
 PLAN = "plan"
 """Key in a rank's own state of what must have written it: the `marker` of MixingRounds or StaleStage."""
+
+HELD = "held"
+"""Likewise: how the parameters lay in buckets (`MixingRounds.held`). Checkpoints from before it have none."""
 
 
 def lacking(error: KeyError, rank: int) -> ExecutionError:

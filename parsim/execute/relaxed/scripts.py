@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from parsim.execute.relaxed.mixing import MixingRounds
 from parsim.execute.relaxed.stale import StaleStage, runs
@@ -11,7 +12,7 @@ from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
 from parsim.graph.task import Task
 from parsim.graph.taskgraph import TaskGraph
-from parsim.work import OptimizerStep
+from parsim.work import Compute, OptimizerStep
 
 RankTasks = list[tuple[Task, str, tuple[int, ...]]]
 """In issue order: a task, its stream on the rank, and the tasks of the rank that it waits for."""
@@ -55,6 +56,11 @@ class StepScript:
     is_first: bool = True
     share: float = 1.0
     launches: tuple[int, ...] = ()
+
+    @cached_property
+    def computes(self) -> bool:
+        """Whether the rank computes in the step: not where its replica is not drawn, or no batch has come to its stage."""
+        return any(isinstance(task.work, Compute) for task, _, _ in self.tasks)
 
 
 class StepScripts:

@@ -98,11 +98,11 @@ def train(
         speaker, share = _speaker(entry.layout)
         if (
             place.rank == speaker
-            and entry.losses[-1] is not None
+            and entry.own_loss is not None
             and (time.monotonic() - said > SAY_EVERY_S or done == job.steps)
         ):
             said = time.monotonic()
-            write_progress(log.progress(entry, entry.losses[-1] / share))
+            write_progress(log.progress(entry, entry.own_loss / share))
         if stopped is not None:
             break
     entry.pace_s = pace_s + _looks(probe)

@@ -112,7 +112,12 @@ def agreeing(group: dist.ProcessGroup) -> Callable[[Tensor], None]:
 
 
 class RankRun:
-    """One run of the job on this rank: its program, its data, and where it stands."""
+    """One run of the job on this rank: its program, its data, and where it stands.
+
+    Attributes:
+        losses: of every step what this rank adds to the mean loss over the samples that were trained on; None: nothing.
+        own_loss: of the last step, the sum over this rank's samples as a part of the whole batch; None: it had none.
+    """
 
     def __init__(
         self,
@@ -175,6 +180,7 @@ class RankRun:
         )
         self.step_number = 0
         self.losses: list[float | None] = []
+        self.own_loss: float | None = None
         self.recorded: list[list[TaskTime]] = []
         self._seen, self._every = 0, 1
         self.rounds: list[tuple[float, float, int]] = []
@@ -204,6 +210,7 @@ class RankRun:
         after.stage.randomness.go_on(self.stage.randomness.state)
         after.checkpoints, after.notes = self.checkpoints, self.notes
         after.step_number, after.losses, after.rounds, after.cpu_s = self.step_number, self.losses, self.rounds, self.cpu_s
+        after.own_loss = self.own_loss
         if after.stale is not None:
             after.stale.restart(after.step_number)
         self.close()
@@ -256,8 +263,9 @@ class RankRun:
                 raise
             raise explained from error
         self.step_number += 1
-        counts = self.stage.loss_counts and (self.stale is None or self.stale.forward is not None)
-        own = loss / (self.run.plan.global_batch * script.share) if counts else None
+        counts = self.stage.loss_counts and script.computes and (self.stale is None or self.stale.forward is not None)
+        self.own_loss = loss / self.run.plan.global_batch if counts else None
+        own = None if self.own_loss is None else self.own_loss / script.share
         if own is not None and self.checkpoints is not None and not math.isfinite(own):
             check_loss(own, **self._where())
         if keep:

@@ -17,6 +17,7 @@ from itertools import groupby
 
 from parsim.errors import PlanError, ScheduleError
 from parsim.plans.mesh import Mesh
+from parsim.plans.placement import BATCH
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan
 from parsim.plans.recompute import AUTO, NONE
 from parsim.plans.synchronisation import Synchronisation
@@ -73,7 +74,7 @@ def relaxed_search(
     if not found:
         rule = problem.constraints.synchronisation
         why = "; ".join(reason.removeprefix(f"synchronisation {rule}: ") for reason in reasons)
-        raise ScheduleError(f"no plan has synchronisation {rule}: {why or 'the mesh leaves no replicas'}")
+        raise ScheduleError(f"no plan has synchronisation {rule}: {why or _no_mesh(problem, strategies)}")
     found.sort(key=lambda entry: (not entry.result.fits, entry.result.step_s.median))
     shown = found[:top] if top is not None else _best_of_each(found)
     best = shown[0]
@@ -87,6 +88,14 @@ def relaxed_search(
         skipped=(),
         tally=Tally(simulated=len(found), untried=untried),
     )
+
+
+def _no_mesh(problem: PlanningProblem, strategies: Sequence[str]) -> str:
+    """Why no mesh suits the rule and the family."""
+    asked = problem.constraints
+    if tuple(strategies) == ("hp",) and asked.synchronisation.mixes and (asked.pp or 1) * (asked.tp or 1) == 1:
+        return 'replicas of strategy "hp" have several ranks: set plan.mesh with pp or tp above 1, or plan.strategy = "dp"'
+    return "the mesh leaves no replicas"
 
 
 def _is_dear(problem: PlanningProblem, plan: Plan) -> bool:
@@ -149,6 +158,10 @@ def _plans(problem: PlanningProblem, strategies: Sequence[str], reasons: dict[st
     """The plans of the rule; why others are none goes into `reasons`."""
     asked = problem.constraints
     stale = asked.synchronisation.kind == "stale"
+    if barred := [each.name for each in problem.model.components if not problem.allows(each.name, BATCH)]:
+        text = f"plan.pin and plan.forbid bar placement batch for {', '.join(barred[:4])}, and relaxed plans have no other"
+        reasons[f"{text}; drop them"] = None
+        return
     for mesh in relaxed_meshes(problem, strategies):
         try:
             for count in [asked.microbatches or 1] if stale else microbatch_counts(problem, mesh):

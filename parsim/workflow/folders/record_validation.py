@@ -16,6 +16,7 @@ from parsim.errors import ConfigError, CostError, ParsimError
 from parsim.execute.processes.environment import describe_environment
 from parsim.hardware.profile import load_profile, save_profile
 from parsim.report.compare import MINIMUM_ROUNDS, relative_error
+from parsim.workflow.relaxed.running import changes_graph
 
 if TYPE_CHECKING:
     from parsim.execute.records.measurement import Measurement
@@ -101,6 +102,8 @@ def remembered(asked: Prediction, seen: Measurement, comparison: Comparison, *, 
     why = ""
     if plan_changed:
         why = "the plan changed on the way"
+    elif changes_graph(asked.evaluation.result.plan):
+        why = "the predicted step is a mean over all graphs of the plan, and the steps had others"
     elif seen.steps < LEAST_RECORDED:
         why = f"{seen.steps} timed steps are fewer than the {LEAST_RECORDED} that an interval is for"
     elif asked.evaluation.result.interval_correction is None:

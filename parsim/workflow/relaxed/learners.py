@@ -105,7 +105,7 @@ def learner_of(answer: Answer, replicas: int) -> Learner:
     why = why_not(answer, replicas)
     if not why:
         return Learner(
-            words=f"{config.model.name} on digits, the model asked for",
+            words=f"{config.model.name} on digits, the model asked for{_left_out(answer)}",
             problem=own_problem(answer),
             own=answer,
             optimizer=config.training.optimizer,
@@ -130,6 +130,16 @@ def learner_of(answer: Answer, replicas: int) -> Learner:
         rates=RATES,
         batch=each * replicas,
     )
+
+
+LEFT_OUT = ("optimizer_args", "weight_decay", "schedule", "clip_norm")
+"""Keys of [training] that change what is learnt, and that virtual replicas do not know."""
+
+
+def _left_out(answer: Answer) -> str:
+    """Which of these the question gives, in words."""
+    given = [f"training.{key}" for key in LEFT_OUT if getattr(answer.config.training, key)]
+    return f" without its {' and '.join(given)}" if given else ""
 
 
 def why_not(answer: Answer, replicas: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,14 +56,58 @@ def steps_per_round(plan: Plan, usual: int) -> int:
     """Steps of a validation that are timed together: at least `usual`, and whole cycles of a plan whose steps differ.
 
     Args:
-        plan: to measure. Of Ada the first graph is measured, because a whole schedule would take too long. usual: steps.
+        plan: to measure, on one graph (`on_first_graph`). usual: steps.
     """
     rule = plan.synchronisation
     if not rule.mixes:
         return usual
-    rounds = 1 if rule.graph.startswith("ada") else len(rule.cycle(plan.mesh.dp))
-    cycle = rounds * rule.period_steps
+    cycle = len(rule.cycle(plan.mesh.dp)) * rule.period_steps
     return -(-usual // cycle) * cycle
+
+
+def changes_graph(plan: Plan) -> bool:
+    """Whether replicas gossip on one graph after another (Ada): the predicted step is a mean over all of them.
+
+    Args:
+        plan: of any synchronisation.
+    """
+    rule = plan.synchronisation
+    return bool(rule.graph) and len(rule.mixing.phases(plan.mesh.dp)) > 1
+
+
+def on_first_graph(plan: Plan) -> Plan:
+    """The plan on its first graph alone, for a plan that changes it; any other as it is.
+
+    Args:
+        plan: of any synchronisation.
+    """
+    if not changes_graph(plan):
+        return plan
+    rule = plan.synchronisation
+    return replace(plan, synchronisation=replace(rule, graph=rule.mixing.phases(plan.mesh.dp)[0][1]))
+
+
+def rounds_in_words(plan: Plan, steps: int) -> list[str]:
+    """What a training of so many steps leaves of the rounds of its plan, where that is not what the plan says.
+
+    Args:
+        plan: to train under. steps: of the whole training.
+    """
+    rule, told = plan.synchronisation, []
+    if rule.mixes and steps < rule.period_steps:
+        told.append(
+            f"plan.synchronisation.period_steps = {rule.period_steps} is beyond the {steps} steps of this training: the "
+            f"replicas never meet, and checkpoints hold the mean of {plan.mesh.dp} separate trainings; set {steps} at most"
+        )
+    if changes_graph(plan):
+        phases = rule.mixing.phases(plan.mesh.dp)
+        whole = rule.period_steps * sum(rounds for rounds, _ in phases)
+        if steps != whole:
+            told.append(
+                f"the predicted step is the mean over the {whole} steps that {rule.graph} has; this training makes {steps}, "
+                "with the graphs in other shares, so its mean step is another"
+            )
+    return told
 
 
 def whole_periods(seen: Measurement, plan: Plan) -> NDArray[np.float64]:
