@@ -6,10 +6,12 @@ import math
 import re
 from dataclasses import dataclass, field, replace
 
+from machines import Machine
 from rows import Row
 from rules import Framework, micro_of, recompute_of
 from shapes import shape_of_name
 
+from parsim.hardware.parts.load import load_gpu
 from parsim.model.transformer.shape import Shape
 
 BERT_SEQ = 512
@@ -154,7 +156,7 @@ def _usual_heads(hidden: int) -> int:
     return min(fitting, key=lambda heads: abs(hidden / heads - 128)) if fitting else max(1, hidden // 128)
 
 
-def split_of(row: Row, framework: Framework, shape: Shape, per_node: int, notes: Notes) -> Split:
+def split_of(row: Row, framework: Framework, shape: Shape, machine: Machine, notes: Notes) -> Split:
     """The axes of a row.
 
     Raises:
@@ -164,7 +166,7 @@ def split_of(row: Row, framework: Framework, shape: Shape, per_node: int, notes:
     if row.tp is not None and row.pp is not None:
         tp, pp = row.tp, row.pp
     else:
-        tp, pp = _ways_of(row, framework, shape, per_node, notes)
+        tp, pp = _ways_of(row, framework, shape, machine, notes)
     ways = tp * pp * cp
     if row.gpus is not None and row.gpus < ways:
         notes.assumed.append(f"{ways} GPUs instead of {row.gpus}, by tp {tp} x pp {pp} x cp {cp}")
@@ -186,19 +188,19 @@ def split_of(row: Row, framework: Framework, shape: Shape, per_node: int, notes:
 MOST_TENSOR_WAYS = 8
 
 
-def _ways_of(row: Row, framework: Framework, shape: Shape, per_node: int, notes: Notes) -> tuple[int, int]:
+def _ways_of(row: Row, framework: Framework, shape: Shape, machine: Machine, notes: Notes) -> tuple[int, int]:
     """tp and pp, one or both of which are not stated: what the stated axes leave, else the framework's recipe, else by size."""
     if row.gpus is not None and row.dp is not None:
         left = max(1, row.gpus // (row.dp * (row.cp or 1)))
         tp = row.tp or (max(1, left // row.pp) if row.pp else 1)
-        while not (row.tp or row.pp) and _may_double(tp, shape, per_node) and left % (2 * tp) == 0:
+        while not (row.tp or row.pp) and _may_double(tp, shape, machine.per_node) and left % (2 * tp) == 0:
             tp *= 2
         pp = row.pp or max(1, left // tp)
     elif framework.tp and row.tp is None and row.pp is None:
         tp, pp = framework.tp, framework.pp
     else:
         most = LARGEST["gpus"] if row.gpus is None else max(1, row.gpus // (row.cp or 1))
-        tp, pp = _split_by_size(row, shape, most, per_node)
+        tp, pp = _split_by_size(row, shape, most, machine)
     notes.assumed.append(", ".join(f"{axis} {ways}" for axis, ways in (("tp", tp), ("pp", pp)) if getattr(row, axis) is None))
     return tp, pp
 
@@ -207,16 +209,17 @@ def _may_double(tp: int, shape: Shape, per_node: int) -> bool:
     return 2 * tp <= min(MOST_TENSOR_WAYS, per_node) and shape.heads % (2 * tp) == 0
 
 
-def _split_by_size(row: Row, shape: Shape, gpus: int, per_node: int) -> tuple[int, int]:
-    """tp and pp, as far as they are not stated: the fewest GPUs on which 18 bytes per parameter take half of 80 GB."""
+def _split_by_size(row: Row, shape: Shape, gpus: int, machine: Machine) -> tuple[int, int]:
+    """tp and pp that are not stated: the fewest GPUs on which 18 bytes per parameter take half of 80 GB, or of the GPU's."""
     parameters = 12 * shape.layers * shape.hidden**2
     if shape.experts:
         arms = 3 if shape.gated else 2
         held = shape.experts // math.gcd(row.ep or MOST_TENSOR_WAYS, shape.experts)
         parameters += (shape.layers - shape.dense_layers) * held * arms * shape.hidden * shape.expert_ffn
-    needed = max(1, math.ceil(18 * parameters / 40e9))
+    half = min(80e9, load_gpu(machine.gpu).memory_bytes.value) / 2
+    needed = max(1, math.ceil(18 * parameters / half))
     tp, pp = row.tp or 1, row.pp or 1
-    while row.tp is None and tp * pp < needed and tp * pp * 2 <= gpus and _may_double(tp, shape, per_node):
+    while row.tp is None and tp * pp < needed and tp * pp * 2 <= gpus and _may_double(tp, shape, machine.per_node):
         tp *= 2
     while row.pp is None and tp * pp < needed and tp * pp * 2 <= gpus and pp * 2 <= shape.layers:
         pp *= 2

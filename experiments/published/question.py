@@ -87,7 +87,7 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
         raise CannotExpressError(f"no single kind of GPU that parsim has a part for: {row.hardware!r}")
     shape = shape_of(row, framework, notes)
     seq = row.seq or notes.assume("seq", framework.seq if shape.causal else BERT_SEQ)
-    split = split_of(row, framework, shape, machine.per_node, notes)
+    split = split_of(row, framework, shape, machine, notes)
     if machine.guessed and split.gpus > machine.per_node:
         notes.assumed.append(f"network of {machine.cards} x {machine.gbit:g} Gb/s per node")
     batch = batch_of(row, framework, shape, split, seq, notes)

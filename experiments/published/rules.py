@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rows import Row
 
@@ -62,6 +63,7 @@ class Framework:
         scales_fp16: in fp16 the loss is scaled, and gradients are divided again and looked through for infinities.
         clip: gradients are clipped by the norm of all of them: the default, or in the files, of every framework here.
         repeats_sums: full recomputation repeats the sums of tensor parallelism, whole layers at once.
+        remainders: of master weights only what the weights in bf16 lack is kept.
     """
 
     name: str
@@ -79,6 +81,7 @@ class Framework:
     optimizer: str = "adam_fused"
     spares_layers: bool = False
     repeats_sums: bool = True
+    remainders: bool = False
     gather_ahead: bool = False
     backward_prefetch: bool = True
     blocking_transfers: bool = False
@@ -143,6 +146,9 @@ MEGATRON_CORE = Framework(
     tensor_overlap=True,
 )
 """NVIDIA's recipes turn tp_comm_overlap on, and rows of megatron-h100 say so."""
+NEMO = replace(MEGATRON_CORE, remainders=True)
+"""Of 24.07: its distributed Adam has store_param_remainders where weights are bf16 and the optimizer fp32 (NVIDIA/NeMo
+nemo/collections/nlp/models/language_modeling/megatron_base_model.py, setup_optimization)."""
 BRIDGE = replace(MEGATRON_CORE, spares_layers=True)
 """Its recipes repeat single modules (recompute_modules: mla_up_proj, mlp, moe_act), or keep activations on the host
 (cpu_offloading_num_layers, of Llama 3 70B under FSDP), and never run whole layers again (NVIDIA-NeMo/Megatron-Bridge
@@ -190,7 +196,7 @@ LAUNCHER = replace(
 )
 """Its recipes state selective recomputation and a fused softmax (gpt3/40b.yaml, bert/4b.yaml), so attention is unfused."""
 
-RECIPES: tuple[tuple[str, dict[str, int]], ...] = (
+RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"^GPT 5B", {"tp": 1, "micro": 4, "batch": 2048}),
     (r"^GPT 20B", {"tp": 4, "micro": 4, "batch": 2048}),
     (r"^GPT 40B", {"tp": 8, "micro": 4, "batch": 2048}),
@@ -202,7 +208,7 @@ RECIPES: tuple[tuple[str, dict[str, int]], ...] = (
 """Of NeMo's launcher by model (launcher_scripts/conf/training/gpt3 and bert). GPT 175B is left to the rule of size: its recipe
 of that version is not known."""
 
-SELECTIVE_RUNS: tuple[tuple[str, dict[str, int]], ...] = (
+SELECTIVE_RUNS: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"\b175B", {"tp": 8, "pp": 8, "vpp": 3, "batch": 64, "micro": 1}),
     (r"\b530B", {"tp": 8, "pp": 35, "vpp": 3, "batch": 280, "micro": 1}),
     (r"\b1T", {"tp": 8, "pp": 64, "vpp": 1, "batch": 512, "micro": 1}),
@@ -240,6 +246,7 @@ FRAMEWORKS: dict[str, Framework] = {
         depth=8,
     ),
     "nemo": MEGATRON_CORE,
+    "nemo2407": NEMO,
     "nemo-bridge": BRIDGE,
     "nemo-launcher": LAUNCHER,
     "sailor": SAILOR,

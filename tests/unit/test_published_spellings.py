@@ -38,7 +38,8 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
 def row(**values: str) -> Any:
     from rows import row_of
 
-    return row_of(dict.fromkeys(COLUMNS, "") | ROW | values)
+    given: dict[str, str | None] = {**dict.fromkeys(COLUMNS, ""), **ROW, **values}
+    return row_of(given)
 
 
 def asked(**values: str) -> Any:
@@ -398,3 +399,23 @@ def test_asynchronous_tensor_parallelism_of_torchtitan_overlaps() -> None:
 )
 def test_a_schedule_that_is_not_interleaved_has_no_chunks(notes: str, chunks: int) -> None:
     assert asked(notes=notes).plan.chunks == chunks
+
+
+def test_nemo_keeps_of_master_weights_what_bf16_lacks() -> None:
+    """2 of 12 bytes of optimizer state per parameter: 70B was tuned on 16 H100 without data parallelism."""
+    from answer import answer
+
+    values = {"model": "LLAMA2-70B SFT", "hardware": "DGX-H100", "gpus": "16", "tp": "4", "pp": "4", "dp": "", "seq": "4096"}
+    values |= {"global_batch": "32", "micro_batch": "1", "recompute": "", "precision": "fp8"}
+    spared, whole = (answer(asked(**NAMED, **values, id=name)) for name in ("nemo2407-x-1", "nemo-longseq-x-1"))
+    assert spared.step_s == whole.step_s
+    assert spared.peak_bytes < spared.limit_bytes < whole.peak_bytes
+    largest = 68.98e9 / 16
+    assert whole.peak_bytes - spared.peak_bytes == pytest.approx(2 * largest, rel=0.02)
+
+
+@pytest.mark.parametrize(("hardware", "tp"), [("A100-80GB SXM", "tp 2"), ("V100-32GB SXM (DGX-2)", "tp 8")])
+def test_a_split_by_size_heeds_a_small_memory(hardware: str, tp: str) -> None:
+    values = {"hardware": hardware, "precision": "fp16", "gpus": "8", "tp": "", "pp": "", "dp": "", "global_batch": "64"}
+    question = asked(**values, layers="36", hidden="3072", heads="24")
+    assert f"{tp}, pp 1" in question.assumed
