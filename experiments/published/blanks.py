@@ -196,6 +196,8 @@ def _ways_of(row: Row, framework: Framework, shape: Shape, machine: Machine, not
         while not (row.tp or row.pp) and _may_double(tp, shape, machine.per_node) and left % (2 * tp) == 0:
             tp *= 2
         pp = row.pp or max(1, left // tp)
+    elif stage_of(row.zero) == 3:  # parameters are divided already
+        tp, pp = row.tp or 1, row.pp or 1
     elif framework.tp and row.tp is None and row.pp is None:
         tp, pp = framework.tp, framework.pp
     else:

@@ -288,6 +288,10 @@ def test_stages_of_zero_as_sources_write_them(text: str, stage: int | None) -> N
         ({"tp": "", "pp": "", "dp": "2", "gpus": "64"}, (8, 4, 2)),
         ({"tp": "4", "pp": "", "dp": "", "gpus": "8"}, (4, 1, 2)),
         ({"tp": "", "pp": "2", "dp": "", "gpus": "6"}, (1, 2, 3)),
+        (
+            {"tp": "", "pp": "", "dp": "", "gpus": "64", "layers": "80", "hidden": "8192", "heads": "64", "zero_stage": "FSDP"},
+            (1, 1, 64),
+        ),
     ],
 )
 def test_axes_that_are_stated_stay(stated: dict[str, str], axes: tuple[int, int, int]) -> None:
