@@ -6,10 +6,12 @@ import math
 import re
 from dataclasses import dataclass, field, replace
 
+from machines import Machine
 from rows import Row
 from rules import Framework, micro_of, recompute_of
 from shapes import shape_of_name
 
+from parsim.hardware.parts.load import load_gpu
 from parsim.model.transformer.shape import Shape
 
 BERT_SEQ = 512
@@ -86,6 +88,14 @@ class Notes:
         return value
 
 
+PART_TUNED = re.compile(r"(?<![a-z])(?:q?lora|peft)(?![a-z])", re.IGNORECASE)
+OTHER_MODELS = re.compile(
+    r"(?<![a-z])(?:(?:by|[mb])?t5|ul2|mamba|nemotron[-_ ]?h(?![a-z])|nemotron[-_ ]3[-_ ](?!\d+b))", re.IGNORECASE
+)
+"""Encoders with decoders, and state space models. Nemotron 3 8B of 2023 is a transformer, Nemotron 3 Nano of 2025 is none."""
+MIXTURES = re.compile(r"(?<![a-z])moe(?![a-z])|experts|mixtral|\d+x\d+(?:\.\d+)?b|[-_ ]a\d+(?:\.\d+)?b", re.IGNORECASE)
+
+
 def shape_of(row: Row, framework: Framework, notes: Notes) -> Shape:
     """The shape that the row names or states.
 
@@ -93,25 +103,51 @@ def shape_of(row: Row, framework: Framework, notes: Notes) -> Shape:
         CannotExpressError: if it does neither, or is no decoder-only transformer.
     """
     named = shape_of_name(row.model)
-    if "lora" in row.model.lower() or "sft" in row.model.lower():
+    if PART_TUNED.search(row.model) or PART_TUNED.search(row.notes):
         raise CannotExpressError(f"{row.model}: fine-tuning of a part of the parameters is not expressed")
-    for word in ("t5", "mamba", "nemotron-h", "nemotron_3", "nemotronh"):
-        if word in row.model.lower().replace(" ", "_"):
-            raise CannotExpressError(f"{row.model}: no decoder-only transformer")
+    if OTHER_MODELS.search(row.model):
+        raise CannotExpressError(f"{row.model}: no decoder-only transformer")
     if named is None and row.hidden is None:
         raise CannotExpressError(f"the shape of {row.model!r} is not known and the row does not state it")
+    stated = re.search(r"vocab (\d[\d,]*)", row.notes)
+    vocab = int(stated[1].replace(",", "")) if stated else 0
     if named is None:
+        if MIXTURES.search(row.model) or (row.ep or 1) > 1:
+            raise CannotExpressError(
+                f"{row.model}: a mixture of experts, of which the row does not state how many and how wide"
+            )
         hidden = row.hidden or 1
         usual = framework.heads if framework.heads and hidden % framework.heads == 0 else _usual_heads(hidden)
         heads = row.heads or notes.assume("heads", usual)
         layers = row.layers or (notes.assume("layers", max(1, round(row.params / (12 * hidden**2)))) if row.params else 0)
         if not layers:
             raise CannotExpressError(f"the layers of {row.model!r} are not known")
-        vocab = 250880 if row.id.startswith("bloom") else 51200
-        notes.assumed.append(f"vocabulary {vocab}")
-        found = re.search(r"vocab (\d+)", row.notes)
-        return Shape(name=row.model, layers=layers, hidden=hidden, heads=heads, vocab=int(found[1]) if found else vocab)
-    return replace(named, layers=row.layers or named.layers, hidden=row.hidden or named.hidden, heads=row.heads or named.heads)
+        encoder = re.match(r"(?:megatron[-_ ])?bert", row.model, re.IGNORECASE) is not None
+        padded = 250880 if row.id.startswith("bloom") else 30522 if encoder else 51200
+        notes.assumed.append(f"vocabulary {padded}")
+        return Shape(name=row.model, layers=layers, hidden=hidden, heads=heads, vocab=vocab or padded, causal=not encoder)
+    if "sft" in row.model.lower() or "sft performance" in row.notes.lower():
+        notes.lacks.append("fine-tuning as pre-training: attention sees all of a sample")
+    if re.search(r"w/ ?mtp|with mtp", row.model, re.IGNORECASE):
+        notes.lacks.append("multi-token prediction")
+    if "kimi" in row.model.lower():
+        notes.lacks.append("Muon, priced as Adam")
+    found = replace(named, layers=row.layers or named.layers, vocab=vocab or named.vocab)
+    return _widened(found, row, notes)
+
+
+def _widened(named: Shape, row: Row, notes: Notes) -> Shape:
+    """With the hidden size and the heads that the row states; what the name says of other widths grows alike."""
+    hidden, heads = row.hidden or named.hidden, row.heads or named.heads
+    if (hidden, heads) == (named.hidden, named.heads):
+        return named
+    if named.experts:
+        raise CannotExpressError(f"{row.model} has hidden {named.hidden} and {named.heads} heads, the row {hidden} and {heads}")
+    notes.assumed.append(f"shape of {named.name} with hidden {hidden} and {heads} heads")
+    keys = named.kv_heads if named.kv_heads and heads % named.kv_heads == 0 else 0
+    return replace(
+        named, hidden=hidden, heads=heads, kv_heads=keys, head_dim=0, ffn=round(named.ffn * hidden / named.hidden / 128) * 128
+    )
 
 
 def _usual_heads(hidden: int) -> int:
@@ -120,41 +156,75 @@ def _usual_heads(hidden: int) -> int:
     return min(fitting, key=lambda heads: abs(hidden / heads - 128)) if fitting else max(1, hidden // 128)
 
 
-def split_of(row: Row, framework: Framework, shape: Shape, per_node: int, notes: Notes) -> Split:
+def split_of(row: Row, framework: Framework, shape: Shape, machine: Machine, notes: Notes) -> Split:
     """The axes of a row.
 
     Raises:
-        CannotExpressError: if the stated axes do not multiply to the stated GPUs.
+        CannotExpressError: if the stated axes do not multiply to the stated GPUs, nor to a part of them.
     """
-    tp, pp, cp = row.tp, row.pp, row.cp or 1
-    gpus = row.gpus or (tp or 1) * (pp or 1) * (row.dp or 1) * cp
-    if tp is None or pp is None:
-        tp, pp = (framework.tp, 1) if framework.tp else _split_by_size(shape, gpus, per_node, notes)
-    gpus = max(gpus, tp * pp * cp)
+    cp = row.cp or 1
+    if row.tp is not None and row.pp is not None:
+        tp, pp = row.tp, row.pp
+    else:
+        tp, pp = _ways_of(row, framework, shape, machine, notes)
+    ways = tp * pp * cp
+    if row.gpus is not None and row.gpus < ways:
+        notes.assumed.append(f"{ways} GPUs instead of {row.gpus}, by tp {tp} x pp {pp} x cp {cp}")
+    gpus = max(row.gpus or ways * (row.dp or 1), ways)
     if gpus > LARGEST["gpus"]:
         raise CannotExpressError(f"tp {tp} x pp {pp} x cp {cp} is {gpus} GPUs, and no run has more than {LARGEST['gpus']}")
-    dp = row.dp or max(1, gpus // (tp * pp * cp))
-    if row.gpus is not None and tp * pp * dp * cp != gpus and row.dp is not None:
-        if tp * pp * dp != gpus:
+    dp = row.dp or max(1, gpus // ways)
+    if row.gpus is not None and row.dp is not None and ways * dp != gpus:
+        if tp * pp * dp == gpus:
+            cp = 1
+        elif gpus % (ways * dp):
             raise CannotExpressError(f"tp {tp} x pp {pp} x dp {dp} x cp {cp} is not {gpus} GPUs")
-        cp = 1
     if tp * pp * dp * cp != gpus:
         notes.assumed.append(f"{tp * pp * dp * cp} of {gpus} GPUs take part")
         gpus = tp * pp * dp * cp
     return Split(tp=tp, pp=pp, dp=dp, cp=cp, gpus=gpus)
 
 
-def _split_by_size(shape: Shape, gpus: int, per_node: int, notes: Notes) -> tuple[int, int]:
-    """tp and pp that are not stated: the fewest GPUs on which 18 bytes per parameter take half of 80 GB."""
+MOST_TENSOR_WAYS = 8
+
+
+def _ways_of(row: Row, framework: Framework, shape: Shape, machine: Machine, notes: Notes) -> tuple[int, int]:
+    """tp and pp, one or both of which are not stated: what the stated axes leave, else the framework's recipe, else by size."""
+    if row.gpus is not None and row.dp is not None:
+        left = max(1, row.gpus // (row.dp * (row.cp or 1)))
+        tp = row.tp or (max(1, left // row.pp) if row.pp else 1)
+        while not (row.tp or row.pp) and _may_double(tp, shape, machine.per_node) and left % (2 * tp) == 0:
+            tp *= 2
+        pp = row.pp or max(1, left // tp)
+    elif stage_of(row.zero) == 3:  # parameters are divided already
+        tp, pp = row.tp or 1, row.pp or 1
+    elif framework.tp and row.tp is None and row.pp is None:
+        tp, pp = framework.tp, framework.pp
+    else:
+        most = LARGEST["gpus"] if row.gpus is None else max(1, row.gpus // (row.cp or 1))
+        tp, pp = _split_by_size(row, shape, most, machine)
+    notes.assumed.append(", ".join(f"{axis} {ways}" for axis, ways in (("tp", tp), ("pp", pp)) if getattr(row, axis) is None))
+    return tp, pp
+
+
+def _may_double(tp: int, shape: Shape, per_node: int) -> bool:
+    return 2 * tp <= min(MOST_TENSOR_WAYS, per_node) and shape.heads % (2 * tp) == 0
+
+
+def _split_by_size(row: Row, shape: Shape, gpus: int, machine: Machine) -> tuple[int, int]:
+    """tp and pp that are not stated: the fewest GPUs on which 18 bytes per parameter take half of 80 GB, or of the GPU's."""
     parameters = 12 * shape.layers * shape.hidden**2
-    needed = max(1, math.ceil(18 * parameters / 40e9))
-    tp = 1
-    while tp < min(per_node, 8, needed, gpus):
+    if shape.experts:
+        arms = 3 if shape.gated else 2
+        held = shape.experts // math.gcd(row.ep or MOST_TENSOR_WAYS, shape.experts)
+        parameters += (shape.layers - shape.dense_layers) * held * arms * shape.hidden * shape.expert_ffn
+    half = min(80e9, load_gpu(machine.gpu).memory_bytes.value) / 2
+    needed = max(1, math.ceil(18 * parameters / half))
+    tp, pp = row.tp or 1, row.pp or 1
+    while row.tp is None and tp * pp < needed and tp * pp * 2 <= gpus and _may_double(tp, shape, machine.per_node):
         tp *= 2
-    pp = 1
-    while tp * pp < needed and tp * pp * 2 <= gpus and pp * 2 <= shape.layers:
+    while row.pp is None and tp * pp < needed and tp * pp * 2 <= gpus and pp * 2 <= shape.layers:
         pp *= 2
-    notes.assumed.append(f"tp {tp}, pp {pp}")
     return tp, pp
 
 
@@ -195,6 +265,25 @@ def _batch_by_rule(row: Row, dp: int, seq: int, notes: Notes) -> int:
     return wanted
 
 
+STAGES = (
+    (r"fsdp|full[-_ ]?shard|hybrid", 3),
+    (r"shard[-_ ]?grad|gradients", 2),
+    (r"optimizer", 1),
+    (r"none|\bno\b|off|ddp|false", 0),
+)
+
+
+def stage_of(text: str) -> int | None:
+    """The stage of ZeRO that a text names: `3 (Megatron-FSDP)`, `ZeRO-1`, `full_shard`; None: none of these."""
+    lowered = re.sub(r"fsdp2", "fsdp", text.lower())
+    if digit := re.search(r"\d", lowered):
+        return int(digit[0]) if int(digit[0]) <= 3 else None
+    return next((stage for pattern, stage in STAGES if re.search(pattern, lowered)), None)
+
+
+INTERLEAVED = re.compile(r"(?<!non-)(?<!not )(?<!no )(?<!without )(?<!before the )interleaved", re.IGNORECASE)
+
+
 def states_of(row: Row, framework: Framework, split: Split, recompute_more: str, notes: Notes) -> States:
     """Recomputation, sequence parallelism and ZeRO. recompute_more: taken instead of a recomputation that is not stated."""
     recompute, stated = recompute_of(row, framework)
@@ -205,19 +294,25 @@ def states_of(row: Row, framework: Framework, split: Split, recompute_more: str,
     sequence = split.tp > 1 and ("sequence" in row.recompute.lower() or (framework.sequence and framework.recompute != "full"))
     if split.tp > 1 and not stated and sequence:
         notes.assumed.append("sequence parallelism")
-    zero = int(found[0]) if (found := re.findall(r"\d", row.zero)) else framework.zero
-    if not row.zero and zero:
+    stage = stage_of(row.zero)
+    zero = framework.zero if stage is None else stage
+    if stage is None and zero:
         notes.assumed.append(f"ZeRO {zero}")
+    if zero == 1 and (group := re.search(r"zero1 group=(\d+)", row.notes)):
+        notes.lacks.append(f"ZeRO 1 over all replicas, not over {group[1]}")
     if zero == 3 and split.pp > 1:
         zero = notes.assume("parameters whole for a step under the pipeline, as ZeRO", 1)
     return States(recompute=recompute, sequence=sequence, zero=zero)
 
 
-def expert_ways_of(row: Row, shape: Shape, split: Split, notes: Notes) -> int:
-    """The ways of expert parallelism: the stated ones, as far as experts and ranks divide by them."""
+def expert_ways_of(row: Row, shape: Shape, split: Split, zero: int, notes: Notes) -> int:
+    """The ways of expert parallelism: the stated ones, else 8 unless ZeRO 3 divides experts anyway, as far as all divides."""
     if not shape.experts:
         return 1
-    ways = math.gcd(row.ep or 1, shape.experts, split.dp * split.cp)
+    wanted = row.ep or (1 if zero == 3 else MOST_TENSOR_WAYS)
+    ways = math.gcd(wanted, shape.experts, split.dp * split.cp)
+    if ways != row.ep and (row.ep or ways > 1):
+        notes.assumed.append(f"ep {ways}" + (f" instead of {row.ep}" if row.ep else ""))
     notes.lacks.append("tokens choose experts at random")
     if ways > 1:
         notes.lacks.append("nothing hides the all_to_all of expert parallelism")
@@ -229,9 +324,10 @@ def chunks_of(row: Row, framework: Framework, shape: Shape, split: Split, batch:
     pp, microbatches = split.pp, batch.per_replica // batch.micro
     if pp == 1:
         return 1
-    chunks = row.vpp or 1
-    if row.vpp is None and "interleaved" in row.notes.lower():
+    chunks = row.vpp or framework.vpp or 1
+    if row.vpp is None and chunks == 1 and INTERLEAVED.search(row.notes):
         chunks = usual_chunks(framework.depth, shape.layers, pp)
+    if row.vpp is None and chunks > 1:
         notes.assumed.append(f"{chunks} chunks per rank")
     if chunks > 1 and microbatches % pp:
         notes.assumed.append(f"no interleaving: {microbatches} microbatches are no multiple of pp {pp}")
@@ -253,14 +349,29 @@ def usual_chunks(depth: int, layers: int, pp: int) -> int:
 
 
 def precision_of(row: Row, framework: Framework, notes: Notes) -> str:
-    """ "nvfp4", "fp8", "bf16" or "tf32"; the framework's where the row states none, or with a question mark."""
+    """ "nvfp4", "fp8", "bf16", "tf32" or "fp32"; the framework's where the row states none, or with a question mark."""
     text = row.precision.lower()
     if "nvfp4" in text:
         return "nvfp4"
-    if "fp8" in text or "float8" in text:
+    if "fp4" in text:
+        notes.assumed.append(f"precision {row.precision}: products at the NVFP4 rate")
+        return "nvfp4"
+    if re.search(r"fp8|float8|e[45]m[32]", text):
         notes.assumed.append(f"precision {row.precision}: products at the FP8 rate")
         return "fp8"
     if not text or text.endswith("?"):
         notes.assumed.append(f"precision {framework.precision}")
         return framework.precision
-    return "bf16"
+    if half_of(text) or "amp" in text or "mixed" in text:
+        return "bf16"
+    whole = re.search(r"tf32|fp32|float32", text)
+    if whole is None:
+        notes.assumed.append(f"precision {row.precision!r} is not known and counts as bf16")
+        return "bf16"
+    return "tf32" if "tf32" in text else "fp32"
+
+
+def half_of(text: str) -> str:
+    """ "bf16" or "fp16" where the text of a precision names it, else ""."""
+    found = re.search(r"bf16|bfloat16|fp16|float16|half", text.lower())
+    return "" if found is None else "bf16" if found[0].startswith("b") else "fp16"

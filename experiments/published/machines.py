@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from rows import Row
 
@@ -22,6 +23,7 @@ class Machine:
     cards, gbit: network cards per node, and Gb/s of each. memory_gb: of one GPU where it is not the part's.
     bandwidth, clock: of the part's, where it is another board of that chip.
     launch_s: of the host per launch, where it is not the part's; 0: the host is left out.
+    guessed: nobody says how many cards the usual machine has.
     """
 
     gpu: str
@@ -33,6 +35,7 @@ class Machine:
     clock: float = 1.0
     chip: str = ""
     launch_s: float | None = None
+    guessed: bool = False
 
 
 def chip_of(machine: Machine) -> str:
@@ -42,6 +45,30 @@ def chip_of(machine: Machine) -> str:
 
 GRACE_LAUNCH_S = 33.17e-6
 """Host time of a forward of torch.nn.Linear on a GH200 (NVIDIA/TransformerEngine issue 2053); 13.48e-6 on an H100 DGX."""
+
+
+def _of_part(gpu: str, **values: Any) -> Machine:
+    """A part of which no run was seen, in its usual machine. Nobody says how many network cards that has: one is assumed."""
+    usual: dict[str, Any] = {
+        "chip": gpu.upper(),
+        "per_node": load_gpu(gpu).gpus_per_node,
+        "cards": 1,
+        "gbit": 200,
+        "guessed": True,
+    }
+    return Machine(gpu=gpu, **usual | values)
+
+
+def _size(gpu: str, gigabytes: int) -> str:
+    """A GPU of that memory: `A100-SXM4-40GB`, `a100_40gb`, `40GB A100`."""
+    size = f"{gigabytes} ?Gi?B"
+    return rf"{gpu}[-_ (,]*(?:(?:SXM|PCI-?E|DGX|HGX)\d?)?[-_ (,]*{size}|{size}[-_ ]*{gpu}|{gpu}-{gigabytes}\b"
+
+
+def _pcie(gpu: str) -> str:
+    """The board of a GPU for a PCIe slot: `A100-PCIe-80GB`, `H100 80GB PCIe`. `A100 SXM, PCIe 4` is none."""
+    return rf"{gpu}[-_ (]*(?:\d+ ?Gi?B)?[-_ (]*PCI-?E|PCI-?E[-_ ]*{gpu}"
+
 
 GPUS: tuple[tuple[str, Machine], ...] = (
     (r"GB300", Machine(gpu="gb300", per_node=72, cards=72, gbit=800)),
@@ -53,37 +80,85 @@ GPUS: tuple[tuple[str, Machine], ...] = (
         Machine(gpu="h100-sxm", per_node=4, cards=4, gbit=200, memory_gb=96, chip="GH200", launch_s=GRACE_LAUNCH_S),
     ),
     (r"H200", Machine(gpu="h200", cards=8, gbit=400)),
-    (r"H100 96GB", Machine(gpu="h100-sxm", cards=8, gbit=400, memory_gb=96, bandwidth=2.4 / 3.35, clock=0.85)),
+    (
+        _size("H100", 96),
+        Machine(gpu="h100-sxm", cards=8, gbit=400, memory_gb=96, bandwidth=2.4 / 3.35, clock=0.85),
+    ),
+    (_pcie("H100"), _of_part("h100-pcie")),
     (r"H100", Machine(gpu="h100-sxm", cards=8, gbit=400)),
-    (r"A100[- _]?40|a100_40gb", Machine(gpu="a100-sxm-40gb", cards=8, gbit=200)),
+    (rf"(?={_pcie('A100')})(?:{_size('A100', 40)})", _of_part("a100-pcie-40gb")),
+    (_pcie("A100"), _of_part("a100-pcie-80gb")),
+    (_size("A100", 40), Machine(gpu="a100-sxm-40gb", cards=8, gbit=200)),
     (r"A100", Machine(gpu="a100-sxm-80gb", cards=8, gbit=200)),
+    (rf"(?={_pcie('V100')})(?:{_size('V100', 16)})", _of_part("v100-pcie-16gb")),
+    (_pcie("V100"), _of_part("v100-pcie-32gb")),
+    (_size("V100", 16), _of_part("v100-sxm-16gb")),
+    (r"V100.*(?:SXM2|DGX-?1\b)|DGX-?1\b.*V100", _of_part("v100-sxm-32gb")),
     (r"V100", Machine(gpu="v100-sxm3-32gb", per_node=16, cards=8, gbit=100)),
+    (r"MI300X", Machine(gpu="mi300x", cards=8, gbit=400)),
+    (r"L40S", _of_part("l40s")),
+    (r"RTX[- ]?4090", _of_part("rtx-4090")),
+    (r"RTX[- ]?3090(?! ?Ti)", _of_part("rtx-3090")),
+    (r"\bA40\b", _of_part("a40")),
+    (r"\bA10\b", _of_part("a10")),
+    (r"\bL4\b", _of_part("l4")),
+    (r"\bT4\b", _of_part("t4")),
 )
 """First match wins. Cards: those of the usual machine of that GPU, where the row does not say."""
+
+
+NO_PART = r"H100[-_ (]*(?:\d+ ?GB[-_ ]*)?NVL\b|A100[-_ (]*(?:SXM\d?)?[-_ ]*64 ?GB|H100[-_ (]*(?:SXM\d?)?[-_ ]*64 ?GB"
+"""Boards of known chips whose rates are others than those of any part."""
+
+NAMES = re.compile(
+    r"(?<![A-WYZ0-9])(?:GB300|GB200|GH200|GH-?96|B300|B200|H200|H100|H800|H20|A800|A100|V100|P100|MI\d{3}X?|L40S?|L4|A6000|A40|A10G?|"
+    r"T4|RTX[- ]?\w+|Titan[- ]?\w+)(?![0-9])",
+    re.IGNORECASE,
+)
+NETWORKS = re.compile(r"NVLink|NVSwitch|InfiniBand|\bIB\b|[EHNX]DR\b|RoCE|RDMA|EFA|Ethernet|Omni-Path|\d ?Gb", re.IGNORECASE)
+INFINIBAND_GBIT = {"EDR": 100.0, "HDR": 200.0, "NDR": 400.0, "XDR": 800.0}
+RACK = 72
 
 
 def machine_of(row: Row) -> Machine | None:
     """The machine that a row describes; None: no GPU that is known, or several kinds."""
     text = row.hardware
-    if "+" in text.split("(")[0]:
+    pieces = text.split("(")[0].split("+")
+    kinds = {found.upper() for found in NAMES.findall(" ".join(pieces))}
+    if len(kinds) > 1 or any(not NAMES.search(piece) and not NETWORKS.search(piece) for piece in pieces[1:]):
         return None
     found = next((machine for pattern, machine in GPUS if re.search(pattern, text, re.IGNORECASE)), None)
-    if found is None:
+    if found is None or re.search(NO_PART, text, re.IGNORECASE):
         return None
-    per_node = re.search(r"(\d+)(?: per node|/node)", text)
-    several = re.search(r"(\d+)x ?(?:Omni-Path )?(\d+)G", text)
-    whole = None if several else re.search(r"(\d+) ?Gb(?:/s|ps) (?:per node|node-node)", text)
-    changes: dict[str, object] = {}
-    if per_node:
+    per_node = re.search(r"(\d+)(?: ?GPUs?)?(?: per node|/node)", text)
+    in_rack = re.search(r"NVL(\d+)", text)
+    changes: dict[str, Any] = {}
+    if found.per_node == RACK:  # NVLink joins its hosts, of four GPUs each
+        changes["per_node"] = int(in_rack[1]) if in_rack else RACK
+    elif per_node:
         changes["per_node"] = int(per_node[1])
-    if whole:
-        total = float(whole[1])
-        cards = max(1, round(total / found.gbit))
-        changes |= {"cards": cards, "gbit": total / cards}
-    elif several:
-        changes |= {"cards": int(several[1]), "gbit": float(several[2])}
-    values = {name: getattr(found, name) for name in Machine.__slots__}
-    return Machine(**{**values, **changes})
+    return replace(found, **changes, **_cards(text, replace(found, **changes)))
+
+
+def _cards(text: str, machine: Machine) -> dict[str, Any]:
+    """Number and rate of the network cards of a node, as far as the text states them. `8x 80GB` is memory."""
+    several = re.search(r"(\d+) ?x ?(?:[A-Za-z-]+ )?(\d+) ?G(?!i?B)", text)
+    named = re.search(r"(\d+) ?x ?([EHNX]DR)\b", text)
+    each = re.search(r"(\d+) ?Gb(?:/s|ps)[^,;|]* per GPU", text)
+    whole = re.search(r"([\d.]+) ?(G|T)b(?:/s|ps) (?:per node|node-node)", text)
+    if several:
+        cards, gbit = int(several[1]), float(several[2])
+    elif each:
+        cards, gbit = machine.per_node, float(each[1])
+    elif named:
+        cards, gbit = int(named[1]), INFINIBAND_GBIT[named[2]]
+    elif whole:
+        total = float(whole[1]) * (1000 if whole[2] == "T" else 1)
+        cards = max(1, round(total / machine.gbit))
+        gbit = total / cards
+    else:
+        return {}
+    return {"cards": cards, "gbit": gbit, "guessed": False}
 
 
 USABLE = 0.99

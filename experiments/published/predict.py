@@ -37,7 +37,7 @@ MEMORY_SIGMA = 0.05
 """Of a predicted peak."""
 
 UNKNOWN_SIGMA = 0.12
-"""Of a framework of which no run was seen, beside the spreads of the parts."""
+"""Of a framework or a GPU of which no run was seen, beside the spreads of the parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +166,8 @@ def predict(row: Row, without: str = "", raw: bool = False) -> Predicted:
         asked, found = _question_that_fits(row, without)
         known = {} if raw else fitted()
         gpu = asked.chip
-        factor = known.get("factors", {}).get(f"{gpu} {asked.precision}", 1.0)
+        key, factors = f"{gpu} {asked.precision}", known.get("factors", {})
+        factor = factors.get(key, 1.0)
         facts = Facts(
             model=asked.shape.name,
             gpu=gpu,
@@ -184,6 +185,8 @@ def predict(row: Row, without: str = "", raw: bool = False) -> Predicted:
         ends = known.get("intervals", {})
         names = (key_of(name, row.complete) for name in (facts.place, facts.kind, facts.framework))
         low, high = next((ends[name] for name in names if name in ends), (-half, half))
+        if key not in factors:
+            low, high = min(low, -half), max(high, half)
         steps = [factor * found.step_s * math.exp(end) for end in (0.0, low, high)]
         value, *ends = (in_unit(asked, step) for step in steps)
         return Predicted(

@@ -12,6 +12,7 @@ from blanks import (
     check_sizes,
     chunks_of,
     expert_ways_of,
+    half_of,
     precision_of,
     shape_of,
     split_of,
@@ -23,6 +24,7 @@ from rows import Row
 from rules import WITHOUT, Framework, framework_of
 
 from parsim.hardware.cluster import Cluster
+from parsim.hardware.parts.load import load_gpu
 from parsim.model.model import Model
 from parsim.model.number_formats import number_format
 from parsim.model.transformer.build import transformer
@@ -38,6 +40,7 @@ class Asked:
     model, plan, cluster, precision, optimizer: what is evaluated. samples: of the plan's batch that make one of the row's.
     scaled: 16 bits are fp16, with a scaled loss. precision is "bf16" then too: products of both take the same time.
     shape, seq, batch, gpus, recompute: of the run itself. assumed: what the row does not say. lacks: what is left out.
+    peak_flop_per_s: of one GPU in that precision, dense.
     """
 
     row: Row
@@ -57,6 +60,7 @@ class Asked:
     scaled: bool = False
     chip: str = ""
     per_node: int = 8
+    peak_flop_per_s: float = 0.0
 
 
 def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
@@ -83,25 +87,33 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
         raise CannotExpressError(f"no single kind of GPU that parsim has a part for: {row.hardware!r}")
     shape = shape_of(row, framework, notes)
     seq = row.seq or notes.assume("seq", framework.seq if shape.causal else BERT_SEQ)
-    split = split_of(row, framework, shape, machine.per_node, notes)
+    split = split_of(row, framework, shape, machine, notes)
+    if machine.guessed and split.gpus > machine.per_node:
+        notes.assumed.append(f"network of {machine.cards} x {machine.gbit:g} Gb/s per node")
     batch = batch_of(row, framework, shape, split, seq, notes)
     states = states_of(row, framework, split, recompute_more, notes)
-    expert_ways = expert_ways_of(row, shape, split, notes)
+    expert_ways = expert_ways_of(row, shape, split, states.zero, notes)
     if seq % split.cp:
         raise CannotExpressError(f"seq {seq} does not divide over cp {split.cp}")
     if split.tp > 1 and shape.heads % split.tp:
         raise CannotExpressError(f"{shape.heads} heads do not divide over tp {split.tp}")
+    peaks = load_gpu(machine.gpu).peak_flop_per_s
     precision = precision_of(row, framework, notes)
+    if precision == "tf32" and "tf32" not in peaks:
+        precision = "fp32"
+        notes.assumed.append("fp32, since the GPU has no TF32")
+    if precision in ("fp8", "nvfp4") and precision not in peaks:
+        raise CannotExpressError(f"{chip_of(machine)} has no products in {precision}")
     software = replace(framework.software, selective=states.recompute == "selective")
     if framework.softmax_limits and not softmax_is_fused(shape.heads // split.tp * batch.micro, seq):
         software = replace(software, score_arrays=max(software.score_arrays, TORCH_SOFTMAX_ARRAYS))
         notes.lacks.append("fused softmax does not take these heads: torch's, in fp32")
-    if framework.bf16_gradients and row.precision.lower().startswith("bf16"):
+    if framework.bf16_gradients and half_of(row.precision) == "bf16":
         software = replace(software, gradient_arrays=framework.bf16_gradients)
     if number_format(precision).beside:
         software = replace(software, casts=True)
     granularity = "layer" if split.tp == 1 else "sequence" if states.sequence else "sublayer"
-    part = SamplePart(tokens=seq, context=seq, element_bytes=4 if precision == "tf32" else 2)
+    part = SamplePart(tokens=seq, context=seq, element_bytes=4 if precision in ("tf32", "fp32") else 2)
     model = transformer(shape, software, part, granularity)
     chunks = chunks_of(row, framework, shape, split, batch, notes)
     given = Given(
@@ -121,9 +133,10 @@ def question_of(row: Row, recompute_more: str = "", without: str = "") -> Asked:
         batch=batch.size,
         gpus=split.gpus,
         recompute=states.recompute,
-        scaled=framework.scales_fp16 and precision == "bf16" and row.precision.lower().startswith("fp16"),
+        scaled=framework.scales_fp16 and precision == "bf16" and half_of(row.precision) == "fp16",
         assumed=tuple(notes.assumed),
         lacks=tuple(notes.lacks),
         chip=chip_of(machine),
         per_node=machine.per_node,
+        peak_flop_per_s=peaks.get(precision, peaks["amp_fp16"]).value,
     )

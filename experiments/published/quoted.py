@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from question import Asked
+import re
 
-PEAKS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "B200": 2250e12, "GB200": 2500e12, "V100": 125e12}
+from question import Asked
 
 
 def parameters_used(asked: Asked) -> float:
@@ -34,11 +34,11 @@ def model_flop(asked: Asked, *, causal: bool) -> float:
 
 
 def hardware_flop(asked: Asked) -> float:
-    """Megatron's count with full recomputation: every layer's forward twice (Narayanan et al. 2021, equation 3)."""
+    """Megatron's count: the forward of recomputed layers twice (Narayanan et al. 2021, equation 3, of full recomputation)."""
     shape, tokens = asked.shape, asked.batch * asked.seq
     head = 6 * shape.hidden * shape.vocab * tokens
     layers = model_flop(asked, causal=False) - head
-    return head + layers * (4 / 3 if asked.recompute == "full" else 1.0)
+    return head + layers * (1 + {"full": 1 / 3, "half": 1 / 6}.get(asked.recompute, 0.0))
 
 
 def selective_flop(asked: Asked) -> float:
@@ -51,39 +51,65 @@ def selective_flop(asked: Asked) -> float:
     return model_flop(asked, causal=False) + 12 * shape.layers * shape.heads * shape.dim * asked.seq * tokens
 
 
+_EACH = r"(?:$| ?(?:/|per) ?(?:steps?|iterations?|iters?|it|batch|update)\b| ?\()"
+_A_SECOND = r" ?(?:/|per) ?s(?:ec(?:ond)?s?)?\b"
+SECONDS = re.compile(rf"(?:s|secs?|seconds?){_EACH}")
+MILLISECONDS = re.compile(rf"(?:ms|msecs?|milliseconds?){_EACH}")
+STEPS = re.compile(rf"(?:steps?|iterations?|iters?|it){_A_SECOND}")
+SAMPLES = re.compile(rf"(?:samples?|sequences?|seqs?|sentences?|examples?){_A_SECOND}")
+TOKENS = re.compile(rf"(?:tokens?|toks?){_A_SECOND}")
+FLOP = re.compile(r"([tp])flops?\b")
+UTILISATION = re.compile(r"mfu|hfu|utili[sz]ation|of peak")
+ONE = re.compile(r"gpu|device|accelerator|chip\b")
+WHOLE = re.compile(r"total|aggregate|all gpus|cluster")
+
+
+def unit_of(asked: Asked) -> str:
+    """The unit in small letters, without spaces around its slashes."""
+    return re.sub(r"\s*/\s*", "/", asked.row.unit.lower().strip())
+
+
 def in_unit(asked: Asked, step_s: float) -> float:
-    """Step seconds in the row's unit. Raises ValueError for a unit that is not known."""
-    unit = asked.row.unit.lower().strip()
-    gpus, tokens = asked.gpus, asked.batch * asked.seq
-    if unit.startswith("ms"):
+    """Step seconds in the row's unit. Rates are of all GPUs unless they say of one, TFLOP/s of one unless they say of all.
+
+    MFU and HFU are shares of the peak in the row's precision, as in llm-foundry's tables of FP8.
+
+    Raises:
+        ValueError: for a unit that is not known.
+    """
+    unit = unit_of(asked)
+    per_gpu = bool(ONE.search(unit)) and not WHOLE.search(unit)
+    each = asked.gpus if per_gpu else 1
+    if re.search(r"(?:/|per )(?:node|host)", unit):
+        raise ValueError(f"unit {asked.row.unit!r} is not known")
+    if MILLISECONDS.match(unit):
         return step_s * 1e3
-    if unit.startswith("s/") or unit in ("s", "seconds", "seconds/step"):
+    if SECONDS.match(unit):
         return step_s
-    if unit.startswith("samples/s"):
-        return asked.batch / step_s
-    if unit.startswith("tokens/s"):
-        return tokens / step_s / (gpus if "gpu" in unit else 1)
-    if unit.startswith(("tflop", "percent", "mfu", "hfu")):
-        hardware = "hardware" in unit or "hfu" in unit
-        prefix = asked.row.id
-        if prefix.startswith("megds"):
-            hardware = True
-        causal = prefix.startswith(("nemo", "llama3", "titan"))
-        if hardware:
-            flop = selective_flop(asked) if asked.recompute == "selective" else hardware_flop(asked)
-        else:
-            flop = model_flop(asked, causal=causal)
-        rate = flop / step_s / gpus
-        if unit.startswith("tflop"):
-            return rate / 1e12
-        peak = next((peak for name, peak in PEAKS.items() if name in asked.row.hardware), 0.0)
-        if not peak:
-            raise ValueError(f"no peak is known for {asked.row.hardware}")
-        return 100 * rate / peak if unit.startswith("percent") else rate / peak
+    if STEPS.match(unit):
+        return 1 / step_s
+    if SAMPLES.match(unit):
+        return asked.batch / step_s / each
+    if TOKENS.match(unit):
+        return asked.batch * asked.seq / step_s / each
+    if UTILISATION.search(unit):
+        share = _flop(asked, unit) / step_s / asked.gpus / asked.peak_flop_per_s
+        return 100 * share if "percent" in unit or "%" in unit else share
+    if found := FLOP.match(unit):
+        whole = WHOLE.search(unit) or (found[1] == "p" and not per_gpu)
+        return _flop(asked, unit) / step_s / (1 if whole else asked.gpus) / (1e15 if found[1] == "p" else 1e12)
     raise ValueError(f"unit {asked.row.unit!r} is not known")
+
+
+def _flop(asked: Asked, unit: str) -> float:
+    """Of a step, as the source counts them."""
+    name = asked.row.id
+    if "hardware" in unit or "hfu" in unit or name.startswith("megds"):
+        return selective_flop(asked) if asked.recompute == "selective" else hardware_flop(asked)
+    return model_flop(asked, causal=name.startswith(("nemo", "llama3", "titan")))
 
 
 def larger_is_faster(asked: Asked) -> bool:
     """Whether the unit is a rate."""
-    unit = asked.row.unit.lower()
-    return not unit.startswith(("ms", "s/")) and unit not in ("s", "seconds", "seconds/step")
+    unit = unit_of(asked)
+    return not (MILLISECONDS.match(unit) or SECONDS.match(unit))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -55,12 +56,26 @@ class Row:
 WHOLE = {"gpus", "layers", "hidden", "heads", "seq", "global_batch", "micro_batch", "tp", "pp", "dp", "cp", "ep", "vpp"}
 
 
+KIBI = ("seq", "hidden", "global_batch")
+"""Columns in which `8K` is 8,192."""
+
+
 def number(text: str | None) -> float | None:
-    """`39.1e9`, `1.7B`, `2048`; None for nothing, or for what is no number."""
-    found = re.match(r"^\s*([-+]?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?)\s*([kKmMbBtT])?\b", text or "")
+    """`39.1e9`, `1.7B`, `2048`; None for nothing, for what is no finite number, and for a computation (`2^11`)."""
+    found = re.match(r"^\s*([-+]?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?)\s*([kKmMbBtT])?\b(?!\s*[\^*/x×+-]\s*\d)", text or "")
     if found is None:
         return None
-    return float(found[1].replace(",", "")) * SUFFIXES.get((found[2] or "").lower(), 1.0)
+    value = float(found[1].replace(",", "")) * SUFFIXES.get((found[2] or "").lower(), 1.0)
+    return value if math.isfinite(value) else None
+
+
+def count(name: str, text: str) -> int | None:
+    """Of a column of counts; None for what is no whole number above 0, or counts another thing (a batch of `4M tokens`)."""
+    value = number(text)
+    if value is not None and name in KIBI and re.match(r"\s*[\d.,]+\s*[kK]\b", text):
+        value = value / 1000 * 1024
+    counts_tokens = name != "seq" and "token" in text.lower()
+    return int(value) if value is not None and 1 <= value == int(value) and not counts_tokens else None
 
 
 def row_of(entry: dict[str, str | None]) -> Row:
@@ -71,8 +86,7 @@ def row_of(entry: dict[str, str | None]) -> Row:
     for name in known:
         text = (entry.get("zero_stage" if name == "zero" else name) or "").strip()
         if name in WHOLE:
-            parsed = number(text)
-            values[name] = int(parsed) if parsed is not None and 1 <= parsed == int(parsed) else None
+            values[name] = count(name, text)
             if text and values[name] is None:
                 unread.append(f"{name} {text!r}")
         elif name in ("params", "value"):
@@ -84,5 +98,5 @@ def row_of(entry: dict[str, str | None]) -> Row:
 
 def read_rows(path: Path) -> list[Row]:
     """All rows of a file, in its order."""
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         return [row_of(entry) for entry in csv.DictReader(file)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rows import Row
 
@@ -49,7 +50,8 @@ class Framework:
         micro: samples of a microbatch; 0: `micro_of`.
         seq: tokens of a sample. chunks: per rank, where interleaving is on and its depth is not stated.
         optimizer: one kernel, or a few per array. gather_ahead: ZeRO 1 gathers parameters while the next forward runs.
-        batch, tp, heads: of a row that does not state them; 0: by size. depth: chunks per rank of an interleaved schedule.
+        batch, tp, pp, vpp, heads: of a row that does not state them; 0: by size, or by its notes. pp counts with tp.
+        depth: chunks per rank of an interleaved schedule.
         backward_prefetch, blocking_transfers, scatter_gather, tensor_overlap, tensor_backward_overlap: as in
             `parsim.plans.plan.Plan`.
         alternate: selective recomputation is that of every second layer (torchtitan's default).
@@ -61,6 +63,7 @@ class Framework:
         scales_fp16: in fp16 the loss is scaled, and gradients are divided again and looked through for infinities.
         clip: gradients are clipped by the norm of all of them: the default, or in the files, of every framework here.
         repeats_sums: full recomputation repeats the sums of tensor parallelism, whole layers at once.
+        remainders: of master weights only what the weights in bf16 lack is kept.
     """
 
     name: str
@@ -78,6 +81,7 @@ class Framework:
     optimizer: str = "adam_fused"
     spares_layers: bool = False
     repeats_sums: bool = True
+    remainders: bool = False
     gather_ahead: bool = False
     backward_prefetch: bool = True
     blocking_transfers: bool = False
@@ -91,6 +95,8 @@ class Framework:
     scales_fp16: bool = True
     batch: int = 0
     tp: int = 0
+    pp: int = 1
+    vpp: int = 0
     heads: int = 0
     depth: int = INTERLEAVED_CHUNKS
 
@@ -140,6 +146,9 @@ MEGATRON_CORE = Framework(
     tensor_overlap=True,
 )
 """NVIDIA's recipes turn tp_comm_overlap on, and rows of megatron-h100 say so."""
+NEMO = replace(MEGATRON_CORE, remainders=True)
+"""Of 24.07: its distributed Adam has store_param_remainders where weights are bf16 and the optimizer fp32 (NVIDIA/NeMo
+nemo/collections/nlp/models/language_modeling/megatron_base_model.py, setup_optimization)."""
 BRIDGE = replace(MEGATRON_CORE, spares_layers=True)
 """Its recipes repeat single modules (recompute_modules: mla_up_proj, mlp, moe_act), or keep activations on the host
 (cpu_offloading_num_layers, of Llama 3 70B under FSDP), and never run whole layers again (NVIDIA-NeMo/Megatron-Bridge
@@ -187,16 +196,28 @@ LAUNCHER = replace(
 )
 """Its recipes state selective recomputation and a fused softmax (gpt3/40b.yaml, bert/4b.yaml), so attention is unfused."""
 
-RECIPES: tuple[tuple[str, dict[str, int]], ...] = (
+RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"^GPT 5B", {"tp": 1, "micro": 4, "batch": 2048}),
     (r"^GPT 20B", {"tp": 4, "micro": 4, "batch": 2048}),
     (r"^GPT 40B", {"tp": 8, "micro": 4, "batch": 2048}),
     (r"^BERT 110m", {"tp": 1, "micro": 4, "batch": 256}),
     (r"^BERT 4B", {"tp": 1, "micro": 8, "batch": 2048}),
     (r"^BERT 20B", {"tp": 4, "micro": 4, "batch": 4096}),
+    (r"^BERT 100B", {"tp": 4, "pp": 16, "micro": 8, "batch": 4096}),
 )
 """Of NeMo's launcher by model (launcher_scripts/conf/training/gpt3 and bert). GPT 175B is left to the rule of size: its recipe
 of that version is not known."""
+
+SELECTIVE_RUNS: tuple[tuple[str, dict[str, Any]], ...] = (
+    (r"\b175B", {"tp": 8, "pp": 8, "vpp": 3, "batch": 64, "micro": 1}),
+    (r"\b530B", {"tp": 8, "pp": 35, "vpp": 3, "batch": 280, "micro": 1}),
+    (r"\b1T", {"tp": 8, "pp": 64, "vpp": 1, "batch": 512, "micro": 1}),
+)
+"""The runs of Korthikanti et al. (2022), of which Megatron-LM's table of MFU and HFU names the size alone (calculon-ai/calculon
+validation/seqsel/tab5 @33a5aab073ce, @4ad160d94a3c)."""
+
+ASYNC_TP = re.compile(r"async[-_ ]?(?:tp|tensor)", re.IGNORECASE)
+"""In the notes of torchtitan's rows: pieces of the collectives run beside the products."""
 
 FRAMEWORKS: dict[str, Framework] = {
     "vtrain-multi": MEGATRON,
@@ -225,6 +246,7 @@ FRAMEWORKS: dict[str, Framework] = {
         depth=8,
     ),
     "nemo": MEGATRON_CORE,
+    "nemo2407": NEMO,
     "nemo-bridge": BRIDGE,
     "nemo-launcher": LAUNCHER,
     "sailor": SAILOR,
@@ -270,10 +292,13 @@ def framework_of(row: Row) -> Framework:
     known = [prefix for prefix in FRAMEWORKS if row.id.startswith(prefix)]
     if known:
         found = FRAMEWORKS[max(known, key=len)]
-        if found is LAUNCHER:
-            found = replace(found, **next((recipe for model, recipe in RECIPES if re.search(model, row.model, re.I)), {}))
+        recipes = RECIPES if found is LAUNCHER else SELECTIVE_RUNS if found is MEGATRON_SELECTIVE else ()
+        if recipe := next((recipe for model, recipe in recipes if re.search(model, row.model, re.I)), None):
+            found = replace(found, **recipe)
         if found.name.startswith("torchtitan") and "compile" not in row.notes.lower():
             found = replace(found, software=replace(EAGER_LLAMA, gradient_arrays=3.0))
+        if found.name.startswith("torchtitan") and ASYNC_TP.search(row.notes):
+            found = replace(found, tensor_overlap=True)
         early = found.name.startswith("torchtitan") or (found is COMPOSER and STOPS_EARLY in row.notes.lower())
         return replace(found, software=replace(found.software, early_stop=early))
     return MEGATRON_CORE if max(row.tp or 1, row.pp or 1) > 1 else COMPOSER
@@ -295,10 +320,20 @@ def micro_of(framework: Framework, per_replica: int, hidden: int, pp: int) -> in
     return wanted
 
 
+RECOMPUTED = (
+    (r"^full", "full"),
+    (r"^selective", "selective"),
+    (r"^none", "none"),
+    (r"not (?:stated|given|known)|unknown|unstated", ""),
+    (r"\b(?:no|none|off|false|without|disabled)\b", "none"),
+    (r"selective|core[-_ ]?att|attention|per[-_ ]op", "selective"),
+    (r"full|uniform|block|every|all|yes|true|\bon\b|checkpoint|recomput|enabled", "full"),
+)
+"""First match wins."""
+
+
 def recompute_of(row: Row, framework: Framework) -> tuple[str, bool]:
-    """full, selective or none; and whether the row states it."""
+    """full, selective or none; and whether the row states it, in words that are known."""
     text = row.recompute.lower()
-    for word in ("full", "selective", "none"):
-        if text.startswith(word):
-            return word, True
-    return framework.recompute, False
+    found = next((name for pattern, name in RECOMPUTED if re.search(pattern, text)), "")
+    return (found, True) if found else (framework.recompute, False)

@@ -483,7 +483,7 @@ def test_a_precision_that_is_not_stated_is_the_frameworks(name: str, precision: 
     from question import question_of
     from rows import row_of
 
-    asked = question_of(row_of(row(id=name, precision=precision, hardware="H100 SXM")))
+    asked = question_of(row_of(row(id=name, precision=precision, hardware="DGX-B200")))
     assert asked.precision == expected
     assert any(text.startswith("precision") for text in asked.assumed) == (precision in ("", "fp16?", "fp8"))
     assert {parameter.element_bytes for parameter in asked.model.component("h.0.attn").parameters} <= {element_bytes}

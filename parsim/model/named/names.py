@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 ALIASES: dict[str, str] = {
     "22b": "gpt-22b",
+    "175b": "gpt-175b",
+    "530b": "gpt-530b",
+    "1t": "gpt-1t",
     "megatron-22b": "gpt-22b",
     "turing-530b": "gpt-530b",
     "mt-nlg-530b": "gpt-530b",
@@ -32,8 +35,11 @@ ALIASES: dict[str, str] = {
     "opt-350": "opt-350m",
     "nemotron4-15b": "nemotron-15b",
     "nemotron4-340b": "nemotron-340b",
+    "nemotron3-22b": "nemotron-22b",
     "nemotron3-8b": "nemotron-8b",
     "nemotron3-4b": "nemotron-4b",
+    "llama2-34b": "codellama-34b",
+    "code-llama-34b": "codellama-34b",
     "deepseek-v3-671b": "deepseek-v3",
     "deepseek-v2-236b": "deepseek-v2",
     "vit-l/16": "vit-l-16",

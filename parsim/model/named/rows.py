@@ -72,12 +72,18 @@ def _oss(name: str, layers: int, experts: int) -> Shape:
 
 _LATENT = {"head_dim": 128, "key_rank": 512, "rope_dim": 64}
 
+FLASH_760M = "Dao-AILab/flash-attention training/configs/experiment/pile/gpt3l-flash.yaml"
+BERT_100B = "NVIDIA/NeMo-Framework-Launcher launcher_scripts/conf/training/bert/100b.yaml"
+KIMI_K2 = "NVIDIA-NeMo/Megatron-Bridge src/megatron/bridge/models/kimi/kimi_provider.py"
+
 NAMED: dict[str, NamedModel] = {
     "transformer": _row(gpt("Transformer", 12, 768, 12, 50304), 1024, "sizes by arguments; without any, GPT-3 125M"),
     "gpt3-125m": _megatron("GPT-3 125M", 12, 768, 12, "rows: NeMo-Framework-Launcher", 50304),
     "gpt3-355m": _megatron("GPT-3 355M", 24, 1024, 16, "rows: NeMo-Framework-Launcher", 50304),
+    "gpt3-760m": _megatron("GPT-3 760M", 24, 1536, 16, FLASH_760M, 50304),
     "gpt3-1.3b": _megatron("GPT-3 1.3B", 24, 2048, 16, "rows: FlashAttention", 50304),
     "gpt3-2.7b": _megatron("GPT-3 2.7B", 32, 2560, 20, "rows: FlashAttention", 50304),
+    "gpt3-5b": _megatron("GPT 5B", 24, 4096, 32, "nemo:base.py", 50304),
     "gpt3-20b": _megatron("GPT 20B", 44, 6144, 48, "nemo:base.py", 50304),
     "gpt3-40b": _megatron("GPT 40B", 48, 8192, 64, "nemo:base.py", 50304),
     "gpt3-175b": _megatron("GPT-3 175B", 96, 12288, 96, "calculon:gpt3-175B.json", 50304),
@@ -135,10 +141,13 @@ NAMED: dict[str, NamedModel] = {
     "nemotron-4b": _row(_nemotron("Nemotron 4B", 32, 3072, 24, 9216, 8, 128), 4096, "nemo:nemotron.py"),
     "nemotron-8b": _row(_nemotron("Nemotron 8B", 32, 4096, 32, 16384), 4096, "nemo:nemotron.py"),
     "nemotron-15b": _row(_nemotron("Nemotron 15B", 32, 6144, 48, 24576, 8), 4096, "nemo:nemotron.py"),
+    "nemotron-22b": _row(_nemotron("Nemotron 22B", 40, 6144, 48, 24576), 4096, "nemo:nemotron.py"),
     "nemotron-340b": _row(_nemotron("Nemotron 340B", 96, 18432, 96, 73728, 8), 4096, "nemo:nemotron.py"),
     "qwen2-0.5b": _row(_qwen("Qwen2 0.5B", 24, 896, 14, 2, 4864, 151936, tied=True), 4096, "nemo:qwen2.py", 494_032_768),
     "qwen2-1.5b": _row(_qwen("Qwen2 1.5B", 28, 1536, 12, 2, 8960, 151936, tied=True), 4096, "nemo:qwen2.py", 1_543_714_304),
     "qwen2-7b": _row(_qwen("Qwen2 7B", 28, 3584, 28, 4, 18944, 152064), 4096, "nemo:qwen2.py", 7_615_616_512),
+    "qwen2-14b": _row(_qwen("Qwen2 14B", 48, 5120, 40, 8, 13824, 152064), 4096, "nemo:qwen2.py", 14_770_033_664),
+    "qwen2-32b": _row(_qwen("Qwen2 32B", 64, 5120, 40, 8, 27648, 152064), 4096, "nemo:qwen2.py", 32_763_876_352),
     "qwen2-72b": _row(_qwen("Qwen2 72B", 80, 8192, 64, 8, 29568, 152064), 4096, "nemo:qwen2.py", 72_706_203_648),
     "qwen3-8b": _row(_qwen3("Qwen3 8B", 36, 4096, 32, 8, 12288, 151936), 4096, "titan:qwen3", 8_190_735_360),
     "qwen3-14b": _row(_qwen3("Qwen3 14B", 40, 5120, 40, 8, 17408, 151936), 4096, "titan:qwen3", 14_768_307_200),
@@ -199,9 +208,30 @@ NAMED: dict[str, NamedModel] = {
         "hf:DeepseekV3Config",
         671_026_404_352,
     ),
+    "kimi-k2": _row(
+        llama(
+            "Kimi K2",
+            61,
+            7168,
+            64,
+            64,
+            18432,
+            163840,
+            experts=384,
+            active=8,
+            expert_ffn=2048,
+            shared_ffn=2048,
+            dense_layers=1,
+            query_rank=1536,
+            **_LATENT,
+        ),
+        4096,
+        KIMI_K2,
+    ),
     "bert-110m": _row(_bert("BERT 110M", 12, 768, 12), 512, "hf:BertConfig"),
     "bert-4b": _row(_bert("BERT 4B", 48, 2560, 40), 512, "rows: NeMo-Framework-Launcher"),
     "bert-20b": _row(_bert("BERT 20B", 48, 6144, 96), 512, "rows: NeMo-Framework-Launcher"),
+    "bert-100b": _row(_bert("BERT 100B", 96, 9216, 96), 512, BERT_100B),
     "t5-large": NamedModel(
         config="t5-large", seq=512, source="hf:T5Config; arXiv 1910.10683, section 3.7", parameters=737_668_096
     ),
