@@ -137,6 +137,22 @@ def fitted() -> Mapping[str, Any]:
 
 
 def _question_that_fits(row: Row, without: str) -> tuple[Asked, Answer]:
+    """Where the micro-batch is not stated and the plan would not fit, the next smaller one that divides a replica's samples."""
+    asked, found = _with_recomputation_that_fits(row, without)
+    replica = asked.batch // asked.plan.mesh.dp
+    micro = 0
+    for size in range(replica // asked.plan.microbatches - 1, 0, -1):
+        if row.micro_batch is not None or found.peak_bytes <= found.limit_bytes:
+            break
+        if replica % size == 0:
+            micro = size
+            asked, found = _with_recomputation_that_fits(replace(row, micro_batch=micro), without)
+    if micro:
+        asked = replace(asked, assumed=(*asked.assumed, f"micro-batch {micro}, the largest that fits"))
+    return asked, found
+
+
+def _with_recomputation_that_fits(row: Row, without: str) -> tuple[Asked, Answer]:
     """Where recomputation is not stated and the plan would not fit, half of the layers are recomputed, then all.
 
     A framework that spares layers keeps so much less, and takes the time of the plan without.

@@ -423,3 +423,17 @@ def test_a_split_by_size_heeds_a_small_memory(hardware: str, tp: str) -> None:
     values = {"hardware": hardware, "precision": "fp16", "gpus": "8", "tp": "", "pp": "", "dp": "", "global_batch": "64"}
     question = asked(**values, layers="36", hidden="3072", heads="24")
     assert f"{tp}, pp 1" in question.assumed
+
+
+def test_a_microbatch_that_is_not_stated_is_one_that_fits() -> None:
+    from predict import predict
+
+    values = {"id": "internevo-x-1", "model": "InternLM 7B", "seq": "2048", "global_batch": "512", "gpus": "64"}
+    values |= {"micro_batch": "", "tp": "2", "pp": "1", "dp": "32", "recompute": "none", "zero_stage": "1"}
+    found = predict(row(**NAMED, **values))
+    assert found.fit_probability is not None
+    assert found.fit_probability > 0.5
+    assert "the largest that fits" in found.why
+    stated = predict(row(**NAMED, **values | {"micro_batch": "16"}))
+    assert stated.fit_probability is not None
+    assert stated.fit_probability < 0.5
