@@ -324,7 +324,7 @@ def chunks_of(row: Row, framework: Framework, shape: Shape, split: Split, batch:
     pp, microbatches = split.pp, batch.per_replica // batch.micro
     if pp == 1:
         return 1
-    chunks = row.vpp or framework.vpp or 1
+    chunks = row.vpp or 1
     if row.vpp is None and chunks == 1 and INTERLEAVED.search(row.notes):
         chunks = usual_chunks(framework.depth, shape.layers, pp)
     if row.vpp is None and chunks > 1:

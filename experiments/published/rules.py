@@ -50,7 +50,7 @@ class Framework:
         micro: samples of a microbatch; 0: `micro_of`.
         seq: tokens of a sample. chunks: per rank, where interleaving is on and its depth is not stated.
         optimizer: one kernel, or a few per array. gather_ahead: ZeRO 1 gathers parameters while the next forward runs.
-        batch, tp, pp, vpp, heads: of a row that does not state them; 0: by size, or by its notes. pp counts with tp.
+        batch, tp, pp, heads: of a row that does not state them; 0: by size, or by its notes. pp counts with tp.
         depth: chunks per rank of an interleaved schedule.
         backward_prefetch, blocking_transfers, scatter_gather, tensor_overlap, tensor_backward_overlap: as in
             `parsim.plans.plan.Plan`.
@@ -96,7 +96,6 @@ class Framework:
     batch: int = 0
     tp: int = 0
     pp: int = 1
-    vpp: int = 0
     heads: int = 0
     depth: int = INTERLEAVED_CHUNKS
 
@@ -123,8 +122,6 @@ MEGATRON_SELECTIVE = Framework(
     name="Megatron-LM 2022",
     recompute="full",
     sequence=True,
-    batch=4,
-    tp=8,
     blocking_transfers=True,
     scatter_gather=True,
     softmax_limits=True,
@@ -208,13 +205,9 @@ RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
 """Of NeMo's launcher by model (launcher_scripts/conf/training/gpt3 and bert). GPT 175B is left to the rule of size: its recipe
 of that version is not known."""
 
-SELECTIVE_RUNS: tuple[tuple[str, dict[str, Any]], ...] = (
-    (r"\b175B", {"tp": 8, "pp": 8, "vpp": 3, "batch": 64, "micro": 1}),
-    (r"\b530B", {"tp": 8, "pp": 35, "vpp": 3, "batch": 280, "micro": 1}),
-    (r"\b1T", {"tp": 8, "pp": 64, "vpp": 1, "batch": 512, "micro": 1}),
-)
-"""The runs of Korthikanti et al. (2022), of which Megatron-LM's table of MFU and HFU names the size alone (calculon-ai/calculon
-validation/seqsel/tab5 @33a5aab073ce, @4ad160d94a3c)."""
+SELECTIVE_RUNS: tuple[tuple[str, dict[str, Any]], ...] = ((r"^22B", {"tp": 8, "batch": 4}),)
+"""Of Megatron-LM's table of MFU and HFU, whose rows name a size alone: what other rows of the same run of 22B state.
+Other sizes are left to the rule of size."""
 
 ASYNC_TP = re.compile(r"async[-_ ]?(?:tp|tensor)", re.IGNORECASE)
 """In the notes of torchtitan's rows: pieces of the collectives run beside the products."""
