@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,7 +18,7 @@ from parsim.execute.processes.launch import import_folders
 from parsim.model.model import Model
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.units import format_bytes
-from parsim.workflow.doctor import CALIBRATE_ON_GPUS, Found, commands_of, look
+from parsim.workflow.doctor import CALIBRATE_ON_GPUS, Found, Gpu, commands_of, look
 
 ELEMENT_BYTES = {"fp64": 8, "bf16": 2}
 """Of a weight; 4 in all other precisions."""
@@ -55,14 +56,14 @@ def look_apart() -> Found:
         if done.returncode or not kept.is_file():
             last = next(iter(done.stderr.strip().splitlines()[-1:]), f"it ended with {done.returncode}")
             raise ConfigError(f"a process that looks at this machine's GPUs failed: {last}; `parsim doctor` looks at them too")
-        found = pickle.loads(kept.read_bytes())
-    assert isinstance(found, Found)
-    return found
+        found = json.loads(kept.read_text(encoding="utf-8"))
+    gpus = tuple(Gpu(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in found["gpus"])
+    return Found(**{**found, "gpus": gpus, "backends": tuple(found["backends"])})
 
 
 def keep_look(path: str) -> None:
     """What `look_apart` asks for, written to a file: imports may print. Args: path: of the file."""
-    Path(path).write_bytes(pickle.dumps(look(describe_environment())))
+    Path(path).write_text(json.dumps(asdict(look(describe_environment()))), encoding="utf-8")
 
 
 def check_gpus(request: CalibrationRequest, found: Found) -> None:

@@ -163,7 +163,7 @@ def test_a_contrastive_loss_is_planned_as_coupled(tmp_path: Path) -> None:
     model = answer.problem.model
     assert model.loss == "own"
     assert model.loss_form == COUPLED
-    assert "no sum over samples" in loss_note(model)
+    assert "not a sum over samples" in loss_note(model)
     assert any("contrastive" in text for text in model.assumptions)
     assert Model.from_json(model.to_json()) == model
     plan = answer.evaluation.result.plan

@@ -155,7 +155,7 @@ def test_the_answer_says_what_was_assumed() -> None:
             module, cluster="dgx1-v100-32gb", global_batch=64, devices=2, strategy="dp", example_inputs=torch.randn(4, 6)
         )
 
-    assert "no sum over samples" in str(asked(Contrastive()).to_dict()["loss_note"])
+    assert "not a sum over samples" in str(asked(Contrastive()).to_dict()["loss_note"])
     assert any("not checked" in line for line in asked(Noisy()).lines())
 
 

@@ -221,7 +221,7 @@ def rounds_of(plan: Plan) -> MixingRounds:
         seed=4,
         device=torch.device("cpu"),
     )
-    return MixingRounds(stage, {}, lambda buffer: None)
+    return MixingRounds(stage, {}, received=lambda _: None, used=lambda _: None)
 
 
 def test_other_buckets_or_another_cut_into_stages_are_another_plan() -> None:

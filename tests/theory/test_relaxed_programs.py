@@ -404,7 +404,7 @@ def test_only_ranks_that_are_drawn_compute_and_have_a_loss(problem: PlanningProb
                 rate=None,
                 stale=None,
                 streams=SimpleNamespace(loads_ahead=False),
-                loader=SimpleNamespace(batch=lambda number: None),
+                loader=SimpleNamespace(batch=lambda number: None, settle=lambda: None),
                 program=SimpleNamespace(
                     script=lambda number, script=script: script, step=lambda *given, script: (16 * 2.5 * script.computes, [])
                 ),

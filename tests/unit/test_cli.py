@@ -97,7 +97,7 @@ def test_doctor(call: Call) -> None:
         assert check["ok"] or check["fix"], f"{check['name']} is missing and nothing says how to get it"
     text, progress = call("doctor")
     assert all(check["name"] in text for check in document["checks"])
-    assert "Looking" in progress
+    assert "Examining" in progress
     assert "Looking" not in text
 
 

@@ -107,3 +107,15 @@ def test_a_look_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("calibration.rounds.gpu_room.LOOK", "raise OSError('no driver')")
     with pytest.raises(ConfigError, match=r"failed: OSError: no driver; `parsim doctor`"):
         look_apart()
+
+
+def test_what_another_process_found_comes_back_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    look = f"""
+import sys
+from calibration.rounds import gpu_room
+from parsim.workflow.doctor import Found, Gpu
+gpu_room.look = lambda environment: {FOUND!r}
+gpu_room.keep_look(sys.argv[1])
+"""
+    monkeypatch.setattr("calibration.rounds.gpu_room.LOOK", look)
+    assert look_apart() == FOUND
