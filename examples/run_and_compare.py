@@ -12,5 +12,5 @@ def main() -> None:
     print(f"loss: {measured.losses[0]:.3f} at first, {measured.losses[-1]:.3f} at last")
 
 
-if __name__ == "__main__":  # a calibration of GPUs starts a process that imports this file
+if __name__ == "__main__":
     main()

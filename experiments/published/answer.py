@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from question import Asked
 
-from parsim.costs.memory.records import RankMemory
 from parsim.costs.uncertainty.draws import medians_s
 from parsim.engines.steps import mean_step_s
 from parsim.plans.plan import Plan
@@ -43,38 +43,27 @@ def answer(asked: Asked) -> Answer:
     """Evaluate the plan of a question."""
     problem = _problem(asked)
     step_s, sigma, shares = _step(problem, asked.plan)
-    fullest, spared = _fullest(problem, asked)
-    return Answer(
-        step_s=step_s,
-        sigma=sigma,
-        peak_bytes=fullest.total_bytes - spared,
-        low_bytes=fullest.low_bytes - spared,
-        high_bytes=fullest.high_bytes - spared,
-        limit_bytes=fullest.limit_bytes,
-        shares=shares,
-        line=fullest.describe(),
-    )
+    return Answer(step_s=step_s, sigma=sigma, shares=shares, **_memory(problem, asked))
 
 
 def with_memory_of(found: Answer, asked: Asked) -> Answer:
     """The same seconds with the memory of another question."""
-    fullest, spared = _fullest(_problem(asked), asked)
-    return replace(
-        found,
-        peak_bytes=fullest.total_bytes - spared,
-        low_bytes=fullest.low_bytes - spared,
-        high_bytes=fullest.high_bytes - spared,
-        limit_bytes=fullest.limit_bytes,
-        line=fullest.describe(),
-    )
+    return replace(found, **_memory(_problem(asked), asked))
 
 
-def _fullest(problem: PlanningProblem, asked: Asked) -> tuple[RankMemory, int]:
-    """Of the rank that is nearest to its limit, and how much less its framework keeps of master weights."""
+def _memory(problem: PlanningProblem, asked: Asked) -> dict[str, Any]:
+    """The fields of an Answer of the rank that is nearest to its limit, less what its framework spares of master weights."""
     held = replace(problem, optimizer=f"{asked.optimizer}_fused") if asked.framework.one_array else problem
     fullest = max(held.memory(asked.plan), key=lambda entry: entry.high_bytes - entry.limit_bytes)
     state = dict(fullest.lines).get("optimizer_state", 0)
-    return fullest, round(state * REMAINDERS) if asked.framework.remainders else 0
+    spared = round(state * REMAINDERS) if asked.framework.remainders else 0
+    return {
+        "peak_bytes": fullest.total_bytes - spared,
+        "low_bytes": fullest.low_bytes - spared,
+        "high_bytes": fullest.high_bytes - spared,
+        "limit_bytes": fullest.limit_bytes,
+        "line": fullest.describe(),
+    }
 
 
 def _problem(asked: Asked) -> PlanningProblem:

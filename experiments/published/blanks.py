@@ -325,10 +325,10 @@ def chunks_of(row: Row, framework: Framework, shape: Shape, split: Split, batch:
     if pp == 1:
         return 1
     chunks = row.vpp or 1
-    if row.vpp is None and chunks == 1 and INTERLEAVED.search(row.notes):
+    if row.vpp is None and INTERLEAVED.search(row.notes):
         chunks = usual_chunks(framework.depth, shape.layers, pp)
-    if row.vpp is None and chunks > 1:
-        notes.assumed.append(f"{chunks} chunks per rank")
+        if chunks > 1:
+            notes.assumed.append(f"{chunks} chunks per rank")
     if chunks > 1 and microbatches % pp:
         notes.assumed.append(f"no interleaving: {microbatches} microbatches are no multiple of pp {pp}")
         return 1

@@ -82,7 +82,7 @@ def with_evaluation_line(memory: RankMemory, kept: KeptActivations, scored: Scor
     if not scored:
         return memory
     plan, model = kept.layout.plan, kept.layout.model
-    whole = sum(parameter.size_bytes for parameter in model.parameters)
+    whole = model.parameter_bytes
     buffers = sum(component.buffer_bytes for component in model.components)
     is_whole = (
         plan.mesh.dp == plan.world_size and plan.zero_stage < 3 and scored == "weights" and not plan.synchronisation.mixes

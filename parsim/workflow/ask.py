@@ -183,7 +183,7 @@ def check_loss(model: Model, plan: Plan, *, allowed: bool) -> None:
 def _check_building(asked: Prediction, kind: str) -> None:
     """Raise DoesNotFitError where the whole weights exceed a GPU: each process builds the model there and keeps its part."""
     device = asked.problem.cluster.devices[0].type
-    whole = sum(parameter.size_bytes for parameter in asked.problem.model.parameters)
+    whole = asked.problem.model.parameter_bytes
     if kind == "cuda" and whole + device.context_bytes > device.memory_bytes:
         raise DoesNotFitError(
             "the plan fits, but every process builds the whole model on its GPU before it keeps its part: "

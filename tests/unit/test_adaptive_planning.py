@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, CommunicationClass, RunCorrections, class_of
+from parsim.costs.memory.records import RankMemory
 from parsim.errors import ScheduleError
 from parsim.execute.training.loop import mean_round_s
 from parsim.hardware.cluster import cluster_from_profile
@@ -22,7 +21,6 @@ from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.families import dp_plans, single_plans
-from parsim.schedule.live import planning
 from parsim.schedule.live.decisions import Keep, PlanChoice, Replan
 from parsim.schedule.live.planning import (
     controller_for,
@@ -190,7 +188,7 @@ def test_what_passes_between_the_steps_of_a_window_is_no_part_of_them() -> None:
 
 def test_a_plan_must_fit_beside_the_one_that_it_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a plan changes, a rank holds what both keep between steps: the weights of the new one come from the old one."""
-    memories = [evaluate(PROBLEM, plan, samples=0, fold=False).memory for plan in (DP, MP)]
+    memories = [PROBLEM.memory(plan) for plan in (DP, MP)]
     kept = ("parameters", "gradients", "optimizer_state", "buffers")
     beside = ("context", "communication", "allocator")
     whole = sum(parameter.size_bytes for parameter in PROBLEM.model.parameters)
@@ -204,11 +202,10 @@ def test_a_plan_must_fit_beside_the_one_that_it_follows(monkeypatch: pytest.Monk
     assert whole == 4 * 4 * ELEMENTS
     limit = [needed]
 
-    def limited(problem: PlanningProblem, plan: Plan, **given: Any) -> Any:
-        found = evaluate(problem, plan, **given)
-        return SimpleNamespace(memory=tuple(replace(memory, limit_bytes=limit[0]) for memory in found.memory))
+    def limited(_: PlanningProblem, plan: Plan) -> tuple[RankMemory, ...]:
+        return tuple(replace(memory, limit_bytes=limit[0]) for memory in memories[(DP, MP).index(plan)])
 
-    monkeypatch.setattr(planning, "evaluate", limited)
+    monkeypatch.setattr(PlanningProblem, "memory", limited)
     faster = PlanChoice(plan=MP, step_s=0.5, current_step_s=1.0, expected={})
     assert side_by_side(PROBLEM, lambda *_: faster)(NO_RUN_CORRECTIONS, DP) is faster
     limit[0] = needed - 1

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "experiments" / "published"
-COLUMNS = ["params", "dp", "cp", "ep", "vpp", "zero_stage", "value", "notes", "source"]
-ROW = {
-    "id": "megatron-x-1",
-    "hardware": "A100-80GB SXM",
-    "gpus": "8",
-    "model": "GPT",
-    "layers": "4",
-    "hidden": "1536",
-    "heads": "24",
-    "seq": "1024",
-    "global_batch": "16",
-    "micro_batch": "2",
-    "tp": "8",
-    "pp": "1",
-    "dp": "1",
-    "recompute": "full",
-    "precision": "fp16",
-    "unit": "s/iteration",
-}
+from tests.published_row import FOLDER, row_with
+
+OWN = {"hidden": "1536", "heads": "24", "tp": "8", "pp": "1", "dp": "1", "precision": "fp16"}
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +20,7 @@ def asked(without: str = "", **values: str) -> Any:
     from question import question_of
     from rows import row_of
 
-    return question_of(row_of(dict.fromkeys(COLUMNS, "") | ROW | values), without=without)
+    return question_of(row_of(dict(row_with(**OWN | values))), without=without)
 
 
 def scores_arrays(question: Any) -> float:

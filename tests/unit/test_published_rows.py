@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-FOLDER = Path(__file__).parents[2] / "experiments" / "published"
+from tests.published_row import FOLDER, row_with
+
 HEAD = (
     "id,source,hardware,gpus,model,params,layers,hidden,heads,seq,global_batch,micro_batch,tp,pp,dp,cp,ep,vpp,zero_stage,"
     "recompute,precision,value,unit,notes"
@@ -24,25 +25,7 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def row(**values: str) -> dict[str, str]:
-    given = {
-        "id": "megatron-x-0001",
-        "hardware": "A100-80GB SXM",
-        "gpus": "8",
-        "model": "GPT",
-        "layers": "4",
-        "hidden": "1024",
-        "heads": "16",
-        "seq": "1024",
-        "global_batch": "16",
-        "micro_batch": "2",
-        "tp": "2",
-        "pp": "2",
-        "dp": "2",
-        "recompute": "full",
-        "precision": "bf16",
-        "unit": "s/iteration",
-    }
-    return dict.fromkeys(HEAD.split(","), "") | given | values
+    return row_with(**{"id": "megatron-x-0001"} | values)
 
 
 def test_numbers_as_sources_write_them() -> None:

@@ -7,26 +7,8 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "experiments" / "published"
-COLUMNS = ["params", "cp", "ep", "vpp", "zero_stage", "value", "notes", "source"]
-ROW = {
-    "id": "megatron-x-1",
-    "hardware": "A100-80GB SXM",
-    "gpus": "8",
-    "model": "GPT",
-    "layers": "4",
-    "hidden": "1024",
-    "heads": "16",
-    "seq": "1024",
-    "global_batch": "16",
-    "micro_batch": "2",
-    "tp": "2",
-    "pp": "2",
-    "dp": "2",
-    "recompute": "full",
-    "precision": "bf16",
-    "unit": "s/iteration",
-}
+from tests.published_row import FOLDER, row_with
+
 NAMED = {"layers": "", "hidden": "", "heads": ""}
 
 
@@ -38,8 +20,7 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
 def row(**values: str) -> Any:
     from rows import row_of
 
-    given: dict[str, str | None] = {**dict.fromkeys(COLUMNS, ""), **ROW, **values}
-    return row_of(given)
+    return row_of(dict(row_with(**values)))
 
 
 def asked(**values: str) -> Any:

@@ -86,8 +86,8 @@ def train(
             keep_nothing()
             keep_what_is_there()  # without what the plan before held
         validates = validation is not None and validation.due(done)
-        if validates and validation is not None:
-            stopped = done if validation.look(entry, place) else None
+        if validates and validation is not None and validation.look(entry, place):
+            stopped = done
         saves = done in (job.steps, stopped) or (job.checkpoint_every > 0 and done % job.checkpoint_every == 0)
         if saves or validates:
             log.write(entry, place, validation.seen[-1] if validates and validation is not None else None)

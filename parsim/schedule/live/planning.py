@@ -23,7 +23,7 @@ from parsim.costs.feedback.run_corrections import (
     class_of,
     class_seconds,
 )
-from parsim.costs.memory.records import NOT_TENSORS, RankMemory
+from parsim.costs.memory.records import NOT_TENSORS
 from parsim.costs.uncertainty.draws import medians_s
 from parsim.engines import static
 from parsim.engines.boundary import checked_slowdown
@@ -148,20 +148,15 @@ def side_by_side(problem: PlanningProblem, plan_for: PlanFor) -> PlanFor:
 
     Raises ScheduleError where the plan that is chosen does not fit so.
     """
-    whole = sum(parameter.size_bytes for parameter in problem.model.parameters)
-
-    @lru_cache(maxsize=64)
-    def memory(plan: Plan) -> tuple[RankMemory, ...]:
-        return evaluate(problem, plan, samples=0, fold=False).memory
 
     def chosen(corrections: RunCorrections, current: Plan) -> PlanChoice:
         choice = plan_for(corrections, current)
         if replace(choice.plan, strategy=current.strategy) == current:
             return choice
-        for before, after in zip(memory(current), memory(choice.plan), strict=True):
+        for before, after in zip(problem.memory(current), problem.memory(choice.plan), strict=True):
             kept, coming = (sum(entry.line(name) for name in RESIDENT) for entry in (before, after))
             beside = sum(after.line(name) for name in NOT_TENSORS) + before.line("communication")  # groups stay to the end
-            needed = kept + max(coming, whole) + beside
+            needed = kept + max(coming, problem.model.parameter_bytes) + beside
             if needed > after.limit_bytes:
                 both = f"{format_bytes(needed)} of {format_bytes(after.limit_bytes)}"
                 raise ScheduleError(
