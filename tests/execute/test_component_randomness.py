@@ -70,7 +70,7 @@ def test_what_draws_nothing_is_left_alone() -> None:
 
 def test_samples_that_are_read_beside_a_step_change_no_draw() -> None:
     """On a GPU a thread reads the next batch meanwhile. A dataset of one's own draws from the generators of the process, which
-    are seeded for each of its samples: ranks that happened to draw in between would mask what they share differently."""
+    are seeded for each of its samples. Ranks that drew from them in between would mask differently what they share."""
     index, programs = layout(), recorded()
     found = []
     for reads in (False, True):

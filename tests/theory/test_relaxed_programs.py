@@ -389,7 +389,7 @@ def test_a_rank_that_a_round_may_leave_out_has_the_tasks_of_one_that_takes_part(
 
 
 def test_only_ranks_that_are_drawn_compute_and_have_a_loss(problem: PlanningProblem) -> None:
-    """The mean over the drawn samples, in the records; beside it what the rank shows of its own samples. 64 samples, 2 of 4."""
+    """Two of four replicas take part, with 64 samples. Records hold the mean over their samples; a rank shows its own loss."""
     plan = plan_of(problem, "average/4 participation=0.5")
     layout, graph = PlanIndex(plan, problem.model), lower(plan, problem.model)
     drawn = plan.synchronisation.takes_part(0, 4)
