@@ -28,14 +28,14 @@ from parsim.graph.parameter_buckets import Bucket
 from parsim.graph.passes.clipping import CountedPart, counted_by
 from parsim.graph.passes.gradients import updates_of
 from parsim.graph.plan_index import PlanIndex
-from parsim.model.build import build_module, check_real
+from parsim.model.build import build_module, check_real, move_hollow
 from parsim.model.component import LOSS
 from parsim.model.interface import example_batch, interface_of, loss_of
 from parsim.model.runnable import CallProgram, Runnable
 from parsim.model.shard.pieces import piece
 from parsim.model.shard.sharded import shard_runnable
 from parsim.model.spec import ModelSpec
-from parsim.model.tracing.trace import record
+from parsim.model.tracing.trace import follows_example, record
 from parsim.plans.redistribution import ValueLayout
 
 
@@ -43,8 +43,8 @@ class StageReplica:
     """What `rank` has of its stage, with weights from `seed` (equal on every rank), ready to run.
 
     Components are recorded with the samples of a microbatch on this rank, in training mode, on `device`. Of a sharded
-    component the rank has its shard, whose pieces of parameters and buffers keep their names. Parameters that the rank
-    does not hold are emptied, so that its memory is its own.
+    component the rank has its shard, whose pieces of parameters and buffers keep their names. The module is built in the
+    memory of the host. Parameters that the rank does not hold are emptied there, so that only its own ever lie on `device`.
 
     Attributes:
         runnables: by component name.
@@ -78,7 +78,7 @@ class StageReplica:
         self.number = layout.plan.stage_of_rank(rank)
         self.device = device
         self._shapes, programs = _recordings(spec, layout, layout.rank_components(rank), self.numerics, device)
-        self.module = seeded_module(spec, seed, dtype, device)
+        self.module = seeded_module(spec, seed, dtype, HOST)
         own = layout.rank_components(rank)
         self.randomness = ComponentRandomness(layout, rank, device, programs)
         shard = layout.plan.shard_of_rank(rank)
@@ -101,13 +101,19 @@ class StageReplica:
                     whole.data = piece(whole.data, parameter.part, parameter.shard, parameter.ways)
         self._cut_buffers()
         self._drop_other_parameters()
+        divided = [bucket for bucket in layout.rank_buckets(rank) if layout.is_divided(bucket)]
+        self._move(stays=[self.parameters[p.name] for bucket in divided for p in bucket.parameters])
         self._exempt = exempt_names(self.module, recipe.no_weight_decay)
         self._divided = {
             bucket.number: DividedBucket(
-                bucket, self.parameters, bucket.group.index(rank), stage=layout.zero_stage_of(bucket), exempt=self._exempt
+                bucket,
+                self.parameters,
+                bucket.group.index(rank),
+                stage=layout.zero_stage_of(bucket),
+                device=device,
+                exempt=self._exempt,
             )
-            for bucket in layout.rank_buckets(rank)
-            if layout.is_divided(bucket)
+            for bucket in divided
         }
         self._divided_in = {p.name: number for number in self._divided for p in layout.buckets[number].parameters}
         self.buckets: dict[int, Tensor] = {
@@ -448,8 +454,19 @@ class StageReplica:
         own = {id(parameter) for parameter in self.parameters.values()}
         for parameter in self.module.parameters():
             if id(parameter) not in own:
-                parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
+                parameter.data = torch.empty(0, dtype=parameter.dtype)
 
+    def _move(self, stays: Sequence[Tensor]) -> None:
+        """Move what is left of the module to the device, all but what `stays`: a divided bucket moves its own parameters.
+
+        Tensors that a module keeps outside its parameters and buffers follow where its own `_apply` moves them.
+        """
+        kept = {id(tensor) for tensor in stays}
+        self.module._apply(lambda tensor: tensor if id(tensor) in kept else tensor.to(self.device))  # type: ignore[no-untyped-call]
+
+
+HOST = torch.device("cpu")
+"""Where modules are built: their code runs there whatever device trains them, and a GPU may be smaller than the model."""
 
 LOSS_SCALE = "loss_scale"
 """Name of the loss scale in a checkpoint."""
@@ -521,14 +538,18 @@ def recorded_programs(
 ) -> dict[str, CallProgram]:
     """The recorded components of a model in training mode; recorded once per set of arguments.
 
+    The weights take no memory of `device`, unless control flow follows an example: that one is computed there.
+
     Args:
         spec: of the model. samples: of one microbatch. granularity: "block" or "layer".
         dtype, device: of weights and values. autocast: the type of autocast, or None.
     """
-    module = seeded_module(spec, 0, dtype, torch.device(device))
+    place, flow = torch.device(device), spec.control_flow
+    module = seeded_module(spec, 0, dtype, place if follows_example(flow) else HOST)
+    if not follows_example(flow) and place != HOST:
+        move_hollow(module, place)
     inputs, _ = example_batch(spec, samples, dtype=dtype, device=device)
     args, kwargs = interface_of(spec).arguments(inputs)
-    with Numerics(autocast=autocast).computing(torch.device(device)):
-        flow = spec.control_flow
+    with Numerics(autocast=autocast).computing(place):
         runnables = record(module, args or kwargs, granularity=granularity, loss=loss_of(spec), control_flow=flow)
     return {entry.name: entry.program for entry in runnables}

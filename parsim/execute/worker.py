@@ -29,7 +29,7 @@ from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.execute.processes.supervise.scratch import sole_user
 from parsim.execute.training.loop import train
-from parsim.execute.training.rank_run import ProcessGroups, RankRun
+from parsim.execute.training.rank_run import ProcessGroups, RankRun, built
 from parsim.files import write_text_atomically
 from parsim.garbage import keep_what_is_there
 from parsim.graph.lower import lower
@@ -81,10 +81,7 @@ def _work(job: Job, place: ProcessPlace, pinning: Pinning, timeout_s: float) -> 
     groups = ProcessGroups(timeout_s)
     for run, layout, graph in plans:
         groups.make(graph, run.precision, layout)
-    runs = [
-        RankRun(run, layout, graph, place, groups.mine, steps=job.total_steps) if place.rank < run.plan.world_size else None
-        for run, layout, graph in plans
-    ]
+    runs = [built(run, layout, graph, place, groups, steps=job.total_steps) for run, layout, graph in plans]
     set_switches(tf32=any(run.precision == "tf32" for run in job.runs))  # after modules of users, which may set them too
     asked = switches()
     if place.rank == 0:

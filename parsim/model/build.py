@@ -218,6 +218,22 @@ def check_real(module: nn.Module) -> None:
             )
 
 
+def move_hollow(module: nn.Module, device: torch.device) -> None:
+    """Move the module to a device whose memory its parameters and buffers do not take: they have no data from then on.
+
+    Shapes, strides and types stay, and so does every tensor's identity. That is all that a recording looks at.
+    """
+    import torch
+
+    state = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    for tensor in state.values():
+        if tensor.layout is torch.strided:
+            hollow = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            hollow.untyped_storage().resize_(0)
+            tensor.data = hollow
+    module._apply(lambda tensor: tensor.to(device))  # type: ignore[no-untyped-call]  # what its own `_apply` moves beside them
+
+
 def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
     """`module.to(dtype)` for one that may be fake: numbers that are not whole change their type, tied weights stay tied."""
     from torch import nn

@@ -25,6 +25,7 @@ from parsim.hardware.speed_factor import SpeedFactor, speed_beside
 from parsim.model.model import ADDED_UP, COUPLED, MIXING, Model
 from parsim.model.named.names import is_transformer
 from parsim.model.number_formats import check_executable
+from parsim.model.spec import EXAMPLE
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import Evaluation, evaluate, sampled_durations_s
 from parsim.predict.planning_problem import PlanningProblem
@@ -181,14 +182,15 @@ def check_loss(model: Model, plan: Plan, *, allowed: bool) -> None:
 
 
 def _check_building(asked: Prediction, kind: str) -> None:
-    """Raise DoesNotFitError where the whole weights exceed a GPU: each process builds the model there and keeps its part."""
+    """Raise DoesNotFitError where an example cannot be followed on a GPU: each process computes it there with all weights."""
     device = asked.problem.cluster.devices[0].type
     whole = asked.problem.model.parameter_bytes
-    if kind == "cuda" and whole + device.context_bytes > device.memory_bytes:
+    follows = asked.config.model_spec.control_flow == EXAMPLE
+    if kind == "cuda" and follows and whole + device.context_bytes > device.memory_bytes:
         raise DoesNotFitError(
-            "the plan fits, but every process builds the whole model on its GPU before it keeps its part: "
-            f"{format_bytes(whole)} of weights, where {device.name} has {format_bytes(device.memory_bytes)}. So parsim cannot "
-            "train this model; `parsim export` writes the plan for other frameworks"
+            f"the plan fits, but every process follows the example of control_flow = {EXAMPLE!r} on its GPU with all "
+            f"{format_bytes(whole)} of weights, where {device.name} has {format_bytes(device.memory_bytes)}. Write the model "
+            "without code that depends on the values of tensors; then each process puts only its own part there"
         )
 
 

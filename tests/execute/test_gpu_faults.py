@@ -39,7 +39,6 @@ from parsim.units import GIB
 from parsim.workflow.ask import check_runnable, nearest_that_fits
 from parsim.workflow.public.functions import plan
 from tests.execute.test_equality import MLP, case
-from tests.models import chain_model
 
 HELD = {"parameters": 2 * GIB, "gradients": 2 * GIB, "optimizer_state": 4 * GIB, "buffers": 0}
 PREDICTED = {**HELD, "activations": 5 * GIB, "workspace": GIB}
@@ -264,10 +263,15 @@ def test_the_nearest_plan_that_needs_less_is_named() -> None:
     assert nearest_that_fits(alone) == "None of the plans that were compared needs less memory."  # type: ignore[arg-type]
 
 
-def test_a_model_that_cannot_be_built_on_a_gpu_is_refused_before_anything_starts() -> None:
-    """Every rank builds all of it there and keeps its part; too little memory came as advice to divide it further."""
+def test_a_model_may_exceed_a_gpu_unless_it_follows_an_example_there() -> None:
+    """Every rank builds in the memory of its host and moves its part. An example is followed with all weights on the GPU."""
     asked = plan("mlp", cluster="dgx1-v100-32gb", global_batch=64).chosen
-    check_runnable(asked, None)
-    large = replace(asked, problem=replace(asked.problem, model=chain_model(elements=10**10)))
-    with pytest.raises(DoesNotFitError, match=r"builds the whole model on its GPU .* 149 GiB of weights, .* has 32 GiB"):
-        check_runnable(large, None)
+    problem = asked.problem
+    memory = problem.cluster.devices[0].type.context_bytes + problem.model.parameter_bytes - 1
+    devices = tuple(replace(device, type=replace(device.type, memory_bytes=memory)) for device in problem.cluster.devices)
+    small = replace(asked, problem=replace(problem, cluster=replace(problem.cluster, devices=devices)))
+    check_runnable(small, None)
+    model = small.config.model.model_copy(update={"control_flow": "example"})
+    follows = replace(small, config=small.config.model_copy(update={"model": model}))
+    with pytest.raises(DoesNotFitError, match=r"follows the example .* with all .* of weights, where .* has"):
+        check_runnable(follows, None)

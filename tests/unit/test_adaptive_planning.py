@@ -186,15 +186,19 @@ def test_what_passes_between_the_steps_of_a_window_is_no_part_of_them() -> None:
     assert mean_round_s(rounds, 0) == 0.0
 
 
-def test_a_plan_must_fit_beside_the_one_that_it_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a plan changes, a rank holds what both keep between steps: the weights of the new one come from the old one."""
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_a_plan_must_fit_beside_the_one_that_it_follows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a plan changes, a rank holds what both keep between steps: the weights of the new one come from the old one. A rank
+    on the CPU also builds the whole model there."""
+    devices = tuple(replace(device, type=replace(device.type, kind=kind)) for device in PROBLEM.cluster.devices)
+    problem = replace(PROBLEM, cluster=replace(PROBLEM.cluster, devices=devices))
     memories = [PROBLEM.memory(plan) for plan in (DP, MP)]
     kept = ("parameters", "gradients", "optimizer_state", "buffers")
     beside = ("context", "communication", "allocator")
     whole = sum(parameter.size_bytes for parameter in PROBLEM.model.parameters)
     needed = max(
         sum(before.line(name) for name in kept)
-        + max(whole, sum(after.line(name) for name in kept))
+        + max(whole if kind == "cpu" else 0, sum(after.line(name) for name in kept))
         + sum(after.line(name) for name in beside)
         + before.line("communication")
         for before, after in zip(*memories, strict=True)
@@ -207,9 +211,9 @@ def test_a_plan_must_fit_beside_the_one_that_it_follows(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(PlanningProblem, "memory", limited)
     faster = PlanChoice(plan=MP, step_s=0.5, current_step_s=1.0, expected={})
-    assert side_by_side(PROBLEM, lambda *_: faster)(NO_RUN_CORRECTIONS, DP) is faster
+    assert side_by_side(problem, lambda *_: faster)(NO_RUN_CORRECTIONS, DP) is faster
     limit[0] = needed - 1
     with pytest.raises(ScheduleError, match=r"while the plan changes rank \d holds the weights and states of both"):
-        side_by_side(PROBLEM, lambda *_: faster)(NO_RUN_CORRECTIONS, DP)
+        side_by_side(problem, lambda *_: faster)(NO_RUN_CORRECTIONS, DP)
     same = PlanChoice(plan=replace(DP, strategy="custom"), step_s=1.0, current_step_s=1.0, expected={})
-    assert side_by_side(PROBLEM, lambda *_: same)(NO_RUN_CORRECTIONS, DP) is same, "nothing changes"
+    assert side_by_side(problem, lambda *_: same)(NO_RUN_CORRECTIONS, DP) is same, "nothing changes"

@@ -50,15 +50,23 @@ class DividedBucket:
     """
 
     def __init__(
-        self, bucket: Bucket, held: Mapping[str, Tensor], place: int, *, stage: int, exempt: frozenset[str] = frozenset()
+        self,
+        bucket: Bucket,
+        held: Mapping[str, Tensor],
+        place: int,
+        *,
+        stage: int,
+        device: torch.device,
+        exempt: frozenset[str] = frozenset(),
     ) -> None:
+        """`held`: the parameters, on any device. They become views of the flat array on `device`."""
         first = held[bucket.parameters[0].name]
         size = bucket.chunk_elements
         self._bucket = bucket
         self.stage = stage
         self.group = bucket.first[0].group
         self._held = {entry.name: held[entry.name] for entry in bucket.parameters}
-        self.parameters = torch.zeros(size * len(bucket.group), dtype=first.dtype, device=first.device)
+        self.parameters = torch.zeros(size * len(bucket.group), dtype=first.dtype, device=device)
         self.parts: dict[str, tuple[Fragment, slice]] = {}
         start, stop = place * size, (place + 1) * size
         for entry, offset in self._offsets():

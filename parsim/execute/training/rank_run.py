@@ -36,6 +36,7 @@ from parsim.execute.state import checkpoint
 from parsim.execute.state.finite import check_loss, check_state
 from parsim.execute.state.reshard import reshard
 from parsim.execute.streams import make_streams
+from parsim.execute.training.build_turns import in_turns
 from parsim.execute.training.learning_rate import LearningRates
 from parsim.graph.lower import lower, step_graphs
 from parsim.graph.plan_index import PlanIndex
@@ -109,6 +110,28 @@ def agreeing(group: dist.ProcessGroup) -> Callable[[Tensor], None]:
             flag.item()
 
     return agree
+
+
+def built(
+    run: RunSpec, layout: PlanIndex, graph: TaskGraph, place: ProcessPlace, groups: ProcessGroups, *, steps: int
+) -> RankRun | None:
+    """One run of the job on this rank; None where its plan has no such rank. Every rank calls it.
+
+    Ranks of a host build in turns where its memory does not hold the whole module once for each of them.
+    """
+    own = place.rank < run.plan.world_size
+    widening = max(1, numerics_of(run, torch.device(place.device)).weights.itemsize // torch.float32.itemsize)
+    held = sum(parameter.size_bytes for parameter in layout.rank_parameters(place.rank)) if own and place.device == "cpu" else 0
+
+    def build() -> RankRun | None:
+        return RankRun(run, layout, graph, place, groups.mine, steps=steps) if own else None
+
+    return in_turns(
+        place,
+        build,
+        whole_bytes=widening * layout.model.parameter_bytes,
+        kept_bytes=2 * widening * held,  # and as much for their gradients
+    )
 
 
 class RankRun:
@@ -202,7 +225,8 @@ class RankRun:
         graph = lower(plan, layout.model)
         groups.make(graph, self.run.precision, layout)
         random = checkpoint.rng_state(str(self.stage.device))
-        after = RankRun(replace(self.run, plan=plan), layout, graph, place, groups.mine, steps=self.steps)
+        after = built(replace(self.run, plan=plan), layout, graph, place, groups, steps=self.steps)
+        assert after is not None, "a change of plan keeps the ranks"
         if self.rate is not None and after.rate is not None:
             after.rate.load(self.rate.state())
         reshard(self.stage, after.stage)

@@ -49,7 +49,7 @@ def _fake_state(recorder: Recorder) -> Iterator[None]:
                     if real is None:
                         continue
                     if id(real) not in known:
-                        fake = real if isinstance(real, FakeTensor) else recorder.fakes.from_tensor(real)
+                        fake = real if isinstance(real, FakeTensor) else _fake_of(recorder, real)
                         known[id(real)] = fake
                         number = recorder.add(fake)
                         recorder.alias(real, number)
@@ -68,6 +68,20 @@ def _fake_state(recorder: Recorder) -> Iterator[None]:
             owner._parameters.update(parameters)
             owner._buffers.clear()
             owner._buffers.update(buffers)
+
+
+def _fake_of(recorder: Recorder, real: Tensor) -> Tensor:
+    """Its fake; that of a tensor without data (`parsim.model.build.move_hollow`) is as if it had some."""
+    fake = recorder.fakes.from_tensor(real)
+    if (
+        type(real) in (Tensor, nn.Parameter)
+        and real.layout is torch.strided
+        and real.numel()
+        and not real.untyped_storage().nbytes()
+    ):
+        last = sum((size - 1) * stride for size, stride in zip(real.shape, real.stride(), strict=True))
+        fake.untyped_storage().resize_(int((real.storage_offset() + last + 1) * real.element_size()))
+    return fake
 
 
 def _note_buffer_writes(recorder: Recorder, kept: list[Any]) -> None:

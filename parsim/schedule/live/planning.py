@@ -144,7 +144,7 @@ RESIDENT = ("parameters", "gradients", "optimizer_state", "buffers")
 
 def side_by_side(problem: PlanningProblem, plan_for: PlanFor) -> PlanFor:
     """A planner whose plans fit beside the one that they follow: a rank that changes plan holds what both keep between steps.
-    It builds the whole model meanwhile, of which it keeps its part.
+    On a CPU it also builds the whole model meanwhile, of which it keeps its part; that of a GPU is built by its host.
 
     Raises ScheduleError where the plan that is chosen does not fit so.
     """
@@ -153,10 +153,11 @@ def side_by_side(problem: PlanningProblem, plan_for: PlanFor) -> PlanFor:
         choice = plan_for(corrections, current)
         if replace(choice.plan, strategy=current.strategy) == current:
             return choice
+        built = problem.model.parameter_bytes if problem.cluster.devices[0].type.kind == "cpu" else 0
         for before, after in zip(problem.memory(current), problem.memory(choice.plan), strict=True):
             kept, coming = (sum(entry.line(name) for name in RESIDENT) for entry in (before, after))
             beside = sum(after.line(name) for name in NOT_TENSORS) + before.line("communication")  # groups stay to the end
-            needed = kept + max(coming, problem.model.parameter_bytes) + beside
+            needed = kept + max(coming, built) + beside
             if needed > after.limit_bytes:
                 both = f"{format_bytes(needed)} of {format_bytes(after.limit_bytes)}"
                 raise ScheduleError(
