@@ -6,10 +6,13 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.errors import ExecutionError
+from parsim.execute.state import fragments
 from parsim.execute.state.checkpoint import (
+    Checkpoint,
     RankState,
+    checkpoints,
     discard_unfinished,
     latest_checkpoint,
     load_state,
@@ -29,7 +35,7 @@ from parsim.execute.state.checkpoint import (
     rng_state,
     save_checkpoint,
 )
-from parsim.execute.state.fragments import Fragment
+from parsim.execute.state.fragments import Fragment, join
 from parsim.execute.state.manifest import read_manifest
 
 
@@ -134,6 +140,79 @@ def test_another_plan_takes_each_tensor_by_its_global_name(tmp_path: Path) -> No
     assert set(part.weights) == set(part.optimizer) == {"1.weight", "4.bias"}
     assert not part.buffers
     assert not part.rng
+
+
+def _save_halves(folder: Path) -> Checkpoint:
+    """Two ranks hold a half each of weight and momentum of "a" and "b"."""
+    for rank in range(2):
+        part = Fragment(start=2 * rank, stop=2 * rank + 2, shape=(4,))
+        own = {name: torch.full((2,), float(rank)) for name in ("a", "b")}
+        state = RankState(
+            weights=own,
+            optimizer={name: {"momentum_buffer": value.clone()} for name, value in own.items()},
+            fragments={section: dict.fromkeys(own, part) for section in ("weights", "optimizer")},
+        )
+        save_checkpoint(folder, 10, state, seed=0, rank=rank, world_size=2)
+    found = latest_checkpoint(folder)
+    assert found is not None
+    return found
+
+
+def test_one_parameter_at_a_time_is_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever scores the weights of a large model needs no memory for the optimizer's state."""
+    joined: list[str] = []
+
+    def counted(name: str, parts: Mapping[Fragment, torch.Tensor]) -> torch.Tensor:
+        joined.append(name)
+        return join(name, parts)
+
+    monkeypatch.setattr(fragments, "join", counted)
+    state = load_state(_save_halves(tmp_path))
+    assert "a" in state.weights
+    assert "c" not in state.weights
+    assert (sorted(state.weights), len(state.optimizer)) == (["a", "b"], 2)
+    assert not joined
+    assert state.weights["b"].tolist() == [0, 0, 1, 1]
+    assert joined == ["b"]
+    assert state.optimizer["a"]["momentum_buffer"].tolist() == [0, 0, 1, 1]
+    assert joined == ["b", "a"]
+
+
+@pytest.mark.parametrize("halved", [True, False])
+def test_an_optimizer_may_change_the_state_that_it_is_given(halved: bool, tmp_path: Path) -> None:
+    if halved:
+        found = _save_halves(tmp_path)
+    else:
+        state = RankState(weights={"a": torch.zeros(4)}, optimizer={"a": {"momentum_buffer": torch.tensor([0.0, 0, 1, 1])}})
+        save_checkpoint(tmp_path, 10, state, seed=0, rank=0, world_size=1)
+        found = next(checkpoints(tmp_path))
+    loaded = load_state(found)
+    taken = loaded.optimizer["a"]["momentum_buffer"]
+    shutil.rmtree(tmp_path / "step-00000010")
+    taken.add_(1)
+    assert taken.tolist() == [1, 1, 2, 2]
+    assert loaded.optimizer["a"]["momentum_buffer"].tolist() == [0, 0, 1, 1]
+
+
+def test_parts_that_are_missing_are_named_when_they_are_asked_for(tmp_path: Path) -> None:
+    part = Fragment(start=2, stop=4, shape=(4,))
+    state = RankState(weights={"a": torch.zeros(2)}, fragments={"weights": {"a": part}})
+    save_checkpoint(tmp_path, 10, state, seed=0, rank=0, world_size=1)
+    found = load_state(next(checkpoints(tmp_path)))
+    with pytest.raises(ExecutionError, match="elements 0 to 2 are missing"):
+        found.weights["a"]
+
+
+def test_a_file_system_that_maps_no_files_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, load = _save_halves(tmp_path), torch.load
+
+    def without_mmap(path: Path, *, mmap: bool = False, **given: Any) -> Any:
+        if mmap:
+            raise RuntimeError("unable to mmap 8 bytes from file: No such device (19)")
+        return load(path, **given)
+
+    monkeypatch.setattr(torch, "load", without_mmap)
+    assert load_state(found).weights["a"].tolist() == [0, 0, 1, 1]
 
 
 def test_replicas_keep_their_own_buffers_and_random_state(tmp_path: Path) -> None:

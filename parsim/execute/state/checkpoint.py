@@ -21,10 +21,10 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from parsim.errors import ExecutionError
 from parsim.execute.state.manifest import SCHEMA_VERSION, Manifest, manifest_text, read_manifest
@@ -189,16 +189,18 @@ def has_checkpoints(folder: Path) -> bool:
 def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, rank: int | None = None) -> RankState:
     """The weights, buffers and optimizer state of `names` (all if left out), wherever ranks wrote them, on the CPU.
 
+    Files are mapped into memory. A weight, or the state of a parameter, is read and put together when it is asked for, so that
+    whoever takes one after the other needs memory for one. Keep what is needed twice.
+
     Args:
         checkpoint: of `latest_checkpoint`. names: of parameters and buffers. rank: under the same plan, this rank's
             number, whose own buffers and random state come first. Under another plan leave it out: buffers are then those
             of the lowest rank that has them, and there is no random state.
 
     Raises:
-        ExecutionError: a name that no rank wrote as weight or buffer, or a file that has been damaged since.
+        ExecutionError: a name that no rank wrote as weight or buffer, or a file that has been damaged since. Parts that do not
+            fit together raise it when they are asked for.
     """
-    import torch
-
     from parsim.execute.state.fragments import WHOLE, fragment_from, join, join_state
 
     entries, problem = _inspect(checkpoint.folder, digests=False)
@@ -218,7 +220,7 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
             continue
         path = _paths(checkpoint.folder, entry.rank)[0]
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = _read(path)
         except Exception as error:  # a damaged file can raise anything
             raise ExecutionError(
                 f"{path} is damaged or holds more than tensors ({type(error).__name__}); resume from an older checkpoint"
@@ -234,19 +236,70 @@ def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, ra
             f"checkpoint {checkpoint.folder} holds no {absent[0]!r} ({len(absent)} names are missing); "
             "it was written by another model: resume with that model, or start again"
         )
-    try:
+    with _fitting(checkpoint):
         return RankState(
-            weights={name: join(name, parts) for name, parts in found["weights"].items()},
+            weights=_Joined(checkpoint, found["weights"], join),
             buffers={name: join(name, parts) for name, parts in found["buffers"].items()},
-            optimizer={name: join_state(name, parts) for name, parts in found["optimizer"].items()},
+            optimizer=_Joined(checkpoint, found["optimizer"], lambda name, parts: _owned(join_state(name, parts))),
             rng={name: parts[WHOLE] for name, parts in found["rng"].items()},
             progress={name: parts[WHOLE] for name, parts in found["progress"].items()},
             own={name: parts[WHOLE] for name, parts in found["own"].items()},
         )
+
+
+@contextlib.contextmanager
+def _fitting(checkpoint: Checkpoint) -> Iterator[None]:
+    """Around the joining of parts: what is wrong with them is an ExecutionError."""
+    try:
+        yield
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ExecutionError(
             f"the parts of checkpoint {checkpoint.folder} do not fit together ({error}); resume from an older checkpoint"
         ) from error
+
+
+T = TypeVar("T")
+
+
+class _Joined(Mapping[str, T]):
+    """By name what the parts of a checkpoint make together, put together anew whenever it is asked for."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, parts: Mapping[str, dict[Fragment, Any]], join: Callable[[str, dict[Fragment, Any]], T]
+    ) -> None:
+        self._checkpoint, self._parts, self._join = checkpoint, parts, join
+
+    def __getitem__(self, name: str) -> T:
+        parts = self._parts[name]
+        with _fitting(self._checkpoint):
+            return self._join(name, parts)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
+def _owned(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state whose arrays lie in memory of their own: an optimizer keeps them, and changes them in place."""
+    import torch
+
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The tensors of one rank: mapped into memory, or read where the file system cannot map files."""
+    import torch
+
+    try:
+        mapped: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError):
+        mapped = torch.load(path, map_location="cpu", weights_only=True)
+    return mapped
 
 
 def optimizer_state(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
