@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from calibration.fit.composition import fit_compositions, measured_parts
+from calibration.fit.composition import SLOW_BYTES_S, fit_compositions, measured_parts
 from calibration.fit.drift import Drift, computation_drift, noise_of, robust_sigma
 from calibration.fit.reject_outliers import consistent_collectives, consistent_components, screened
 from calibration.fit.surfaces import consistent_operators, fit_surfaces
@@ -141,9 +141,13 @@ def build_profile(given: RawPoints) -> Profile:
     points, odd_collectives = consistent_collectives(collective_points(raw))
     fits = fit_regimes(points, source="collective_fit") if points else []
     components, odd_components = consistent_components(component_points(raw, request, models, device_type, drift))
-    operators, odd_operators = consistent_operators(operator_points(raw, request, device_type))
-    surfaces = fit_surfaces(operators, source="operator_fit")
-    measured = measured_parts(components, models, SurfaceModel(tuple(surfaces), tuple(operators))) if surfaces else []
+    on_gpu = kind == "cuda"
+    operators, odd_operators = consistent_operators(operator_points(raw, request, device_type), on_gpu=on_gpu)
+    surfaces = fit_surfaces(operators, source="operator_fit", on_gpu=on_gpu)
+    known = SurfaceModel(tuple(surfaces), tuple(operators))
+    gpu_precision = request.precision if on_gpu else ""
+    measured = measured_parts(components, models, known, gpu_precision=gpu_precision) if surfaces else []
+    byte_s = 1 / entry.memory_bandwidth_bytes_per_s.value if on_gpu else SLOW_BYTES_S
     return Profile(
         schema_version=1,
         name=given.name,
@@ -170,7 +174,7 @@ def build_profile(given: RawPoints) -> Profile:
             optimizers=optimizer_points(raw, request, device_type, drift),
             operator_points=operators,
             operator_surfaces=surfaces,
-            compositions=fit_compositions(measured, device_type, request.precision, source="composition"),
+            compositions=fit_compositions(measured, device_type, request.precision, source="composition", byte_s=byte_s),
         ),
         overlap=overlap_factors([entry for _, entry in entries_of(raw, "overlap")], fits),
         noise=noise_of(seen, usual, raw),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,9 @@ from calibration.fit.operators import NORMAL_MAD
 from calibration.fit.surfaces import fit_terms
 from parsim.arrays import Floats
 from parsim.costs.communication.regime_fits import rounded
-from parsim.costs.compute.composition import KINDS, Parts, component_parts
+from parsim.costs.compute.composition import KINDS, Parts, component_parts, launches_on
 from parsim.costs.compute.surfaces import SurfaceModel
+from parsim.errors import CostError
 from parsim.hardware.compute_records import ComponentPoint, Composition
 from parsim.model.model import Model
 from parsim.work import Phase
@@ -25,7 +26,10 @@ FACTOR_PRIOR = 0.1
 BYTES_PRIOR = 0.03
 SLOW_BYTES_S = 1e-10
 """Relative weights (of all points together) that hold a factor near 1 and the seconds per byte near 0, in units of a memory of
-10 GB/s. So a kind or an amount that the calibrated models hardly have is not extrapolated from noise."""
+10 GB/s, on a GPU of its own. So a kind or an amount that the calibrated models hardly have is not extrapolated from noise."""
+
+ISSUE_PRIOR, USUAL_LAUNCH_S = 0.01, 1e-5
+"""The same for the host's seconds per launch of one kind, in units of what a launch usually takes."""
 
 UNKNOWN_SIGMA = 0.25
 """Assumed spread of a composition fitted to a single model, which cannot be left out."""
@@ -48,9 +52,18 @@ class MeasuredComponent:
 
 
 def measured_parts(
-    points: Sequence[ComponentPoint], models: Sequence[Model], surfaces: SurfaceModel
+    points: Sequence[ComponentPoint], models: Sequence[Model], surfaces: SurfaceModel, *, gpu_precision: str = ""
 ) -> list[MeasuredComponent]:
-    """The points of whole components under the heaviest load, taken apart. Raises CostError as `component_parts`."""
+    """The points of whole components under the heaviest load, taken apart.
+
+    Args:
+        gpu_precision: "" on a CPU. On a GPU it decides what is launched, and a component is left out of which no surface prices
+        a
+            launch (`consistent_operators`).
+
+    Raises:
+        CostError: as `component_parts`, of a CPU.
+    """
     by_name = {model.name: model for model in models}
     heaviest = max((point.ranks_active for point in points), default=1)
     found = []
@@ -61,13 +74,19 @@ def measured_parts(
         component = model.component(point.component)
         if component.fingerprint != point.fingerprint:
             continue
-        parts = component_parts(
-            component,
-            Phase(point.phase),
-            point.samples,
-            surfaces,
-            input_gradient=model.has_input_gradient(component),
-        )
+        try:
+            parts = component_parts(
+                component,
+                Phase(point.phase),
+                point.samples,
+                surfaces,
+                input_gradient=model.has_input_gradient(component),
+                launched=launches_on("cuda" if gpu_precision else "cpu", gpu_precision),
+            )
+        except CostError:
+            if gpu_precision:
+                continue
+            raise
         found.append(
             MeasuredComponent(
                 model=point.model,
@@ -82,12 +101,15 @@ def measured_parts(
     return found
 
 
-def fit_compositions(measured: Sequence[MeasuredComponent], device_type: str, precision: str, source: str) -> list[Composition]:
-    """Forward and backward; none with fewer than 4 measured components."""
+def fit_compositions(
+    measured: Sequence[MeasuredComponent], device_type: str, precision: str, source: str, *, byte_s: float = SLOW_BYTES_S
+) -> list[Composition]:
+    """Forward and backward; none with fewer than 4 measured components. byte_s: of the memory, in whose units bytes are
+    held."""
     if len({entry.fingerprint for entry in measured}) < MIN_COMPONENTS:
         return []
-    fitted = {phase: _fit(measured, phase) for phase in PHASES}
-    component_sigma, step_sigma = _held_out(measured)
+    fitted = {phase: _fit(measured, phase, byte_s) for phase in PHASES}
+    component_sigma, step_sigma = _held_out(measured, byte_s)
     models = len({entry.model for entry in measured})
     return [
         Composition(
@@ -95,8 +117,9 @@ def fit_compositions(measured: Sequence[MeasuredComponent], device_type: str, pr
             precision=precision,
             device_type=device_type,
             **_named(fitted[phase]),
-            issue_component_s=None if issues is None else issues[0],
-            issue_launch_s=None if issues is None else issues[1],
+            issue_component_s=None if issues is None else issues.component_s,
+            issue_launch_s=None if issues is None else issues.launch_s,
+            issue_kinds_s={} if issues is None else issues.kinds_s,
             component_sigma=rounded(component_sigma[phase]),
             step_sigma=rounded(step_sigma),
             models=models,
@@ -114,7 +137,7 @@ def without_model(measured: Sequence[MeasuredComponent], model: str) -> list[Mea
     return [entry for entry in measured if entry.model != model and entry.fingerprint not in own]
 
 
-def _fit(measured: Sequence[MeasuredComponent], phase: str) -> Floats:
+def _fit(measured: Sequence[MeasuredComponent], phase: str, byte_s: float) -> Floats:
     """[component, launch, parameter byte, activation byte, a factor per kind]."""
     chosen = [entry for entry in measured if entry.phase == phase]
     terms = np.array([_terms(entry.parts) for entry in chosen])
@@ -123,7 +146,7 @@ def _fit(measured: Sequence[MeasuredComponent], phase: str) -> Floats:
     strength = np.sqrt(len(chosen))
     for row, column in enumerate(range(2, size)):
         factor = column >= 4
-        prior[row, column] = strength * (FACTOR_PRIOR if factor else BYTES_PRIOR / SLOW_BYTES_S)
+        prior[row, column] = strength * (FACTOR_PRIOR if factor else BYTES_PRIOR / byte_s)
         prior[row, -1] = strength * FACTOR_PRIOR if factor else 0.0
     return fit_terms(terms, np.array([entry.seconds for entry in chosen]), prior)
 
@@ -144,18 +167,36 @@ def _named(coefficients: NDArray[np.float64]) -> dict[str, Any]:
     }
 
 
-def _issuing(measured: Sequence[MeasuredComponent], phase: str) -> tuple[float, float] | None:
-    """What the host takes per component and per launch to queue them on a GPU: a line through the components; None where it
-    was not measured apart."""
+class _Issuing(NamedTuple):
+    """What the host takes per component, per launch, and per launch of a kind beyond that."""
+
+    component_s: float
+    launch_s: float
+    kinds_s: dict[str, float]
+
+
+def _issuing(measured: Sequence[MeasuredComponent], phase: str) -> _Issuing | None:
+    """What the host takes to queue components on a GPU; None where it was not measured apart.
+
+    A convolution and its plan, or an attention, take the host longer than a copy. Held near 0, so that a kind which always
+    comes with another is told from it only where that matters.
+    """
     known = [(entry.parts, entry.issue_s) for entry in measured if entry.phase == phase and entry.issue_s]
     if not known:
         return None
-    terms = np.array([[parts.components, float(parts.launches)] for parts, _ in known])
-    component, launch = fit_terms(terms, np.array([issue_s for _, issue_s in known])).tolist()
-    return rounded(component), rounded(launch)
+    kinds = sorted({kind for parts, _ in known for kind in parts.counts})
+    terms = np.array(
+        [[parts.components, float(parts.launches), *(float(parts.counts.get(kind, 0)) for kind in kinds)] for parts, _ in known]
+    )
+    prior = np.zeros((len(kinds), 3 + len(kinds)))
+    for row in range(len(kinds)):
+        prior[row, 2 + row] = np.sqrt(len(known)) * ISSUE_PRIOR / USUAL_LAUNCH_S
+    component, launch, *more = fit_terms(terms, np.array([issue_s for _, issue_s in known]), prior).tolist()
+    beyond = {kind: rounded(value) for kind, value in zip(kinds, more, strict=True) if value > 0}
+    return _Issuing(rounded(component), rounded(launch), beyond)
 
 
-def _held_out(measured: Sequence[MeasuredComponent]) -> tuple[dict[str, float], float]:
+def _held_out(measured: Sequence[MeasuredComponent], byte_s: float) -> tuple[dict[str, float], float]:
     """By phase the spread of single components, and that of the computation of whole steps, each model by a fit to the others.
 
     Of steps it is the root mean square (there are few, and a bias of a model is an error); of components a robust spread.
@@ -166,7 +207,7 @@ def _held_out(measured: Sequence[MeasuredComponent]) -> tuple[dict[str, float], 
         others = without_model(measured, model)
         if len({entry.fingerprint for entry in others}) < MIN_COMPONENTS:
             continue
-        fitted = {phase: _fit(others, phase) for phase in PHASES}
+        fitted = {phase: _fit(others, phase, byte_s) for phase in PHASES}
         totals: dict[int, tuple[float, float]] = {}
         for entry in measured:
             if entry.model == model:

@@ -35,26 +35,36 @@ MAX_LEFT_OUT = 0.25
 """Of the launches of one surface; where more contradict others, no one can tell which of them are right."""
 
 
-def fit_surfaces(points: Sequence[OperatorPoint], source: str) -> list[OperatorSurface]:
-    """One surface per kind, function, phase, device type and precision, of points that `consistent_operators` let pass.
+def fit_surfaces(points: Sequence[OperatorPoint], source: str, *, on_gpu: bool = False) -> list[OperatorSurface]:
+    """One surface per kind, function, phase, device type and precision, of points that `consistent_operators` let pass. A GPU
+    has terms of its own.
 
-    Raises ProfileError for fewer than 8 points of one, or seconds that are not positive numbers.
+    Raises:
+        ProfileError: fewer than 8 points of one, or seconds that are not positive numbers.
     """
     for point in points:
         if not (np.isfinite(point.seconds) and point.seconds > 0):
             raise ProfileError(f"{_name(point)} took {point.seconds} s; a time is a positive number: calibrate again")
-    return [_surface([points[number] for number in group], source) for _, group in sorted(_groups(points).items())]
+    return [_surface([points[number] for number in group], source, on_gpu) for _, group in sorted(_groups(points).items())]
 
 
-def consistent_operators(points: Sequence[OperatorPoint]) -> tuple[list[OperatorPoint], list[str]]:
+def consistent_operators(points: Sequence[OperatorPoint], *, on_gpu: bool = False) -> tuple[list[OperatorPoint], list[str]]:
     """Without launches that contradict others of their surface, and one warning for each of them.
 
-    As few launches go as possible, of equally few the slowest: what disturbs a measurement makes it longer. Raises
-    ProfileError where more than a quarter would go, or fewer than a fit needs be left.
+    As few launches go as possible, of equally few the slowest: what disturbs a measurement makes it longer.
+
+    Args:
+        on_gpu: a library of a GPU may refuse shapes, and take far longer for one shape than for the next larger one. So no
+            share is too large there, and a surface without enough launches for a fit is left out whole, with a warning.
+
+    Raises:
+        ProfileError: on a CPU more than a quarter would go, or fewer than a fit needs be left.
     """
     warnings: dict[int, str] = {}
     for group in _groups(points).values():
-        _, terms = stacked_terms(points[group[0]].kind, [_sizes(points[number]) for number in group])
+        first = points[group[0]]
+        gpu_phase = str(first.phase) if on_gpu else ""
+        _, terms = stacked_terms(first.kind, [_sizes(points[number]) for number in group], gpu_phase=gpu_phase)
         seconds = np.array([points[number].seconds for number in group])
         no_less: BoolArray = np.logical_and.reduce(terms[:, None, :] >= terms[None, :, :], axis=2)
         against = no_less & (seconds[:, None] < LESS_TIME * seconds[None, :])
@@ -68,14 +78,19 @@ def consistent_operators(points: Sequence[OperatorPoint]) -> tuple[list[Operator
                 f"{format_seconds(seconds[other])} of one of no {less} work"
             )
         odd = len(warnings) - said
+        if on_gpu:
+            if len(group) - odd < MIN_POINTS:
+                what, left = f"{first.kind} {first.function} {first.phase}", len(group) - odd
+                few = f"left out {what}: {left} launches, a fit needs {MIN_POINTS}"
+                warnings.update(dict.fromkeys(group, few))
+            continue
         if odd > MAX_LEFT_OUT * len(group) or len(group) - odd < MIN_POINTS <= len(group):
-            first = points[group[0]]
             raise ProfileError(
                 f"{odd} of {len(group)} launches of {first.kind} {first.function} {first.phase} contradict others "
                 f"({list(warnings.values())[-1]}); at most a quarter may, and a fit needs {MIN_POINTS}; something else ran "
                 "meanwhile: calibrate again"
             )
-    return [point for number, point in enumerate(points) if number not in warnings], list(warnings.values())
+    return [point for number, point in enumerate(points) if number not in warnings], list(dict.fromkeys(warnings.values()))
 
 
 def most_consistent(against: BoolArray, seconds: Floats) -> BoolArray:
@@ -158,11 +173,12 @@ def fit_terms(terms: Floats, seconds: Floats, prior: Floats | None = None) -> Fl
     return found
 
 
-def _surface(points: Sequence[OperatorPoint], source: str) -> OperatorSurface:
+def _surface(points: Sequence[OperatorPoint], source: str, on_gpu: bool) -> OperatorSurface:
     first = points[0]
     if len(points) < MIN_POINTS:
         raise ProfileError(f"{len(points)} points for {_name(first)}; a fit needs at least {MIN_POINTS}: calibrate again")
-    names, terms = stacked_terms(first.kind, [_sizes(point) for point in points])
+    gpu_phase = str(first.phase) if on_gpu else ""
+    names, terms = stacked_terms(first.kind, [_sizes(point) for point in points], gpu_phase=gpu_phase)
     seconds = np.array([point.seconds for point in points])
     held_out = cross_validated(terms, seconds)
     sigma = NORMAL_MAD * float(np.median(np.abs(held_out)))

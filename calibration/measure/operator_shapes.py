@@ -64,6 +64,9 @@ WIDE = ("layer_norm", "batch_norm", "softmax", "pick", "bias_gradient")
 COUNTS = {"linear": 110, "batched": 30, "convolution": 150, "attention": 36, "embedding": 14, "memory_bound": 16, "wide": 28}
 """Shapes per function (of memory-bound ones per function and phase)."""
 
+UNALIGNED_LEAST = 256
+"""Outputs of a layer from which rows that are not aligned matter."""
+
 QUICK_LEAST = 10
 """Shapes of a surface in a quick calibration, where there are so many."""
 
@@ -79,12 +82,15 @@ class Reach:
     Attributes:
         max_flop: of one launch. max_elements: of one array. scores_stored: an attention keeps the scores of all pairs, as
             kernels do that are not fused.
+        unaligned_every: of so many linear layers one also has an output whose rows are not aligned, as over a vocabulary, and
+            the gradient of weights has their widths; 0: nothing of both.
     """
 
     max_flop: float = 3e8
     max_elements: int = 2**21
     linear_rows: Powers = (0, 12)
     linear_widths: Powers = (3, 12)
+    unaligned_every: int = 0
     batched_problems: Powers = (1, 8)
     batched_sides: Powers = (3, 9)
     images: Powers = (1, 6)
@@ -119,6 +125,7 @@ def gpu_reach(free_bytes: int, element_bytes: int, *, fused_attention: bool = Tr
         max_elements=min(GPU_MOST_ELEMENTS, 1 << (most.bit_length() - 1)),
         linear_rows=(0, 16),
         linear_widths=(3, 16),
+        unaligned_every=4,
         batched_problems=(1, 12),
         batched_sides=(3, 12),
         images=(0, 9),
@@ -181,10 +188,25 @@ def _products(reach: Reach, quick: bool) -> Iterator[Launch]:
         r, c, d, p = s["rows"], s["columns"], s["depth"], s["problems"]
         return 2 * p * r * c * d <= reach.max_flop and p * max(r * c, r * d, c * d) <= reach.max_elements
 
-    for sizes in _drawn(linear, 3, affordable, _count("linear", quick)):
-        yield from (_launch("matmul", "linear", phase, sizes) for phase in PRODUCT_PHASES)
+    for number, sizes in enumerate(_drawn(linear, 3, affordable, _count("linear", quick))):
+        if not reach.unaligned_every:
+            yield from (_launch("matmul", "linear", phase, sizes) for phase in PRODUCT_PHASES)
+            continue
+        yield from _linear_layer(sizes)
+        unaligned = {**sizes, "columns": max(UNALIGNED_LEAST, sizes["columns"]) + 1 + number % 3}
+        if number % reach.unaligned_every == 0 and affordable(unaligned):
+            yield from _linear_layer(unaligned)
     for sizes in _drawn(batched, 4, affordable, _count("batched", quick)):
         yield _launch("matmul", "batched", "forward", sizes)
+
+
+def _linear_layer(forward: Sizes) -> Iterator[Launch]:
+    """The three products of one layer: its rows, which may be of any number, are the depth of the gradient of its weights."""
+    rows, columns, depth = forward["rows"], forward["columns"], forward["depth"]
+    for phase, (r, c, d) in zip(
+        PRODUCT_PHASES, ((rows, columns, depth), (rows, depth, columns), (columns, depth, rows)), strict=True
+    ):
+        yield _launch("matmul", "linear", phase, {"problems": 1, "rows": r, "columns": c, "depth": d})
 
 
 def _convolutions(reach: Reach, quick: bool) -> Iterator[Launch]:

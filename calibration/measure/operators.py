@@ -39,8 +39,11 @@ from parsim.units import MIB
 
 POOL_BYTES = 32 * MIB
 KEPT_CALLS = 2
-PACED = 12
-"""Launches between two looks at the core's pace: a tenth of a second."""
+PACED, GPU_PACED = 12, 64
+"""Launches between two looks at the pace of the core, or of the GPU: a tenth of a second. A GPU's look takes half of that."""
+GPU_SLICES = 6
+"""Rounds in which a GPU visits every launch once. Its libraries plan each of some thousand shapes when they first see it. So a
+pass takes minutes, and one that a budget cuts off would be lost."""
 
 LARGEST_ARRAYS = 5
 """The pool holds so many of the largest array of any launch (the input of a pooling alone is four)."""
@@ -342,7 +345,8 @@ def operator_section(
     device: torch.device,
     probe: SpeedProbe | None,
 ) -> CalibrationSection | None:
-    """Every launch of `operator_launches` once a round; None where the request leaves operators no time.
+    """Every launch of `operator_launches` once a round, on a GPU a sixth of them; None where the request leaves operators no
+    time.
 
     Entries of `operators`: kind, function, phase, sizes, and seconds of the calls that were kept; on a GPU also what
     `by_events` adds, or no seconds and why a launch was `refused`.
@@ -357,6 +361,7 @@ def operator_section(
     seed = request.seed + (0 if group is None else dist.get_rank())
     kept = None if device.type == "cuda" else Pool(dtype, device, seed)
     driver = driver_of(device)
+    slices, block = (1, PACED) if driver is None else (GPU_SLICES, GPU_PACED)
 
     def measure(number: int) -> Entries:
         dist.barrier()
@@ -365,7 +370,8 @@ def operator_section(
         dist.barrier(group=group)
         pool = kept or Pool(dtype, device, seed, pool_bytes(reach, dtype, device))
         warm_gpu(device, dtype)
-        blocks = [partial(_visits, launches[first : first + PACED], pool, driver) for first in range(0, len(launches), PACED)]
+        chosen = launches[number % slices :: slices]
+        blocks = [partial(_visits, chosen[first : first + block], pool, driver) for first in range(0, len(chosen), block)]
         with torch.no_grad():
             found = list(paced(blocks, probe))
         if kept is None:
@@ -376,8 +382,8 @@ def operator_section(
     return CalibrationSection(
         name="operators",
         budget_s=request.budgets_s["operators"],
-        min_rounds=request.min_rounds,
-        max_rounds=request.max_rounds,
+        min_rounds=request.min_rounds if driver is None else slices,  # a visit keeps two calls
+        max_rounds=slices * request.max_rounds,
         measure=measure,
     )
 

@@ -149,7 +149,7 @@ class Composition(ProfileRecord):
     Attributes:
         factors: by kind of operator, on its launches' seconds.
         issue_component_s, issue_launch_s: on a GPU, what the host takes to queue a component, and each of its launches; None:
-            not measured apart.
+            not measured apart. issue_kinds_s: and each launch of a kind beyond that.
         component_sigma: spread of single components, step_sigma of the computation of whole steps, both of models whose
             components the fit had not seen. models, points: how much it was fitted to.
     """
@@ -164,6 +164,7 @@ class Composition(ProfileRecord):
     factors: dict[str, NonNegative]
     issue_component_s: NonNegative | None = None
     issue_launch_s: NonNegative | None = None
+    issue_kinds_s: dict[str, NonNegative] = {}
     component_sigma: NonNegative
     step_sigma: NonNegative
     models: int

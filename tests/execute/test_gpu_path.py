@@ -71,6 +71,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (components, device, operators, shards):
         monkeypatch.setattr(module, "warm_gpu", lambda *_: None)
     monkeypatch.setattr(Case, "on_gpu", True)
+    monkeypatch.setattr(components, "SUSTAINED_S", 0.0)
     monkeypatch.setattr(Case, "_settle", lambda self: None)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
@@ -78,11 +79,11 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def measured(sections: list[Any]) -> dict[str, list[Any]]:
-    """Three rounds of each section, each entry with its round."""
+    """The least rounds of each section, each entry with its round."""
     found: dict[str, list[Any]] = {}
     for section in sections:
         section.measure(WARM_UP)
-        for number in range(3):
+        for number in range(section.min_rounds):
             for key, entries in section.measure(number).items():
                 found.setdefault(key, []).extend({**entry, "round": number} for entry in entries)
     return found
@@ -97,8 +98,13 @@ def few(launches: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def test_one_rank_on_one_gpu_becomes_a_profile(one_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    everything = operators.operator_launches
-    monkeypatch.setattr(operators, "operator_launches", lambda **asked: few(everything(**asked)))
+    everything, reaches = operators.operator_launches, []
+
+    def some(*, quick: bool, reach: Any) -> tuple[Any, ...]:
+        reaches.append(reach)
+        return few(everything(quick=quick, reach=reach))
+
+    monkeypatch.setattr(operators, "operator_launches", some)
     facts = device.measure_device(CPU, torch.float32, name="NVIDIA X")
     models = [load_model(spec) for spec, _ in REQUEST.models]
     cases = [
@@ -124,8 +130,11 @@ def test_one_rank_on_one_gpu_becomes_a_profile(one_gpu: None, monkeypatch: pytes
         computing = [seconds > 0 for seconds in sweep["issue_s"]]
         assert sum(computing) == len(sweep["seconds"]) - 1, "all but the load"
         assert {"pace_s", "host_pace_s", "load_again_s"} <= sweep.keys()
+        assert sweep["ahead"] == [place for place, computes in enumerate(computing) if computes], "a driver that is always busy"
     assert all("issue_s" in entry for entry in found["optimizers"])
     assert all(entry["hidden"] and entry["issue_s"] > 0 for entry in found["operators"])
+    shapes = [(entry["function"], entry["phase"], *entry["sizes"].items()) for entry in found["operators"]]
+    assert len(set(shapes)) == len(shapes) == len(operators.operator_launches(quick=True, reach=reaches[-1])), "each once"
     environment = {**describe_environment(), "arithmetic": arithmetic_settings()}
     texts = [{"model": case.number, "samples": case.samples, "tasks": task_texts(case)} for case in cases]
     raw = {"ranks": [{**found, "device": facts.to_dict(), "allocator": []}], "cases": texts, "environment": environment}

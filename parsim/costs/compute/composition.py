@@ -13,10 +13,12 @@ Leaves out: which model the component stands in, though a model with little memo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from parsim.costs.compute.cuda_launches import cuda_operators
+from parsim.costs.compute.gpu_launches import gpu_launches
 from parsim.costs.compute.kernel_model import HALVES, component_kernels
 from parsim.costs.compute.launches import Launch, component_launches
 from parsim.costs.compute.operator_model import EXTRAPOLATED_SHARE, ComputeRequest, drift_of
@@ -44,7 +46,7 @@ class Parts:
     Attributes:
         components: 1, or 1/2 for half a backward. seconds: by kind, of its launches alone.
         sigma, widening: of the surfaces and of lying beyond their reach, by kind, weighted by seconds.
-        outside_s: seconds of launches beyond the surfaces' reach.
+        outside_s: seconds of launches beyond the surfaces' reach. counts: of launches, by kind.
     """
 
     components: float
@@ -55,6 +57,7 @@ class Parts:
     sigma: dict[str, float]
     widening: dict[str, float]
     outside_s: float
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total_s(self) -> float:
@@ -62,7 +65,13 @@ class Parts:
 
 
 def component_parts(
-    component: Component, phase: Phase, samples: int, model: SurfaceModel, *, input_gradient: bool = True
+    component: Component,
+    phase: Phase,
+    samples: int,
+    model: SurfaceModel,
+    *,
+    input_gradient: bool = True,
+    launched: Callable[..., tuple[Launch, ...]] = component_launches,
 ) -> Parts:
     """Split a component's forward or backward into launches, bytes and seconds.
 
@@ -71,15 +80,19 @@ def component_parts(
         samples: of one microbatch.
         model: surfaces that price the launches.
         input_gradient: False if the component's inputs want no gradient.
+        launched: makes the launches (`launches_on`).
 
     Raises:
         CostError: no surface covers a launch; the message names the first.
     """
-    launches = component_launches(component, phase, samples, input_gradient=input_gradient)
+    launches = launched(component, phase, samples, input_gradient=input_gradient)
     priced = [(launch, _price(launch, model)) for launch in launches]
     by_kind: dict[str, list[Price]] = {}
     for launch, price in priced:
         by_kind.setdefault(ACCUMULATE if launch.function == ACCUMULATE else launch.kind, []).append(price)
+    counts: dict[str, int] = {}
+    for launch in launches:
+        counts[launch.kind] = counts.get(launch.kind, 0) + launch.count
     seconds = {kind: sum(price.seconds for price in prices) for kind, prices in by_kind.items()}
     halved = phase in (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
     return Parts(
@@ -91,7 +104,17 @@ def component_parts(
         sigma={kind: sum(p.sigma * p.seconds for p in prices) / seconds[kind] for kind, prices in by_kind.items()},
         widening={kind: sum(p.widening * p.seconds for p in prices) / seconds[kind] for kind, prices in by_kind.items()},
         outside_s=sum(price.seconds for _, price in priced if price.widening > 0),
+        counts=counts,
     )
+
+
+def launches_on(device_kind: str, precision: str) -> Callable[..., tuple[Launch, ...]]:
+    """What makes the launches of a component on a kind of device.
+
+    Args:
+        device_kind: a key of `DEVICE_KINDS`. precision: such as "amp_bf16".
+    """
+    return partial(gpu_launches, precision=precision) if device_kind == "cuda" else component_launches
 
 
 def moved_bytes(component: Component, samples: int) -> float:
@@ -149,7 +172,8 @@ def composed_issue_s(parts: Parts, composition: Composition | None) -> float:
     if composition is None:
         return 0.0
     per_component, per_launch = composition.issue_component_s or 0.0, composition.issue_launch_s or 0.0
-    return per_component * parts.components + per_launch * parts.launches
+    of_kinds = sum(seconds * parts.counts.get(kind, 0) for kind, seconds in composition.issue_kinds_s.items())
+    return per_component * parts.components + per_launch * parts.launches + of_kinds
 
 
 def composition_of(compositions: Sequence[Composition], phase: Phase, device_type: str, precision: str) -> Composition | None:
@@ -226,7 +250,12 @@ class LaunchModel:
 
     def _parts(self, request: ComputeRequest) -> Parts:
         return component_parts(
-            request.component, request.phase, request.samples, self.surfaces, input_gradient=request.input_gradient
+            request.component,
+            request.phase,
+            request.samples,
+            self.surfaces,
+            input_gradient=request.input_gradient,
+            launched=launches_on(self.device.kind, self.precision),
         )
 
     def _composition(self, phase: Phase) -> Composition | None:

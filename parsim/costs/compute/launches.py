@@ -69,19 +69,38 @@ def component_launches(component: Component, phase: Phase, samples: int, *, inpu
         component: whole or a shard. phase: forward, backward or a half of it. samples: of one microbatch.
         input_gradient: False for a component whose inputs need no gradient: its first operator makes none.
     """
-    launches: list[Launch] = []
-    for number, operator in enumerate(component.operators):
-        if operator.function == GRADIENT_SUM:
-            continue
-        if phase is Phase.FORWARD:
-            launches += forward_launches(operator, samples)
-            continue
-        inputs, weights = backward_launches(operator, samples, input_gradient=input_gradient or number > 0)
-        launches += inputs if phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT) else ()
-        launches += weights if phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT) else ()
-    if phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT):
-        launches += [_memory("accumulate", "backward", parameter.elements) for parameter in component.trainable_parameters]
-    return tuple(launches)
+    launches = [
+        launch
+        for number, operator in enumerate(component.operators)
+        for launch in operator_launches(operator, phase, samples, input_gradient=input_gradient or number > 0)
+    ]
+    return (*launches, *accumulations(component, phase))
+
+
+def operator_launches(operator: Operator, phase: Phase, samples: int, *, input_gradient: bool = True) -> tuple[Launch, ...]:
+    """The launches of one operator in a phase of its component.
+
+    Args:
+        operator: as traced. phase, samples: as for `component_launches`. input_gradient: something asks for that of its input.
+    """
+    if operator.function == GRADIENT_SUM:
+        return ()
+    if phase is Phase.FORWARD:
+        return forward_launches(operator, samples)
+    inputs, weights = backward_launches(operator, samples, input_gradient=input_gradient)
+    towards_input = inputs if phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT) else ()
+    return (*towards_input, *(weights if phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT) else ()))
+
+
+def accumulations(component: Component, phase: Phase) -> tuple[Launch, ...]:
+    """Of the gradients of parameters, in the phases that make them.
+
+    Args:
+        component: whole or a shard. phase: of it.
+    """
+    if phase not in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT):
+        return ()
+    return tuple(_memory("accumulate", "backward", parameter.elements) for parameter in component.trainable_parameters)
 
 
 def forward_launches(operator: Operator, samples: int) -> tuple[Launch, ...]:

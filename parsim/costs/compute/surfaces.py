@@ -11,6 +11,10 @@ How far a question lies from the data is the distance to the nearest measured sh
 doublings. Up to the surface's reach (the distance at which its own held-out points lie) nothing widens; beyond it sigma grows
 per doubling.
 
+A GPU has terms of its own (`GPU_TERMS`), which no CPU is fitted to: its matrix units load and store rows that begin at
+multiples of 16 bytes, and a product of other rows, as over a vocabulary of 50257 tokens, runs by another kernel. By these alone
+a size can grow and the time fall, from one row that is not aligned to the next that is.
+
 Leaves out: steps of tile sizes and changes of algorithm (they are in sigma), and what happens between launches
 (`parsim.costs.compute.composition`).
 """
@@ -119,13 +123,43 @@ TERMS: Mapping[str, Callable[[Mapping[str, float]], dict[str, float]]] = {
 """By kind of operator: what a launch of these sizes has of each term."""
 
 
+ALIGNED_ELEMENTS = 8
+"""Of a row of a half-precision operand: 16 bytes. Rows of fp32 need half as many, which widths of networks hardly tell
+apart."""
+
+
+def _unaligned_product(s: Mapping[str, float], phase: str) -> dict[str, float]:
+    """Arithmetic over rows that are not aligned. Of the gradient of weights the rows of the result are the operand's
+    columns."""
+    lengths = (s["rows"] if phase == "backward_weight" else s["depth"], s["columns"])
+    arithmetic = s["problems"] * s["rows"] * s["columns"] * s["depth"]
+    return {
+        "unaligned": arithmetic * any(length % ALIGNED_ELEMENTS for length in lengths),
+        "odd": arithmetic * any(length % 2 for length in lengths),
+    }
+
+
+GPU_TERMS: Mapping[str, Callable[[Mapping[str, float], str], dict[str, float]]] = {"matmul": _unaligned_product}
+"""By kind of operator: the terms of a launch of these sizes in a phase that GPUs have besides."""
+
+
 def terms_of(kind: str, sizes: Mapping[str, float]) -> dict[str, float]:
-    """Every term of a launch, the floor among them.
+    """Every term of a launch, the floor among them, but those of GPUs alone.
 
     Args:
         kind: of launch, a key of `TERMS`. sizes: of the launch.
     """
     return {LAUNCH: 1.0, **TERMS[kind](sizes)}
+
+
+def gpu_terms_of(kind: str, sizes: Mapping[str, float], phase: str) -> dict[str, float]:
+    """The same with those of GPUs.
+
+    Args:
+        kind, sizes: as for `terms_of`. phase: of the launch.
+    """
+    own = GPU_TERMS[kind](sizes, phase) if kind in GPU_TERMS else {}
+    return {**terms_of(kind, sizes), **own}
 
 
 def surface_seconds(surface: OperatorSurface, sizes: Mapping[str, float]) -> float:
@@ -138,6 +172,8 @@ def surface_seconds(surface: OperatorSurface, sizes: Mapping[str, float]) -> flo
         Seconds. Leaves out steps of tile sizes and changes of algorithm.
     """
     terms = terms_of(surface.kind, sizes)
+    if not surface.seconds_per_term.keys() <= terms.keys():
+        terms = gpu_terms_of(surface.kind, sizes, surface.phase)
     return sum(seconds * terms[name] for name, seconds in surface.seconds_per_term.items())
 
 
@@ -228,16 +264,18 @@ def surface_models(profile: Profile) -> dict[tuple[str, str], SurfaceModel]:
     }
 
 
-def stacked_terms(kind: str, shapes: Sequence[Mapping[str, float]]) -> tuple[list[str], NDArray[np.float64]]:
+def stacked_terms(
+    kind: str, shapes: Sequence[Mapping[str, float]], *, gpu_phase: str = ""
+) -> tuple[list[str], NDArray[np.float64]]:
     """Names of the terms, and their values for several launches.
 
     Args:
-        kind: of launch. shapes: sizes of each launch.
+        kind: of launch. shapes: sizes of each launch. gpu_phase: of launches on a GPU, their phase; "": they are a CPU's.
 
     Returns:
         The names, and float64 [shapes, terms].
     """
-    rows = [terms_of(kind, shape) for shape in shapes]
+    rows = [gpu_terms_of(kind, shape, gpu_phase) if gpu_phase else terms_of(kind, shape) for shape in shapes]
     return list(rows[0]), np.array([list(row.values()) for row in rows], dtype=np.float64)
 
 
