@@ -35,6 +35,7 @@ from parsim.execute.processes.pinning import Pinning, prepare_rank
 from parsim.execute.processes.progress import write_progress
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.files import write_text_atomically
+from parsim.garbage import keep_what_is_there
 from parsim.graph.taskgraph import work_text
 from parsim.model.model import Model
 from parsim.units import format_bytes
@@ -97,6 +98,7 @@ def main(job_path: Path) -> None:
         start = {"ranks": gathered, "cases": [_case_entry(case) for case in cases], "environment": known}
         write_text_atomically(job_path.parent / START, json.dumps(start))
     there = [section for section in sections if section is not None]
+    keep_what_is_there()  # as training does, whose steps no collection of garbage lengthens
     take_turns(there, job_path.parent, place, lambda line: _say(place, line))
     close_group(place)
 

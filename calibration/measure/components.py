@@ -4,9 +4,11 @@ Each rank runs the one-rank plan of each model and local batch through the execu
 allocator and interpreter are in the state of real training. Visits to (model, batch, active ranks) are interleaved in
 rounds, so that a drift of the machine falls on all of them and is seen.
 
-On a GPU every kept step runs twice: once as in training, for its wall time, and once with each computation queued before
-the device begins it (`calibration.measure.delayed_streams`). The second gives the seconds of the device and, apart from
-them, those of the host that queues.
+On a GPU a visit begins with steps in a row on one batch, until power and clocks are those of training. Of the last of them the
+wall time counts, and the seconds of each computation that was queued before the device began with it. Then come steps in which
+each computation is held until it is queued (`calibration.measure.delayed_streams`). They give the seconds of the host that
+queues, and those of the device for the computations that it had to wait for in training. The device is idle between them, so
+its clocks are higher: these seconds are used only where training leaves it idle, too.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 
 WARM_STEPS, KEPT_STEPS = 1, 2
+SUSTAINED_S = 0.4
+"""Of steps in a row on a GPU before any counts: several times as long as it takes a power limit to lower the clocks."""
 HELD_TRIES = 3
 LEARNING_RATE = 1e-5
 
@@ -59,6 +63,8 @@ class StepTimes(NamedTuple):
     """Times of the tasks of one step, and its wall and processor seconds as a whole.
 
     issue_s: of the host in each computation, by task. hidden: every computation was queued before the device began with it.
+    between_s: of the host, from the end of each computation to the beginning of the next. ahead: computations that were queued
+        before the device began with them, in a step that was watched.
     """
 
     tasks: list[TaskTime]
@@ -66,6 +72,16 @@ class StepTimes(NamedTuple):
     cpu_s: float
     issue_s: Mapping[int, float] = MappingProxyType({})
     hidden: bool = False
+    between_s: Sequence[float] = ()
+    ahead: frozenset[int] = frozenset()
+
+
+class GpuStep(NamedTuple):
+    """The same step thrice: plain, for its wall time; watched, for what the device takes of what is queued ahead; and held."""
+
+    plain: StepTimes
+    watched: StepTimes
+    held: StepTimes
 
 
 @dataclass(kw_only=True)
@@ -98,17 +114,41 @@ class Case:
     def on_gpu(self) -> bool:
         return self.stage.device.type == "cuda"
 
-    def step(self, *, held: bool = False) -> StepTimes:
-        """One training step. held: each computation is queued before the device begins with it; of a GPU alone."""
-        self.streams.holding = held
+    def step(self, *, held: bool = False, watched: bool = False, batch: Mapping[str, Tensor] | None = None) -> StepTimes:
+        """One training step.
+
+        Args:
+            held: each computation is queued before the device begins with it; of a GPU alone. watched: see whether it was.
+            batch: on the device already; None: the next samples, which the step reads.
+        """
+        streams = self.streams
+        streams.holding, streams.watching = held, watched
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         try:
-            _, times = self.program.step(lambda _: self.batch())
+            _, times = self.program.step(lambda _: self.batch() if batch is None else batch)
         finally:
-            self.streams.holding = False
+            streams.holding = streams.watching = False
         self.steps += 1
-        wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-        return StepTimes(times, wall_s, cpu_s, dict(self.streams.issue_s), held and self.streams.hidden)
+        return StepTimes(
+            tasks=times,
+            wall_s=time.perf_counter() - start_s,
+            cpu_s=time.process_time() - start_cpu_s,
+            issue_s=dict(streams.issue_s),
+            hidden=held and streams.hidden,
+            between_s=tuple(streams.between_s),
+            ahead=frozenset(streams.ahead),
+        )
+
+    def steps_in_a_row(self, kept: int) -> list[GpuStep]:
+        """Of a GPU: steps as in training, sustained, on one batch, and behind them as many held ones."""
+        batch = self.batch()
+        begin_s = time.perf_counter()
+        while time.perf_counter() - begin_s < SUSTAINED_S:
+            self.step(batch=batch)
+        plain = [self.step(batch=batch) for _ in range(kept)]
+        watched = [self.step(batch=batch, watched=True) for _ in range(kept)]
+        held = [self.step(held=True) for _ in range(WARM_STEPS + kept)][WARM_STEPS:]
+        return [GpuStep(*steps) for steps in zip(plain, watched, held, strict=True)]
 
     def load_again_s(self) -> float:
         """Seconds of a load that comes right after another, until its arrays are there."""
@@ -177,29 +217,42 @@ def samples_for(spec: ModelSpec, seed: int) -> Samples:
         return dataset_for(spec, "synthetic", root=None, seed=seed)
 
 
-def sweep_record(case: Case, step: StepTimes, held: StepTimes | None = None) -> dict[str, Any]:
-    """Seconds of every task of the graph, the median gap between tasks, and what else the step took.
-
-    Args:
-        held: of a GPU, the step whose computations were queued beforehand. The seconds are its, and `issue_s` are the host's
-            beside them; what a task takes of a step is the larger of the two.
-    """
-    count = len(case.graph.tasks)
-    seconds, issue_s = [0.0] * count, [0.0] * count
-    timed = step if held is None else held
-    for entry in timed.tasks:
-        seconds[entry.task] = entry.end_s - entry.ready_s
-    found: dict[str, Any] = {}
-    if held is not None:
-        for task, value in held.issue_s.items():
-            issue_s[task] = value
-        found = {"issue_s": issue_s, "hidden": held.hidden}
+def sweep_record(case: Case, step: StepTimes) -> dict[str, Any]:
+    """Seconds of every task of the graph, the median gap between tasks, and what else the step took."""
+    seconds = _task_seconds(case, step)
     computed = sorted((entry for entry in step.tasks if entry.stream == COMPUTE), key=lambda entry: entry.ready_s)
     gaps = [later.ready_s - earlier.end_s for earlier, later in itertools.pairwise(computed)]
     gap_s = max(0.0, statistics.median(gaps)) if gaps else 0.0
-    taken_s = sum(map(max, seconds, issue_s))
-    rest_s = max(0.0, step.wall_s - taken_s - gap_s * len(gaps))
-    return {"seconds": seconds, "gap_s": gap_s, "rest_s": rest_s, "wall_s": step.wall_s, "cpu_s": step.cpu_s, **found}
+    rest_s = max(0.0, step.wall_s - sum(seconds) - gap_s * len(gaps))
+    return {"seconds": seconds, "gap_s": gap_s, "rest_s": rest_s, "wall_s": step.wall_s, "cpu_s": step.cpu_s}
+
+
+def gpu_sweep_record(case: Case, steps: GpuStep) -> dict[str, Any]:
+    """The same of a GPU, and beside it `issue_s`, the host's seconds of each computation.
+
+    A computation takes what the device took in training if it was queued ahead there, else what it took when it was held. Gaps
+    are the host's: a device with computations in its queue goes on without one. So of a step a computation takes its seconds,
+    or what the host takes for it with the gap, whichever is longer; the rest of the wall time is neither. The batch of that
+    step is on the device, and reading one is timed in the held step.
+    """
+    plain, watched, held = steps
+    seconds, sustained = _task_seconds(case, held), _task_seconds(case, watched)
+    for task in watched.ahead:
+        seconds[task] = sustained[task]
+    issue_s = [held.issue_s.get(task, 0.0) for task in range(len(seconds))]
+    gap_s = max(0.0, statistics.median(plain.between_s)) if plain.between_s else 0.0
+    taken = (max(own, host_s + gap_s) for own, host_s in zip(seconds, issue_s, strict=True) if host_s)
+    rest_s = max(0.0, plain.wall_s - sum(taken))
+    times = {"seconds": seconds, "gap_s": gap_s, "rest_s": rest_s, "wall_s": plain.wall_s, "cpu_s": plain.cpu_s}
+    return {**times, "issue_s": issue_s, "hidden": held.hidden, "ahead": sorted(watched.ahead)}
+
+
+def _task_seconds(case: Case, step: StepTimes) -> list[float]:
+    """By task; 0 of one that did not run here."""
+    seconds = [0.0] * len(case.graph.tasks)
+    for entry in step.tasks:
+        seconds[entry.task] = entry.end_s - entry.ready_s
+    return seconds
 
 
 # --- optimizers over parts of a model ---------------------------------------------------------------------------------
@@ -318,14 +371,18 @@ def _steps(
 ) -> list[dict[str, Any]]:
     """Those that are kept, after some that warm the caches, then the chosen part of an optimizer; `kind` says which."""
     found = []
-    for number in range(WARM_STEPS + kept):
+    if case.on_gpu:
         dist.barrier(group=group)
-        step = case.step()
-        held = case.step(held=True) if case.on_gpu else None
-        if number >= WARM_STEPS:
-            again_s = case.load_again_s()
-            record = sweep_record(case, step, held)
-            found.append({"kind": "sweeps", "ranks_active": active, **record, "load_again_s": again_s})
+        for steps in case.steps_in_a_row(kept):
+            record = gpu_sweep_record(case, steps)
+            found.append({"kind": "sweeps", "ranks_active": active, **record, "load_again_s": case.load_again_s()})
+    else:
+        for number in range(WARM_STEPS + kept):
+            dist.barrier(group=group)
+            step = case.step()
+            if number >= WARM_STEPS:
+                record = sweep_record(case, step)
+                found.append({"kind": "sweeps", "ranks_active": active, **record, "load_again_s": case.load_again_s()})
     if chosen is not None:
         what = {"optimizer": chosen.optimizer, "elements": chosen.elements, "tensors": chosen.tensors}
         found.append({"kind": "optimizers", "ranks_active": active, **what, **_timed(streams, chosen, group)})

@@ -33,7 +33,12 @@ class Pausing:
             hold is long enough, and the host would wait for the hold too. It still begins on an idle device.
         issue_s: of the step at hand or just finished, by task: seconds of the host in each computation. On a GPU it queues
             kernels meanwhile, and under `holding` it waits for nothing.
+        between_s: of the step at hand or just finished: seconds of the host from the end of each computation to the beginning
+            of the next. Without `holding` they are those of the interpreter.
         hidden: whether every computation held so far in this step was queued before the device began with it.
+        watching: without `holding`, look whether the device has begun with a computation when it is queued.
+        ahead: of the step at hand or just finished, the computations with which it had not: their events time the device alone,
+            in the state that training leaves it in.
     """
 
     loads_ahead = queues = False
@@ -46,9 +51,12 @@ class Pausing:
         self._known_s: dict[int, float] = {}
         self._late: dict[int, int] = {}
         self.before: Operation | None = None
-        self.holding = False
+        self.holding = self.watching = False
+        self.ahead: set[int] = set()
         self.computed_s: list[float] = []
         self.issue_s: dict[int, float] = {}
+        self.between_s: list[float] = []
+        self._ended_s: float | None = None
         self.hidden = True
 
     @property
@@ -61,7 +69,8 @@ class Pausing:
 
     def compute(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation) -> None:
         if self._last is None:
-            self.computed_s, self.issue_s, self.hidden = [], {}, True
+            self.computed_s, self.issue_s, self.between_s, self._ended_s = [], {}, [], None
+            self.hidden, self.ahead = True, set()
         handing_s = time.thread_time()
         if self.before is not None and self._last is not None and stream == COMPUTE:
             call = self._extra()
@@ -71,12 +80,19 @@ class Pausing:
         held = self._hold(task) if stream == COMPUTE else []
 
         def counted() -> None:
+            begun = self._driver.mark() if self._driver is not None and self.watching and stream == COMPUTE else None
             begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
             operation()
             if stream == COMPUTE:
                 self.computed_s.append(handing_s + time.thread_time() - begin_cpu_s)
-                self.issue_s[task] = time.perf_counter() - begin_s
+                end_s = time.perf_counter()
+                self.issue_s[task] = end_s - begin_s
+                if self._ended_s is not None:
+                    self.between_s.append(begin_s - self._ended_s)
+                self._ended_s = end_s
                 self._queued(task, held)
+            if begun is not None and self._driver is not None and not self._driver.passed(begun):
+                self.ahead.add(task)
 
         self._streams.compute(task, stream, dependencies, counted)
         self._last = task

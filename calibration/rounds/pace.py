@@ -3,8 +3,8 @@
 A core of a shared machine flips between speeds every few seconds (`parsim.execute.processes.speed_probe`). Times of a
 fast and of a slow period can be compared and added after each is divided by the speed factor measured next to it.
 
-With a GPU there are two speed factors. The GPU's scales its computation. The host's scales the host's work: queueing,
-loading, and the rest of a step. What links carry goes at neither.
+With a GPU there are two speed factors. The GPU's scales its computation. The host's scales the host's work: queueing, what
+lies between tasks, loading, and the rest of a step. What links carry goes at neither.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TIMES: Mapping[str, Sequence[str]] = {
 """What the pace lengthens, by kind of entry; shards are compared with what ran beside them."""
 
 GPU_TIMES: Mapping[str, Sequence[str]] = {
-    "sweeps": ("seconds", "gap_s"),
+    "sweeps": ("seconds",),
     "optimizers": ("seconds",),
     "operators": ("seconds",),
     "resume": ("seconds",),
@@ -45,7 +45,7 @@ GPU_TIMES: Mapping[str, Sequence[str]] = {
 """What the pace of a GPU lengthens; of a step's tasks those that compute."""
 
 HOST_TIMES: Mapping[str, Sequence[str]] = {
-    "sweeps": ("issue_s", "rest_s", "wall_s", "cpu_s", "load_again_s"),
+    "sweeps": ("issue_s", "gap_s", "rest_s", "wall_s", "cpu_s", "load_again_s"),
     "optimizers": ("issue_s",),
 }
 """What the pace of the host lengthens beside a GPU; of a step's tasks those that load."""

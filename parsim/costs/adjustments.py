@@ -4,11 +4,12 @@
 of `ADJUSTMENTS` that applies adds one term, in the order of the list:
 
     CPU: (base * core sharing + host overhead) * speed factor * update * correction / scale + post-wait
-    GPU: (max(base * core sharing * GPU speed factor, queueing) + host overhead) * update * correction / scale + post-wait
+    GPU: max(base * core sharing * GPU speed factor, queueing + host overhead) * update * correction / scale + post-wait
 
 The order matters. On a slower CPU the host overhead and everything before it is slower. On a GPU the speed factor is the
-device's: it changes what the device computes, and nothing of the host's or the links'. The post-wait seconds are scaled
-by the speed factor alone. Effects on a step rather than on a task come later. The engines apply overlap;
+device's: it changes what the device computes, and nothing of the host's or the links'. The host's overhead is part of what the
+host takes, and hidden where the device takes longer; where the queueing was not measured apart, it is added. The post-wait
+seconds are scaled by the speed factor alone. Effects on a step rather than on a task come later. The engines apply overlap;
 `parsim.predict.evaluate` applies the noise of single ranks and the seconds between steps.
 """
 
@@ -185,15 +186,16 @@ def _gpu_speed_factor(subject: Subject, context: PriceContext) -> Term | None:
 def _queueing(subject: Subject, context: PriceContext) -> Term | None:
     """Of a row of tasks this is at most too long: a host that is ahead after a long task queues the next one meanwhile, which
     is left out. It is never too short: in any order tasks take as long as the host, and as long as the device."""
-    if not context.on_gpu or subject.base.issue_s <= subject.so_far_s:
+    host_s = subject.base.issue_s + context.task_s
+    if not context.on_gpu or not subject.base.issue_s or host_s <= subject.so_far_s:
         return None
     device = format_seconds(subject.so_far_s)
     why = f"the host takes longer to queue the task than the device to run it ({device})"
-    return Term(QUEUEING, "at least", subject.base.issue_s, subject.base.source, why)
+    return Term(QUEUEING, "at least", host_s, subject.base.source, why)
 
 
 def _host_overhead(subject: Subject, context: PriceContext) -> Term | None:
-    if context.task_s == 0:
+    if context.task_s == 0 or (context.on_gpu and subject.base.issue_s):  # then it is part of the queueing
         return None
     return Term("host overhead", "plus", context.task_s, "measured", "interpreter, per task")
 
@@ -248,7 +250,8 @@ ADJUSTMENTS: tuple[Adjustment, ...] = (
         applies_to=COMPUTATION,
         term=_queueing,
         sentence="A GPU cannot compute faster than the host queues its kernels.",
-        source="`issue_s` of the profile's components, compositions and optimizers; of parts, launches times `host.launch_s`",
+        source="`issue_s` of the profile's components, compositions and optimizers, with `host.task_s`; of parts, launches "
+        "times `host.launch_s`",
     ),
     Adjustment(
         name="host overhead",

@@ -16,7 +16,7 @@ import torch
 
 from calibration.measure.allocator import GpuMemory
 from calibration.measure.arithmetic import DTYPES, OPERATOR_DTYPES, arithmetic_settings, autocast, set_arithmetic
-from calibration.measure.components import StepTimes, make_case, pausing_streams, sweep_record
+from calibration.measure.components import GpuStep, StepTimes, gpu_sweep_record, make_case, pausing_streams
 from calibration.measure.delayed_streams import Pausing
 from calibration.rounds.pace import HOST_PACE, PACE, Pace, at_one_pace, usual_pace
 from calibration.rounds.request import PRECISIONS, CalibrationRequest
@@ -143,22 +143,73 @@ def test_a_host_that_stalls_now_and_then_does_not_make_a_task_one_that_waits(mon
     assert len(device.holds_s) == holds + 1
 
 
+@given(
+    kernels=st.lists(st.lists(st.floats(1e-6, 1e-3), min_size=1, max_size=6), min_size=2, max_size=6),
+    launch_s=st.floats(1e-6, 1e-4),
+)
+def test_what_is_queued_ahead_takes_the_devices_seconds_without_a_hold(kernels: list[list[float]], launch_s: float) -> None:
+    """The first never is, since the device waits for it."""
+    device = VirtualDriver(launch_s=launch_s)
+    streams = Pausing(EventStreams(device), device)  # type: ignore[arg-type]
+    streams.watching = True
+    found = run(streams, kernels, device, holding=False)
+    assert not device.holds_s
+    assert 0 not in streams.ahead
+    for task in streams.ahead:
+        assert found[task] == pytest.approx(sum(kernels[task]))
+    host_bound = [task for task in found if found[task] > 1.001 * sum(kernels[task])]
+    assert not streams.ahead & set(host_bound)
+    if max(map(sum, kernels[1:])) < launch_s and sum(kernels[0]) < launch_s:
+        assert not streams.ahead, "the host is slower than the device all along"
+    streams.watching = False
+    run(streams, kernels, device, holding=False)
+    assert not streams.ahead
+
+
+def test_a_long_task_lets_the_host_get_ahead_of_those_behind_it() -> None:
+    device = VirtualDriver(launch_s=10e-6)
+    streams = Pausing(EventStreams(device), device)  # type: ignore[arg-type]
+    streams.watching = True
+    found = run(streams, [[1e-6] * 9, [5e-3], [1e-6] * 50, [1e-6] * 50], device, holding=False)
+    assert streams.ahead == {2, 3}
+    assert [found[2], found[3]] == pytest.approx([50e-6] * 2), "ten times as long by the host"
+
+
+def test_between_computations_the_host_takes_what_the_interpreter_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the device does meanwhile: by its events a device that is busy shows no gap at all."""
+    for kernel_s in (1e-6, 5e-3):
+        device = VirtualDriver(launch_s=10e-6)
+        monkeypatch.setattr("calibration.measure.delayed_streams.time.perf_counter", device.host_s)
+        streams = Pausing(EventStreams(device), device)  # type: ignore[arg-type]
+        for number in range(4):
+            streams.compute(number, COMPUTE, [], device.kernel(kernel_s))
+            device.host_takes(30e-6)
+        assert streams.between_s == pytest.approx([30e-6] * 3)
+        streams.finish()
+
+
+def tasks_of(seconds: list[float]) -> list[TaskTime]:
+    return [TaskTime(number, COMPUTE, float(number), number + value) for number, value in enumerate(seconds)]
+
+
 def test_of_a_step_a_task_takes_the_larger_of_host_and_device() -> None:
-    """What is left of the step's wall time is neither."""
+    """By the device, what it took in training where the host was ahead, else what it took when it was held. What is left of the
+    wall time of the plain step is neither."""
     case = make_case(0, MLP, load_model(MLP), 4, CalibrationRequest(models=((MLP, (4,)),)), torch.device("cpu"))
     count = len(case.graph.tasks)
-    tasks = [TaskTime(number, COMPUTE, float(number), number + 0.5) for number in range(count)]
-    plain = StepTimes(tasks, wall_s=10.0 * count, cpu_s=0.1)
-    held = StepTimes(
-        [TaskTime(number, COMPUTE, float(number), number + 0.25) for number in range(count)], 1.0, 0.1, {0: 2.0, 1: 0.1}, True
-    )
-    record = sweep_record(case, plain, held)
-    assert record["seconds"] == [0.25] * count
-    assert record["issue_s"] == [2.0, 0.1] + [0.0] * (count - 2)
+    assert count > 3
+    issue_s = {1: 2.0, 2: 0.1, **dict.fromkeys(range(3, count), 0.01)}
+    plain = StepTimes(tasks_of([0.9] * count), wall_s=10.0 * count, cpu_s=0.1, between_s=[0.5] * (count - 2))
+    watched = StepTimes(tasks_of([0.75] * count), 9.0, 0.1, ahead=frozenset({2, 3}))
+    held = StepTimes(tasks_of([0.25] * count), 9.0, 0.1, issue_s, hidden=True)
+    record = gpu_sweep_record(case, GpuStep(plain, watched, held))
+    assert record["seconds"] == [0.25, 0.25, 0.75, 0.75] + [0.25] * (count - 4)
+    assert record["issue_s"] == [issue_s.get(task, 0.0) for task in range(count)]
     assert record["gap_s"] == 0.5
-    assert record["rest_s"] == pytest.approx(10.0 * count - 2.0 - 0.25 * (count - 1) - 0.5 * (count - 1))
+    taken = [2.5, 0.75, 0.75] + [0.51] * (count - 4)
+    assert record["rest_s"] == pytest.approx(10.0 * count - sum(taken)), "the batch of the plain step is on the device"
     assert record["hidden"]
-    assert "issue_s" not in sweep_record(case, plain)
+    assert record["ahead"] == [2, 3]
 
 
 def test_on_a_cpu_nothing_is_held() -> None:
@@ -178,7 +229,7 @@ DEVICE_S, HOST_S = 4e-3, 1e-3
 def beside_a_gpu(device: float, host: float) -> dict[str, Any]:
     """One step with so slow a GPU and host: task 0 loads, task 1 computes."""
     looks = {PACE: [device * DEVICE_S] * 2, HOST_PACE: [host * HOST_S] * 2}
-    steps = {"rest_s": host, "wall_s": host, "cpu_s": host, "load_again_s": host, "gap_s": device}
+    steps = {"rest_s": host, "wall_s": host, "cpu_s": host, "load_again_s": host, "gap_s": host}
     sweep = {"model": 0, "samples": 4, "ranks_active": 1, "seconds": [host, device], "issue_s": [0.0, host], **steps, **looks}
     return {
         "ranks": [

@@ -265,9 +265,12 @@ def test_an_adjusted_price_is_the_formula_of_the_list(
         share = 1.0 if cores <= 1 else min(1.0, (active - 1) / (cores - 1))
         now, then = profile.today, profile.noise.probe
         speed = (now.alone + share * (now.together - now.alone)) / (then.alone + share * (then.together - then.alone))
-    if on_gpu and computes:
-        expected_s = max(expected_s * speed, base.issue_s)
-    expected_s += host.task_s if host is not None and computes else 0.0
+    overhead_s = host.task_s if host is not None and computes else 0.0
+    expected_s *= speed if on_gpu and computes else 1.0
+    if on_gpu and base.issue_s:  # the host's, hidden where the device takes longer
+        expected_s = max(expected_s, base.issue_s + overhead_s)
+    else:
+        expected_s += overhead_s
     expected_s *= 1.0 if on_gpu else speed
     for given_factors in (costs._context.updates, costs.corrections):
         expected_s *= given_factors.factor(work, rank)
