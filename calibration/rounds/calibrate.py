@@ -24,9 +24,10 @@ from parsim.execute.processes.pinning import available_cores
 from parsim.execute.processes.progress import relayed
 from parsim.hardware.profile import Profile, save_profile
 from parsim.model.load import load_model
+from parsim.model.model import Model
 from parsim.workflow.doctor import Found
 
-__all__ = ["CalibrationRequest", "Launcher", "calibrate", "refit", "warning_lines"]
+__all__ = ["CalibrationRequest", "Launcher", "calibrate", "refit", "stopped_points", "unfitted_path", "warning_lines"]
 
 RANKS_PER_CORE = 4
 TIMEOUT_S = 1800.0
@@ -112,7 +113,25 @@ def _calibrate(
     after = machine_state()
     folder.save_states(before, after)
     say(closing_line(before, after))
-    points = RawPoints(
+    points = _raw_points(request, out, folder, models)
+    try:
+        profile = build_profile(points)
+    except Exception as error:
+        save_raw(points, unfitted_path(out))
+        if not isinstance(error, ProfileError):
+            raise
+        folder.remove()  # going on with these turns would end here again
+        raise ProfileError(f"{error}; the raw points are kept in {unfitted_path(out).name}") from error
+    save_raw(points, raw_path(out))
+    save_profile(profile, out)
+    folder.remove()
+    for line in warning_lines(profile.provenance.warnings):
+        say(line)
+    return profile
+
+
+def _raw_points(request: CalibrationRequest, out: Path, folder: WorkFolder, models: Sequence[Model]) -> RawPoints:
+    return RawPoints(
         raw={**gather_raw(folder.path), "states": folder.states()},
         request=request,
         models=models,
@@ -120,17 +139,21 @@ def _calibrate(
         command=f"parsim calibrate --device {request.device} --nproc {request.nproc}",
         name=out.stem,
     )
-    try:
-        profile = build_profile(points)
-    except ProfileError:
-        folder.remove()  # going on with these turns would end here again
-        raise
-    save_raw(points, raw_path(out))
-    save_profile(profile, out)
-    folder.remove()
-    for line in warning_lines(profile.provenance.warnings):
-        say(line)
-    return profile
+
+
+def stopped_points(request: CalibrationRequest, out: Path) -> RawPoints | None:
+    """What a calibration of `out` had measured when it was stopped; None: nothing, or it has ended. It can be called again all
+    the same."""
+    folder = WorkFolder.of(out)
+    if not folder.has_turns:
+        return None
+    models = [load_model(spec, granularity=granularity) for spec, _, granularity in request.measured_models]
+    return _raw_points(request, out, folder, models)
+
+
+def unfitted_path(profile: Path) -> Path:
+    """Of the raw points of a calibration that ended without a profile: a machine may be there once, and a fit can be mended."""
+    return raw_path(profile.with_name(f"{profile.stem}.unfitted.json"))
 
 
 def warning_lines(warnings: Sequence[str]) -> list[str]:

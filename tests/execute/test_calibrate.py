@@ -32,13 +32,13 @@ from calibration.measure.collectives import (
 )
 from calibration.measure.components import DTYPES, make_case, optimizer_cases, sweep_record
 from calibration.measure.shards import ShardChoice, run_parts, sweeps_of, useful_batches, useful_cuts
-from calibration.rounds.calibrate import CalibrationRequest, calibrate, refit
+from calibration.rounds.calibrate import CalibrationRequest, calibrate, refit, stopped_points, unfitted_path
 from calibration.rounds.environment import core_count
 from calibration.rounds.raw_points import RawPoints, load_raw, raw_path, save_raw
 from calibration.rounds.refresh import refresh
 from calibration.rounds.request import SIZES_BYTES, active_levels
 from calibration.rounds.turns import CalibrationSection, SectionProgress, next_section
-from parsim.errors import ConfigError, ExecutionError, ProfileError
+from parsim.errors import ConfigError, CostError, ExecutionError, ProfileError
 from parsim.graph.taskgraph import work_text
 from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.profile import load_profile, save_profile
@@ -570,6 +570,51 @@ def test_quick_calibration_of_this_machine(tmp_path: Path, nproc: int) -> None:
     assert 0.2 < speed_since(today).mean < 5
     assert load_profile(str(tmp_path / "here.json")) == today
     assert today.model_copy(update={"today": None}) == profile
+
+
+@pytest.mark.parametrize("error", [ProfileError("too much contradicts"), CostError("there is no fit")])
+def test_raw_points_outlive_a_fit_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """A machine may be there once. What it measured stays beside the profile that was there, and can be fitted by mended
+    code."""
+    raw = json.loads(json.dumps(synthetic_raw(REQUEST)))
+
+    def fails(points: RawPoints) -> None:
+        raise error
+
+    monkeypatch.setattr("calibration.rounds.calibrate.gather_raw", lambda _: raw)
+    monkeypatch.setattr("calibration.rounds.calibrate.build_profile", fails)
+    out = tmp_path / "here.json"
+    out.write_text("old")
+    with pytest.raises(type(error), match=str(error)) as caught:
+        calibrate(REQUEST, out, launcher=lambda *_, **__: None)
+    assert out.read_text() == "old"
+    kept = unfitted_path(out)
+    assert kept.name == "here.unfitted.raw.json.gz"
+    assert isinstance(caught.value, CostError) or kept.name in str(caught.value)
+    found = load_raw(kept)
+    assert (found.raw["ranks"], found.request) == (raw["ranks"], REQUEST)
+
+
+def test_what_a_stopped_calibration_measured_can_be_kept_elsewhere(tmp_path: Path) -> None:
+    """A rank that dies, or a budget that ends, leaves turns in a folder which does not travel."""
+    out, raw = tmp_path / "here.json", json.loads(json.dumps(synthetic_raw(REQUEST)))
+    assert stopped_points(REQUEST, out) is None
+    start = {**raw, "ranks": [{"device": rank["device"]} for rank in raw["ranks"]]}
+    turn = {"section": "components", "round": 0, "time_s": 0.0, "seconds": 1.0}
+    sweeps = [{"sweeps": rank["sweeps"]} for rank in raw["ranks"]]
+
+    def dies(job_path: Path, nproc: int, **_: object) -> None:
+        (job_path.parent / "start.json").write_text(json.dumps(start))
+        (job_path.parent / "turn-00000.json").write_text(json.dumps({**turn, "ranks": sweeps}))
+        raise ExecutionError("rank 0 was killed")
+
+    with pytest.raises(ExecutionError, match="what was measured is kept, call again to continue"):
+        calibrate(REQUEST, out, launcher=dies)
+    stopped = stopped_points(REQUEST, out)
+    assert stopped is not None
+    assert len(stopped.raw["ranks"][0]["sweeps"]) == len(raw["ranks"][0]["sweeps"])
+    save_raw(stopped, tmp_path / "kept.raw.json.gz")
+    assert load_raw(tmp_path / "kept.raw.json.gz").models == stopped.models
 
 
 @pytest.mark.slow
