@@ -25,7 +25,9 @@ FIELDS = {
 }
 """Our name: that of nvidia-smi."""
 
-SUMMARISED = ("power_w", "sm_clock_hz", "temperature_c")
+SUMMARISED = ("power_w", "sm_clock_hz", "temperature_c", "power_capped")
+POWER_CAP = 0x4
+"""Among NVML's reasons for a lower clock: the limit of power. `power_capped` is 1 where it holds, else 0; NVML alone tells."""
 
 BoardReading = dict[str, float]
 Reader = Callable[[], BoardReading]
@@ -60,6 +62,10 @@ def _nvml_reader(index: int) -> tuple[Reader | None, str]:
         "memory_clock_hz": lambda: 1e6 * nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
         "temperature_c": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
     }
+
+    reasons = getattr(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", None)
+    if reasons is not None:
+        asked = {**asked, "power_capped": lambda: float(bool(reasons(handle) & POWER_CAP))}
 
     def read() -> BoardReading:
         found: BoardReading = {}

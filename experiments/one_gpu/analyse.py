@@ -20,8 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from calibration.gpu.journal import DONE, FAILED, SKIPPED, STATUS, JournalRow
 from experiments.common.markdown import table
 from parsim.analyze.accuracy import accuracy
+from parsim.graph.taskgraph import parse_work
 from parsim.report.compare import aa_floor
 from parsim.units import format_bytes, format_seconds
+from parsim.work import kind_of
 
 DRAWS = 4000
 AGAIN = " again"
@@ -65,6 +67,14 @@ def analyse(all_rows: Sequence[JournalRow]) -> tuple[dict[str, Any], str]:
         "steps": steps,
         "accuracy": accuracy_of(steps),
         "memory": [memory_of(row, predictions) for name, row in done.items() if name.startswith("memory ")],
+        "kinds": [kinds_of(row, predictions) for name, row in done.items() if name.startswith("memory ") and "tasks_s" in row],
+        "kernels": [
+            kernels_of(step)
+            for name, row in done.items()
+            if name.startswith("kernels ")
+            for step in row["steps"]
+            if "csv" in step
+        ],
         "compile": [compiled_of(row) for name, row in done.items() if name.startswith("compile ")],
         "failed": [
             {key: row[key] for key in ("case", "error", "message", "out_of_memory")}
@@ -136,6 +146,7 @@ def step_of(row: JournalRow, predictions: Mapping[str, Mapping[str, Any]]) -> di
         "aa_floor_median": floor.median,
         "aa_floor_p95": floor.p95,
         "executor_again": ratio_interval(again, own),
+        "board": row.get("board_of_rounds", {}),
         "loss_difference": loss_difference(row["losses"]),
         "not_built": {name: f"{error['error']}: {error['message']}" for name, error in row["not_built"].items()},
         "others_s": {name: statistics.mean(values) for name, values in rounds.items() if not name.startswith("executor")},
@@ -202,6 +213,21 @@ def accuracy_of(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def kinds_of(row: JournalRow, predictions: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Seconds of a step's tasks by kind, measured and predicted: which part of a prediction was wrong."""
+    measured: dict[str, float] = {}
+    for text, seconds in row["tasks_s"]:
+        kind = kind_of(parse_work(text))
+        measured[kind] = measured.get(kind, 0.0) + seconds
+    said = predictions.get(row["question"], {})
+    return {"question": row["question"], "measured_s": measured, "predicted_s": said.get("kinds_s", {})}
+
+
+def kernels_of(step: Mapping[str, Any]) -> dict[str, Any]:
+    """Without their names, which stay in the rows."""
+    return {key: value for key, value in step.items() if key != "csv"}
+
+
 def compiled_of(row: JournalRow) -> dict[str, Any]:
     rounds = row["rounds_s"]
     found: dict[str, Any] = {"question": row["question"], "eager_s": statistics.mean(rounds["eager"])}
@@ -255,7 +281,8 @@ def text_of(results: Mapping[str, Any]) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
         lines += [f"{machine['device']}, {format_bytes(machine['memory_bytes'])}; {environment['system']}; {versions}."]
     lines += [f"{results['cases']} cases, {results['seconds']:.0f} s.", ""]
-    lines += [*_steps_text(results), *_products_text(results), *_costs_text(results), *_memory_text(results)]
+    lines += [*_steps_text(results), *_kinds_text(results), *_products_text(results), *_costs_text(results)]
+    lines += _memory_text(results)
     for entry in results["compile"]:
         if "compiled_s" in entry:
             lines.append(f"torch.compile, {entry['question']}: {_ratio(entry['compiled_over_eager'])} of eager")
@@ -313,6 +340,34 @@ def _steps_text(results: Mapping[str, Any]) -> list[str]:
         ]
         lines += ["", table(header, rows, words=1)]
     return [*lines, ""]
+
+
+def _kinds_text(results: Mapping[str, Any]) -> list[str]:
+    rows = [
+        [
+            entry["question"],
+            kind,
+            format_seconds(entry["predicted_s"][kind]) if kind in entry["predicted_s"] else "none",
+            format_seconds(seconds),
+            f"{100 * (entry['predicted_s'][kind] / seconds - 1):+.1f}%" if entry["predicted_s"].get(kind) else "",
+        ]
+        for entry in results["kinds"]
+        for kind, seconds in entry["measured_s"].items()
+    ]
+    lines = (
+        ["## Parts of a step", "", table(("step", "tasks", "predicted", "measured", "error"), rows, words=2), ""]
+        if rows
+        else []
+    )
+    busy = [
+        [step["question"], str(step["kernels"]), format_seconds(step["busy_s"]), f"{step['busy_s'] / step['span_s']:.0%}"]
+        for step in results["kernels"]
+        if step["span_s"]
+    ]
+    if busy:
+        header = ("step", "kernels", "device busy", "of the time from the first to the last")
+        lines += ["## Kernels of a profiled step", "", table(header, busy, words=1), ""]
+    return lines
 
 
 def _products_text(results: Mapping[str, Any]) -> list[str]:

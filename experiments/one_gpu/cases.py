@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,24 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernels import in_a_process
 from predictions import digest, frozen, packed_profile, predict, unpacked_profile, with_machine_facts, without_held
 from programs import EagerStep, ExecutorStep, Program, compiled, graphed, let_go
 from questions import GRANULARITY, Question, Scope
 from rounds import build_all, interleaved
+from supervise import scratch_folder
 
-from calibration.gpu.board import find_reader
+from calibration.gpu.board import BoardWatch, find_reader
 from calibration.gpu.copies import Route, measure_copy
 from calibration.gpu.device import MeasuredDevice, SpoiledProcessError
 from calibration.gpu.journal import AGAIN, JournalRow
 from calibration.gpu.launches import event_cost, graph_cost, launch_cost, synchronisation_cost
 from calibration.gpu.products import PRECISIONS, Product, measure_product
 from calibration.gpu.programme import FAILURE_KEYS, BenchmarkCase, failure
-from calibration.rounds.calibrate import CalibrationRequest, calibrate
-from calibration.rounds.raw_points import raw_path
+from calibration.rounds.calibrate import CalibrationRequest, calibrate, stopped_points, unfitted_path
+from calibration.rounds.raw_points import raw_path, save_raw
 from parsim.errors import ExecutionError
 from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.launch import launch
 from parsim.files import write_text_atomically
+from parsim.garbage import keep_nothing, keep_what_is_there
 from parsim.hardware.profile import save_profile
 from parsim.units import format_bytes, format_seconds
 
@@ -42,8 +43,11 @@ HOST_ROUTES: tuple[Route, ...] = ("to_device", "to_host", "to_device_pageable", 
 LARGE_FLOP = 2 * 2048**3
 """Products from here on are sustained for more than a second."""
 
-CALIBRATION_OVERHEAD_S = 100.0
-"""Of a calibration beside its budgets: the start of the rank, building the models, the fits."""
+CALIBRATION_OVERHEAD_S = 120.0
+"""Of a calibration beside its budgets: the start of the rank, building the models, what sections warm up, the fits."""
+
+KERNELS_MARGIN_S = 10.0
+"""Of the budget, behind the profiled steps."""
 
 Rows = Mapping[str, JournalRow]
 
@@ -85,6 +89,7 @@ class Programme:
         yield from (self._memory(question) for question in steps)
         yield from (self._variant(question) for question in variants)
         yield from (self._memory(question) for question in variants)
+        yield self._kernels(precision)
 
     def _case(
         self,
@@ -170,7 +175,16 @@ class Programme:
             launch(job_path, nproc, module=module, timeout_s=within_s, on_line=on_line)
 
         held_bytes = used_bytes(self.device)
-        profile = without_held(calibrate(request, calibrated, on_line=self.say, launcher=launcher), held_bytes)
+        try:
+            profile = without_held(calibrate(request, calibrated, on_line=self.say, launcher=launcher), held_bytes)
+        except Exception:  # whatever it was, what was measured may never be measured again
+            stopped = stopped_points(request, calibrated)
+            if stopped is not None:
+                save_raw(stopped, unfitted_path(path))
+            elif unfitted_path(calibrated).is_file():
+                unfitted_path(path).write_bytes(unfitted_path(calibrated).read_bytes())
+            raise
+        unfitted_path(path).unlink(missing_ok=True)  # of an earlier call that the budget ended
         raw_path(path).write_bytes(raw_path(calibrated).read_bytes())
         profile = with_machine_facts(profile, rows.values(), command=COMMAND)
         save_profile(profile, path)
@@ -261,17 +275,24 @@ class Programme:
 
     def _interleaved(self, question: Question, builders: list[Any], rows: Rows, remaining_s: float) -> dict[str, Any]:
         programs, failed = build_all(builders)
+        keep_what_is_there()  # as training does: a collection of garbage would lengthen the step that it falls on
+        reader, source = find_reader() if self.device.device.type == "cuda" else (None, "a CPU has no board")
+        watch = BoardWatch(reader, source)
         try:
-            found = interleaved(self.device.clock, programs, self.scope, seed=self.seed, remaining_s=remaining_s)
+            with watch.open():
+                found = interleaved(self.device.clock, programs, self.scope, seed=self.seed, remaining_s=remaining_s)
         finally:
+            keep_nothing()
             close_all(programs)
         first = found["rounds_s"][programs[0].name]
         mean_s = sum(first) / len(first)
         told = {"question": question.name, "held_out": question.held_out, "predicted": frozen_hash(rows, question.precision)}
-        return {**told, **found, "not_built": failed, "headline": f"{programs[0].name} {format_seconds(mean_s)}"}
+        found |= {"not_built": failed, "board_of_rounds": watch.summary()}
+        return {**told, **found, "headline": f"{programs[0].name} {format_seconds(mean_s)}"}
 
     def _memory(self, question: Question) -> BenchmarkCase:
-        """The peak of one step of the executor alone in memory: counted by line, and as the allocator saw it."""
+        """The peak of one step of the executor alone in memory, by line and as the allocator saw it; and the seconds of its
+        tasks."""
 
         def measure(rows: Rows, _: float) -> dict[str, Any]:
             device = self.device.device
@@ -290,6 +311,7 @@ class Programme:
                         "reserved_bytes": torch.cuda.max_memory_reserved(device),
                         "used_bytes": used_bytes(self.device),
                     }
+                found["tasks_s"] = executor.task_seconds()
                 lines, counting = counted_lines(executor)
             finally:
                 executor.streams.close()
@@ -298,6 +320,21 @@ class Programme:
             return {**found, "lines": lines, "counted_bytes": total, "counting": counting, "headline": headline}
 
         return self._case(f"memory {question.name}", 20, measure, after=(predictions_name(question.precision),))
+
+    def _kernels(self, precision: str) -> BenchmarkCase:
+        """Of one step of every model, behind its measurements: what explains an error of a prediction."""
+        scope, kind = self.scope, self.device.device.type
+
+        def measure(_: Rows, remaining_s: float) -> dict[str, Any]:
+            path = scratch_folder(self.out) / f"kernels-{precision}.jsonl"
+            within_s = max(1.0, remaining_s - KERNELS_MARGIN_S)
+            found = in_a_process(precision, kind, quick=scope.quick_calibration, out=path, timeout_s=within_s)
+            if not found["steps"]:
+                raise ExecutionError(f"nothing was profiled: {found['ended']}")
+            return {"precision": precision, **found, "headline": f"{len(found['steps'])} steps profiled"}
+
+        needs = len(scope.steps_in(precision))
+        return self._case(f"kernels {precision}", 20 + 6 * needs, measure, after=(predictions_name(precision),))
 
 
 def close_all(programs: list[Program]) -> None:
@@ -356,12 +393,3 @@ def frozen_hash(rows: Rows, precision: str) -> str | None:
     if digest(row["predictions"]) != row["sha256"]:
         raise ExecutionError("the predictions in the journal are not those that were frozen; start in a new folder")
     return str(row["sha256"])
-
-
-def scratch_folder(out: Path) -> Path:
-    """Outside DIR, whose files may have to travel, few and small; the same for the same DIR, so that a stopped calibration goes
-    on."""
-    name = hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:12]
-    path = Path(tempfile.gettempdir()) / f"parsim-one-gpu-{name}"
-    path.mkdir(exist_ok=True)
-    return path

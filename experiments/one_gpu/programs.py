@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +25,10 @@ from parsim.execute.records.memory_lines import StepWatch, watching
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica, seeded_module
 from parsim.execute.state.optimizer import make_optimizer
-from parsim.execute.streams import make_streams
+from parsim.execute.streams import TaskTime, make_streams
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
+from parsim.graph.taskgraph import work_text
 from parsim.model.interface import example_batch, loss_of
 from parsim.model.load import load_model
 from parsim.model.losses import loss_sum
@@ -71,7 +73,8 @@ class ExecutorStep:
             numerics=numerics,
         )
         self.streams = make_streams(device)
-        self.program = RankProgram(lower(plan, model), self.stage, self.streams, {})
+        self.graph = lower(plan, model)
+        self.program = RankProgram(self.graph, self.stage, self.streams, {})
         given, target = example_batch(question.spec, question.batch, seed=SEED, dtype=DTYPE, device=device)
         (inputs,) = given.values()
         size = question.batch // question.microbatches
@@ -81,10 +84,21 @@ class ExecutorStep:
         ]
         self.batch = question.batch
         self.last_loss = float("nan")
+        self.last_times: list[TaskTime] = []
 
     def step(self) -> None:
-        total, _ = self.program.step(lambda microbatch: self.parts[microbatch])
+        total, self.last_times = self.program.step(lambda microbatch: self.parts[microbatch])
         self.last_loss = total / self.batch
+
+    def task_seconds(self, steps: int = 5) -> list[tuple[str, float]]:
+        """Every task of a step with its median seconds, in the order of the graph: what each part of a prediction is compared
+        with."""
+        seconds: dict[int, list[float]] = {}
+        for _ in range(steps):
+            self.step()
+            for entry in self.last_times:
+                seconds.setdefault(entry.task, []).append(entry.end_s - entry.ready_s)
+        return [(work_text(self.graph.tasks[task].work), statistics.median(found)) for task, found in sorted(seconds.items())]
 
     def memory_lines(self) -> dict[str, int]:
         """Bytes per line at the peak of one step, counted operator by operator; the step takes longer meanwhile."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 BEGIN_S = time.monotonic()  # what imports take belongs to the budget
 
-from supervise import LOST_DEVICE_STATUS, note_begun, note_moved, own_command, supervise  # noqa: E402
+from supervise import LOST_DEVICE_STATUS, note_begun, note_moved, own_command, scratch_folder, supervise  # noqa: E402
 
 from calibration.gpu.journal import AGAIN, CASE, DONE, FAILED, SKIPPED, STATUS, Journal, JournalRow, read_rows  # noqa: E402
 from parsim.errors import ParsimError  # noqa: E402
@@ -105,7 +105,7 @@ def watched(asked: argparse.Namespace) -> int:
 
     status = supervise(
         command,
-        asked.out,
+        scratch_folder(asked.out),
         lambda: TwoFiles(path, asked.done),
         begin_s=BEGIN_S,
         budget_s=asked.budget - RESERVE_S,
@@ -149,7 +149,7 @@ def measure(asked: argparse.Namespace) -> int:
 
     def say(line: str) -> None:
         progress(line)
-        note_moved(asked.out)
+        note_moved(scratch_folder(asked.out))
 
     programme = Programme(device, scope, asked.out, seed=asked.seed, say=say)
     cases = chosen(programme, asked)
@@ -168,7 +168,7 @@ def measure(asked: argparse.Namespace) -> int:
         begin_s=BEGIN_S,
         say=progress,
         around=beside if asked.device == "cuda" else None,
-        begins=lambda case: note_begun(asked.out, case.name, case.estimate_s),
+        begins=lambda case: note_begun(scratch_folder(asked.out), case.name, case.estimate_s),
         healthy=lambda: answers(device),
     )
     progress(f"{len(outcome.ran)} cases ran, {len(outcome.known)} were done before, {len(outcome.left)} are left")

@@ -9,11 +9,13 @@ torch is not imported here.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -92,6 +94,7 @@ def supervise(
 
     Args:
         command: of the next measuring process, without its budget. open_journal: reads the rows anew.
+        folder: where that process says which case begins; no file of it has to travel.
         begin_s: when the budget began, on the monotonic clock.
 
     Returns: the exit status of the last process; 1 where none gets as far as a case.
@@ -165,3 +168,12 @@ def _failed_row(begun: BegunCase, why: str) -> dict[str, Any]:
 def own_command(arguments: Sequence[str]) -> list[str]:
     """The measuring process: the same script with the same arguments."""
     return [sys.executable, str(Path(__file__).with_name("run.py")), *arguments, "--measuring"]
+
+
+def scratch_folder(out: Path) -> Path:
+    """Outside DIR, whose files may have to travel, few and small; the same for the same DIR, so that a stopped calibration goes
+    on."""
+    name = hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:12]
+    path = Path(tempfile.gettempdir()) / f"parsim-one-gpu-{name}"
+    path.mkdir(exist_ok=True)
+    return path

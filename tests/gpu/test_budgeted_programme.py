@@ -246,6 +246,50 @@ def test_a_watch_reads_before_during_and_after() -> None:
     assert summary["power_w"]["most"] == 100.0 + summary["readings"] - 1
 
 
+class FakeNvml:
+    """In place of the package: a board of which the driver tells power alone, and why its clock is low."""
+
+    NVMLError = RuntimeError
+    NVML_CLOCK_SM = NVML_CLOCK_MEM = NVML_TEMPERATURE_GPU = 0
+    reasons = 0x4 | 0x1
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        return 650_000
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> int:
+        return self.reasons
+
+    def __getattr__(self, name: str) -> Any:
+        def refused(*_: object) -> None:
+            raise RuntimeError("not supported")
+
+        if name.startswith("nvmlDeviceGetCurrent"):
+            raise AttributeError(name)
+        return refused
+
+
+def test_a_board_says_whether_its_limit_of_power_lowers_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    reader, source = find_reader()
+    assert (source, reader is not None) == ("NVML", True)
+    assert reader is not None
+    assert reader() == {"power_w": 650.0, "power_capped": 1.0}
+    nvml.reasons = 0x1
+    assert reader() == {"power_w": 650.0, "power_capped": 0.0}
+    assert summarised([{"power_capped": 1.0}, {"power_capped": 0.0}, {"power_capped": 1.0}])["power_capped"]["median"] == 1.0
+    monkeypatch.delattr(FakeNvml, "nvmlDeviceGetCurrentClocksThrottleReasons")
+    reader, _ = find_reader()
+    assert reader is not None
+    assert reader() == {"power_w": 650.0}, "an older package has no such function"
+
+
 def test_a_board_that_tells_nothing_says_why() -> None:
     with BoardWatch(None, "no package nvidia-ml-py; no nvidia-smi").open() as watch:
         pass

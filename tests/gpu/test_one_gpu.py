@@ -142,6 +142,26 @@ def test_memory_is_compared_by_line_and_with_the_allocator(own: Any) -> None:
     assert entry["error_of_allocated"] == pytest.approx(-0.2)
 
 
+def test_parts_of_a_step_and_its_kernels_stand_beside_the_prediction(own: Any) -> None:
+    predicted = predictions_row(own, [{**said("vit b4", (0.1, 0.09, 0.11)), "kinds_s": {"forward": 0.033, "optimizer": 0.01}}])
+    tasks = [("load x4 64 B", 1e-6), ("forward a x4", 0.01), ("forward b x4", 0.02), ("optimizer 100 elements in 2", 0.01)]
+    memory = {"case": "memory vit b4", "status": "done", "question": "vit b4", "held_out": True, "lines": {}, "seconds": 1.0}
+    profiled = {"question": "vit b4", "kernels": 900, "busy_s": 0.03, "span_s": 0.04, "csv": "count,microseconds,name\n1,2.0,a"}
+    kernels = {"case": "kernels fp32", "status": "done", "precision": "fp32", "ended": "", "seconds": 1.0}
+    rows = [
+        predicted,
+        {**memory, "counted_bytes": 0, "counting": {}, "tasks_s": tasks},
+        {**kernels, "steps": [profiled, {"question": "bert b4", "error": "OutOfMemoryError: "}]},
+    ]
+    results, text = own("analyse").analyse(rows)
+    (kinds,) = results["kinds"]
+    assert kinds["measured_s"] == pytest.approx({"load": 1e-6, "forward": 0.03, "optimizer": 0.01})
+    assert results["kernels"] == [{"question": "vit b4", "kernels": 900, "busy_s": 0.03, "span_s": 0.04}]
+    assert "+10.0%" in text
+    assert "| 900" in text
+    assert "75%" in text
+
+
 def test_programs_that_train_something_else_are_named(own: Any) -> None:
     row = step_row("vit b4", [0.1] * 6, [0.1] * 6, predicted=None)
     results, text = own("analyse").analyse([row])

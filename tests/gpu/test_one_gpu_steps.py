@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,22 @@ def test_the_executor_trains_what_eager_torch_trains(own: Any, precision: str, c
         eager.step()
         assert executor.last_loss == pytest.approx(eager.loss(), rel=1e-5 if precision == "fp32" else 2e-3)
     executor.streams.close()
+
+
+def test_the_executor_tells_how_long_each_of_its_tasks_takes(own: Any) -> None:
+    executor = own("programs").ExecutorStep(own("questions").REHEARSED.held_out[0], CPU)
+    seconds = executor.task_seconds(steps=2)
+    assert [text.split()[0] for text, _ in seconds] == ["load", *["forward"] * 7, *["backward"] * 7, "optimizer"]
+    assert all(value > 0 for _, value in seconds)
+    executor.streams.close()
+
+
+def test_memory_is_counted_beside_the_seconds_of_every_task(own: Any, tmp_path: Path) -> None:
+    programme = own("cases").Programme(cpu_device(), own("questions").REHEARSED, tmp_path, seed=0, say=print)
+    (case, *_) = (case for case in programme.cases() if case.name.startswith("memory "))
+    row = json.loads(json.dumps(case.measure({}, 100.0)))
+    assert row["counted_bytes"] == sum(row["lines"].values()) > 0
+    assert len(row["tasks_s"]) == 16
 
 
 def test_what_needs_cuda_says_so(own: Any) -> None:
