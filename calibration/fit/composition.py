@@ -57,9 +57,8 @@ def measured_parts(
     """The points of whole components under the heaviest load, taken apart.
 
     Args:
-        gpu_precision: "" on a CPU. On a GPU it decides what is launched, and a component is left out of which no surface prices
-        a
-            launch (`consistent_operators`).
+        gpu_precision: "" on a CPU. On a GPU it decides what is launched, and a component is left out if it has a launch that no
+            surface prices (`consistent_operators`).
 
     Raises:
         CostError: as `component_parts`, of a CPU.
