@@ -53,6 +53,8 @@ class VirtualDriver:
         skipped_waits: the numbers of waits that are left out, counted from 0: planted faults. careless: the numbers of streams
             that never wait.
         forgotten_uses: `used` does nothing: another planted fault.
+        deferred: how often `used` named a stream for memory of the first one. An allocator gives that back late: only once the
+            device has come past the stream, and the host may be far ahead of that.
     """
 
     clock_s: float = 0.0
@@ -70,7 +72,7 @@ class VirtualDriver:
         self.main = VirtualStream(0, urgent=False)
         self.streams = [self.main]
         self._current = [self.main]
-        self._events = self.waits = 0
+        self._events = self.waits = self.deferred = 0
         self.handler = EventHandler()
         self._uses: dict[int, dict[int, int]] = {}
         self._told: dict[int, set[int]] = {}
@@ -142,8 +144,11 @@ class VirtualDriver:
         return self.clock_s
 
     def used(self, tensor: Tensor, stream: VirtualStream) -> None:
+        key = tensor.untyped_storage()._cdata
+        if self._home.get(key) == self.main.number != stream.number:
+            self.deferred += 1
         if not self.forgotten_uses:
-            self._told.setdefault(tensor.untyped_storage()._cdata, set()).add(stream.number)
+            self._told.setdefault(key, set()).add(stream.number)
 
     # --- time ---------------------------------------------------------------------------------------------------------
 

@@ -144,6 +144,9 @@ class Pausing:
     def used(self, tensor: Tensor) -> None:
         self._streams.used(tensor)
 
+    def lent(self, tensor: Tensor) -> None:
+        self._streams.lent(tensor)
+
     def fence(self) -> Any:
         return self._streams.fence()
 

@@ -85,7 +85,8 @@ class RankProgram:
         self._store = Store(stage.layout, stage.rank, list(self._tasks.values()), streams)
         self._values = StepValues(stage, self._store, streams)
         self._computing = Computing(self._values, stale)
-        self._communicating = Communicating(self._values, groups, stale)
+        awaited = frozenset(index for waited in self._transfers.awaited.values() for index in waited)
+        self._communicating = Communicating(self._values, groups, stale, awaited)
         self._ahead: tuple[BatchSource, list[Mapping[str, Tensor]]] | None = None
         self._issues: dict[int, _Issue] = {}
         self._reset()
@@ -112,7 +113,7 @@ class RankProgram:
         for index, tensor in arrived.items():
             microbatch = self._tasks[index].origin.microbatch
             assert microbatch is not None
-            self._store.put(self._store.moved(self._tasks[index]), microbatch, tensor)
+            self._store.put(self._store.moved(self._tasks[index]), microbatch, tensor, computed=True)
 
     def run_forward_again(self, batch: BatchSource, draw: int) -> None:
         """Of a decoupled stage that goes on from a checkpoint: the forward of a batch that waits for its backward.

@@ -39,9 +39,9 @@ class Streams(Protocol):
 
     Where the device `loads_ahead`, a step's batch is copied by `load`, or was by `load_ahead` in the step before and is
     only `loaded` now. Where it `queues`, the host runs ahead, and the device may run one after the other what several streams
-    were given: ranks then issue in one order (`parsim.execute.launch_order`). An operation calls three functions while it
-    issues. `used`: its stream reads a tensor that another stream may have allocated. `fence`: marks its launches so far.
-    `after`: makes it wait for a fence.
+    were given: ranks then issue in one order (`parsim.execute.launch_order`). An operation calls four functions while it
+    issues. `used`: its stream reads a tensor that another stream may have allocated. `lent`: the same of a communication and of
+    memory of the computation. `fence`: marks its launches so far. `after`: makes it wait for a fence.
     """
 
     @property
@@ -65,6 +65,8 @@ class Streams(Protocol):
     def close(self) -> None: ...
 
     def used(self, tensor: Tensor) -> None: ...
+
+    def lent(self, tensor: Tensor) -> None: ...
 
     def fence(self) -> Any: ...
 
@@ -190,6 +192,9 @@ class ThreadStreams:
 
     def used(self, tensor: Tensor) -> None:
         """Threads share one memory, in which a tensor lives as long as somebody holds it."""
+
+    def lent(self, tensor: Tensor) -> None:
+        """See `used`."""
 
     def fence(self) -> None:
         """An operation has ended when it returns."""

@@ -9,6 +9,12 @@ A communication may be submitted before what it needs has been enqueued: it wait
 the last of its dependencies is enqueued. Every task is looked at once per dependency, so a step costs time linear in its tasks
 and dependencies (times the logarithm of how many are released at once).
 
+Memory of the computation that a communication reads or fills is held here until the computation's stream waits for that
+communication, directly or through others (`lent`). So the program alone decides when it is free. Rejected: `record_stream`
+(`used`). The allocator then gives memory back once the device has come past the communication. The host is hundreds of kernels
+ahead of that, and asks for new memory meanwhile: with ZeRO 3 the parameters of many buckets lay beside one another.
+What a communication allocated itself is `used`, as autograd may keep it for a later task.
+
 The host waits for its own events only, never for the whole device. It waits for one event at the beginning of a step,
 which aligns the GPU's clock with the host's, and for the last event of each stream at the end. Leaves out how far the
 host was behind while it issued.
@@ -18,7 +24,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -40,6 +46,18 @@ class _Waiting(NamedTuple):
     stream: str
     dependencies: tuple[int, ...]
     operation: Operation
+
+
+Number = int
+"""Of tasks, in the order in which they are issued."""
+
+
+class _End(NamedTuple):
+    """Where a task ends, and by stream the last task that whoever waits for it is behind."""
+
+    stream: Any
+    event: Any
+    behind: Mapping[Any, Number]
 
 
 class _Timed(NamedTuple):
@@ -68,11 +86,13 @@ class CudaStreams(Generic[S, E]):
         self._compute = driver.current()
         self._streams: dict[str, S] = {}
         self._ahead: E | None = None
-        self._submitted = 0
+        self._submitted = self._issued = 0
         self._forget()
 
     def _forget(self) -> None:
-        self._ends: dict[int, tuple[S, E]] = {}
+        self._ends: dict[int, _End] = {}
+        self._behind: dict[S, dict[S, Number]] = {}
+        self._lent: dict[S, deque[tuple[Number, Tensor]]] = {}
         self._timed: list[_Timed] = []
         self._last: dict[str, E] = {}
         self._base: tuple[float, E] | None = None
@@ -147,6 +167,12 @@ class CudaStreams(Generic[S, E]):
         """Whoever issues now reads the tensor on its stream, wherever it was allocated."""
         self._driver.used(tensor, self._driver.current())
 
+    def lent(self, tensor: Tensor) -> None:
+        """The communication that issues now uses memory of the computation, and only until its task ends."""
+        stream = self._driver.current()
+        if stream != self._compute:
+            self._lent.setdefault(stream, deque()).append((self._issued, tensor))
+
     def fence(self) -> Fence:
         """What has been launched so far by whoever issues now."""
         stream = self._driver.current()
@@ -183,15 +209,27 @@ class CudaStreams(Generic[S, E]):
     def _enqueue(self, task: int, stream: str, dependencies: Sequence[int], operation: Operation, on: S) -> None:
         for index in dependencies:
             assert index in self._ends, f"task {task} depends on task {index}, which was not issued before it"
-            source, event = self._ends[index]
-            if source != on:
-                self._driver.wait(on, event)
+            end = self._ends[index]
+            if end.stream != on:
+                self._driver.wait(on, end.event)
+                self._comes_behind(on, end)
         timed = self._launch(task, stream, operation, on)
         self._timed.append(timed)
         self._enqueued(task, on, timed.end)
 
+    def _comes_behind(self, stream: S, end: _End) -> None:
+        """A stream waits for the end of a task. The computation gets back what it had lent to whom it now comes behind."""
+        behind = self._behind.setdefault(stream, {})
+        for other, number in end.behind.items():
+            if number > behind.get(other, 0):
+                behind[other] = number
+                lent = self._lent.get(other) if stream == self._compute else None
+                while lent and lent[0][0] <= number:
+                    lent.popleft()
+
     def _launch(self, task: int, stream: str, operation: Operation, on: S) -> _Timed:
         driver = self._driver
+        self._issued += 1
         if self._base is None:
             base = driver.record(self._compute)
             driver.finish(base)
@@ -205,7 +243,7 @@ class CudaStreams(Generic[S, E]):
 
     def _enqueued(self, task: int, on: S, end: E) -> None:
         """Those that waited for the task wait for one less."""
-        self._ends[task] = on, end
+        self._ends[task] = _End(on, end, {**self._behind.get(on, {}), on: self._issued})
         for entry in self._dependents.pop(task, ()):
             self._missing[entry.number] -= 1
             if not self._missing[entry.number] and self._queues[entry.stream][0] is entry:

@@ -27,10 +27,13 @@ class Communicating:
 
     Args:
         values: of the step. stale: where stages are decoupled, what waits on this one between steps.
+        awaited: by number the sends to other stages that a computation waits for before it gives up what they send.
     """
 
-    def __init__(self, values: StepValues, groups: GroupsByStream, stale: StaleStage | None) -> None:
-        self._values, self._groups, self._stale = values, groups, stale
+    def __init__(
+        self, values: StepValues, groups: GroupsByStream, stale: StaleStage | None, awaited: frozenset[int] = frozenset()
+    ) -> None:
+        self._values, self._groups, self._stale, self._awaited = values, groups, stale, awaited
         self._stage, self._streams, self._store = values.stage, values.streams, values.store
         self._norm: Tensor | None = None
         self.reset()
@@ -75,10 +78,8 @@ class Communicating:
                 del self._sent[key]
             operation()
             for bucket in room.ending_parameters:
-                flat = self._stage.flat_parameters(bucket)
-                self._streams.used(flat)
                 self._stage.end_parameters(bucket)
-                self._values.watch.resized(flat)
+                self._values.watch.resized(self._stage.flat_parameters(bucket))
             for bucket, microbatch in room.ending_gradients:
                 chunk = self._stage.gradient_chunk(bucket)
                 own = torch.empty(chunk.shape, dtype=chunk.dtype, device=chunk.device)
@@ -95,31 +96,31 @@ class Communicating:
         microbatch, stage = task.origin.microbatch, self._stage
         number = stage.own_bucket(task.origin.bucket)
         group = self._groups[task.resources[0].stream, tuple(sorted(task.work.group))]
-        used = self._streams.used
+        lent = self._streams.lent
 
         def all_reduce() -> None:
             flat = stage.summed_gradient(number)
-            used(flat)
+            lent(flat)
             dist.all_reduce(flat, group=group)
 
         def scatter_of_microbatch() -> None:
             assert microbatch is not None
             flat, own = self._sent[number, microbatch]
-            used(flat)
-            used(own)
+            lent(flat)
+            lent(own)
             reduce_scatter_flat(own, flat, group)
             stage.add_gradients(number, own)
 
         def reduce_scatter() -> None:
             flat, chunk = stage.flat_gradient(number), stage.gradient_chunk(number)
-            used(flat)
+            lent(flat)
             own = torch.empty_like(chunk)  # the chunk is part of what is sent
             reduce_scatter_flat(own, flat, group)
             chunk.copy_(own)
 
         def all_gather() -> None:
             flat, chunk = stage.flat_parameters(number), stage.parameter_chunk(number)
-            used(flat)
+            lent(flat)
             all_gather_flat(flat, chunk.clone() if microbatch is None else chunk, group)
 
         match task.work.operation:
@@ -138,12 +139,11 @@ class Communicating:
     def _sum_norm(self, task: Task) -> None:
         assert isinstance(task.work, Collective)
         assert self._norm is not None
-        self._streams.used(self._norm)
+        self._streams.lent(self._norm)
         dist.all_reduce(self._norm, group=self._groups[DP_STREAM, tuple(sorted(task.work.group))])
 
     def _scale_gradients(self) -> None:
         assert self._norm is not None
-        self._streams.used(self._norm)
         self._stage.clip_gradients(self._norm)
 
     # --- conversions on the tp axis -----------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class Communicating:
             return
         assert isinstance(task.work, Collective)
         held = store.shard in origin.hop.source.holders(store.tp)
-        tensor = self._values.take(before, origin.microbatch) if held else self._values.room(before)
+        tensor = self._values.take(before, origin.microbatch, lends=True) if held else self._values.room(before)
         group = self._groups["tp", tuple(sorted(task.work.group))]
         made = run_hop(origin.hop, tensor, ranks=task.work.group, group=group)
         self._values.watch.received(made)
@@ -175,7 +175,7 @@ class Communicating:
         plan = self._stage.layout.plan
         scattered = origin.hop.operation == "scatter"
         if self._stage.rank == work.source:
-            tensor = self._values.take(before, origin.microbatch)
+            tensor = self._values.take(before, origin.microbatch, lends=True)
             if scattered:
                 tensor = batch_piece(tensor, store.tp, plan.shard_of_rank(work.destination))
             tensor = tensor.contiguous()
@@ -219,16 +219,16 @@ class Communicating:
         ranks = (min(work.source, work.destination), max(work.source, work.destination))
         group = self._groups[f"pp>{work.destination}", ranks]
         if self._stage.rank == work.source:
-            tensor = self._values.take(moved, origin.microbatch).contiguous()
+            tensor = self._values.take(moved, origin.microbatch, lends=task.index in self._awaited).contiguous()
             self._leaving.setdefault(task.index, tensor)
             self._values.watch.received(tensor)
             dist.send(tensor, work.destination, group=group)
             return
         buffer, fence = self._receiving.pop(task.index)
         self._streams.after(fence)
-        self._streams.used(buffer)
+        self._streams.lent(buffer)
         dist.recv(buffer, work.source, group=group)
         if self._stale is not None:
             self._stale.arrives(task, buffer)
         else:
-            self._store.put(moved, origin.microbatch, buffer)
+            self._store.put(moved, origin.microbatch, buffer, computed=True)

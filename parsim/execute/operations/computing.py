@@ -157,7 +157,7 @@ class Computing:
             if counts:
                 self.losses.append(outputs[0])
             for instance, tensor in zip(own.outputs, outputs, strict=True):
-                put(instance, microbatch, tensor)
+                put(instance, microbatch, tensor, computed=True)
 
         return run
 
@@ -203,7 +203,7 @@ class Computing:
             for instance, leaves in own.completed:
                 total = self._growing.pop((instance.item, microbatch), None)
                 if total is not None:  # a piece of a larger gradient would keep all of that until it is sent
-                    put(instance, microbatch, total.contiguous() if leaves else total)
+                    put(instance, microbatch, total.contiguous() if leaves else total, computed=True)
 
         return run
 

@@ -19,9 +19,9 @@ class StepValues:
         self.stage, self.store, self.streams = stage, store, streams
         self.watch = StepWatch()
 
-    def take(self, instance: Instance, microbatch: int) -> Tensor:
-        """From the store; a gradient that no backward here has added to is zero."""
-        tensor = self.store.take(instance, microbatch)
+    def take(self, instance: Instance, microbatch: int, *, lends: bool = False) -> Tensor:
+        """From the store; a gradient that no backward here has added to is zero. `lends` as for `Store.take`."""
+        tensor = self.store.take(instance, microbatch, lends=lends)
         if tensor is None:
             assert instance.item.reading is not None, f"{instance.item.value} was not made before it is read"
             return self.room(instance).zero_()

@@ -50,6 +50,8 @@ class Ordering(Protocol):
 
     def used(self, tensor: Tensor) -> None: ...
 
+    def lent(self, tensor: Tensor) -> None: ...
+
     def fence(self) -> Any: ...
 
     def after(self, fence: Any) -> None: ...
@@ -58,6 +60,9 @@ class Ordering(Protocol):
 class Store:
     """Whoever takes a tensor reads it on its own stream. What the store itself makes of others (a piece, a gathered whole) is
     made on the stream of the first who takes it; whoever takes it later waits for that.
+
+    What the computation has put here is its memory, or a view of something that it has taken: then the allocator knows of the
+    computation. So a communication can borrow it (`lends`).
 
     Attributes: shard, tp: the rank's place on the tp axis and its length.
     """
@@ -84,28 +89,40 @@ class Store:
         self._left: dict[Place, int] = {}
         self._pieces: dict[Place, dict[int, Tensor]] = {}
         self._fences: dict[Place, Any] = {}
+        self._computed: set[Place] = set()
 
-    def put(self, instance: Instance, microbatch: int, tensor: Tensor) -> None:
-        """Keep a tensor if anyone here will read it."""
+    def put(self, instance: Instance, microbatch: int, tensor: Tensor, *, computed: bool = False) -> None:
+        """Keep a tensor if anyone here will read it.
+
+        Args:
+            computed: the computation has allocated it.
+        """
         with self._lock:
             if self._reads.get(instance):
-                self._there[instance, microbatch] = tensor
-                self._left[instance, microbatch] = self._reads[instance]
+                place = (instance, microbatch)
+                self._there[place] = tensor
+                self._left[place] = self._reads[instance]
+                if computed:
+                    self._computed.add(place)
 
     def put_piece(self, instance: Instance, microbatch: int, shard: int, tensor: Tensor) -> None:
         """Keep what another tp rank has sent of a value that is gathered here."""
         with self._lock:
             self._pieces.setdefault((instance, microbatch), {})[shard] = tensor
 
-    def take(self, instance: Instance, microbatch: int) -> Tensor | None:
-        """One read. None for a gradient that nobody has made here."""
+    def take(self, instance: Instance, microbatch: int, *, lends: bool = False) -> Tensor | None:
+        """One read. None for a gradient that nobody has made here.
+
+        Args:
+            lends: to a communication, behind which the computation comes before it gives the memory up.
+        """
         place = (instance, microbatch)
         with self._lock:
             if place not in self._there:
                 hop = self._hop_to(instance)
                 if hop is None:
                     return None
-                made = self._make(hop, instance, microbatch)
+                made = self._make(hop, instance, microbatch, lends=lends)
                 if made is None:
                     return None
                 self._there[place] = made
@@ -114,17 +131,18 @@ class Store:
                     self._fences[place] = self._ordering.fence()
             elif place in self._fences:
                 self._ordering.after(self._fences[place])
-            tensor = self._there[place]
+            tensor, tell = self._there[place], self._ordering.lent if lends and place in self._computed else self._ordering.used
             self._left[place] -= 1
             if not self._left[place]:
                 del self._there[place], self._left[place]
                 self._fences.pop(place, None)
-        self._ordering.used(tensor)
+                self._computed.discard(place)
+        tell(tensor)
         return tensor
 
-    def _make(self, hop: Hop, instance: Instance, microbatch: int) -> Tensor | None:
+    def _make(self, hop: Hop, instance: Instance, microbatch: int, *, lends: bool) -> Tensor | None:
         """The result of a hop on this rank that needs no task."""
-        source = self.take(Instance(instance.item, hop.source), microbatch)
+        source = self.take(Instance(instance.item, hop.source), microbatch, lends=lends)
         if source is None:
             return None
         match hop.operation:
