@@ -7,6 +7,9 @@ of its device is seeded. The seed comes from this number, the component, the mic
 works on. So replicas draw different masks, and the shards of a component begin in one state
 (`parsim.model.shard.randomness` goes on from there). A step leaves the rank's generator one number further, whatever was
 drawn. A checkpoint keeps its state, and ranks never drift apart.
+
+On a GPU, a component that may draw from the generator of the host has that one seeded as well, and to itself while it runs:
+whoever reads samples waits (`parsim.host_generators`).
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ import torch
 from torch import Tensor
 
 from parsim.graph.plan_index import PlanIndex
+from parsim.host_generators import alone
 from parsim.model.runnable import CallProgram
+from parsim.model.shard.host_draws import may_draw_on_host
 from parsim.model.shard.randomness import generator_of
 from parsim.model.shard.unlisted import draws
 
@@ -39,6 +44,8 @@ class ComponentRandomness:
             for name in layout.rank_components(rank)
             if draws(programs[name])
         }
+        on_gpu = device.type == "cuda"
+        self._on_host = frozenset(name for name in self._samples if on_gpu and may_draw_on_host(programs[name]))
         self._step = 0
         self._generator = torch.Generator()
         self._generator.set_state(torch.get_rng_state())
@@ -77,9 +84,32 @@ class ComponentRandomness:
         """Whether a forward of the component draws random numbers."""
         return component in self._samples
 
+    def draws_on_host(self, component: str) -> bool:
+        """Whether a forward of the component may draw from the generator of the host."""
+        return self._device.type == "cpu" or component in self._on_host
+
+    @contextlib.contextmanager
+    def _host_alone(self) -> Iterator[None]:
+        with alone():
+            state = torch.get_rng_state()
+            try:
+                yield
+            finally:
+                torch.set_rng_state(state)
+
+    def around(self, component: str) -> contextlib.AbstractContextManager[None]:
+        """Around every forward of a component: on a GPU it has the generator of the host to itself, if it may draw from that,
+        and leaves it as it was."""
+        return self._host_alone() if component in self._on_host else _NOTHING
+
     def begin(self, component: str, microbatch: int) -> None:
-        """Before the first forward of a component for a microbatch."""
+        """Before the first forward of a component for a microbatch, inside `around`."""
         if component in self._samples:
             key = repr((self._step, component, microbatch, *self._samples[component]))
-            seed = hashlib.blake2b(key.encode(), digest_size=7).digest()
-            generator_of(self._device).manual_seed(int.from_bytes(seed, "big"))
+            seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
+            generator_of(self._device).manual_seed(seed)
+            if component in self._on_host:
+                torch.default_generator.manual_seed(seed)
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

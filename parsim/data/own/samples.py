@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from parsim.data.own.described import Described
 from parsim.errors import DataError
+from parsim.host_generators import alone
 
 Arrays = dict[str, NDArray[np.generic]]
 
@@ -30,15 +31,16 @@ class RandomStates:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Go on from where the last use ended."""
-        others = _states()
-        if self._own is not None:
-            _set_states(self._own)
-        try:
-            yield
-        finally:
-            self._own = _states()
-            _set_states(others)
+        """Go on from where the last use ended. Other threads that draw from them wait."""
+        with alone():
+            others = _states()
+            if self._own is not None:
+                _set_states(self._own)
+            try:
+                yield
+            finally:
+                self._own = _states()
+                _set_states(others)
 
 
 def _states() -> tuple[Any, Any, Any]:

@@ -139,17 +139,17 @@ class Computing:
         whole, counts = stage.runnables[name], name == LOSS and stage.loss_counts
         again = forward_keeping_calls if layout.recomputes_by_operator(name) else forward_keeping_inputs
         recomputes, differentiable = layout.recomputes(name), name in layout.differentiable
-        draws = stage.randomness.draws(name)
+        draws, on_host = stage.randomness.draws(name), stage.randomness.draws_on_host(name)
 
         def run() -> None:
             runnable = whole if stale is None or stale.forward is None else stale.forward.runnables[name]
             found = [take(instance, microbatch) for instance in own.reads]
             given = [found[place] for place in own.places]
-            if draws:
-                stage.randomness.begin(name, microbatch)
-            with stage.computing():
+            with stage.randomness.around(name), stage.computing():
+                if draws:
+                    stage.randomness.begin(name, microbatch)
                 if recomputes:
-                    outputs, self._kept[key] = again(runnable, given, stage.device, draws=draws)
+                    outputs, self._kept[key] = again(runnable, given, stage.device, draws=draws, on_host=on_host)
                 else:
                     outputs, record = forward_component(runnable, given)
                     if differentiable:
@@ -167,8 +167,8 @@ class Computing:
 
         def run() -> None:
             kept = self._kept.pop(key)
-            with stage.computing():
-                self._records[key] = recompute(stage.runnables[name], kept, stage.device)
+            with stage.randomness.around(name), stage.computing():
+                self._records[key] = recompute(stage.runnables[name], kept)
 
         return run
 

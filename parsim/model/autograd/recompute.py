@@ -12,7 +12,7 @@ Leaves out: whatever else a forward may read that changes between the two runs (
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,28 +32,29 @@ class RecomputeInputs:
     Attributes:
         inputs: as given, or what those were like that nothing reads again. buffers: copies from before the first run, in the
             order of `Runnable.buffer_names`.
-        generators: the state of the CPU's generator, and on a GPU also that of the GPU's; none where nothing is drawn.
+        generators: by device the states of those that it may draw from.
         calls: which calls run again; None: all.
     """
 
     inputs: tuple[Tensor | Like, ...]
     buffers: tuple[Tensor, ...]
-    generators: tuple[Tensor, ...]
+    generators: Mapping[torch.device, Tensor]
     calls: KeptCalls | None = None
 
 
 def forward_keeping_inputs(
-    runnable: Runnable, inputs: Sequence[Tensor], device: torch.device, *, draws: bool = True
+    runnable: Runnable, inputs: Sequence[Tensor], device: torch.device, *, draws: bool = True, on_host: bool = True
 ) -> tuple[tuple[Tensor, ...], RecomputeInputs]:
     """Run `runnable` on `inputs` without saving anything for a backward. Returns outputs, and what `recompute` needs.
 
     Args:
         draws: it may draw random numbers. If it does not, generators are left alone, which others may use meanwhile.
+        on_host: on a GPU, also from the generator of the CPU. If it does not, that one is left alone.
     """
     kept = RecomputeInputs(
         inputs=tuple(value.detach() for value in inputs),
         buffers=tuple(buffer.clone() for buffer in runnable.buffers()),
-        generators=_generator_states(device) if draws else (),
+        generators=_generator_states(device, draws, on_host),
     )
     with torch.no_grad():
         outputs, _ = forward_component(runnable, inputs)
@@ -61,14 +62,14 @@ def forward_keeping_inputs(
 
 
 def forward_keeping_calls(
-    runnable: Runnable, inputs: Sequence[Tensor], device: torch.device, *, draws: bool = True
+    runnable: Runnable, inputs: Sequence[Tensor], device: torch.device, *, draws: bool = True, on_host: bool = True
 ) -> tuple[tuple[Tensor, ...], RecomputeInputs]:
     """The same, keeping the outputs of operators that are dear to compute and that something needs again.
 
     Raises TraceError if the component writes in place into an input that is read again.
     """
     buffers = runnable.buffers()
-    copies, states = tuple(buffer.clone() for buffer in buffers), _generator_states(device) if draws else ()
+    copies, states = tuple(buffer.clone() for buffer in buffers), _generator_states(device, draws, on_host)
     given = (*runnable.parameters(), *(constant for constant, _ in runnable.program.constants))
     outputs, calls = first_forward(runnable, inputs, FirstForward((*inputs, *given, *buffers)), buffers)
     kept = tuple(value.detach() if read else Like.of(value) for value, read in zip(inputs, calls.inputs, strict=True))
@@ -111,20 +112,30 @@ def _read_too_early(nothing: object) -> Tensor:
     raise AssertionError(f"a first forward saves {nothing}, and no backward runs before the second one")
 
 
-def recompute(runnable: Runnable, kept: RecomputeInputs, device: torch.device) -> Saved:
+def recompute(runnable: Runnable, kept: RecomputeInputs) -> Saved:
     """Run the forward again, saving for its backward. Generators and buffers are afterwards as they were before."""
-    own = [device] if device.type == "cuda" else []
-    as_before: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if kept.generators:
-        as_before = torch.random.fork_rng(devices=own)
-    with as_before, runnable.reading_buffers(kept.buffers):
-        for state, place in zip(kept.generators, (CPU, device), strict=False):
-            set_generator_state(state, place)
+    with _generators_of(kept), runnable.reading_buffers(kept.buffers):
         if kept.calls is not None:
             return second_forward(runnable, kept.inputs, kept.calls)
         return forward_component(runnable, [value for value in kept.inputs if isinstance(value, Tensor)])[1]
 
 
-def _generator_states(device: torch.device) -> tuple[Tensor, ...]:
-    own = (generator_state(device),) if device.type == "cuda" else ()
-    return (torch.get_rng_state(), *own)
+@contextlib.contextmanager
+def _generators_of(kept: RecomputeInputs) -> Iterator[None]:
+    """Inside, generators are in the states of the first run."""
+    before = {place: generator_state(place) for place in kept.generators}
+    try:
+        for place, state in kept.generators.items():
+            set_generator_state(state, place)
+        yield
+    finally:
+        for place, state in before.items():
+            set_generator_state(state, place)
+
+
+def _generator_states(device: torch.device, draws: bool, on_host: bool) -> dict[torch.device, Tensor]:
+    """Of the generators that a forward may draw from."""
+    if not draws:
+        return {}
+    places = [*([CPU] if on_host or device.type == "cpu" else []), *([device] if device.type == "cuda" else [])]
+    return {place: generator_state(place) for place in places}
