@@ -116,10 +116,14 @@ class Loader:
         self._reading = []
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+        """End what reads: first the workers, whom the thread has begun."""
+        for future in self._reading:
+            future.cancel()
+        self.settle()
         if self._workers is not None:
             self._workers.close()
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _begin_thread(self) -> None:
         """Pinning must not open another GPU: a thread begins on the first."""

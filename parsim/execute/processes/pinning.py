@@ -35,6 +35,14 @@ def available_cores() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
+_before_pinning: list[tuple[int, ...]] = []
+
+
+def cores_before_pinning() -> tuple[int, ...]:
+    """Cores that this process might use before `prepare_rank` gave it one of them; else those that it may use."""
+    return _before_pinning[0] if _before_pinning else available_cores()
+
+
 def core_of_rank(local_rank: int, cores: tuple[int, ...]) -> int:
     """Ranks go round the cores: rank r on core r mod n."""
     return cores[local_rank % len(cores)]
@@ -53,6 +61,8 @@ def prepare_rank(local_rank: int, local_world_size: int, *, device: str = "cpu")
     torch.set_num_threads(1)
     keep_freed_memory()
     cores = available_cores()
+    if not _before_pinning:
+        _before_pinning.append(cores)
     shared_by, first = -(-local_world_size // len(cores)), local_rank < len(cores)
     if not hasattr(os, "sched_setaffinity"):
         return Pinning(core=None, threads=1, shared_by=shared_by, first=first)
