@@ -69,6 +69,21 @@ def batch_to_score(
     return values
 
 
+class GatheredBatch:
+    """Microbatch -> its values on the device, of samples that a thread gathers."""
+
+    def __init__(self, gathered: Sequence[Future[dict[str, Tensor]]], device: torch.device) -> None:
+        self._gathered, self._device = gathered, device
+
+    def is_ready(self) -> bool:
+        """Whether all samples are there, so that nobody waits for them."""
+        return all(future.done() for future in self._gathered)
+
+    def __call__(self, microbatch: int) -> dict[str, Tensor]:
+        values = self._gathered[microbatch].result()
+        return {name: tensor.to(self._device, non_blocking=True) for name, tensor in values.items()}
+
+
 class Loader:
     """The batches of `rank` under the plan of `layout`.
 
@@ -140,9 +155,7 @@ class Loader:
             self._thread.submit(self._gathered, step, microbatch) for microbatch in range(microbatches)
         ]
         self._reading += gathered
-        return lambda microbatch: {
-            name: tensor.to(self._device, non_blocking=True) for name, tensor in gathered[microbatch].result().items()
-        }
+        return GatheredBatch(gathered, self._device)
 
     def _gathered(self, step: int, microbatch: int) -> dict[str, Tensor]:
         read = self._read if self._workers is None else self._workers.read

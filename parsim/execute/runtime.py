@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from parsim.errors import ExecutionError
@@ -162,6 +163,9 @@ class RankProgram:
         self._computing.batch = batch
         load = None
         for entry in self._issue_of(self._script).entries:
+            if load is not None and isinstance(entry.task.work, OptimizerStep) and _is_ready(following):
+                self._load_ahead(load, following)
+                load = None
             if entry.stream not in (COMPUTE, HOST):
                 streams.submit(entry.task.index, entry.stream, entry.before, entry.operation)
             elif streams.loads_ahead and isinstance(entry.task.work, LoadBatch):
@@ -169,13 +173,17 @@ class RankProgram:
                 self._begin_batch(entry, batch)
             else:
                 streams.compute(entry.task.index, entry.stream, entry.before, entry.operation)
-        if not self._script.updates:
+        if not self._script.updates and self._stage.loss_scale is not None:
+            if load is not None and _is_ready(following):
+                self._load_ahead(load, following)
+                load = None
             self._stage.overflowed()
-        if load is not None and following is not None:
-            streams.load_ahead(load.task.index, load.stream, lambda: self._load_ahead(following))
+        if load is not None:
+            self._load_ahead(load, following)
         times = streams.finish()
         self._communicating.ended()
-        return float(sum(loss.item() for loss in self._computing.losses)), times
+        losses = [loss.reshape(()) for loss in self._computing.losses]
+        return float(sum(torch.stack(losses).tolist())) if losses else 0.0, times  # read at once: the host waits for each read
 
     # --- scripts, bound -----------------------------------------------------------------------------------------------
 
@@ -239,9 +247,19 @@ class RankProgram:
         for microbatch, values in enumerate(ahead[1]):
             self._computing.keep(microbatch, values)
 
-    def _load_ahead(self, following: BatchSource) -> None:
+    def _load_ahead(self, load: _Bound, following: BatchSource | None) -> None:
+        """Load the next step's batch, if it is known."""
+        if following is not None:
+            self._streams.load_ahead(load.task.index, load.stream, lambda: self._read_ahead(following))
+
+    def _read_ahead(self, following: BatchSource) -> None:
         self.watch.loading()
         self._ahead = following, self._computing.read(following)
+
+
+def _is_ready(following: BatchSource | None) -> bool:
+    """Whether the next batch can be loaded now. It is before the update if so, as the host waits there with a scaled loss."""
+    return bool(getattr(following, "is_ready", lambda: False)())
 
 
 def _last(before: Sequence[int], places: Mapping[int, tuple[int, str]]) -> tuple[int, ...]:

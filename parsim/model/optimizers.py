@@ -22,6 +22,8 @@ MOMENTUM = 0.9
 COUNTERS = ("step", "mu_product", "eta", "mu")
 """Entries of an optimizer's state that follow from the number of steps (NAdam's product of momenta, ASGD's rates): one number
 for each parameter, which every rank keeps."""
+HOST_COUNTERS = ("mu_product",)
+"""Those that torch keeps in the memory of the host, whatever device the parameters are on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

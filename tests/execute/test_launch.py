@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from parsim.errors import ExecutionError
+from parsim.execute.processes import launch as launching
 from parsim.execute.processes.group import read_error, read_place
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.processes import MARK_VARIABLE, descendants, kill_launch, marked
@@ -160,6 +161,16 @@ class TestSuccess:
         _launch(_job(tmp_path, [["child"], ["wait", "child0"]]), 1)
         assert (tmp_path / "child0").exists()
         assert [pid for pid in _pids(tmp_path) if _alive(pid)] == []
+
+    def test_ranks_of_one_machine_meet_on_the_loopback(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """NCCL would listen on an interface of the network, and could not begin where a firewall closes that."""
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            monkeypatch.delenv(name, raising=False)
+        ranks = launching._Ranks(job=tmp_path, nproc=1, module="m", scratch=tmp_path, attempt=0, on_line=None)
+        found = ranks._environment(0, {})
+        assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "lo"
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+        assert ranks._environment(0, {})["NCCL_SOCKET_IFNAME"] == "eth7"
 
     @pytest.mark.slow
     def test_extra_variables_win(self, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from parsim.execute.state.checkpoint import latest_checkpoint, load_state
 from parsim.workflow.folders.resuming import held
 from parsim.workflow.folders.run_folder import RunFolder
 from parsim.workflow.public.functions import plan
-from parsim.workflow.training.launch_files import export_launch
+from parsim.workflow.training.launch_files import LaunchFile, export_launch, slurm_text, torchrun_text
 from tests.execute.sockets import LISTEN, Socket, sockets_of
 from tests.execute.test_bad_run import cpu_profile
 
@@ -95,6 +95,25 @@ def test_several_machines_need_an_interface_that_both_files_bind_to(folder: Path
         assert "SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in text
         assert 'PARSIM_RENDEZVOUS="$MASTER_ADDR:31000"' in text
         assert "addr show dev ib0" in text
+
+
+def test_slurm_chooses_the_gpus_of_its_jobs_itself(tmp_path: Path) -> None:
+    """It hands a job its GPUs as 0, 1, ...; numbers of the machine would name others, or none."""
+    launch = LaunchFile(
+        name="mlp",
+        job=tmp_path / "job.json",
+        nodes=1,
+        per_node=2,
+        interface="lo",
+        port=29500,
+        device="cuda",
+        visible="2,3",
+        import_folder="",
+        token="0" * 64,
+    )
+    assert "export CUDA_VISIBLE_DEVICES=2,3" in torchrun_text(launch)
+    assert "CUDA_VISIBLE_DEVICES" not in slurm_text(launch)
+    assert "--gpus-per-node=2" in slurm_text(launch)
 
 
 def test_agents_of_several_machines_restart_nothing(folder: Path) -> None:

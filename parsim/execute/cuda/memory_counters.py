@@ -28,6 +28,8 @@ class MemoryUse:
 class MemoryCounters(Protocol):
     """The counters of one device."""
 
+    def give_back(self) -> None: ...
+
     def forget_peaks(self) -> None: ...
 
     def allocated_bytes(self) -> int: ...
@@ -46,7 +48,13 @@ class TorchMemoryCounters:
         self._device = device
         self._cuda = torch.cuda
 
+    def give_back(self) -> None:
+        """What tensors that are gone had taken from the driver, which libraries cannot use."""
+        self._cuda.empty_cache()
+
     def forget_peaks(self) -> None:
+        """Also what the allocator has taken for anything but steps, such as a score or the plan before."""
+        self.give_back()
         self._cuda.reset_peak_memory_stats(self._device)
 
     def allocated_bytes(self) -> int:

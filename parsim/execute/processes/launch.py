@@ -65,8 +65,8 @@ def launch(
 ) -> None:
     """Run `python -m MODULE JOB.json` as `nproc` ranks on this machine and wait for all of them.
 
-    Each rank computes on one thread unless `env` says otherwise (calibration and execution must agree on it), and gloo talks
-    over the loopback interface unless GLOO_SOCKET_IFNAME is set.
+    Each rank computes on one thread unless `env` says otherwise (calibration and execution must agree on it), and gloo and
+    NCCL talk over the loopback interface unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME is set.
 
     Args:
         job_path: handed to the module, whose main function is `group.worker_main`; ranks leave `error-rank{r}.json` beside it.
@@ -159,7 +159,8 @@ class _Ranks:
         if not environment.get("PYTHONHASHSEED", "").isdigit():
             environment["PYTHONHASHSEED"] = "0"  # a forward that iterates over a set (gemma3) does so in one order on all ranks
         if Path("/sys/class/net/lo").exists():
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                environment.setdefault(name, "lo")
         for name in list(environment):
             if name in _OTHERS or name.startswith("TORCHELASTIC_"):
                 del environment[name]

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from parsim.errors import ExecutionError
 from parsim.execute.state.manifest import SCHEMA_VERSION, Manifest, manifest_text, read_manifest
 from parsim.files import PARTIAL, write_atomically
-from parsim.model.optimizers import COUNTERS
+from parsim.model.optimizers import COUNTERS, HOST_COUNTERS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -314,11 +314,14 @@ def optimizer_state(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> d
 def restore_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Any]]) -> None:
     """Load the state of an optimizer's parameters. Its own hyperparameters stay; devices and dtypes follow the parameters.
 
-    Counters keep their dtype: torch takes NAdam's product to that of the parameter, and another training would follow.
+    Counters keep their dtype: torch takes NAdam's product to that of the parameter, and another training would follow. It takes
+    that product to a GPU, too, where every later update would wait for the device to read it: it stays on the host.
 
     Args:
         optimizer: of this rank. parameters: by name. state: by parameter name.
     """
+    import torch
+
     names = {id(value): name for name, value in parameters.items()}
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     document = optimizer.state_dict()
@@ -331,7 +334,9 @@ def restore_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor], st
     for number, own in document["state"].items():
         loaded = optimizer.state[ordered[number]]
         for key in loaded.keys() & set(COUNTERS):
-            loaded[key] = loaded[key] if loaded[key].dtype == own[key].dtype else own[key].to(loaded[key].device)
+            place = torch.device("cpu") if key in HOST_COUNTERS else loaded[key].device
+            if (loaded[key].dtype, loaded[key].device) != (own[key].dtype, place):
+                loaded[key] = own[key].to(place)
 
 
 def rng_state(device: str = "cpu") -> dict[str, Tensor]:

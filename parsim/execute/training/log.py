@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from parsim.errors import ExecutionError
 from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.group import ProcessPlace
@@ -25,6 +27,8 @@ BOARD = "tensorboard"
 """Folder of event files, where the training writes them."""
 RECENT = 20
 """Steps whose mean is shown as the measured step."""
+NORMS = 256
+"""Norms of gradients are read from the device together, at most so many: each read waits for it."""
 
 
 class TrainingLog:
@@ -41,6 +45,7 @@ class TrainingLog:
         self._seconds: list[float] = []
         self._rates: list[dict[str, float]] = []
         self._norms: list[Any] = []
+        self._read = 0
         self._last = time.perf_counter()
         self._board: Any = None
         if entry.stage.rank == 0:
@@ -57,6 +62,15 @@ class TrainingLog:
         """After a step."""
         self._seconds.append(time.perf_counter() - self._last)
         self._norms.append(entry.stage.gradient_norm)
+        if len(self._norms) - self._read >= NORMS:
+            self._read_norms()
+
+    def _read_norms(self) -> None:
+        """Norms as numbers: each is an array of the device until then."""
+        left = [norm for norm in self._norms[self._read :] if norm is not None]
+        if left:  # a plan clips in every step, or in none
+            self._norms[self._read :] = torch.cat(left).tolist()
+        self._read = len(self._norms)
 
     def write(self, entry: RankRun, place: ProcessPlace, validation: dict[str, Any] | None) -> None:
         """The steps since the last time; every rank calls it at once.
@@ -69,6 +83,7 @@ class TrainingLog:
         self._written += len(own)
         if place.rank != 0 or not own:
             return
+        self._read_norms()
         first = self._written - len(own)
         lines = []
         for number, losses in enumerate(zip(*everyone, strict=True), first):
@@ -81,7 +96,7 @@ class TrainingLog:
                 "seconds": self._seconds[number],
             }
             norm = self._norms[number]
-            lines.append(line if norm is None else {**line, "gradient_norm": float(norm)})
+            lines.append(line if norm is None else {**line, "gradient_norm": norm})
         self._norms[first : self._written] = [None] * len(own)
         if validation is not None:
             lines[-1]["validation"] = {name: value for name, value in validation.items() if name != "step"}

@@ -85,6 +85,8 @@ def train(
         if entry.run.plan is not plan:
             keep_nothing()
             keep_what_is_there()  # without what the plan before held
+            if entry.counters is not None:
+                entry.counters.give_back()  # NCCL takes memory of its own for the groups of the new plan
         validates = validation is not None and validation.due(done)
         if validates and validation is not None and validation.look(entry, place):
             stopped = done

@@ -52,6 +52,10 @@ RECORDED_STEPS = 64
 """Task times are kept of fewer steps than this per run, spread evenly over it."""
 
 
+FILLING = 2
+"""Steps in which the allocator of a GPU takes from the driver what a step needs, once it has given back all that it had."""
+
+
 class ProcessGroups:
     """The process groups of this launch, made as plans ask for them. Every rank asks for the same ones in the same order.
 
@@ -372,7 +376,7 @@ class RankRun:
         self.cpu_s.append(time.process_time() - cpu)
 
     def measure_memory(self) -> None:
-        """One step under the eyes of the live-bytes counter, and on a GPU one more under those of allocator and driver; their
+        """One step under the eyes of the live-bytes counter, and on a GPU some more under those of allocator and driver; their
         times are not kept."""
         with watching(self.stage) as watch:
             self.program.watch = watch
@@ -383,7 +387,8 @@ class RankRun:
         self.memory = MemoryUse(live_bytes=self.peak_bytes)
         if self.counters is not None:
             self.counters.forget_peaks()
-            self.step(keep=False)
+            for _ in range(FILLING):
+                self.step(keep=False)
             self.memory = replace(
                 self.memory,
                 allocated_bytes=self.counters.allocated_bytes(),

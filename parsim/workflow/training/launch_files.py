@@ -159,8 +159,6 @@ def _environment(launch: LaunchFile) -> list[str]:
         f'export PARSIM_RENDEZVOUS="$MASTER_ADDR:{launch.port}"',
         f"export PARSIM_TOKEN={launch.token}",
     ]
-    if launch.visible:
-        lines.append(f"export CUDA_VISIBLE_DEVICES={launch.visible}")
     if launch.import_folder:
         lines.append(f'export PYTHONPATH={shlex.quote(launch.import_folder)}"${{PYTHONPATH:+:$PYTHONPATH}}"')
     return lines
@@ -201,6 +199,8 @@ def torchrun_text(launch: LaunchFile) -> str:
             else f'MASTER_ADDR="${{MASTER_ADDR:-$({_address_of(launch.interface)})}}"'
         ]
     restarts = RESTARTS if launch.nodes == 1 else 0
+    if launch.visible:  # Slurm chooses the GPUs of its jobs itself
+        lines.append(f"export CUDA_VISIBLE_DEVICES={launch.visible}")
     lines += [
         *_environment(launch),
         'exec "$PYTHON" -m parsim.execute.processes.torchrun_agent \\',
