@@ -24,6 +24,7 @@ from parsim.execute.training.log import TrainingLog
 from parsim.plans.mesh import Mesh
 from parsim.work import LoadBatch, OptimizerStep
 from tests.execute.interpreted import CPU, planned
+from tests.execute.test_cuda_races import RELAXED
 from tests.execute.test_equality import MLP, case
 from tests.virtual_cuda import VirtualDriver
 
@@ -99,6 +100,26 @@ def test_norms_of_gradients_do_not_stay_on_the_device(tmp_path: Path, monkeypatc
     log.write(entry, SimpleNamespace(rank=0), None)  # type: ignore[arg-type]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [f'"gradient_norm": {step / 2}' in line for step, line in enumerate(lines)] == [True] * 10
+
+
+def test_decoupled_stages_go_on_with_values_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is read into the memory of the host. What waited there ended the first step of a GPU in an error."""
+    with fake_rank(planned(RELAXED["stale"]), 1, Noted(VirtualDriver()), CPU, torch.clone) as (_, program, loader):
+        stale = program._stale
+        assert stale is not None
+        for step in range(8):
+            stale.begin_step(step)
+            batches = [max(0, stale.batch_of(number)) for number in (step, step + 1)]
+            program.step(loader.batch(batches[0]), loader.following(batches[1]), script=program.script(step))
+        saved = stale.own_state()
+        kinds = {key.split("/")[0] for key in saved} | {key.split("/")[2] for key in saved if key.startswith("waiting/")}
+        assert {"arrived", "inputs"} <= kinds
+        monkeypatch.setattr(stale._stage, "device", torch.device("meta"))
+        given: list[Tensor] = []
+        again: Any = SimpleNamespace(run_forward_again=lambda batch, draw: given.extend(stale.arrived.values()))
+        stale.load_own(saved, 8, again, loader.batch)
+        assert {tensor.device.type for tensor in [*given, *stale._arriving.values()]} == {"meta"}
+        assert given
 
 
 def test_nadam_s_product_stays_on_the_host_when_a_training_goes_on() -> None:

@@ -166,7 +166,8 @@ class StaleStage:
         """Run the batches that waited forward again, as they were; a checkpoint of another plan begins with none.
 
         Args:
-            state: of `own_state`. step: in which the training goes on. program: of this rank. source: of a batch, by number.
+            state: of `own_state`, on any device. step: in which the training goes on.
+            program: of this rank. source: of a batch, by number.
 
         Raises:
             ExecutionError: a part of the state is missing.
@@ -175,20 +176,23 @@ class StaleStage:
         if state.get(PLAN) != self.marker:
             return
         parts = [key.split("/", 3) for key in state]
+
+        def here(part: list[str]) -> Tensor:
+            tensor: Tensor = state["/".join(part)].to(self._stage.device)
+            return tensor
+
         try:
             buffers = {name: tensor.clone() for name, tensor in self._stage.buffers().items()}
             for batch in sorted({int(part[1]) for part in parts if part[0] == "waiting"}):
                 prefix = f"waiting/{batch}/"
-                inputs = {
-                    int(part[3]): state["/".join(part)] for part in parts if part[:3] == ["waiting", str(batch), "inputs"]
-                }
+                inputs = {int(part[3]): here(part) for part in parts if part[:3] == ["waiting", str(batch), "inputs"]}
                 self.arrived, self.forward = inputs, self._enter(batch, inputs)
                 module = self._modules[batch % len(self._modules)]
                 self._copy_weights(module, {name: state[f"{prefix}weights/{name}"] for name in self._trained(module)})
                 program.run_forward_again(source(batch), int(state[f"{prefix}draw"]))
             for name, tensor in self._stage.buffers().items():
                 tensor.data.copy_(buffers[name])  # as training forwards write them: what waits may have saved them
-            self._arriving = {int(part[1]): state["/".join(part)] for part in parts if part[0] == "arrived"}
+            self._arriving = {int(part[1]): here(part) for part in parts if part[0] == "arrived"}
             self.began = int(state["began"])
         except KeyError as error:
             raise lacking(error, self._stage.rank) from error
