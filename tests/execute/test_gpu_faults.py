@@ -18,6 +18,7 @@ from parsim.execute.cuda.faults import (
     check_alone,
     check_devices,
     checkpoint_text,
+    first_line,
     is_lost_device,
     is_out_of_memory,
     lost_device,
@@ -120,6 +121,35 @@ def test_faults_outside_steps_are_told_too() -> None:
         with pytest.raises(RuntimeError) as seen, told_outside_steps(0, device, str):
             raise error
         assert seen.value is error
+
+
+NO_ROOM = """NCCL error in: NCCLUtils.cpp:94, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+Last error:
+Error while creating shared memory segment /dev/shm/nccl-8WgwXZ (size 33030528), error: No space left on device (28)
+"""
+NO_MEMORY = """NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+Cuda failure 2 'out of memory'"""
+
+
+def test_errors_of_nccl_are_told_with_their_cause(tmp_path: Path) -> None:
+    """It stands behind what all such errors have in common."""
+    record = ErrorRecord(
+        rank=1, attempt=0, kind="DistBackendError", message=NO_ROOM, reported=False, peer_lost=False, time_s=1.0, traceback="t"
+    )
+    (tmp_path / "error-rank1.json").write_text(json.dumps({key: getattr(record, key) for key in record.__slots__}))
+    with pytest.raises(RankLostError, match=r"unhandled system error .*No space left on device \(28\) .*--shm-size=1g"):
+        raise_failure(tmp_path, 2, Ended(attempt=0, statuses={1: 1}), RankOutput(folder=tmp_path, on_line=None), None)
+    with (
+        pytest.raises(OutOfMemoryError, match="Cuda failure 2 'out of memory'"),
+        told_outside_steps(0, "cuda:0", lambda: "starting"),
+    ):
+        raise RuntimeError(NO_MEMORY)
+    assert first_line("one\ntwo") == "one"
+    assert first_line(" ") == ""
+    assert first_line("one\nLast error:\n\n") == "one"
 
 
 # --- in a rank --------------------------------------------------------------------------------------------------------

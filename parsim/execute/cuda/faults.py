@@ -6,6 +6,7 @@ torch is imported where it is used: planning needs none.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from parsim.errors import ExecutionError, OutOfMemoryError, RankLostError
@@ -17,6 +18,10 @@ OTHERS_BYTES = 2 * GIB
 LOST = ("cuda error", "cudnn_status", "cublas_status", "nccl error: unhandled cuda error", "unspecified launch failure")
 NO_MEMORY = ("out of memory", "status_alloc_failed")
 """cuBLAS, cuDNN, NCCL and CUDA's own calls say so in errors that are not torch's OutOfMemoryError."""
+
+LAST_ERROR = "Last error:"
+"""In what torch says of an error of NCCL: the cause follows."""
+SHARED_MEMORY = "(NCCL communicates through /dev/shm; give a container more of it: docker run --shm-size=1g, or --ipc=host)"
 
 REST = "activations and what comes beside them"
 
@@ -94,6 +99,20 @@ def out_of_memory(
     )
 
 
+def first_line(message: str) -> str:
+    """What an error says at first; of NCCL, which names the cause at the end, that too.
+
+    Args:
+        message: of the error, of any number of lines.
+    """
+    lines = [line.strip() for line in message.strip().splitlines()]
+    if not lines:
+        return ""
+    cause = next((line for before, line in itertools.pairwise(lines) if before == LAST_ERROR and line), "")
+    hint = f" {SHARED_MEMORY}" if "shared memory segment" in cause else ""
+    return f"{lines[0]}: {cause}{hint}" if cause else lines[0]
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a GPU's memory was too small, whoever asked for it: torch's allocator, a library, NCCL, or CUDA itself."""
     import torch
@@ -118,7 +137,7 @@ def told_outside_steps(rank: int, device: str, doing: Callable[[], str]) -> Iter
     except RuntimeError as error:
         if not device.startswith("cuda"):
             raise
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        said = first_line(str(error)) or type(error).__name__
         if is_out_of_memory(error):
             raise OutOfMemoryError(
                 f"rank {rank} ran out of memory on {device} outside a training step ({doing()}): {said}. Use more devices, "
@@ -148,7 +167,7 @@ def is_lost_device(error: BaseException) -> bool:
 
 def lost_device(rank: int, device: str, step: int, error: BaseException, kept: str) -> RankLostError:
     """The message for a rank whose device is lost."""
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    said = first_line(str(error)) or type(error).__name__
     return RankLostError(
         f"rank {rank} lost {device} in step {step}: {said}. {kept} `nvidia-smi` and the system log (Xid) say whether the "
         "GPU is well",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from parsim.errors import DivergedError, ExecutionError, OutOfMemoryError, RankLostError
+from parsim.execute.cuda.faults import first_line
 from parsim.execute.processes.group import ErrorRecord, error_path, read_error
 from parsim.execute.processes.supervise.heartbeat import Hang
 from parsim.execute.processes.supervise.output import RankOutput
@@ -78,9 +79,9 @@ def _hang_text(hang: Hang, places: Mapping[int, str], nproc: int) -> str:
 def _record_text(record: ErrorRecord, nproc: int, folder: Path) -> str:
     if record.reported:
         return f"rank {record.rank} of {nproc} stopped: {record.message}"
-    lines = record.message.strip().splitlines()
+    said = first_line(record.message)
     where = f"traceback in {error_path(folder, record.rank)}" if record.traceback else "its traceback could not be written"
-    return f"rank {record.rank} of {nproc} failed: {record.kind}: {lines[0]} ({where})"
+    return f"rank {record.rank} of {nproc} failed: {record.kind}: {said} ({where})"
 
 
 def _lost_text(records: list[ErrorRecord], nproc: int) -> str:
