@@ -29,6 +29,7 @@ from calibration.rounds.raw_points import raw_path, save_raw
 from parsim.errors import ExecutionError
 from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.launch import launch
+from parsim.execute.training.rank_run import FILLING
 from parsim.files import write_text_atomically
 from parsim.garbage import keep_nothing, keep_what_is_there
 from parsim.hardware.profile import save_profile
@@ -303,8 +304,10 @@ class Programme:
                 found: dict[str, Any] = {"question": question.name, "held_out": question.held_out}
                 if device.type == "cuda":
                     self.device.clock.synchronize()
+                    torch.cuda.empty_cache()  # what cases before have left there
                     torch.cuda.reset_peak_memory_stats(device)
-                    executor.step()
+                    for _ in range(FILLING):
+                        executor.step()
                     self.device.clock.synchronize()
                     found |= {
                         "allocated_bytes": torch.cuda.max_memory_allocated(device) - before,

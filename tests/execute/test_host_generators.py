@@ -34,7 +34,7 @@ CUDA = torch.device("cuda", 0)
 KIND = TensorKind((3,), (1,), torch.float32, False)
 
 
-class Hidden(torch.autograd.Function):
+class UnseenNoise(torch.autograd.Function):
     """What torch does not see."""
 
     @staticmethod
@@ -65,7 +65,7 @@ CALLS = {
     "noise without a device": (one_call(torch.rand, 3), True),
     "noise on the host": (one_call(torch.rand, 3, device="cpu"), True),
     "a permutation on the host": (one_call(torch.randperm, 3), True),
-    "what torch does not see": (one_call(Hidden.apply, Ref(0)), True),
+    "what torch does not see": (one_call(UnseenNoise.apply, Ref(0)), True),
 }
 
 

@@ -48,16 +48,12 @@ class _Waiting(NamedTuple):
     operation: Operation
 
 
-Number = int
-"""Of tasks, in the order in which they are issued."""
-
-
 class _End(NamedTuple):
-    """Where a task ends, and by stream the last task that whoever waits for it is behind."""
+    """Where a task ends, and by stream the last task (in the order of issue) that whoever waits for it is behind."""
 
     stream: Any
     event: Any
-    behind: Mapping[Any, Number]
+    behind: Mapping[Any, int]
 
 
 class _Timed(NamedTuple):
@@ -91,8 +87,8 @@ class CudaStreams(Generic[S, E]):
 
     def _forget(self) -> None:
         self._ends: dict[int, _End] = {}
-        self._behind: dict[S, dict[S, Number]] = {}
-        self._lent: dict[S, deque[tuple[Number, Tensor]]] = {}
+        self._behind: dict[S, dict[S, int]] = {}
+        self._lent: dict[S, deque[tuple[int, Tensor]]] = {}
         self._timed: list[_Timed] = []
         self._last: dict[str, E] = {}
         self._base: tuple[float, E] | None = None
