@@ -109,6 +109,7 @@ class WorkerBatches:
                 collate_fn=_as_it_is,
                 worker_init_fn=partial(_begin_worker, parent=os.getpid()),
                 multiprocessing_context="fork",
+                generator=torch.Generator(),  # else it draws the seeds of workers from that of the process, which others use
             )
         )
 

@@ -31,6 +31,7 @@ from parsim.execute.processes.group import ErrorRecord, ProcessPlace, urgent_opt
 from parsim.execute.processes.supervise.failure import Ended, raise_failure
 from parsim.execute.processes.supervise.output import RankOutput
 from parsim.execute.records.measurement import RankRecord
+from parsim.execute.state import checkpoint
 from parsim.execute.training.rank_run import RankRun
 from parsim.graph.lower import lower
 from parsim.graph.plan_index import PlanIndex
@@ -201,6 +202,17 @@ def test_a_failing_step_says_what_it_means(
     monkeypatch.setattr(rank_run.stage, "overflowed", fails)  # called by the optimizer step
     with pytest.raises(wanted, match=message):
         rank_run.step(keep=True)
+
+
+def test_a_message_about_a_fault_does_not_read_the_whole_checkpoint(
+    rank_run: RankRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large model that takes minutes, in which all other ranks wait in NCCL."""
+    rank_run.step(keep=True)
+    rank_run.checkpoints = tmp_path
+    rank_run.save(tmp_path)
+    monkeypatch.setattr(checkpoint, "_digest", lambda _: pytest.fail("it was read"))
+    assert "The checkpoint of step 1 is kept" in rank_run._kept()
 
 
 def test_out_of_memory_of_a_rank_is_that_of_the_launch(tmp_path: Path) -> None:

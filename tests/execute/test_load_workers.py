@@ -74,6 +74,15 @@ def test_a_worker_leaves_alone_what_it_has_from_the_rank() -> None:
     batches.close()
 
 
+def test_workers_begin_without_a_number_of_the_process() -> None:
+    """torch draws their seeds where a component of a GPU may draw at that moment. Samples are seeded one by one."""
+    before = torch.get_rng_state()
+    batches = WorkerBatches(lambda step, microbatch: {"step": torch.tensor(step)}, 1, 1)
+    assert int(batches.read(3, 0)["step"]) == 3
+    batches.close()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or (os.cpu_count() or 1) < 2, reason="needs two cores")
 @pytest.mark.parametrize("pinned", [False, True], ids=["on a GPU", "on a core"])
 def test_a_worker_takes_no_core_that_the_run_was_not_given(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:

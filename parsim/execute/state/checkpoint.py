@@ -124,22 +124,22 @@ def save_checkpoint(folder: Path, step: int, state: RankState, *, seed: int, ran
     return place
 
 
-def latest_checkpoint(folder: Path) -> Checkpoint | None:
+def latest_checkpoint(folder: Path, *, digests: bool = True) -> Checkpoint | None:
     """The newest complete and undamaged checkpoint, or None; warns about each newer one it skips.
 
     Args:
-        folder: of all checkpoints.
+        folder: of all checkpoints. digests: of all that it holds are compared, which reads all of it.
 
     Raises:
         ExecutionError: a checkpoint of another version of parsim; starting anew would discard it.
     """
-    return next(checkpoints(folder), None)
+    return next(checkpoints(folder, digests=digests), None)
 
 
-def checkpoints(folder: Path) -> Iterator[Checkpoint]:
+def checkpoints(folder: Path, *, digests: bool = True) -> Iterator[Checkpoint]:
     """All complete and undamaged checkpoints, the newest first; see `latest_checkpoint`."""
     for place in reversed(step_folders(folder)):
-        entries, problem = _inspect(place, digests=True)
+        entries, problem = _inspect(place, digests=digests)
         if problem is None:
             first = entries[0]
             yield Checkpoint(folder=place, step=first.step, seed=first.seed, world_size=first.world_size)

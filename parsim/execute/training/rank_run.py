@@ -342,10 +342,10 @@ class RankRun:
         }
 
     def _kept(self) -> str:
-        """What is left of the training, in words."""
+        """What is left of the training, in words. Others wait for the message, so the checkpoint is not read for it."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = None if self.checkpoints is None else checkpoint.latest_checkpoint(self.checkpoints)
+            found = None if self.checkpoints is None else checkpoint.latest_checkpoint(self.checkpoints, digests=False)
         return checkpoint_text(None if found is None else found.step)
 
     def _explained(self, error: RuntimeError) -> RuntimeError | ExecutionError:
