@@ -14,7 +14,7 @@ from parsim.costs.estimate import Estimate, OverlapFactors, Term, Terms
 from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.costs.hardware_scale import AS_IT_IS, HardwareScale
 from parsim.costs.host_link import HostPath, estimate_host_copy, estimate_host_update, host_path
-from parsim.costs.loading import MeasuredLoading, estimate_measured_load
+from parsim.costs.loading import MeasuredLoading, copied_behind, estimate_measured_load
 from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.device import Device
@@ -219,13 +219,18 @@ class Costs:
         return {}
 
     def _load(self, work: LoadBatch, device: Device) -> Estimate:
-        """On a GPU the next batch is read beside the copy of this one."""
+        """On a GPU workers read beside the copy. A thread does not: between two steps it reads nothing, so within each of them
+        it reads the next batch, which is copied behind that."""
         on_cores = DEVICE_KINDS[device.type.kind].on_cores
         copy = estimate_load(work, device, self.cluster)
         if self.loading is None:
             return copy
         read = estimate_measured_load(work, self.loading, ranks=self.ranks or self.cluster.size, on_cores=on_cores)
-        return read if on_cores or read.median_s > copy.median_s else copy
+        if on_cores:
+            return read
+        if self.loading.workers or not read.median_s:
+            return read if read.median_s > copy.median_s else copy
+        return copied_behind(read, copy)
 
     def reading_floor_s(self, work: LoadBatch, rank: int) -> float:
         """No mean step of the rank is shorter: what workers read of its batches meanwhile; 0 where it reads in its turn.

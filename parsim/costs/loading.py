@@ -9,7 +9,8 @@ A rank reads its part of a step in `parts`, one per microbatch:
     on a CPU             the rank itself reads, in its turn: the whole of it
     with workers         the rank takes each part over (`handover_s`). W workers give a batch every read / W, except that each
                          of them passes all samples. What they compute takes the ranks' time where no core is left for them
-    on a GPU             a thread reads ahead: a step is no shorter than a read, or than a batch of the workers
+    on a GPU             a thread reads the next batch in every step, which is then copied: a step is no shorter than both.
+                         Workers read beside the copy: it is no shorter than a batch of theirs
 
 Leaves out: that workers use the time in which a rank waits for others; the interpreter's lock, for which a reading thread and
 the rank compete; samples that become slower later in the training.
@@ -177,6 +178,22 @@ def estimate_measured_load(work: LoadBatch, loading: MeasuredLoading, *, ranks: 
         parameters=(("load", loading.sigma),),
         repeat_sigma=loading.repeat_sigma,
         detail=f"{_count(loading.batches, 'batch', 'batches')} of the dataset, read before the prediction",
+    )
+
+
+def copied_behind(read: Estimate, copy: Estimate) -> Estimate:
+    """A batch that is read, and copied to a GPU once it is there.
+
+    Args:
+        read: of `estimate_measured_load`. copy: of the same batch.
+    """
+    last = Term("copy", "plus", copy.median_s, copy.terms[0].origin, copy.detail)
+    return Estimate.of(
+        (*read.terms, last),
+        source=read.source,
+        parameters=read.parameters,
+        repeat_sigma=read.repeat_sigma,
+        detail=read.detail,
     )
 
 

@@ -178,6 +178,33 @@ def test_steps_in_a_row_take_as_long_as_the_simulator_says(load_s: float, comput
     assert in_step[0].ready_s == in_step[1].ready_s, "the next batch is copied while this one is computed with"
 
 
+@pytest.mark.parametrize(("read_s", "copy_s", "compute_s"), [(6.0, 2.0, 5.0), (2.0, 2.0, 5.0), (4.0, 2.0, 5.0)])
+def test_a_batch_is_copied_behind_the_read_that_began_with_the_step(read_s: float, copy_s: float, compute_s: float) -> None:
+    """So steps are as long as if loading took both: nothing is read between two steps."""
+    driver = VirtualDriver(clock_s=100.0)
+    streams = CudaStreams(driver)
+    ends = []
+    for step in range(6):
+        began_s = driver.host_s()
+        if step == 0:
+            streams.load(0, HOST, [], lambda: driver.launch(copy_s))
+        else:
+            streams.loaded(0)
+        streams.compute(1, COMPUTE, [0], lambda: driver.launch(compute_s))
+
+        def read_and_copied(began_s: float = began_s) -> None:
+            driver.host_takes(max(0.0, began_s + read_s - driver.host_s()))  # until the thread has read it
+            driver.launch(copy_s)
+
+        streams.load_ahead(0, HOST, read_and_copied)
+        streams.finish()
+        ends.append(driver.host_s())
+    compiled = compile_graph(columns_of(loading_graph()))
+    rows = np.array([[read_s + copy_s, compute_s]])
+    many, few = (float(mean_step_s(compiled, rows, NO_SLOWDOWN, steps=n)[0]) * n for n in (12, 6))
+    assert ends[-1] - ends[-2] == pytest.approx((many - few) / 6) == pytest.approx(max(read_s + copy_s, compute_s))
+
+
 def test_the_first_step_loads_its_own_batch_and_shows_that() -> None:
     driver = VirtualDriver(clock_s=100.0)
     streams = CudaStreams(driver)

@@ -105,10 +105,15 @@ def test_workers_without_cores_take_what_they_compute_from_the_ranks(asked: Any)
 
 
 def test_a_step_on_a_gpu_is_no_shorter_than_a_read() -> None:
+    """A thread reads the next batch, and only then it is copied. Workers read beside the copy."""
     asked = of("dgx1-v100-32gb")
     assert asked.prediction.step_s.median < READ_S
+    copy_s = load_s(step_s(asked, replace(LOADING, first_s=0.0, again_s=0.0, sample_s=0.0)))
+    slow = replace(LOADING, sample_s=copy_s / 16)
+    assert load_s(step_s(asked, slow)) == pytest.approx(1e-3 + 4e-4 + copy_s + copy_s)
+    assert load_s(step_s(asked, replace(LOADING, workers=256))) == pytest.approx(max(READ_S / 256, copy_s))
     assert step_s(asked, LOADING).result.step_s.median == pytest.approx(
-        READ_S, rel=0.02
+        READ_S + copy_s, rel=0.02
     )  # the first of the steps loads its own batch, too
     assert step_s(asked, replace(LOADING, workers=8)).result.step_s.median == pytest.approx(READ_S / 8, rel=0.2)
     nothing = step_s(asked, replace(LOADING, first_s=0.0, again_s=0.0, sample_s=0.0))
