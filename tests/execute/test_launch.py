@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from parsim.errors import ExecutionError
+from parsim.errors import ExecutionError, RankLostError
 from parsim.execute.processes import launch as launching
 from parsim.execute.processes.group import read_error, read_place
 from parsim.execute.processes.launch import launch
@@ -260,6 +260,16 @@ class TestFailingRank:
     def test_a_rank_that_never_joins_is_named(self, tmp_path: Path) -> None:
         message = _failure(tmp_path, [["join", "cpu", 3]], [["sleep", 600]])
         assert message.startswith("rank 1 of 2 did not answer")
+
+    def test_a_process_that_cannot_be_killed_hides_no_failure(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """That of a lost GPU waits in its driver. What had failed was not told, and `--elastic` gave up."""
+        killed = kill_launch
+        monkeypatch.setattr(launching, "kill_launch", lambda pids, mark: killed(pids, mark) | {2**22 + 1})
+        with pytest.raises(RankLostError, match=r"rank 0 of 2 failed: ValueError: no answer.* could not be killed") as seen:
+            _launch(_job(tmp_path, [["value error", "no answer"]], [["sleep", 600]]), 2)
+        assert seen.value.ranks == (0,)
+        with pytest.raises(ExecutionError, match=r"^processes 4194305 of the launch could not be killed"):
+            _launch(_job(tmp_path, []), 1)
 
 
 class TestBadInput:

@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -29,7 +29,7 @@ from parsim.errors import ExecutionError, MissingDependencyError
 from parsim.execute.processes.group import error_path, read_error
 from parsim.execute.processes.processes import MARK_VARIABLE, PARENT_VARIABLE, kill_launch
 from parsim.execute.processes.rendezvous import FILE_VARIABLE
-from parsim.execute.processes.supervise.failure import Ended, raise_failure
+from parsim.execute.processes.supervise.failure import Ended, raise_failure, still_there
 from parsim.execute.processes.supervise.heartbeat import (
     BEATS_VARIABLE,
     Hang,
@@ -97,7 +97,7 @@ def launch(
             ended = ranks.run(env or {}, deadline, hang_s)
             if ended is None:
                 return
-            if attempt == max_restarts or ended.out_of_time:
+            if attempt == max_restarts or ended.out_of_time or ended.left:
                 raise_failure(job_path.parent, nproc, ended, ranks.output, timeout_s)
 
 
@@ -137,9 +137,9 @@ class _Ranks:
                 if process.pid not in left:
                     process.wait()
             self.output.relay()
-        if left:
-            raise ExecutionError(f"processes {sorted(left)} of the launch could not be killed; they wait in the kernel")
-        return ended
+        if left and ended is None:
+            raise ExecutionError(still_there(sorted(left)))
+        return None if ended is None else replace(ended, left=tuple(sorted(left)))
 
     def _start(self, rank: int, extra: Mapping[str, str]) -> subprocess.Popen[bytes]:
         stdout, stderr = self.output.paths(rank)

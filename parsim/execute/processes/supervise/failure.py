@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -27,6 +27,7 @@ class Ended:
     Attributes:
         statuses: exit status of every rank that had ended by itself, before the others were killed; -n: by signal n.
         hang: ranks that did not move. places: where in the code they were. out_of_time: the launch took too long.
+        left: processes that could not be killed.
     """
 
     attempt: int
@@ -34,16 +35,33 @@ class Ended:
     hang: Hang | None = None
     places: Mapping[int, str] = field(default_factory=dict)
     out_of_time: bool = False
+    left: tuple[int, ...] = ()
+
+
+def still_there(processes: Sequence[int]) -> str:
+    """About processes that could not be killed."""
+    return f"processes {', '.join(map(str, processes))} of the launch could not be killed; they wait in the kernel"
 
 
 def raise_failure(folder: Path, nproc: int, ended: Ended, output: RankOutput, timeout_s: float | None) -> NoReturn:
-    """Find the rank that failed on its own account and raise the one message about it.
-
-    In this order: a rank killed by a signal, the earliest error that is not about a lost peer, an exit status without a record.
-    Then a rank that hangs, the time limit, a lost peer.
+    """Find the rank that failed on its own account and raise the one message about it; also of processes that are left, as
+    where a GPU does not answer.
 
     Raises:
         ExecutionError, RankLostError, or one of KINDS: always.
+    """
+    error = _failure(folder, nproc, ended, output, timeout_s)
+    if not ended.left:
+        raise error
+    text = f"{str(error).rstrip('.')}. Then {still_there(ended.left)}"
+    raise error.with_text(text) if isinstance(error, RankLostError) else type(error)(text)
+
+
+def _failure(folder: Path, nproc: int, ended: Ended, output: RankOutput, timeout_s: float | None) -> ExecutionError:
+    """The error about a launch that failed.
+
+    In this order: a rank killed by a signal, the earliest error that is not about a lost peer, an exit status without a record.
+    Then a rank that hangs, the time limit, a lost peer.
     """
     found = (read_error(error_path(folder, rank), output.last_words(rank)) for rank in range(nproc))
     records = sorted(
@@ -55,19 +73,19 @@ def raise_failure(folder: Path, nproc: int, ended: Ended, output: RankOutput, ti
     own = [record for record in records if not record.peer_lost]
     unexplained = [rank for rank in failed if rank not in recorded]
     if killed:
-        raise RankLostError(_status_text(killed[0], nproc, failed[killed[0]], output), killed)
+        return RankLostError(_status_text(killed[0], nproc, failed[killed[0]], output), killed)
     if own:
         text, first = _record_text(own[0], nproc, folder), own[0]
         if first.reported and first.kind != RankLostError.__name__:
-            raise KINDS.get(first.kind, ExecutionError)(text)
-        raise RankLostError(text, (first.rank,), device_lost=first.reported, raised=not first.reported)
+            return KINDS.get(first.kind, ExecutionError)(text)
+        return RankLostError(text, (first.rank,), device_lost=first.reported, raised=not first.reported)
     if unexplained:
-        raise RankLostError(_status_text(unexplained[0], nproc, failed[unexplained[0]], output), unexplained)
+        return RankLostError(_status_text(unexplained[0], nproc, failed[unexplained[0]], output), unexplained)
     if ended.hang is not None:
-        raise RankLostError(_hang_text(ended.hang, ended.places, nproc), ended.hang.ranks)
+        return RankLostError(_hang_text(ended.hang, ended.places, nproc), ended.hang.ranks)
     if ended.out_of_time and timeout_s is not None:
-        raise ExecutionError(_timeout_text(nproc, timeout_s, output))
-    raise RankLostError(_lost_text(records, nproc), sorted(set(range(nproc)) - {record.rank for record in records}))
+        return ExecutionError(_timeout_text(nproc, timeout_s, output))
+    return RankLostError(_lost_text(records, nproc), sorted(set(range(nproc)) - {record.rank for record in records}))
 
 
 def _hang_text(hang: Hang, places: Mapping[int, str], nproc: int) -> str:
