@@ -9,8 +9,9 @@ Between two steps no thread reads: a dataset of the user's own uses the generato
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from parsim.data import Order, Samples, part
 from parsim.data.own.samples import MapSamples, StreamSamples
 from parsim.data.splits import ChosenSamples
+from parsim.execute.gather_thread import GatherThread
 from parsim.execute.load_workers import WorkerBatches
 from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.graph.plan_index import PlanIndex
@@ -110,7 +112,7 @@ class Loader:
         self._dtype, self._device, self._pin = dtype, device, pin
         self._wanted = tuple(layout.batch_layouts(rank))
         reads_ahead = pin is not None and bool(self._wanted)
-        self._thread = ThreadPoolExecutor(1, "parsim gather", self._begin_thread) if reads_ahead else None
+        self._thread = GatherThread(self._begin_thread) if reads_ahead else None
         self._reading: list[Future[dict[str, Tensor]]] = []
         self._workers = WorkerBatches(self._read, layout.plan.microbatches, workers) if workers else None
         self._following: tuple[int, Callable[[int], Mapping[str, Tensor]]] | None = None
@@ -138,7 +140,7 @@ class Loader:
         if self._workers is not None:
             self._workers.close()
         if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread.close()
 
     def _begin_thread(self) -> None:
         """Pinning must not open another GPU: a thread begins on the first."""
@@ -152,7 +154,7 @@ class Loader:
             }
         microbatches = self._layout.plan.microbatches
         gathered: list[Future[dict[str, Tensor]]] = [
-            self._thread.submit(self._gathered, step, microbatch) for microbatch in range(microbatches)
+            self._thread.submit(partial(self._gathered, step, microbatch)) for microbatch in range(microbatches)
         ]
         self._reading += gathered
         return GatheredBatch(gathered, self._device)

@@ -21,6 +21,7 @@ from torch import Tensor
 from parsim.data import order_of
 from parsim.data.for_model import dataset_for
 from parsim.errors import ExecutionError
+from parsim.execute.gather_thread import GatherThread
 from parsim.execute.load_workers import WorkerBatches
 from parsim.execute.loading import Loader
 from parsim.execute.processes import pinning
@@ -64,8 +65,23 @@ def test_workers_of_a_gpu_rank_end_by_themselves(tmp_path: Path) -> None:
         workers=1,
     )
     assert loader.batch(0)(0)["input:0"].shape[0] == 4
+    assert loader._workers is not None
+    workers = loader._workers._batches._workers  # type: ignore[union-attr]
     loader.close()
     assert data.path.exists()
+    assert [worker.exitcode for worker in workers] == [0]
+
+
+def test_a_thread_that_cannot_begin_fails_in_what_is_asked_of_it() -> None:
+    """As where its GPU cannot be taken."""
+
+    def begin() -> None:
+        raise RuntimeError("no GPU")
+
+    thread = GatherThread(begin)
+    with pytest.raises(RuntimeError, match="no GPU"):
+        thread.submit(list).result(20)
+    thread.close()
 
 
 def test_a_worker_leaves_alone_what_it_has_from_the_rank() -> None:
