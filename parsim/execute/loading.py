@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from parsim.data import Order, Samples, part
 from parsim.data.own.samples import MapSamples, StreamSamples
 from parsim.data.splits import ChosenSamples
-from parsim.execute.gather_thread import GatherThread
+from parsim.execute.cuda.gather_thread import GatherThread
 from parsim.execute.load_workers import WorkerBatches
 from parsim.execute.processes.supervise.heartbeat import Doing, pulse
 from parsim.graph.plan_index import PlanIndex

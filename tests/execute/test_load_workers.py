@@ -21,7 +21,7 @@ from torch import Tensor
 from parsim.data import order_of
 from parsim.data.for_model import dataset_for
 from parsim.errors import ExecutionError
-from parsim.execute.gather_thread import GatherThread
+from parsim.execute.cuda.gather_thread import GatherThread
 from parsim.execute.load_workers import WorkerBatches
 from parsim.execute.loading import Loader
 from parsim.execute.processes import pinning
