@@ -94,6 +94,9 @@ class StageReplica:
         self._held = {parameter.name: parameter for parameter in held}
         self._loaded: dict[str, dict[str, Any]] = {}
         self.parameters = {parameter.name: everything[parameter.name] for parameter in held}
+        for parameter in held:
+            if not parameter.trainable:  # also those that no gradient reaches
+                self.parameters[parameter.name].requires_grad_(False)
         with torch.no_grad():
             for parameter in held:
                 if parameter.part is not None:

@@ -141,12 +141,30 @@ def build_fake(spec: ModelSpec) -> nn.Module:
     try:
         with warnings.catch_warnings(), QuickFakeMode():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by deepcopy, which only compares it
-            return build_module(spec)
+            module = build_module(spec)
+        if is_config(spec.name) or not _has_fake_attributes(module):
+            return module
     except (FactoryError, RuntimeError):  # perhaps it looks at its weights' values: build it for real
-        try:
-            return build_module(spec)
-        except RuntimeError as error:
-            raise ModelError(f"{spec.name} cannot be built: {str(error).strip().splitlines()[0]}; correct the sizes") from error
+        pass
+    try:
+        return build_module(spec)
+    except RuntimeError as error:
+        raise ModelError(f"{spec.name} cannot be built: {str(error).strip().splitlines()[0]}; correct the sizes") from error
+
+
+def _has_fake_attributes(module: nn.Module) -> bool:
+    """Whether a part has a fake tensor that is no parameter or buffer, such as a table of angles: a forward needs its data."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._pytree import tree_leaves
+
+    known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    return any(
+        isinstance(leaf, FakeTensor) and id(leaf) not in known
+        for part in module.modules()
+        for name, value in part.__dict__.items()
+        if name not in ("_parameters", "_buffers", "_modules")
+        for leaf in tree_leaves(value)
+    )
 
 
 _kept_fake: list[tuple[tuple[ModelSpec, str], nn.Module]] = []

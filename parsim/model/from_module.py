@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from parsim.errors import ModelError
 from parsim.model.inputs import ModelInput, module_inputs, ordered
 from parsim.model.interface import Interface, checked_form, drawn_batch, settle_module, zero_batch
-from parsim.model.model import COUPLED, Model
+from parsim.model.model import COUPLED, MIXING, Model
 from parsim.model.objective.objective import Objective, naming_coupled_losses, parse_objective
 from parsim.model.objective.settle import Settled
 from parsim.model.tracing.trace import follows_example, require_torch, split_inputs
@@ -100,7 +100,7 @@ def _form_of_examples(
     from parsim.model.tracing.recording import flatten_inputs
 
     objective = settled.objective
-    if model.loss_form == COUPLED or (objective.adds_up and model.parameter_count > MOST_ELEMENTS):
+    if model.loss_form in (COUPLED, MIXING) or (objective.adds_up and model.parameter_count > MOST_ELEMENTS):
         return model.loss_form
     leaves, structure = flatten_inputs(args, kwargs)
     tensors = {str(place): leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}

@@ -12,7 +12,7 @@ from parsim.model.build import build_module, content_of, shared_fake
 from parsim.model.hugging_face.config import default_inputs, default_loss
 from parsim.model.inputs import InputLeaf, ModelInput, arguments, module_inputs
 from parsim.model.losses import BINARY
-from parsim.model.model import COUPLED, Model
+from parsim.model.model import COUPLED, MIXING, Model
 from parsim.model.named.names import is_transformer
 from parsim.model.objective.objective import Objective, parse_objective
 from parsim.model.objective.settle import OpenLoss, OutputKind, Settled, settle
@@ -303,7 +303,7 @@ def checked_form(model: Model, module: Callable[[], nn.Module], kind: Interface)
     from parsim.model.objective.coupling import MOST_ELEMENTS, MOST_FLOP, UNCHECKED, loss_form, samples_judged
 
     objective = kind.objective
-    if model.loss_form == COUPLED:
+    if model.loss_form in (COUPLED, MIXING):
         return model.loss_form
     if objective.adds_up and (model.parameter_count > MOST_ELEMENTS or model.forward_flop > MOST_FLOP):
         return model.loss_form

@@ -5,7 +5,7 @@ What does not change from step to step is looked up once per task, when its oper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,6 +25,9 @@ from parsim.work import Compute, LoadBatch, Phase
 
 BatchSource = Callable[[int], Mapping[str, Tensor]]
 """Microbatch number -> the batch values (model inputs, "target") this rank reads: its `Layout.batch_ways` share."""
+
+GATHERED = 3
+"""The ZeRO stage from which parameters come and go."""
 
 _Key = tuple[str, int]
 """(component, microbatch)."""
@@ -140,6 +143,8 @@ class Computing:
         again = forward_keeping_calls if layout.recomputes_by_operator(name) else forward_keeping_inputs
         recomputes, differentiable = layout.recomputes(name), name in layout.differentiable
         draws, on_host = stage.randomness.draws(name), stage.randomness.draws_on_host(name)
+        # a value that is a view of a parameter outlives the component, and gathered parameters do not
+        gathered = _storages(whole.parameters()) if layout.plan.zero_stage >= GATHERED else frozenset[int]()
 
         def run() -> None:
             runnable = whole if stale is None or stale.forward is None else stale.forward.runnables[name]
@@ -157,7 +162,7 @@ class Computing:
             if counts:
                 self.losses.append(outputs[0])
             for instance, tensor in zip(own.outputs, outputs, strict=True):
-                put(instance, microbatch, tensor, computed=True)
+                put(instance, microbatch, tensor.clone() if gathered & _storages([tensor]) else tensor, computed=True)
 
         return run
 
@@ -225,3 +230,8 @@ class Computing:
             if tensor is not None:
                 total = tensor if total is None else total + tensor
         return total
+
+
+def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
+    """Equal entries for tensors that share memory."""
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)

@@ -233,11 +233,12 @@ def combine(
     granularity: str,
     source: str,
     largest: TracedForward | None = None,
+    untrained: frozenset[str] = frozenset(),
 ) -> Model:
     """Numbers per sample, and what does not grow, from two measurements at different batches.
 
     Args:
-        largest: at a third batch, where the loss compares samples.
+        largest: at a third batch, where the loss compares samples. untrained: parameters that get no gradient.
 
     Raises TraceError if a size is not linear in the batch.
     """
@@ -252,7 +253,9 @@ def combine(
     names = value_names(small.recording, small.intervals)
     compared = small.loss_place if largest is not None else None
     components = tuple(
-        _component(small, large, place, values, names, counted_buffers, peaks, largest if place == compared else None)
+        _component(
+            small, large, place, values, names, counted_buffers, peaks, largest if place == compared else None, untrained
+        )
         for place in range(len(small.intervals))
     )
     used = {value for component in components for value in component.inputs}
@@ -459,14 +462,14 @@ def _is_batch_first(small: Tensor, large: Tensor, batches: tuple[int, int]) -> b
     return small.dim() > 0 and (small.shape[0], large.shape[0]) == batches and small.shape[1:] == large.shape[1:]
 
 
-def _parameter(name: str, tensor: Tensor) -> Parameter:
+def _parameter(name: str, tensor: Tensor, untrained: frozenset[str]) -> Parameter:
     """A complex one counts as the pairs of real numbers that an optimizer updates."""
     parts = 2 if tensor.is_complex() else 1
     return Parameter(
         name=name,
         elements=parts * tensor.numel(),
         element_bytes=tensor.element_size() // parts,
-        trainable=tensor.requires_grad,
+        trainable=tensor.requires_grad and name not in untrained,
     )
 
 
@@ -483,8 +486,9 @@ def _component(
     counted_buffers: set[int],
     peaks: Counted,
     largest: TracedForward | None,
+    untrained: frozenset[str],
 ) -> Component:
-    """The numbers of one component. `largest`: a third measurement, if it compares samples."""
+    """The numbers of one component. `largest`: a third measurement, if it compares samples. `untrained`: as `combine`."""
     one = small.intervals[place]
     batches = (small.batch, large.batch)
     recording = small.recording
@@ -515,7 +519,7 @@ def _component(
         inputs=tuple(names[number] for number in one.inputs),
         outputs=tuple(names[number] for number in one.outputs),
         parameters=tuple(
-            _parameter(recording.state[number].name, recording.tensors[number])
+            _parameter(recording.state[number].name, recording.tensors[number], untrained)
             for number in state
             if recording.state[number].kind == "parameter"
         ),

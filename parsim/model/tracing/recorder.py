@@ -30,7 +30,13 @@ from parsim.model.objective.settle import Settled
 from parsim.model.runnable import PLAIN, Context, Nested, Ref, StateKey
 from parsim.model.tracing.known_values import KnownValues, Routing, UnknownValueError
 from parsim.model.tracing.masked_calls import sets_by_mask, with_index_arrays
-from parsim.model.tracing.refused.messages import at_line, gradient_message, hook_message, value_message
+from parsim.model.tracing.refused.messages import (
+    at_line,
+    gradient_message,
+    hook_message,
+    value_message,
+    weight_message,
+)
 from parsim.model.tracing.refused.unsupported import hint
 
 _DIFFERENTIATING = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -108,6 +114,8 @@ class Recording:
             about the data, by value number; `assumptions` says which.
         confirmed: kinds of blocks two of which made the same record each time that they were compared.
         changed_attributes: of modules, numbers and words that the forward has changed. copies: of blocks, in order.
+        kept_tensors: names of attributes that hold a tensor of the forward after it, by value number. read_again: those of
+            them that a second forward has read.
     """
 
     ops: list[RecordedOp] = field(default_factory=list)
@@ -136,6 +144,8 @@ class Recording:
     confirmed: frozenset[Hashable] = frozenset()
     changed_attributes: tuple[str, ...] = ()
     copies: list[Copied] = field(default_factory=list)
+    kept_tensors: dict[int, str] = field(default_factory=dict)
+    read_again: tuple[str, ...] = ()
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -199,6 +209,7 @@ class Recorder(TorchFunctionMode):
         self.real_state: dict[int, Tensor] = {}
         self._exact: set[int] = set()
         self._stale: set[int] = set()
+        self._weights: dict[int, str] | None = None
         self._calls_of: dict[str, int] = {}
         self._autocast = _autocast_state()
 
@@ -257,6 +268,10 @@ class Recorder(TorchFunctionMode):
         """Another object that stands for the same value (the real parameter behind a fake one)."""
         self._number[id(tensor)] = number
 
+    def known_number(self, tensor: Tensor) -> int | None:
+        """The value number of a tensor; None where it has none."""
+        return self._number.get(id(tensor))
+
     def number_of(self, tensor: Tensor) -> int:
         """The value number of a tensor used in a call or returned; unknown ones become constants.
 
@@ -311,6 +326,8 @@ class Recorder(TorchFunctionMode):
                 return self._look(function, name, args, kwargs)
             if any(self._number.get(id(tensor)) in self.recording.assumed for tensor in given):
                 self._decide(name)
+        if function == SET_DATA and _is_weight(args[0], self.recording.state.get(self.number_of(args[0]))):
+            raise TraceError(weight_message(self.where, self.recording.state[self.number_of(args[0])].name))
         versions = [tensor._version for tensor in given]
         self.has_gradients = torch.is_grad_enabled()
         suspended, self.suspended = self.suspended, True
@@ -341,9 +358,19 @@ class Recorder(TorchFunctionMode):
                 self._exact.update(fresh)
                 if any(self._number.get(id(tensor)) in self.recording.assumed for tensor in given) or measured is not None:
                     self.recording.assumed.update((number, self.recording.tensors[number]) for number in fresh)
+            self._check_weights(changed)
             if stale or not exact:
                 self._stale.update(number for number in (*fresh, *map(self.number_of, changed)) if number in self._exact)
         return result
+
+    def _check_weights(self, changed: Sequence[Tensor]) -> None:
+        """Raise TraceError if the forward has changed the memory of a trained parameter."""
+        if self._weights is None and changed:
+            own = ((self.recording.tensors[number], key) for number, key in self.recording.state.items())
+            self._weights = {storage_key(tensor): key.name for tensor, key in own if _is_weight(tensor, key)}
+        for tensor in changed:
+            if name := (self._weights or {}).get(storage_key(tensor)):
+                raise TraceError(weight_message(self.where, name))
 
     def _decide(self, name: str) -> None:
         """Note that the forward depends on data here."""
@@ -487,9 +514,16 @@ def _autocast_state() -> tuple[tuple[str, torch.dtype, bool], ...]:
 
 
 _INEXACT = object()
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+"""`tensor.data = other`"""
 _RANDOM = ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "empty", "rand_like", "randint_like")
 _IN_PLACE_OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__", "__ifloordiv__")
 _VALUE_QUERIES = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "equal", "allclose")
+
+
+def _is_weight(tensor: Tensor, key: StateKey | None) -> bool:
+    """Whether it is a trained parameter."""
+    return key is not None and key.kind == "parameter" and tensor.requires_grad
 
 
 def _has_fractions(tensor: Tensor) -> bool:

@@ -27,7 +27,8 @@ from parsim.model.objective.objective import TARGET, parse_objective
 from parsim.model.objective.settle import OpenLoss, settle
 from parsim.model.objective.total import entries, output_kinds, total_and_form
 from parsim.model.runnable import Ref, StateKey
-from parsim.model.tracing.recorder import Recorder, Recording
+from parsim.model.tracing.carried import read_again
+from parsim.model.tracing.recorder import Recorder, Recording, tensors_in
 from parsim.model.tracing.refused.hidden_state import Generators, changed_attributes, draw_message
 from parsim.model.tracing.refused.messages import at_line, value_message
 from parsim.model.tracing.refused.unsupported import check_supported, eager, hint, without_log
@@ -60,6 +61,7 @@ def _fake_state(recorder: Recorder) -> Iterator[None]:
         _note_buffer_writes(recorder, kept)
         parts = ((owner, attributes) for owner, attributes, _, _ in kept)
         recorder.recording.changed_attributes = changed_attributes(recorder.module, parts)
+        recorder.recording.kept_tensors = _kept_tensors(recorder)
     finally:
         for owner, attributes, parameters, buffers in kept:
             owner.__dict__.clear()
@@ -82,6 +84,22 @@ def _fake_of(recorder: Recorder, real: Tensor) -> Tensor:
         last = sum((size - 1) * stride for size, stride in zip(real.shape, real.stride(), strict=True))
         fake.untyped_storage().resize_(int((real.storage_offset() + last + 1) * real.element_size()))
     return fake
+
+
+def _kept_tensors(recorder: Recorder) -> dict[int, str]:
+    """Attributes of modules, other than parameters and buffers, that hold a tensor which a recorded call made."""
+    made = {number for op in recorder.recording.ops for _, number in op.outputs}
+    return {
+        number: f"{path}.{name}" if path else name
+        for path, owner in recorder.module.named_modules()
+        for name, value in owner.__dict__.items()
+        if name not in _REGISTERED
+        for _, tensor in tensors_in(value)
+        if (number := recorder.known_number(tensor)) in made and number is not None
+    }
+
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 def _note_buffer_writes(recorder: Recorder, kept: list[Any]) -> None:
@@ -166,6 +184,7 @@ def run_recorded(
     answers: Sequence[bool] | None = None,
     repeats: bool = False,
     trusted: frozenset[Hashable] = frozenset(),
+    twice: bool = False,
 ) -> Recording:
     """One forward of `module` on fakes of the given inputs, then the loss on its output.
 
@@ -177,6 +196,7 @@ def run_recorded(
         example: code that depends on data follows the data given. answers: to its questions, as another recording gave them.
         repeats: copy the records of equal blocks (`parsim.model.tracing.repeats.blocks`), unless the forward depends on data;
             the recording is for counting only. trusted: `Recording.confirmed` of another batch.
+        twice: a second forward follows, to find what it reads of the first (`Recording.read_again`).
 
     Raises:
         TraceError: if the forward fails, looks at tensor values, draws from generators that are not torch's, or returns
@@ -184,7 +204,17 @@ def run_recorded(
     """
     check_supported(module)
     whole = partial(
-        _run_recorded, module, args, kwargs, loss, watch, loss_in_parts, skew=skew, example=example, answers=answers
+        _run_recorded,
+        module,
+        args,
+        kwargs,
+        loss,
+        watch,
+        loss_in_parts,
+        skew=skew,
+        example=example,
+        answers=answers,
+        twice=twice,
     )
     generators = Generators(module)
     recording: Recording | None = None
@@ -215,6 +245,7 @@ def _run_recorded(
     answers: Sequence[bool] | None = None,
     repeats: bool = False,
     trusted: frozenset[Hashable] = frozenset(),
+    twice: bool = False,
 ) -> Recording:
     leaves, spec = flatten_inputs(args, kwargs)
     existing = [leaf for leaf in (*module.parameters(), *module.buffers(), *leaves) if isinstance(leaf, Tensor)]
@@ -246,6 +277,8 @@ def _run_recorded(
             _note_output(recorder, output)
             if loss is not None:
                 _note_loss(recorder, output, loss, in_parts=loss_in_parts)
+            if twice:
+                _note_read_again(recorder, lambda: module(*fake_args, **fake_kwargs))
     except ModelError:  # of parsim itself: a TraceError, or an output that leaves the loss open
         raise
     except (Exception, SystemExit) as error:
@@ -253,6 +286,15 @@ def _run_recorded(
     finally:
         torch.set_rng_state(rng)
     return recording
+
+
+def _note_read_again(recorder: Recorder, forward: Callable[[], object]) -> None:
+    """Note the attributes whose tensors the next forward reads. One that fails reads what it finds before that."""
+    recording = recorder.recording
+    names, first = _kept_tensors(recorder), (len(recording.ops), len(recording.tensors))
+    with contextlib.suppress(Exception):
+        forward()
+    recording.read_again = tuple(dict.fromkeys(names[number] for number in read_again(recording, *first) if number in names))
 
 
 def _example_values(recorder: Recorder, leaves: list[Any], *, other: bool) -> dict[int, Tensor]:

@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_unflatten
 from parsim.errors import ModelError, TraceError
 from parsim.garbage import rare_collections
 from parsim.model.inputs import ModelInput
-from parsim.model.model import COUPLED, SUBLAYER, Model
+from parsim.model.model import COUPLED, MIXING, SUBLAYER, Model
 from parsim.model.objective.settle import OpenLoss, Settled
 from parsim.model.objective.total import SUM
 from parsim.model.runnable import Ref, Runnable
+from parsim.model.tracing.carried import carried, kept_note
 from parsim.model.tracing.cut import cut, runnables, value_names
 from parsim.model.tracing.half_precision import HALF, with_half_precision
 from parsim.model.tracing.measure import TracedForward, combine, has_pairs, measure
@@ -25,6 +26,7 @@ from parsim.model.tracing.recording import flatten_inputs, run_recorded
 from parsim.model.tracing.refused.index_ranges import check_index_ranges
 from parsim.model.tracing.refused.unsupported import without_log
 from parsim.model.tracing.sublayers import CallInterval
+from parsim.model.tracing.untrained import may_be_untrained, untrained, untrained_note
 from parsim.model.tracing.whole_calls import collapse, whole_modules
 
 BATCHES = (2, 3)
@@ -206,6 +208,7 @@ def _settled_model(
             halves = _under_autocast(lambda: (forward(batches[0], HALF), forward(batches[1], HALF)))
             if has_pairs(small, large):
                 largest = forward(2 * batches[1] - batches[0], None)
+        still, notes = _state_of_later_steps(module, args, kwargs, loss, small.recording, example=example)
     finally:
         for part, mode in modes:
             part.training = mode
@@ -213,11 +216,39 @@ def _settled_model(
         check_trained(small.recording, name or kind)
     check_index_ranges(small.recording, large.recording, declared, name or kind)
     about = {"name": name or kind, "granularity": granularity, "source": source or f"trace of {kind}"}
-    model = combine(small, large, **about, largest=largest)
+    model = combine(small, large, **about, largest=largest, untrained=still)
+    model = replace(model, assumptions=(*model.assumptions, *notes))
     form = small.recording.loss_form if largest is None else COUPLED
+    if form != COUPLED and carried(small.recording).from_samples:
+        form = MIXING
     assert not isinstance(loss, OpenLoss)
     found = replace(_with_halves(model, halves), loss=loss or "", loss_form="" if form == SUM else form)
     return found, small.recording.settled
+
+
+def _state_of_later_steps(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    loss: str | OpenLoss | None,
+    recording: Recording,
+    *,
+    example: bool,
+) -> tuple[frozenset[str], tuple[str, ...]]:
+    """The parameters that a step leaves as they are, and what the answer says of those and of what a step hands on."""
+    if loss is None:
+        return frozenset(), ()
+    assert not isinstance(loss, OpenLoss)
+    notes = [*carried(recording).notes]
+    still: tuple[str, ...] = ()
+    if may_be_untrained(recording):
+        whole = recording if not recording.copies else run_recorded(module, args, kwargs, loss=loss, example=example)
+        still = untrained(whole)
+        notes += [untrained_note(still)] if still else []
+    if recording.kept_tensors and not recording.decisions:
+        again = run_recorded(module, args, kwargs, loss=None, twice=True)
+        notes += [kept_note(again.read_again)] if again.read_again else []
+    return frozenset(still), tuple(notes)
 
 
 def check_trained(recording: Recording, name: str) -> None:

@@ -56,7 +56,7 @@ def export_weights(
     config = load_config(folder.config)  # the module is built: its code must be trusted
     writer = _writer(format)
     kind, found, told = _found(folder, checkpoint)
-    tensors = _state_dict(config.model_spec, found, averaged=weights == "ema")
+    tensors = _state_dict(config.model_spec, found, averaged=weights == "ema", seed=config.training.seed)
     file = path / f"{'ema' if weights == 'ema' else 'weights'}{SUFFIXES[format]}" if out is None else out
     write_atomically(file, lambda handle: writer(tensors, handle), force=True)
     elements = sum(value.numel() for value in tensors.values())
@@ -94,8 +94,11 @@ def _found(folder: RunFolder, checkpoint: Chosen | None) -> tuple[str, Checkpoin
     raise ConfigError(f"{folder.path} holds no {checkpoint or 'whole'} checkpoint{why}{best}; train with `parsim run` first")
 
 
-def _state_dict(spec: Any, found: Checkpoint, *, averaged: bool) -> dict[str, Tensor]:
-    """Of the module with the checkpoint's weights, under every name that the module gives them."""
+def _state_dict(spec: Any, found: Checkpoint, *, averaged: bool, seed: int) -> dict[str, Tensor]:
+    """Of the module with the checkpoint's weights, under every name that the module gives them.
+
+    Parameters that the forward does not use are as `seed` initialises them.
+    """
     import torch
 
     from parsim.execute.state.checkpoint import load_state, restore_tensors
@@ -103,16 +106,19 @@ def _state_dict(spec: Any, found: Checkpoint, *, averaged: bool) -> dict[str, Te
     from parsim.model.build import build_module
 
     state = load_state(found)
-    module = build_module(spec)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = build_module(spec)
     if averaged:
-        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-        if not any(EMA in own for own in state.optimizer.values()):
+        trained = {name for name, own in state.optimizer.items() if EMA in own}
+        if not trained:
             raise ConfigError(f"{found.folder} holds no averages of the weights; train with training.ema = {{ decay = 0.999 }}")
         state = averaged_state(state, trained)
     types = {value.dtype for value in state.weights.values() if value.is_floating_point()}
     if len(types) == 1 and types != {torch.float32}:
         module = module.to(types.pop())
-    restore_tensors(dict(module.named_parameters()), state.weights)
+    held = {name: value for name, value in module.named_parameters() if name in state.weights}
+    restore_tensors(held, state.weights)
     restore_tensors({name: value for name, value in module.named_buffers() if name in state.buffers}, state.buffers)
     return {
         name: value.detach().cpu().contiguous().clone()

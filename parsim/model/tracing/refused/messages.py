@@ -56,6 +56,16 @@ def gradient_message(where: str, what: str) -> str:
     )
 
 
+def weight_message(where: str, name: str) -> str:
+    """Why a forward that changes a trained parameter in place cannot be recorded."""
+    return (
+        f"{where} changes the parameter {name} inside its forward{at_line(traceback.extract_stack())}: replicas see other "
+        "samples, and under ZeRO a rank changes a copy, so the weights of ranks would drift apart; compute what is used from "
+        "the weight instead (torch.nn.utils.parametrize, or functional.normalize in place of max_norm), and leave the weight to "
+        "the optimizer"
+    )
+
+
 def hook_message(where: str) -> str:
     """Why a forward that hangs a hook on a tensor cannot be recorded."""
     return (

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.distributions import Distribution
 
 from parsim.errors import TraceError
 
@@ -20,6 +21,7 @@ _SYNCED = (
     "samples of a rank, or GroupNorm"
 )
 _SCRIPTED = "is compiled by torch.jit, which hides its calls; give the Python module it was made of"
+_SCRIPTED_FUNCTION = "is compiled by torch.jit, which hides its calls; give the Python function it was made of"
 _SPARSE = "makes sparse gradients, which no bucket can hold; set sparse=False"
 _QUANTISED = (
     "holds weights that torch has packed as integers, which cannot be trained; give the module before it is quantised, or one "
@@ -94,19 +96,34 @@ def hint(module: nn.Module, message: str) -> str:
 
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
-    """torch.compile'd parts run their Python code, attention modules do not take the fused path of evaluation, and
-    torch.utils.checkpoint runs its function in sight: what a step computes again is a plan's choice.
+    """torch.compile'd parts and scripted functions run their Python code, attention modules do not take the fused path of
+    evaluation, and torch.utils.checkpoint runs its function in sight: what a step computes again is a plan's choice.
+    Distributions do not check their arguments, which would look at values; torch.compile switches that off, too.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
+    checks = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    scripted = torch.jit.ScriptFunction.__call__
+    torch.jit.ScriptFunction.__call__ = _in_python  # type: ignore[method-assign, assignment]
     with_reentry = torch.utils.checkpoint.CheckpointFunction
     torch.utils.checkpoint.CheckpointFunction = _InSight  # type: ignore[misc, assignment]
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
+        torch.jit.ScriptFunction.__call__ = scripted  # type: ignore[method-assign]
+        Distribution.set_default_validate_args(checks)
         torch.utils.checkpoint.CheckpointFunction = with_reentry  # type: ignore[misc]
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _in_python(scripted: torch.jit.ScriptFunction[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In place of a call of what `@torch.jit.script` made of a function: a call of the function itself."""
+    function = getattr(scripted, "_torchdynamo_inline", None)
+    if function is None:
+        raise TraceError(f"{getattr(scripted, '__name__', 'a function')} {_SCRIPTED_FUNCTION}")
+    return function(*args, **kwargs)
 
 
 class _InSight:
