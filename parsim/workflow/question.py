@@ -107,8 +107,8 @@ def loss_note(model: Model) -> str:
     """What is assumed of a loss that is the user's own; empty for parsim's, which are sums over samples."""
     if model.loss_form == COUPLED:
         return (
-            "not a sum over samples: the loss of a batch is not the mean of its samples' losses, so data parallelism and "
-            "microbatches change it"
+            "not a sum over samples: the loss of a batch, or its gradient, is not the mean of those of its samples, so data "
+            "parallelism and microbatches change it"
         )
     if model.loss_form == ADDED_UP:
         return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -199,12 +199,12 @@ class Heavy(nn.Module):
 
 @pytest.mark.parametrize(("coupled", "form"), [(True, COUPLED), (False, "mean")])
 def test_two_samples_judge_a_module_of_many_flop(coupled: bool, form: str) -> None:
-    """Three forwards, and one more where they differ: of two samples and of each alone."""
+    """Four forwards: of two samples, of each alone, and of two again, with other random numbers or in training mode."""
     Heavy.seen.clear()
     model = model_from_module(Heavy(coupled=coupled), torch.randn(5, 6))
     assert model.forward_flop > 1e9
     assert model.loss_form == form
-    assert Heavy.seen[-4 if coupled else -3 :] == [2, 1, 1] + [2] * coupled
+    assert Heavy.seen[-4:] == [2, 1, 1, 2]
 
 
 def test_the_tensor_that_a_loss_reads_is_never_guessed() -> None:
@@ -280,3 +280,62 @@ def test_rounding_in_float32_is_no_mixing(weights: bool) -> None:
 def test_a_module_that_squeezes_a_batch_of_one_is_judged_by_two_samples(mixes: bool, form: str) -> None:
     torch.manual_seed(0)
     assert _judged(Squeezes(mixes=mixes), 2) == form
+
+
+class OwnStatistics(nn.Module):
+    """Batch statistics in training, running ones in evaluation, without a BatchNorm of torch."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        mean = y.mean(0) if self.training else self.mean
+        return self.other(y - mean)
+
+
+class Pulling(torch.autograd.Function):
+    """Adds a gradient of its own, which need not scale with the one that arrives: RWKV's L2Wrap does not."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, y: Tensor, scaled: bool) -> Tensor:
+        ctx.save_for_backward(y)
+        ctx.scaled = scaled
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        (y,) = ctx.saved_tensors
+        return gradient, 1e-3 * y / len(y) * (gradient if ctx.scaled else 1.0), None
+
+
+class Wrapped(nn.Module):
+    """A mean of squares and that gradient."""
+
+    def __init__(self, *, scaled: bool) -> None:
+        super().__init__()
+        self.layer, self.scaled = nn.Linear(6, 3), scaled
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        found: Tensor = Pulling.apply(y.square().mean(), y, self.scaled)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("module", "form"),
+    [
+        (OwnStatistics(), MIXING),
+        (nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)), ""),
+        (Wrapped(scaled=False), COUPLED),
+        (Wrapped(scaled=True), "mean"),
+    ],
+    ids=["own statistics", "torch's parts", "unscaled gradient", "scaled gradient"],
+)
+def test_forms_in_training_and_of_gradients(module: nn.Module, form: str) -> None:
+    """Evaluation and the value of a loss do not show these; torch's BatchNorm and dropout do not count."""
+    assert model_from_module(module, torch.randn(5, 6)).loss_form == form

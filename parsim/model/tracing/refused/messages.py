@@ -61,8 +61,8 @@ def weight_message(where: str, name: str) -> str:
     return (
         f"{where} changes the parameter {name} inside its forward{at_line(traceback.extract_stack())}: replicas see other "
         "samples, and under ZeRO a rank changes a copy, so the weights of ranks would drift apart; compute what is used from "
-        "the weight instead (torch.nn.utils.parametrize, or functional.normalize in place of max_norm), and leave the weight to "
-        "the optimizer"
+        "the weight instead (torch.nn.utils.parametrize, or functional.normalize in place of max_norm), and leave the weight "
+        "to the optimizer"
     )
 
 

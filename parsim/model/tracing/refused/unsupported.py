@@ -118,7 +118,7 @@ def eager() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _in_python(scripted: torch.jit.ScriptFunction[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _in_python(scripted: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """In place of a call of what `@torch.jit.script` made of a function: a call of the function itself."""
     function = getattr(scripted, "_torchdynamo_inline", None)
     if function is None:
