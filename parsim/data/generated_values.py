@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from parsim.data.dataset import NamedDataset
 from parsim.errors import DataError
-from parsim.model.inputs import DEFAULT_DTYPE, ModelInput
+from parsim.model.inputs import DEFAULT_DTYPE, IGNORED, IGNORED_SHARE, ModelInput
 
 MOST_BYTES = 256 * 2**20
 """Of all rows that are kept; further samples repeat them."""
@@ -77,7 +77,10 @@ def _drawn(entry: ModelInput, shape: tuple[int, ...], rng: np.random.Generator) 
             raise DataError(
                 f"input {entry.name} holds integers, and their range is unknown; give high, their exclusive upper bound"
             )
-        return rng.integers(entry.low, entry.high, shape).astype(entry.dtype)
+        drawn = rng.integers(0 if entry.has_ignored else entry.low, entry.high, shape)
+        if entry.has_ignored:
+            drawn[rng.random(shape) < IGNORED_SHARE] = IGNORED
+        return drawn.astype(entry.dtype)
     if entry.dtype.startswith("complex"):
         return (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)) / math.sqrt(2)
     return rng.standard_normal(shape, dtype=np.float32)
@@ -108,5 +111,6 @@ def _targets(
     if entry.high is None:
         raise DataError("targets hold integers, and their range is unknown; give target.high, their exclusive upper bound")
     share = 1 / (1 + np.exp(-1.702 * values))  # close to the normal distribution's own: classes are about equally frequent
-    classes = entry.low + (share * (entry.high - entry.low)).astype(np.int64)
-    return np.clip(classes, entry.low, entry.high - 1).astype(entry.dtype)
+    low = 0 if entry.has_ignored else entry.low
+    classes = low + (share * (entry.high - low)).astype(np.int64)
+    return np.clip(classes, low, entry.high - 1).astype(entry.dtype)

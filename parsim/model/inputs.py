@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 FLOATS = ("float32", "float64", "float16", "bfloat16", "complex64", "complex128")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 DTYPES = (*FLOATS, *INTEGERS, "bool")
+IGNORED = -100
+"""torch's own `ignore_index`: a label that a loss leaves out."""
+IGNORED_SHARE = 0.25
+"""Of labels that may be left out, how many are in an example: enough that samples differ in it."""
 DEFAULT_DTYPE = "float32"
 KEYS = ("shape", "dtype", "high", "low", "constant")
 MOST_ELEMENTS = 2**33
@@ -38,7 +42,8 @@ class ModelInput:
         name: of the argument of `forward`, with dots for what lies inside one.
         shape: of ONE sample: () for a number per sample. Of the whole tensor where it is `constant`.
         dtype: torch's name of it. "float32" follows the weights of a run (float64, bfloat16); other types stay.
-        high, low: integers are drawn from low .. high - 1. Other types have none.
+        high, low: integers are drawn from low .. high - 1. Other types have none. A low of -100 stands for labels: from 0 on,
+            and -100 for those that a loss leaves out.
         constant: the same tensor for every batch; its dim 0 is not the batch.
 
     Raises:
@@ -70,6 +75,11 @@ class ModelInput:
     @property
     def is_integer(self) -> bool:
         return self.dtype in INTEGERS
+
+    @property
+    def has_ignored(self) -> bool:
+        """Whether it holds labels, of which a loss leaves out those of -100."""
+        return self.is_integer and self.low == IGNORED and (self.high or 0) > 0
 
     @property
     def is_number(self) -> bool:
@@ -129,10 +139,13 @@ class ModelInput:
                     f"input {self.name} holds integers, and their range is unknown; give high, their exclusive upper bound, "
                     f'for example {self.name} = {{ shape = {list(self.shape)}, dtype = "{self.dtype}", high = 1000 }}'
                 )
-            return torch.randint(self.low, self.high, shape, generator=generator).to(getattr(torch, self.dtype))
+            drawn = torch.randint(0 if self.has_ignored else self.low, self.high, shape, generator=generator)
+            if self.has_ignored:
+                drawn[torch.rand(shape, generator=generator) < IGNORED_SHARE] = IGNORED
+            return drawn.to(getattr(torch, self.dtype))
         wanted = dtype if self.dtype == DEFAULT_DTYPE else getattr(torch, self.dtype)
-        drawn = torch.complex128 if wanted.is_complex else torch.float64
-        return torch.randn(shape, generator=generator, dtype=drawn).to(wanted)
+        exact = torch.complex128 if wanted.is_complex else torch.float64
+        return torch.randn(shape, generator=generator, dtype=exact).to(wanted)
 
     def zeros(self, samples: int, dtype: torch.dtype) -> Tensor:
         """A batch of zeros (of `low` for integers), for a forward that looks at shapes alone.

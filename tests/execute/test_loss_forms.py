@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import parsim
+from parsim.data.for_model import dataset_for
 from parsim.errors import PlanError, TraceError
 from parsim.model.from_module import model_from_module
 from parsim.model.inputs import inputs_from
@@ -339,3 +340,32 @@ class Wrapped(nn.Module):
 def test_forms_in_training_and_of_gradients(module: nn.Module, form: str) -> None:
     """Evaluation and the value of a loss do not show these; torch's BatchNorm and dropout do not count."""
     assert model_from_module(module, torch.randn(5, 6)).loss_form == form
+
+
+class Prompted(nn.Module):
+    """A mean over the labels that count: those of a prompt do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.table(tokens))
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(("low", "form"), [(0, "mean"), (-100, COUPLED)])
+def test_labels_that_may_be_ignored_make_a_mean_of_what_counts(low: int, form: str) -> None:
+    """Where samples differ in how many labels count, the mean over a batch is not that of its samples."""
+    described = {
+        "tokens": {"shape": [6], "dtype": "int64", "high": 9},
+        "labels": {"shape": [6], "dtype": "int64", "high": 9, "low": low},
+    }
+    inputs = inputs_from(described)
+    spec = ModelSpec(name="tests.execute.test_loss_forms:Prompted", inputs=inputs, loss="own")
+    assert load_model(spec).loss_form == form
+    generator = torch.Generator().manual_seed(0)
+    drawn = inputs[1].tensor(200, generator, torch.float32)
+    made = torch.as_tensor(dataset_for(spec, "synthetic", root=None).inputs["labels"])
+    for labels in (drawn, made):
+        assert set(labels.flatten().tolist()) == ({*range(9), -100} if low else set(range(9)))

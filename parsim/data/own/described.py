@@ -106,6 +106,7 @@ class Described:
             if seen.size and (int(seen.min()) < entry.low or int(seen.max()) >= entry.high):
                 raise DataError(
                     f"{what} holds {int(seen.min())} to {int(seen.max())}, and the model takes {entry.low} to {entry.high - 1}"
+                    + ("; give low = -100 if these are labels, of which its loss ignores -100" if seen.min() == IGNORED else "")
                 )
         return array.astype(entry.dtype) if entry.is_integer else array
 

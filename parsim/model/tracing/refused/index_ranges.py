@@ -15,14 +15,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from parsim.errors import ModelError
-from parsim.model.inputs import INTEGERS, ModelInput
+from parsim.model.inputs import IGNORED, INTEGERS, ModelInput
 from parsim.model.objective.objective import TARGET
 from parsim.model.runnable import Nested, Ref
 from parsim.model.tracing.recorder import RecordedOp, Recording, storage_key
 from parsim.model.tracing.recording import flatten_inputs
-
-IGNORED = -100
-"""torch's own `ignore_index`: a target that no class has."""
 
 
 class Lookup(NamedTuple):
