@@ -146,3 +146,11 @@ def test_broken_configs(tmp_path: Path) -> None:
     path.write_text(json.dumps({**CONFIGS["vit"], "architectures": ["ViTForDreaming"]}))
     with pytest.raises(ModelError, match="ViTForDreaming"):
         build_module(ModelSpec(name=str(path)))
+
+
+def test_a_config_with_infinity_is_read(tmp_path: Path) -> None:
+    """As transformers writes that of Mamba2, whose time steps have no upper bound."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIGS["gpt2"], "time_step_limit": [0.0, float("inf")]}))
+    assert "Infinity" in path.read_text()
+    assert load_model(ModelSpec(name=str(path), args=(("seq", 4),))).parameter_count > 0

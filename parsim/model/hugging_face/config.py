@@ -63,7 +63,7 @@ def _read(path: Path, spec: ModelSpec) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(f"no Hugging Face config at {path}; give the path of a config.json")
     try:
-        document = parse_json(read_text(path))
+        document = parse_json(read_text(path), allow_nan=True)
     except ValueError as error:
         raise ModelError(f"{path} is not JSON: {error}; give a Hugging Face config.json") from error
     if not isinstance(document, dict):
