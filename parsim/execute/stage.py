@@ -24,7 +24,7 @@ from parsim.execute.state.zero import DividedBucket
 from parsim.execute.training.clipping import scale_to_norm, squared_norm
 from parsim.execute.training.recipe import PLAIN, TrainingRecipe
 from parsim.execute.training.weight_decay import exempt_names
-from parsim.graph.parameter_buckets import Bucket
+from parsim.graph.parameter_buckets import Bucket, HeldParameter
 from parsim.graph.passes.clipping import CountedPart, counted_by
 from parsim.graph.passes.gradients import updates_of
 from parsim.graph.plan_index import PlanIndex
@@ -93,10 +93,7 @@ class StageReplica:
         held = layout.rank_parameters(rank)
         self._held = {parameter.name: parameter for parameter in held}
         self._loaded: dict[str, dict[str, Any]] = {}
-        self.parameters = {parameter.name: everything[parameter.name] for parameter in held}
-        for parameter in held:
-            if not parameter.trainable:  # also those that no gradient reaches
-                self.parameters[parameter.name].requires_grad_(False)
+        self.parameters = {parameter.name: _trained_or_not(everything[parameter.name], parameter) for parameter in held}
         with torch.no_grad():
             for parameter in held:
                 if parameter.part is not None:
@@ -473,6 +470,11 @@ HOST = torch.device("cpu")
 
 LOSS_SCALE = "loss_scale"
 """Name of the loss scale in a checkpoint."""
+
+
+def _trained_or_not(parameter: Tensor, held: HeldParameter) -> Tensor:
+    """No backward leaves a gradient in one that is frozen, or that no gradient of the loss reaches."""
+    return parameter if held.trainable else parameter.requires_grad_(False)
 
 
 def _alone(flag: Tensor) -> None:

@@ -142,10 +142,13 @@ def build_fake(spec: ModelSpec) -> nn.Module:
         with warnings.catch_warnings(), QuickFakeMode():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by deepcopy, which only compares it
             module = build_module(spec)
-        if is_config(spec.name) or not _has_fake_attributes(module):
-            return module
     except (FactoryError, RuntimeError):  # perhaps it looks at its weights' values: build it for real
-        pass
+        return _build_with_memory(spec)
+    return _build_with_memory(spec) if not is_config(spec.name) and _has_fake_attributes(module) else module
+
+
+def _build_with_memory(spec: ModelSpec) -> nn.Module:
+    """`build_module`, where torch's own refusal of sizes is one message."""
     try:
         return build_module(spec)
     except RuntimeError as error:

@@ -89,5 +89,8 @@ def test_a_scripted_function_without_its_python_code_is_refused() -> None:
             made: Tensor = self.head(bare(self.one(x)))
             return made
 
-    with pytest.raises(TraceError, match=r"double is compiled by torch\.jit, .*give the Python function"):
+    with pytest.raises(
+        TraceError,
+        match=r"a function at .*`made: Tensor = self\.head\(bare.* is compiled by torch\.jit, .*give the Python function",
+    ):
         model_from_module(Bare(), torch.zeros(4, WIDTH))

@@ -19,7 +19,7 @@ MOST_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Carried:
+class CarriedState:
     """Names of parameters and buffers that a forward writes and its loss reads, by what they are computed from.
 
     Attributes:
@@ -101,12 +101,12 @@ class _Flow:
             self._samples.discard(self._key[number])
 
 
-def carried(recording: Recording) -> Carried:
+def carried(recording: Recording) -> CarriedState:
     """What a recording with its loss hands on."""
     named = {number: key.name for number, key in recording.state.items()}
     writes = any(op.mutated or op.function == SET_DATA for op in recording.ops)
     if not (writes or recording.buffer_writes) or recording.loss_value is None:
-        return Carried()
+        return CarriedState()
     flow = _Flow(recording, named, (number for _, number in recording.inputs))
     for op in recording.ops:
         flow.follow(op)
@@ -114,7 +114,7 @@ def carried(recording: Recording) -> Carried:
         flow.written[name] = flow.is_sampled(number)
     read = flow.held(recording.loss_value)
     found = {name: sampled for name, sampled in flow.written.items() if name in read}
-    return Carried(
+    return CarriedState(
         from_samples=tuple(name for name, sampled in found.items() if sampled),
         from_weights=tuple(name for name, sampled in found.items() if not sampled),
     )

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import logging
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributions import Distribution
 
 from parsim.errors import TraceError
+from parsim.model.tracing.refused.messages import at_line
 
 _SYNCED = (
     "normalises over all ranks by collectives of its own, which no plan knows; use BatchNorm, which normalises over the "
@@ -122,7 +124,7 @@ def _in_python(scripted: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """In place of a call of what `@torch.jit.script` made of a function: a call of the function itself."""
     function = getattr(scripted, "_torchdynamo_inline", None)
     if function is None:
-        raise TraceError(f"{getattr(scripted, '__name__', 'a function')} {_SCRIPTED_FUNCTION}")
+        raise TraceError(f"a function{at_line(traceback.extract_stack())} {_SCRIPTED_FUNCTION}")
     return function(*args, **kwargs)
 
 
