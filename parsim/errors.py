@@ -22,7 +22,7 @@ ParsimError                 exit status 1: one clear message, no traceback
 │   ├── OutOfMemoryError    a rank could not allocate the memory that it needs
 │   ├── RankLostError       a rank died, hangs, or lost its device; it says which
 │   └── DivergedError       a loss or a weight is not finite any more
-└── MissingDependencyError  an optional package that this command needs
+└── MissingDependencyError  a package that this command needs
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class DivergedError(ExecutionError):
 
 
 class MissingDependencyError(ParsimError):
-    """An optional package is needed and not installed."""
+    """A package is needed that is not installed, or cannot be imported."""
 
 
 AS_LIKELY = 0.15

@@ -37,7 +37,7 @@ from fake_peers import IssuedStep, PlannedRun, drawn_durations_s, issued_step, s
 from questions import GRANULARITY, REHEARSED, Question
 
 from parsim.execute.cuda.driver import Driver, TorchCudaDriver
-from parsim.execute.cuda.rank_gpu import prepare_cuda
+from parsim.execute.cuda.rank_gpu import prepare_cuda, usable_gpus
 from parsim.execute.cuda.shared_gpu import NCCL, SHARE_VARIABLE, STAGED
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.loading import Pin
@@ -82,6 +82,10 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.device == "cuda":
         prepare_cuda(0)  # ranks that are alone run in this process
+        available, why = usable_gpus()
+        if not available:
+            print(f"error: {why}", file=sys.stderr)
+            return 1
     rows = []
     for row in checks(asked.device, lambda: asked.budget - (time.monotonic() - BEGIN_S)):
         rows.append(row)

@@ -25,6 +25,7 @@ from parsim.execute.cuda.driver import Driver
 from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.launch_order import room_waits
 from parsim.execute.loading import Loader, Pin
+from parsim.execute.numerics import Numerics
 from parsim.execute.records.task_time import Operation, TaskTime
 from parsim.execute.relaxed.mixing import MixingRounds, mean_groups
 from parsim.execute.relaxed.stale import StaleStage
@@ -50,6 +51,7 @@ class PlannedRun:
     optimizer: str = "adamw"
     learning_rate: float = 1e-2
     dtype: torch.dtype = torch.float32
+    numerics: Numerics | None = None
 
 
 class FakeRank(NamedTuple):
@@ -78,6 +80,7 @@ def fake_rank(run: PlannedRun, rank: int, streams: CudaStreams[Any, Any], device
             dtype=run.dtype,
             seed=0,
             device=device,
+            numerics=run.numerics,
         )
         data = dataset_for(run.spec, run.dataset, root=None, seed=0)
         order = BatchOrder(n=len(data), global_batch=run.plan.global_batch, seed=0)

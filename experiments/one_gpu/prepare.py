@@ -1,7 +1,8 @@
 """Everything that a machine with a GPU and without a network lacks, as wheels in .whl/, and the three commands to run there.
 
     make gpu [MINUTES=30]
-    python experiments/one_gpu/prepare.py [--minutes N] [--lacks NAME,NAME,...] [--python 3.12] [--limit-mib 64] [--out .whl]
+    python experiments/one_gpu/prepare.py [--minutes N] [--lacks NAME,NAME,...] [--also NAME,...]
+        [--python 3.12] [--limit-mib 64] [--out .whl]
 
 Downloads the versions that requirements.lock pins, without their dependencies: what is named is what travels. The default is
 what the programme needs beyond an image with torch, numpy, pandas, scipy, numba, networkx, joblib, rich and typer. The tree and
@@ -46,11 +47,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0, help="of the machine, all three commands together")
     parser.add_argument("--lacks", default=",".join(LACKS), help="packages that it lacks")
+    parser.add_argument(
+        "--also", default="", help="packages that it has in another version, e.g. a numpy that its numba refuses"
+    )
     parser.add_argument("--python", default="3.12", help="its version")
     parser.add_argument("--limit-mib", type=float, default=64.0, help="of the tree and the wheels together")
     parser.add_argument("--out", type=Path, default=ROOT / ".whl")
     asked = parser.parse_args()
-    pins = pinned(asked.lacks.split(","), (ROOT / "requirements.lock").read_text())
+    pins = pinned([name for name in f"{asked.lacks},{asked.also}".split(",") if name], (ROOT / "requirements.lock").read_text())
     missing = [name for name, version in pins.items() if version is None]
     if missing:
         print(f"error: requirements.lock pins no {', '.join(missing)}; name packages as it does", file=sys.stderr)

@@ -34,6 +34,7 @@ def main() -> int:
         ("packages", NEEDED, lambda _: imported(PACKAGES)),
         ("optional packages", USEFUL, lambda _: imported(OPTIONAL)),
         ("parsim, calibration and the programme", NEEDED, lambda _: own_modules()),
+        ("a simulated step", NEEDED, lambda _: step_simulated()),
         ("driver", NEEDED, driver_works),
         ("a product behind a sleep", NEEDED, product_timed),
         ("a process group of one rank", NEEDED, group_works),
@@ -83,13 +84,30 @@ def own_modules() -> str:
     for name in names:
         try:
             importlib.import_module(name)
-        except ImportError as error:
-            optional = (error.name or "").split(".")[0] in OPTIONAL
+        except Exception as error:  # parsim's own too, where numba refuses numpy
+            optional = isinstance(error, ImportError) and (error.name or "").split(".")[0] in OPTIONAL
             (without if optional else broken).append(f"{name} ({error})")
     if broken:
         raise ImportError(f"{len(broken)} of {len(names)} modules do not import: {', '.join(broken[:5])}")
     left_out = f"; without optional packages not: {', '.join(without)}" if without else ""
     return f"{len(names) - len(without)} of {len(names)} modules{left_out}"
+
+
+def step_simulated() -> str:
+    """numba compiles for the numpy that is there."""
+    from questions import GRANULARITY, REHEARSED
+
+    from parsim.engines.static import simulate
+    from parsim.graph.lower import lower
+    from parsim.model.load import load_model
+
+    question = REHEARSED.held_out[0]
+    model = load_model(question.spec, granularity=GRANULARITY)
+    graph = lower(question.plan(tuple(component.name for component in model.components)), model)
+    end_s = float(simulate(graph, [1e-3] * len(graph.tasks)).end_s.max())
+    if not 1e-3 <= end_s <= 1e-3 * (len(graph.tasks) + 0.5):
+        raise RuntimeError(f"{len(graph.tasks)} tasks of 1 ms each on one rank end after {1e3 * end_s:g} ms")
+    return f"{len(graph.tasks)} tasks in {1e3 * end_s:g} ms"
 
 
 def driver_works(device: str) -> str:

@@ -9,7 +9,8 @@ IEEE doubles, so that the engines can be equal bitwise.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from parsim.jit import njit
 
 _OTHER, _COMPUTING, _COMMUNICATING = 0, 1, 2
 

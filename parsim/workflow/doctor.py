@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from parsim.errors import MissingDependencyError
 from parsim.execute.processes.environment import describe_environment, machine_line, memory_limit_bytes
 from parsim.hardware.profile import shipped_profiles
 from parsim.report.tables import NOTHING, Column, ReportTable
@@ -49,6 +50,7 @@ class Found:
     Attributes:
         torch: its version, "" without it. cuda_build: the version of CUDA that torch was built with, "" for a CPU build.
         backends: of torch.distributed. gpu_error: why torch could not say what its GPUs have, "" where it could.
+        numba_error: why numba cannot be imported and what to do, "" where it can.
     """
 
     torch: str = ""
@@ -57,6 +59,7 @@ class Found:
     gpus: tuple[Gpu, ...] = ()
     gpu_error: str = ""
     transformers: bool = False
+    numba_error: str = ""
     cores: int = 1
     memory_bytes: int = 0
 
@@ -89,6 +92,7 @@ def look(environment: dict[str, Any]) -> Found:
     """What this machine has. environment: see `describe_environment`."""
     here = Found(
         transformers=importlib.util.find_spec("transformers") is not None,
+        numba_error=_numba_error(),
         cores=len(environment["affinity"]),
         memory_bytes=memory_limit_bytes(),
     )
@@ -115,13 +119,21 @@ def look(environment: dict[str, Any]) -> Found:
     )
 
 
+def _numba_error() -> str:
+    try:
+        import parsim.jit  # noqa: F401
+    except MissingDependencyError as error:
+        return str(error)
+    return ""
+
+
 # --- abilities --------------------------------------------------------------------------------------------------------
 
 
 def checks_of(found: Found) -> tuple[Check, ...]:
     """The abilities of this installation, and how to get the missing ones."""
     return (
-        Check(name="simulate and plan", ok=True, found=f"profiles: {', '.join(shipped_profiles())}"),
+        _simulation_check(found),
         _torch_check(found),
         _gloo_check(found),
         _gpu_check(found),
@@ -129,6 +141,13 @@ def checks_of(found: Found) -> tuple[Check, ...]:
         _cores_check(found),
         _memory_check(found),
     )
+
+
+def _simulation_check(found: Found) -> Check:
+    if found.numba_error:
+        what, _, fix = found.numba_error.rpartition("; ")
+        return Check(name="simulate and plan", ok=False, found=what, fix=fix)
+    return Check(name="simulate and plan", ok=True, found=f"profiles: {', '.join(shipped_profiles())}")
 
 
 def _torch_check(found: Found) -> Check:
@@ -212,19 +231,20 @@ def _memory_check(found: Found) -> Check:
 
 def commands_of(found: Found) -> tuple[Check, ...]:
     """Whether each command works here, by what that command needs."""
-    torch, gloo, memory = _torch_check(found), _gloo_check(found), _memory_check(found)
+    simulation, torch, gloo, memory = _simulation_check(found), _torch_check(found), _gloo_check(found), _memory_check(found)
     return (
-        Check(
-            name="plan, simulate, sweep, compare, explore, cost, report, coverage, profile, import",
-            ok=True,
+        _needing(
+            "plan, simulate, sweep, compare, explore, cost, report, coverage, profile, import",
+            simulation,
             found="built-in models, large ones by name, Models saved as JSON",
         ),
-        _needing("plan any other model", torch, found=torch.found),
+        _needing("plan any other model", simulation, torch, found=torch.found),
         _needing("export", torch, found=torch.found),
         _needing("calibrate --device cpu", torch, gloo, found=f"up to {found.cores} ranks with a core each"),
-        _needing("run, validate on CPU processes", torch, gloo, found=f"{found.cores} cores"),
-        _needing("demo", torch, gloo, memory, found=memory.found),
-        *(_on_gpus(found, name) for name in (CALIBRATE_ON_GPUS, "run, validate on GPUs")),
+        _needing("run, validate on CPU processes", simulation, torch, gloo, found=f"{found.cores} cores"),
+        _needing("demo", simulation, torch, gloo, memory, found=memory.found),
+        _on_gpus(found, CALIBRATE_ON_GPUS),
+        _on_gpus(found, "run, validate on GPUs", simulation),
     )
 
 
@@ -237,8 +257,11 @@ def _needing(name: str, *needed: Check, found: str) -> Check:
     )
 
 
-def _on_gpus(found: Found, name: str) -> Check:
+def _on_gpus(found: Found, name: str, *needed: Check) -> Check:
     """A rank per GPU, each with room for a model; the line names a GPU that others use."""
+    for check in needed:
+        if not check.ok:
+            return Check(name=name, ok=False, found=check.found, fix=check.fix)
     lacks = next(_lacks_of_gpus(found), None)
     if lacks is not None:
         return Check(name=name, ok=False, found=lacks[0], fix=lacks[1])

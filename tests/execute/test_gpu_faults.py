@@ -71,6 +71,10 @@ def test_more_ranks_than_gpus_is_one_message_before_anything_starts() -> None:
     check_devices(4, 4)
     with pytest.raises(ExecutionError, match=r"8 ranks, one GPU each, and this host has 4 GPUs .* cluster.devices = 4"):
         check_devices(8, 4)
+    with pytest.raises(ExecutionError, match=r"2 ranks, one GPU each, and this host has 1 GPU \(see"):
+        check_devices(2, 1)
+    with pytest.raises(ExecutionError, match=r"1 rank, which needs a GPU, and this host has none\. No driver\."):
+        check_devices(1, 0, "No driver.")
 
 
 def test_another_process_on_the_gpu_is_noticed() -> None:

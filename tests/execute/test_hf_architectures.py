@@ -72,14 +72,15 @@ def test_flop_equals_the_counter(name: str, tmp_path: Path) -> None:
     """
     spec = small(tmp_path, name)
     model = load_model(spec)
+    batch = 3
     counted = sum(
-        operator.forward_flop * operator.count
+        operator.forward_flop * operator.count / (batch if operator.batch == "none" else 1)  # rotary angles, in some versions
         for component in model.components
         for operator in component.operators
-        if operator.kind in ("matmul", "convolution", "attention") and operator.batch != "none"
+        if operator.kind in ("matmul", "convolution", "attention")
     )
     torch.manual_seed(0)
-    inputs, _ = example_batch(spec, 3)
+    inputs, _ = example_batch(spec, batch)
     args, kwargs = interface_of(spec).arguments(inputs)
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         build_module(spec)(*args, **kwargs)
@@ -89,7 +90,7 @@ def test_flop_equals_the_counter(name: str, tmp_path: Path) -> None:
         width = config.get("moe_intermediate_size", config["intermediate_size"])
         tokens = config["num_experts_per_tok"] * config["max_position_embeddings"]
         experts = config["num_hidden_layers"] * 6 * tokens * config["hidden_size"] * width
-    assert counted == pytest.approx(counter.get_total_flops() / 3 + experts, rel=1e-9)
+    assert counted == pytest.approx(counter.get_total_flops() / batch + experts, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", FULL)

@@ -175,6 +175,7 @@ BESIDE_THE_DATABASE = {
     "far distances": lambda: torch.cdist(torch.randn(2, 30, 4), torch.randn(2, 40, 4)),
     "windows": lambda: torch.stft(torch.randn(2, 64), 16, window=torch.hann_window(16), return_complex=True),
     "fake quantisation": lambda: torch.fake_quantize_per_tensor_affine(torch.randn(4), 0.1, 0, -128, 127),
+    "leaky activations, which torch 2.11 does not tag": lambda: F.leaky_relu(torch.randn(4)),
     "rows of bounded norm": lambda: F.embedding(torch.zeros(3, dtype=torch.long), torch.randn(5, 4), max_norm=1.0),
 }
 

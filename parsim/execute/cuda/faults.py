@@ -32,11 +32,13 @@ def check_devices(needed: int, available: int, why: str = "") -> None:
     Args:
         why: there is none.
     """
+    ranks = "1 rank, which needs a GPU" if needed == 1 else f"{needed} ranks, one GPU each"
     if why:
-        raise ExecutionError(f"the plan has {needed} ranks, one GPU each, and this host has none. {why}")
+        raise ExecutionError(f"the plan has {ranks}, and this host has none. {why}")
     if needed > available:
+        gpus = "1 GPU" if available == 1 else f"{available} GPUs"
         raise ExecutionError(
-            f"the plan has {needed} ranks, one GPU each, and this host has {available} GPUs (see CUDA_VISIBLE_DEVICES); "
+            f"the plan has {ranks}, and this host has {gpus} (see CUDA_VISIBLE_DEVICES); "
             f"set cluster.devices = {max(1, available)} and plan again, or use a profile of this machine's CPU"
         )
 

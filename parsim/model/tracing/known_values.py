@@ -7,7 +7,7 @@ A value is known if it was made of constants alone (masks, positions). Two more 
     example   inputs and weights are those of an example batch (`control_flow="example"`), and so every value is known.
 
 A value is computed when somebody asks for it, by running the recorded calls that led to it for real. Random numbers are never
-known, except in an example.
+known, except in an example. But no number of `torch.rand` is below 0, nor as large as 1, and a comparison may need no more.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ RANDOM = ("rand", "normal", "bernoulli", "multinomial", "dropout", "uniform", "e
 UNSET = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 _ROUTERS = {"topk": -1, "sort": -1, "argsort": -1, "max": None, "argmax": None}
 """Functions that choose along a dim, with the dim where none is given (None: all of the tensor, which is not a choice)."""
+
+
+_CERTAIN = {"lt": (0.0, 1.0), "ge": (0.0, 1.0), "le": (-math.ulp(0.0), 1.0), "gt": (-math.ulp(0.0), 1.0)}
+"""Comparisons of a number of [0, 1) with a bound: at most the first, or at least the second, and the answer is always one."""
 
 
 class UnknownValueError(Exception):
@@ -113,6 +117,7 @@ class KnownValues:
         from parsim.model.tracing.recorder import storage_key
 
         found: set[int] = set()
+        drawn: set[int] = set()  # numbers of which only comparisons are needed that always have one answer
         seen = {number}
         waiting = [number]
         while waiting:
@@ -124,7 +129,7 @@ class KnownValues:
             for place in places:
                 if place in self.routings and self._recording.tensors[entry].is_floating_point():
                     raise UnknownValueError("it depends on the scores of a choice")
-                if place in found:
+                if place in found and place not in drawn:
                     continue
                 found.add(place)
                 op = self._recording.ops[place]
@@ -132,10 +137,30 @@ class KnownValues:
                     continue
                 if self._example is None and _is_random(op):
                     raise UnknownValueError(f"{_name(op)} draws random numbers")
+                if (draw := self._draw_of(op)) is not None:
+                    found.add(draw)
+                    drawn.add(draw)
+                    continue
                 fresh = [read for read in op.reads if read not in seen]
                 seen.update(fresh)
                 waiting += fresh
         return found
+
+    def _draw_of(self, op: RecordedOp) -> int | None:
+        """The call of `torch.rand` whose numbers a comparison is about that always has one answer; None for another call."""
+        comparison = _name(op).strip("_")
+        if self._example is not None or comparison not in _CERTAIN or len(op.arguments) != 2:
+            return None
+        numbers, bound = op.arguments
+        least, most = _CERTAIN[comparison]
+        if type(numbers) is not Ref or not isinstance(bound, int | float) or least < bound < most:
+            return None
+        from parsim.model.tracing.recorder import storage_key
+
+        place = self._producer.get(numbers.slot)
+        storage = storage_key(self._recording.tensors[numbers.slot])
+        is_draw = place is not None and _name(self._recording.ops[place]) == "rand" and storage not in self._changed
+        return place if is_draw else None
 
     def _check_leaf(self, number: int) -> None:
         if number in self._recording.constants or (self._example is not None and number in self._example):
