@@ -84,7 +84,7 @@ def step_times_s(
         together: int64 [resources], a number >= 0 for each: those of one number begin a repeat when all of them have ended the
             one before (`parsim.engines.steps`); None: each by itself.
 
-    Memory: 24 n bytes beside the arguments and the compiled graph, whatever S and `steps` are.
+    Memory: 64 n bytes at most beside the arguments and the compiled graph, whatever S and `steps` are.
 
     All resources are free at 0, and the graph is issued `steps` times. The result is the end of the very last task
     divided by `steps`. Nothing but its own queue (and those `together` with it) holds a resource back between
@@ -111,5 +111,9 @@ def step_times_s(
     on_core = compiled.resources_of_cores(slowdown.core)
     groups = np.arange(len(compiled.arrays.last)) if together is None else np.ascontiguousarray(together, dtype=np.int64)
     arrays = compiled.arrays if slowdown.is_none else compiled.with_rates
-    ends: NDArray[np.float64] = kernels.last_ends(arrays, slowdown, on_core, slowdown.is_none, durations, column, steps, groups)
+    ends: NDArray[np.float64]
+    if slowdown.is_none and len(durations) > 1:
+        ends = kernels.last_ends_of_rows(arrays, durations, column, steps, groups)
+    else:
+        ends = kernels.last_ends(arrays, slowdown, on_core, slowdown.is_none, durations, column, steps, groups)
     return ends / steps

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -110,7 +111,7 @@ class _Expansion:
         self._copies: list[_Copies] = []
         self._kinds: list[Unit] = []
         self._kind: list[Ints] = []
-        self._places: dict[tuple[Hashable, ...], tuple[int, int, int]] = {}
+        self._rows: dict[tuple[Hashable, ...], tuple[Ints, int]] = {}
         mesh = self._plan.mesh
         self._place = [layout.stage_of[component.name] for component in layout.model.components]
         self._step = mesh.copies * mesh.tp  # from the ranks of a place to those of the next
@@ -193,49 +194,56 @@ class _Expansion:
         queues, awaited = _Rows(), _Rows()
         units: dict[Hashable, int] = {}
         same: dict[tuple[int, int], int] = {}
-        begin, found = len(self._kinds), dict[int, tuple[int, int, int]]()
-        rows = []  # of each task the numbers of its unit, queues and what comes before
-        for entry in self._end.entries():
-            if id(entry) not in found:
-                work, resources, after = entry
-                key = id(work), id(resources)
-                if key not in same:
-                    same[key] = units.setdefault((_identity(work), resources[0].rank), len(units))
-                    if same[key] == len(self._kinds) - begin:
-                        self._kinds.append(Unit(work, resources[0].rank))
-                found[id(entry)] = (
-                    same[key],
-                    queues.of(resources, lambda own: [self._resource(queue) for queue in own]),
-                    awaited.of(after, self._numbers_of),
-                )
-            rows.append(found[id(entry)])
-        unit_of, queues_of, awaited_of = np.array(rows, dtype=np.int64).reshape(-1, 3).T
-        self._unit[self._count :] = unit_of + sum(map(len, self._kind))
+        begin, found = len(self._kinds), dict[int, int]()
+        unit_of, queues_of, awaited_of = list[int](), list[int](), list[int]()
+
+        def numbered(resources: Iterable[Resource]) -> list[int]:
+            return [self._resource(queue) for queue in resources]
+
+        for number, entry in enumerate(self._end.entries()):
+            first = found.setdefault(id(entry), number)
+            if first < number:  # many have all in common
+                unit_of.append(unit_of[first])
+                queues_of.append(queues_of[first])
+                awaited_of.append(awaited_of[first])
+                continue
+            work, resources, after = entry
+            unit = same.get((id(work), id(resources)))
+            if unit is None:
+                unit = same[id(work), id(resources)] = units.setdefault((_identity(work), resources[0].rank), len(units))
+                if unit == len(self._kinds) - begin:
+                    self._kinds.append(Unit(work, resources[0].rank))
+            unit_of.append(unit)
+            queues_of.append(queues.of(resources, numbered))
+            awaited_of.append(awaited.of(after, self._numbers_of))
+        self._unit[self._count :] = np.array(unit_of, dtype=np.int64) + sum(map(len, self._kind))
         self._kind.append(np.arange(begin, len(self._kinds), dtype=np.int64))
-        self._uses.append(queues.pairs(queues_of, self._count))
-        self._edges.append(awaited.pairs(awaited_of, self._count))
-        waits = [self._numbers_of(keys) for keys in zip(*self._end.waits(), strict=True)] or [[], []]
-        self._edges.append((np.array(waits[0], dtype=np.int64), np.array(waits[1], dtype=np.int64)))
+        self._uses.append(queues.pairs(np.array(queues_of, dtype=np.int64), self._count))
+        self._edges.append(awaited.pairs(np.array(awaited_of, dtype=np.int64), self._count))
+        waits = self._end.waits()
+        waiting, before = (self._numbers_of(map(itemgetter(end), waits)) for end in range(2))
+        self._edges.append((np.array(waiting, dtype=np.int64), np.array(before, dtype=np.int64)))
 
     def _numbers_of(self, keys: Iterable[TaskKey]) -> list[int]:
         """Of tasks at the end, and of computation of any kept replica and any microbatch."""
-        found = []
+        found, find, rows = list[int](), self._end.numbers.get, self._rows
         for key in keys:
-            if key in self._end:
-                found.append(self._count + self._end.number(key))
+            number = find(key)
+            if number is not None:
+                found.append(self._count + number)
                 continue
-            phase, rank, name, microbatch, *part = key
-            assert isinstance(phase, Phase)
+            task = key[:3] + key[4:]  # whatever the microbatch
+            row = rows.get(task)
+            if row is None:
+                row = rows[task] = self._row_of(*task)
+            microbatch = key[3]
             assert isinstance(microbatch, int)
-            task = (phase, rank, name, *part)
-            if task not in self._places:
-                self._places[task] = self._place_of(phase, rank, name, part)
-            component, replica, offset = self._places[task]
-            found.append(self._numbers.first(phase, component, replica, microbatch) + offset)
+            found.append(int(row[0][microbatch]) + row[1])
         return found
 
-    def _place_of(self, phase: Phase, rank: Hashable, name: Hashable, part: Sequence[Hashable]) -> tuple[int, int, int]:
-        """Of a computation of a kept rank the component, the replica among those kept, and its place in the piece."""
+    def _row_of(self, phase: Hashable, rank: Hashable, name: Hashable, *part: Hashable) -> tuple[Ints, int]:
+        """Of a computation of a kept rank the first tasks of its pieces by microbatch, and its place in the piece."""
+        assert isinstance(phase, Phase)
         assert isinstance(rank, int)
         assert isinstance(name, str)
         plan = self._plan
@@ -243,7 +251,9 @@ class _Expansion:
         offset = self._pieces.offset(phase, first, name, part)
         if offset is None:
             raise GraphError(f"{phase} of {name} on rank {rank} is not a task of the program")
-        return self._layout.model.component_index[name], self._replica_row[plan.replica_of_rank(rank)], offset
+        component, replica = self._layout.model.component_index[name], self._replica_row[plan.replica_of_rank(rank)]
+        starts, inside = self._numbers.by_microbatch(phase, component, replica)
+        return starts, inside + offset
 
     def _units(self) -> tuple[Unit, ...]:
         """Every unit by itself, with the names of its own component."""

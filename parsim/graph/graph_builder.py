@@ -5,7 +5,7 @@ A pass may name a task that a later pass adds, so passes need no order among the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parsim.errors import GraphError
@@ -84,6 +84,11 @@ class Draft:
 
     def number(self, key: TaskKey) -> int:
         return self._number[key]
+
+    @property
+    def numbers(self) -> Mapping[TaskKey, int]:
+        """Of all tasks."""
+        return self._number
 
     def keys(self) -> Iterable[TaskKey]:
         """In the order they were added."""

@@ -57,11 +57,10 @@ class TaskNumbers:
         starts: Ints = self._starts[self._block[phase][components]] + self._inside[phase][components][:, None, None]
         return starts
 
-    def first(self, phase: Phase, component: int, replica: int, microbatch: int) -> int:
-        """The first task of one piece.
+    def by_microbatch(self, phase: Phase, component: int, replica: int) -> tuple[Ints, int]:
+        """Where the blocks of one component begin, int64 [microbatches], and how far in them its pieces do.
 
         Args:
-            phase, component: of the piece. replica: its number among those that are lowered. microbatch: of it.
+            phase, component: of the pieces. replica: its number among those that are lowered.
         """
-        block, inside = self._block[phase][component], self._inside[phase][component]
-        return int(self._starts[block, replica, microbatch]) + int(inside)
+        return self._starts[self._block[phase][component], replica], int(self._inside[phase][component])

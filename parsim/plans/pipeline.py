@@ -551,6 +551,8 @@ def moments(order: str, rank: int, ranks: int, microbatches: int, chunks: int = 
     Returns:
         Counts per chunk; the moments with the largest totals come last.
     """
+    if order == "1f1b" and chunks == 1:  # asked for thousands of pipelines, each of hundreds of actions
+        return ((min(microbatches, ranks - rank),),)
     alive = [0] * chunks
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages_by_rank(order, ranks, chunks)[rank])}
     seen: dict[tuple[int, ...], None] = {}

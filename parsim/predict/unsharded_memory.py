@@ -36,10 +36,9 @@ def unsharded_bytes(layout: PlanIndex, rank: int) -> dict[tuple[Phase, str, int]
     found: dict[tuple[Phase, str, int], float] = {}
     sizes = {bucket.number: bucket.padded_bytes for bucket in layout.rank_buckets(rank)}
     changes = [0] * (len(uses) + 1)  # of the bytes that are whole, from one use to the next
-    for window in (*gradient_windows(layout, uses, in_order=False), *parameter_windows(layout, uses, in_order=False)):
-        size = sizes.get(window.bucket.number)
-        if size is None:  # of another shard
-            continue
+    gradients, parameters = (windows(layout, uses, sizes, in_order=False) for windows in (gradient_windows, parameter_windows))
+    for window in (*gradients, *parameters):
+        size = sizes[window.bucket.number]
         begins, ends = (window.ahead, window.last) if window.parameters else (window.first, window.freed)
         if begins > ends:
             continue

@@ -136,7 +136,8 @@ class Closest:
     def _plans(self) -> list[Plan]:
         """Those to compare: the exact one, and of the bounded ones first those of the shortest pipelines."""
         exact = None if self.exact is None else _first_plan(self.exact[1])
-        bounded = sorted(filter(None, (_first_plan(node) for _, node in self.bounded)), key=_actions)
+        near = [node for missing, node in self.bounded if missing < float("inf")] or [node for _, node in self.bounded]
+        bounded = sorted(filter(None, map(_first_plan, near)), key=_actions)
         up_to = list(accumulate(map(_actions, bounded)))
         few = max(1, bisect_right(up_to, MOST_ACTIONS))
         return [*filter(None, (exact,)), *bounded[:few]]
@@ -194,6 +195,7 @@ def judged_best_first(
     incumbents: Incumbents,
     late: list[Node] | None = None,
     most: float = float("inf"),
+    singles: int = 0,
     spare: Allowance | None = None,
 ) -> tuple[list[JudgedPlan], Tally]:
     """All plans of a family that could be its best.
@@ -202,7 +204,8 @@ def judged_best_first(
         nodes: the family. excess_bytes: by how much a plan does not fit. judge: seconds of a plan's step.
         variants: as `Closest.judged` takes them. incumbents: the best so far, read and added to.
         late: receives the parts that are put aside; None: none are. most: parts that are opened, once some plan fits; those
-            that cost nothing apart.
+            that cost nothing apart. singles: how many more if they are single plans. A part with a low bound opens into plans
+            with higher ones. They wait behind further parts, and are bounded and not judged when no more may be opened.
         spare: of a large problem, what may be spent: the parts come one by one, and none that does not fit is judged.
 
     Returns:
@@ -211,6 +214,7 @@ def judged_best_first(
     tally, number = Tally(), count()
     queue: list[tuple[float, int, Node]] = []
     judged: list[JudgedPlan] = []
+    passed: list[tuple[float, int]] = []
     closest = Closest()
 
     def push(node: Node, least_s: float = 0.0) -> None:
@@ -225,9 +229,14 @@ def judged_best_first(
     taken = 0
     while queue and queue[0][0] < incumbents.bar_s:
         known = bool(incumbents.steps_s) or incumbents.rival_s < float("inf")
-        if (taken >= most and (known or spare is None)) or (spare is not None and not spare.lasts(known=known)):
+        if spare is None and taken >= most + singles:
             break
-        _, _, node = heapq.heappop(queue)
+        if spare is not None and ((taken >= most and known) or not spare.lasts(known=known)):
+            break
+        bound_s, _, node = heapq.heappop(queue)
+        if spare is None and taken >= most and not node.is_one:
+            passed.append((bound_s, node.size))
+            continue
         taken += node.visits > 0
         if spare is not None:
             spare.open(node.visits)
@@ -264,7 +273,7 @@ def judged_best_first(
         tally.simulated += 1
         judged.append(JudgedPlan(plan=node.plan, step_s=step_s))
         incumbents.steps_s[replace(node.plan, strategy="custom")] = step_s
-    tally.leave(((bound_s, node.size) for bound_s, _, node in queue), incumbents.bar_s)
+    tally.leave([*passed, *((bound_s, node.size) for bound_s, _, node in queue)], incumbents.bar_s)
     if spare is not None:
         incumbents.closest.add(closest)
     elif late is not None and not judged and not incumbents.steps_s:

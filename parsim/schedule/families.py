@@ -16,11 +16,8 @@ from parsim.predict.planning_problem import PlanningProblem
 from parsim.registry import Registry
 from parsim.schedule.members import Members
 from parsim.schedule.parts.node import Node
-from parsim.schedule.parts.usual import is_large
+from parsim.schedule.parts.usual import FEW_COMPONENTS, is_large
 from parsim.schedule.space import meshes
-
-FEW_COMPONENTS = 6
-"""Up to so many, all joint choices of placements may be listed."""
 
 Meshes = Callable[[PlanningProblem], list[Mesh]]
 

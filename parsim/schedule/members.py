@@ -26,6 +26,7 @@ from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.devices import DeviceSeconds
 from parsim.schedule.bounds.plan_floor import floor_excess_bytes
 from parsim.schedule.bounds.step import ROUNDING, computation_bound_s, least_noise, order_bound_s, step_bound_s
+from parsim.schedule.bounds.weights import weights_are_too_many
 from parsim.schedule.cuts import Bounds
 from parsim.schedule.partition import least_round_s
 from parsim.schedule.parts.instead import instead_of, may_fit, missing_of_cut
@@ -134,6 +135,9 @@ class Members:
         if not by_size:
             return []
         bounds = self.problem.remembered(DeviceSeconds)
+        if is_large(self.problem) and weights_are_too_many(self.problem, by_size[0][0].size):
+            never = float("inf")  # nor are they close to it, beside plans on more devices
+            return [Node(0.0, sum(sizes), partial(opened, self, by_size[0], {}), missing_bytes=lambda: never)]
 
         def of_size(number: int) -> list[Node]:
             return opened(self, by_size[number], {})

@@ -28,7 +28,7 @@ from parsim.schedule.members import Members
 from parsim.schedule.parts.by_offload import way_out
 from parsim.schedule.parts.node import Node, PosedPlacement
 from parsim.schedule.parts.one_by_one import open_one_by_one
-from parsim.schedule.parts.usual import Allowance, allowance, is_large, most_late
+from parsim.schedule.parts.usual import Allowance, allowance, is_large, most_late, most_singles
 from parsim.schedule.space import zero_stages
 from parsim.units import format_bytes, format_seconds
 
@@ -354,6 +354,7 @@ class _Opening:
             incumbents=incumbents,
             late=late,
             most=most,
+            singles=most_singles(self.problem),
             spare=self.spare,
         )
         self.judged.extend(found)
@@ -385,10 +386,14 @@ def _with_intervals(problem: PlanningProblem, kept: Sequence[Evaluation], sample
     A program that has several names is drawn once. Large programs get fewer draws, above all those of plans that lost.
     """
     first, found = kept[0], list[Evaluation]()
+    ways_out: dict[Plan, str] = {}
     for entry in kept:
         reason = _reason(entry, first, problem.recompute)
         if not first.result.fits:
-            reason += way_out(problem, entry.result.plan)
+            program = replace(entry.result.plan, strategy="custom")
+            if program not in ways_out:
+                ways_out[program] = way_out(problem, program)
+            reason += ways_out[program]
         drawn = next((other.result for other in found if other.compiled is entry.compiled), None)
         if drawn is not None:
             result = replace(

@@ -84,6 +84,7 @@ def test_the_moments_hold_what_the_actions_leave(order: str, ranks: int, microba
     found = held_moments(Pipeline(order=order, ranks=ranks, microbatches=microbatches, chunks=chunks), rank)
     actions = pipeline_actions(order, rank, ranks, microbatches, chunks)
     assert max(sum(moment.alive) for moment in found) == in_flight(order, rank, ranks, microbatches, chunks)
+    assert order != "1f1b" or in_flight(order, rank, ranks, microbatches) == min(microbatches, ranks - rank)
     assert {moment.phase for moment in found} == {action.phase for action in actions}
     assert all(0 <= w <= a for moment in found for w, a in zip(moment.waiting, moment.alive, strict=True))
 

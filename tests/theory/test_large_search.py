@@ -18,7 +18,11 @@ from parsim.predict.evaluate import simulated_step
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.chain import chain_seconds
 from parsim.schedule.bounds.step import step_bound_s
+from parsim.schedule.bounds.weights import weights_are_too_many
+from parsim.schedule.families import FAMILIES
+from parsim.schedule.members import Members
 from parsim.schedule.parts import usual
+from parsim.schedule.parts.node import Node
 from parsim.schedule.parts.outlines import outline_bound_s
 from parsim.schedule.recomputation.least_kept import least_kept
 from parsim.schedule.recomputation.steps import place_excess_bytes
@@ -158,3 +162,40 @@ def test_a_large_model_on_64_gpus_is_planned_no_slower_than_by_hand() -> None:
         assert free.chosen.step_s.median <= by_hand.chosen.step_s.median
     assert free.search is not None
     assert free.search.tally.considered > free.search.tally.simulated
+
+
+@pytest.mark.parametrize("devices", [4, 6, 8])
+def test_where_weights_alone_are_too_many_no_plan_on_so_many_devices_fits(devices: int) -> None:
+    """Devices that could hold an equal share of all weights, or just not; then none of the plans on fewer of them is opened."""
+    question = PlanningProblem(model=transformer(2), cluster=machine(), global_batch=24, precision="amp_fp16", optimizer="adam")
+    elements = sum(parameter.elements for parameter in question.model.trainable_parameters)
+    share = 16 * elements // devices
+    for room, too_many in ((share + 2**20, False), (share - 2**20, True)):
+        small = tuple(replace(each, type=replace(each.type, memory_bytes=room, context_bytes=0)) for each in machine().devices)
+        asked = replace(question, cluster=replace(machine(), devices=small))
+        assert weights_are_too_many(asked, devices) == too_many
+        assert not weights_are_too_many(asked, devices + 1)
+        for plan in FAMILIES["dp"](asked) if too_many else ():
+            if plan.world_size <= devices:
+                assert not all(entry.fits for entry in asked.memory(plan))
+
+
+def test_a_large_question_of_which_nothing_fits_opens_no_plans_on_fewer_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An equal share of the weights is too much for each of eight devices, and so for each of fewer."""
+    monkeypatch.setattr(usual, "LARGE", 0)
+    opened = []
+
+    def of_mesh(members: Members, mesh: Mesh) -> list[Node]:
+        opened.append(mesh.size)
+        return found_on(members, mesh)
+
+    found_on = Members.of_mesh
+    monkeypatch.setattr(Members, "of_mesh", of_mesh)
+    small = tuple(replace(each, type=replace(each.type, memory_bytes=2**27)) for each in machine().devices)
+    question = PlanningProblem(
+        model=transformer(2), cluster=replace(machine(), devices=small), global_batch=24, precision="amp_fp16", optimizer="adam"
+    )
+    found = search(question, ("dp",), samples=0)
+    assert found.chosen is None
+    assert set(opened) == {8}
+    assert found.tally.too_large == found.tally.considered

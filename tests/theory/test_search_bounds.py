@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, combinations, pairwise
 
 import numpy as np
@@ -160,6 +161,48 @@ def test_divisors() -> None:
     assert divisors(12) == (1, 2, 3, 4, 6, 12)
     assert divisors(1) == (1,)
     assert divisors(49) == (1, 7, 49)
+
+
+def test_plans_that_have_a_bound_are_judged_when_no_more_parts_may_be_opened() -> None:
+    """Forty parts with bounds of 1 s open into plans with bounds above that. Twenty may be opened, which had judged no plan."""
+    components = tuple(component.name for component in chain_model().components)
+    stages = (Stage(components=components, ranks=(0,)),)
+    plans = [
+        Plan(strategy="single", mesh=Mesh(), stages=stages, global_batch=64, microbatches=64, bucket_bytes=size)
+        for size in range(1, 41)
+    ]
+    seconds = {plan: 4.0 - 0.01 * number for number, plan in enumerate(plans)}
+
+    def opened(plan: Plan) -> list[Node]:
+        return [Node(seconds[plan] - 2.0, 1, plan=plan)]
+
+    parts = [Node(1.0, 1, partial(opened, plan)) for plan in plans]
+    judged, tally = judged_best_first(
+        parts, excess_bytes=lambda _: 0, judge=seconds.__getitem__, incumbents=Incumbents(), most=20, singles=5
+    )
+    assert min(entry.step_s for entry in judged) == min(seconds[plan] for plan in plans[:20])
+    assert tally.simulated <= 5
+    assert tally.considered == 40
+
+
+def test_what_may_be_judged_in_place_of_a_plan_is_opened_with_the_plans() -> None:
+    """The plan does not fit; with recomputation it does, and is the best known."""
+    components = tuple(component.name for component in chain_model().components)
+    stages = (Stage(components=components, ranks=(0,)),)
+    plain = Plan(strategy="single", mesh=Mesh(), stages=stages, global_batch=16, microbatches=1)
+    again = replace(plain, recompute="full")
+    stands_in = Node(1.5, 1, lambda: [Node(1.5, 1, plan=again)], instead_of_one=True)
+    parts = [Node(1.0, 1, lambda: [Node(1.4, 1, plan=plain, instead=lambda: iter([stands_in]))])]
+    parts += [Node(1.1, 1, lambda: [Node(9.0, 0, list)]) for _ in range(40)]
+    judged, _ = judged_best_first(
+        parts,
+        excess_bytes=lambda plan: 0 if plan.recomputes else 5,
+        judge=lambda _: 2.0,
+        incumbents=Incumbents(),
+        most=20,
+        singles=5,
+    )
+    assert [entry.plan for entry in judged] == [again]
 
 
 def test_the_plan_shown_where_none_fits_is_the_closest_one() -> None:

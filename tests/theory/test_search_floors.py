@@ -28,7 +28,7 @@ from parsim.schedule.bounds.devices import DeviceSeconds
 from parsim.schedule.bounds.plan_floor import floor_excess_bytes, plan_floor
 from parsim.schedule.bounds.step import order_bound_s
 from parsim.schedule.recomputation.every_set import every_set
-from parsim.schedule.recomputation.steps import place_excess_bytes
+from parsim.schedule.recomputation.steps import may_fit_recomputing, place_excess_bytes
 from parsim.schedule.recomputation.to_fit import recomputed_to_fit
 from parsim.schedule.search import search
 from parsim.schedule.stages import balanced_plan
@@ -194,3 +194,50 @@ def sets_left_out(seed: int) -> int:
                 count += 1
                 assert any(place_excess_bytes(problem, each)), each.summary()
     return count
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    model=st.sampled_from(sorted(MODELS)),
+    mesh=st.sampled_from(MESHES),
+    microbatches=st.sampled_from((1, 2, 4, 8)),
+    order=st.sampled_from(ORDERS),
+    zero_stage=st.sampled_from(ZERO_STAGES),
+    precision=st.sampled_from(("fp32", "amp_fp16")),
+    data=st.data(),
+)
+def test_a_plan_that_fits_with_recomputation_is_never_refused_it(
+    model: str,
+    mesh: Mesh,
+    microbatches: int,
+    order: tuple[str, int],
+    zero_stage: int,
+    precision: str,
+    data: st.DataObject,
+) -> None:
+    """On devices of just what the recomputed plan needs; on devices without room for weights it is refused."""
+    problem = PlanningProblem(model=MODELS[model], cluster=with_memory(1), global_batch=32, precision=precision)
+    plan = some_plan(problem, mesh, microbatches, order)
+    if plan is None:
+        return
+    plan = replace(plan, zero_stage=zero_stage)
+    names = sorted(problem.layout(plan).differentiable)
+    some = data.draw(st.one_of(st.just(tuple(names)), st.sets(st.sampled_from(names), min_size=1).map(tuple)))
+    needed = max(entry.needed_bytes for entry in problem.memory(replace(plan, recompute=some)))
+    assert may_fit_recomputing(replace(problem, cluster=with_memory(needed)), plan)
+    weights = max(entry.line("parameters") for entry in problem.memory(plan))
+    assert not may_fit_recomputing(replace(problem, cluster=with_memory(weights - 1)), plan)
+
+
+def test_every_set_of_small_problems_that_fits_is_among_what_recomputation_may_make_fit() -> None:
+    """Random placements on devices whose communicators leave little: some plans are refused, none that a set makes fit."""
+    refused = 0
+    for seed in range(24):
+        random = Random(seed)
+        draw = drawn(random, random.choice(((2, 2, (2, 4)), (2, 3, (2,)))))
+        problem = replace(draw, cluster=replace(draw.cluster, memory_bytes=(2**29 + 2**25,) * 2)).problem()
+        for plan in [replace(each, recompute="none") for each in by_hand(problem, random)][:4]:
+            fitting = [each for each in every_set(problem, plan) if not any(place_excess_bytes(problem, each))]
+            refused += not may_fit_recomputing(problem, plan)
+            assert may_fit_recomputing(problem, plan) or not fitting, plan.summary()
+    assert refused > 10

@@ -73,3 +73,15 @@ def test_both_engines_agree(timed: tuple[TaskGraph, list[float]], loads_ahead: b
     program = steps_in_a_row(columns_of(graph), overlap, steps=4)
     done = dynamic.run_program(program, lambda part, step: durations)
     assert done.makespan_s / 4 == step_s(graph, durations, overlap, steps=4)
+
+
+@given(timed_graphs(most_tasks=12), st.integers(2, 11), st.booleans(), st.integers(0, 2**32 - 1))
+def test_rows_that_go_through_a_graph_side_by_side_end_as_each_alone(
+    timed: tuple[TaskGraph, list[float]], rows: int, by_unit: bool, seed: int
+) -> None:
+    compiled, tasks = compile_graph(timed[0]), len(timed[1])
+    random, together = np.random.default_rng(seed), OverlapFactors(loads_ahead=False)
+    unit = random.integers(0, 3, tasks) if by_unit else None
+    durations = random.exponential(size=(rows, 3 if by_unit else tasks))
+    found = mean_step_s(compiled, durations, together, steps=3, unit=unit)
+    assert found.tolist() == [mean_step_s(compiled, row[None, :], together, steps=3, unit=unit)[0] for row in durations]

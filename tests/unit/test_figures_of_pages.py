@@ -59,12 +59,14 @@ def search() -> list[str]:
     found = results("search_exhaustive")
     outcomes = found["summary"]["outcomes"]
     losses = sorted((row["loss"] for row in found["rows"].values() if row["outcome"] == "loss"), reverse=True)
-    first, last = ", ".join(f"{100 * loss:.1f}%" for loss in losses[:-1]), f"{100 * losses[-1]:.1f}%"
+    counted, listed = "no losses", ""
+    if losses:
+        *first, last = (f"{100 * loss:.1f}%" for loss in losses)
+        counted = f"{outcomes['loss']} losses, the largest {100 * losses[0]:.0f}%"
+        listed = f" ({', '.join(first)} and {last})" if first else f" ({last})"
     return [
-        f"| the search against enumeration, {found['summary']['problems']:,} random problems "
-        f"| {outcomes['loss']} losses, the largest {100 * losses[0]:.0f}% |",
-        f"{outcomes['tie']} ties, {outcomes['infeasible']} infeasible for both, {outcomes['loss']} losses "
-        f"({first} and {last}).",
+        f"| the search against enumeration, {found['summary']['problems']:,} random problems | {counted} |",
+        f"{outcomes['tie']} ties, {outcomes['infeasible']} infeasible for both, {counted.partition(',')[0]}{listed}.",
     ]
 
 

@@ -20,7 +20,9 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from heapq import merge
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -81,13 +83,22 @@ def uses_of(layout: PlanIndex, place: int, actions: Sequence[Action] | None = No
     return tuple(found)
 
 
-def gradient_windows(layout: PlanIndex, uses: Sequence[Use], *, in_order: bool = True) -> list[Window]:
-    """When gradients are whole; `in_order`: by the order in which they are complete."""
+def gradient_windows(
+    layout: PlanIndex, uses: Sequence[Use], kept: Collection[int] | None = None, *, in_order: bool = True
+) -> list[Window]:
+    """When gradients are whole.
+
+    Args:
+        layout, uses: of a place. kept: numbers of the buckets that are asked for, with all others of their groups (None: all).
+        in_order: by the order in which they are complete.
+    """
     spans: dict[tuple[int, int], tuple[Bucket, int, int]] = {}
     known: dict[str, tuple[Phase, tuple[Bucket, ...]]] = {}
     for number, (phase, name, microbatch) in enumerate(uses):
         if name not in known:
-            known[name] = layout.weight_phase(name), layout.unsharded_buckets(name)
+            every = layout.unsharded_buckets(name)
+            own_buckets = tuple(bucket for bucket in every if kept is None or bucket.number in kept)
+            known[name] = layout.weight_phase(name), own_buckets
         own, buckets = known[name]
         if phase is own:
             for bucket in buckets:
@@ -113,8 +124,15 @@ def gradient_windows(layout: PlanIndex, uses: Sequence[Use], *, in_order: bool =
     return sorted(windows, key=lambda window: window.place) if in_order else windows
 
 
-def parameter_windows(layout: PlanIndex, uses: Sequence[Use], *, in_order: bool = True) -> list[Window]:
-    """When parameters are whole (ZeRO 3); `in_order`: by the order in which they are gathered."""
+def parameter_windows(
+    layout: PlanIndex, uses: Sequence[Use], kept: Collection[int] | None = None, *, in_order: bool = True
+) -> list[Window]:
+    """When parameters are whole (ZeRO 3).
+
+    Args:
+        layout, uses: of a place. kept: numbers of the buckets that are asked for (None: all).
+        in_order: by the order in which they are gathered.
+    """
     if layout.plan.zero_stage < 3:
         return []
     windows: list[Window] = []
@@ -122,10 +140,20 @@ def parameter_windows(layout: PlanIndex, uses: Sequence[Use], *, in_order: bool 
     needed: frozenset[int] = frozenset()
     before, current = -1, -1  # the last uses of the lot before the current one, and of the current one
 
-    def release(numbers: frozenset[int], last: int) -> None:
-        for number in sorted(numbers) if len(numbers) > 1 else numbers:
+    def release(numbers: Sequence[int], last: int) -> None:
+        for number in numbers:
             bucket, ahead, first = whole.pop(number)
             windows.append(Window(bucket, True, ahead, first, last, last))
+
+    changes: dict[tuple[frozenset[int], frozenset[int]], tuple[list[int], list[int]]] = {}
+
+    def change(old: frozenset[int], new: frozenset[int]) -> tuple[list[int], list[int]]:
+        """Of the buckets asked for those that leave and those that enter."""
+        if (old, new) not in changes:
+            both = sorted(old - new), sorted(new - old)
+            leaving, entering = ([number for number in some if kept is None or number in kept] for some in both)
+            changes[old, new] = leaving, entering
+        return changes[old, new]
 
     known: dict[str, tuple[dict[int, Bucket], frozenset[int]]] = {}
     for number, use in enumerate(uses):
@@ -136,13 +164,14 @@ def parameter_windows(layout: PlanIndex, uses: Sequence[Use], *, in_order: bool 
         if not buckets:
             continue
         if needed != numbers:
-            release(needed - numbers, current)
-            for entering in numbers - needed:
+            leaving, entering = change(needed, numbers)
+            release(leaving, current)
+            for each in entering:
                 ahead = before + 1 if use.phase is Phase.FORWARD or layout.plan.backward_prefetch else number
-                whole[entering] = (buckets[entering], ahead, number)
+                whole[each] = (buckets[each], ahead, number)
             before, needed = current, numbers
         current = number
-    release(needed, current)
+    release(change(needed, frozenset())[0], current)
     return sorted(windows, key=lambda window: window.place) if in_order else windows
 
 
@@ -150,17 +179,16 @@ def add_unsharded_buckets(draft: Draft, layout: PlanIndex) -> None:
     """The collectives of all buckets that come and go, place by place."""
     if layout.plan.zero_stage < 2:
         return
-    kept = {number: draft.kept(group) for number, group in layout.buckets.groups.items()}
+    ranks = {number: draft.kept(group) for number, group in layout.buckets.groups.items()}
     for place in range(layout.plan.mesh.pp):
         uses = uses_of(layout, place)
-        gradients, parameters = (
-            [window for window in windows if kept[id(window.bucket.group)]]
-            for windows in (gradient_windows(layout, uses), parameter_windows(layout, uses))
-        )
-        collectives = _Collectives(draft, layout, uses, kept)
-        for window in sorted([*gradients, *parameters], key=attrgetter("place")):
+        every = (bucket for name in dict.fromkeys(use.component for use in uses) for bucket in layout.unsharded_buckets(name))
+        kept = {bucket.number for bucket in every if ranks[id(bucket.group)]}
+        gradients = gradient_windows(layout, uses, kept)
+        collectives = _Collectives(draft, layout, uses, ranks)
+        for window in merge(gradients, parameter_windows(layout, uses, kept), key=attrgetter("place")):
             collectives.add(window)
-        _wait_for_room(draft, layout, uses, gradients, kept)
+        _wait_for_room(draft, layout, uses, gradients, ranks)
 
 
 class _Collectives:
@@ -177,23 +205,27 @@ class _Collectives:
         self._streams = {group: tuple(Resource(rank, DP_STREAM) for rank in ranks) for group, ranks in kept.items()}
         self._works: dict[tuple[int, bool], Collective] = {}
         self._needing: dict[str, frozenset[int]] = {}
+        names = dict.fromkeys(use.component for use in uses)
+        self._everywhere = all(layout.placement[name].kind != "place" for name in names)
+        self._keys: dict[int, list[TaskKey]] = {}
+        self._first: dict[int, list[TaskKey]] = {}
 
     def add(self, window: Window) -> None:
         layout, uses, bucket = self._layout, self._uses, window.bucket
         ranks, microbatch = self._kept[id(bucket.group)], uses[window.first].microbatch
         if window.parameters:
             key: TaskKey = ("gather", bucket.number, window.first)
-            after = [entry for rank in ranks for entry in _latest(layout, uses, rank, window.ahead)]
+            after = tuple([entry for rank in ranks for entry in self._latest(rank, window.ahead)])
         else:
             key = reduction_key(layout, bucket, microbatch)
-            after = [uses[window.last].key(rank) for rank in ranks]
-        origin = Origin(stage=bucket.stages[0], bucket=bucket.number, microbatch=microbatch)
-        self._draft.add(key, self._work(window), self._streams[id(bucket.group)], after, origin)
+            after = tuple([self._of(rank)[window.last] for rank in ranks])
+        origin = partial(Origin, stage=bucket.stages[0], bucket=bucket.number, microbatch=microbatch)
+        self._draft.add_alike(key, (self._work(window), self._streams[id(bucket.group)], after), origin)
         if window.parameters:
-            for use in uses[window.first : window.last + 1]:
-                if bucket.number in self._buckets_of(use.component):
+            for number in range(window.first, window.last + 1):
+                if bucket.number in self._buckets_of(uses[number].component):
                     for rank in ranks:
-                        self._draft.wait(first_key(layout, use.phase, rank, use.component, use.microbatch), key)
+                        self._draft.wait(self._first_of(rank)[number], key)
 
     def _work(self, window: Window) -> Collective:
         kind = (window.bucket.number, window.parameters)
@@ -206,13 +238,25 @@ class _Collectives:
             self._needing[component] = frozenset(bucket.number for bucket in self._layout.unsharded_buckets(component))
         return self._needing[component]
 
+    def _of(self, rank: int) -> list[TaskKey]:
+        """By number of the use its key on a rank: many buckets wait for one, and are waited for by one."""
+        if rank not in self._keys:
+            self._keys[rank] = [use.key(rank) for use in self._uses]
+        return self._keys[rank]
 
-def _latest(layout: PlanIndex, uses: Sequence[Use], rank: int, ahead: int) -> list[TaskKey]:
-    """The last thing the rank computes before use `ahead`, if anything."""
-    for number in range(ahead - 1, -1, -1):
-        if layout.placement[uses[number].component].runs_on(layout.plan.shard_of_rank(rank)):
-            return [uses[number].key(rank)]
-    return []
+    def _first_of(self, rank: int) -> list[TaskKey]:
+        """The same of the task with which each begins."""
+        if rank not in self._first:
+            self._first[rank] = [first_key(self._layout, use.phase, rank, use.component, use.microbatch) for use in self._uses]
+        return self._first[rank]
+
+    def _latest(self, rank: int, ahead: int) -> list[TaskKey]:
+        """The last thing the rank computes before use `ahead`, if anything."""
+        layout, uses = self._layout, self._uses
+        for number in range(ahead - 1, -1, -1):
+            if self._everywhere or layout.placement[uses[number].component].runs_on(layout.plan.shard_of_rank(rank)):
+                return [self._of(rank)[number]]
+        return []
 
 
 def _wait_for_room(

@@ -18,7 +18,9 @@ from parsim.graph.passes.unsharded import uses_of
 from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import Cluster
 from parsim.model.component import Component
+from parsim.plans.pipeline import pipeline_actions
 from parsim.predict.kept_activations import KeptActivations
+from parsim.work import Phase
 
 BUFFERS = "offload_buffers"
 """The line of activations that are on a device while they are copied, or while a component uses them."""
@@ -122,40 +124,68 @@ def with_offload_lines(
         host += [("optimizer_state", state), ("gradients", copies), ("parameters", copies)]
     if plan.activation_offload:
         shard = plan.shard_of_rank(memory.rank)
-        uses = uses_of(layout, plan.stage_of_rank(memory.rank))
-        groups = groups_of([use for use in uses if layout.placement[use.component].runs_on(shard)])
-        lines = (*lines, (BUFFERS, _most_in_flight(groups, found, layout.model.component_index)))
-        host.append(("activations", _most_away(groups, found.copied)))
+        blocks = _blocks(layout, plan.stage_of_rank(memory.rank), shard)
+        lines = (*lines, (BUFFERS, _most_in_flight(blocks, found, layout.model.component_index)))
+        host.append(("activations", _most_away(blocks, found.copied)))
     return replace(memory, lines=lines, host_lines=tuple(host))
 
 
-def _most_in_flight(groups: Sequence[ComponentUses], found: Offloaded, order: Mapping[str, int]) -> int:
-    """Bytes on the device while some component computes: its own, those that are leaving, and those that are being fetched."""
+def _blocks(layout: PlanIndex, place: int, shard: int) -> list[tuple[ComponentUses, ...]]:
+    """The computation of a tp rank of a place, action by action, those without any left out. Actions of one stage and phase
+    share one tuple, which has the microbatch of the first."""
+    plan, known = layout.plan, dict[tuple[int, Phase], tuple[ComponentUses, ...]]()
+    actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
+    for action in actions:
+        if (action.stage, action.phase) not in known:
+            uses = (use for use in uses_of(layout, place, [action]) if layout.placement[use.component].runs_on(shard))
+            known[action.stage, action.phase] = tuple(groups_of(list(uses)))
+    return [groups for action in actions if (groups := known[action.stage, action.phase])]
+
+
+def _most_in_flight(blocks: Sequence[tuple[ComponentUses, ...]], found: Offloaded, order: Mapping[str, int]) -> int:
+    """Bytes on the device while some component computes: its own, those that are leaving, and those that are being fetched.
+
+    Only what computes right before and after a component counts, so every sequence of three blocks is looked at once.
+    """
     beside = {
         name: sum(size for first, last, size in found.spans if order[first] <= number < order[last])
         for name, number in order.items()
     }
-    sizes = [found.copied.get(group.component, 0) for group in groups]
     most = 0
-    for number, group in enumerate(groups):
-        here = sizes[number] + beside[group.component]
-        if number and groups[number - 1].forward:
-            here += sizes[number - 1]
-        if number + 1 < len(groups) and not groups[number + 1].forward:
-            here += sizes[number + 1]
-        most = max(most, here)
+    unlike = {tuple(map(id, three)): three for three in zip(((), *blocks), blocks, (*blocks[1:], ()), strict=False)}
+    for before, block, after in unlike.values():
+        groups = (*before[-1:], *block, *after[:1])
+        sizes = [found.copied.get(group.component, 0) for group in groups]
+        for number in range(len(before[-1:]), len(before[-1:]) + len(block)):
+            here = sizes[number] + beside[groups[number].component]
+            if number and groups[number - 1].forward:
+                here += sizes[number - 1]
+            if number + 1 < len(groups) and not groups[number + 1].forward:
+                here += sizes[number + 1]
+            most = max(most, here)
     return most
 
 
-def _most_away(groups: Sequence[ComponentUses], copied: Mapping[str, int]) -> int:
+def _most_away(blocks: Sequence[tuple[ComponentUses, ...]], copied: Mapping[str, int]) -> int:
     """Bytes in the host's memory from the forward to the backward, when most are."""
+    changes = {id(block): _change(block, copied) for block in {id(block): block for block in blocks}.values()}
     most = now = 0
-    for group in groups:
+    for block in blocks:
+        within, after = changes[id(block)]
+        most = max(most, now + within)
+        now += after
+    return most
+
+
+def _change(block: Sequence[ComponentUses], copied: Mapping[str, int]) -> tuple[int, int]:
+    """By how much a block exceeds what was in the host's memory before it at most, and afterwards."""
+    most = now = 0
+    for group in block:
         size = copied.get(group.component, 0)
         now += size if group.forward else 0
         most = max(most, now)
         now -= 0 if group.forward else size
-    return most
+    return most, now
 
 
 def with_host_limits(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from parsim.arrays import Floats
 from parsim.graph.parameter_buckets import alike, hold
-from parsim.model.component import Component
+from parsim.model.component import Component, Parameter
 from parsim.plans.mesh import Mesh
 from parsim.plans.placement import Placement
 from parsim.predict.planning_problem import PlanningProblem
@@ -29,6 +29,7 @@ class _KnownWeights:
     untied: tuple[Component, ...] | None = None
     parts: dict[tuple[str, Placement, int], WeightParts] = field(default_factory=dict)
     prints: tuple[tuple[str, str], ...] = ()
+    total_bytes: float | None = None
     alike: dict[tuple[tuple[Placement, ...], ...], AlikeComponents] = field(default_factory=dict)
 
 
@@ -122,6 +123,27 @@ def untied_components(problem: PlanningProblem) -> tuple[Component, ...]:
             found.append(component if own == component.parameters else replace(component, parameters=own))
         known.untied = tuple(found)
     return known.untied
+
+
+def weights_are_too_many(problem: PlanningProblem, devices: int) -> bool:
+    """Whether parameters, gradients and optimizer state do not fit, whatever divides them over so many devices, or fewer.
+
+    Args:
+        problem: model, cluster and optimizer. devices: the first ones of the cluster.
+    """
+    known = problem.remembered(_KnownWeights)
+    if known.total_bytes is None:
+        known.total_bytes = sum(
+            _held_once(problem, parameter) for one in untied_components(problem) for parameter in one.parameters
+        )
+    rooms = (device.type.memory_bytes - device.type.context_bytes for device in problem.cluster.devices[:devices])
+    return known.total_bytes > devices * max(rooms)
+
+
+def _held_once(problem: PlanningProblem, parameter: Parameter) -> float:
+    if not parameter.trainable:
+        return parameter.size_bytes
+    return problem.device_bytes_per_element(parameter.optimizer) * parameter.elements + 2 * parameter.size_bytes
 
 
 def weight_parts(problem: PlanningProblem, tp: int, component: Component, placement: Placement) -> WeightParts:

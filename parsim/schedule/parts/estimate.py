@@ -8,6 +8,7 @@ Leaves out: workspace and buffers, unequal stages, tied parameters, replicas tha
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -147,17 +148,20 @@ def _slowest_share(
     up_to = np.concatenate([np.zeros((2, 1)), np.cumsum([weights, kept], axis=1)], axis=1)
     components = len(kept)
 
+    alive = [in_flight(name, place, mesh.pp, count, chunks) for place in range(mesh.pp)]
+
     def reaches(share: float) -> bool:
         taken = 0
-        for place, room in enumerate(floor.rooms.tolist()):
-            alive = in_flight(name, place, mesh.pp, count, chunks)
-            held = up_to[0] - up_to[0][taken] + alive * (up_to[1] - up_to[1][taken])
+        for held_here, room in zip(alive, floor.rooms.tolist(), strict=True):
+            held = up_to[0] - up_to[0][taken] + held_here * (up_to[1] - up_to[1][taken])
             most = int(np.searchsorted(held, USED * room - floor.largest_bytes, side="right")) - 1
             taken = min(most, round(taken + share * components / mesh.pp))
         return taken >= components
 
     tried = [1.0 + 0.125 * step for step in range(STEPS)]
-    return next((share for share in tried if reaches(share)), INFINITE)
+    if not reaches(tried[-1]):  # the longer the longest stage may be, the further they reach
+        return INFINITE
+    return tried[bisect_left(tried, True, key=reaches)]
 
 
 def transfer_s(problem: PlanningProblem, mesh: Mesh, samples: int) -> float:

@@ -24,7 +24,7 @@ from parsim.schedule.parts.usual import is_large
 from parsim.schedule.recomputation.every_set import are_few, tries_all_of
 from parsim.schedule.recomputation.least_kept import LeastKept, kept_together, least_kept
 from parsim.schedule.recomputation.segments import ending_with_most, segments_of
-from parsim.schedule.recomputation.steps import place_excess_bytes
+from parsim.schedule.recomputation.steps import may_fit_recomputing, place_excess_bytes
 from parsim.schedule.recomputation.to_fit import recomputed_to_fit, segmented_to_fit
 from parsim.schedule.space import zero_stages
 from parsim.schedule.stage_costs import is_long
@@ -77,17 +77,18 @@ def instead_of(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) ->
 
     if _other_stages_may_fit(problem, plan, cutting) and cutting is not None:
         fitting = replace(cutting, zero_stage=plan.zero_stage, bucket_bytes=plan.bucket_bytes)
-        yield Node(bound_s, 1, lambda: of(fitting.fitting(), fits=True), visits=TRIED)
+        yield Node(bound_s, 1, lambda: of(fitting.fitting(), fits=True), visits=TRIED, instead_of_one=True)
     recomputed, segmented = _recomputed_may_fit(problem, plan), _segmented_may_fit(problem, plan)
-    if not recomputed and not segmented:
+    if not (recomputed or segmented) or not may_fit_recomputing(problem, plan):
         return
     floor = plan_floor(problem, plan)
     least_s = bound_s if floor is None else max(bound_s, floor.recomputing_bound_s(plan.zero_stage))
     if recomputed:
         covered = tries_all_of(problem, plan)
-        yield Node(least_s, 1, lambda: of(_recomputed(problem, plan, cutting), fits=True), visits=TRIED, covered=covered)
+        tried = Node(least_s, 1, lambda: of(_recomputed(problem, plan, cutting), fits=True), visits=TRIED, instead_of_one=True)
+        yield replace(tried, covered=covered)
         if are_few(problem, plan):
-            yield Node(least_s, 0, lambda: sets_that_fit(problem, plan), late=True)
+            yield Node(least_s, 0, lambda: sets_that_fit(problem, plan), late=True, instead_of_one=True)
 
     def segments() -> list[Node]:
         found = _segmented(problem, plan, cutting)
@@ -99,7 +100,7 @@ def instead_of(problem: PlanningProblem, plan: Plan, cutting: Cutting | None) ->
         return of(found, fits=True) + of(other)
 
     if segmented:
-        yield Node(least_s, not recomputed, segments, visits=TRIED)
+        yield Node(least_s, not recomputed, segments, visits=TRIED, instead_of_one=True)
 
 
 def _recomputed_may_fit(problem: PlanningProblem, plan: Plan) -> bool:

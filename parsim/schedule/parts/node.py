@@ -23,11 +23,13 @@ class Node:
         opened: the parts it consists of; None for a single plan. Raises PlanError or ScheduleError if it has none.
         plan: the single plan. instead: what may be judged in its place if it does not fit.
         missing_bytes: by how much none of its plans can fit; 0 where some might. None: not known.
+            Infinite: other parts are closer.
         over_bytes: by how much the single plan is known not to fit; 0 where it might.
         late: to be opened once the best plan of all other parts is known, and only if it may be faster than that one.
         promise_s: what its best plan is likely to take; it decides nothing but the order of the parts of large problems.
         fits: whether the single plan is known to fit.
         covered: whether late parts beside it hold all its plans that may win: it is left out where these are opened.
+        instead_of_one: whether it is judged in place of a single plan that does not fit.
         visits: what opening it costs, in visits of all components (`parsim.schedule.parts.usual.Allowance`).
     """
 
@@ -42,7 +44,13 @@ class Node:
     promise_s: float = float("inf")
     fits: bool = False
     covered: bool = False
+    instead_of_one: bool = False
     visits: int = 1
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is a single plan, or is judged in place of one."""
+        return self.plan is not None or self.instead_of_one
 
     def promising(self, promise_s: float) -> Node:
         """The same with an estimate."""

@@ -143,7 +143,7 @@ def sets_that_fit(problem: PlanningProblem, plan: Plan) -> list[Node]:
 
     def from_on(number: int) -> list[Node]:
         more = number < len(tried)
-        return [Node(tried[number][0], 0, partial(judged, number), late=True, visits=0)] if more else []
+        return [Node(tried[number][0], 0, partial(judged, number), late=True, instead_of_one=True, visits=0)] if more else []
 
     def judged(number: int) -> list[Node]:
         bound_s, each = tried[number]

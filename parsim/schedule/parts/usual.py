@@ -22,6 +22,12 @@ USUAL_ORDERS = (("1f1b", 1), ("interleaved", 2))
 MOST_LATE = 2000
 """Parts that refine what was found (other cuts, other bucket sizes), of which so many are opened."""
 
+FEW_COMPONENTS = 6
+"""Up to so many, all joint choices of placements may be listed."""
+
+MOST_SINGLES = 500
+"""Single plans that are judged beyond these parts, of models of few components: a plan of them is cheap."""
+
 FEWEST_LATE = 20
 """The same of the largest problems, whose parts cost more to open."""
 
@@ -87,6 +93,15 @@ def most_late(problem: PlanningProblem) -> int:
         problem: model and cluster.
     """
     return max(FEWEST_LATE, int(MOST_LATE * min(1.0, LARGE / _size(problem)) ** 2))
+
+
+def most_singles(problem: PlanningProblem) -> int:
+    """How many plans are judged that have a bound when no more of these parts may be opened.
+
+    Args:
+        problem: with the model.
+    """
+    return MOST_SINGLES if len(problem.model.components) <= FEW_COMPONENTS else 0
 
 
 def is_usual(problem: PlanningProblem, mesh: Mesh, order: tuple[str, int]) -> bool:

@@ -11,12 +11,16 @@ from dataclasses import dataclass, replace
 
 from parsim.plans.plan import Plan
 from parsim.plans.recompute import BY_OPERATOR, FULL, NONE, SELECTIVE, Recompute
+from parsim.predict.host.offloaded import BUFFERS
 from parsim.predict.kept_activations import KeptActivations
 from parsim.predict.planning_problem import PlanningProblem
 from parsim.schedule.bounds.computation import prices_of
 from parsim.work import BY_OPERATOR_PART, Phase
 
 Segments = tuple[tuple[str, ...], ...]
+
+FREED = ("activations", "casts", "boundary_values", "inputs", BUFFERS, "allocator")
+"""Lines of memory of which recomputation may free something."""
 
 SOME, WHOLE = 1, 2
 """How a component is recomputed: by operator, or all of it."""
@@ -74,6 +78,20 @@ def place_excess_bytes(problem: PlanningProblem, plan: Plan) -> list[float]:
             place = plan.stage_of_rank(entry.rank)
             worst[place] = max(worst[place], float(entry.excess_bytes), 1.0)
     return worst
+
+
+def may_fit_recomputing(problem: PlanningProblem, plan: Plan) -> bool:
+    """Whether a plan may fit if it recomputes what it likes; false only where none of these plans does.
+
+    Recomputation frees at most what is kept for backwards. Weights, communicators and the workspace of the fullest moment stay.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model, without recomputation.
+    """
+    return all(
+        sum(size for name, size in entry.lines if name not in FREED) <= entry.limit_bytes
+        for entry in problem.unlike_memory(plan)
+    )
 
 
 def most_worthwhile_first(problem: PlanningProblem, plan: Plan, segments: Segments = ()) -> list[list[Relief]]:
