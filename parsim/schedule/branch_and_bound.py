@@ -204,8 +204,7 @@ def judged_best_first(
         nodes: the family. excess_bytes: by how much a plan does not fit. judge: seconds of a plan's step.
         variants: as `Closest.judged` takes them. incumbents: the best so far, read and added to.
         late: receives the parts that are put aside; None: none are. most: parts that are opened, once some plan fits; those
-            that cost nothing apart. singles: how many more if they are single plans. A part with a low bound opens into plans
-            with higher ones. They wait behind further parts, and are bounded and not judged when no more may be opened.
+            that cost nothing apart. singles: how many more if they are single plans, which wait behind parts of lower bounds.
         spare: of a large problem, what may be spent: the parts come one by one, and none that does not fit is judged.
 
     Returns:
@@ -213,8 +212,7 @@ def judged_best_first(
     """
     tally, number = Tally(), count()
     queue: list[tuple[float, int, Node]] = []
-    judged: list[JudgedPlan] = []
-    passed: list[tuple[float, int]] = []
+    judged, passed = list[JudgedPlan](), list[tuple[float, int]]()
     closest = Closest()
 
     def push(node: Node, least_s: float = 0.0) -> None:
@@ -229,9 +227,7 @@ def judged_best_first(
     taken = 0
     while queue and queue[0][0] < incumbents.bar_s:
         known = bool(incumbents.steps_s) or incumbents.rival_s < float("inf")
-        if spare is None and taken >= most + singles:
-            break
-        if spare is not None and ((taken >= most and known) or not spare.lasts(known=known)):
+        if _is_spent(taken, most + singles if spare is None else most, spare, known=known):
             break
         bound_s, _, node = heapq.heappop(queue)
         if spare is None and taken >= most and not node.is_one:
@@ -279,6 +275,13 @@ def judged_best_first(
     elif late is not None and not judged and not incumbents.steps_s:
         judged += closest.judged(judge, excess_bytes, variants)
     return judged, tally
+
+
+def _is_spent(taken: int, most: float, spare: Allowance | None, *, known: bool) -> bool:
+    """Whether no more may be opened; `known`: whether some plan fits, without which the search of a large problem goes on."""
+    if spare is None:
+        return taken >= most
+    return (taken >= most and known) or not spare.lasts(known=known)
 
 
 def _first_plan(node: Node) -> Plan | None:
