@@ -8,11 +8,11 @@ from __future__ import annotations
 from parsim.errors import MissingDependencyError
 
 try:
-    from numba import njit
+    import numba
 except ImportError as error:
     raise MissingDependencyError(
         f"simulating needs numba, which cannot be imported: {str(error).rstrip('.')}; "
         "install versions that go together: pip install --upgrade numba numpy"
     ) from error
 
-__all__ = ["njit"]
+njit = numba.njit

@@ -16,7 +16,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # From the ground up; a module imports from its own layer and the ones before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("units", "errors", "files", "typed", "moved", "registry", "arrays", "garbage", "remembered", "host_generators", "jit"),
+    ("units", "errors", "files", "typed", "moved", "registry", "arrays", "garbage", "remembered", "jit"),
     ("collectives",),
     ("work", "timeline"),
     ("model",),

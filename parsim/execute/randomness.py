@@ -9,7 +9,7 @@ works on. So replicas draw different masks, and the shards of a component begin 
 drawn. A checkpoint keeps its state, and ranks never drift apart.
 
 On a GPU, a component that may draw from the generator of the host has that one seeded as well, and to itself while it runs:
-whoever reads samples waits (`parsim.host_generators`).
+whoever reads samples waits (`parsim.data.host_generators`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from parsim.data.host_generators import alone
 from parsim.graph.plan_index import PlanIndex
-from parsim.host_generators import alone
 from parsim.model.runnable import CallProgram
 from parsim.model.shard.host_draws import may_draw_on_host
 from parsim.model.shard.randomness import generator_of

@@ -16,11 +16,11 @@ pytest.importorskip("torch", reason="needs the torch extra")
 import torch
 from torch import Tensor
 
+from parsim.data.host_generators import alone
 from parsim.data.own.described import Described
 from parsim.data.own.samples import MapSamples
 from parsim.execute import randomness
 from parsim.execute.randomness import ComponentRandomness
-from parsim.host_generators import alone
 from parsim.model.autograd import recompute as recomputing
 from parsim.model.autograd.recompute import forward_keeping_inputs, recompute
 from parsim.model.inputs import ModelInput

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from parsim.data.host_generators import alone
 from parsim.data.own.described import Described
 from parsim.errors import DataError
-from parsim.host_generators import alone
 
 Arrays = dict[str, NDArray[np.generic]]
 
