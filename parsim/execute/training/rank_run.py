@@ -128,6 +128,7 @@ def built(
     held = sum(parameter.size_bytes for parameter in layout.rank_parameters(place.rank)) if own and place.device == "cpu" else 0
 
     def build() -> RankRun | None:
+        pulse().begin(Doing.PREPARING, "building the model")
         return RankRun(run, layout, graph, place, groups.mine, steps=steps) if own else None
 
     return in_turns(
