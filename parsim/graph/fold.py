@@ -143,8 +143,10 @@ def folding_of(layout: PlanIndex, costs: Costs, seconds: WorkSeconds | None = No
         return replace(whole, is_exact=False)
     if mesh.tp == 1 or not layout.shards_alike:
         return whole
-    alike = _buckets_pay_alike(layout, costs, price) and all(
-        _shards_sit_alike(layout, kinds, replica) and _pay_alike(inside(replica)) for replica in whole.replicas
+    alike = (
+        _buckets_pay_alike(layout, costs, price)
+        and (mesh.groups == 1 or _pay_alike(map(price, _replica_sums(layout, by_place=True))))
+        and all(_shards_sit_alike(layout, kinds, replica) and _pay_alike(inside(replica)) for replica in whole.replicas)
     )
     return Folding(mesh=mesh, replica_of=replica_of, shards=(0,)) if alike else whole
 
@@ -193,16 +195,23 @@ def _by_sharding_groups(layout: PlanIndex, costs: Costs, price: WorkSeconds, rep
     return replica_of if _pay_alike(map(price, _replica_sums(layout))) else tuple(place)
 
 
-def _replica_sums(layout: PlanIndex) -> Iterator[Sequence[Collective]]:
-    """Per parameters in a gradient bucket the sums over all sharding groups."""
+def _replica_sums(layout: PlanIndex, *, by_place: bool = False) -> Iterator[Sequence[Collective]]:
+    """Per parameters in a gradient bucket the sums over all sharding groups. `by_place`: those of each place in a group apart,
+    which are of all its shards.
+    """
+    plan, copies = layout.plan, layout.plan.mesh.group_copies
     asked: set[Hashable] = set()
     for family in layout.buckets.families:
         kinds = (id(family.groups), family.elements, family.size_bytes)
         if kinds not in asked:
             asked.add(kinds)
-            firsts = [layout.buckets.of(family, place) for place in range(0, len(family.groups), family.replicas)]
-            sums = [replica_sum_work(layout, bucket, rank) for bucket in firsts for rank in bucket.group]
-            yield [work for work in sums if work is not None]
+            sums: dict[int, list[Collective]] = {}
+            for first in range(0, len(family.groups), family.replicas):
+                bucket = layout.buckets.of(family, first)
+                for rank in bucket.group:
+                    if (work := replica_sum_work(layout, bucket, rank)) is not None:
+                        sums.setdefault(plan.replica_of_rank(rank) % copies if by_place else 0, []).append(work)
+            yield from sums.values()
 
 
 def _rounded(seconds: float) -> float:

@@ -14,6 +14,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+from parsim.errors import TraceError  # noqa: E402
 from parsim.model import trace  # noqa: E402
 from parsim.model.component import Component, ParameterShard  # noqa: E402
 from parsim.model.runnable import Runnable  # noqa: E402
@@ -312,7 +313,7 @@ def test_tied_weights_must_be_cut_alike() -> None:
 
 
 def test_padded_and_renormalised_embeddings() -> None:
-    """A padding row has no gradient, in whichever shard it is. A renormalised table is changed as it is read."""
+    """A padding row has no gradient, in whichever shard it is. A renormalised table is changed as it is read, and refused."""
     tokens = torch.randint(8, (2, 5))
 
     def rules(module: nn.Module) -> list[str]:
@@ -320,7 +321,8 @@ def test_padded_and_renormalised_embeddings() -> None:
 
     assert rules(nn.Sequential(nn.Embedding(8, 4))) == ["vocabulary", "column"]
     assert rules(nn.Sequential(nn.Embedding(8, 4, padding_idx=1))) == ["vocabulary", "column"]
-    assert rules(nn.Sequential(nn.Embedding(8, 4, max_norm=1.0))) == []
+    with pytest.raises(TraceError, match=r"changes the parameter 0\.weight inside its forward"):
+        rules(nn.Sequential(nn.Embedding(8, 4, max_norm=1.0)))
 
 
 @pytest.mark.parametrize("padding", [1, 6, -1])

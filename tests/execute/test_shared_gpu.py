@@ -278,6 +278,7 @@ def test_the_command_has_a_budget(
 ) -> None:
     prepared: list[int] = []
     monkeypatch.setattr(correct, "prepare_cuda", prepared.append)
+    monkeypatch.setattr(correct, "usable_gpus", lambda: (1, ""))
     monkeypatch.setattr(sys, "argv", ["correct.py", "--budget", "0.5"])
     assert correct.main() == 1
     assert prepared == [0], "ranks that run alone have as many queues as others"

@@ -186,6 +186,27 @@ def test_pipelines_on_a_cube_mesh_fold_only_where_their_links_are_equal() -> Non
         assert folding(plan, chosen).replica_of == replicas
 
 
+def test_shards_whose_sums_over_sharding_groups_differ_are_not_folded() -> None:
+    """On a cube mesh with two devices exchanged ranks 0 and 4 sum by another link than 1 and 5, shards of the same replicas."""
+    mesh = Mesh(dp=4, tp=2, dp_shard=2)
+    plan = Plan(
+        strategy="custom",
+        mesh=mesh,
+        stages=(Stage(components=NAMES, ranks=mesh.stage_ranks(0)),),
+        global_batch=128,
+        zero_stage=1,
+        bucket_bytes=1,
+    )
+    machine = cluster("dgx1")
+    exchanged = replace(machine, devices=tuple(machine.devices[number] for number in (0, 1, 2, 3, 4, 6, 5, 7)))
+    problem = PlanningProblem(model=MODEL, cluster=exchanged, global_batch=128)
+    whole, folded = (evaluate(problem, plan, samples=0, fold=fold) for fold in (False, True))
+    assert folded.folding.shards == (0, 1)
+    assert folded.folding.replica_of == (0, 1, 0, 1)
+    assert folded.result.step_s.median == pytest.approx(whole.result.step_s.median, rel=1e-9)
+    assert folding(plan, machine).shards == (0,), "as they are numbered, both have one link"
+
+
 def test_a_component_on_one_rank_keeps_the_shards_apart() -> None:
     plan = uniform_plan(Mesh(dp=4, tp=4), ("batch", "place:1", "batch", "batch", "batch"))
     found = folding(plan, cluster("dgx2"))

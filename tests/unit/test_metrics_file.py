@@ -63,7 +63,7 @@ def test_without_the_file_there_is_the_last_part(tmp_path: Path) -> None:
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient norm in fp16 that overflowed, and a metric without a value: JSON has no words for either."""
-    pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")
     from parsim.execute.training import log
 
     monkeypatch.setattr(log, "gather_values", lambda value: [value])
@@ -73,7 +73,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path, monkeypatch: pytes
         learning_rates={"": 0.1},
         losses=[2.0],
         run=SimpleNamespace(recipe=recipe),
-        stage=SimpleNamespace(rank=0, gradient_norm=math.inf),
+        stage=SimpleNamespace(rank=0, gradient_norm=torch.tensor([math.inf])),
     )
     made = log.TrainingLog(tmp_path, entry, 1)
     made.begin_step(entry)
