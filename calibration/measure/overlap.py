@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from calibration.measure.collectives import COLLECTIVES, Bench, merged_seconds
-from calibration.measure.components import Case, StepTimes
+from calibration.measure.components import Case
 from calibration.measure.core_sharing import measure_core_sharing
 from calibration.measure.post_wait import measure_resume
 from calibration.rounds.request import CalibrationRequest
@@ -98,7 +98,7 @@ def measure_overlap(case: Case, bench: Bench, operation: str, size_bytes: int) -
     warm = _run(case, bench, steps=ALONE_STEPS, calls=0, call=call, pause_s=0.0)
     calls_alone = _run(case, bench, steps=0, calls=ALONE_CALLS, call=call, pause_s=0.0)
     call_s = pause_s + statistics.median(entry.end_s - entry.ready_s for entry in calls_alone.calls)
-    steps, calls = _agreed(*side_by_side(warm.steps[-1].wall_s, call_s), bench)
+    steps, calls = _agreed(*side_by_side(warm.wall_s, call_s), bench)
     beside_calls = partial(_run, case, bench, steps=steps, call=call, pause_s=pause_s)
     pairs = in_turn(PAIRS, partial(beside_calls, calls=0), partial(beside_calls, calls=calls))
     gathered = [[(_ran(alone), _ran(together)) for alone, together in rank] for rank in gather_values(pairs)]
@@ -130,26 +130,23 @@ def _agreed(steps: int, calls: int, bench: Bench) -> tuple[int, int]:
 
 
 class Ran(NamedTuple):
-    """What one rank did: its steps, and the calls meanwhile."""
+    """What one rank did: the tasks of its steps, and the calls meanwhile. wall_s: of the last step; 0 where there is none."""
 
-    steps: list[StepTimes]
+    steps: list[list[TaskTime]]
     calls: list[TaskTime]
+    wall_s: float = 0.0
 
     @property
     def window_s(self) -> tuple[float, float]:
         """From the first task of the steps to the end of the last."""
-        entries = [entry for step in self.steps for entry in step.tasks]
+        entries = [entry for step in self.steps for entry in step]
         return min(entry.ready_s for entry in entries), max(entry.end_s for entry in entries)
 
 
 def _ran(given: Sequence[Any]) -> Ran:
     """From the plain lists in which another rank's arrives."""
-    steps, calls = given
-    read = [
-        StepTimes(_times(tasks), wall_s, cpu_s, {int(task): seconds for task, seconds in issue_s.items()}, hidden)
-        for tasks, wall_s, cpu_s, issue_s, hidden in steps
-    ]
-    return Ran(read, _times(calls))
+    steps, calls, wall_s = given
+    return Ran([_times(tasks) for tasks in steps], _times(calls), wall_s)
 
 
 def _times(entries: Sequence[Sequence[Any]]) -> list[TaskTime]:
@@ -169,7 +166,7 @@ def _run(case: Case, bench: Bench, *, steps: int, calls: int, call: Operation, p
         ended = sorted(entry for entry in streams.finish() if entry.task % 2)
     finally:
         streams.close()
-    return Ran(done, ended)
+    return Ran([step.tasks for step in done], ended, done[-1].wall_s if done else 0.0)
 
 
 def computation_factor(pairs: Sequence[tuple[Ran, Ran]], beside: Sequence[Sequence[Ran]]) -> float | None:

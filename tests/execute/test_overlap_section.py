@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from calibration.measure.collectives import COLLECTIVES  # noqa: E402
-from calibration.measure.overlap import beside_steps  # noqa: E402
+from calibration.measure.collectives import COLLECTIVES, make_bench  # noqa: E402
+from calibration.measure.components import make_case  # noqa: E402
+from calibration.measure.overlap import beside_steps, measure_overlap  # noqa: E402
+from calibration.rounds.request import CalibrationRequest  # noqa: E402
+from parsim.model.load import load_model  # noqa: E402
+from parsim.model.spec import ModelSpec  # noqa: E402
 from parsim.work import COLLECTIVES as OPERATIONS  # noqa: E402
+from tests.execute.forked import run_ranks  # noqa: E402
+
+MLP = ModelSpec(name="mlp", args=(("width", 24),))
+SIZE_BYTES = 2**16
 
 
 def test_only_collectives_that_can_be_called_run_beside_steps() -> None:
@@ -21,3 +30,20 @@ def test_only_collectives_that_can_be_called_run_beside_steps() -> None:
     assert beside == set(COLLECTIVES) & set(OPERATIONS)
     assert {"all_reduce", "all_gather", "reduce_scatter"} < beside
     assert {operation for operation, _ in beside_steps(bench, quick=True)} == {"all_reduce"}
+
+
+def beside_all_reduces(rank: int) -> list[dict[str, Any]]:
+    cpu = torch.device("cpu")
+    case = make_case(0, MLP, load_model(MLP), 4, CalibrationRequest(models=((MLP, (4,)),)), cpu)
+    return measure_overlap(case, make_bench(cpu, torch.float32, 2, SIZE_BYTES), "all_reduce", SIZE_BYTES)
+
+
+@pytest.mark.xdist_group("launch")
+def test_two_ranks_measure_steps_beside_calls(tmp_path: Path) -> None:
+    """Rank 0 gathers what both did, as plain values; nothing of a step but its tasks is needed there."""
+    (entry,), others = run_ranks(beside_all_reduces, 2, tmp_path)
+    assert others == []
+    assert (entry["operation"], entry["group_size"], entry["size_bytes"]) == ("all_reduce", 2, SIZE_BYTES)
+    assert len(entry["computation"]) == 2
+    assert all(factor is None or factor > 0 for factor in entry["computation"])
+    assert all(seconds > 0 for seconds in entry["communication_s"])

@@ -27,7 +27,6 @@ from calibration.measure.communication_points import (
     overlap_stall,
     stalling_s,
 )
-from calibration.measure.components import StepTimes
 from calibration.measure.overlap import (
     MAX_CALLS,
     MIN_CALLS,
@@ -212,7 +211,7 @@ def test_overlap_factors_from_constructed_times() -> None:
     def ran(at_s: float, first_s: float, second_s: float, calls: list[TaskTime]) -> Ran:
         middle_s = at_s + first_s
         tasks = [TaskTime(0, "compute", at_s, middle_s), TaskTime(1, "compute", middle_s, middle_s + second_s)]
-        return Ran([StepTimes(tasks, 4.5, 4.5)], calls)
+        return Ran([tasks], calls)
 
     def calls(ready_s: float) -> list[TaskTime]:
         return [TaskTime(number, "dp", ready_s + 0.5 * number, 10.05 + 0.5 * number) for number in range(12)]
