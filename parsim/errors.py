@@ -28,7 +28,7 @@ ParsimError                 exit status 1: one clear message, no traceback
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class ParsimError(Exception):
@@ -137,6 +137,16 @@ class MissingDependencyError(ParsimError):
 
 AS_LIKELY = 0.15
 """Words that are less like the given one than the closest by more than this are not what was meant."""
+
+
+def first_few(names: Sequence[str], most: int = 3) -> str:
+    """Up to `most` of the names, and how many more there are.
+
+    Args:
+        names: in the order in which they are told. most: of them.
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def near_matches(word: str, known: Iterable[str]) -> str:

@@ -56,7 +56,7 @@ class Backward:
             for root, given in zip(roots, gradients, strict=True):
                 assert given is not None or isinstance(root, Tensor)
                 _add(arriving, *_edge(root), torch.ones_like(root) if given is None else given)
-            order = _order([_edge(root)[0] for root in roots])
+            order = list(reversed(halves.nodes_below([_edge(root)[0] for root in roots])))
             reaching = _reaching(order, {node for node, _ in wanted}) if wanted else set(order)
             for node in order:
                 if node not in arriving or node not in reaching:
@@ -119,20 +119,6 @@ def _accumulate(leaf: Tensor, gradient: Tensor | None) -> None:
         leaf.grad = gradient.clone()
     else:
         leaf.grad += gradient
-
-
-def _order(roots: Sequence[Any]) -> list[Any]:
-    """All nodes below the roots, each before those it leads to."""
-    done: dict[Any, None] = {}
-    stack = [(root, False) for root in roots]
-    while stack:
-        node, ready = stack.pop()
-        if ready:
-            done[node] = None
-        elif node not in done:
-            stack.append((node, True))
-            stack += [(after, False) for after, _ in node.next_functions if after is not None and after not in done]
-    return list(reversed(done))
 
 
 def _reaching(order: Sequence[Any], targets: set[Any]) -> set[Any]:

@@ -17,7 +17,6 @@ from parsim.errors import DataError
 
 VALUES = "values"
 TASKS = ("classify", "next_token", "masked_token", VALUES)
-IGNORED = -100  # the target of a position that the loss leaves out; torch's own default ignore_index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

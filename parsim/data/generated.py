@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.data.dataset import IGNORED, Dataset, Target, image_shape
+from parsim.data.dataset import Dataset, Target, image_shape
 from parsim.errors import DataError
+from parsim.model.inputs import IGNORED
 
 MAX_STORED_SIDE = 32
 MASKED_FRACTION = 0.15

@@ -77,7 +77,7 @@ def _drawn(entry: ModelInput, shape: tuple[int, ...], rng: np.random.Generator) 
             raise DataError(
                 f"input {entry.name} holds integers, and their range is unknown; give high, their exclusive upper bound"
             )
-        drawn = rng.integers(0 if entry.has_ignored else entry.low, entry.high, shape)
+        drawn = rng.integers(entry.least_drawn, entry.high, shape)
         if entry.has_ignored:
             drawn[rng.random(shape) < IGNORED_SHARE] = IGNORED
         return drawn.astype(entry.dtype)
@@ -111,6 +111,6 @@ def _targets(
     if entry.high is None:
         raise DataError("targets hold integers, and their range is unknown; give target.high, their exclusive upper bound")
     share = 1 / (1 + np.exp(-1.702 * values))  # close to the normal distribution's own: classes are about equally frequent
-    low = 0 if entry.has_ignored else entry.low
+    low = entry.least_drawn
     classes = low + (share * (entry.high - low)).astype(np.int64)
     return np.clip(classes, low, entry.high - 1).astype(entry.dtype)

@@ -10,7 +10,7 @@ from parsim.data import IGNORED, Samples
 from parsim.execute.job import RunSpec
 from parsim.execute.loading import batch_to_score
 from parsim.execute.stage import seeded_module
-from parsim.execute.state.checkpoint import RankState, restore_tensors
+from parsim.execute.state.checkpoint import RankState, restore_one_by_one
 from parsim.model.interface import interface_of
 from parsim.model.losses import CLASSES
 from parsim.model.objective.objective import TARGET
@@ -30,8 +30,8 @@ def score(run: RunSpec, state: RankState, data: Samples, device: torch.device, *
     """
     dtype = torch.float64 if run.dtype == "float64" else torch.float32
     module = seeded_module(run.model, run.seed, dtype, device)
-    restore_tensors({name: value for name, value in module.named_parameters() if name in state.weights}, state.weights)
-    restore_tensors({name: value for name, value in module.named_buffers() if name in state.buffers}, state.buffers)
+    restore_one_by_one(dict(module.named_parameters()), state.weights)
+    restore_one_by_one(dict(module.named_buffers()), state.buffers)
     module.eval()
     interface = interface_of(run.model)
     objective, names = interface.objective, [entry.name for entry in interface.inputs]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parsim.errors import ImportedFileError
+from parsim.errors import ImportedFileError, first_few
 from parsim.files import parse_json
 from parsim.units import format_bytes, printable
 
@@ -109,9 +109,7 @@ def shown(value: object) -> str:
 
 def listed(values: Iterable[object], most: int = 4) -> str:
     """Up to `most` texts from a file, and how many more there are."""
-    texts = [shown(value) for value in values]
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
+    return first_few([shown(value) for value in values], most)
 
 
 def finite(value: object) -> float | None:

@@ -24,7 +24,7 @@ FLOATS = ("float32", "float64", "float16", "bfloat16", "complex64", "complex128"
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 DTYPES = (*FLOATS, *INTEGERS, "bool")
 IGNORED = -100
-"""torch's own `ignore_index`: a label that a loss leaves out."""
+"""A target that counts in no loss and no metric: torch's own `ignore_index`."""
 IGNORED_SHARE = 0.25
 """Of labels that may be left out, how many are in an example: enough that samples differ in it."""
 DEFAULT_DTYPE = "float32"
@@ -80,6 +80,11 @@ class ModelInput:
     def has_ignored(self) -> bool:
         """Whether it holds labels, of which a loss leaves out those of -100."""
         return self.is_integer and self.low == IGNORED and (self.high or 0) > 0
+
+    @property
+    def least_drawn(self) -> int:
+        """The least integer of an example, but for labels that a loss leaves out."""
+        return 0 if self.has_ignored else self.low
 
     @property
     def is_number(self) -> bool:
@@ -139,7 +144,7 @@ class ModelInput:
                     f"input {self.name} holds integers, and their range is unknown; give high, their exclusive upper bound, "
                     f'for example {self.name} = {{ shape = {list(self.shape)}, dtype = "{self.dtype}", high = 1000 }}'
                 )
-            drawn = torch.randint(0 if self.has_ignored else self.low, self.high, shape, generator=generator)
+            drawn = torch.randint(self.least_drawn, self.high, shape, generator=generator)
             if self.has_ignored:
                 drawn[torch.rand(shape, generator=generator) < IGNORED_SHARE] = IGNORED
             return drawn.to(getattr(torch, self.dtype))

@@ -53,8 +53,6 @@ CLASSES, NUMBERS, BINARY, NOTHING = "classes", "numbers", "binary", "nothing"
 TARGETS = (CLASSES, NUMBERS, BINARY, NOTHING)
 OWN = "own"
 CROSS_ENTROPY = "cross_entropy"
-IGNORED = -100
-"""A target that counts nothing, as torch has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

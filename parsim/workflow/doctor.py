@@ -259,9 +259,8 @@ def _needing(name: str, *needed: Check, found: str) -> Check:
 
 def _on_gpus(found: Found, name: str, *needed: Check) -> Check:
     """A rank per GPU, each with room for a model; the line names a GPU that others use."""
-    for check in needed:
-        if not check.ok:
-            return Check(name=name, ok=False, found=check.found, fix=check.fix)
+    if not (check := _needing(name, *needed, found="")).ok:
+        return check
     lacks = next(_lacks_of_gpus(found), None)
     if lacks is not None:
         return Check(name=name, ok=False, found=lacks[0], fix=lacks[1])

@@ -9,6 +9,8 @@ import torch
 
 from experiments.one_gpu.fake_peers import PlannedRun, fake_rank
 from parsim.execute.cuda.streams import CudaStreams
+from parsim.execute.loading import Loader
+from parsim.execute.runtime import RankProgram
 from tests.execute.equality import Case
 from tests.virtual_cuda import VirtualDriver
 
@@ -32,11 +34,15 @@ def interpret(case: Case, rank: int, driver: VirtualDriver, *, steps: int = 2) -
         fake_rank(planned(case), rank, CudaStreams(driver), CPU, torch.clone) as (_, program, loader),
         driver.watch_tensors(),
     ):
-        stale = program._stale
-        for step in range(steps):
-            batches = [step, step + 1]
-            if stale is not None:
-                stale.begin_step(step)
-                batches = [max(0, stale.batch_of(number)) for number in batches]
-            script = program.script(step)
-            program.step(loader.batch(batches[0]), loader.following(batches[1]), script=script)
+        run_steps(program, loader, steps)
+
+
+def run_steps(program: RankProgram, loader: Loader, steps: int) -> None:
+    """The first `steps` steps of a rank, each with the next batch loaded ahead."""
+    stale = program._stale
+    for step in range(steps):
+        batches = [step, step + 1]
+        if stale is not None:
+            stale.begin_step(step)
+            batches = [max(0, stale.batch_of(number)) for number in batches]
+        program.step(loader.batch(batches[0]), loader.following(batches[1]), script=program.script(step))

@@ -25,7 +25,7 @@ from parsim.execute.stage import StageReplica
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from tests.execute.equality import Case
-from tests.execute.interpreted import CPU, planned
+from tests.execute.interpreted import CPU, planned, run_steps
 from tests.execute.mixed import random_case
 from tests.execute.test_cuda_races import PLANS, RELAXED
 from tests.execute.test_equality import GPT, MLP, TOKENS, VIT, case
@@ -77,13 +77,7 @@ def assert_on_the_gpu(stage: StageReplica) -> None:
 def assert_steps(of: Case, precision: str, steps: int) -> None:
     for rank in range(of.plan.world_size):
         with on_fake_gpu(of, rank, precision) as ((_, program, loader), launched):
-            stale = program._stale
-            for step in range(steps):
-                batches = [step, step + 1]
-                if stale is not None:
-                    stale.begin_step(step)
-                    batches = [max(0, stale.batch_of(number)) for number in batches]
-                program.step(loader.batch(batches[0]), loader.following(batches[1]), script=program.script(step))
+            run_steps(program, loader, steps)
             assert_on_the_gpu(program._stage)
             assert without_cuda_kernel(launched.names) == ()
             if precision in WIDTHS:

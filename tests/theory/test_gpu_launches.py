@@ -22,6 +22,7 @@ from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.work import Phase
+from tests.theory.test_operator_surfaces import point
 
 TOKENS, HIDDEN, VOCAB = 16, 32, 70
 BERT = ModelSpec(
@@ -126,22 +127,9 @@ def gpu_linear_points(phase: str) -> list[OperatorPoint]:
             terms = gpu_terms_of("matmul", dict(launch.sizes), phase)
             flop = 2 * (terms["arithmetic"] + terms["unaligned"] + 2 * terms["odd"])
             moved = 2 * (terms["output"] + terms["left"] + terms["right"])
-            found.append(operator_point(launch, 3e-6 + flop / 4e14 + moved / 3e12))
+            seconds = 3e-6 + flop / 4e14 + moved / 3e12
+            found.append(point(launch, seconds, device_type="gpu", precision="amp_bf16"))
     return found
-
-
-def operator_point(launch: Launch, seconds: float) -> OperatorPoint:
-    return OperatorPoint(
-        kind=launch.kind,
-        function=launch.function,
-        phase=launch.phase,  # type: ignore[arg-type]
-        shape={name: int(size) for name, size in launch.sizes},
-        samples=1,
-        device_type="gpu",
-        precision="amp_bf16",
-        seconds=seconds,
-        source="s",
-    )
 
 
 def vocabulary(phase: str, outputs: int) -> dict[str, float]:

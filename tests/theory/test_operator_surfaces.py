@@ -47,15 +47,15 @@ def linear_points(device: Device = product_s, noise: float = 0.0) -> list[Operat
     return [point(launch, device("matmul", dict(launch.sizes)) * float(np.exp(noise * rng.normal()))) for launch in chosen]
 
 
-def point(launch: Launch, seconds: float) -> OperatorPoint:
+def point(launch: Launch, seconds: float, *, device_type: str = "toy", precision: str = "fp32") -> OperatorPoint:
     return OperatorPoint(
         kind=launch.kind,
         function=launch.function,
         phase=launch.phase,  # type: ignore[arg-type]
         shape={name: int(size) for name, size in launch.sizes},
         samples=1,
-        device_type="toy",
-        precision="fp32",
+        device_type=device_type,
+        precision=precision,
         seconds=seconds,
         source="s",
     )

@@ -73,42 +73,39 @@ def some_plan(problem: PlanningProblem, mesh: Mesh, microbatches: int, order: tu
     return plan
 
 
+@st.composite
+def questions(draw: st.DrawFn) -> tuple[PlanningProblem, Plan | None]:
+    """A problem on devices without memory, and a plan of it; None where there is none with so many stages."""
+    problem = PlanningProblem(
+        model=MODELS[draw(st.sampled_from(sorted(MODELS)))],
+        cluster=with_memory(1),
+        global_batch=32,
+        precision=draw(st.sampled_from(("fp32", "amp_fp16"))),
+    )
+    mesh, microbatches = draw(st.sampled_from(MESHES)), draw(st.sampled_from((1, 2, 4, 8)))
+    plan = some_plan(problem, mesh, microbatches, draw(st.sampled_from(ORDERS)))
+    return problem, None if plan is None else replace(plan, zero_stage=draw(st.sampled_from(ZERO_STAGES)))
+
+
 @settings(max_examples=60, deadline=None)
-@given(
-    model=st.sampled_from(sorted(MODELS)),
-    mesh=st.sampled_from(MESHES),
-    microbatches=st.sampled_from((1, 2, 4, 8)),
-    order=st.sampled_from(ORDERS),
-    zero_stage=st.sampled_from(ZERO_STAGES),
-    precision=st.sampled_from(("fp32", "amp_fp16")),
-    data=st.data(),
-)
+@given(question=questions(), data=st.data())
 def test_no_plan_holds_less_than_its_floor_whatever_it_recomputes(
-    model: str,
-    mesh: Mesh,
-    microbatches: int,
-    order: tuple[str, int],
-    zero_stage: int,
-    precision: str,
-    data: st.DataObject,
+    question: tuple[PlanningProblem, Plan | None], data: st.DataObject
 ) -> None:
     """With no memory at all, the excess is what a rank holds."""
-    nothing = with_memory(1)
-    problem = PlanningProblem(model=MODELS[model], cluster=nothing, global_batch=32, precision=precision)
-    plan = some_plan(problem, mesh, microbatches, order)
+    problem, plan = question
     if plan is None:
         return
-    plan = replace(plan, zero_stage=zero_stage)
     names = sorted(problem.layout(plan).differentiable)
     some = data.draw(st.one_of(st.just(()), st.just(tuple(names)), st.sets(st.sampled_from(names)).map(tuple)))
     held = max(entry.excess_bytes for entry in problem.memory(replace(plan, recompute=some or "none")))
     assert floor_excess_bytes(problem, plan, recomputing=True) <= held
     floor = plan_floor(problem, plan)
     assert floor is not None
-    assert floor.excess_of_any_cut(zero_stage, recomputing=True) <= held
+    assert floor.excess_of_any_cut(plan.zero_stage, recomputing=True) <= held
     if not some:
         assert floor_excess_bytes(problem, plan, recomputing=False) <= held
-        assert floor.excess_of_any_cut(zero_stage, recomputing=False) <= held
+        assert floor.excess_of_any_cut(plan.zero_stage, recomputing=False) <= held
 
 
 @settings(max_examples=60, deadline=None)
@@ -197,30 +194,14 @@ def sets_left_out(seed: int) -> int:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    model=st.sampled_from(sorted(MODELS)),
-    mesh=st.sampled_from(MESHES),
-    microbatches=st.sampled_from((1, 2, 4, 8)),
-    order=st.sampled_from(ORDERS),
-    zero_stage=st.sampled_from(ZERO_STAGES),
-    precision=st.sampled_from(("fp32", "amp_fp16")),
-    data=st.data(),
-)
+@given(question=questions(), data=st.data())
 def test_a_plan_that_fits_with_recomputation_is_never_refused_it(
-    model: str,
-    mesh: Mesh,
-    microbatches: int,
-    order: tuple[str, int],
-    zero_stage: int,
-    precision: str,
-    data: st.DataObject,
+    question: tuple[PlanningProblem, Plan | None], data: st.DataObject
 ) -> None:
     """On devices of just what the recomputed plan needs; on devices without room for weights it is refused."""
-    problem = PlanningProblem(model=MODELS[model], cluster=with_memory(1), global_batch=32, precision=precision)
-    plan = some_plan(problem, mesh, microbatches, order)
+    problem, plan = question
     if plan is None:
         return
-    plan = replace(plan, zero_stage=zero_stage)
     names = sorted(problem.layout(plan).differentiable)
     some = data.draw(st.one_of(st.just(tuple(names)), st.sets(st.sampled_from(names), min_size=1).map(tuple)))
     needed = max(entry.needed_bytes for entry in problem.memory(replace(plan, recompute=some)))

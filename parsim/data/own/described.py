@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.data.dataset import IGNORED
 from parsim.errors import DataError
-from parsim.model.inputs import DEFAULT_DTYPE, ModelInput
+from parsim.model.inputs import DEFAULT_DTYPE, IGNORED, ModelInput
 
 TARGETS = ("target", "targets", "labels", "label", "y")
 """Names under which a mapping may hold the target."""

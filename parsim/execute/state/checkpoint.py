@@ -387,6 +387,17 @@ def restore_tensors(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> 
             value.copy_(saved[name])
 
 
+def restore_one_by_one(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """As `restore_tensors`, of the names that are saved, each of which is read when its turn comes.
+
+    Args:
+        live: by name. saved: such as the weights of `load_state`.
+    """
+    for name, value in live.items():
+        if name in saved:
+            restore_tensors({name: value}, {name: saved[name]})
+
+
 def check_shape(name: str, saved: Tensor, live: Tensor) -> None:
     """Check that both tensors of a name have the same shape.
 

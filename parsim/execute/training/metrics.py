@@ -12,13 +12,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ExecutionError
+from parsim.model.inputs import IGNORED
 from parsim.registry import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-IGNORED = -100
-"""Targets of this value count in no metric, as in no loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

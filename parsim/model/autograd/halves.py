@@ -98,7 +98,7 @@ def _note(frontier: _Frontier) -> Any:
 
 def _frontiers(roots: Sequence[GradientEdge], entries: Sequence[Any], parameters: Sequence[Tensor]) -> list[_Frontier] | None:
     """Every operator between outputs and inputs that has parameters; None if these cannot be distinguished."""
-    order = _order([root.node for root in roots])
+    order = nodes_below([root.node for root in roots])
     towards_input = set(entries)
     below: dict[Any, set[int]] = {}  # parameters that a node off the way to the inputs leads to
     by_id = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
@@ -125,8 +125,12 @@ def _frontiers(roots: Sequence[GradientEdge], entries: Sequence[Any], parameters
     return frontiers if reached and once else None
 
 
-def _order(roots: Sequence[Any]) -> list[Any]:
-    """All nodes below the roots, each after those it leads to."""
+def nodes_below(roots: Sequence[Any]) -> list[Any]:
+    """All nodes of a graph below the roots, each after those it leads to.
+
+    Args:
+        roots: nodes of autograd.
+    """
     done: dict[Any, None] = {}
     stack = [(root, False) for root in roots]
     while stack:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from parsim.model.component import LOSS
-from parsim.model.losses import CROSS_ENTROPY, IGNORED
+from parsim.model.inputs import IGNORED
+from parsim.model.losses import CROSS_ENTROPY
 from parsim.model.objective.objective import Objective
 
 MAXIMUM, SUMS = f"{LOSS}.maximum", f"{LOSS}.sums"

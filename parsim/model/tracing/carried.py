@@ -7,15 +7,15 @@ statistics do not count: training does not read them. Tensors that share memory 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from parsim.errors import first_few
 from parsim.model.tracing.recorder import SET_DATA, RecordedOp, Recording, storage_key
 
 _NORMS = ("batch_norm", "instance_norm")
 _OVERWRITING = ("copy_", "zero_", "fill_")
 """Nothing of what was there before is left."""
-MOST_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +35,12 @@ class CarriedState:
         told = []
         if self.from_samples:
             told.append(
-                f"computed from the samples of a step and used in later ones: {_listed(self.from_samples)}. Each replica and "
+                f"computed from the samples of a step and used in later ones: {first_few(self.from_samples)}. Each replica and "
                 "microbatch takes its own samples for that"
             )
         if self.from_weights:
             told.append(
-                f"the forward itself updates {_listed(self.from_weights)}: once per microbatch, so their number changes what "
+                f"the forward itself updates {first_few(self.from_weights)}: once per microbatch, so their number changes what "
                 "is trained"
             )
         return tuple(told)
@@ -139,10 +139,6 @@ def read_again(recording: Recording, first_ops: int, first_tensors: int) -> set[
 def kept_note(names: Iterable[str]) -> str:
     """What the answer says of attributes whose tensors the next forward reads."""
     return (
-        f"the forward keeps a tensor that it computes from its data in {_listed(tuple(names))}, and the next one reads it. "
+        f"the forward keeps a tensor that it computes from its data in {first_few(tuple(names))}, and the next one reads it. "
         "Every step is taken as the first one, also in training; keep it in a buffer"
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")

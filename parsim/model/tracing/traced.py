@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -208,7 +208,7 @@ def _settled_model(
             halves = _under_autocast(lambda: (forward(batches[0], HALF), forward(batches[1], HALF)))
             if has_pairs(small, large):
                 largest = forward(2 * batches[1] - batches[0], None)
-        still, notes = _state_of_later_steps(module, args, kwargs, loss, small.recording, example=example)
+        later = _state_of_later_steps(module, args, kwargs, loss, small.recording, example=example)
     finally:
         for part, mode in modes:
             part.training = mode
@@ -216,14 +216,23 @@ def _settled_model(
         check_trained(small.recording, name or kind)
     check_index_ranges(small.recording, large.recording, declared, name or kind)
     about = {"name": name or kind, "granularity": granularity, "source": source or f"trace of {kind}"}
-    model = combine(small, large, **about, largest=largest, untrained=still)
-    model = replace(model, assumptions=(*model.assumptions, *notes))
+    model = combine(small, large, **about, largest=largest, untrained=later.untrained)
+    model = replace(model, assumptions=(*model.assumptions, *later.notes))
     form = small.recording.loss_form if largest is None else COUPLED
-    if form != COUPLED and carried(small.recording).from_samples:
+    if form != COUPLED and later.mixes:
         form = MIXING
     assert not isinstance(loss, OpenLoss)
     found = replace(_with_halves(model, halves), loss=loss or "", loss_form="" if form == SUM else form)
     return found, small.recording.settled
+
+
+class _LaterSteps(NamedTuple):
+    """The parameters that a step leaves as they are, what the answer says of those and of what a step hands on, and whether
+    that is computed from the samples of a batch."""
+
+    untrained: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+    mixes: bool = False
 
 
 def _state_of_later_steps(
@@ -234,12 +243,13 @@ def _state_of_later_steps(
     recording: Recording,
     *,
     example: bool,
-) -> tuple[frozenset[str], tuple[str, ...]]:
-    """The parameters that a step leaves as they are, and what the answer says of those and of what a step hands on."""
+) -> _LaterSteps:
+    """What a step leaves to the steps after it; of a model without a loss nothing."""
     if loss is None:
-        return frozenset(), ()
+        return _LaterSteps()
     assert not isinstance(loss, OpenLoss)
-    notes = [*carried(recording).notes]
+    handed = carried(recording)
+    notes = [*handed.notes]
     still: tuple[str, ...] = ()
     if may_be_untrained(recording):
         whole = recording if not recording.copies else run_recorded(module, args, kwargs, loss=loss, example=example)
@@ -248,7 +258,7 @@ def _state_of_later_steps(
     if recording.kept_tensors and not recording.decisions:
         again = run_recorded(module, args, kwargs, loss=None, twice=True)
         notes += [kept_note(again.read_again)] if again.read_again else []
-    return frozenset(still), tuple(notes)
+    return _LaterSteps(frozenset(still), tuple(notes), mixes=bool(handed.from_samples))
 
 
 def check_trained(recording: Recording, name: str) -> None:

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from parsim.errors import first_few
 from parsim.model.tracing.recorder import Recording, storage_key
-
-MOST_NAMED = 3
 
 
 def may_be_untrained(recording: Recording) -> bool:
@@ -70,5 +69,4 @@ def _leaves(loss: Tensor) -> set[int]:
 
 def untrained_note(names: Sequence[str]) -> str:
     """What the answer says."""
-    listing = ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
-    return f"no gradient of the loss reaches {listing}: not trained, as if frozen"
+    return f"no gradient of the loss reaches {first_few(names)}: not trained, as if frozen"

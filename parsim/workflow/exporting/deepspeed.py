@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from parsim.errors import ConfigError
+from parsim.errors import ConfigError, first_few
 from parsim.files import write_text_atomically
 from parsim.plans.plan import Plan
 from parsim.plans.recompute import NONE
@@ -137,5 +137,4 @@ def _name_recomputed(plan: Plan, left_out: dict[str, str]) -> None:
     if plan.recompute == NONE and not plan.segments:
         return
     names = [name for name in plan.components if name in plan.recomputed or name in plan.recomputed_by_operator]
-    few = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    left_out["plan.recompute"] = f"your model's code recomputes: torch.utils.checkpoint around {few}"
+    left_out["plan.recompute"] = f"your model's code recomputes: torch.utils.checkpoint around {first_few(names, 4)}"

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from parsim.errors import ConfigError
+from parsim.errors import ConfigError, first_few
 from parsim.model.named.names import CASTS, DOCUMENT, OWN, is_transformer, sequence_of, shape_of
 from parsim.model.number_formats import number_format
 from parsim.model.transformer.shape import Shape
@@ -111,7 +111,7 @@ def _check_placements(plan: Plan, mesh: FrameworkMesh, format: str, left_out: di
             )
         other.append(f"{name} {placement}")
     if other:
-        few = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
+        few = first_few(other)
         left_out["plan.placements"] = f"{format} cuts in its own way what the plan does not cut in {mesh.tp}: {few}"
 
 

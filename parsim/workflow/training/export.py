@@ -101,7 +101,7 @@ def _state_dict(spec: Any, found: Checkpoint, *, averaged: bool, seed: int) -> d
     """
     import torch
 
-    from parsim.execute.state.checkpoint import load_state, restore_tensors
+    from parsim.execute.state.checkpoint import load_state, restore_one_by_one
     from parsim.execute.state.weight_averages import EMA, averaged_state
     from parsim.model.build import build_module
 
@@ -117,9 +117,8 @@ def _state_dict(spec: Any, found: Checkpoint, *, averaged: bool, seed: int) -> d
     types = {value.dtype for value in state.weights.values() if value.is_floating_point()}
     if len(types) == 1 and types != {torch.float32}:
         module = module.to(types.pop())
-    held = {name: value for name, value in module.named_parameters() if name in state.weights}
-    restore_tensors(held, state.weights)
-    restore_tensors({name: value for name, value in module.named_buffers() if name in state.buffers}, state.buffers)
+    restore_one_by_one(dict(module.named_parameters()), state.weights)
+    restore_one_by_one(dict(module.named_buffers()), state.buffers)
     return {
         name: value.detach().cpu().contiguous().clone()
         for name, value in module.state_dict().items()

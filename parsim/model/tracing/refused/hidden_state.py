@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from parsim.errors import first_few
 from parsim.model.tracing.refused.messages import at_line
 
 _NUMBERS = (bool, int, float, str)
@@ -110,8 +111,7 @@ def changed_attributes(module: nn.Module, before: Iterable[tuple[nn.Module, Mapp
 
 def change_note(changed: tuple[str, ...]) -> str:
     """What the answer says of `changed_attributes`."""
-    listing = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
     return (
-        f"the forward changes attributes of its modules: {listing}. Every step is taken as the first one, also in training; "
-        "keep what changes in a buffer, and use it as a tensor"
+        f"the forward changes attributes of its modules: {first_few(changed)}. Every step is taken as the first one, also in "
+        "training; keep what changes in a buffer, and use it as a tensor"
     )
