@@ -7,7 +7,7 @@ numbers of multiprocessors below carry the document that they were read in.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 NEUSIGHT = "github sitar-lab/NeuSight scripts/asplos/data/device_configs @6945927d9afc, Num_Sm"
 SM_TABLE = "github lijun99/GPU-Resources NVIDIA_GPU_SM.md"
@@ -18,6 +18,10 @@ A40_PAGE = "hmc-tech.com, NVIDIA L4 vs NVIDIA A40: 10752 shaders over 128 per mu
 B200_PAGE = "hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200: 148 SMs"
 ROCM = "rocm.docs.amd.com, AMD GPU specifications: compute units of CDNA3 accelerators"
 TILE_AI = "a public TileLang architecture file, RTX4090: sm_count 128"
+LLM_PROF = "github citsjtu2020/LLM-Prof hardware_spec.md @8434c8d19c39"
+H20_PAGE = "zangshuxian.com/new/674733024499207168 (78 SM in a Geekbench report; 148 TFLOPS fp16, 74 tf32, 44 fp32; 4.0 TB/s)"
+A6000_PAGE = "sysrqmts.com, NVIDIA A16 PCIe vs NVIDIA RTX A6000: 84 SM, 38.71 TFLOPS fp32, 768 GB/s, 300 W"
+PRO_6000_PAGE = "topcpu.net, RTX Pro 6000: 188 SM, up to 125 TFLOPS fp32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +29,13 @@ class CatalogGpu:
     """One GPU to write.
 
     Attributes:
-        peaks: its row of peaks.csv ("" : `numbers` hold everything). rows: its names in the tables of timings.
+        peaks: its row of peaks.csv; "": it has none. rows: its names in the tables of timings.
+        numbers: by column of peaks.csv, what that row leaves out, or all of it; `numbers_from` says where each was read.
         family: GPUs whose fits stand for one another first. chip: those of one chip stand for one without rows before the
             rest of the family; "" where the family has one chip. units: multiprocessors, and where that was read.
         ecc_in_memory: GDDR keeps a sixteenth of its nominal size for error correction.
         decimal_memory: its nominal size counts bytes by the thousand.
+        lends: its fits stand for other GPUs. Not those of a GPU that few rows tell of, or that is alone in its family.
     """
 
     name: str
@@ -48,10 +54,21 @@ class CatalogGpu:
     gpus_per_node: int = 8
     bf16: bool = True
     kind: str = "cuda"
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    numbers_from: str = ""
+    lends: bool = True
 
 
+GA100, GH100, CDNA3 = "ga100 of 80 gb", "gh100 of 80 gb", "cdna3"
 BLACKWELL_ULTRA = "blackwell ultra"
 """Multiplies 4 bits half as fast again as the B200 (peaks.csv), and attention is faster (attention.csv)."""
+
+H100_PEAKS: Mapping[str, str] = {
+    "fp32_tflops": "67",
+    "tf32_tflops": "494.5",
+    "fp16_bf16_tflops": "989",
+    "fp8_tflops": "1979",
+}
 
 GPUS: tuple[CatalogGpu, ...] = (
     CatalogGpu(
@@ -67,6 +84,7 @@ GPUS: tuple[CatalogGpu, ...] = (
         peaks="A100-SXM4-80GB",
         description="NVIDIA A100-SXM4, 80 GB.",
         family="ampere",
+        chip=GA100,
         units=(108, "measurement", "gist gengwg/3520df2ebf8872e5ee4818367e3a4122: deviceQuery of NVIDIA A100-SXM4-80GB"),
         rows=("A100-SXM4-80GB",),
         attention_rows=("A100-SXM4-80GB", "A100-PCIe-80GB"),
@@ -96,6 +114,7 @@ GPUS: tuple[CatalogGpu, ...] = (
         peaks="H100-SXM5-80GB",
         description="NVIDIA H100-SXM5, 80 GB.",
         family="hopper",
+        chip=GH100,
         units=(132, "datasheet", f"{NEUSIGHT}, H100 80GB HBM3"),
         rows=("H100-SXM5-80GB",),
         attention_rows=("H100-SXM5-80GB", "H100 (unnamed in thread)", "H200 (assumed)"),
@@ -254,10 +273,125 @@ GPUS: tuple[CatalogGpu, ...] = (
         peaks="MI300X",
         description="AMD Instinct MI300X, 192 GB.",
         family="cdna3",
+        chip=CDNA3,
         units=(304, "datasheet", ROCM),
         rows=("MI300X",),
         link="infinity-fabric-3",
         host_link="pcie-5",
+    ),
+    CatalogGpu(
+        name="h800-sxm",
+        peaks="",
+        description="NVIDIA H800-SXM5, 80 GB: an H100 with eight lanes of NVLink.",
+        family="hopper",
+        chip=GH100,
+        units=(132, "assumption", "as the H100-SXM5: the same die and the same peaks"),
+        numbers={**H100_PEAKS, "memory_gb": "80", "memory_gbs": "3350", "tdp_w": "700"},
+        numbers_from=f"{LLM_PROF} (H800: 989 TFLOPS fp16, 3350 GB/s, 80 GB); fp32, tf32 and board power as the H100's",
+        attention=("flash",),
+        link="nvswitch-4-h800",
+        host_link="pcie-5",
+        lends=False,
+    ),
+    CatalogGpu(
+        name="a800-sxm-80gb",
+        peaks="",
+        description="NVIDIA A800-SXM4, 80 GB: an A100 with eight lanes of NVLink.",
+        family="ampere",
+        chip=GA100,
+        units=(108, "assumption", "as the A100-SXM4: the same die and the same peaks"),
+        numbers={
+            "fp32_tflops": "19.5",
+            "tf32_tflops": "156",
+            "fp16_bf16_tflops": "312",
+            "memory_gb": "80",
+            "memory_gbs": "2039",
+            "tdp_w": "400",
+        },
+        numbers_from=f"{LLM_PROF} (A800_SXM4_80GB: 312 TFLOPS fp16, 2039 GB/s, 80 GB); fp32, tf32 and watts as the A100's",
+        link="nvswitch-3-a800",
+        lends=False,
+    ),
+    CatalogGpu(
+        name="h20",
+        peaks="",
+        description="NVIDIA H20-SXM5, 96 GB.",
+        family="hopper",
+        units=(78, "measurement", H20_PAGE),
+        numbers={
+            "fp32_tflops": "44",
+            "tf32_tflops": "74",
+            "fp16_bf16_tflops": "148",
+            "fp8_tflops": "296",
+            "memory_gb": "96",
+            "memory_gbs": "4000",
+            "tdp_w": "400",
+        },
+        numbers_from=f"{H20_PAGE}; fp8 as int8; 96 GB, 400 W and NVLink at 900 GB/s: willitrunai.com/es/gpus/h20-96gb",
+        attention=("flash",),
+        link="nvswitch-4",
+        host_link="pcie-5",
+        lends=False,
+    ),
+    CatalogGpu(
+        name="rtx-a6000",
+        peaks="RTX-A6000",
+        description="NVIDIA RTX A6000, 48 GB.",
+        family="ga10x",
+        units=(84, "datasheet", A6000_PAGE),
+        rows=("RTX-A6000",),
+        numbers={"fp32_tflops": "38.71"},
+        numbers_from=f"fp32: {A6000_PAGE}",
+        ecc_in_memory=True,
+        gpus_per_node=4,
+        lends=False,
+    ),
+    CatalogGpu(
+        name="a10g",
+        peaks="A10G",
+        description="NVIDIA A10G, 24 GB.",
+        family="ga10x",
+        units=(72, "derived", "github RajBhope/gpu-runtime-predictor catalog: 9216 CUDA cores over 128"),
+        ecc_in_memory=True,
+        lends=False,
+    ),
+    CatalogGpu(
+        name="rtx-pro-6000",
+        peaks="RTX-PRO-6000-BW-Server",
+        description="NVIDIA RTX PRO 6000 Blackwell, server edition, 96 GB.",
+        family="gb20x",
+        units=(188, "datasheet", SM_TABLE),
+        rows=("RTX-PRO-6000-BW-Server", "RTX-PRO-6000-BW"),
+        numbers={"fp32_tflops": "125"},
+        numbers_from=f"fp32: {PRO_6000_PAGE}",
+        ecc_in_memory=True,
+        link="pcie-5",
+        host_link="pcie-5",
+        lends=False,
+    ),
+    CatalogGpu(
+        name="mi325x",
+        peaks="MI325X",
+        description="AMD Instinct MI325X, 256 GB.",
+        family="cdna3",
+        chip=CDNA3,
+        units=(304, "datasheet", ROCM),
+        link="infinity-fabric-3",
+        host_link="pcie-5",
+        lends=False,
+    ),
+    CatalogGpu(
+        name="mi355x",
+        peaks="MI355X",
+        description="AMD Instinct MI355X, 288 GB.",
+        family="cdna4",
+        units=(256, "datasheet", "rocm.docs.amd.com, AMD GPU specifications: compute units of CDNA4 accelerators"),
+        rows=("MI355X", "MI355X (gfx950)"),
+        numbers={"fp4_tflops": ""},
+        numbers_from="its peak in 4 bits is of another format than nvfp4, and left out",
+        link="infinity-fabric-4",
+        host_link="pcie-5",
+        lends=False,
     ),
 )
 
@@ -292,7 +426,7 @@ LAUNCH: Mapping[str, tuple[str, str, float]] = {
     "h100-sxm": ("measurement", f"{LINEAR} an H100 DGX (Xeon 8480C): {LAUNCHES}", 13.48e-6),
     "gb200": ("measurement", f"{LINEAR} a GB200 (Grace): {LAUNCHES}", 37.08e-6),
     "gb300": ("assumption", f"as on a GB200, which has the same host (Grace): {LAUNCHES}", 37.08e-6),
-    **dict.fromkeys(("h200", "b200", "b300", "a100-sxm-80gb", "a100-sxm-40gb"), X86_LAUNCH),
+    **dict.fromkeys(("h200", "b200", "b300", "a100-sxm-80gb", "a100-sxm-40gb", "h800-sxm", "a800-sxm-80gb", "h20"), X86_LAUNCH),
 }
 """Host seconds per operator of eager torch: kind of source, its text, seconds."""
 BUSY_ROWS: Mapping[str, tuple[str, str]] = {

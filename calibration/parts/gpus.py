@@ -63,20 +63,20 @@ class Family:
 
     def prior(self, gpu: CatalogGpu) -> tuple[Prior, list[str]]:
         """From the other GPUs of the family, else from all others; and which they were. Without rows, its chip's mean."""
-        others = [other for other in GPUS if other.name != gpu.name and other.name in self.fits]
+        others = [other for other in GPUS if other.name != gpu.name and other.name in self.fits and other.lends]
         same = [other.name for other in others if other.chip == gpu.chip != ""]
         if same and gpu.name not in self.fits:
             mean = np.mean([self.fits[name] for name in same], axis=0)
             return Prior(self.base.names, mean, self.base.sigma), same
         near = [other.name for other in others if other.family == gpu.family]
-        donors = near or [name for name in self.fits if name != gpu.name]
+        donors = near or [name for name in self.fits if name in {other.name for other in others}]
         return self.held(gpu, pooled([self.fits[name] for name in donors], self.base.names, self.base)), donors
 
     def held(self, gpu: CatalogGpu, prior: Prior) -> Prior:
         """The prior with what the GPU's rows cannot tell held at the mean of those that tell it: of its family, else of all."""
         mean, sigma = prior.mean.copy(), prior.sigma.copy()
         for number in self.untold.get(gpu.name, ()):
-            others = (other for other in GPUS if other is not gpu and other.name in self.fits)
+            others = (other for other in GPUS if other is not gpu and other.name in self.fits and other.lends)
             tell = [other for other in others if number not in self.untold[other.name]]
             near = [other for other in tell if other.family == gpu.family] or tell
             if near:
@@ -86,13 +86,21 @@ class Family:
 
 
 def peaks_of(folder: Path) -> dict[str, dict[str, str]]:
-    """Rows of peaks.csv by GPU."""
+    """By name of a GPU of the catalog, its row of peaks.csv with what the catalog adds."""
     with (folder / "peaks.csv").open(encoding="utf-8") as file:
-        return {row["gpu"]: row for row in csv.DictReader(file)}
+        rows = {row["gpu"]: row for row in csv.DictReader(file)}
+    empty = dict.fromkeys(next(iter(rows.values())), "")
+    found: dict[str, dict[str, str]] = {}
+    for gpu in GPUS:
+        row = rows[gpu.peaks] if gpu.peaks else empty
+        sources = ";".join(text for text in (row["source"], gpu.numbers_from.replace(";", ",")) if text)
+        found[gpu.name] = {**row, **gpu.numbers, "source": sources}
+    return found
 
 
-def chip_of(gpu: CatalogGpu, row: Mapping[str, str], kind: str) -> Chip | None:
+def chip_of(gpu: CatalogGpu, peaks: Mapping[str, Mapping[str, str]], kind: str) -> Chip | None:
     """None where no peak of that precision is published."""
+    row = peaks[gpu.name]
     text = row[KINDS[kind][0]]
     return Chip(gpu.units[0], float(text) * 1e12, float(row["memory_gbs"]) * 1e9) if text else None
 
@@ -159,7 +167,8 @@ def sigma_of(fitted: Fitted, all_fitted: Mapping[str, Fitted]) -> float:
         if len(sources) < 2 and DEPTHS in fitted.held_out:
             sources = [fitted.held_out[DEPTHS].median]
     else:
-        sources = [entry.held_out[OTHERS].median for entry in all_fitted.values() if OTHERS in entry.held_out]
+        lenders = [all_fitted[gpu.name] for gpu in GPUS if gpu.lends and gpu.name in all_fitted]
+        sources = [entry.held_out[OTHERS].median for entry in lenders if OTHERS in entry.held_out]
     return max(LEAST_SIGMA, 1.4826 * float(np.median(sources))) if sources else UNKNOWN_SIGMA
 
 
@@ -230,7 +239,7 @@ def _product_fits(
         return products.products_of(table, gpu.rows, kind)
 
     def chip(gpu: CatalogGpu) -> Chip | None:
-        return chip_of(gpu, peaks[gpu.peaks], kind)
+        return chip_of(gpu, peaks, kind)
 
     def leave_out(rows: products.Products, own: Chip, prior: Prior) -> dict[str, Errors]:
         return {**products.errors_without_sources(rows, own, prior), DEPTHS: products.leave_shapes_out(rows, own, prior)}
@@ -266,7 +275,7 @@ def _attention_fits(
         return attentions.attentions_of(table, gpu.attention_rows, direction, gpu.attention)
 
     def chip(gpu: CatalogGpu) -> Chip | None:
-        return chip_of(gpu, peaks[gpu.peaks], HALF)
+        return chip_of(gpu, peaks, HALF)
 
     def fit(rows: attentions.Attentions, own: Chip, prior: Prior) -> Array:
         return attentions.fit_attentions(rows, own, prior, backward=backward)
@@ -306,7 +315,7 @@ def _stream_fits(table: pd.DataFrame, peaks: Mapping[str, Mapping[str, str]]) ->
         return streams.streams_of(table, streams.ROWS.get(gpu.name, gpu.rows))
 
     def chip(gpu: CatalogGpu) -> Chip | None:
-        return chip_of(gpu, peaks[gpu.peaks], FP32) or chip_of(gpu, peaks[gpu.peaks], HALF)
+        return chip_of(gpu, peaks, FP32) or chip_of(gpu, peaks, HALF)
 
     fitted = fit_all(
         streams.BASE,

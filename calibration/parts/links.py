@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from calibration.parts import collectives
+from calibration.parts.catalog import LLM_PROF
 from calibration.parts.gpus import digits
 from calibration.parts.part_files import expanded
 from calibration.parts.robust import named
@@ -48,6 +49,12 @@ SWITCHES: Mapping[str, tuple[str, int, float, int, bool, tuple[str, ...]]] = {
 }
 """Description, lanes, nominal rate of a device, most devices, whether the switch adds, sources of timings."""
 
+FEWER_LANES: Mapping[str, tuple[str, str, int]] = {
+    "nvswitch-3-a800": ("NVSwitch of the A800: 8 lanes of NVLink 3 per GPU.", "nvswitch-3", 8),
+    "nvswitch-4-h800": ("NVSwitch of the H800: 8 lanes of NVLink 4 per GPU; the switch adds (NVLS).", "nvswitch-4", 8),
+}
+"""Description, the switch whose lanes these are, lanes: 200 GB/s per GPU and direction nominally."""
+
 FIT, NOMINAL = "fit", "nominal"
 PAIR_RATES: Mapping[str, tuple[str, float, float, str]] = {
     "nvlink-bridge-3": (
@@ -88,7 +95,9 @@ def link_parts(folder: Path) -> dict[str, dict[str, Any]]:
     found |= {name: _host(name) for name in HOSTS}
     found |= {name: _bridge(name) for name in PAIR_RATES}
     found["nvlink-bridge-ga10x"] = _ga10x_bridge()
+    found |= {name: _with_fewer_lanes(name, found) for name in FEWER_LANES}
     found["infinity-fabric-3"] = _infinity_fabric(found["nvswitch-4"])
+    found["infinity-fabric-4"] = _infinity_fabric_4(found["infinity-fabric-3"])
     found["nvlink-2-cube"] = _of_profile("nvlink-2-cube", load_profile("dgx1-v100-32gb"), "cube", 6, 8)
     found["nvswitch-2"] = _of_profile("nvswitch-2", load_profile("dgx2-v100"), "switch", 6, 16)
     found["pcie-3"] = _of_profile("pcie-3", load_profile("pcie-8xv100"), "host", 1, 8)
@@ -229,6 +238,43 @@ def _ga10x_bridge() -> dict[str, Any]:
         "derived",
         text,
     )
+
+
+def _with_fewer_lanes(name: str, switches: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """A switch of which no timing was published: the lanes of another one, each as fast as there."""
+    description, like, lanes = FEWER_LANES[name]
+    part = {**switches[like], "name": name, "description": description, "lanes": lanes}
+    nominal = f"200 GB/s per GPU and direction: {LLM_PROF} (interconnect_bandwidth 400, both directions)"
+    part["sources"] = {
+        **part["sources"],
+        FIT: {
+            "kind": "derived",
+            "text": f"rate of a lane and costs of the protocols of {like}, which has {switches[like]['lanes']} lanes: "
+            + part["sources"][FIT]["text"],
+        },
+        NOMINAL: {"kind": "datasheet", "text": nominal},
+        "spread": {"kind": "assumption", "text": f"15%: the numbers are those of {like}"},
+    }
+    for key in ("relative_sigma", "unmeasured_group_sigma"):
+        part[key] = {"value": 0.15, "source": "spread"}
+    part["held_out"] = {}
+    return part
+
+
+def _infinity_fabric_4(older: Mapping[str, Any]) -> dict[str, Any]:
+    """As the fabric of the MI300X, by the ratio of the nominal rates."""
+    rate = older["bandwidth_bytes_per_s"]["value"] * 535.5 / 448
+    text = f"as the MI300X's (infinity-fabric-3) times 535.5 over 448 GB/s, nominal ({expanded('stas-peaks')})"
+    spread = {"kind": "assumption", "text": "30%: no timing was found"}
+    return {
+        **older,
+        "name": "infinity-fabric-4",
+        "description": "Infinity Fabric: every MI355X to every other.",
+        "sources": {**older["sources"], "rate": {"kind": "derived", "text": text}, "spread": spread},
+        "bandwidth_bytes_per_s": {"value": digits(rate), "source": "rate"},
+        "relative_sigma": {"value": 0.3, "source": "spread"},
+        "unmeasured_group_sigma": {"value": 0.3, "source": "spread"},
+    }
 
 
 def _infinity_fabric(switch: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from calibration.parts.gpus import DEPTHS, HALF_PRECISIONS, OTHERS, SOURCE, digi
 
 def part_of(gpu: CatalogGpu, folder: Path, fits: list[dict[str, Any]]) -> dict[str, Any]:
     """The JSON of one part."""
-    row = peaks_of(folder)[gpu.peaks]
+    row = peaks_of(folder)[gpu.name]
     peaks = peak_numbers(gpu, row)
     share = REPORTED_SHARE * (ECC_SHARE if gpu.ecc_in_memory else 1.0)
     memory = float(row["memory_gb"]) * (1e9 if gpu.decimal_memory else 2**30) * share

@@ -1,16 +1,27 @@
-"""Which sockets a tree of processes holds, from /proc."""
+"""Which sockets a tree of processes holds, from /proc; and a port that none holds."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
 import os
+import random
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
 LISTEN = "0A"
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens on, below those that the kernel gives to connections."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("none of 100 drawn ports is free")
 
 
 @dataclass(frozen=True, order=True)

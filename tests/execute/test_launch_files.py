@@ -24,7 +24,7 @@ from parsim.workflow.folders.resuming import held
 from parsim.workflow.folders.run_folder import RunFolder
 from parsim.workflow.public.functions import plan
 from parsim.workflow.training.launch_files import LaunchFile, export_launch, slurm_text, torchrun_text
-from tests.execute.sockets import LISTEN, Socket, sockets_of
+from tests.execute.sockets import LISTEN, Socket, free_port, sockets_of
 from tests.execute.test_bad_run import cpu_profile
 
 RUN = """\
@@ -168,7 +168,7 @@ def test_a_launch_file_trains_to_the_weights_of_one_process(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
     """Slurm is played by two small scripts: they start the ranks with the variables that srun sets."""
-    file = export_launch(folder, format=format, port=31877, interface="lo")["file"]
+    file = export_launch(folder, format=format, port=free_port(), interface="lo")["file"]
     tools = tmp_path / "tools"
     tools.mkdir()
     for name, text in (("srun", FAKE_SRUN), ("scontrol", "#!/bin/sh\necho here\n")):

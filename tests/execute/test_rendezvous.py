@@ -6,7 +6,6 @@ import datetime
 import os
 import pickle
 import secrets
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,16 +23,9 @@ from parsim.errors import ExecutionError
 from parsim.execute.processes.exchange import done_by_rank_0, gather_values, value_of_rank_0
 from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.processes.rendezvous import ADDRESS_VARIABLE, FILE_VARIABLE, TOKEN_VARIABLE, open_store
-from tests.execute.sockets import sockets_of
+from tests.execute.sockets import free_port, sockets_of
 
 SLOW_S, TIMEOUT_S = 2.5, 1.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.mark.skipif(not Path("/proc/net").is_dir(), reason="sockets are looked up in /proc")

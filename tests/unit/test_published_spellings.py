@@ -89,6 +89,14 @@ def test_a_file_of_a_spreadsheet_begins_with_a_mark_of_its_bytes(tmp_path: Path)
         ("GB200 NVL72, 4 per node", "gb200", 72, 72, 400),
         ("GB200 NVL36", "gb200", 36, 72, 400),
         ("MI300X", "mi300x", 8, 8, 400),
+        ("MI325X", "mi325x", 8, 8, 400),
+        ("H800, 8/node NVLink, 400Gb/s IB per GPU", "h800-sxm", 8, 8, 400),
+        ("H800-80GB SXM5", "h800-sxm", 8, 8, 400),
+        ("A800-80GB SXM4", "a800-sxm-80gb", 8, 8, 200),
+        ("H20 96GB", "h20", 8, 1, 200),
+        ("RTX A6000 48GB", "rtx-a6000", 4, 1, 200),
+        ("RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000", 8, 1, 200),
+        ("A10G", "a10g", 8, 1, 200),
         ("L40S 48GB", "l40s", 8, 1, 200),
         ("RTX-3090 (8 per node)", "rtx-3090", 8, 1, 200),
     ],
@@ -111,7 +119,16 @@ def test_an_h100_of_96_gb_is_one_however_it_is_written() -> None:
 
 @pytest.mark.parametrize(
     "hardware",
-    ["H100 NVL", "H800", "A100/V100", "RTX-3090+Titan-RTX (8 per node)", "A100+Foo-9000", "RTX-2080", "A100-SXM-64GB"],
+    [
+        "H100 NVL",
+        "H800 PCIe",
+        "A800-40GB PCIe",
+        "A100/V100",
+        "RTX-3090+Titan-RTX (8 per node)",
+        "A100+Foo-9000",
+        "RTX-2080",
+        "A100-SXM-64GB",
+    ],
 )
 def test_boards_without_a_part_and_mixed_machines_are_refused(hardware: str) -> None:
     assert "no single kind of GPU" in refusal(hardware=hardware)
