@@ -115,6 +115,18 @@ def test_memory_of_the_computation_is_free_when_the_program_says_so(name: str) -
         assert run(PLANS[name], rank, steps).deferred <= steps * (plan.mesh.pp > 1), f"rank {rank}"
 
 
+def test_a_transfer_is_given_a_tensor_that_the_allocator_does_not_know() -> None:
+    """Whose memory is the same, and stays as long."""
+    driver, value = VirtualDriver(), torch.zeros(2, 3)
+    alive, bare = weakref.ref(value), CudaStreams(driver).unowned(value)
+    assert bare.data_ptr() == value.data_ptr()
+    assert bare.untyped_storage()._cdata != value.untyped_storage()._cdata
+    del value
+    assert alive() is not None
+    del bare
+    assert alive() is None
+
+
 def test_what_a_communication_borrows_is_held_until_the_computation_comes_behind_it() -> None:
     driver = VirtualDriver()
     streams = CudaStreams(driver)

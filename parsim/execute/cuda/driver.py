@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import dlpack
 
 S = TypeVar("S")
 E = TypeVar("E")
@@ -78,6 +79,9 @@ class Driver(EventClock[E], Protocol[S, E]):
     def used(self, tensor: Tensor, stream: S) -> None:
         """The stream reads memory that another may have allocated: it is free only when that has ended too."""
 
+    def unowned(self, tensor: Tensor) -> Tensor:
+        """The same memory as a tensor of which the allocator knows nothing; it holds the tensor."""
+
 
 class TorchCudaDriver:
     """One GPU, by torch.cuda."""
@@ -110,6 +114,11 @@ class TorchCudaDriver:
     def used(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
         if tensor.is_cuda:
             tensor.record_stream(stream)
+
+    def unowned(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_cuda:
+            return tensor
+        return dlpack.from_dlpack(dlpack.to_dlpack(tensor.detach()))  # type: ignore[attr-defined]
 
     def hold(self, seconds: float) -> None:
         torch.cuda._sleep(max(1, int(seconds * self.cycles_per_s())))  # type: ignore[no-untyped-call]
