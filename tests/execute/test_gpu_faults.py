@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +126,35 @@ def test_an_index_beyond_its_table_is_told_as_such() -> None:
         raise error
     assert type(seen.value) is ExecutionError
     assert "a target that is no class" in str(seen.value)
+
+
+class Broken:
+    """The stream of a device on which a kernel's assertion has failed."""
+
+    def query(self) -> bool:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+
+@pytest.mark.parametrize(
+    "status", ["CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`", "CUDNN_STATUS_NOT_SUPPORTED"]
+)
+def test_the_device_says_why_a_call_of_a_library_failed(
+    rank_run: RankRun, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    """The host is far ahead of the kernel that found the wrong index, mostly in a product."""
+    streams: list[Any] = [Broken()]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[0])
+    rank_run.stage.device = torch.device("cuda", 1)
+    error = RuntimeError(f"CUDA error: {status}")
+    assert "rank 0 stopped in step 0: CUDA error: device-side" in str(rank_run._explained(error))
+    with (
+        pytest.raises(ExecutionError, match=r"stopped outside a training step .*device-side assert"),
+        told_outside_steps(0, "cuda:1", lambda: "scoring"),
+    ):
+        raise error
+    streams[0] = SimpleNamespace(query=lambda: False)  # it still computes
+    assert isinstance(rank_run._explained(error), RankLostError) == ("FAILED" in status)
+    rank_run.stage.device = torch.device("cpu")
 
 
 def test_what_a_kernel_wrote_of_its_assertion_is_told(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ LOST = ("cuda error", "cudnn_status", "cublas_status", "nccl error: unhandled cu
 ASSERTED = "device-side assert"
 ASSERTION = "Assertion `"
 """In what the driver writes of it to stderr, with the comparison that failed."""
+STATUS = "_status_"
+"""In errors of cuBLAS, cuDNN and others of NVIDIA's libraries."""
 REFUSED = (
     "_not_supported",
     "_bad_param",
@@ -156,6 +158,7 @@ def told_outside_steps(rank: int, device: str, doing: Callable[[], str]) -> Iter
     except RuntimeError as error:
         if not device.startswith("cuda"):
             raise
+        error = as_the_device_says(error, device)
         said = first_line(str(error)) or type(error).__name__
         if is_out_of_memory(error):
             raise OutOfMemoryError(
@@ -185,6 +188,20 @@ def is_lost_device(error: BaseException) -> bool:
     if accelerator is not None and isinstance(error, accelerator):
         return True
     return isinstance(error, RuntimeError) and any(phrase in text for phrase in LOST)
+
+
+def as_the_device_says(error: RuntimeError, device: str) -> RuntimeError:
+    """The error that stands behind one of a library, which knows only that its call failed: a kernel before it may have ended
+    all work on the device. It is asked without waiting for it, as a receive may wait there for a peer.
+    """
+    import torch
+
+    if device.startswith("cuda") and STATUS in str(error).lower() and not is_out_of_memory(error):
+        try:
+            torch.cuda.current_stream(torch.device(device)).query()
+        except RuntimeError as told:
+            return told
+    return error
 
 
 def is_failed_assertion(error: BaseException) -> bool:

@@ -18,6 +18,7 @@ from parsim.data import Samples, order_of, train_and_validation
 from parsim.data.for_model import dataset_for
 from parsim.errors import ExecutionError
 from parsim.execute.cuda.faults import (
+    as_the_device_says,
     checkpoint_text,
     failed_assertion,
     is_failed_assertion,
@@ -359,6 +360,7 @@ class RankRun:
 
     def _explained(self, error: RuntimeError) -> RuntimeError | ExecutionError:
         """What a GPU's failure means for the run; any other error as it is."""
+        error = as_the_device_says(error, str(self.stage.device))
         short, asserted = is_out_of_memory(error), is_failed_assertion(error)
         if not short and not asserted and not is_lost_device(error):
             return error
