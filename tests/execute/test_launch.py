@@ -169,7 +169,8 @@ class TestSuccess:
             monkeypatch.delenv(name, raising=False)
         ranks = launching._Ranks(job=tmp_path, nproc=1, module="m", scratch=tmp_path, attempt=0, on_line=None)
         found = ranks._environment(0, {})
-        assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "lo"
+        assert found["GLOO_SOCKET_IFNAME"] == "lo"
+        assert found["NCCL_SOCKET_IFNAME"] == "=lo", "lo alone would be all interfaces whose names begin so"
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
         assert ranks._environment(0, {})["NCCL_SOCKET_IFNAME"] == "eth7"
 

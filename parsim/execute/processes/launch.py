@@ -171,8 +171,8 @@ class _Ranks:
         if not environment.get("PYTHONHASHSEED", "").isdigit():
             environment["PYTHONHASHSEED"] = "0"  # a forward that iterates over a set (gemma3) does so in one order on all ranks
         if Path("/sys/class/net/lo").exists():
-            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                environment.setdefault(name, "lo")
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            environment.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # without the =, all whose names begin so
         for name in list(environment):
             if name in _OTHERS or name.startswith("TORCHELASTIC_"):
                 del environment[name]
