@@ -23,9 +23,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.cuda import _sanitizer
 from torch.cuda._sanitizer import EventHandler, SynchronizationError
-from torch.utils import dlpack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from parsim.execute.cuda.driver import alias_of
 
 
 @dataclass(eq=False)
@@ -156,7 +157,7 @@ class VirtualDriver:
     def unowned(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
-        alias = dlpack.from_dlpack(dlpack.to_dlpack(tensor))
+        alias = alias_of(tensor)
         storage = alias.untyped_storage()
         self._owner[storage._cdata] = tensor
         weakref.finalize(storage, self._owner.pop, storage._cdata)

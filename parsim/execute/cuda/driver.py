@@ -116,9 +116,7 @@ class TorchCudaDriver:
             tensor.record_stream(stream)
 
     def unowned(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_cuda:
-            return tensor
-        return dlpack.from_dlpack(dlpack.to_dlpack(tensor.detach()))  # type: ignore[attr-defined]
+        return alias_of(tensor) if tensor.is_cuda else tensor
 
     def hold(self, seconds: float) -> None:
         torch.cuda._sleep(max(1, int(seconds * self.cycles_per_s())))  # type: ignore[no-untyped-call]
@@ -141,6 +139,15 @@ class TorchCudaDriver:
     def cycles_per_s(self) -> float:
         """Of the sleep kernel; the first call on a GPU measures it and waits for the device."""
         return _cycles_per_s(self._device)
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """The same memory under another storage, which holds the tensor; no mode of torch sees it being made.
+
+    Modes that count memory would take it for the first reader of what has just arrived.
+    """
+    with torch._C._DisableTorchDispatch():
+        return dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
 
 
 @cache
