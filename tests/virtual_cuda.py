@@ -20,10 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.cuda import _sanitizer
 from torch.cuda._sanitizer import EventHandler, SynchronizationError
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from parsim.execute.cuda.driver import alias_of
 
 
 @dataclass(eq=False)
@@ -53,8 +56,8 @@ class VirtualDriver:
         skipped_waits: the numbers of waits that are left out, counted from 0: planted faults. careless: the numbers of streams
             that never wait.
         forgotten_uses: `used` does nothing: another planted fault.
-        deferred: how often `used` named a stream for memory of the first one. An allocator gives that back late: only once the
-            device has come past the stream, and the host may be far ahead of that.
+        deferred: how often `used`, or NCCL by itself, named a stream for memory of the first one. An allocator gives that back
+            late: only once the device has come past the stream, and the host may be far ahead of that.
     """
 
     clock_s: float = 0.0
@@ -78,6 +81,7 @@ class VirtualDriver:
         self._told: dict[int, set[int]] = {}
         self._home: dict[int, int] = {}
         self._known: dict[int, Any] = {}
+        self._owner: dict[int, Tensor] = {}
 
     # --- the driver ---------------------------------------------------------------------------------------------------
 
@@ -150,6 +154,21 @@ class VirtualDriver:
         if not self.forgotten_uses:
             self._told.setdefault(key, set()).add(stream.number)
 
+    def unowned(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        alias = alias_of(tensor)
+        storage = alias.untyped_storage()
+        self._owner[storage._cdata] = tensor
+        weakref.finalize(storage, self._owner.pop, storage._cdata)
+        return alias
+
+    def transferred(self, tensor: Tensor) -> None:
+        """NCCL sends or receives the tensor, and names a stream of its own to the allocator, which may not know the memory."""
+        key = tensor.untyped_storage()._cdata
+        if key not in self._owner and self._home.get(key) == self.main.number:
+            self.deferred += 1
+
     # --- time ---------------------------------------------------------------------------------------------------------
 
     def launch(self, seconds: float, name: str = "kernel") -> None:
@@ -197,6 +216,8 @@ class VirtualDriver:
 
     def _key(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
+        if storage._cdata in self._owner:
+            return self._key(self._owner[storage._cdata])
         key = storage._cdata
         if key not in self._known:
             self._known[key] = weakref.finalize(storage, self._freed, key)
@@ -251,6 +272,9 @@ class _Launches(TorchDispatchMode):
         name = str(schema.name)
         if name.startswith("c10d::"):
             read, written = _communicated(name.removeprefix("c10d::"), args)
+            if name in ("c10d::send", "c10d::recv_"):
+                for tensor in read + written:
+                    self._driver.transferred(tensor)
         else:
             named = [*zip(schema.arguments, args, strict=False)]
             by_name = {argument.name: argument for argument in schema.arguments}

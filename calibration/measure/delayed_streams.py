@@ -147,6 +147,9 @@ class Pausing:
     def lent(self, tensor: Tensor) -> None:
         self._streams.lent(tensor)
 
+    def unowned(self, tensor: Tensor) -> Tensor:
+        return self._streams.unowned(tensor)
+
     def fence(self) -> Any:
         return self._streams.fence()
 

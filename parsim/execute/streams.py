@@ -39,9 +39,10 @@ class Streams(Protocol):
 
     Where the device `loads_ahead`, a step's batch is copied by `load`, or was by `load_ahead` in the step before and is
     only `loaded` now. Where it `queues`, the host runs ahead, and the device may run one after the other what several streams
-    were given: ranks then issue in one order (`parsim.execute.launch_order`). An operation calls four functions while it
+    were given: ranks then issue in one order (`parsim.execute.launch_order`). An operation calls five functions while it
     issues. `used`: its stream reads a tensor that another stream may have allocated. `lent`: the same of a communication and of
-    memory of the computation. `fence`: marks its launches so far. `after`: makes it wait for a fence.
+    memory of the computation. `unowned`: a tensor as a transfer is to have it. `fence`: marks its launches so far. `after`:
+    makes it wait for a fence.
     """
 
     @property
@@ -67,6 +68,8 @@ class Streams(Protocol):
     def used(self, tensor: Tensor) -> None: ...
 
     def lent(self, tensor: Tensor) -> None: ...
+
+    def unowned(self, tensor: Tensor) -> Tensor: ...
 
     def fence(self) -> Any: ...
 
@@ -195,6 +198,10 @@ class ThreadStreams:
 
     def lent(self, tensor: Tensor) -> None:
         """See `used`."""
+
+    def unowned(self, tensor: Tensor) -> Tensor:
+        """See `used`."""
+        return tensor
 
     def fence(self) -> None:
         """An operation has ended when it returns."""

@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from parsim.execute.cuda.driver import alias_of
 from parsim.execute.cuda.streams import CudaStreams
 from parsim.graph.task import COMPUTE
+from parsim.model.memory.live_memory import LiveBytes
 from parsim.plans.mesh import Mesh
 from parsim.plans.synchronisation import parse_synchronisation
 from tests.execute.equality import Case
@@ -113,6 +115,31 @@ def test_memory_of_the_computation_is_free_when_the_program_says_so(name: str) -
     steps, plan = 2, PLANS[name].plan
     for rank in range(plan.world_size):
         assert run(PLANS[name], rank, steps).deferred <= steps * (plan.mesh.pp > 1), f"rank {rank}"
+
+
+def test_a_transfer_is_given_a_tensor_that_the_allocator_does_not_know() -> None:
+    """Whose memory is the same, and stays as long."""
+    driver, value = VirtualDriver(), torch.zeros(2, 3)
+    alive, bare = weakref.ref(value), CudaStreams(driver).unowned(value)
+    assert bare.data_ptr() == value.data_ptr()
+    assert bare.untyped_storage()._cdata != value.untyped_storage()._cdata
+    del value
+    assert alive() is not None
+    del bare
+    assert alive() is None
+
+
+def test_what_arrives_is_no_activation_before_it_is_read() -> None:
+    """The count of live bytes moves what has arrived to the line of whoever looks at it first."""
+    with LiveBytes(moving=["receive_buffers"]) as live:
+        live.line = "receive_buffers"
+        buffer = torch.zeros(1, 4)
+        live.line = "activations"
+        bare = alias_of(buffer)
+        assert live.by_line() == {"receive_buffers": 16}
+        buffer.view(4)
+        assert live.by_line() == {"activations": 16}
+    assert bare.data_ptr() == buffer.data_ptr()
 
 
 def test_what_a_communication_borrows_is_held_until_the_computation_comes_behind_it() -> None:

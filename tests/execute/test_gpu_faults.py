@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,91 @@ def test_a_lost_device_is_told_from_other_errors() -> None:
     assert str(told).startswith(
         "rank 2 lost cuda:2 in step 9: CUDA error: uncorrectable ECC error. The checkpoint of step 8 is"
     )
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA error: device-side assert triggered",
+        "CUDA error: no kernel image is available for execution on the device",
+        "CUDA error: invalid configuration argument",
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+        "CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasGemmEx(...)`",
+    ],
+)
+def test_a_gpu_that_refuses_a_call_is_not_lost(said: str) -> None:
+    """`--elastic` would leave out one well GPU after the other."""
+    assert not is_lost_device(torch.AcceleratorError(said))
+    assert not is_lost_device(RuntimeError(said))
+    assert is_lost_device(RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"))
+
+
+def test_an_index_beyond_its_table_is_told_as_such() -> None:
+    """A CPU raises an IndexError there. On a GPU it is a kernel's assertion, after which the process can compute no more."""
+    error = torch.AcceleratorError(
+        "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
+    )
+    with (
+        pytest.raises(
+            ExecutionError, match=r"rank 1 stopped outside a training step \(scoring\): CUDA error: device-side"
+        ) as seen,
+        told_outside_steps(1, "cuda:1", lambda: "scoring"),
+    ):
+        raise error
+    assert type(seen.value) is ExecutionError
+    assert "a target that is no class" in str(seen.value)
+
+
+class Broken:
+    """The stream of a device on which a kernel's assertion has failed."""
+
+    def query(self) -> bool:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+
+@pytest.mark.parametrize(
+    "status", ["CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`", "CUDNN_STATUS_NOT_SUPPORTED"]
+)
+def test_the_device_says_why_a_call_of_a_library_failed(
+    rank_run: RankRun, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    """The host is far ahead of the kernel that found the wrong index, mostly in a product."""
+    streams: list[Any] = [Broken()]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[0])
+    rank_run.stage.device = torch.device("cuda", 1)
+    error = RuntimeError(f"CUDA error: {status}")
+    assert "rank 0 stopped in step 0: CUDA error: device-side" in str(rank_run._explained(error))
+    with (
+        pytest.raises(ExecutionError, match=r"stopped outside a training step .*device-side assert"),
+        told_outside_steps(0, "cuda:1", lambda: "scoring"),
+    ):
+        raise error
+    streams[0] = SimpleNamespace(query=lambda: False)  # it still computes
+    assert isinstance(rank_run._explained(error), RankLostError) == ("FAILED" in status)
+    rank_run.stage.device = torch.device("cpu")
+
+
+def test_what_a_kernel_wrote_of_its_assertion_is_told(tmp_path: Path) -> None:
+    """A launcher drops what ranks write beside their progress."""
+    record = ErrorRecord(
+        rank=0,
+        attempt=0,
+        kind="ExecutionError",
+        message="rank 0 stopped in step 1: CUDA error: device-side assert triggered. Correct the data.",
+        reported=True,
+        peer_lost=False,
+        time_s=1.0,
+        traceback="t",
+    )
+    (tmp_path / "error-rank0.json").write_text(json.dumps({key: getattr(record, key) for key in record.__slots__}))
+    output = RankOutput(folder=tmp_path, on_line=None)
+    output.paths(0)[1].parent.mkdir()
+    said = "NLLLoss.cu:245: nll_loss_forward: block: [0,0,0], thread: [3,0,0] Assertion `t >= 0 && t < n_classes` failed."
+    output.paths(0)[1].write_text(f"a warning\n{said}\n{said.replace('3', '4')}\n")
+    with pytest.raises(ExecutionError) as seen:
+        raise_failure(tmp_path, 1, Ended(attempt=0, statuses={0: 1}), output, None)
+    assert str(seen.value).endswith(f"Correct the data. The kernel wrote: {said}")
+    assert type(seen.value) is ExecutionError
 
 
 @pytest.mark.parametrize(
@@ -191,6 +277,11 @@ def rank_run() -> Iterator[RankRun]:
             torch.AcceleratorError("CUDA error: device lost"),
             ExecutionError,
             "rank 0 lost cpu in step 1: CUDA error: device lost",
+        ),
+        (
+            torch.AcceleratorError("CUDA error: device-side assert triggered"),
+            ExecutionError,
+            "rank 0 stopped in step 1: CUDA error: device-side assert triggered. The GPU is well.* No checkpoint was written",
         ),
         (RuntimeError("something else"), RuntimeError, "something else"),
     ],

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -168,7 +169,8 @@ class TestSuccess:
             monkeypatch.delenv(name, raising=False)
         ranks = launching._Ranks(job=tmp_path, nproc=1, module="m", scratch=tmp_path, attempt=0, on_line=None)
         found = ranks._environment(0, {})
-        assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "lo"
+        assert found["GLOO_SOCKET_IFNAME"] == "lo"
+        assert found["NCCL_SOCKET_IFNAME"] == "=lo", "lo alone would be all interfaces whose names begin so"
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
         assert ranks._environment(0, {})["NCCL_SOCKET_IFNAME"] == "eth7"
 
@@ -270,6 +272,18 @@ class TestFailingRank:
         assert seen.value.ranks == (0,)
         with pytest.raises(ExecutionError, match=r"^processes 4194305 of the launch could not be killed"):
             _launch(_job(tmp_path, []), 1)
+
+    def test_a_process_whose_end_never_comes_is_not_waited_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A zombie of which one thread waits in the driver of a lost GPU: it is killed, and can never be reaped."""
+        killed: list[tuple[Collection[int], str]] = []
+        monkeypatch.setattr(launching, "EXIT_S", 0.2)
+        monkeypatch.setattr(launching, "kill_launch", lambda pids, mark: killed.append((pids, mark)) or set())
+        try:
+            with pytest.raises(RankLostError, match=r"rank 0 of 2 failed: ValueError: no answer.* could not be killed") as seen:
+                _launch(_job(tmp_path, [["value error", "no answer"]], [["sleep", 10]]), 2)
+        finally:
+            kill_launch(*killed[0])
+        assert str(seen.value).count(str(max(killed[0][0]))) == 1
 
 
 class TestBadInput:

@@ -92,9 +92,18 @@ def test_several_machines_need_an_interface_that_both_files_bind_to(folder: Path
         file = Path(export_launch(folder, format=format, nodes=2, interface="ib0", port=31000)["file"])
         text = file.read_text()
         assert bash_takes(file)
-        assert "SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in text
+        assert 'SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME="=ib0"' in text
         assert 'PARSIM_RENDEZVOUS="$MASTER_ADDR:31000"' in text
         assert "addr show dev ib0" in text
+
+
+def test_nccl_takes_the_interface_that_was_named_and_no_other(folder: Path) -> None:
+    """NCCL reads a name as the beginning of names: bond0 would be bond0.3000 too, which may lead elsewhere."""
+    for format in ("torchrun", "slurm"):
+        text = Path(export_launch(folder, format=format, nodes=2, interface="bond0")["file"]).read_text()
+        (line,) = [line for line in text.splitlines() if "NCCL_SOCKET_IFNAME" in line]
+        told = subprocess.check_output(["bash", "-c", f'{line}; echo "$GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME"'])
+        assert told == b"bond0 =bond0\n"
 
 
 def test_slurm_chooses_the_gpus_of_its_jobs_itself(tmp_path: Path) -> None:

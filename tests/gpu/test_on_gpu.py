@@ -10,6 +10,7 @@ from calibration.gpu.device import MeasuredDevice, cuda_device
 from calibration.gpu.launches import event_cost, graph_cost, launch_cost
 from calibration.gpu.products import PRECISIONS, Product, measure_product
 from calibration.gpu.timing import time_calls
+from parsim.execute.cuda.driver import TorchCudaDriver
 from parsim.execute.reference import train_reference
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica
@@ -67,6 +68,23 @@ def test_half_precision_is_faster_than_ieee(device: MeasuredDevice) -> None:
 def test_twice_the_bytes_take_twice_as_long(device: MeasuredDevice) -> None:
     small, large = (measure_copy(device, "on_device", size, least_s=0.1) for size in (2**28, 2**29))
     assert large["median_s"] / small["median_s"] == pytest.approx(2.0, rel=0.15)
+
+
+def test_the_allocator_knows_nothing_of_what_a_transfer_is_given(device: MeasuredDevice) -> None:
+    """NCCL names a stream of its own for what is sent and received. Memory that is named so is given back late."""
+    driver, side = TorchCudaDriver(torch.device("cuda", torch.cuda.current_device())), torch.cuda.Stream()
+    again = []
+    for given in (driver.unowned, lambda tensor: tensor):
+        value = torch.zeros(2**26, device="cuda")
+        address = value.data_ptr()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            driver.hold(0.05)
+        given(value).record_stream(side)
+        del value
+        again.append(torch.empty(2**26, device="cuda").data_ptr() == address)
+        torch.cuda.synchronize()
+    assert again == [True, False]
 
 
 def test_timing_twice_gives_the_same(device: MeasuredDevice) -> None:

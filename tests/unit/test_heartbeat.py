@@ -46,6 +46,17 @@ def test_stopped_ranks_are_named_after_the_limit_even_if_all_are() -> None:
     assert "have been stopped for 30 s" in both[1].text
 
 
+def test_a_zombie_that_nobody_can_reap_is_named_whatever_it_did_last() -> None:
+    """One thread of it waits in the driver of a lost GPU, so the launcher learns of no exit status."""
+    prepares = Beat(doing=Doing.PREPARING, count=1, step=3, text="scoring")
+    for last in (WORKS, WAITS, prepares):
+        noticed = seconds_until_noticed([WAITS, last], "SZ")
+        assert noticed is not None
+        assert LIMIT_S < noticed[0] <= LIMIT_S + 1
+        assert noticed[1].ranks == (1,)
+        assert "has ended but for a thread" in noticed[1].text
+
+
 def test_ranks_whose_stops_fell_on_both_sides_of_a_look_are_named_together() -> None:
     watch = RankWatch(limit_s=LIMIT_S, nproc=3)
     found, now_s = None, 0.0

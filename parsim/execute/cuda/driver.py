@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import dlpack
 
 S = TypeVar("S")
 E = TypeVar("E")
@@ -78,6 +79,9 @@ class Driver(EventClock[E], Protocol[S, E]):
     def used(self, tensor: Tensor, stream: S) -> None:
         """The stream reads memory that another may have allocated: it is free only when that has ended too."""
 
+    def unowned(self, tensor: Tensor) -> Tensor:
+        """The same memory as a tensor of which the allocator knows nothing; it holds the tensor."""
+
 
 class TorchCudaDriver:
     """One GPU, by torch.cuda."""
@@ -111,6 +115,9 @@ class TorchCudaDriver:
         if tensor.is_cuda:
             tensor.record_stream(stream)
 
+    def unowned(self, tensor: Tensor) -> Tensor:
+        return alias_of(tensor) if tensor.is_cuda else tensor
+
     def hold(self, seconds: float) -> None:
         torch.cuda._sleep(max(1, int(seconds * self.cycles_per_s())))  # type: ignore[no-untyped-call]
 
@@ -132,6 +139,15 @@ class TorchCudaDriver:
     def cycles_per_s(self) -> float:
         """Of the sleep kernel; the first call on a GPU measures it and waits for the device."""
         return _cycles_per_s(self._device)
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """The same memory under another storage, which holds the tensor; no mode of torch sees it being made.
+
+    Modes that count memory would take it for the first reader of what has just arrived.
+    """
+    with torch._C._DisableTorchDispatch():
+        return dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
 
 
 @cache

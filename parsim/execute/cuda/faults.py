@@ -16,6 +16,25 @@ OTHERS_BYTES = 2 * GIB
 """A GPU that holds more than this before a rank has allocated anything is used by another process. A context takes less."""
 
 LOST = ("cuda error", "cudnn_status", "cublas_status", "nccl error: unhandled cuda error", "unspecified launch failure")
+ASSERTED = "device-side assert"
+ASSERTION = "Assertion `"
+"""In what the driver writes of it to stderr, with the comparison that failed."""
+STATUS = "_status_"
+"""In errors of cuBLAS, cuDNN and others of NVIDIA's libraries."""
+REFUSED = (
+    "_not_supported",
+    "_bad_param",
+    "_invalid_value",
+    "_arch_mismatch",
+    "no kernel image",
+    "invalid device function",
+    "invalid configuration argument",
+    "invalid argument",
+    "too many resources requested",
+    "operation not supported",
+)
+"""What a GPU that is well answers to a call that it cannot take."""
+
 NO_MEMORY = ("out of memory", "status_alloc_failed")
 """cuBLAS, cuDNN, NCCL and CUDA's own calls say so in errors that are not torch's OutOfMemoryError."""
 
@@ -139,12 +158,15 @@ def told_outside_steps(rank: int, device: str, doing: Callable[[], str]) -> Iter
     except RuntimeError as error:
         if not device.startswith("cuda"):
             raise
+        error = as_the_device_says(error, device)
         said = first_line(str(error)) or type(error).__name__
         if is_out_of_memory(error):
             raise OutOfMemoryError(
                 f"rank {rank} ran out of memory on {device} outside a training step ({doing()}): {said}. Use more devices, "
                 "a higher plan.zero_stage or pipeline stages"
             ) from error
+        if is_failed_assertion(error):
+            raise failed_assertion(rank, f"outside a training step ({doing()})", error) from error
         if is_lost_device(error):
             raise RankLostError(
                 f"rank {rank} lost {device} outside a training step ({doing()}): {said}. `nvidia-smi` and the system log (Xid) "
@@ -159,12 +181,42 @@ def is_lost_device(error: BaseException) -> bool:
     """Whether a GPU stopped answering: nothing can be computed on it by this process any more."""
     import torch
 
-    if is_out_of_memory(error):
+    text = str(error).lower()
+    if is_out_of_memory(error) or any(phrase in text for phrase in (ASSERTED, *REFUSED)):
         return False
     accelerator = getattr(torch, "AcceleratorError", None)
     if accelerator is not None and isinstance(error, accelerator):
         return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in LOST)
+    return isinstance(error, RuntimeError) and any(phrase in text for phrase in LOST)
+
+
+def as_the_device_says(error: RuntimeError, device: str) -> RuntimeError:
+    """The error that stands behind one of a library, which knows only that its call failed: a kernel before it may have ended
+    all work on the device. It is asked without waiting for it, as a receive may wait there for a peer.
+    """
+    import torch
+
+    if device.startswith("cuda") and STATUS in str(error).lower() and not is_out_of_memory(error):
+        try:
+            torch.cuda.current_stream(torch.device(device)).query()
+        except RuntimeError as told:
+            return told
+    return error
+
+
+def is_failed_assertion(error: BaseException) -> bool:
+    """Whether a kernel found an operand that it must not have, where a CPU raises an IndexError. The process cannot go on."""
+    return isinstance(error, RuntimeError) and ASSERTED in str(error).lower()
+
+
+def failed_assertion(rank: int, where: str, error: BaseException, kept: str = "") -> ExecutionError:
+    """The message for a kernel that found a wrong operand. Args: where: "in step 3". kept: about the last checkpoint."""
+    said = first_line(str(error)) or type(error).__name__
+    return ExecutionError(
+        f"rank {rank} stopped {where}: {said}. The GPU is well. A kernel was given an index beyond its table, such as a target "
+        "that is no class, or a token beyond the vocabulary. CUDA_LAUNCH_BLOCKING=1 says where. Correct the data or the "
+        f"model's sizes. {kept}".rstrip()
+    )
 
 
 def lost_device(rank: int, device: str, step: int, error: BaseException, kept: str) -> RankLostError:

@@ -25,7 +25,7 @@ NCCL_APART = {
     "NCCL_MNNVL_ENABLE": "0",
     "NCCL_IB_DISABLE": "1",
     "NCCL_NET": "Socket",
-    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "=lo",
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
     "NCCL_RAS_ENABLE": "0",

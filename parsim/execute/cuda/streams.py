@@ -13,7 +13,9 @@ Memory of the computation that a communication reads or fills is held here until
 communication, directly or through others (`lent`). So the program alone decides when it is free. Rejected: `record_stream`
 (`used`). The allocator then gives memory back once the device has come past the communication. The host is hundreds of kernels
 ahead of that, and asks for new memory meanwhile: with ZeRO 3 the parameters of many buckets lay beside one another.
-What a communication allocated itself is `used`, as autograd may keep it for a later task.
+What a communication allocated itself is `used`, as autograd may keep it for a later task. A transfer is given its tensor
+`unowned`: ProcessGroupNCCL calls `record_stream` for what is sent and received, also where its caller waits for the transfer.
+The allocator passes over memory that it has not handed out itself.
 
 The host waits for its own events only, never for the whole device. It waits for one event at the beginning of a step,
 which aligns the GPU's clock with the host's, and for the last event of each stream at the end. Leaves out how far the
@@ -168,6 +170,10 @@ class CudaStreams(Generic[S, E]):
         stream = self._driver.current()
         if stream != self._compute:
             self._lent.setdefault(stream, deque()).append((self._issued, tensor))
+
+    def unowned(self, tensor: Tensor) -> Tensor:
+        """The tensor as a transfer is to have it, whose memory is `lent` or `used`."""
+        return self._driver.unowned(tensor)
 
     def fence(self) -> Fence:
         """What has been launched so far by whoever issues now."""

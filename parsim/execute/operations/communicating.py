@@ -179,11 +179,11 @@ class Communicating:
             if scattered:
                 tensor = batch_piece(tensor, store.tp, plan.shard_of_rank(work.destination))
             tensor = tensor.contiguous()
-            dist.send(tensor, work.destination, group=group)
+            dist.send(self._streams.unowned(tensor), work.destination, group=group)
             return
         gathered = origin.hop.operation == "gather"
         buffer = self._values.room(before if gathered else after)
-        dist.recv(buffer, work.source, group=group)
+        dist.recv(self._streams.unowned(buffer), work.source, group=group)
         if gathered:
             store.put_piece(after, origin.microbatch, plan.shard_of_rank(work.source), buffer)
         else:
@@ -222,12 +222,12 @@ class Communicating:
             tensor = self._values.take(moved, origin.microbatch, lends=task.index in self._awaited).contiguous()
             self._leaving.setdefault(task.index, tensor)
             self._values.watch.received(tensor)
-            dist.send(tensor, work.destination, group=group)
+            dist.send(self._streams.unowned(tensor), work.destination, group=group)
             return
         buffer, fence = self._receiving.pop(task.index)
         self._streams.after(fence)
         self._streams.lent(buffer)
-        dist.recv(buffer, work.source, group=group)
+        dist.recv(self._streams.unowned(buffer), work.source, group=group)
         if self._stale is not None:
             self._stale.arrives(task, buffer)
         else:

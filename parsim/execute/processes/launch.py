@@ -44,6 +44,9 @@ from parsim.execute.processes.supervise.scratch import scratch_folder
 
 HANG_S = 30.0
 """A rank that is stopped or does nothing for so long hangs, unless the caller says otherwise."""
+EXIT_S = 60.0
+"""In which the system frees what killed ranks held. One that takes longer waits in the driver of a GPU: it may look like a
+zombie, some thread of which never ends."""
 _POLL_S = 0.2
 _CULPRIT_S = 5.0
 """How long to look for the rank whose loss another one has reported."""
@@ -132,14 +135,23 @@ class _Ranks:
                 self._processes.append(self._start(rank, extra))
             ended = self._watch(deadline, RankWatch(limit_s=hang_s, nproc=self.nproc))
         finally:
-            left = kill_launch([process.pid for process in self._processes], self.mark)
-            for process in self._processes:
-                if process.pid not in left:
-                    process.wait()
+            left = self._reaped(kill_launch([process.pid for process in self._processes], self.mark))
             self.output.relay()
         if left and ended is None:
             raise ExecutionError(still_there(sorted(left)))
         return None if ended is None else replace(ended, left=tuple(sorted(left)))
+
+    def _reaped(self, left: set[int]) -> set[int]:
+        """Wait until killed ranks are gone. Args: left: could not be killed. Returns these, and those that stay."""
+        until = time.monotonic() + EXIT_S
+        found = set(left)
+        for process in self._processes:
+            if process.pid not in left:
+                try:
+                    process.wait(max(0.0, until - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    found.add(process.pid)
+        return found
 
     def _start(self, rank: int, extra: Mapping[str, str]) -> subprocess.Popen[bytes]:
         stdout, stderr = self.output.paths(rank)
@@ -159,8 +171,8 @@ class _Ranks:
         if not environment.get("PYTHONHASHSEED", "").isdigit():
             environment["PYTHONHASHSEED"] = "0"  # a forward that iterates over a set (gemma3) does so in one order on all ranks
         if Path("/sys/class/net/lo").exists():
-            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                environment.setdefault(name, "lo")
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            environment.setdefault("NCCL_SOCKET_IFNAME", "=lo")  # without the =, all whose names begin so
         for name in list(environment):
             if name in _OTHERS or name.startswith("TORCHELASTIC_"):
                 del environment[name]

@@ -17,7 +17,16 @@ from torch import Tensor
 from parsim.data import Samples, order_of, train_and_validation
 from parsim.data.for_model import dataset_for
 from parsim.errors import ExecutionError
-from parsim.execute.cuda.faults import checkpoint_text, is_lost_device, is_out_of_memory, lost_device, out_of_memory
+from parsim.execute.cuda.faults import (
+    as_the_device_says,
+    checkpoint_text,
+    failed_assertion,
+    is_failed_assertion,
+    is_lost_device,
+    is_out_of_memory,
+    lost_device,
+    out_of_memory,
+)
 from parsim.execute.cuda.memory_counters import MemoryUse, counters_of
 from parsim.execute.job import RunSpec
 from parsim.execute.loading import Loader
@@ -351,10 +360,13 @@ class RankRun:
 
     def _explained(self, error: RuntimeError) -> RuntimeError | ExecutionError:
         """What a GPU's failure means for the run; any other error as it is."""
-        short = is_out_of_memory(error)
-        if not short and not is_lost_device(error):
+        error = as_the_device_says(error, str(self.stage.device))
+        short, asserted = is_out_of_memory(error), is_failed_assertion(error)
+        if not short and not asserted and not is_lost_device(error):
             return error
         kept, rank, device = self._kept(), self.stage.rank, self.stage.device
+        if asserted:
+            return failed_assertion(rank, f"in step {self.step_number}", error, kept)
         if not short:
             return lost_device(rank, str(device), self.step_number, error, kept)
         held = {line: sum(_bytes_of(tensors)) for line, tensors in self.stage.resident_tensors().items()}

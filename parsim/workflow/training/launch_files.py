@@ -155,7 +155,7 @@ def _environment(launch: LaunchFile) -> list[str]:
     """What every rank needs, after MASTER_ADDR is known."""
     lines = [
         "export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 NUMEXPR_NUM_THREADS=1 PYTHONHASHSEED=0",
-        f"export GLOO_SOCKET_IFNAME={launch.interface} NCCL_SOCKET_IFNAME={launch.interface}",
+        f'export GLOO_SOCKET_IFNAME={launch.interface} NCCL_SOCKET_IFNAME="={launch.interface}"',  # =: no other that begins so
         f'export PARSIM_RENDEZVOUS="$MASTER_ADDR:{launch.port}"',
         f"export PARSIM_TOKEN={launch.token}",
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from parsim.errors import DivergedError, ExecutionError, OutOfMemoryError, RankLostError
-from parsim.execute.cuda.faults import first_line
+from parsim.execute.cuda.faults import ASSERTED, ASSERTION, first_line
 from parsim.execute.processes.group import ErrorRecord, error_path, read_error
 from parsim.execute.processes.supervise.heartbeat import Hang
 from parsim.execute.processes.supervise.output import RankOutput
@@ -75,7 +75,7 @@ def _failure(folder: Path, nproc: int, ended: Ended, output: RankOutput, timeout
     if killed:
         return RankLostError(_status_text(killed[0], nproc, failed[killed[0]], output), killed)
     if own:
-        text, first = _record_text(own[0], nproc, folder), own[0]
+        text, first = _record_text(own[0], nproc, folder, output), own[0]
         if first.reported and first.kind != RankLostError.__name__:
             return KINDS.get(first.kind, ExecutionError)(text)
         return RankLostError(text, (first.rank,), device_lost=first.reported, raised=not first.reported)
@@ -94,9 +94,11 @@ def _hang_text(hang: Hang, places: Mapping[int, str], nproc: int) -> str:
     return f"{names} of {nproc} {hang.text}{where}. The run was ended; --timeout SECONDS waits longer"
 
 
-def _record_text(record: ErrorRecord, nproc: int, folder: Path) -> str:
+def _record_text(record: ErrorRecord, nproc: int, folder: Path, output: RankOutput) -> str:
     if record.reported:
-        return f"rank {record.rank} of {nproc} stopped: {record.message}"
+        text = f"rank {record.rank} of {nproc} stopped: {record.message}"
+        wrote = output.line_with(record.rank, ASSERTION) if ASSERTED in record.message else ""
+        return f"{text} The kernel wrote: {wrote}" if wrote else text
     said = first_line(record.message)
     where = f"traceback in {error_path(folder, record.rank)}" if record.traceback else "its traceback could not be written"
     return f"rank {record.rank} of {nproc} failed: {record.kind}: {said} ({where})"

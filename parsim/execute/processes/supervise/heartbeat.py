@@ -151,10 +151,11 @@ def process_state(pid: int) -> ProcessState | None:
 
 @dataclass(slots=True, kw_only=True)
 class _Seen:
-    """Of one rank: seconds that it has been stopped, seconds since its last beat, and its processor seconds at that. Also
-    whether it was seen running, or waiting for a core, since then."""
+    """Of one rank: seconds that it has been stopped, or a zombie that cannot be reaped; seconds since its last beat, and its
+    processor seconds at that. Also whether it was seen running, or waiting for a core, since then."""
 
     stopped_s: float = 0.0
+    ended_s: float = 0.0
     still_s: float = 0.0
     count: int = -1
     cpu_s: float = 0.0
@@ -192,12 +193,13 @@ class RankWatch:
         for seen, beat, state in zip(self._seen, beats, states, strict=True):
             cpu_s = state.cpu_s if state is not None else 0.0
             seen.stopped_s = seen.stopped_s + passed_s if state is not None and state.letter in "Tt" else 0.0
+            seen.ended_s = seen.ended_s + passed_s if state is not None and state.letter in "ZX" else 0.0
             if beat.count != seen.count:
                 seen.count, seen.still_s, seen.cpu_s, seen.ran = beat.count, 0.0, cpu_s, False
             else:
                 seen.still_s += passed_s
             seen.ran = seen.ran or (state is not None and state.letter == "R")
-        return self._stopped() or self._hanging(beats, states) or self._deadlocked(beats, states)
+        return self._stopped() or self._ended() or self._hanging(beats, states) or self._deadlocked(beats, states)
 
     @property
     def _patience_s(self) -> float:
@@ -212,6 +214,12 @@ class RankWatch:
         have = "has" if len(ranks) == 1 else "have"
         text = f"{have} been stopped for {format_seconds(self.limit_s)} (by a SIGSTOP, a debugger, or job control)"
         return Hang(ranks=ranks, text=text)
+
+    def _ended(self) -> Hang | None:
+        ranks = tuple(rank for rank, seen in enumerate(self._seen) if seen.ended_s > self.limit_s)
+        have = "has" if len(ranks) == 1 else "have"
+        text = f"{have} ended but for a thread that waits in the kernel, as where a GPU does not answer"
+        return Hang(ranks=ranks, text=text) if ranks else None
 
     def _hanging(self, beats: Sequence[Beat], states: Sequence[ProcessState | None]) -> Hang | None:
         for rank, (seen, beat, state) in enumerate(zip(self._seen, beats, states, strict=True)):

@@ -51,6 +51,11 @@ class RankOutput:
         """The last line this rank wrote to stderr, else to stdout; "" if it wrote nothing."""
         return next((line for path in reversed(self.paths(rank)) if (line := _last_line(path))), "")
 
+    def line_with(self, rank: int, text: str) -> str:
+        """The first line of this rank that has the text; "" if none has."""
+        lines = (line.strip() for path in reversed(self.paths(rank)) for line in _lines(path))
+        return next((line for line in lines if text in line), "")
+
     def innermost_frame(self, rank: int) -> str:
         """Where the rank's main thread was when faulthandler last wrote a traceback: `model.py:12 in forward`; "" if never."""
         try:
@@ -62,11 +67,15 @@ class RankOutput:
         return f"{Path(found['path']).name}:{found['line']} in {found['function']}" if found else ""
 
 
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
 def _last_line(path: Path) -> str:
     """The last line of a file that is not blank, or the one that names a crash of the interpreter; "" without one."""
-    try:
-        lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    except OSError:
-        return ""
+    lines = [line.strip() for line in _lines(path) if line.strip()]
     crash = [line for line in lines if line.startswith("Fatal Python error:")]
     return crash[-1] if crash else lines[-1] if lines else ""
