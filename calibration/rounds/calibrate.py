@@ -28,7 +28,16 @@ from parsim.model.model import Model
 from parsim.model.number_formats import RECORDED_WEIGHTS, number_format
 from parsim.workflow.doctor import Found
 
-__all__ = ["CalibrationRequest", "Launcher", "calibrate", "refit", "stopped_points", "unfitted_path", "warning_lines"]
+__all__ = [
+    "CalibrationRequest",
+    "Launcher",
+    "calibrate",
+    "models_of",
+    "refit",
+    "stopped_points",
+    "unfitted_path",
+    "warning_lines",
+]
 
 RANKS_PER_CORE = 4
 TIMEOUT_S = 1800.0
