@@ -33,25 +33,31 @@ BoardReading = dict[str, float]
 Reader = Callable[[], BoardReading]
 
 
-def find_reader(index: int = 0) -> tuple[Reader | None, str]:
-    """A function that reads the board now, and where it reads; None and the reason where nothing tells."""
-    reader, why_not = _nvml_reader(index)
+def find_reader(uuid: str = "") -> tuple[Reader | None, str]:
+    """A function that reads the board now, and where it reads; None and the reason where nothing tells.
+
+    Args:
+        uuid: of the GPU ("GPU-..."). CUDA numbers the GPUs that it may see, by their speed; the driver numbers all of them, by
+            their slots. "": the driver's first.
+    """
+    reader, why_not = _nvml_reader(uuid)
     if reader is not None:
         return reader, "NVML"
     if shutil.which("nvidia-smi") is None:
         return None, f"{why_not}; no nvidia-smi"
-    reading = _smi_reading(index)
-    return (lambda: _smi_reading(index), "nvidia-smi") if reading else (None, f"{why_not}; nvidia-smi tells nothing")
+    reading = _smi_reading(uuid)
+    return (lambda: _smi_reading(uuid), "nvidia-smi") if reading else (None, f"{why_not}; nvidia-smi tells nothing")
 
 
-def _nvml_reader(index: int) -> tuple[Reader | None, str]:
+def _nvml_reader(uuid: str) -> tuple[Reader | None, str]:
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
         return None, "no package nvidia-ml-py"
     try:
         nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        several = bool(uuid) and nvml.nvmlDeviceGetCount() > 1
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid) if several else nvml.nvmlDeviceGetHandleByIndex(0)
     except nvml.NVMLError as error:
         return None, f"NVML: {error}"
     asked: Mapping[str, Callable[[], float]] = {
@@ -77,8 +83,8 @@ def _nvml_reader(index: int) -> tuple[Reader | None, str]:
     return read, ""
 
 
-def _smi_reading(index: int) -> BoardReading:
-    command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(FIELDS.values())}", "--format=csv,noheader,nounits"]
+def _smi_reading(uuid: str) -> BoardReading:
+    command = ["nvidia-smi", f"--id={uuid or 0}", f"--query-gpu={','.join(FIELDS.values())}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

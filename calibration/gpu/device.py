@@ -28,7 +28,7 @@ class SpoiledProcessError(ExecutionError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredDevice:
     """Attributes:
-    clock: times work on the device.
+    clock: times work on the device. uuid: of a GPU, by which its driver knows it ("GPU-..."); "" of a CPU.
     cache_bytes: of the last cache in front of the device's memory. memory_bytes: of the device.
     """
 
@@ -37,6 +37,7 @@ class MeasuredDevice:
     cache_bytes: int
     memory_bytes: int
     clock: DeviceClock
+    uuid: str = ""
 
 
 class WallClock:
@@ -81,7 +82,13 @@ def cuda_device(index: int = 0) -> MeasuredDevice:
         cache_bytes=last_cache_bytes(device),
         memory_bytes=int(properties.total_memory),
         clock=driver,
+        uuid=driver_uuid(str(getattr(properties, "uuid", ""))),
     )
+
+
+def driver_uuid(told: str) -> str:
+    """As the driver spells it. Args: told: by torch, which leaves out the kind of device."""
+    return f"GPU-{told}" if told and not told.startswith(("GPU-", "MIG-")) else told
 
 
 def cpu_device() -> MeasuredDevice:

@@ -19,9 +19,11 @@ from calibration.measure.post_wait import measure_resume
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.speed_probe import paced_together
 from calibration.rounds.turns import WARM_UP, CalibrationSection, Entries, in_turn
+from parsim.execute.cuda.driver import driver_of
 from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.execute.streams import Operation, TaskTime, make_streams
+from parsim.graph.task import COMPUTE
 from parsim.units import KIB, MIB
 from parsim.work import COLLECTIVES as OPERATIONS
 
@@ -36,6 +38,13 @@ PAIRS = 3
 PAUSE_S = 0.002
 """Between two calls beside steps (not on CUDA, where the host would wait): as buckets come, when their gradients are there. The
 threads that communicate have gone to sleep by then, and what they touch has left the caches."""
+
+QUEUED_CALLS = 128
+"""Beside steps of a GPU at most. They are queued before the steps begin, and a queue holds about a thousand launches and
+events."""
+
+QUEUEING_S = 2e-4
+"""More than a host needs to queue one of them. A collective between GPUs of one machine may take less."""
 
 ALONE_STEPS, ALONE_CALLS = 2, 3
 MIN_CALLS, MAX_CALLS, MAX_STEPS = 3, 2000, 12
@@ -98,7 +107,8 @@ def measure_overlap(case: Case, bench: Bench, operation: str, size_bytes: int) -
     warm = _run(case, bench, steps=ALONE_STEPS, calls=0, call=call, pause_s=0.0)
     calls_alone = _run(case, bench, steps=0, calls=ALONE_CALLS, call=call, pause_s=0.0)
     call_s = pause_s + statistics.median(entry.end_s - entry.ready_s for entry in calls_alone.calls)
-    steps, calls = _agreed(*side_by_side(warm.wall_s, call_s), bench)
+    most = QUEUED_CALLS if bench.device.type == "cuda" else MAX_CALLS
+    steps, calls = _agreed(*side_by_side(warm.wall_s, call_s, most), bench)
     beside_calls = partial(_run, case, bench, steps=steps, call=call, pause_s=pause_s)
     pairs = in_turn(PAIRS, partial(beside_calls, calls=0), partial(beside_calls, calls=calls))
     gathered = [[(_ran(alone), _ran(together)) for alone, together in rank] for rank in gather_values(pairs)]
@@ -117,10 +127,13 @@ def measure_overlap(case: Case, bench: Bench, operation: str, size_bytes: int) -
     return [entry]
 
 
-def side_by_side(step_s: float, call_s: float) -> tuple[int, int]:
-    """How many steps and calls run together so that each takes about as long as the other, and neither is too few."""
+def side_by_side(step_s: float, call_s: float, most: int = MAX_CALLS) -> tuple[int, int]:
+    """How many steps and calls run together so that each takes about as long as the other, and neither is too few.
+
+    Args: most: calls.
+    """
     steps = min(MAX_STEPS, max(1, math.ceil(MIN_CALLS * call_s / step_s)))
-    return steps, min(MAX_CALLS, max(MIN_CALLS, int(steps * step_s / call_s)))
+    return steps, min(most, max(MIN_CALLS, int(steps * step_s / call_s)))
 
 
 def _agreed(steps: int, calls: int, bench: Bench) -> tuple[int, int]:
@@ -154,14 +167,21 @@ def _times(entries: Sequence[Sequence[Any]]) -> list[TaskTime]:
 
 
 def _run(case: Case, bench: Bench, *, steps: int, calls: int, call: Operation, pause_s: float) -> Ran:
-    """Issue the calls on a communication stream, each after a pause, and run the steps meanwhile."""
-    streams = make_streams(bench.device)
+    """Issue the calls on a communication stream, each after a pause, and run the steps meanwhile.
+
+    A GPU runs what it is given at once. A host would still be queueing short calls when the first of them had ended, before any
+    step began. So calls beside steps wait for a kernel that holds the computation, and begin when it ends. So do the steps.
+    """
+    streams, driver = make_streams(bench.device), driver_of(bench.device)
+    held = driver is not None and steps > 0 and calls > 0
     try:
         dist.barrier(group=bench.everyone)
+        if driver is not None and held:
+            streams.compute(0, COMPUTE, [], partial(driver.hold, calls * QUEUEING_S))
         for number in range(calls):
             if pause_s:
                 streams.submit(2 * number, "dp", [], lambda: time.sleep(pause_s))
-            streams.submit(2 * number + 1, "dp", [], call)
+            streams.submit(2 * number + 1, "dp", [0] if held and number == 0 else [], call)
         done = [case.step() for _ in range(steps)]
         ended = sorted(entry for entry in streams.finish() if entry.task % 2)
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -25,9 +25,19 @@ from parsim.execute.processes.progress import relayed
 from parsim.hardware.profile import Profile, save_profile
 from parsim.model.load import load_model
 from parsim.model.model import Model
+from parsim.model.number_formats import RECORDED_WEIGHTS, number_format
 from parsim.workflow.doctor import Found
 
-__all__ = ["CalibrationRequest", "Launcher", "calibrate", "refit", "stopped_points", "unfitted_path", "warning_lines"]
+__all__ = [
+    "CalibrationRequest",
+    "Launcher",
+    "calibrate",
+    "models_of",
+    "refit",
+    "stopped_points",
+    "unfitted_path",
+    "warning_lines",
+]
 
 RANKS_PER_CORE = 4
 TIMEOUT_S = 1800.0
@@ -95,11 +105,11 @@ def _calibrate(
     environment, before = describe_environment(), machine_state()
     say(opening_line(environment, before, request))
     models = []
-    for number, (spec, batches, granularity) in enumerate(request.measured_models):
-        models.append(load_model(spec, granularity=granularity))
-        models[-1].save(folder.path / f"model-{number}.json")
-        components = f"{len(models[-1].components)} components ({granularity})"
-        say(f"{models[-1].name}: {components} at {', '.join(map(str, batches))} samples")
+    for number, (model, (_, batches, granularity)) in enumerate(zip(models_of(request), request.measured_models, strict=True)):
+        models.append(model)
+        model.save(folder.path / f"model-{number}.json")
+        components = f"{len(model.components)} components ({granularity})"
+        say(f"{model.name}: {components} at {', '.join(map(str, batches))} samples")
     if gpus is not None:
         check_room(models, request, gpus)
     folder.save_states(before, None)
@@ -147,8 +157,14 @@ def stopped_points(request: CalibrationRequest, out: Path) -> RawPoints | None:
     folder = WorkFolder.of(out)
     if not folder.has_turns:
         return None
-    models = [load_model(spec, granularity=granularity) for spec, _, granularity in request.measured_models]
-    return _raw_points(request, out, folder, models)
+    return _raw_points(request, out, folder, list(models_of(request)))
+
+
+def models_of(request: CalibrationRequest) -> Iterator[Model]:
+    """Of `request.measured_models`, recorded with the weights of its precision, as plans in it are. fp64 is not planned."""
+    weights = RECORDED_WEIGHTS.get(number_format(request.precision).weight_bytes, "float32")
+    for spec, _, granularity in request.measured_models:
+        yield load_model(spec, granularity=granularity, weights=weights)
 
 
 def unfitted_path(profile: Path) -> Path:

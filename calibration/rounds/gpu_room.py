@@ -90,11 +90,13 @@ def held_bytes(models: Sequence[Model], request: CalibrationRequest) -> int:
     Args: models: in the order of `request.measured_models`.
     """
     element = ELEMENT_BYTES.get(request.precision, 4)
+    state, copy = (element, 0) if element >= 4 else (4, 4)  # half-precision weights have copies in fp32, which have the states
     states = [len(OPTIMIZERS[name].states) for name in request.optimizers]
     total = 0
     for model, (_, batches, _) in zip(models, request.measured_models, strict=True):
         own = model.parameter_count * element
-        total += own * len(batches) * (2 + sum(states)) + 5 * own * sum(2 + state for state in states) // 2
+        case = 2 * own + model.parameter_count * (copy + state * sum(states))
+        total += case * len(batches) + 5 * own * sum(2 + count for count in states) // 2
     return total
 
 

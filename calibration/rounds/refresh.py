@@ -3,7 +3,8 @@
 A machine that others share is a quarter faster or slower an hour later, at everything alike. The seconds of the probe
 now, over those of the calibration, are that factor (`parsim.hardware.speed_factor`). As in the calibration, the probe
 runs before and after training steps of the measured models. Probes in a row find their own data in the caches. They took
-12% less on an Intel Xeon with 2 MiB of cache per core (2026-11-22), as if the machine had become faster.
+12% less on an Intel Xeon with 2 MiB of cache per core (2026-11-22), as if the machine had become faster. A GPU is warm, and has
+the power and clocks of steps in a row, as it had then.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from calibration.measure.arithmetic import set_arithmetic
+from calibration.measure.arithmetic import DTYPES, set_arithmetic
 from calibration.measure.components import KEPT_STEPS, WARM_STEPS, Case, make_case
 from calibration.rounds.raw_points import load_raw, raw_path
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.resume_folder import alone
 from parsim.errors import ConfigError
+from parsim.execute.cuda.event_timing import warm_gpu
 from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.group import close_group, init_group, read_place, worker_main
 from parsim.execute.processes.launch import launch
@@ -99,15 +101,16 @@ def main(job_path: Path) -> None:
         )
         for number, (spec, batches, _) in enumerate(request.measured_models)
     ]
+    warm_gpu(device, DTYPES[request.precision])
     alone_s: list[float] = []
     together_s: list[float] = []
     end_s = time.monotonic() + asked["seconds"]
     going = torch.ones(1, device=device)
     for case in itertools.cycle(cases):
         dist.barrier()
-        together_s += looks(case, probe, WARM_STEPS + KEPT_STEPS)
+        together_s += looks(case, probe, KEPT_STEPS)
         dist.barrier()
-        alone_s += looks(case, probe if place.rank == 0 else None, WARM_STEPS + 1)
+        alone_s += looks(case, probe if place.rank == 0 else None, 1)
         going.fill_(time.monotonic() < end_s)
         dist.broadcast(going, src=0)
         if not going.item():
@@ -119,13 +122,17 @@ def main(job_path: Path) -> None:
     close_group(place)
 
 
-def looks(case: Case, probe: SpeedProbe | None, steps: int) -> list[float]:
-    """Seconds of a look before and of one after some training steps; none on a rank that does not look, which waits."""
+def looks(case: Case, probe: SpeedProbe | None, kept: int) -> list[float]:
+    """Seconds of a look before and of one after the training steps of a visit (`calibration.measure.components`); none on a
+    rank that does not look, which waits."""
     if probe is None:
         return []
     before_s = probe.seconds()
-    for _ in range(steps):
-        case.step()
+    if case.on_gpu:
+        case.steps_in_a_row(kept)
+    else:
+        for _ in range(WARM_STEPS + kept):
+            case.step()
     return [before_s, probe.seconds()]
 
 

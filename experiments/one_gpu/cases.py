@@ -110,7 +110,7 @@ class Programme:
     # --- the machine ------------------------------------------------------------------------------------------------------
 
     def _machine(self, _: Rows, __: float) -> dict[str, Any]:
-        reader, source = find_reader()
+        reader, source = find_reader(self.device.uuid)
         facts: dict[str, Any] = {
             "device": self.device.name,
             "cache_bytes": self.device.cache_bytes,
@@ -277,7 +277,7 @@ class Programme:
     def _interleaved(self, question: Question, builders: list[Any], rows: Rows, remaining_s: float) -> dict[str, Any]:
         programs, failed = build_all(builders)
         keep_what_is_there()  # as training does: a collection of garbage would lengthen the step that it falls on
-        reader, source = find_reader() if self.device.device.type == "cuda" else (None, "a CPU has no board")
+        reader, source = find_reader(self.device.uuid) if self.device.device.type == "cuda" else (None, "a CPU has no board")
         watch = BoardWatch(reader, source)
         try:
             with watch.open():

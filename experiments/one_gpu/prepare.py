@@ -164,6 +164,8 @@ def commands(minutes: float) -> list[str]:
     budgets, correctness_s = shares_of(minutes)
     lines = [
         "",
+        "Each runs in the root of this tree, copied there with .whl/, which git ignores: name it if files of git alone travel.",
+        "",
         f"1. Smoke, at most {SMOKE_S} s: does everything import, does the GPU do what the programme asks of it?",
         f"   {smoke()}",
         "",

@@ -120,9 +120,8 @@ class EagerStep:
     def __init__(self, question: Question, device: torch.device, *, compiled: bool = False, cache_casts: bool = True) -> None:
         set_switches(tf32=question.precision == "tf32")
         self.cache_casts = cache_casts
-        module = seeded_module(question.spec, SEED, DTYPE, device)
-        self.parameters = list(module.parameters())
-        self.optimizer = make_optimizer(question.optimizer, self.parameters, LEARNING_RATE)
+        self.module = module = seeded_module(question.spec, SEED, DTYPE, device)
+        self.optimizer = make_optimizer(question.optimizer, module.parameters(), LEARNING_RATE)
         self.run: Callable[..., Any] = torch.compile(module) if compiled else module
         self.kind, self.batch = loss_of(question.spec), question.batch
         self.precision, self.device = question.precision, device
@@ -158,8 +157,7 @@ def graphed(question: Question, device: torch.device) -> Program:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        for _ in range(GRAPH_WARM_STEPS):
-            eager.step()
+        warm_up(eager)
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     eager.last = None  # with what its backward kept of the side stream
@@ -167,6 +165,22 @@ def graphed(question: Question, device: torch.device) -> Program:
     with capturing(graph):
         eager.step()
     return Program(name="cuda graph", step=graph.replay, loss=eager.loss, close=graph.reset)
+
+
+def warm_up(eager: EagerStep, steps: int = GRAPH_WARM_STEPS) -> None:
+    """Steps that train nothing: weights, buffers and the state of the optimizer are in place what they were before the first.
+    Its losses are compared with those of programs that were not warmed up."""
+    tensors = [*eager.module.parameters(), *eager.module.buffers()]
+    with torch.no_grad():
+        kept = [tensor.clone() for tensor in tensors]
+    for _ in range(steps):
+        eager.step()
+    states = [entry for state in eager.optimizer.state.values() for entry in state.values() if isinstance(entry, Tensor)]
+    with torch.no_grad():
+        for tensor, before in zip(tensors, kept, strict=True):
+            tensor.copy_(before)
+        for entry in states:
+            entry.zero_()  # as they begin
 
 
 def compiled(question: Question, device: torch.device) -> Program:

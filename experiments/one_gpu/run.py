@@ -153,7 +153,7 @@ def measure(asked: argparse.Namespace) -> int:
 
     programme = Programme(device, scope, asked.out, seed=asked.seed, say=say)
     cases = chosen(programme, asked)
-    reader, source = find_reader() if asked.device == "cuda" else (None, "a CPU has no board")
+    reader, source = find_reader(device.uuid) if asked.device == "cuda" else (None, "a CPU has no board")
 
     def beside(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         with BoardWatch(reader, source).open() as watch:

@@ -175,8 +175,9 @@ def graph_works(device: str) -> str:
 
 def board_read(device: str) -> str:
     from calibration.gpu.board import find_reader
+    from calibration.gpu.device import open_device
 
-    reader, source = find_reader()
+    reader, source = find_reader(open_device(device).uuid)
     if reader is None:
         raise RuntimeError(source)
     return f"{source}: {reader()}"

@@ -7,7 +7,9 @@ are timed by the driver's events, both paces are looked at, and what is measured
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,23 +25,29 @@ from calibration.gpu.device import WallClock
 from calibration.measure import collectives, components, device, operators, overlap, shards
 from calibration.measure.arithmetic import arithmetic_settings
 from calibration.measure.components import Case, component_section, make_case
+from calibration.rounds.calibrate import models_of
 from calibration.rounds.raw_points import RawPoints
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.turns import WARM_UP
 from parsim.costs.costs import Costs
+from parsim.errors import CostError
 from parsim.execute import worker
 from parsim.execute.cuda import rank_gpu
+from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.processes import speed_probe
 from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.processes.speed_probe import CORE_SIZE, SpeedProbe
+from parsim.graph.task import COMPUTE
 from parsim.graph.taskgraph import work_text
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile, save_profile
 from parsim.model.load import load_model
+from parsim.model.number_formats import recorded_weights
 from parsim.model.spec import ModelSpec
-from parsim.work import Compute, Phase
+from parsim.work import Compute, OptimizerStep, Phase
+from tests.virtual_cuda import VirtualDriver
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))
 BERT = ModelSpec(name="bert", args=(("hidden", 32), ("heads", 2), ("layers", 2), ("vocab", 64), ("seq", 8)), input_shape=(8,))
@@ -177,6 +185,64 @@ def test_half_precision_trains_and_is_held(one_gpu: None, precision: str) -> Non
     assert {weight.dtype for weight in weights} == {torch.bfloat16 if precision == "bf16" else torch.float32}
     assert all(torch.isfinite(weight).all() for weight in weights)
     assert precision == "bf16" or any(not torch.equal(one, other) for one, other in zip(before, weights, strict=True))
+
+
+def test_a_profile_in_bf16_prices_training_in_bf16(one_gpu: None) -> None:
+    """Components are known by the sizes of their arrays, too, and its updates are those of weights of 2 bytes."""
+    request = replace(REQUEST, models=((MLP, (2, 4)),), precision="bf16")
+    (model,) = models_of(request)
+    assert model == load_model(MLP, weights=recorded_weights("bf16"))
+    cases = [make_case(0, MLP, model, samples, request, CPU) for samples in (2, 4)]
+    facts = device.measure_device(CPU, torch.bfloat16, name="NVIDIA X")
+    probe, host = SpeedProbe(CPU), SpeedProbe(CPU, size=CORE_SIZE)
+    found = measured([component_section(cases, {1: dist.group.WORLD}, request, CPU, probe, host)])
+    texts = [{"model": 0, "samples": case.samples, "tasks": task_texts(case)} for case in cases]
+    ranks = [{**found, "device": facts.to_dict(), "allocator": []}]
+    raw = {"ranks": ranks, "cases": texts, "environment": describe_environment()}
+    points = RawPoints(raw=raw, request=request, models=[model], created="now", command="c", name="gpu")
+    cluster = cluster_from_profile(build_profile(points))
+    costs = Costs(model, cluster, precision="bf16")
+    elements = sum(parameter.elements for parameter in model.parameters)
+    update = OptimizerStep(elements=elements, tensors=len(model.parameters))
+    backward = Compute(component=model.components[0].name, phase=Phase.BACKWARD, samples=4)
+    assert costs.estimate(backward, 0).source == costs.estimate(update, 0).source == "measured"
+    assert costs.estimate(update, 0).median_s > 0
+    with pytest.raises(CostError, match=r"measured sgd_momentum .* with master weights"):
+        replace(costs, master_weights=False).estimate(update, 0)
+    with pytest.raises(CostError, match="weights of 2 bytes"):
+        replace(costs, precision="amp_bf16").estimate(update, 0)
+
+
+@pytest.mark.parametrize("call_s", [15e-6, 150e-6])
+def test_short_calls_run_beside_steps_though_the_host_takes_longer_to_queue_them(
+    monkeypatch: pytest.MonkeyPatch, call_s: float
+) -> None:
+    """Without a hold each has ended before the next is queued, and all before the first step begins."""
+    gpu = VirtualDriver(launch_s=20e-6, record_s=5e-6)
+    case, bench = Stepping(gpu), SimpleNamespace(device=CPU, everyone=None)
+    monkeypatch.setattr(overlap, "driver_of", lambda _: gpu)
+    monkeypatch.setattr(overlap, "make_streams", lambda _: CudaStreams(gpu))
+    monkeypatch.setattr(overlap.dist, "barrier", lambda group: gpu.synchronize())
+    alone = overlap._run(case, bench, steps=2, calls=0, call=print, pause_s=0.0)  # type: ignore[arg-type]
+    together = overlap._run(case, bench, steps=2, calls=60, call=gpu.kernel(call_s), pause_s=0.0)  # type: ignore[arg-type]
+    assert len(overlap.seconds_beside([together])) >= 59, "all but one that may have begun with the steps"
+    assert overlap.seconds_beside([together]) == pytest.approx([call_s] * len(overlap.seconds_beside([together])), rel=0.01)
+    assert overlap.computation_factor([(alone, together)], [[together]]) == pytest.approx(1.0, abs=0.02)
+    assert len(gpu.holds_s) == 1, "steps alone wait for nothing"
+
+
+class Stepping:
+    """Steps of some long kernels, each beside the calls of another stream, which slow nothing here."""
+
+    def __init__(self, gpu: VirtualDriver) -> None:
+        self.gpu = gpu
+
+    def step(self) -> components.StepTimes:
+        streams, begin_s = CudaStreams(self.gpu), self.gpu.host_s()
+        for task in range(10):
+            streams.compute(task, COMPUTE, [], self.gpu.kernel(1e-3))
+        times = streams.finish()
+        return components.StepTimes(times, self.gpu.host_s() - begin_s, 0.0)
 
 
 class EnoughError(Exception):

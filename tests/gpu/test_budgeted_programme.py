@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calibration.gpu.board import BoardReading, BoardWatch, find_reader, parse_smi, summarised
-from calibration.gpu.device import SpoiledProcessError, UnsupportedError
+from calibration.gpu.device import SpoiledProcessError, UnsupportedError, driver_uuid
 from calibration.gpu.journal import Journal, JournalRow, read_rows
 from calibration.gpu.programme import BenchmarkCase, Outcome, run_programme
 from parsim.errors import ConfigError, ExecutionError
@@ -288,6 +288,43 @@ def test_a_board_says_whether_its_limit_of_power_lowers_the_clock(monkeypatch: p
     reader, _ = find_reader()
     assert reader is not None
     assert reader() == {"power_w": 650.0}, "an older package has no such function"
+
+
+@pytest.mark.parametrize(("boards", "power_w"), [(1, 100.0), (8, 107.0)])
+def test_the_board_that_is_read_is_the_one_that_computes(monkeypatch: pytest.MonkeyPatch, boards: int, power_w: float) -> None:
+    """CUDA_VISIBLE_DEVICES=7: torch's first GPU is the driver's eighth, and with one board in sight the first."""
+
+    class Machine(FakeNvml):
+        def nvmlDeviceGetCount(self) -> int:
+            return boards
+
+        def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+            return {"GPU-0f": 7}[uuid]
+
+        def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+            return 100_000 + 1000 * handle
+
+    monkeypatch.setitem(sys.modules, "pynvml", Machine())
+    reader, _ = find_reader(driver_uuid("0f"))
+    assert reader is not None
+    assert reader()["power_w"] == power_w
+    assert (driver_uuid(""), driver_uuid("MIG-0f")) == ("", "MIG-0f")
+
+
+def test_nvidia_smi_is_asked_for_the_same_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def ran(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(command[1])
+        return subprocess.CompletedProcess(command, 0, "350.0, 700, 1980, 1980, 2619, 40", "")
+
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr("calibration.gpu.board.shutil.which", lambda _: "nvidia-smi")
+    monkeypatch.setattr("calibration.gpu.board.subprocess.run", ran)
+    reader, source = find_reader("GPU-0f")
+    assert reader is not None
+    assert (source, reader()["power_w"]) == ("nvidia-smi", 350.0)
+    assert asked == ["--id=GPU-0f"] * 2
 
 
 def test_a_board_that_tells_nothing_says_why() -> None:

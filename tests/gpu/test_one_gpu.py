@@ -258,6 +258,7 @@ def test_the_three_commands_fit_into_the_minutes(own: Any, minutes: float) -> No
     text = "\n".join(prepare.commands(minutes))
     assert all(f"experiments/one_gpu/{script}.py" in text for script in ("smoke", "run", "correct"))
     assert f"--budget $(left {budgets[0]}) " in text
+    assert "copied there with .whl/, which git ignores" in text, "and each command begins with its wheels"
 
 
 def test_too_few_minutes_are_refused_with_the_least(own: Any) -> None:

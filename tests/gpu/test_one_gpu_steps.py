@@ -33,6 +33,26 @@ def test_the_executor_trains_what_eager_torch_trains(own: Any, precision: str, c
     executor.streams.close()
 
 
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_graph_begins_to_train_where_the_other_programs_do(own: Any, number: int) -> None:
+    """The steps before its capture train, too, and its losses are compared with those of the executor's first steps."""
+    question = own("questions").REHEARSED.held_out[number]
+    assert question.optimizer == {0: "adamw", 3: "sgd_momentum"}[number]
+
+    def losses(eager: Any) -> list[float]:
+        found = []
+        for _ in range(3):
+            eager.step()
+            found.append(eager.loss())
+        return found
+
+    plain, warm = (own("programs").EagerStep(question, CPU) for _ in range(2))
+    own("programs").warm_up(warm)
+    expected = losses(plain)
+    assert abs(expected[2] / expected[0] - 1) > 1e-3, "a step changes the loss"
+    assert losses(warm) == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_executor_tells_how_long_each_of_its_tasks_takes(own: Any) -> None:
     executor = own("programs").ExecutorStep(own("questions").REHEARSED.held_out[0], CPU)
     seconds = executor.task_seconds(steps=2)

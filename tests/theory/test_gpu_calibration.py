@@ -19,6 +19,7 @@ from calibration.measure.arithmetic import DTYPES, OPERATOR_DTYPES, arithmetic_s
 from calibration.measure.components import GpuStep, StepTimes, gpu_sweep_record, make_case, pausing_streams
 from calibration.measure.delayed_streams import Pausing
 from calibration.rounds.pace import HOST_PACE, PACE, Pace, at_one_pace, usual_pace
+from calibration.rounds.refresh import looks
 from calibration.rounds.request import PRECISIONS, CalibrationRequest
 from parsim.errors import ConfigError
 from parsim.execute.cuda.event_timing import FIRST_HOLD_S
@@ -276,6 +277,28 @@ def test_the_probe_of_a_gpu_is_timed_by_its_events() -> None:
     assert probe.seconds() == pytest.approx(7e-3)
     assert device.asked[-1] == "synchronize"
     assert device.asked.index("hold") < len(device.asked) - 1 - device.asked[::-1].index("step")
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_pace_is_looked_at_again_beside_the_steps_that_it_was_beside(on_gpu: bool) -> None:
+    """Beside a few steps a GPU has other clocks than beside steps in a row, and would seem to have become faster."""
+    made: list[str] = []
+
+    class Visited:
+        def step(self) -> None:
+            made.append("step")
+
+        def steps_in_a_row(self, kept: int) -> None:
+            made.append(f"{kept} in a row")
+
+        def seconds(self) -> float:
+            made.append("look")
+            return 1.0
+
+    visited: Any = Visited()
+    visited.on_gpu = on_gpu
+    assert looks(visited, visited, 2) == [1.0, 1.0]
+    assert made == ["look", *(["2 in a row"] if on_gpu else ["step"] * 3), "look"]
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------

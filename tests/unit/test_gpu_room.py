@@ -63,6 +63,10 @@ def test_models_are_held_once_per_batch_and_must_fit_side_by_side() -> None:
     assert held_bytes([model], request) == arrays * 2 * 5 + 5 * arrays * (3 + 4) // 2
     assert held_bytes([model], asked(optimizers=("sgd_momentum", "adamw_fused"))) == held_bytes([model], request)
     assert held_bytes([model], asked(precision="fp64")) == 2 * held_bytes([model], asked())
+    # in bf16 half of it, but for copies of the weights in fp32 and their states
+    elements = model.parameter_count
+    cases, parts = 2 * (2 * 2 + 4 + 3 * 4), 5 * 2 * (3 + 4) // 2
+    assert held_bytes([model], asked(optimizers=("sgd_momentum", "adam"), precision="bf16")) == elements * (cases + parts)
     check_room([model], request, FOUND)
     with pytest.raises(ConfigError, match="name fewer --batches"):
         check_room([model], request, replace(FOUND, gpus=(replace(A100, free_bytes=held_bytes([model], request)),)))

@@ -234,12 +234,8 @@ class ComputeCosts:
             if point.optimizer == optimizer and point.device_type == device.type.name
         ]
         kind = number_format(self.precision)
-        if points and kind.weight_bytes < FULL_BYTES:
-            raise CostError(
-                f"the profile measured {optimizer} on {device.type.name} with weights of 4 bytes, and precision "
-                f'{self.precision!r} has {kind.weight_bytes}; set precision = "amp_bf16", or use a profile with published peaks'
-            )
         if points:
+            self._check_updates(optimizer, device, master_weights)
             return measured_optimizer(work, optimizer, points, self.ranks_active, drift, calls=calls)
         if not has_published_peaks(self.profile, device.type):
             raise CostError(
@@ -260,14 +256,37 @@ class ComputeCosts:
             extrapolated=outside,
         )
 
+    def _check_updates(self, optimizer: str, device: Device, master_weights: bool) -> None:
+        """Raises CostError where updates of weights of another width were measured, or of master weights that are not kept."""
+        measured, wanted = self._updated_bytes(device), number_format(self.precision).weight_bytes
+        told = f"the profile measured {optimizer} on {device.type.name} with"
+        if measured == FULL_BYTES and wanted < FULL_BYTES:
+            raise CostError(
+                f"{told} weights of {measured} bytes, and precision {self.precision!r} has {wanted}; "
+                f'set precision = "amp_bf16", or use a profile with published peaks'
+            )
+        if measured < FULL_BYTES and wanted != measured:
+            raise CostError(
+                f"{told} weights of {measured} bytes, and precision {self.precision!r} has {wanted}; "
+                f'set precision = "bf16", or calibrate in {self.precision}'
+            )
+        if measured < FULL_BYTES and not master_weights:
+            raise CostError(f"{told} master weights; set training.master_weights = true, or use a profile with published peaks")
+
+    def _updated_bytes(self, device: Device) -> int:
+        """Of a weight whose updates were measured: those of a calibration are all in its precision."""
+        precisions = {point.precision for point in self.profile.compute.components if point.device_type == device.type.name}
+        widths = {number_format(precision).weight_bytes for precision in precisions}
+        return min(widths) if len(widths) == 1 else FULL_BYTES
+
     def _step_accesses(self, optimizer: str, device: Device, *, master_weights: bool) -> int:
-        """Of an element in an optimizer step: measured ones have those of the optimizer alone."""
+        """Of an element in an optimizer step: measured ones have those of the optimizer, and casts where they had some."""
         accesses, kind = OPTIMIZERS[optimizer].accesses_per_element, number_format(self.precision)
+        casts = MASTER_ACCESSES if master_weights and kind.weight_bytes < FULL_BYTES else 0
         if any(
             point.optimizer == optimizer and point.device_type == device.type.name for point in self.profile.compute.optimizers
         ):
-            return accesses
-        casts = MASTER_ACCESSES if master_weights and kind.weight_bytes < FULL_BYTES else 0
+            return accesses + casts
         return accesses + (2 if kind.scales_loss else 0) + casts
 
     def clip(self, work: ClipGradients, optimizer: str, device: Device, *, master_weights: bool = True) -> Estimate:
