@@ -18,7 +18,7 @@ from parsim.model.runnable import Runnable
 from parsim.model.spec import ModelSpec
 from parsim.model.tracing.trace import record
 from parsim.plans.mesh import Mesh
-from tests.execute.equality import run_cases
+from tests.execute.equality import Case, run_cases
 from tests.execute.test_equality import BERT, GPT, MLP, RESNET, VGG, VIT, assert_equal_to_one_process, case
 
 CPU = torch.device("cpu")
@@ -107,10 +107,11 @@ QUICK = [
     case(VIT, Mesh(pp=2), microbatches=4, order="zero-bubble", recompute="selective"),
 ]
 
-EVERY_MODEL = [
-    item
-    for spec in (MLP, VIT, RESNET, GPT, BERT, VGG)
-    for item in (
+MODELS = (MLP, VIT, RESNET, GPT, BERT, VGG)
+
+
+def every_order(spec: ModelSpec) -> list[Case]:
+    return [
         case(spec, Mesh(dp=2), microbatches=2, recompute="full", optimizer="adamw", learning_rate=1e-3),
         case(spec, Mesh(pp=2), microbatches=4, order="gpipe", recompute="full"),
         case(spec, Mesh(pp=2), microbatches=4, order="1f1b", recompute="full", zero_stage=1),
@@ -118,8 +119,7 @@ EVERY_MODEL = [
         case(spec, Mesh(pp=2), microbatches=4, order="zero-bubble", recompute="full"),
         case(spec, Mesh(dp=2), microbatches=2, recompute="selective", optimizer="adamw", learning_rate=1e-3, zero_stage=3),
         case(spec, Mesh(pp=2), microbatches=4, order="1f1b", recompute="selective"),
-    )
-]
+    ]
 
 
 @pytest.mark.xdist_group("launch")
@@ -130,8 +130,9 @@ def test_plans_with_recomputation_equal_one_process(tmp_path: Path, steps: int) 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
-def test_every_model_and_order_with_recomputation_equals_one_process(tmp_path: Path) -> None:
-    assert_equal_to_one_process(EVERY_MODEL, tmp_path)
+@pytest.mark.parametrize("spec", MODELS, ids=lambda spec: spec.name)
+def test_every_order_with_recomputation_equals_one_process(spec: ModelSpec, tmp_path: Path) -> None:
+    assert_equal_to_one_process(every_order(spec), tmp_path)
 
 
 @pytest.mark.xdist_group("launch")
