@@ -507,6 +507,37 @@ def test_optimizers_order_by_the_bytes_they_move() -> None:
     assert ComputeCosts(of, "fp32").optimizer(OptimizerStep(elements=0, tensors=0), "sgd", device(of)).median_s == 0
 
 
+@pytest.mark.parametrize(
+    ("measured_in", "precision", "way"),
+    [
+        ("fp32", "bf16", "amp_bf16"),
+        ("fp64", "bf16", "amp_bf16"),
+        ("bf16", "fp32", "calibrate in fp32"),
+        ("bf16", "bf16", ""),
+        ("fp32", "amp_bf16", ""),
+    ],
+)
+def test_updates_of_weights_of_another_width_are_refused(measured_in: str, precision: str, way: str) -> None:
+    update = {
+        "optimizer": "adam",
+        "elements": 1000,
+        "tensors": 2,
+        "device_type": "toy",
+        "seconds": 1e-4,
+        "spread": 0.05,
+        "repeats": 9,
+        "ranks_active": 1,
+        "source": "s",
+    }
+    of = profile(components=[measured(1, 1e-3, precision=measured_in)], optimizers=[update])
+    costs, work = ComputeCosts(of, precision), OptimizerStep(elements=1000, tensors=2)
+    if not way:
+        assert costs.optimizer(work, "adam", device(of)).source == "measured"
+        return
+    with pytest.raises(CostError, match=rf"weights of \d bytes, and precision '{precision}' has \d; .*{way}"):
+        costs.optimizer(work, "adam", device(of))
+
+
 def test_unknown_optimizers_and_unmeasured_machines_are_errors() -> None:
     work = OptimizerStep(elements=10, tensors=1)
     of = profile(source_kind="measurement")

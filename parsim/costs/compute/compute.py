@@ -258,26 +258,26 @@ class ComputeCosts:
 
     def _check_updates(self, optimizer: str, device: Device, master_weights: bool) -> None:
         """Raises CostError where updates of weights of another width were measured, or of master weights that are not kept."""
-        measured, wanted = self._updated_bytes(device), number_format(self.precision).weight_bytes
+        measured = self._updated_bytes.get(device.type.name, FULL_BYTES)
+        wanted = number_format(self.precision).weight_bytes
         told = f"the profile measured {optimizer} on {device.type.name} with"
-        if measured == FULL_BYTES and wanted < FULL_BYTES:
+        if measured != wanted and min(measured, wanted) < FULL_BYTES:
+            way = f'"bf16", or calibrate in {self.precision}'
+            if measured >= FULL_BYTES:
+                way = '"amp_bf16", or use a profile with published peaks'
             raise CostError(
-                f"{told} weights of {measured} bytes, and precision {self.precision!r} has {wanted}; "
-                f'set precision = "amp_bf16", or use a profile with published peaks'
-            )
-        if measured < FULL_BYTES and wanted != measured:
-            raise CostError(
-                f"{told} weights of {measured} bytes, and precision {self.precision!r} has {wanted}; "
-                f'set precision = "bf16", or calibrate in {self.precision}'
+                f"{told} weights of {measured} bytes, and precision {self.precision!r} has {wanted}; set precision = {way}"
             )
         if measured < FULL_BYTES and not master_weights:
             raise CostError(f"{told} master weights; set training.master_weights = true, or use a profile with published peaks")
 
-    def _updated_bytes(self, device: Device) -> int:
-        """Of a weight whose updates were measured: those of a calibration are all in its precision."""
-        precisions = {point.precision for point in self.profile.compute.components if point.device_type == device.type.name}
-        widths = {number_format(precision).weight_bytes for precision in precisions}
-        return min(widths) if len(widths) == 1 else FULL_BYTES
+    @cached_property
+    def _updated_bytes(self) -> dict[str, int]:
+        """By device type, of a weight whose updates were measured: all work of a calibration is in its precision."""
+        widths: dict[str, set[int]] = {}
+        for point in self.profile.compute.components:
+            widths.setdefault(point.device_type, set()).add(number_format(point.precision).weight_bytes)
+        return {name: min(found) if len(found) == 1 else FULL_BYTES for name, found in widths.items()}
 
     def _step_accesses(self, optimizer: str, device: Device, *, master_weights: bool) -> int:
         """Of an element in an optimizer step: measured ones have those of the optimizer, and casts where they had some."""
