@@ -164,7 +164,7 @@ class VirtualDriver:
         return alias
 
     def transferred(self, tensor: Tensor) -> None:
-        """NCCL sends or receives the tensor, and names a stream of its own to the allocator, which may not know the memory."""
+        """NCCL sends or receives the tensor. It calls `record_stream` for it, which counts unless the tensor is `unowned`."""
         key = tensor.untyped_storage()._cdata
         if key not in self._owner and self._home.get(key) == self.main.number:
             self.deferred += 1

@@ -169,8 +169,8 @@ def _times(entries: Sequence[Sequence[Any]]) -> list[TaskTime]:
 def _run(case: Case, bench: Bench, *, steps: int, calls: int, call: Operation, pause_s: float) -> Ran:
     """Issue the calls on a communication stream, each after a pause, and run the steps meanwhile.
 
-    A GPU runs what it is given at once. A host would still be queueing short calls when the first of them had ended, before any
-    step began. So calls beside steps wait for a kernel that holds the computation, and begin when it ends. So do the steps.
+    On a GPU a short call ends before the host has queued the next one, so all would have ended before the first step began.
+    Calls beside steps therefore wait, as the steps do, for a kernel that holds the computation while they are queued.
     """
     streams, driver = make_streams(bench.device), driver_of(bench.device)
     held = driver is not None and steps > 0 and calls > 0

@@ -30,7 +30,7 @@ class CatalogGpu:
 
     Attributes:
         peaks: its row of peaks.csv; "": it has none. rows: its names in the tables of timings.
-        numbers: by column of peaks.csv, what that row leaves out, or all of it; `numbers_from` says where each was read.
+        numbers: by column of peaks.csv, what differs from that row, or all of it; `numbers_from` says where each was read.
         family: GPUs whose fits stand for one another first. chip: those of one chip stand for one without rows before the
             rest of the family; "" where the family has one chip. units: multiprocessors, and where that was read.
         ecc_in_memory: GDDR keeps a sixteenth of its nominal size for error correction.
@@ -63,12 +63,8 @@ GA100, GH100, CDNA3 = "ga100 of 80 gb", "gh100 of 80 gb", "cdna3"
 BLACKWELL_ULTRA = "blackwell ultra"
 """Multiplies 4 bits half as fast again as the B200 (peaks.csv), and attention is faster (attention.csv)."""
 
-H100_PEAKS: Mapping[str, str] = {
-    "fp32_tflops": "67",
-    "tf32_tflops": "494.5",
-    "fp16_bf16_tflops": "989",
-    "fp8_tflops": "1979",
-}
+NO_PRICE: Mapping[str, str] = {"usd_per_gpu_hour": ""}
+"""Of a board whose row is that of another one, which is rented at another price."""
 
 GPUS: tuple[CatalogGpu, ...] = (
     CatalogGpu(
@@ -281,13 +277,13 @@ GPUS: tuple[CatalogGpu, ...] = (
     ),
     CatalogGpu(
         name="h800-sxm",
-        peaks="",
+        peaks="H100-SXM5-80GB",
         description="NVIDIA H800-SXM5, 80 GB: an H100 with eight lanes of NVLink.",
         family="hopper",
         chip=GH100,
         units=(132, "assumption", "as the H100-SXM5: the same die and the same peaks"),
-        numbers={**H100_PEAKS, "memory_gb": "80", "memory_gbs": "3350", "tdp_w": "700"},
-        numbers_from=f"{LLM_PROF} (H800: 989 TFLOPS fp16, 3350 GB/s, 80 GB); fp32, tf32 and board power as the H100's",
+        numbers=NO_PRICE,
+        numbers_from=f"all as the H100's, of which {LLM_PROF} tells the same of the H800 (989 TFLOPS fp16, 3350 GB/s, 80 GB)",
         attention=("flash",),
         link="nvswitch-4-h800",
         host_link="pcie-5",
@@ -295,20 +291,13 @@ GPUS: tuple[CatalogGpu, ...] = (
     ),
     CatalogGpu(
         name="a800-sxm-80gb",
-        peaks="",
+        peaks="A100-SXM4-80GB",
         description="NVIDIA A800-SXM4, 80 GB: an A100 with eight lanes of NVLink.",
         family="ampere",
         chip=GA100,
         units=(108, "assumption", "as the A100-SXM4: the same die and the same peaks"),
-        numbers={
-            "fp32_tflops": "19.5",
-            "tf32_tflops": "156",
-            "fp16_bf16_tflops": "312",
-            "memory_gb": "80",
-            "memory_gbs": "2039",
-            "tdp_w": "400",
-        },
-        numbers_from=f"{LLM_PROF} (A800_SXM4_80GB: 312 TFLOPS fp16, 2039 GB/s, 80 GB); fp32, tf32 and watts as the A100's",
+        numbers=NO_PRICE,
+        numbers_from=f"all as the A100's, of which {LLM_PROF} tells the same of the A800 (312 TFLOPS fp16, 2039 GB/s, 80 GB)",
         link="nvswitch-3-a800",
         lends=False,
     ),

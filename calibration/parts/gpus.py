@@ -61,23 +61,26 @@ class Family:
     fits: dict[str, Array] = field(default_factory=dict)
     untold: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
+    def lenders(self, gpu: CatalogGpu) -> list[CatalogGpu]:
+        """The other GPUs with a fit that may stand for this one's."""
+        return [other for other in GPUS if other.name != gpu.name and other.name in self.fits and other.lends]
+
     def prior(self, gpu: CatalogGpu) -> tuple[Prior, list[str]]:
         """From the other GPUs of the family, else from all others; and which they were. Without rows, its chip's mean."""
-        others = [other for other in GPUS if other.name != gpu.name and other.name in self.fits and other.lends]
+        others = self.lenders(gpu)
         same = [other.name for other in others if other.chip == gpu.chip != ""]
         if same and gpu.name not in self.fits:
             mean = np.mean([self.fits[name] for name in same], axis=0)
             return Prior(self.base.names, mean, self.base.sigma), same
         near = [other.name for other in others if other.family == gpu.family]
-        donors = near or [name for name in self.fits if name in {other.name for other in others}]
+        donors = near or sorted((other.name for other in others), key=list(self.fits).index)
         return self.held(gpu, pooled([self.fits[name] for name in donors], self.base.names, self.base)), donors
 
     def held(self, gpu: CatalogGpu, prior: Prior) -> Prior:
         """The prior with what the GPU's rows cannot tell held at the mean of those that tell it: of its family, else of all."""
         mean, sigma = prior.mean.copy(), prior.sigma.copy()
         for number in self.untold.get(gpu.name, ()):
-            others = (other for other in GPUS if other is not gpu and other.name in self.fits and other.lends)
-            tell = [other for other in others if number not in self.untold[other.name]]
+            tell = [other for other in self.lenders(gpu) if number not in self.untold[other.name]]
             near = [other for other in tell if other.family == gpu.family] or tell
             if near:
                 mean[number] = np.mean([self.fits[other.name][number] for other in near])

@@ -240,41 +240,43 @@ def _ga10x_bridge() -> dict[str, Any]:
     )
 
 
-def _with_fewer_lanes(name: str, switches: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """A switch of which no timing was published: the lanes of another one, each as fast as there."""
-    description, like, lanes = FEWER_LANES[name]
-    part = {**switches[like], "name": name, "description": description, "lanes": lanes}
-    nominal = f"200 GB/s per GPU and direction: {LLM_PROF} (interconnect_bandwidth 400, both directions)"
-    part["sources"] = {
-        **part["sources"],
-        FIT: {
-            "kind": "derived",
-            "text": f"rate of a lane and costs of the protocols of {like}, which has {switches[like]['lanes']} lanes: "
-            + part["sources"][FIT]["text"],
-        },
-        NOMINAL: {"kind": "datasheet", "text": nominal},
-        "spread": {"kind": "assumption", "text": f"15%: the numbers are those of {like}"},
+def _like(
+    older: Mapping[str, Any], name: str, description: str, sources: Mapping[str, dict[str, str]], sigma: float, why: str
+) -> dict[str, Any]:
+    """A link of which no timing was published, by the numbers of another one. Args: why: the spread is assumed so large."""
+    spread = {"value": sigma, "source": "spread"}
+    return {
+        **older,
+        "name": name,
+        "description": description,
+        "sources": {**older["sources"], **sources, "spread": {"kind": "assumption", "text": f"{sigma:.0%}: {why}"}},
+        "relative_sigma": spread,
+        "unmeasured_group_sigma": spread,
     }
-    for key in ("relative_sigma", "unmeasured_group_sigma"):
-        part[key] = {"value": 0.15, "source": "spread"}
-    part["held_out"] = {}
-    return part
+
+
+def _with_fewer_lanes(name: str, switches: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The lanes of another switch, each as fast as there."""
+    description, like, lanes = FEWER_LANES[name]
+    older = switches[like]
+    fitted = f"rate of a lane and costs of the protocols of {like}, which has {older['lanes']} lanes: "
+    nominal = f"200 GB/s per GPU and direction: {LLM_PROF} (interconnect_bandwidth 400, both directions)"
+    sources = {
+        FIT: {"kind": "derived", "text": fitted + older["sources"][FIT]["text"]},
+        NOMINAL: {"kind": "datasheet", "text": nominal},
+    }
+    part = _like(older, name, description, sources, 0.15, f"the numbers are those of {like}")
+    return {**part, "lanes": lanes, "held_out": {}}
 
 
 def _infinity_fabric_4(older: Mapping[str, Any]) -> dict[str, Any]:
     """As the fabric of the MI300X, by the ratio of the nominal rates."""
-    rate = older["bandwidth_bytes_per_s"]["value"] * 535.5 / 448
+    rate = digits(older["bandwidth_bytes_per_s"]["value"] * 535.5 / 448)
     text = f"as the MI300X's (infinity-fabric-3) times 535.5 over 448 GB/s, nominal ({expanded('stas-peaks')})"
-    spread = {"kind": "assumption", "text": "30%: no timing was found"}
-    return {
-        **older,
-        "name": "infinity-fabric-4",
-        "description": "Infinity Fabric: every MI355X to every other.",
-        "sources": {**older["sources"], "rate": {"kind": "derived", "text": text}, "spread": spread},
-        "bandwidth_bytes_per_s": {"value": digits(rate), "source": "rate"},
-        "relative_sigma": {"value": 0.3, "source": "spread"},
-        "unmeasured_group_sigma": {"value": 0.3, "source": "spread"},
-    }
+    sources = {"rate": {"kind": "derived", "text": text}}
+    description = "Infinity Fabric: every MI355X to every other."
+    part = _like(older, "infinity-fabric-4", description, sources, 0.3, "no timing was found")
+    return {**part, "bandwidth_bytes_per_s": {"value": rate, "source": "rate"}}
 
 
 def _infinity_fabric(switch: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,14 @@ HELD = {"parameters": 2 * GIB, "gradients": 2 * GIB, "optimizer_state": 4 * GIB,
 PREDICTED = {**HELD, "activations": 5 * GIB, "workspace": GIB}
 
 
+def write_record(folder: Path, rank: int, kind: str, message: str, *, reported: bool = True) -> None:
+    """What a rank that fails leaves for the launcher."""
+    record = ErrorRecord(
+        rank=rank, attempt=0, kind=kind, message=message, reported=reported, peer_lost=False, time_s=1.0, traceback="t"
+    )
+    (folder / f"error-rank{rank}.json").write_text(json.dumps({key: getattr(record, key) for key in record.__slots__}))
+
+
 def test_the_line_that_was_short_is_named() -> None:
     told = out_of_memory(rank=3, step=7, predicted=PREDICTED, held=HELD, allocated_bytes=31 * GIB, kept=checkpoint_text(5))
     assert str(told) == (
@@ -159,17 +167,8 @@ def test_the_device_says_why_a_call_of_a_library_failed(
 
 def test_what_a_kernel_wrote_of_its_assertion_is_told(tmp_path: Path) -> None:
     """A launcher drops what ranks write beside their progress."""
-    record = ErrorRecord(
-        rank=0,
-        attempt=0,
-        kind="ExecutionError",
-        message="rank 0 stopped in step 1: CUDA error: device-side assert triggered. Correct the data.",
-        reported=True,
-        peer_lost=False,
-        time_s=1.0,
-        traceback="t",
-    )
-    (tmp_path / "error-rank0.json").write_text(json.dumps({key: getattr(record, key) for key in record.__slots__}))
+    message = "rank 0 stopped in step 1: CUDA error: device-side assert triggered. Correct the data."
+    write_record(tmp_path, 0, "ExecutionError", message)
     output = RankOutput(folder=tmp_path, on_line=None)
     output.paths(0)[1].parent.mkdir()
     said = "NLLLoss.cu:245: nll_loss_forward: block: [0,0,0], thread: [3,0,0] Assertion `t >= 0 && t < n_classes` failed."
@@ -227,10 +226,7 @@ Cuda failure 2 'out of memory'"""
 
 def test_errors_of_nccl_are_told_with_their_cause(tmp_path: Path) -> None:
     """It stands behind what all such errors have in common."""
-    record = ErrorRecord(
-        rank=1, attempt=0, kind="DistBackendError", message=NO_ROOM, reported=False, peer_lost=False, time_s=1.0, traceback="t"
-    )
-    (tmp_path / "error-rank1.json").write_text(json.dumps({key: getattr(record, key) for key in record.__slots__}))
+    write_record(tmp_path, 1, "DistBackendError", NO_ROOM, reported=False)
     with pytest.raises(RankLostError, match=r"unhandled system error .*No space left on device \(28\) .*--shm-size=1g"):
         raise_failure(tmp_path, 2, Ended(attempt=0, statuses={1: 1}), RankOutput(folder=tmp_path, on_line=None), None)
     with (
@@ -311,17 +307,7 @@ def test_a_message_about_a_fault_does_not_read_the_whole_checkpoint(
 
 
 def test_out_of_memory_of_a_rank_is_that_of_the_launch(tmp_path: Path) -> None:
-    record = ErrorRecord(
-        rank=1,
-        attempt=0,
-        kind="OutOfMemoryError",
-        message="rank 1 ran out",
-        reported=True,
-        peer_lost=False,
-        time_s=1.0,
-        traceback="",
-    )
-    (tmp_path / "error-rank1.json").write_text(json.dumps({key: getattr(record, key) for key in record.__slots__}))
+    write_record(tmp_path, 1, "OutOfMemoryError", "rank 1 ran out")
     with pytest.raises(OutOfMemoryError, match="rank 1 of 2 stopped: rank 1 ran out"):
         raise_failure(tmp_path, 2, Ended(attempt=0, statuses={1: 1}), RankOutput(folder=tmp_path, on_line=None), None)
 

@@ -71,7 +71,7 @@ def test_twice_the_bytes_take_twice_as_long(device: MeasuredDevice) -> None:
 
 
 def test_the_allocator_knows_nothing_of_what_a_transfer_is_given(device: MeasuredDevice) -> None:
-    """NCCL names a stream of its own for what is sent and received. Memory that is named so is given back late."""
+    """NCCL calls `record_stream` for what is sent and received, after which the allocator gives the memory back late."""
     driver, side = TorchCudaDriver(torch.device("cuda", torch.cuda.current_device())), torch.cuda.Stream()
     again = []
     for given in (driver.unowned, lambda tensor: tensor):
