@@ -12,12 +12,12 @@ import sys
 import numpy as np
 from machine import QUICK_NOTE, add_quick, machine_line, seconds
 
-from parsim.analyze.breakdown import breakdown
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic, static
-from parsim.engines.compile import compile_graph
-from parsim.graph.task import COMPUTE, Origin, Resource, Task
-from parsim.graph.taskgraph import TaskGraph
+from parsim.engines.static import compile_graph
+from parsim.predict.breakdown import breakdown
+from parsim.program.task import COMPUTE, Origin, Resource, Task
+from parsim.program.taskgraph import TaskGraph
 from parsim.work import Collective, Compute, Phase
 
 RANKS = 8
@@ -60,7 +60,7 @@ import time
 begun = time.perf_counter()
 import numba
 imported = time.perf_counter()
-from parsim.graph.taskgraph import from_text
+from parsim.program.taskgraph import from_text
 from parsim.engines import kernels
 from parsim.engines import static
 graph = from_text("world_size 1\\n0 r0.compute | forward a x1 | - | stage=0\\n")

@@ -15,12 +15,12 @@ from functools import partial
 from bench_search import GLOBAL_BATCH, machine
 from machine import QUICK_NOTE, add_quick, machine_line
 
-from parsim.model.presets import load_preset
+from parsim.app.load import problem_of
+from parsim.app.question import question_of
+from parsim.model.catalogue.presets import load_preset
 from parsim.plans.constraints import PlanConstraints
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.search import search
-from parsim.workflow.load import problem_of
-from parsim.workflow.question import question_of
+from parsim.predict.problem import PlanningProblem
+from parsim.search.search import search
 
 NETWORK = 'cluster.network="infiniband-400g"'
 

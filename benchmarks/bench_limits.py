@@ -75,11 +75,10 @@ def unfolded(gpus: int) -> dict[str, float]:
     import numpy as np
     from bench_scale import deep_gpt, even_plan
 
-    from parsim.engines.compile import compile_graph
-    from parsim.engines.static import simulate
-    from parsim.graph.expand import lower_columns
-    from parsim.graph.plan_index import PlanIndex
+    from parsim.engines.static import compile_graph, simulate
     from parsim.plans.mesh import Mesh
+    from parsim.program.placed import PlanIndex
+    from parsim.program.templates import lower_columns
 
     model = deep_gpt(LAYERS)
 
@@ -98,7 +97,7 @@ def unfolded(gpus: int) -> dict[str, float]:
 
 def given(points: int) -> dict[str, float]:
     """A sweep of given plans in one process; the log of its rows."""
-    from parsim.workflow.sweeps.sweep import sweep
+    from parsim.app.sweep.sweep import sweep
 
     with tempfile.TemporaryDirectory() as folder:
         sweep("resnet50", {"training.global_batch": [128]}, settings=GIVEN, jobs=1, out=folder, **ON)
@@ -111,7 +110,7 @@ def given(points: int) -> dict[str, float]:
 
 def searched(points: int) -> dict[str, float]:
     """A sweep of searched points in one process, half of them over all families."""
-    from parsim.workflow.sweeps.sweep import sweep
+    from parsim.app.sweep.sweep import sweep
 
     strategies = {"plan.strategy": ["dp", "adaptive"]}
     sweep("resnet50", {"training.global_batch": [128], **strategies}, jobs=1, **ON)
@@ -123,9 +122,8 @@ def searched(points: int) -> dict[str, float]:
 
 def rows(points: int) -> dict[str, float]:
     """A sweep that is read back: all its rows, and its table."""
-    from parsim.workflow.sweeps.axes import axes_of
-    from parsim.workflow.sweeps.result import Sweep
-    from parsim.workflow.sweeps.sweep import sweep
+    from parsim.app.sweep.points import axes_of
+    from parsim.app.sweep.sweep import Sweep, sweep
 
     over = {"training.global_batch": [256]}
     one = sweep("resnet50", over, settings=GIVEN, jobs=1, **ON)
@@ -146,7 +144,7 @@ def dask(points: int) -> dict[str, float]:
     """A sweep on two Dask workers: what the scheduler and this process spend on a point, whoever answers it."""
     from distributed import LocalCluster
 
-    from parsim.workflow.sweeps.sweep import sweep
+    from parsim.app.sweep.sweep import sweep
 
     settings = {"plan.strategy": "custom", "plan.mesh": {"dp": 2}, "cluster.devices": 2}
     with LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as workers:
@@ -163,7 +161,7 @@ def replicas(count: int, graph: str = "ring") -> dict[str, float]:
     import torch
     from bench_virtual import trained
 
-    from parsim.virtual.problems import load_problem
+    from parsim.relaxed.problems import load_problem
 
     torch.set_num_threads(1)
     problem = load_problem("generated", dtype=torch.float32, samples=count * SAMPLES, features=FEATURES)

@@ -2,7 +2,7 @@
 
 python benchmarks/bench_plan.py [--layers 80] [--repeats 7] [--deep] [--phases] [--only 3] [--quick]
 
-A first question finds on the Model how an earlier one divided it (`parsim.graph.index.divisions`); "division new" does not.
+A first question finds on the Model how an earlier one divided it (`parsim.program.placed`); "division new" does not.
 --deep: plans of a narrow llama of 1,024 layers under ZeRO 2 and 3 instead. --phases: where the time of a first question goes.
 --only: the plan of that number alone, from 1 on.
 """
@@ -19,17 +19,15 @@ from dataclasses import replace
 from machine import QUICK_NOTE, add_quick, machine_line
 from plan_phases import phases_ms, print_phases
 
-from parsim.graph.index.divisions import Divisions
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.parts.compose import profile_from_parts
-from parsim.model.named.names import named
-from parsim.model.transformer.build import transformer
-from parsim.model.transformer.shape import Shape
-from parsim.model.transformer.software import Software
-from parsim.model.transformer.sublayers import SamplePart
+from parsim.hardware.compose import profile_from_parts
+from parsim.model.catalogue.names import named
+from parsim.model.catalogue.sublayers import SamplePart, Shape, Software
+from parsim.model.catalogue.transformer import transformer
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
+from parsim.program.placed import Divisions
 from parsim.schedule.parts.screen import Outline, plan_of
 
 SEQ, PER_NODE = 4096, 8

@@ -15,21 +15,20 @@ from pathlib import Path
 from deep_gpt import deep_gpt, even_plan
 from machine import QUICK_NOTE, add_quick, machine_line, seconds
 
-from parsim.analyze.breakdown import breakdown
-from parsim.costs.uncertainty.draws import medians_s
-from parsim.engines.compile import compile_graph
-from parsim.engines.static import simulate, step_times_s
-from parsim.graph.expand import lower_columns
-from parsim.graph.fold import folding_of
-from parsim.graph.plan_index import PlanIndex
+from parsim.costs.draws import medians_s
+from parsim.engines.static import compile_graph, simulate, step_times_s
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
+from parsim.model.catalogue.presets import load_preset
 from parsim.model.model import Model
-from parsim.model.presets import load_preset
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
+from parsim.predict.breakdown import breakdown
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
+from parsim.program.fold import folding_of
+from parsim.program.placed import PlanIndex
+from parsim.program.templates import lower_columns
 
 PROFILE, NETWORK, PER_NODE = "dgx1-v100-32gb", "infiniband-100g", 8
 MICROBATCHES = 64

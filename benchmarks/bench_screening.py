@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 from machine import QUICK_NOTE, add_quick, machine_line
 
+from parsim.app.load import problem_of
+from parsim.app.question import question_of
 from parsim.errors import ParsimError
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import simulated_step
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
 from parsim.schedule.parts.screen import Outline, plan_of, screened_s
-from parsim.schedule.space import divisors
-from parsim.workflow.load import problem_of
-from parsim.workflow.question import question_of
+from parsim.units import divisors
 
 QUESTIONS = (
     ("llama3-70b", "64xh100-sxm", 512, "model.args.seq=8192"),

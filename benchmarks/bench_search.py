@@ -14,10 +14,10 @@ from machine import QUICK_NOTE, add_quick, machine_line
 
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
+from parsim.model.catalogue.presets import load_preset
 from parsim.model.model import Model
-from parsim.model.presets import load_preset
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.search import Search, search
+from parsim.predict.problem import PlanningProblem
+from parsim.search.search import Search, search
 
 PROFILE, NETWORK, GLOBAL_BATCH = "dgx1-v100-32gb", "infiniband-100g", 1024
 QUESTIONS = (("resnet50", 1, 0), ("vit_b_16", 1, 0), ("mlp", 1, 10**6), ("vgg16", 2, 0), ("bert", 2, 0))

@@ -10,8 +10,7 @@ import time
 
 from machine import QUICK_NOTE, add_quick, machine_line
 
-from parsim.workflow.sweeps.result import Sweep
-from parsim.workflow.sweeps.sweep import sweep
+from parsim.app.sweep.sweep import Sweep, sweep
 
 GIVEN = {"plan.strategy": "custom", "plan.mesh": {"dp": 8}}
 

@@ -17,22 +17,21 @@ import numpy as np
 import torch
 from machine import QUICK_NOTE, add_quick, processor_name
 
-from parsim.algorithms.graphs import mixing_graph
-from parsim.data import BatchOrder
+from parsim.data.samples import BatchOrder
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
+from parsim.plans.mixing import mixing_graph
 from parsim.plans.synchronisation import parse_synchronisation
 from parsim.predict.evaluate import simulated_step
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.by_hand import custom_plan
+from parsim.predict.problem import PlanningProblem
+from parsim.relaxed.problems import LearningProblem, load_problem, perceptron
+from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, train_planned
+from parsim.search.by_hand import custom_plan
 from parsim.virtual.clock import random_stragglers
 from parsim.virtual.gossip import GossipRule, GossipRun, train_on_graph
-from parsim.virtual.local import LocalOptimizer, LocalTraining
-from parsim.virtual.planned import train_planned
-from parsim.virtual.problems import LearningProblem, load_problem, perceptron
 from parsim.virtual.rounds import Partition
 
 BATCH = 8

@@ -8,10 +8,10 @@ from typing import Any
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
+from parsim.plans.layouts import BATCH, REPLICATE, Placement
 from parsim.plans.mesh import Mesh
-from parsim.plans.placement import BATCH, REPLICATE, Placement
 from parsim.plans.plan import Plan
-from parsim.plans.staged import even_parts, stages_of
+from parsim.plans.stages import even_parts, stages_of
 
 
 def deep_gpt(layers: int, *, hidden: int = 2048, heads: int = 16, vocab: int = 51200, seq: int = 1024) -> Model:

@@ -10,13 +10,11 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-import parsim.graph.expand as expand
 import parsim.predict.evaluate as evaluating
 import parsim.predict.nearly_alike as nearly
-import parsim.predict.planning_problem as planning
-from parsim.graph.component_kinds import ComponentKinds
-from parsim.graph.index.divisions import SharedProperty
-from parsim.graph.plan_index import PlanIndex
+from parsim.predict import problem as planning
+from parsim.program import templates as expand
+from parsim.program.placed import ComponentKinds, PlanIndex, SharedProperty
 
 FUNCTIONS: tuple[tuple[str, Any, str], ...] = (
     ("plan over model", planning.PlanningProblem, "layout"),

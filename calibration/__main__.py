@@ -27,17 +27,17 @@ from calibration.measure.shards import shard_section
 from calibration.rounds.environment import core_count
 from calibration.rounds.request import CalibrationRequest, active_levels
 from calibration.rounds.turns import START, take_turns
-from parsim.execute.cuda.rank_gpu import prepare_cuda
-from parsim.execute.processes.environment import describe_environment
+from parsim.execute.cuda.gpu import prepare_cuda
 from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.group import ProcessPlace, close_group, init_group, make_groups, read_place, worker_main
-from parsim.execute.processes.pinning import Pinning, prepare_rank
-from parsim.execute.processes.progress import write_progress
+from parsim.execute.processes.machine import describe_environment
+from parsim.execute.processes.output import write_progress
+from parsim.execute.processes.setup import Pinning, prepare_rank
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.files import write_text_atomically
-from parsim.garbage import keep_what_is_there
-from parsim.graph.taskgraph import work_text
 from parsim.model.model import Model
+from parsim.numeric import keep_what_is_there
+from parsim.program.taskgraph import work_text
 from parsim.units import format_bytes
 
 

@@ -7,7 +7,7 @@
     measured = ps.run(ps.plan("resnet_small", cluster="this-machine", global_batch=32))
     measured.compare()             # predicted against measured
 
-Model -> Plan -> TaskGraph -> Timeline, and the same graph is run for real. Start reading at `parsim.schedule.search`.
+Model -> Plan -> TaskGraph -> Timeline, and the same graph is run for real. Start reading at `parsim.search.search`.
 Names are imported when they are used: `import parsim` alone loads none of the large packages.
 """
 
@@ -18,27 +18,16 @@ from typing import TYPE_CHECKING, Any
 from parsim.moved import announce_moves as _announce_moves
 
 if TYPE_CHECKING:
+    from parsim.app.answer import Answer, Calibration
+    from parsim.app.functions import calibrate, cost, load_cluster, open_run, plan, run, simulate, trace, validate
+    from parsim.app.measured import Measured
+    from parsim.app.prediction import Prediction
+    from parsim.app.sweep.sweep import sweep
     from parsim.errors import ParsimError
     from parsim.hardware.cluster import Cluster
     from parsim.model.model import Model
     from parsim.plans.plan import Plan
     from parsim.workflow.importing.import_file import import_file
-    from parsim.workflow.public.answer import Answer
-    from parsim.workflow.public.calibration import Calibration
-    from parsim.workflow.public.functions import (
-        calibrate,
-        cost,
-        load_cluster,
-        open_run,
-        plan,
-        run,
-        simulate,
-        trace,
-        validate,
-    )
-    from parsim.workflow.public.measured import Measured
-    from parsim.workflow.public.prediction import Prediction
-    from parsim.workflow.sweeps.sweep import sweep
 
 __version__ = "0.1.0"
 
@@ -65,18 +54,18 @@ __all__ = [
     "validate",
 ]
 
-_FUNCTIONS = "parsim.workflow.public.functions"
+_FUNCTIONS = "parsim.app.functions"
 _HOMES = {
-    "Answer": "parsim.workflow.public.answer",
-    "Calibration": "parsim.workflow.public.calibration",
+    "Answer": "parsim.app.answer",
+    "Calibration": "parsim.app.answer",
     "Cluster": "parsim.hardware.cluster",
-    "Measured": "parsim.workflow.public.measured",
+    "Measured": "parsim.app.measured",
     "Model": "parsim.model.model",
     "ParsimError": "parsim.errors",
     "Plan": "parsim.plans.plan",
-    "Prediction": "parsim.workflow.public.prediction",
+    "Prediction": "parsim.app.prediction",
     "import_file": "parsim.workflow.importing.import_file",
-    "sweep": "parsim.workflow.sweeps.sweep",
+    "sweep": "parsim.app.sweep.sweep",
     **dict.fromkeys(
         ("calibrate", "cost", "load_cluster", "open_run", "plan", "run", "simulate", "trace", "validate"),
         _FUNCTIONS,
@@ -85,7 +74,7 @@ _HOMES = {
 """Where each public name is defined."""
 
 
-_MOVED_NAMES = {"CostTable": "parsim.workflow.public.cost_table"}
+_MOVED_NAMES = {"CostTable": "parsim.app.answer"}
 """Names that were public here: each still works, and says where it is now."""
 
 

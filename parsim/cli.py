@@ -15,20 +15,12 @@ from typing import Annotated
 import typer
 
 from parsim import __version__
-from parsim.commands.calibrate import calibrate
-from parsim.commands.cost import cost
-from parsim.commands.coverage import coverage
+from parsim.commands.ask import cost, plan, simulate
 from parsim.commands.demo import demo
-from parsim.commands.doctor import doctor
-from parsim.commands.export import export
-from parsim.commands.import_file import import_command
-from parsim.commands.plan import plan
-from parsim.commands.profile import profile
-from parsim.commands.report import report
-from parsim.commands.run import run
-from parsim.commands.simulate import simulate
+from parsim.commands.files import export, import_command
+from parsim.commands.machine import calibrate, doctor, profile
+from parsim.commands.run import coverage, report, run, validate
 from parsim.commands.sweep import compare, explore, sweep
-from parsim.commands.validate import validate
 from parsim.errors import ParsimError
 from parsim.units import printable
 

@@ -21,7 +21,7 @@ _MOVES = (
         "parsim.model.shard",
         "content divisions narrow pieces propagation sharded variants shard_moves=moves shard_peaks=peaks shard_rules=rules",
     ),
-    ("parsim.model.tracing", "parsim.model.tracing.refused", "unsupported refusals=messages"),
+    ("parsim.model.tracing", "parsim.model.trace.checks", "unsupported refusals=messages"),
     ("parsim.model", "parsim.model.autograd", "autograd_cut=cut autograd_halves=halves autograd_recompute=recompute"),
     ("parsim.model", "parsim.model.memory", "live_memory peaks"),
     (

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from parsim.costs.feedback.run_corrections import CommunicationClass, ComputeClass, RunCorrections, WorkClass
+from parsim.costs.observed import CommunicationClass, ComputeClass, RunCorrections, WorkClass
 from parsim.errors import ScheduleError
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
-from parsim.schedule.live.controller import Controller
-from parsim.schedule.live.decisions import ControllerConfig, Observation, PlanChoice
+from parsim.search.adapt.controller import Controller, ControllerConfig, Observation, PlanChoice
 from parsim.work import Phase
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

@@ -19,9 +19,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parsim.execute import stage
-from parsim.model.autograd import halves
-from parsim.model.memory.fake_tensors import QuickFakeMode
-from parsim.model.tracing import recorder
+from parsim.model.autograd import cut as halves
+from parsim.model.trace import recorder
+from parsim.model.trace.fakes import QuickFakeMode
 
 GPU = torch.device("cuda:0")
 _READ = torch.ops.aten._local_scalar_dense.default

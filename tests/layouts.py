@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.plans.redistribution import Hop, ValueLayout, conversion
+from parsim.plans.layouts import Hop, ValueLayout, conversion
 
 Array = NDArray[Any]
 

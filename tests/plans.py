@@ -7,9 +7,9 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from parsim.model.model import Model
+from parsim.plans.layouts import BATCH, REPLICATE, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, rank_of_stage
-from parsim.plans.placement import BATCH, REPLICATE, Placement
 from parsim.plans.plan import Plan, Stage
 from parsim.units import divisors
 from tests.models import sharded_model

@@ -6,17 +6,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from parsim.costs.feedback.run_corrections import RunCorrections
-from parsim.costs.feedback.updates import without_updates
-from parsim.costs.uncertainty.draws import medians_s, rank_noise
+from parsim.costs.draws import medians_s, rank_noise
+from parsim.costs.observed import RunCorrections, without_updates
 from parsim.engines import static
-from parsim.engines.steps import mean_step_s
+from parsim.engines.program import mean_step_s
 from parsim.hardware.profile import Profile
 from parsim.plans.plan import Plan
+from parsim.predict.compare import aa_floor
 from parsim.predict.evaluate import REPEATED_STEPS, evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.report.compare import aa_floor
-from parsim.schedule.live.updating import Updated, updated
+from parsim.predict.problem import PlanningProblem
+from parsim.search.adapt.observed import Updated, updated
 from parsim.timeline import Timeline
 
 STEPS, ROUNDS = 20, 5

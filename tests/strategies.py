@@ -9,8 +9,8 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from parsim.graph.task import COMPUTE, HOST, Origin, Resource, Task
-from parsim.graph.taskgraph import TaskGraph
+from parsim.program.task import COMPUTE, HOST, Origin, Resource, Task
+from parsim.program.taskgraph import TaskGraph
 from parsim.work import COLLECTIVES, PACKABLE, Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
 
 GRID_S = 1 / 1024

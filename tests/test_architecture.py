@@ -42,19 +42,19 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = ("torch", "cvxpy", "plotly", "simpy", "numba", "pandas", "transformers", "sklearn")
 TORCH_FREE = (
-    "parsim.workflow.config",
+    "parsim.app.config",
     "parsim.cli",
     "parsim.model.model",
     "parsim.model.spec",
     "parsim.model.load",
     "parsim.hardware.cluster",
     "parsim.plans.plan",
-    "parsim.graph.taskgraph",
-    "parsim.schedule.search",
+    "parsim.program.taskgraph",
+    "parsim.search.search",
     "parsim.predict.evaluate",
-    "parsim.workflow.public.functions",
-    "parsim.workflow.simulation",
-    "parsim.workflow.train",
+    "parsim.app.functions",
+    "parsim.app.ask",
+    "parsim.app.train",
 )
 
 

@@ -16,13 +16,9 @@ from calibration.rounds.environment import core_count, doubts, provenance_enviro
 from calibration.rounds.pace import HOST_PACE, at_one_pace, usual_pace
 from calibration.rounds.raw_points import RawPoints, entries_of
 from calibration.rounds.request import CalibrationRequest
-from parsim.arrays import Floats
 from parsim.costs.communication.regime_fits import fit_linear, fit_regimes
 from parsim.costs.compute.surfaces import SurfaceModel
-from parsim.graph.taskgraph import parse_work
-from parsim.hardware.allocator import Allocator
-from parsim.hardware.compute_records import ComponentPoint, ComputeRecords, OperatorPoint, OptimizerPoint
-from parsim.hardware.device_kinds import DEVICE_KINDS
+from parsim.hardware.devices import DEVICE_KINDS, Allocator
 from parsim.hardware.profile import (
     AllocatorEntry,
     Communication,
@@ -35,8 +31,11 @@ from parsim.hardware.profile import (
     Sourced,
     SourceEntry,
 )
+from parsim.hardware.records import ComponentPoint, ComputeRecords, OperatorPoint, OptimizerPoint
 from parsim.model.model import Model
 from parsim.model.shard.narrow import narrow
+from parsim.numeric import Floats
+from parsim.program.taskgraph import parse_work
 from parsim.units import MIB
 from parsim.work import Compute, LoadBatch, OptimizerStep, Work
 

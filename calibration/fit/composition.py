@@ -1,4 +1,4 @@
-"""Fit the composition (`parsim.costs.compute.composition`) to measured components, one model left out at a time for its
+"""Fit the composition (`parsim.costs.compute.surfaces`) to measured components, one model left out at a time for its
 spread."""
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 
 from calibration.fit.operators import NORMAL_MAD
 from calibration.fit.surfaces import fit_terms
-from parsim.arrays import Floats
 from parsim.costs.communication.regime_fits import rounded
-from parsim.costs.compute.composition import KINDS, Parts, component_parts, launches_on
-from parsim.costs.compute.surfaces import SurfaceModel
+from parsim.costs.compute.surfaces import KINDS, Parts, SurfaceModel, component_parts, launches_on
 from parsim.errors import CostError
-from parsim.hardware.compute_records import ComponentPoint, Composition
+from parsim.hardware.records import ComponentPoint, Composition
 from parsim.model.model import Model
+from parsim.numeric import Floats
 from parsim.work import Phase
 
 MIN_COMPONENTS = 4

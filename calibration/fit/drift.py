@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from calibration.rounds.pace import Pace
 from calibration.rounds.raw_points import entries_of
-from parsim.arrays import Floats
 from parsim.hardware.profile import Noise, ProbeSeconds
+from parsim.numeric import Floats
 
 MIN_DRIFT_SIGMA = 0.08
 """A calibration of a few minutes cannot see how the machine drifts from one hour to the next. Assumed until a history of

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.costs.communication.collectives import choose_protocol, protocol_lines, ring_steps, ring_traffic
-from parsim.costs.communication.linkgraph import RingSet
+from parsim.costs.communication.closed_forms import ring_steps, ring_traffic
+from parsim.costs.communication.contention import RingSet
+from parsim.costs.communication.intranode import choose_protocol, protocol_lines
 from parsim.costs.communication.regime_fits import fit_linear, rounded
 from parsim.errors import ProfileError
 from parsim.hardware.profile import CollectivePoint, LinkModel, LinkProtocol

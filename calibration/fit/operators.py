@@ -1,4 +1,4 @@
-"""Operator fits of a device from published kernel timings: read the rows, fit the formula of `parsim.costs.compute.operators`.
+"""Operator fits of a device from published kernel timings: read the rows, fit the formula of `parsim.costs.compute.launches`.
 
 Data: DeepBench's training results on a V100-SXM2 (matmul, convolution forward, backward-input, backward-weight; fp32 and
 "fp16 in, mixed math"), timed back to back without the framework; and NeuSight's kernels on a V100-PCIe-32GB (elementwise,
@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from parsim.costs.communication.regime_fits import rounded
-from parsim.costs.compute.operators import FAMILIES, Kernel, backward_kernels, forward_kernels, kernel_seconds
+from parsim.costs.compute.launches import FAMILIES, Kernel, backward_kernels, forward_kernels, kernel_seconds
 from parsim.errors import DataError, ProfileError
-from parsim.hardware.compute_records import OperatorFit, OperatorPoint
 from parsim.hardware.profile import SourceEntry
+from parsim.hardware.records import OperatorFit, OperatorPoint
 from parsim.model.component import Operator
 
 DEEPBENCH = "deepbench-v100-sxm2"

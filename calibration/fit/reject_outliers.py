@@ -11,8 +11,8 @@ from calibration.fit.drift import MEDIAN_ERROR
 from calibration.rounds.pace import PACE
 from calibration.rounds.raw_points import entries_of
 from parsim.errors import ProfileError
-from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.profile import CollectivePoint
+from parsim.hardware.records import ComponentPoint
 from parsim.model.model import Model
 from parsim.units import format_bytes, format_seconds
 

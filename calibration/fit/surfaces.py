@@ -15,11 +15,11 @@ from scipy.sparse import coo_array
 
 from calibration.fit.operators import FOLDS, MIN_POINTS, NORMAL_MAD
 from calibration.fit.reject_outliers import launch_text
-from parsim.arrays import Floats
 from parsim.costs.communication.regime_fits import rounded
 from parsim.costs.compute.surfaces import distances, log_sizes, stacked_terms
 from parsim.errors import ProfileError
-from parsim.hardware.compute_records import OperatorPoint, OperatorSurface
+from parsim.hardware.records import OperatorPoint, OperatorSurface
+from parsim.numeric import Floats
 from parsim.units import format_seconds
 
 BoolArray = NDArray[np.bool_]

@@ -11,7 +11,7 @@ from torch import Tensor
 from calibration.gpu.device import MeasuredDevice, UnsupportedError
 from calibration.gpu.timing import time_calls
 from calibration.operand_pool import operand_sets
-from parsim.execute.cuda.event_timing import QueuedCall
+from parsim.execute.cuda.driver import QueuedCall
 from parsim.units import GIB, MIB, format_bytes
 
 Route = Literal["on_device", "to_device", "to_device_pageable", "to_host", "to_host_pageable"]

@@ -12,9 +12,8 @@ import torch
 
 from calibration.operand_pool import last_cache_bytes
 from parsim.errors import ExecutionError
-from parsim.execute.cuda.driver import driver_of
-from parsim.execute.cuda.event_timing import DeviceClock
-from parsim.execute.processes.environment import memory_limit_bytes, processor_name
+from parsim.execute.cuda.driver import DeviceClock, driver_of
+from parsim.execute.processes.machine import memory_limit_bytes, processor_name
 
 
 class UnsupportedError(ExecutionError):

@@ -12,7 +12,7 @@ import torch
 
 from calibration.gpu.device import MeasuredDevice, SpoiledProcessError, UnsupportedError
 from calibration.gpu.timing import QUEUE_CALLS, time_calls
-from parsim.execute.cuda.event_timing import DeviceClock, Group, QueuedCall, timed_once
+from parsim.execute.cuda.driver import DeviceClock, Group, QueuedCall, timed_once
 
 REPEATS = 30
 GRAPH_KERNELS = 100

@@ -18,7 +18,7 @@ from calibration.gpu.device import MeasuredDevice, UnsupportedError
 from calibration.gpu.timing import time_calls
 from calibration.operand_pool import fill_random, operand_sets
 from parsim.errors import ExecutionError
-from parsim.execute.cuda.event_timing import QueuedCall
+from parsim.execute.cuda.driver import QueuedCall
 from parsim.execute.numerics import TF32
 
 POOL_SHARE = 0.25

@@ -1,7 +1,7 @@
 """Seconds per call of short work on a device: warm, queued behind a kernel that waits, sustained.
 
 1. The calls run until the device has been busy for `warm_s`: clocks rise, libraries choose their kernels.
-2. A burst is groups of calls behind a hold, as in `parsim.execute.cuda.event_timing`. The hold is as long as the host needs to
+2. A burst is groups of calls behind a hold, as in `parsim.execute.cuda.driver`. The hold is as long as the host needs to
    enqueue the burst. If the device had left it before the host was done, the burst is thrown away; the next one has half as
    many groups, behind a longer hold.
 3. Bursts follow one another until the timed calls alone have taken `least_s`.
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from parsim.errors import ExecutionError
-from parsim.execute.cuda.event_timing import DeviceClock, Group, QueuedCall, longer_hold, timed_once
+from parsim.execute.cuda.driver import DeviceClock, Group, QueuedCall, longer_hold, timed_once
 
 QUEUE_CALLS = 512
 """Calls of a burst at most: a CUDA queue holds about a thousand launches, and beyond them the host waits."""

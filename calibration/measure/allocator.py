@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from calibration.measure.components import Case, samples_for
-from parsim.execute.processes.environment import forget_peak, peak_resident_bytes, resident_bytes
-from parsim.execute.processes.pinning import give_back_freed_memory
-from parsim.execute.records.memory_lines import StepWatch, watching
+from parsim.execute.processes.machine import forget_peak, peak_resident_bytes, resident_bytes
+from parsim.execute.processes.setup import give_back_freed_memory
+from parsim.execute.rank_run import watching
+from parsim.execute.store import StepWatch
 from parsim.model.spec import ModelSpec
 
 STEPS = 5
-"""After which the heap has settled (`parsim.execute.processes.pinning`)."""
+"""After which the heap has settled (`parsim.execute.processes.setup`)."""
 
 
 def measure_allocator(cases: Iterable[Callable[[], Case]], context_bytes: int) -> list[dict[str, Any]]:

@@ -23,17 +23,18 @@ from torch import Tensor
 from calibration.rounds.request import CalibrationRequest, check_measurable
 from calibration.rounds.speed_probe import paced_together
 from calibration.rounds.turns import WARM_UP, CalibrationSection, Entries
-from parsim.collectives import COLLECTIVE_KINDS
 from parsim.costs.communication.collectives import ON_ONE_CORE, packed_operation
-from parsim.execute.convert import all_gather_flat, reduce_scatter_flat, run_hop
 from parsim.execute.cuda.driver import driver_of
-from parsim.execute.processes.environment import memory_limit_bytes
+from parsim.execute.operations import all_gather_flat, reduce_scatter_flat, run_hop
 from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.group import make_groups
+from parsim.execute.processes.machine import memory_limit_bytes
 from parsim.execute.processes.speed_probe import SpeedProbe
-from parsim.execute.streams import TaskTime, make_streams
-from parsim.plans.redistribution import parse_hop
+from parsim.execute.rank_run import make_streams
+from parsim.execute.streams import TaskTime
+from parsim.plans.layouts import parse_hop
 from parsim.units import MIB
+from parsim.work import COLLECTIVE_KINDS
 
 BACK_TO_BACK = 3
 BURN_S = 0.003

@@ -9,10 +9,10 @@ import numpy as np
 
 from calibration.fit.drift import Drift, RoundTiming, estimate_drift
 from calibration.rounds.raw_points import entries_of
-from parsim.arrays import Floats
-from parsim.costs.communication.collectives import regimes_s
+from parsim.costs.communication.closed_forms import regimes_s
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, Overlap, OverlapPoint
 from parsim.model.model import Model
+from parsim.numeric import Floats
 from parsim.units import KIB
 
 LEAST_S = 1e-9

@@ -32,25 +32,25 @@ from calibration.measure.delayed_streams import Pausing
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.speed_probe import paced
 from calibration.rounds.turns import CalibrationSection, Entries
-from parsim.data import BatchOrder, Samples
-from parsim.data.for_model import dataset_for
+from parsim.data.datasets import dataset_for
+from parsim.data.samples import BatchOrder, Samples
 from parsim.errors import DataError
-from parsim.execute.cuda.driver import driver_of
-from parsim.execute.cuda.event_timing import warm_gpu
+from parsim.execute.cuda.driver import driver_of, warm_gpu
 from parsim.execute.loading import batch_values
+from parsim.execute.optimizer import flat_gradients, make_optimizer
 from parsim.execute.processes.speed_probe import SpeedProbe
+from parsim.execute.rank_run import make_streams
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica
-from parsim.execute.state.optimizer import flat_gradients, make_optimizer
-from parsim.execute.streams import TaskTime, make_streams
-from parsim.graph.lower import lower
-from parsim.graph.plan_index import PlanIndex
-from parsim.graph.task import COMPUTE
-from parsim.graph.taskgraph import TaskGraph
+from parsim.execute.streams import TaskTime
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
+from parsim.program.task import COMPUTE
+from parsim.program.taskgraph import TaskGraph
 
 WARM_STEPS, KEPT_STEPS = 1, 2
 SUSTAINED_S = 0.4

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from parsim.execute.cuda.event_timing import DeviceClock, longer_hold
+from parsim.execute.cuda.driver import DeviceClock, longer_hold
 from parsim.execute.streams import Operation, Streams, TaskTime
-from parsim.graph.task import COMPUTE
+from parsim.program.task import COMPUTE
 
 FIRST_CALL = 1_000_000_000
 """The number of the first exchange, beyond those of all tasks."""
@@ -29,7 +29,7 @@ class Pausing:
         computed_s: processor seconds of each computation of the step at hand or just finished, and of handing over the call
             before it.
         holding: each computation is queued on an idle device behind a kernel that waits, so that none of its time is the host's
-            (`parsim.execute.cuda.event_timing`); nothing without a driver. A task that waits for the device is not held: no
+            (`parsim.execute.cuda.driver`); nothing without a driver. A task that waits for the device is not held: no
             hold is long enough, and the host would wait for the hold too. It still begins on an idle device.
         issue_s: of the step at hand or just finished, by task: seconds of the host in each computation. On a GPU it queues
             kernels meanwhile, and under `holding` it waits for nothing.

@@ -1,6 +1,6 @@
 """The best rates of one device with every rank busy: arithmetic, memory, and the framework's own memory.
 
-A GPU is measured by events behind a hold (`parsim.execute.cuda.event_timing`), after a second of work, and at sizes that fill
+A GPU is measured by events behind a hold (`parsim.execute.cuda.driver`), after a second of work, and at sizes that fill
 it. The products and copies of a CPU core would measure its launches and its L2 cache.
 """
 
@@ -13,10 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parsim.execute.cuda.driver import driver_of
-from parsim.execute.cuda.event_timing import Group, timed_groups, warm_gpu
-from parsim.execute.processes.environment import memory_limit_bytes, resident_bytes
-from parsim.execute.streams import make_streams
+from parsim.execute.cuda.driver import Group, driver_of, timed_groups, warm_gpu
+from parsim.execute.processes.machine import memory_limit_bytes, resident_bytes
+from parsim.execute.rank_run import make_streams
 from parsim.units import GIB, MIB
 
 MATMUL_SIDE = 1024

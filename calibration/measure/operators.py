@@ -9,7 +9,7 @@ normalisation, go through autograd, because autograd chooses their kernels. Roun
 the machine falls on all of them and is seen.
 
 On a CPU one call is timed at a time by the clock. On a GPU calls are timed by events behind a hold
-(`parsim.execute.cuda.event_timing`), several small ones between two events. The pool is four times as large as the L2 cache,
+(`parsim.execute.cuda.driver`), several small ones between two events. The pool is four times as large as the L2 cache,
 and the device works for a second before each round, so that its clocks are those of sustained work.
 """
 
@@ -32,8 +32,7 @@ from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.speed_probe import paced
 from calibration.rounds.turns import CalibrationSection, Entries
 from parsim.costs.compute.launches import Launch
-from parsim.execute.cuda.driver import driver_of
-from parsim.execute.cuda.event_timing import DeviceClock, Group, timed_groups, warm_gpu
+from parsim.execute.cuda.driver import DeviceClock, Group, driver_of, timed_groups, warm_gpu
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.units import MIB
 

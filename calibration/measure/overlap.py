@@ -22,8 +22,9 @@ from calibration.rounds.turns import WARM_UP, CalibrationSection, Entries, in_tu
 from parsim.execute.cuda.driver import driver_of
 from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.speed_probe import SpeedProbe
-from parsim.execute.streams import Operation, TaskTime, make_streams
-from parsim.graph.task import COMPUTE
+from parsim.execute.rank_run import make_streams
+from parsim.execute.streams import Operation, TaskTime
+from parsim.program.task import COMPUTE
 from parsim.units import KIB, MIB
 from parsim.work import COLLECTIVES as OPERATIONS
 

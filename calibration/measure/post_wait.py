@@ -22,7 +22,7 @@ from calibration.measure.collectives import COLLECTIVES, Bench
 from calibration.measure.components import Case
 from calibration.rounds.turns import in_turn
 from parsim.execute.streams import Operation
-from parsim.graph.task import COMPUTE
+from parsim.program.task import COMPUTE
 from parsim.units import KIB
 
 SIZE_BYTES = 256 * KIB

@@ -21,17 +21,17 @@ from calibration.measure.arithmetic import DTYPES, autocast
 from calibration.measure.components import Case, pausing_streams
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.turns import WARM_UP, CalibrationSection, Entries
-from parsim.execute.cuda.event_timing import warm_gpu
-from parsim.execute.state.optimizer import flat_gradients
+from parsim.execute.cuda.driver import warm_gpu
+from parsim.execute.optimizer import flat_gradients
 from parsim.execute.streams import Streams
-from parsim.graph.task import COMPUTE
 from parsim.model.autograd.cut import Saved, backward_component, forward_component
 from parsim.model.component import FULL, Component, Sharding
 from parsim.model.model import Model
 from parsim.model.runnable import Runnable
+from parsim.model.shard.apply import shard_runnable
 from parsim.model.shard.narrow import narrow
 from parsim.model.shard.pieces import piece
-from parsim.model.shard.sharded import shard_runnable
+from parsim.program.task import COMPUTE
 from parsim.work import Phase
 
 KEPT_RUNS = 2

@@ -20,8 +20,8 @@ from calibration.parts.part_files import part_of, read_sources
 from calibration.parts.v100 import v100_parts
 from parsim.files import write_text_atomically
 from parsim.hardware.network import Network
-from parsim.hardware.parts.records import GpuPart, LinkPart
-from parsim.hardware.tables import to_text
+from parsim.hardware.parts import GpuPart, LinkPart
+from parsim.hardware.records import to_text
 
 
 def main() -> None:

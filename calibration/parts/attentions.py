@@ -1,4 +1,4 @@
-"""Fused attention of published tables, and fits of `parsim.costs.compute.attention_model` to them.
+"""Fused attention of published tables, and fits of `parsim.costs.compute.formula` to them.
 
 A table is of one library: "flash" (FlashAttention 2, what torch's scaled_dot_product_attention calls), "fa3", "cudnn" or
 "trtllm" (which also writes a cache of keys). A device's default is the one that torch takes there, as far as it was measured.
@@ -16,13 +16,12 @@ import numpy as np
 from calibration.parts.products import Chip
 from calibration.parts.robust import Errors, Prior, errors, fit, named, source_weights
 from calibration.parts.row_table import RowTable, leave_sources_out
-from parsim.costs.compute.attention_model import BACKWARD_PASSES, COEFFICIENTS, attention_seconds
-from parsim.costs.compute.tile_model import Array
+from parsim.costs.compute.formula import ATTENTION_COEFFICIENTS, BACKWARD_PASSES, Array, attention_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
 
-NAMES = COEFFICIENTS
+NAMES = ATTENTION_COEFFICIENTS
 BASE = Prior(NAMES, np.log([0.65, 60.0, 60.0, 0.4, 6e-6, 0.8]), np.array([0.4, 0.8, 0.8, 0.6, 0.6, 0.15]))
 
 MOST_ROWS = 200

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from calibration.parts.robust import Errors, Prior, errors, fit, named, source_weights
 from calibration.parts.row_table import RowTable, leave_sources_out
-from parsim.costs.communication.alpha_beta import ring_steps, ring_traffic
+from parsim.costs.communication.closed_forms import ring_steps, ring_traffic
 from parsim.costs.communication.intranode import nvls_traffic
-from parsim.costs.compute.tile_model import Array
+from parsim.costs.compute.formula import Array
 
 if TYPE_CHECKING:
     import pandas as pd

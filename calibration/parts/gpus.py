@@ -21,9 +21,8 @@ from calibration.parts.catalog import (
 )
 from calibration.parts.products import FP4, FP8, FP32, HALF, Chip
 from calibration.parts.robust import Errors, Prior, named, pooled
-from parsim.costs.compute.attention_model import COEFFICIENTS as ATTENTION_COEFFICIENTS
-from parsim.costs.compute.tile_model import COEFFICIENTS as TILE_COEFFICIENTS
-from parsim.costs.compute.tile_model import Array
+from parsim.costs.compute.formula import ATTENTION_COEFFICIENTS, Array
+from parsim.costs.compute.formula import COEFFICIENTS as TILE_COEFFICIENTS
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,4 +1,4 @@
-"""Matrix products of published tables, and fits of `parsim.costs.compute.tile_model` to them.
+"""Matrix products of published tables, and fits of `parsim.costs.compute.formula` to them.
 
 Rows of short bursts, whose clock is higher than that of a training step, and rows that ran long enough to be limited by power
 are fitted together. A burst computes at `burst_gain` times the sustained rate while it is short:
@@ -20,7 +20,7 @@ import numpy as np
 
 from calibration.parts.robust import Errors, Prior, errors, fit, named, source_weights
 from calibration.parts.row_table import RowTable, leave_sources_out
-from parsim.costs.compute.tile_model import COEFFICIENTS, Array, tile_parts
+from parsim.costs.compute.formula import COEFFICIENTS, Array, tile_parts
 
 if TYPE_CHECKING:
     import pandas as pd

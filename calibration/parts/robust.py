@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import least_squares
 
-from parsim.costs.compute.tile_model import Array
+from parsim.costs.compute.formula import Array
 
 ERROR_SIGMA = 0.08
 """Relative scatter of single rows that no smooth model explains: the library's choice of kernels."""

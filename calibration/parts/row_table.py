@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibration.parts.robust import Errors
-from parsim.costs.compute.tile_model import Array
+from parsim.costs.compute.formula import Array
 
 if TYPE_CHECKING:
     from typing import Self

@@ -12,7 +12,7 @@ import numpy as np
 from calibration.parts.products import Chip
 from calibration.parts.robust import Errors, Prior, errors, fit, named, source_weights
 from calibration.parts.row_table import RowTable, leave_sources_out
-from parsim.costs.compute.tile_model import Array
+from parsim.costs.compute.formula import Array
 
 if TYPE_CHECKING:
     import pandas as pd

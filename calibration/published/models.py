@@ -18,9 +18,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from parsim.model.zoo.attention import SelfAttention
-from parsim.model.zoo.bert import BERT, MaskedLanguageHead
-from parsim.model.zoo.gpt import GPT
+from parsim.model.catalogue.networks import BERT, GPT, MaskedLanguageHead, SelfAttention
 
 
 class SeparateAttention(nn.Module):

@@ -25,7 +25,6 @@ from calibration.published.v100_links import SOURCES as LINK_SOURCES
 from calibration.published.v100_links import fit_link_model
 from calibration.published.v100_throughput import with_efficiencies
 from parsim.errors import DataError, ParsimError, ProfileError
-from parsim.hardware.compute_records import ComputeRecords, OperatorPoint
 from parsim.hardware.profile import (
     CollectivePoint,
     Communication,
@@ -42,6 +41,7 @@ from parsim.hardware.profile import (
     load_profile,
     save_profile,
 )
+from parsim.hardware.records import ComputeRecords, OperatorPoint
 from parsim.units import GIB, MIB
 
 DEVICE_TYPE = "V100-SXM2"

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from calibration.fit.links import RingCount, assign_protocols, fit_lines, fit_slope, relative_errors, with_times
-from parsim.costs.communication.linkgraph import ring_set
+from parsim.costs.communication.contention import ring_set
 from parsim.costs.communication.regime_fits import rounded
 from parsim.errors import ProfileError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.device_kinds import device_name
+from parsim.hardware.devices import device_name
 from parsim.hardware.profile import CollectivePoint, LinkModel, LinkProtocol, Profile, Sourced, SourceEntry
 
 SOURCES = {

@@ -20,7 +20,6 @@ import numpy as np
 from calibration.published.tables import read_table
 from parsim.costs.communication.regime_fits import rounded
 from parsim.errors import DataError, ParsimError
-from parsim.hardware.compute_records import ComputeRecords, Efficiency, OperatorFit
 from parsim.hardware.profile import (
     CollectivePoint,
     Communication,
@@ -38,6 +37,7 @@ from parsim.hardware.profile import (
     save_profile,
     source_keys,
 )
+from parsim.hardware.records import ComputeRecords, Efficiency, OperatorFit
 from parsim.units import GIB, MIB
 
 BASE = "dgx1-v100-16gb"

@@ -26,8 +26,8 @@ from calibration.published.tables import read_table
 from parsim.costs.communication.regime_fits import rounded
 from parsim.errors import DataError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.compute_records import Efficiency
 from parsim.hardware.profile import Profile, SourceEntry
+from parsim.hardware.records import Efficiency
 from parsim.model.component import LOSS
 from parsim.model.load import load_model
 from parsim.model.model import Model
@@ -35,7 +35,7 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
 from parsim.predict.evaluate import Evaluation, evaluate
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
 from parsim.work import Compute, Phase
 
 EFFICIENCY = "fit-efficiency"

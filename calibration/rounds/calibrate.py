@@ -16,17 +16,16 @@ from calibration.rounds.raw_points import RawPoints, load_raw, raw_path, save_ra
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.resume_folder import Leftover, WorkFolder, alone, open_folder
 from calibration.rounds.turns import gather_raw
+from parsim.app.doctor import Found
 from parsim.errors import ConfigError, ExecutionError, MissingDependencyError, ProfileError
-from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.launch import launch
-from parsim.execute.processes.machine_state import machine_state
-from parsim.execute.processes.pinning import available_cores
-from parsim.execute.processes.progress import relayed
+from parsim.execute.processes.machine import describe_environment, machine_state
+from parsim.execute.processes.output import relayed
+from parsim.execute.processes.setup import available_cores
 from parsim.hardware.profile import Profile, save_profile
+from parsim.model.formats import RECORDED_WEIGHTS, number_format
 from parsim.model.load import load_model
 from parsim.model.model import Model
-from parsim.model.number_formats import RECORDED_WEIGHTS, number_format
-from parsim.workflow.doctor import Found
 
 __all__ = [
     "CalibrationRequest",
@@ -205,7 +204,7 @@ def _silent(_: str) -> None:
 def _check(request: CalibrationRequest, out: Path, say: Callable[[str], None]) -> None:
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError("calibration needs torch, which is not installed; pip install 'parsim[torch]'")
-    from parsim.execute.state.optimizer import check_states
+    from parsim.execute.optimizer import check_states
 
     for name in request.optimizers:
         check_states(name)

@@ -8,7 +8,7 @@ from typing import Any
 from calibration.fit.drift import other_share
 from calibration.rounds.raw_points import entries_of
 from calibration.rounds.request import CalibrationRequest
-from parsim.execute.processes.machine_state import clocks_text, share_text, stolen_share
+from parsim.execute.processes.machine import clocks_text, share_text, stolen_share
 from parsim.units import format_percent
 
 SEEN_LAUNCHES = 0.1

@@ -12,13 +12,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from calibration.rounds.request import CalibrationRequest
+from parsim.app.doctor import CALIBRATE_ON_GPUS, Found, Gpu, commands_of, look
 from parsim.errors import ConfigError
-from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.launch import import_folders
+from parsim.execute.processes.machine import describe_environment
 from parsim.model.model import Model
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.units import format_bytes
-from parsim.workflow.doctor import CALIBRATE_ON_GPUS, Found, Gpu, commands_of, look
 
 ELEMENT_BYTES = {"fp64": 8, "bf16": 2}
 """Of a weight; 4 in all other precisions."""

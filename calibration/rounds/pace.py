@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibration.rounds.raw_points import entries_of
-from parsim.graph.taskgraph import parse_work
+from parsim.program.taskgraph import parse_work
 from parsim.work import LoadBatch
 
 PACE = "pace_s"

@@ -27,12 +27,12 @@ from calibration.rounds.raw_points import load_raw, raw_path
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.resume_folder import alone
 from parsim.errors import ConfigError
-from parsim.execute.cuda.event_timing import warm_gpu
+from parsim.execute.cuda.driver import warm_gpu
 from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.group import close_group, init_group, read_place, worker_main
 from parsim.execute.processes.launch import launch
-from parsim.execute.processes.pinning import prepare_rank
-from parsim.execute.processes.same_machine import differences_from_here
+from parsim.execute.processes.machine import differences_from_here
+from parsim.execute.processes.setup import prepare_rank
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.files import write_text_atomically
 from parsim.hardware.profile import PaceToday, Profile, load_profile, save_profile

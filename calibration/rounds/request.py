@@ -6,10 +6,10 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from parsim.collectives import COLLECTIVE_KINDS
 from parsim.errors import ConfigError, near_matches
 from parsim.model.spec import ModelSpec
 from parsim.units import KIB, MIB
+from parsim.work import COLLECTIVE_KINDS
 
 DEVICES = ("cpu", "cuda")
 PRECISIONS = {"cpu": ("fp32", "fp64"), "cuda": ("fp32", "tf32", "amp_bf16", "amp_fp16", "bf16", "fp64")}

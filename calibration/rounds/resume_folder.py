@@ -17,8 +17,7 @@ from typing import Any, Literal
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.turns import TURNS, read_progress
 from parsim.errors import ConfigError
-from parsim.execute.processes.environment import describe_environment
-from parsim.execute.processes.same_machine import gpu_names
+from parsim.execute.processes.machine import describe_environment, gpu_names
 from parsim.files import lock, read_json, reading, write_text_atomically
 
 Leftover = Literal["use", "require", "discard"]

@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from parsim.collectives import CollectiveKind
-from parsim.data import DataRequest, Dataset, DataSource
-from parsim.hardware.allocator import Allocator, Spread
-from parsim.hardware.device_kinds import DeviceKind
-from parsim.model.losses import Loss
-from parsim.model.number_formats import NumberFormat
+from parsim.data import DataRequest, DataSource
+from parsim.data.samples import Dataset
+from parsim.hardware.devices import Allocator, DeviceKind, Spread
+from parsim.model.formats import NumberFormat
+from parsim.model.objective import Loss
 from parsim.model.optimizers import Optimizer
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import Action, PipelineOrder, in_a_v
 from parsim.plans.plan import Plan
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.families import Strategy
-from parsim.schedule.stages import balanced_plan
-from parsim.work import Phase
+from parsim.predict.problem import PlanningProblem
+from parsim.search.families import Strategy
+from parsim.search.stages import balanced_plan
+from parsim.work import CollectiveKind, Phase
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

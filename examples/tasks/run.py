@@ -29,8 +29,8 @@ import training_tasks  # noqa: E402
 from figures import write_page  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from parsim.execute.processes.environment import describe_environment, machine_line  # noqa: E402
-from parsim.model.losses import loss_sum  # noqa: E402
+from parsim.execute.processes.machine import describe_environment, machine_line  # noqa: E402
+from parsim.model.objective import loss_sum  # noqa: E402
 
 RESULTS = HERE / "results.json"
 METRICS = {"segmentation": "mean_iou", "language": "perplexity", "regression": "mean_absolute_error"}

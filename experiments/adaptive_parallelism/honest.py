@@ -8,15 +8,15 @@ from typing import Any
 
 from paper import BATCH_PER_GPU, GPUS, IMAGES, MODELS, STRATEGIES
 
-from parsim.costs.hardware_scale import AS_IT_IS, HardwareScale
+from parsim.costs.adjustments import AS_IT_IS, HardwareScale
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import PlanResult
-from parsim.schedule.search import search
+from parsim.search.search import search
 
 PROFILE = "dgx1-v100-32gb"
 Row = dict[str, Any]

@@ -17,10 +17,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from experiments.plans_executed.launching import losses_of, run_plans
+from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
+from parsim.execute.evaluation import score
 from parsim.execute.job import RunSpec
-from parsim.execute.score import score
-from parsim.execute.state.checkpoint import latest_checkpoint, load_state
-from parsim.execute.training.rank_run import run_dataset
+from parsim.execute.rank_run import run_dataset
 from parsim.files import write_text_atomically
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
@@ -28,8 +28,8 @@ from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.by_hand import custom_plan, parse_placements
+from parsim.predict.problem import PlanningProblem
+from parsim.search.by_hand import custom_plan, parse_placements
 
 SPEC = ModelSpec(name="mlp", args=(("depth", 4), ("width", 32)))
 BATCH, STEPS, RANKS = 64, 440, 4

@@ -8,9 +8,9 @@ from typing import Any
 from honest import problem_of
 from paper import BATCH_PER_GPU, GPUS, MODELS
 
-from parsim.schedule.placement.certificate import certify
-from parsim.schedule.placement.paper_of_model import paper_certificate
-from parsim.schedule.tensor import posed_placement
+from parsim.search.placement.certificate import certify
+from parsim.search.placement.paper import paper_certificate
+from parsim.search.tensor import posed_placement
 
 Row = dict[str, Any]
 

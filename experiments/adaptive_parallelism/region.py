@@ -16,14 +16,14 @@ from typing import Any
 from honest import problem_of
 from paper import GPUS, MODELS
 
-from parsim.costs.hardware_scale import HardwareScale
+from parsim.costs.adjustments import HardwareScale
 from parsim.errors import ParsimError
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import simulated_step
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.by_hand import custom_plan
-from parsim.schedule.tensor import best_placement, can_be_cut, uniform_placements
+from parsim.predict.problem import PlanningProblem
+from parsim.search.by_hand import custom_plan
+from parsim.search.tensor import best_placement, can_be_cut, uniform_placements
 from parsim.units import GIB
 
 LINKS = (1.0, 1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 1024)

@@ -34,11 +34,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.families import dp_plans
-from parsim.schedule.live.controller import Controller
-from parsim.schedule.live.decisions import ControllerConfig, SwitchCost
-from parsim.schedule.live.planning import PricedPlan, pool_planner, priced, switch_cost
+from parsim.predict.problem import PlanningProblem
 from parsim.schedule.live.scenario import (
     Disturbance,
     PoolCourse,
@@ -50,10 +46,11 @@ from parsim.schedule.live.scenario import (
     oracle,
     stay,
 )
-from parsim.schedule.live.scenario import (
-    Path as Drive,
-)
-from parsim.schedule.stages import balanced_plan
+from parsim.schedule.live.scenario import Path as Drive
+from parsim.search.adapt.controller import Controller, ControllerConfig, SwitchCost
+from parsim.search.adapt.planning import PricedPlan, pool_planner, priced, switch_cost
+from parsim.search.families import dp_plans
+from parsim.search.stages import balanced_plan
 
 PROFILE, DEVICES = "dgx1-v100-32gb", 8
 QUESTIONS = (("vgg16", 64, 12.0), ("vit_b_16", 64, 30.0), ("resnet50", 256, 100.0))

@@ -34,8 +34,8 @@ from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.predict.evaluate import evaluate
 from parsim.predict.forecast import Played
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.families import dp_plans
+from parsim.predict.problem import PlanningProblem
+from parsim.search.families import dp_plans
 from parsim.units import format_seconds
 
 HOUR_S = 3600.0

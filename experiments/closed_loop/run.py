@@ -26,20 +26,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from parsim.costs.feedback.run_corrections import CommunicationClass, RunCorrections, class_of
-from parsim.costs.feedback.updates import updates_of
+from parsim.app.ask import measured, reopen
+from parsim.costs.observed import CommunicationClass, RunCorrections, class_of, updates_of
 from parsim.files import write_csv
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan
+from parsim.predict.compare import aa_floor
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.report.compare import aa_floor
-from parsim.schedule.families import FAMILIES
-from parsim.schedule.live.updating import updated
-from parsim.workflow.ask import measured, reopen
+from parsim.predict.problem import PlanningProblem
+from parsim.search.adapt.observed import updated
+from parsim.search.families import FAMILIES
 from tests.slow_machines import Machine, after_run, error
 
 MODELS = {"resnet50": 256, "vit_b_16": 128, "bert": 64}

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from parsim.execute.processes.environment import describe_environment, machine_line
+from parsim.execute.processes.machine import describe_environment, machine_line
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRESS = "parsim-progress "

@@ -8,10 +8,9 @@ import numpy as np
 from models import mlp
 from times import Exchange, all_reduce_s
 
-from parsim.algorithms.ada import Ada
-from parsim.algorithms.graphs import mixing_graph
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
+from parsim.plans.mixing import Ada, mixing_graph
 from parsim.virtual.clock import random_stragglers
 from parsim.virtual.gossip import GossipRule, train_on_graph
 from parsim.virtual.rounds import Partition

@@ -8,8 +8,7 @@ from typing import Any
 
 from models import MODELS
 
-from parsim.algorithms.ada import Ada
-from parsim.algorithms.graphs import mixing_graph
+from parsim.plans.mixing import Ada, mixing_graph
 from parsim.virtual.bench import BenchRun, ranks, relations, run_bench, summary, tensor_rows
 from parsim.virtual.gossip import GossipRule
 

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 from models import mlp
 
-from parsim.algorithms.ada import Ada
-from parsim.algorithms.graphs import MixingGraph, mixing_graph
-from parsim.algorithms.spectral import spectral_gap
+from parsim.plans.mixing import Ada, MixingGraph, mixing_graph, spectral_gap
 from parsim.virtual.gossip import GossipRule, GossipRun, StatisticsRecording, train_on_graph
 from parsim.virtual.rounds import Partition
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from parsim.model.zoo.vit import VisionTransformer
-from parsim.virtual.local import LocalOptimizer, LocalTraining
-from parsim.virtual.problems import load_problem, perceptron
+from parsim.model.catalogue.networks import VisionTransformer
+from parsim.relaxed.problems import load_problem, perceptron
+from parsim.relaxed.replicas import LocalOptimizer, LocalTraining
 
 DTYPE = torch.float32
 

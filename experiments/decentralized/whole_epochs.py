@@ -7,13 +7,13 @@ from typing import Any
 
 from times import BATCH, IMAGES, Exchange, all_reduce_s, phase_seconds, resnet50, weight_bytes
 
-from parsim.algorithms.graphs import mixing_graph
 from parsim.costs.costs import Costs
 from parsim.engines.relaxed.gossip_program import gossip_model, gossip_program
 from parsim.engines.repeated import simulate_program
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
-from parsim.predict.program_costs import priced
+from parsim.plans.mixing import mixing_graph
+from parsim.predict.rounds import priced
 from parsim.virtual.clock import round_seconds
 
 WAYS = (

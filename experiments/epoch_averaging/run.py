@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from parsim.algorithms.arrivals import amdahl_efficiency, master_synchronisation_s, pairwise_merge_s, ring_synchronisation_s
-from parsim.algorithms.averaging import MergeRule, OuterOptimizer, arrival_weights, effective_workers
 from parsim.algorithms.periods import at_end, every_epochs, every_steps, post_local
 from parsim.files import write_csv
+from parsim.plans.averaging import MergeRule, OuterOptimizer, arrival_weights, effective_workers
+from parsim.relaxed.problems import LearningProblem, load_problem, perceptron
+from parsim.relaxed.replicas import LocalOptimizer, LocalTraining
 from parsim.virtual.arrivals import train_by_arrival
-from parsim.virtual.local import LocalOptimizer, LocalTraining
-from parsim.virtual.problems import LearningProblem, load_problem, perceptron
 from parsim.virtual.rounds import Partition, RoundRule, TrainingOutcome, train_in_rounds
 
 SPECIFIED = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from experiments.live_replanning.throttle import Throttle
 from experiments.this_machine.namespaces import ShapedPair, possible, shaped_pair
 from parsim.execute.processes.launch import launch
-from parsim.execute.processes.processes import rank_processes
+from parsim.execute.processes.output import rank_processes
 
 RANKS = 2
 SLOW_RANK, THROTTLE = 1, 5.0

@@ -5,18 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from experiments.live_replanning.disturbing import RANKS, RATE_BYTES_PER_S, SLOW_RANK, THROTTLE
-from parsim.costs.feedback.run_corrections import CommunicationClass, RunCorrections
-from parsim.graph.lower import lower
+from parsim.costs.observed import CommunicationClass, RunCorrections
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
-from parsim.plans.plan import Plan
-from parsim.plans.recompute import NONE
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.live.planning import pool_planner
-from parsim.schedule.live.prepared import prepared_pool
-from parsim.schedule.search import search
+from parsim.plans.plan import NONE, Plan
+from parsim.predict.problem import PlanningProblem
+from parsim.program.lower import lower
+from parsim.search.adapt.planning import pool_planner, prepared_pool
+from parsim.search.search import search
 from parsim.work import Collective
 
 WAYS = ("adaptive", "start", "other")

@@ -37,10 +37,10 @@ from experiments.live_replanning.disturbing import (
     arena,
 )
 from experiments.live_replanning.plans import BATCH, SPEC, WAYS, fixed_plans, problem_on
+from parsim.execute.checkpoint import checkpoint
 from parsim.execute.job import AdaptiveSpec, Job, RunSpec
 from parsim.execute.processes.launch import launch
-from parsim.execute.processes.progress import read_progress_line
-from parsim.execute.state import checkpoint
+from parsim.execute.processes.output import read_progress_line
 from parsim.files import read_json, write_json_atomically
 from parsim.plans.plan import Plan
 

@@ -8,21 +8,20 @@ from pathlib import Path
 
 from drawn import drawn
 
-from parsim.execute.training.recipe import PLAIN, TrainingRecipe
-from parsim.graph.plan_index import PlanIndex
-from parsim.hardware.allocator import NO_ALLOCATOR
+from parsim.execute.job import PLAIN, TrainingRecipe
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.devices import NO_ALLOCATOR
 from parsim.hardware.profile import load_profile
 from parsim.model.inputs import ModelInput
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
+from parsim.plans.layouts import BATCH, REPLICATE, Placement
 from parsim.plans.mesh import Mesh
-from parsim.plans.placement import BATCH, REPLICATE, Placement
-from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan
-from parsim.plans.recompute import BY_OPERATOR, NONE, SELECTIVE, Recompute
-from parsim.plans.staged import even_parts, stages_of
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.tensor import uniform_placements
+from parsim.plans.plan import BY_OPERATOR, DEFAULT_BUCKET_BYTES, NONE, SELECTIVE, Plan, Recompute
+from parsim.plans.stages import even_parts, stages_of
+from parsim.predict.problem import PlanningProblem
+from parsim.program.placed import PlanIndex
+from parsim.search.tensor import uniform_placements
 
 BATCH_SAMPLES = 32
 SMALL_BUCKET_BYTES = 2**18

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from random import Random
 
 from parsim.errors import PlanError
-from parsim.graph.plan_index import PlanIndex
 from parsim.model.model import Model
+from parsim.plans.layouts import BATCH, REPLICATE, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
-from parsim.plans.placement import BATCH, REPLICATE, Placement
 from parsim.plans.plan import Plan
-from parsim.plans.staged import stages_of
+from parsim.plans.stages import stages_of
+from parsim.program.placed import PlanIndex
 
 MESHES = {
     2: (Mesh(dp=2), Mesh(pp=2), Mesh(tp=2), Mesh(tp=2)),

@@ -10,18 +10,18 @@ from drawn import drawn
 from kind_modules import LENGTH, VOCABULARY, WIDTH
 
 from parsim.errors import PlanError
-from parsim.execute.training.recipe import EmaRule, TrainingRecipe
-from parsim.graph.plan_index import PlanIndex
+from parsim.execute.job import EmaRule, TrainingRecipe
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
+from parsim.model.formats import recorded_weights
 from parsim.model.inputs import ModelInput
 from parsim.model.model import Model
-from parsim.model.number_formats import recorded_weights
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
-from parsim.plans.recompute import SELECTIVE
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.tensor import uniform_placements
+from parsim.plans.plan import SELECTIVE
+from parsim.predict.problem import PlanningProblem
+from parsim.program.placed import PlanIndex
+from parsim.search.tensor import uniform_placements
 
 TOKENS = (ModelInput("tokens", (LENGTH,), "int64", VOCABULARY),)
 IMAGE = ModelInput("image", (3, 32, 32))

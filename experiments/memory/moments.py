@@ -22,13 +22,13 @@ from kinds import ALL, cases_of
 from ranks import measure, measured
 from run import job_of, models_of, problem_of
 
-import parsim.execute.training.rank_run as rank_run
-from parsim.execute.records.memory_lines import LineWatch, watching
+from parsim.execute import rank_run
+from parsim.execute.rank_run import LineWatch, watching
 from parsim.execute.stage import StageReplica
 from parsim.files import write_text_atomically
-from parsim.graph.task import Task
+from parsim.model.formats import recorded_weights
 from parsim.model.model import Model
-from parsim.model.number_formats import recorded_weights
+from parsim.program.task import Task
 from parsim.work import Compute
 
 

@@ -18,11 +18,11 @@ from torch.multiprocessing.spawn import start_processes
 
 from parsim.execute.job import RunSpec
 from parsim.execute.processes.group import ProcessPlace
-from parsim.execute.training.rank_run import ProcessGroups, RankRun
+from parsim.execute.rank_run import ProcessGroups, RankRun
 from parsim.files import write_text_atomically
-from parsim.graph.lower import lower
-from parsim.graph.plan_index import PlanIndex
 from parsim.model.model import Model
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
 
 
 def record_path(folder: Path, name: str, rank: int) -> Path:

@@ -16,7 +16,7 @@ from kinds import ALL, cases_of
 from ranks import measure, measured
 from run import job_of, models_of, problem_of
 
-from parsim.model.number_formats import recorded_weights
+from parsim.model.formats import recorded_weights
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from calibration.measure.allocator import measure_allocator
 from calibration.measure.components import make_case
 from calibration.measure.device import context_bytes
 from calibration.rounds.request import CalibrationRequest
-from parsim.execute.processes.pinning import prepare_rank
+from parsim.execute.processes.setup import prepare_rank
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.units import MIB

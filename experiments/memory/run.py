@@ -38,11 +38,11 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from parsim.execute.autocast_step import autocast_peak_bytes
 from parsim.execute.job import RunSpec
 from parsim.files import write_text_atomically
+from parsim.model.formats import RECORDED_WEIGHTS, recorded_weights
 from parsim.model.load import load_model
 from parsim.model.model import Model
-from parsim.model.number_formats import RECORDED_WEIGHTS, recorded_weights
 from parsim.plans.mesh import Mesh
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
 
 AUTOCAST_SAMPLES = (BATCH_SAMPLES // 4, BATCH_SAMPLES)
 AT_ONCE = 8

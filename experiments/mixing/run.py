@@ -22,8 +22,8 @@ from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.search import search
+from parsim.predict.problem import PlanningProblem
+from parsim.search.search import search
 from parsim.units import GIB
 
 FAMILIES_SHOWN = ("single", "dp", "mp", "hp", "adaptive")

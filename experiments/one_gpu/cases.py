@@ -27,12 +27,12 @@ from calibration.gpu.programme import FAILURE_KEYS, BenchmarkCase, failure
 from calibration.rounds.calibrate import CalibrationRequest, calibrate, stopped_points, unfitted_path
 from calibration.rounds.raw_points import raw_path, save_raw
 from parsim.errors import ExecutionError
-from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.launch import launch
-from parsim.execute.training.rank_run import FILLING
+from parsim.execute.processes.machine import describe_environment
+from parsim.execute.rank_run import FILLING
 from parsim.files import write_text_atomically
-from parsim.garbage import keep_nothing, keep_what_is_there
 from parsim.hardware.profile import save_profile
+from parsim.numeric import keep_nothing, keep_what_is_there
 from parsim.units import format_bytes, format_seconds
 
 CALIBRATION, PREDICTIONS = "calibration ", "predictions "

@@ -36,22 +36,21 @@ import torch
 from fake_peers import IssuedStep, PlannedRun, drawn_durations_s, issued_step, simulated_ends_s, with_rooms
 from questions import GRANULARITY, REHEARSED, Question
 
+from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.execute.cuda.driver import Driver, TorchCudaDriver
-from parsim.execute.cuda.rank_gpu import prepare_cuda, usable_gpus
-from parsim.execute.cuda.shared_gpu import NCCL, SHARE_VARIABLE, STAGED
+from parsim.execute.cuda.gpu import NCCL, SHARE_VARIABLE, STAGED, prepare_cuda, usable_gpus
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.loading import Pin
 from parsim.execute.processes.launch import launch
+from parsim.execute.rank_run import run_dataset
 from parsim.execute.reference import largest_difference, train_reference
-from parsim.execute.state.checkpoint import latest_checkpoint, load_state
-from parsim.execute.training.rank_run import run_dataset
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
+from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
-from parsim.plans.placement import BATCH, Placement
 from parsim.plans.plan import Plan
-from parsim.plans.staged import even_parts, stages_of
+from parsim.plans.stages import even_parts, stages_of
 
 STEPS = 4
 TOLERANCE = 1e-9
@@ -209,7 +208,7 @@ def ranks_sharing(
     """All plans in one launch, and each one's weights beside plain training on the CPU.
 
     Args:
-        way: how ranks share the GPU (`parsim.execute.cuda.shared_gpu`); "": they need none.
+        way: how ranks share the GPU (`parsim.execute.cuda.gpu`); "": they need none.
     """
     if why := too_late(left_s):
         return [not_run(told_of(plans, ranks, device, way), why, way=way)]

@@ -17,26 +17,25 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from parsim.analyze.breakdown import breakdown
-from parsim.data import BatchOrder
-from parsim.data.for_model import dataset_for
+from parsim.data.datasets import dataset_for
+from parsim.data.samples import BatchOrder
 from parsim.engines import static
 from parsim.execute.cuda.driver import Driver
 from parsim.execute.cuda.streams import CudaStreams
-from parsim.execute.launch_order import room_waits
 from parsim.execute.loading import Loader, Pin
+from parsim.execute.mixing import MixingRounds, mean_groups
 from parsim.execute.numerics import Numerics
-from parsim.execute.records.task_time import Operation, TaskTime
-from parsim.execute.relaxed.mixing import MixingRounds, mean_groups
-from parsim.execute.relaxed.stale import StaleStage
-from parsim.execute.runtime import RankProgram, required_groups
+from parsim.execute.runtime import RankProgram, required_groups, room_waits
 from parsim.execute.stage import StageReplica
-from parsim.graph.lower import lower, step_graphs
-from parsim.graph.plan_index import PlanIndex
-from parsim.graph.taskgraph import TaskGraph
+from parsim.execute.stale import StaleStage
+from parsim.execute.streams import Operation, TaskTime
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan
+from parsim.predict.breakdown import breakdown
+from parsim.program.lower import lower, step_graphs
+from parsim.program.placed import PlanIndex
+from parsim.program.taskgraph import TaskGraph
 from parsim.timeline import Span, Timeline
 
 
@@ -113,7 +112,7 @@ class HeldStreams(CudaStreams[Any, Any]):
 def with_rooms(run: PlannedRun) -> TaskGraph:
     """The plan's graph, in which messages between stages also wait for the room that ranks make for them.
 
-    Ranks wait so (`parsim.plans.stage_transfers`); simulations of plans leave it out.
+    Ranks wait so (`parsim.program.lifetimes`); simulations of plans leave it out.
     """
     graph = lower(run.plan, run.model)
     more = room_waits(graph, PlanIndex(run.plan, run.model))

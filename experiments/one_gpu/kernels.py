@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parsim.execute.processes.processes import PARENT_VARIABLE, die_with_parent
+from parsim.execute.processes.output import PARENT_VARIABLE, die_with_parent
 
 NAMES_KEPT, NAME_LENGTH = 60, 120
 WARM_STEPS = 3

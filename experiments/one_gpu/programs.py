@@ -21,18 +21,19 @@ from calibration.gpu.device import UnsupportedError
 from calibration.gpu.launches import capturing
 from parsim.execute.job import RunSpec
 from parsim.execute.numerics import numerics_of, set_switches
-from parsim.execute.records.memory_lines import StepWatch, watching
+from parsim.execute.optimizer import make_optimizer
+from parsim.execute.rank_run import make_streams, watching
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica, seeded_module
-from parsim.execute.state.optimizer import make_optimizer
-from parsim.execute.streams import TaskTime, make_streams
-from parsim.graph.lower import lower
-from parsim.graph.plan_index import PlanIndex
-from parsim.graph.taskgraph import work_text
+from parsim.execute.store import StepWatch
+from parsim.execute.streams import TaskTime
 from parsim.model.interface import example_batch, loss_of
 from parsim.model.load import load_model
-from parsim.model.losses import loss_sum
+from parsim.model.objective import loss_sum
 from parsim.plans.plan import Plan
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
+from parsim.program.taskgraph import work_text
 
 SEED = 0
 DTYPE = torch.float32

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from calibration.gpu.products import CORE_SIDES, SIDES, Product, squares, transformer_products
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
-from parsim.plans.plan import Plan, Stage
-from parsim.plans.recompute import NONE, Recompute
+from parsim.plans.plan import NONE, Plan, Recompute, Stage
 
 GRANULARITY = "block"
 LEARNING_RATE = 1e-4

@@ -16,7 +16,7 @@ from questions import Scope
 
 from calibration.gpu.device import SpoiledProcessError
 from calibration.gpu.programme import failure
-from parsim.execute.cuda.event_timing import DeviceClock
+from parsim.execute.cuda.driver import DeviceClock
 
 AGAIN = " again"
 WARM_STEPS = 3

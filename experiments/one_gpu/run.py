@@ -27,7 +27,7 @@ from supervise import LOST_DEVICE_STATUS, note_begun, note_moved, own_command, s
 
 from calibration.gpu.journal import AGAIN, CASE, DONE, FAILED, SKIPPED, STATUS, Journal, JournalRow, read_rows  # noqa: E402
 from parsim.errors import ParsimError  # noqa: E402
-from parsim.execute.processes.processes import PARENT_VARIABLE, die_with_parent  # noqa: E402
+from parsim.execute.processes.output import PARENT_VARIABLE, die_with_parent  # noqa: E402
 from parsim.files import write_text_atomically  # noqa: E402
 
 if TYPE_CHECKING:

@@ -98,8 +98,8 @@ def step_simulated() -> str:
     from questions import GRANULARITY, REHEARSED
 
     from parsim.engines.static import simulate
-    from parsim.graph.lower import lower
     from parsim.model.load import load_model
+    from parsim.program.lower import lower
 
     question = REHEARSED.held_out[0]
     model = load_model(question.spec, granularity=GRANULARITY)

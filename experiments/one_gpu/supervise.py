@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from calibration.gpu.journal import AGAIN, CASE, FAILED, STATUS, Journal
-from parsim.execute.processes.processes import PARENT_VARIABLE
+from parsim.execute.processes.output import PARENT_VARIABLE
 
 BEGUN_FILE = "begun.json"
 LOST_DEVICE_STATUS = 75

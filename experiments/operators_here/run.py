@@ -26,11 +26,11 @@ from calibration.fit.composition import fit_compositions, measured_parts, withou
 from calibration.rounds.calibrate import CalibrationRequest, calibrate
 from parsim.costs.compute.surfaces import surface_models
 from parsim.costs.costs import Costs
-from parsim.costs.uncertainty.draws import sample_durations_s
+from parsim.costs.draws import sample_durations_s
 from parsim.files import write_csv
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.profile import Profile, load_profile
+from parsim.hardware.records import ComponentPoint
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec

@@ -14,9 +14,9 @@ from experiments.plans_executed.launching import losses_of, run_plans
 from experiments.plans_executed.models import SUBJECTS
 from experiments.plans_executed.replaying import train_with_masks
 from parsim.execute.job import RunSpec
+from parsim.execute.rank_run import run_dataset
 from parsim.execute.reference import ReferenceResult, largest_difference, train_reference
 from parsim.execute.stage import seeded_module
-from parsim.execute.training.rank_run import run_dataset
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from tests.execute.equality import Difference, state_difference

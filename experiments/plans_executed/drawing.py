@@ -1,7 +1,7 @@
 """Plans at random, from all that a search can answer: a question is drawn, then a way down the tree that the search opens.
 
 A question has a machine of `processes` devices, equal or not, and keys of `[plan]` as a user may give them. Every node of the
-tree is opened by the search's own code (`parsim.schedule.families`, `members`). So what is met at the end of a way is a plan
+tree is opened by the search's own code (`parsim.search.families`, `members`). So what is met at the end of a way is a plan
 that the search of this question considers. Only the choice among nodes is random, where the search takes the least bound.
 
 Some plans are then put on devices that are too small for them. What the search puts in their place is taken: recomputation by
@@ -20,21 +20,20 @@ from random import Random
 from experiments.plans_executed.models import SUBJECTS, Subject
 from experiments.search_exhaustive.problems import ClusterDraw, built_cluster
 from parsim.errors import ParsimError
-from parsim.execute.training.recipe import PLAIN, TrainingRecipe
-from parsim.graph.plan_index import PlanIndex
+from parsim.execute.job import PLAIN, TrainingRecipe
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
 from parsim.plans.constraints import PlanConstraints
+from parsim.plans.layouts import Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
-from parsim.plans.placement import Placement
-from parsim.plans.plan import Plan
-from parsim.plans.recompute import AUTO, BY_OPERATOR, FULL, NONE, SELECTIVE, Recompute
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.families import FAMILIES, mixed_meshes, nodes_of
-from parsim.schedule.members import Members
-from parsim.schedule.options import placements_of
-from parsim.schedule.parts.node import Node
+from parsim.plans.plan import AUTO, BY_OPERATOR, FULL, NONE, SELECTIVE, Plan, Recompute
+from parsim.predict.problem import PlanningProblem
+from parsim.program.placed import PlanIndex
+from parsim.search.families import FAMILIES, mixed_meshes, nodes_of
+from parsim.search.prices import placements_of
+from parsim.search.space import Node
+from parsim.search.tree import Members
 
 AMPLE_BYTES = 2**40
 MOST_TRIES = 300

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 from experiments.plans_executed.drawing import DrawnPlan
 from experiments.plans_executed.models import SUBJECTS
-from parsim.graph.plan_index import PlanIndex
 from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.plan import ZERO_STAGES
+from parsim.program.placed import PlanIndex
 
 ORDERS = tuple(f"order {name}" for name in PIPELINE_ORDERS)
 ZERO = tuple(f"zero {stage}" for stage in ZERO_STAGES)

@@ -23,14 +23,14 @@ import torch.distributed as dist
 
 from parsim.execute.job import RunSpec
 from parsim.execute.processes.group import ProcessPlace
-from parsim.execute.processes.processes import die_with_parent
+from parsim.execute.processes.output import die_with_parent
+from parsim.execute.rank_run import ProcessGroups, RankRun
 from parsim.execute.stage import recorded_programs
-from parsim.execute.training.rank_run import ProcessGroups, RankRun
 from parsim.files import write_text_atomically
-from parsim.graph.lower import lower
-from parsim.graph.plan_index import PlanIndex
-from parsim.graph.taskgraph import TaskGraph
 from parsim.model.model import Model
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
+from parsim.program.taskgraph import TaskGraph
 
 
 def run_plans(runs: Sequence[RunSpec], processes: int, folder: Path, *, steps: int, timeout_s: float) -> dict[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from parsim.model.zoo.resnet import BasicBlock
+from parsim.model.catalogue.networks import BasicBlock
 
 CLASSES = 5
 

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from experiments.plans_executed.drawing import DrawnPlan
 from experiments.plans_executed.models import SUBJECTS
-from parsim.data import order_of, part
+from parsim.data.samples import order_of, part
 from parsim.execute.job import RunSpec
 from parsim.execute.loading import host_values
-from parsim.execute.randomness import ComponentRandomness
+from parsim.execute.numerics import ComponentRandomness
+from parsim.execute.optimizer import make_optimizer
+from parsim.execute.rank_run import run_dataset
 from parsim.execute.reference import ReferenceResult
 from parsim.execute.stage import recorded_programs, seeded_module
-from parsim.execute.state.optimizer import make_optimizer
-from parsim.execute.training.rank_run import run_dataset
-from parsim.graph.plan_index import PlanIndex
 from parsim.model.runnable import Runnable
+from parsim.program.placed import PlanIndex
 from tests.execute.shards import drawing_in_pieces
 
 CPU = torch.device("cpu")

@@ -35,7 +35,7 @@ from experiments.plans_executed.drawing import DrawnPlan, drawn
 from experiments.plans_executed.features import features_of
 from experiments.plans_executed.models import SUBJECTS
 from experiments.plans_executed.readme import RESULTS, run_of, summary, write_readme
-from parsim.execute.processes.environment import describe_environment, machine_line
+from parsim.execute.processes.machine import describe_environment, machine_line
 from parsim.files import write_text_atomically
 
 AT_ONCE = 50

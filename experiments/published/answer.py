@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from question import Asked
 
-from parsim.costs.uncertainty.draws import medians_s
-from parsim.engines.steps import mean_step_s
+from parsim.costs.draws import medians_s
+from parsim.engines.program import mean_step_s
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import REPEATED_STEPS, Evaluation, evaluate
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
 
 REMAINDERS = 2 / 12
 """Of the optimizer state of 12 bytes per parameter, where master weights are kept as what 16 bits lack of them."""

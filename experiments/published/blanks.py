@@ -11,8 +11,8 @@ from rows import Row
 from rules import Framework, micro_of, recompute_of
 from shapes import shape_of_name
 
-from parsim.hardware.parts.load import load_gpu
-from parsim.model.transformer.shape import Shape
+from parsim.hardware.parts import load_gpu
+from parsim.model.catalogue.sublayers import Shape
 
 BERT_SEQ = 512
 

@@ -10,9 +10,9 @@ from typing import Any
 from rows import Row
 
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.compose import profile_from_parts
 from parsim.hardware.network import Network, load_network
-from parsim.hardware.parts.compose import profile_from_parts
-from parsim.hardware.parts.load import load_gpu
+from parsim.hardware.parts import load_gpu
 from parsim.hardware.profile import Profile, Sourced
 
 

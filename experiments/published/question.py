@@ -24,13 +24,11 @@ from rows import Row
 from rules import WITHOUT, Framework, framework_of
 
 from parsim.hardware.cluster import Cluster
-from parsim.hardware.parts.load import load_gpu
+from parsim.hardware.parts import load_gpu
+from parsim.model.catalogue.sublayers import TORCH_SOFTMAX_ARRAYS, SamplePart, Shape, softmax_is_fused
+from parsim.model.catalogue.transformer import transformer
+from parsim.model.formats import number_format
 from parsim.model.model import Model
-from parsim.model.number_formats import number_format
-from parsim.model.transformer.build import transformer
-from parsim.model.transformer.shape import Shape
-from parsim.model.transformer.software import TORCH_SOFTMAX_ARRAYS, softmax_is_fused
-from parsim.model.transformer.sublayers import SamplePart
 from parsim.plans.plan import Plan
 
 

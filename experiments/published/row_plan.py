@@ -11,13 +11,12 @@ from blanks import Batch, CannotExpressError, Split, States
 from rows import Row
 from rules import Framework
 
+from parsim.model.catalogue.sublayers import Shape
 from parsim.model.model import Model
-from parsim.model.transformer.shape import Shape
+from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
-from parsim.plans.placement import BATCH, Placement
-from parsim.plans.plan import Plan
-from parsim.plans.recompute import BY_OPERATOR
-from parsim.plans.staged import stages_of
+from parsim.plans.plan import BY_OPERATOR, Plan
+from parsim.plans.stages import stages_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

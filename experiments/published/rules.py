@@ -13,7 +13,7 @@ from typing import Any
 
 from rows import Row
 
-from parsim.model.transformer.software import COMPILED, EAGER, EAGER_LLAMA, UNFUSED, Software
+from parsim.model.catalogue.sublayers import COMPILED, EAGER, EAGER_LLAMA, UNFUSED, Software
 
 INTERLEAVED_CHUNKS = 2
 """Where a row says that the schedule is interleaved and not how deeply. Llama 3: a layer per chunk."""

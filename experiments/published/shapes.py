@@ -1,12 +1,12 @@
-"""The shape of a model that a row names: a row of parsim's own table (`parsim.model.named`), reduced where the row says so."""
+"""The shape of a model that a row names: a row of parsim's own table (`parsim.model.catalogue.names`), reduced where the row says so."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
 
-from parsim.model.named.names import named
-from parsim.model.transformer.shape import Shape
+from parsim.model.catalogue.names import named
+from parsim.model.catalogue.sublayers import Shape
 
 
 def shape_of_name(name: str) -> Shape | None:

@@ -22,20 +22,19 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from parsim.execute.checkpoint import checkpoint
 from parsim.execute.job import RunSpec
 from parsim.execute.numerics import numerics_of
-from parsim.execute.records.task_time import TaskTime
+from parsim.execute.optimizer import make_optimizer
+from parsim.execute.rank_run import ProcessGroups
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica, seeded_module
-from parsim.execute.state import checkpoint
-from parsim.execute.state.optimizer import make_optimizer
-from parsim.execute.streams import ThreadStreams
-from parsim.execute.training.rank_run import ProcessGroups
-from parsim.graph.lower import lower
-from parsim.graph.plan_index import PlanIndex
+from parsim.execute.streams import TaskTime, ThreadStreams
 from parsim.model.interface import example_batch, loss_of
-from parsim.model.losses import loss_sum
 from parsim.model.model import Model
+from parsim.model.objective import loss_sum
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
 
 CPU = torch.device("cpu")
 SEED, BATCHES, LEARNING_RATE = 0, 4, 1e-3

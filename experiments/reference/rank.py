@@ -17,9 +17,9 @@ from torch import Tensor
 
 from parsim.execute.processes.exchange import meet
 from parsim.execute.processes.group import close_group, init_group, read_place, worker_main
-from parsim.execute.processes.pinning import prepare_rank
-from parsim.execute.processes.progress import write_progress
-from parsim.execute.processes.supervise.heartbeat import Doing, pulse
+from parsim.execute.processes.heartbeat import Doing, pulse
+from parsim.execute.processes.output import write_progress
+from parsim.execute.processes.setup import prepare_rank
 from parsim.execute.stage import seeded_module
 from parsim.files import write_json_atomically
 from parsim.model.load import load_model

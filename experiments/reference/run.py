@@ -30,8 +30,8 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 from cases import CASES, QUICK, RANKS, Case  # noqa: E402
 from readme import readme  # noqa: E402
 
-from parsim.execute.processes.environment import describe_environment, machine_line  # noqa: E402
 from parsim.execute.processes.launch import launch  # noqa: E402
+from parsim.execute.processes.machine import describe_environment, machine_line  # noqa: E402
 
 EQUAL_STEPS, ROUNDS, STEPS = 20, 24, 10
 DRAWS = 4000

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from parsim.execute.job import Job, RunSpec
-from parsim.execute.processes.environment import describe_environment, machine_line
+from parsim.execute.measurement import load_measurement
 from parsim.execute.processes.launch import launch
-from parsim.execute.records.measurement import load_measurement
+from parsim.execute.processes.machine import describe_environment, machine_line
 from parsim.files import write_json_atomically
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
@@ -29,10 +29,9 @@ from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.synchronisation import parse_synchronisation
-from parsim.predict.evaluate import Evaluation, evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.predict.speed import step_at_speed
-from parsim.schedule.by_hand import custom_plan
+from parsim.predict.evaluate import Evaluation, evaluate, step_at_speed
+from parsim.predict.problem import PlanningProblem
+from parsim.search.by_hand import custom_plan
 
 RANKS = 2
 STEPS = 8

@@ -15,18 +15,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from parsim.costs.uncertainty.draws import medians_s
-from parsim.engines.steps import mean_step_s
+from parsim.costs.draws import medians_s
+from parsim.engines.program import mean_step_s
 from parsim.errors import CostError, PlanError
-from parsim.graph.passes.gradients import DP_STREAM
 from parsim.model.component import Component
+from parsim.plans.layouts import BATCH, REPLICATE, Placement
 from parsim.plans.mesh import Mesh
-from parsim.plans.placement import BATCH, REPLICATE, Placement
-from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, check_plan
-from parsim.plans.recompute import NONE
-from parsim.plans.staged import stages_of
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, NONE, Plan, check_plan
+from parsim.plans.stages import stages_of
 from parsim.predict.evaluate import REPEATED_STEPS, simulated_step
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
+from parsim.program.passes.gradients import DP_STREAM
 from parsim.work import Compute, OptimizerStep, Phase
 
 ORDERS = (("1f1b", 1), ("gpipe", 1), ("interleaved", 2))
@@ -301,7 +300,7 @@ class _Prices:
 def searched(problem: PlanningProblem) -> tuple[float, Plan | None, str]:
     """The search's answer: seconds (inf where nothing fits), plan, status or error."""
     from parsim.errors import ScheduleError
-    from parsim.schedule.search import search
+    from parsim.search.search import search
 
     try:
         found = search(problem, ("adaptive",), samples=0)

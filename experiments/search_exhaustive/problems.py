@@ -14,7 +14,6 @@ from functools import cache
 from random import Random
 
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.compute_records import ComputeRecords
 from parsim.hardware.network import Network, load_network
 from parsim.hardware.profile import (
     AllocatorEntry,
@@ -29,9 +28,10 @@ from parsim.hardware.profile import (
     Sourced,
     load_profile,
 )
+from parsim.hardware.records import ComputeRecords
 from parsim.model.component import LOSS, Component, Operator, OperatorShard, Parameter, ParameterShard, Sharding, Value
 from parsim.model.model import Model
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
 
 NETWORKS = ("infiniband-100g", "ethernet-25g")
 GIB = 2**30

@@ -14,14 +14,13 @@ from experiments.search_properties.asking import CLOSE, SEEN, chosen_of, on
 from experiments.search_properties.never_slower import small
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
+from parsim.model.catalogue.presets import load_preset
 from parsim.model.model import Model
-from parsim.model.presets import load_preset
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.placement.paper_formulation import paper_fits, paper_step_s, solve_paper_brute_force
-from parsim.schedule.placement.paper_of_model import paper_certificate, paper_problem_of
-from parsim.schedule.search import search
+from parsim.predict.problem import PlanningProblem
+from parsim.search.placement.paper import paper_certificate, paper_fits, paper_problem_of, paper_step_s, solve_paper_brute_force
+from parsim.search.search import search
 
 ANY_FIT = Space(zero_stages=(0, 1, 2, 3), recompute=True, any_buckets=False)
 

@@ -10,11 +10,11 @@ from random import Random
 from typing import Any
 
 from experiments.search_exhaustive.problems import GIB, ClusterDraw, ProblemDraw, random_problem
-from parsim.plans.placement import BATCH
+from parsim.plans.layouts import BATCH
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan
 from parsim.predict.evaluate import Evaluation
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.search import Search, search
+from parsim.predict.problem import PlanningProblem
+from parsim.search.search import Search, search
 
 CLOSE = 1e-9
 """Two steps are equal up to this share."""

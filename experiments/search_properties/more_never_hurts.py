@@ -15,7 +15,7 @@ from experiments.search_exhaustive.problems import ProblemDraw, built_cluster, b
 from experiments.search_properties.asking import CLOSE, best_s, on
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.network import Network
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
 
 INFINITE = float("inf")
 FACTORS = (1.01, 1.3, 3.0, 30.0)

@@ -11,12 +11,11 @@ from experiments.search_exhaustive.problems import ProblemDraw
 from experiments.search_properties.asking import CLOSE, answered, best_s, chosen_of
 from parsim.errors import CostError, PlanError, ScheduleError
 from parsim.plans.constraints import PlanConstraints
-from parsim.plans.plan import Plan
-from parsim.plans.recompute import FULL, NONE
+from parsim.plans.plan import FULL, NONE, Plan
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.families import FAMILIES
-from parsim.schedule.space import BUCKET_BYTES
+from parsim.predict.problem import PlanningProblem
+from parsim.search.families import FAMILIES
+from parsim.search.space import BUCKET_BYTES
 
 SPACES = (Space(zero_stages=(0, 1, 2, 3), recompute=True, any_buckets=False), Space(zero_stages=(0, 1, 2, 3)))
 """What is enumerated beside meshes, cuts, orders, microbatches and placements: recomputed sets, or bucket sizes."""

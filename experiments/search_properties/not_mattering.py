@@ -18,7 +18,7 @@ from experiments.search_properties.more_never_hurts import on_network
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import Profile
 from parsim.hardware.topology import role_of
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
 
 INFINITE = float("inf")
 

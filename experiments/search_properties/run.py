@@ -24,7 +24,7 @@ from experiments.common.running import commit
 from experiments.search_properties.asking import SHAPES, TINY
 from experiments.search_properties.counting import counted, features_used
 from experiments.search_properties.properties import PROPERTIES
-from parsim.execute.processes.environment import describe_environment, machine_line
+from parsim.execute.processes.machine import describe_environment, machine_line
 from parsim.files import write_text_atomically
 
 RESULTS = Path(__file__).parent / "results.json"

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from parsim.algorithms.graphs import mixing_graph
 from parsim.algorithms.staleness import ModuleTimes, balanced_speedup, decoupling, stage_seconds
 from parsim.engines.relaxed.decoupled_program import TickModules, tick_durations_s, tick_program
 from parsim.engines.repeated import simulate_program
 from parsim.files import write_csv
+from parsim.plans.mixing import mixing_graph
+from parsim.relaxed.problems import LearningProblem, load_problem, perceptron
 from parsim.virtual.agent import TickRule, cut_sequential
-from parsim.virtual.problems import LearningProblem, load_problem, perceptron
 from parsim.virtual.ticks import TickEngine
 
 HIDDEN, BATCH, EPOCHS = (48, 48, 48), 32, 20

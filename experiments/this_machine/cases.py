@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from parsim.hardware.cluster import Cluster
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
+from parsim.plans.layouts import BATCH
 from parsim.plans.mesh import Mesh
-from parsim.plans.placement import BATCH
 from parsim.plans.plan import Plan
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.stages import balanced_plan
-from parsim.schedule.tensor import can_be_cut, uniform_placements
+from parsim.predict.problem import PlanningProblem
+from parsim.search.stages import balanced_plan
+from parsim.search.tensor import can_be_cut, uniform_placements
 
 CALIBRATED_BATCHES = (2, 8, 32)
 BATCH_SAMPLES = 16

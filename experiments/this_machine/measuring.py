@@ -12,11 +12,11 @@ from cases import GRANULARITY, Case
 
 from calibration.rounds.calibrate import Launcher
 from parsim.execute.job import Job, RunSpec
-from parsim.execute.processes.progress import relayed
-from parsim.execute.records.measurement import Measurement, load_measurement
-from parsim.graph.lower import lower
-from parsim.graph.taskgraph import TaskGraph
+from parsim.execute.measurement import Measurement, load_measurement
+from parsim.execute.processes.output import relayed
 from parsim.model.load import load_model
+from parsim.program.lower import lower
+from parsim.program.taskgraph import TaskGraph
 
 TIMEOUT_S = 3600.0
 STEPS, SETTLE_STEPS = 2, 1

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parsim.errors import ExecutionError
-from parsim.execute.processes.pinning import available_cores
+from parsim.execute.processes.setup import available_cores
 
 NAMES = ("parsim-a", "parsim-b")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")

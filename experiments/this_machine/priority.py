@@ -1,4 +1,4 @@
-"""What it brings that communication comes before computation (`parsim.execute.processes.priority`).
+"""What it brings that communication comes before computation (`parsim.execute.processes.setup`).
 
     python experiments/this_machine/priority.py [--launches N] [--out DIR]
 
@@ -18,10 +18,10 @@ from cases import SMALL, SUBJECTS, cases_of, problem_of
 from measuring import Seen, measure
 
 from parsim.execute.processes.launch import launch
-from parsim.execute.processes.priority import SWITCH, is_granted
+from parsim.execute.processes.setup import SWITCH, is_granted
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
-from parsim.report.compare import task_durations_s
+from parsim.predict.compare import task_durations_s
 from parsim.work import Collective
 
 MODELS, LABELS, ROUNDS = ("mlp", "vit_small"), ("dp 2", "dp 2, zero 1", "tp 2"), 8

@@ -42,17 +42,16 @@ from calibration.rounds.calibrate import Launcher, calibrate
 from calibration.rounds.raw_points import raw_path
 from calibration.rounds.refresh import refresh
 from calibration.rounds.request import CalibrationRequest
-from parsim.execute.processes.environment import describe_environment, machine_line
 from parsim.execute.processes.launch import launch
+from parsim.execute.processes.machine import describe_environment, machine_line
 from parsim.files import write_csv, write_text_atomically
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import PaceToday, Profile, load_profile, save_profile
 from parsim.hardware.speed_factor import SpeedFactor, probe_seconds, speed_beside
 from parsim.plans.plan import Plan
-from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.predict.speed import step_at_speed
-from parsim.report.compare import aa_floor, task_durations_s
+from parsim.predict.compare import aa_floor, task_durations_s
+from parsim.predict.evaluate import evaluate, step_at_speed
+from parsim.predict.problem import PlanningProblem
 from parsim.work import kind_of
 
 BUDGETS = ("compute", "shard", "operator", "collective", "overlap")

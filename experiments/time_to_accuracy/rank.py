@@ -16,21 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parsim.execute.checkpoint.checkpoint import RankState
+from parsim.execute.evaluation import score
 from parsim.execute.job import Job
 from parsim.execute.processes.exchange import gather_values, meet, value_of_rank_0
 from parsim.execute.processes.group import close_group, init_group, read_place, worker_main
-from parsim.execute.processes.pinning import prepare_rank
-from parsim.execute.processes.progress import write_progress
-from parsim.execute.processes.supervise.heartbeat import Doing, pulse
-from parsim.execute.score import score
+from parsim.execute.processes.heartbeat import Doing, pulse
+from parsim.execute.processes.output import write_progress
+from parsim.execute.processes.setup import prepare_rank
+from parsim.execute.rank_run import ProcessGroups, RankRun, run_dataset
 from parsim.execute.stage import seeded_module
-from parsim.execute.state.checkpoint import RankState
-from parsim.execute.training.rank_run import ProcessGroups, RankRun, run_dataset
 from parsim.files import read_json, write_json_atomically
-from parsim.graph.lower import lower
-from parsim.graph.plan_index import PlanIndex
 from parsim.model.model import Model
-from parsim.virtual.to_target import SCORED_EVERY
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
+from parsim.relaxed.to_target import SCORED_EVERY
 
 GOAL = "goal.json"
 """Beside the job: what the ranks of this experiment need in addition."""

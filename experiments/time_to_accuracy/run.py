@@ -28,13 +28,13 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 from rank import FOUND, Goal  # noqa: E402
 
 import parsim  # noqa: E402
+from parsim.app.answer import Answer  # noqa: E402
 from parsim.errors import ParsimError  # noqa: E402
 from parsim.execute.job import Job, RunSpec  # noqa: E402
 from parsim.execute.processes.launch import launch  # noqa: E402
 from parsim.files import read_json  # noqa: E402
 from parsim.hardware.profile import load_profile  # noqa: E402
 from parsim.plans.plan import Plan  # noqa: E402
-from parsim.workflow.public.answer import Answer  # noqa: E402
 
 RANKS = 2
 SEEDS = 3

@@ -33,8 +33,8 @@ from calibration.published.v100_throughput import (
     without_efficiency,
 )
 from experiments.common.markdown import table
-from parsim.costs.uncertainty.draws import medians_s
-from parsim.engines.steps import mean_step_s
+from parsim.costs.draws import medians_s
+from parsim.engines.program import mean_step_s
 from parsim.errors import DataError
 from parsim.hardware.profile import Profile, load_profile
 from parsim.predict.evaluate import REPEATED_STEPS, Evaluation

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.algorithms.graphs import Matrix, check_column_stochastic, circulant, rounds_of_one_peer
 from parsim.errors import AlgorithmError
+from parsim.plans.mixing import Matrix, check_column_stochastic, circulant, rounds_of_one_peer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from parsim.app.config import RunConfig, parse_config
+from parsim.app.doctor import progress
 from parsim.commands.output import JsonFlag, print_json, print_tables
 from parsim.errors import MissingDependencyError
-from parsim.workflow.config import RunConfig, parse_config
-from parsim.workflow.progress import progress
 
 if TYPE_CHECKING:
     from calibration.rounds.request import CalibrationRequest
-    from parsim.execute.records.measurement import Measurement
+    from parsim.app.answer import Answer
+    from parsim.app.calibration import ChosenRanks
+    from parsim.app.run_folder import RunFolder
+    from parsim.execute.measurement import Measurement
     from parsim.hardware.profile import Profile
     from parsim.plans.plan import Plan
+    from parsim.predict.compare import Comparison
     from parsim.predict.evaluate import Evaluation
-    from parsim.report.compare import Comparison
-    from parsim.report.html import ReportSection
-    from parsim.schedule.search import Search
-    from parsim.workflow.calibration import ChosenRanks
-    from parsim.workflow.folders.run_folder import RunFolder
-    from parsim.workflow.public.answer import Answer
+    from parsim.report.page import ReportSection
+    from parsim.search.search import Search
 
 WHAT_IF = """\
 [model]
@@ -128,8 +128,8 @@ def demo(
 
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError("the demo trains for real and needs torch; pip install 'parsim[torch]'")
+    from parsim.app.calibration import choose_ranks
     from parsim.report.tables import validation_table
-    from parsim.workflow.calibration import choose_ranks
 
     ranks = choose_ranks(nproc, most=MOST_RANKS, cpu_ranks=CPU_RANKS)
     how = FULL if full else QUICK
@@ -193,7 +193,7 @@ def _say_left(how: Thoroughness, *, runs: int, planned: bool = True, calibrated:
 
 
 def _what_if(model: str, optimizer: str) -> tuple[RunConfig, Search]:
-    from parsim.workflow.ask import answer
+    from parsim.app.ask import answer
 
     config = parse_config(WHAT_IF.format(model=model, optimizer=optimizer), where=f"{model} on V100")
     with progress(f"Planning {model} on 8 V100s"):
@@ -204,7 +204,7 @@ def _what_if(model: str, optimizer: str) -> tuple[RunConfig, Search]:
 
 def _print_strategies(config: RunConfig, found: Search, title: str) -> None:
     from parsim.report.tables import strategy_table
-    from parsim.schedule.search import same_program
+    from parsim.search.search import same_program
 
     chosen = None if found.chosen is None else found.chosen.result.to_dict()
     print_tables([strategy_table([entry.result.to_dict() for entry in found.candidates], chosen=chosen, title=title)])
@@ -240,7 +240,7 @@ def _calibrate(path: Path, ranks: ChosenRanks, how: Thoroughness) -> Profile:
 
 
 def _plan_here(text: str, model: str) -> Answer:
-    from parsim.workflow.ask import answer
+    from parsim.app.ask import answer
 
     config = parse_config(text, where=f"{model} here")
     with progress(f"Planning {model} on this machine"):
@@ -279,9 +279,9 @@ def _run_plans(asked: Answer, path: Path, how: Thoroughness) -> list[RealRun]:
     """Train under the chosen plan and the best of other families, interleaved in one launch."""
     from dataclasses import replace
 
+    from parsim.app.ask import device_kind, every_rank, judge, launch_job, measured, run_spec
+    from parsim.app.run_folder import RunFolder
     from parsim.execute.job import Job
-    from parsim.workflow.ask import device_kind, every_rank, judge, launch_job, measured, run_spec
-    from parsim.workflow.folders.run_folder import RunFolder
 
     evaluations = [every_rank(asked.problem, entry) for entry in plans_to_run(asked)]
     folder: RunFolder = RunFolder(path)
@@ -324,9 +324,9 @@ def _write_report(
     ranks: ChosenRanks,
     how: Thoroughness,
 ) -> None:
-    from parsim.report.html import ReportData, write_report
-    from parsim.report.profile_table import calibration_table
-    from parsim.workflow.folders.write_report import report_facts
+    from parsim.app.write_folder import report_facts
+    from parsim.report.more_tables import calibration_table
+    from parsim.report.page import ReportData, write_report
 
     with progress("Writing the report"):
         sections = [_what_if_section(config, found) for config, found in what_if]
@@ -342,7 +342,7 @@ def _write_report(
 
 
 def _summary(what_if: Sequence[tuple[RunConfig, Search]], real: Sequence[tuple[Answer, list[RealRun]]]) -> list[str]:
-    from parsim.plans.words import plan_in_words
+    from parsim.plans.plan import plan_in_words
     from parsim.units import format_seconds
 
     lines = []
@@ -376,8 +376,8 @@ def _measured_sentence(runs: Sequence[RealRun]) -> str:
 
 
 def _what_if_section(config: RunConfig, found: Search) -> ReportSection:
-    from parsim.report.html import ReportSection
-    from parsim.workflow.folders.write_report import report_run
+    from parsim.app.write_folder import report_run
+    from parsim.report.page import ReportSection
 
     shown = [found.candidates[0]] if found.chosen is not None else []
     return ReportSection(
@@ -392,8 +392,8 @@ def _what_if_section(config: RunConfig, found: Search) -> ReportSection:
 
 
 def _real_section(asked: Answer, runs: Sequence[RealRun], ranks: ChosenRanks, how: Thoroughness) -> ReportSection:
-    from parsim.report.html import ReportSection
-    from parsim.workflow.folders.write_report import report_run
+    from parsim.app.write_folder import report_run
+    from parsim.report.page import ReportSection
 
     assert asked.search is not None, "the demo's file leaves the plan to the search"
     return ReportSection(

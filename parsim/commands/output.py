@@ -27,7 +27,7 @@ Overrides = Annotated[
 
 def _allow(wanted: bool) -> None:
     if wanted:
-        from parsim.workflow.references import allow_code
+        from parsim.app.config_text import allow_code
 
         allow_code()
 
@@ -87,8 +87,8 @@ def on_gpus(
     Raises:
         ConfigError: both --on and --gpus, or --gpus of another form.
     """
-    from parsim.hardware.parts.shorthand import machines_of
-    from parsim.workflow.question import per_node_of
+    from parsim.app.question import per_node_of
+    from parsim.hardware.parts import machines_of
 
     changes = [
         *([] if network is None else [f'cluster.network="{network}"']),

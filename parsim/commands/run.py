@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from parsim.app.doctor import progress
 from parsim.commands.output import (
     AllowCode,
     Asked,
@@ -19,6 +20,10 @@ from parsim.commands.output import (
     print_tables,
     print_verdict,
 )
+from parsim.errors import ConfigError
+
+if TYPE_CHECKING:
+    from parsim.costs.history import History
 
 
 def run(
@@ -43,8 +48,8 @@ def run(
     as_json: JsonFlag = False,
 ) -> None:
     """Train for real under the chosen plan."""
+    from parsim.app.functions import run as train
     from parsim.report.tables import validation_table
-    from parsim.workflow.public.functions import run as train
 
     done = train(
         asked,
@@ -101,3 +106,148 @@ def _print_decisions(decisions: Sequence[dict[str, Any]]) -> None:
     for decision in decisions:
         what = "keeps its plan" if decision["plan"] is None else f"changes to {Plan.from_json(decision['plan']).summary()}"
         print(f"after step {decision['step']} ({1e3 * decision['step_s']:.1f} ms a step) {what}: {decision['reason']}")
+
+
+# `parsim coverage`: how often the intervals of a profile held, by model and by run, and how new ones are corrected.
+
+
+def coverage(
+    profile: Annotated[str, typer.Argument(metavar="PROFILE", help="A shipped profile by name, or the path of one.")],
+    history: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Its validations. Default: PROFILE.history.jsonl beside the profile.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="REPORT.html", help="Write tables and figures to this HTML page.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Count how often a profile's prediction intervals held in its validations, and show how new ones are corrected."""
+    from parsim.app.write_folder import report_facts
+    from parsim.costs.history import history_path, read_history
+    from parsim.hardware.profile import load_profile
+    from parsim.report.coverage import coverage_figures, coverage_tables
+    from parsim.report.page import ReportData, write_report
+
+    loaded = load_profile(profile)
+    path = history_path(profile, None if history is None else str(history))
+    if path is None:
+        raise ConfigError(f"{profile} is a shipped profile and has no history of its own; name one: --history FILE")
+    known = read_history(path, loaded)
+    tables = coverage_tables(known.records)
+    if out is not None:
+        title = f"Coverage of {loaded.name}"
+        figures = coverage_figures(known.records)
+        summary = (known.correction.describe(), *known.notes)
+        write_report(
+            ReportData(title=title, facts=report_facts(), summary=summary, extra_tables=tables, extra_figures=figures), out
+        )
+    if as_json:
+        print_json(coverage_document(known) | {"profile": loaded.name})
+        return
+    print_tables(tables)
+    for note in known.notes:
+        print(f"warning: {note}")
+    if not known.records:
+        print(f"No validation of {loaded.name} in {path}: run `parsim validate` on a RUN.toml of this profile first")
+    if out is not None:
+        print(f"Report: {out}")
+
+
+def coverage_document(known: History) -> dict[str, Any]:
+    """A History as JSON: how new intervals are corrected, and coverage in all, by model and by run (None without records)."""
+    from parsim.costs.conformal import coverage_by, coverage_of, judged_split
+
+    rows = judged_split(known.records)
+    return {
+        "history": None if known.path is None else str(known.path),
+        "records": len(known.records),
+        "interval_correction": known.correction.to_dict(),
+        "coverage": coverage_of(rows).to_dict() if rows else None,
+        "models": {name: entry.to_dict() for name, entry in coverage_by(rows, lambda record: record.model).items()},
+        "runs": {name: entry.to_dict() for name, entry in coverage_by(rows, lambda record: record.run).items()},
+        "left_out": list(known.left_out),
+        "warnings": list(known.notes),
+    }
+
+
+# `parsim validate`: was the prediction right? For an existing run, or for a new one measured in rounds.
+
+
+ROUNDS = 10
+
+
+def validate(
+    target: Annotated[Path, typer.Argument(metavar="RUN_DIR|RUN.toml", help="A folder of `parsim run`, or a run file.")],
+    out: Annotated[Path | None, typer.Option(help="With a RUN.toml: folder of the new run.")] = None,
+    rounds: Annotated[
+        int, typer.Option(min=4, help="With a RUN.toml: rounds to measure. Halves of them give the A/A floor (noise).")
+    ] = ROUNDS,
+    tasks: Annotated[bool, typer.Option("--tasks", help="List every task in the JSON, not only the largest errors.")] = False,
+    history: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Record the validation here instead of beside the profile.")
+    ] = None,
+    session: Annotated[
+        str | None, typer.Option(help="Name of measurements made together: one of them never corrects the interval of another.")
+    ] = None,
+    update: Annotated[
+        bool, typer.Option("--update", help="Correct the profile by the measured run, without a calibration.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds without progress of a process after which the run ends.")] = 30,
+    overrides: Overrides = None,
+    allow_code: AllowCode = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Compare predicted with measured: step, every kind of task, peak memory. Record it in the profile's history."""
+    from parsim.app.functions import validate as judge
+    from parsim.report.tables import kind_table, validation_table
+
+    done = judge(
+        target,
+        out=out,
+        rounds=rounds,
+        tasks=tasks,
+        history=history,
+        session=session,
+        update=update,
+        timeout_s=timeout,
+        overrides=overrides or [],
+    )
+    document, asked = done.to_dict(), done.prediction
+    speed = document["at_pace"]
+    if as_json:
+        print_json(document)
+        return
+    summary, found = asked.plan.summary(), done.comparison.to_dict()
+    print_tables(
+        [
+            validation_table([(asked.problem.model.name, summary, found)]),
+            kind_table(found),
+        ]
+    )
+    if speed is not None:
+        print(f"speed: {speed['text']}")
+        if speed["warning"]:
+            print(f"warning: {speed['warning']}")
+    print_verdict(document)
+    if update:
+        print(f"update: {document['update']['text']}")
+    print(f"folder: {done.folder} (report.html, trace.json for Perfetto)")
+
+
+# `parsim report`: draw report.html and trace.json of a run folder again.
+
+
+def report(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A folder of `run` or `simulate --out`.")],
+    allow_code: AllowCode = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Draw report.html and trace.json of a run folder again."""
+    from parsim.app.run_folder import RunFolder
+    from parsim.app.write_folder import redraw
+
+    folder = RunFolder(run_folder)
+    with progress(f"Drawing {run_folder}"):
+        redraw(folder)
+    if as_json:
+        print_json({"report": str(folder.report), "trace": str(folder.trace)})
+    else:
+        print(f"Report: {folder.report}; trace for Perfetto: {folder.trace}")

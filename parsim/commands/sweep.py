@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from parsim.app.doctor import progress
 from parsim.commands.output import (
     AllowCode,
     Asked,
@@ -22,7 +23,6 @@ from parsim.commands.output import (
     print_lines,
     print_tables,
 )
-from parsim.workflow.progress import progress
 
 OverOption = Annotated[
     list[str] | None,
@@ -75,7 +75,7 @@ def sweep(
     as_json: JsonFlag = False,
 ) -> None:
     """Answer a question at many points. Points that were evaluated before are reused."""
-    from parsim.workflow.sweeps.sweep import sweep as sweep_over
+    from parsim.app.sweep.sweep import sweep as sweep_over
 
     scheduler, cluster = split_on(on or [])
     where, changes = on_gpus(cluster, gpus, network, overrides, seq=seq, tokens=tokens)
@@ -123,7 +123,7 @@ def compare(
     as_json: JsonFlag = False,
 ) -> None:
     """Show the differences between two answers, and their causes."""
-    from parsim.workflow.sweeps.difference import compare_answers
+    from parsim.app.sweep.difference import compare_answers
 
     found = compare_answers(first, second)
     if as_json:
@@ -140,7 +140,7 @@ def explore(
     as_json: JsonFlag = False,
 ) -> None:
     """Write the explorer of a sweep: one page with sliders, a map of winning plans, Pareto fronts and curves."""
-    from parsim.workflow.sweeps.result import open_sweep
+    from parsim.app.sweep.sweep import open_sweep
 
     with progress(f"Drawing {sweep_folder}"):
         page = open_sweep(sweep_folder).explore(out)

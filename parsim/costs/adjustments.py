@@ -15,18 +15,46 @@ seconds are scaled by the speed factor alone. Effects on a step rather than on a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from parsim.costs.estimate import QUEUEING, Estimate, Term
-from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections
-from parsim.costs.feedback.updates import updates_of
-from parsim.costs.hardware_scale import AS_IT_IS, HardwareScale
+from parsim.costs.observed import NO_RUN_CORRECTIONS, RunCorrections, updates_of
+from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.speed_factor import speed_since
 from parsim.units import format_seconds
 from parsim.work import ClipGradients, Collective, Compute, LoadBatch, Mix, OptimizerStep, SendRecv, Work
+
+# Factors on the speed of hardware, for questions of the kind "what if the links were twice as fast".
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareScale:
+    """How many times as fast everything of a kind is, whatever the plan; 1 changes nothing.
+
+    Attributes:
+        computation: components, optimizer steps and mixing. communication: collectives and transfers, latency included.
+
+    Leaves out: that algorithms would be chosen anew for other links. A price keeps its algorithm.
+
+    Raises:
+        CostError: a factor that is not a finite number above 0.
+    """
+
+    computation: float = 1.0
+    communication: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, factor in (("computation", self.computation), ("communication", self.communication)):
+            if not (math.isfinite(factor) and factor > 0):
+                raise CostError(f"the scale of {name} is {factor}; give a finite factor above 0")
+
+
+AS_IT_IS = HardwareScale()
+
 
 COMPUTATION: tuple[type, ...] = (Compute, OptimizerStep, ClipGradients, Mix)
 EVERYTHING: tuple[type, ...] = (*COMPUTATION, Collective, SendRecv, LoadBatch)

@@ -8,12 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from parsim.data.cifar import load_cifar
-from parsim.data.dataset import VALUES, BatchOrder, Dataset, NamedDataset, Target, part
-from parsim.data.digits import load_digits
-from parsim.data.generated import load_synthetic
-from parsim.data.generated_values import TargetValues, load_values
-from parsim.data.own.factory import loader_of
-from parsim.data.splits import Order, Samples, hold_out, order_of, train_and_validation
+from parsim.data.generated import TargetValues, load_digits, load_synthetic, load_values
+from parsim.data.own import loader_of
+from parsim.data.samples import (
+    VALUES,
+    BatchOrder,
+    Dataset,
+    NamedDataset,
+    Order,
+    Samples,
+    Target,
+    hold_out,
+    order_of,
+    part,
+    train_and_validation,
+)
 from parsim.errors import DataError, NoSplitError
 from parsim.model.inputs import IGNORED, ModelInput
 from parsim.registry import Registry

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.data.dataset import Dataset, Target, check_images
+from parsim.data.samples import Dataset, Target, check_images
 from parsim.errors import DataError
 
 ROOT_VARIABLE = "PARSIM_DATA_DIR"

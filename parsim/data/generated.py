@@ -1,16 +1,125 @@
-"""Generated samples of any shape that a model can learn: for models and sizes no bundled dataset fits.
+"""Generated samples of any inputs and targets, for models that no bundled dataset fits.
 
-Leaves out everything that makes real data hard; a loss that falls on it says that training works, not how well.
+Numbers are standard normal, integers and booleans uniform. A target follows from its own sample, so that a model can learn it:
+the mean of a few numbers of the sample, chosen once, with noise. Class and binary targets are cut from that number.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.data.dataset import Dataset, Target, image_shape
-from parsim.errors import DataError
-from parsim.model.inputs import IGNORED
+from parsim.data.samples import Dataset, NamedDataset, Target, check_images, image_shape
+from parsim.errors import DataError, MissingDependencyError
+from parsim.model.inputs import DEFAULT_DTYPE, IGNORED, IGNORED_SHARE, ModelInput
+
+MOST_BYTES = 256 * 2**20
+"""Of all rows that are kept; further samples repeat them."""
+MIXED = 4
+NOISE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class TargetValues:
+    """The targets of a sample. binary: numbers that are 0 or 1."""
+
+    described: ModelInput
+    binary: bool = False
+
+
+def load_values(
+    inputs: tuple[ModelInput, ...], targets: TargetValues | None, split: str, *, seed: int, samples: int
+) -> NamedDataset:
+    """`samples` samples, the same for the same (inputs, targets, split, seed).
+
+    Raises:
+        DataError: no samples, a seed below 0, or no input with a batch.
+    """
+    batched = [entry for entry in inputs if not entry.constant]
+    if samples < 1 or seed < 0 or not batched:
+        raise DataError(f"synthetic data needs samples >= 1, seed >= 0 and an input, got {samples}, {seed} and {len(batched)}")
+    described = [*batched, *([] if targets is None else [targets.described])]
+    row_bytes = sum(8 * math.prod(entry.shape) for entry in described)
+    rows = max(1, min(samples, MOST_BYTES // row_bytes))
+    rng = np.random.default_rng([seed, 0 if split == "train" else 1])
+    arrays = {entry.name: _drawn(entry, (rows, *entry.shape), rng) for entry in batched}
+    fixed = np.random.default_rng([seed, 2])
+    constants = {entry.name: _drawn(entry, entry.shape, fixed) for entry in inputs if entry.constant}
+    order = [*batched, *(entry for entry in inputs if entry.constant)]
+    types = {f"input:{place}": entry.dtype for place, entry in enumerate(order) if entry.dtype != DEFAULT_DTYPE}
+    values = None
+    if targets is not None:
+        features = np.concatenate([_features(entry, arrays[entry.name]) for entry in batched], axis=1)
+        values = _targets(targets, features, np.random.default_rng([seed, 3]), rng)
+        if targets.described.dtype != DEFAULT_DTYPE:
+            types["target"] = targets.described.dtype
+    return NamedDataset(
+        name="synthetic",
+        source=f"generated from seed {seed}: {rows} different samples, targets are means of {MIXED} numbers of a sample",
+        split=split,
+        samples=samples,
+        inputs=arrays,
+        targets=values,
+        constants=constants,
+        types=types,
+    )
+
+
+def _drawn(entry: ModelInput, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[Any]:
+    if entry.dtype == "bool":
+        return rng.integers(0, 2, shape).astype(bool)
+    if entry.is_integer:
+        if entry.high is None:
+            raise DataError(
+                f"input {entry.name} holds integers, and their range is unknown; give high, their exclusive upper bound"
+            )
+        drawn = rng.integers(entry.least_drawn, entry.high, shape)
+        if entry.has_ignored:
+            drawn[rng.random(shape) < IGNORED_SHARE] = IGNORED
+        return drawn.astype(entry.dtype)
+    if entry.dtype.startswith("complex"):
+        return (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)) / math.sqrt(2)
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def _features(entry: ModelInput, array: NDArray[Any]) -> NDArray[np.float64]:
+    """[rows, numbers] of about unit deviation."""
+    flat = array.reshape(len(array), -1)
+    if entry.is_integer and entry.high is not None:
+        return (flat - (entry.low + entry.high - 1) / 2) / max(1.0, (entry.high - entry.low) / math.sqrt(12))
+    return np.asarray(flat.real, dtype=np.float64)
+
+
+def _targets(
+    targets: TargetValues, features: NDArray[np.float64], fixed: np.random.Generator, rng: np.random.Generator
+) -> NDArray[Any]:
+    entry, rows = targets.described, len(features)
+    size = math.prod(entry.shape)
+    chosen = fixed.integers(0, features.shape[1], (MIXED, size))
+    values = sum(features[:, places] for places in chosen) / math.sqrt(MIXED)
+    values = (values + NOISE * rng.standard_normal((rows, size))).reshape(rows, *entry.shape)
+    if targets.binary:
+        return (values > 0).astype(np.float32)
+    if entry.dtype == "bool":
+        return np.asarray(values > 0)
+    if not entry.is_integer:
+        return values.astype(np.complex128 if entry.dtype.startswith("complex") else np.float32)
+    if entry.high is None:
+        raise DataError("targets hold integers, and their range is unknown; give target.high, their exclusive upper bound")
+    share = 1 / (1 + np.exp(-1.702 * values))  # close to the normal distribution's own: classes are about equally frequent
+    low = entry.least_drawn
+    classes = low + (share * (entry.high - low)).astype(np.int64)
+    return np.clip(classes, low, entry.high - 1).astype(entry.dtype)
+
+
+# Generated samples of any shape that a model can learn: for models and sizes no bundled dataset fits.
+#
+# Leaves out everything that makes real data hard; a loss that falls on it says that training works, not how well.
+
 
 MAX_STORED_SIDE = 32
 MASKED_FRACTION = 0.15
@@ -94,3 +203,56 @@ def _mask(
     hidden = rng.random(sequences.shape) < MASKED_FRACTION
     hidden[:, 0] |= ~hidden.any(axis=1)  # at least one per sample, so that every sample has a loss
     return np.where(hidden, mask_token, sequences), np.where(hidden, sequences, IGNORED)
+
+
+# scikit-learn's bundled handwritten digits: 1,797 images of 8x8 pixels with values 0..16, ten classes; needs no download.
+#
+# Source: `sklearn.datasets.load_digits` (the test set of the UCI "Optical Recognition of Handwritten Digits" data).
+
+
+CLASSES = 10
+TEST_SAMPLES = 297
+_SPLIT_SEED = 20240229  # fixed: which images are held out never depends on the run's seed
+
+
+def load_digits(input_shape: tuple[int, ...], target: Target, split: str) -> Dataset:
+    """1,500 training or 297 test images, standardised with the mean and deviation of the training images.
+
+    Raises:
+        DataError: the model wants tokens, or fewer than ten classes.
+        MissingDependencyError: scikit-learn is not installed.
+    """
+    check_images("digits", target)
+    if target.task != "classify" or target.classes < CLASSES:
+        raise DataError(
+            f"digits has {CLASSES} classes of images; the model predicts {target.classes} with task {target.task!r}; "
+            f"use a model with num_classes >= {CLASSES}, or dataset = 'synthetic'"
+        )
+    images, labels = _read()
+    order = np.argsort(np.random.PCG64(np.random.SeedSequence(_SPLIT_SEED)).random_raw(len(images)), kind="stable")
+    train, test = order[TEST_SAMPLES:], order[:TEST_SAMPLES]
+    mean, deviation = float(images[train].mean()), float(images[train].std())
+    chosen = train if split == "train" else test
+    return Dataset(
+        name="digits",
+        source="scikit-learn's bundled 8x8 digits, pixels repeated to the model's size, standardised",
+        split=split,
+        stored=images[chosen],
+        targets=labels[chosen],
+        input_shape=input_shape,
+        classes=CLASSES,
+        scale=1.0 / deviation,
+        offset=-mean / deviation,
+    )
+
+
+def _read() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise MissingDependencyError(
+            "the digits dataset comes with scikit-learn, which is not installed; "
+            "pip install 'parsim[torch]', or use dataset = 'synthetic'"
+        ) from error
+    bunch = datasets.load_digits()
+    return bunch.images.astype(np.uint8)[:, None], bunch.target.astype(np.int64)

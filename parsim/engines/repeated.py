@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from parsim.engines import static
-from parsim.engines.compile import CompiledGraph, compile_graph
 from parsim.engines.program import DurationsOf, Part, Program, waiting_tasks
+from parsim.engines.static import CompiledGraph, compile_graph
 from parsim.errors import GraphError
-from parsim.graph.task import Origin, Resource, Task
-from parsim.graph.taskgraph import TaskGraph
+from parsim.program.task import Origin, Resource, Task
+from parsim.program.taskgraph import TaskGraph
 from parsim.timeline import Timeline
 from parsim.work import LoadBatch
 

@@ -1,28 +1,279 @@
-"""The static engine: an array program over issue-ordered graphs, exact and fast.
+"""A program as the arrays that the compiled kernels read, made once and kept by whoever simulates it often.
 
-Same-instant rule (both engines): each resource runs its tasks in issue order. A task starts when its dependencies have ended
-and it is at the head of every resource it needs, which are then all free. It holds them all until it ends. So what happens in
-one instant never depends on which event is looked at first.
-
-Without slowdown the schedule is the longest path over dependencies and issue orders: start = max(ends before), end =
-start + duration. With overlap factors the engine follows the rates from instant to instant. While a rank computes and
-communicates at once, its computation runs at rate 1 / compute and its communication at 1 / communication. A collective or
-a transfer runs at the rate of its slowest rank. Ranks that share a core slow one another as if they were one rank, and k
-of them that compute at once run at 1 / k each (processor sharing).
-
-Leaves out: links shared by several transfers, and decisions at run time (see the dynamic engine).
+No numba here: a graph whose list order already runs (every edge points backward) is compiled by numpy alone.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from parsim.costs.estimate import OverlapFactors
-from parsim.engines.boundary import checked_durations_s, checked_slowdown, checked_unit_durations_s, simulated_timeline
-from parsim.engines.compile import AnyGraph, compile_graph
+from parsim.engines.deadlock import describe_task, stuck_error
 from parsim.errors import GraphError
+from parsim.numeric import Ints
+from parsim.program.columns import Columns, RaggedTable, columns_of
+from parsim.program.taskgraph import TaskGraph
 from parsim.timeline import Timeline
+
+OTHER, COMPUTING, COMMUNICATING = 0, 1, 2
+
+
+class GraphArrays(NamedTuple):
+    """What the compiled kernels read. Numbers of tasks, and of resources as the columns number them.
+
+    Attributes:
+        order: int64 [n], a topological order of `before`.
+        before: per task its dependencies and the task issued just before it on each of its resources (may repeat).
+        after: the inverse of `before`; empty but in `CompiledGraph.with_rates`, as are `kind` and `ranks`.
+        resources: per task the resources it holds. heads: those on which it is issued first.
+        last: int64 [R], the task issued last; -1 if the resource issues none.
+        kind: int64 [n]: COMPUTING (holds a compute stream and is not a communication), COMMUNICATING or OTHER.
+        ranks: per task the ranks on which it computes or communicates (none for OTHER).
+    """
+
+    order: Ints
+    before: RaggedTable
+    after: RaggedTable
+    resources: RaggedTable
+    heads: RaggedTable
+    last: Ints
+    kind: Ints
+    ranks: RaggedTable
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CompiledGraph:
+    """A program ready to be simulated often."""
+
+    columns: Columns
+    arrays: GraphArrays
+
+    @cached_property
+    def with_rates(self) -> GraphArrays:
+        """The arrays with those that only simulations need in which tasks slow one another."""
+        kind, ranks = _classify(self.columns)
+        return self.arrays._replace(after=self.arrays.before.inverted(self.size), kind=kind, ranks=ranks)
+
+    @property
+    def size(self) -> int:
+        """Number of tasks."""
+        return self.columns.size
+
+    @property
+    def graph(self) -> TaskGraph:
+        """The program as tasks, made when first asked for."""
+        return self.columns.graph
+
+    @property
+    def dependencies(self) -> RaggedTable:
+        """Per task, without the issue orders."""
+        return self.columns.dependencies
+
+    def resources_of_cores(self, core: Ints) -> RaggedTable:
+        """Per core the resources of its ranks. `core`: int64 [world_size], of every rank."""
+        columns = self.columns
+        count = int(core.max(initial=-1)) + 1
+        return RaggedTable.from_pairs(core[columns.resource_rank], np.arange(len(columns.resources), dtype=np.int64), count)
+
+
+AnyGraph = TaskGraph | Columns | CompiledGraph
+"""What engines and analyses take: compile it once to use it often."""
+
+
+def compile_graph(program: AnyGraph) -> CompiledGraph:
+    """Arrays of a program; one that is already compiled is returned as it is.
+
+    Raises:
+        GraphError: the dependencies form a cycle (printed).
+        DeadlockError: the issue orders and dependencies together form one (the grid of resources is printed).
+    """
+    if isinstance(program, CompiledGraph):
+        return program
+    columns = columns_of(program) if isinstance(program, TaskGraph) else program
+    n, issued = columns.size, columns.issued
+    before = _before(columns.dependencies, issued, n)
+    used = np.flatnonzero(np.diff(issued.offsets))
+    last = np.full(len(columns.resources), -1, dtype=np.int64)
+    last[used] = issued.values[issued.offsets[used + 1] - 1]
+    arrays = GraphArrays(
+        order=_topological_order(columns, before),
+        before=before,
+        after=_empty(n),
+        resources=columns.uses,
+        heads=RaggedTable.from_pairs(issued.values[issued.offsets[used]], used, n),
+        last=last,
+        kind=np.zeros(n, dtype=np.int64),
+        ranks=_empty(n),
+    )
+    return CompiledGraph(columns=columns, arrays=arrays)
+
+
+def _empty(n: int) -> RaggedTable:
+    return RaggedTable(np.zeros(n + 1, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
+def _before(dependencies: RaggedTable, issued: RaggedTable, n: int) -> RaggedTable:
+    """Dependency edges and, on every resource, the edge from each task to the next."""
+    same_resource = np.diff(issued.row_numbers) == 0
+    earlier, later = issued.values[:-1][same_resource], issued.values[1:][same_resource]
+    return RaggedTable.from_pairs(
+        np.concatenate([dependencies.row_numbers, later]), np.concatenate([dependencies.values, earlier]), n
+    )
+
+
+def _classify(columns: Columns) -> tuple[Ints, RaggedTable]:
+    """Kind of every task, and the ranks on which it computes (by its compute streams) or communicates (by any stream)."""
+    rows, used = columns.uses.row_numbers, columns.uses.values
+    counts = columns.communicates[rows] | columns.resource_computes[used]
+    kind = np.full(columns.size, OTHER, dtype=np.int64)
+    kind[rows[columns.resource_computes[used]]] = COMPUTING
+    kind[columns.communicates] = COMMUNICATING
+    ranks, of_task = columns.resource_rank[used[counts]], rows[counts]
+    again = np.zeros(len(ranks), dtype=np.bool_)  # a task with two streams on one rank counts there once
+    again[1:] = (of_task[1:] == of_task[:-1]) & (ranks[1:] == ranks[:-1])
+    return kind, RaggedTable.from_pairs(of_task[~again], ranks[~again], columns.size)
+
+
+def _topological_order(columns: Columns, before: RaggedTable) -> Ints:
+    n = columns.size
+    if bool(np.all(before.values < before.row_numbers)):
+        return np.arange(n, dtype=np.int64)
+    from parsim.engines.kernels import topological_order
+
+    order: Ints = topological_order(np.diff(before.offsets), before.inverted(n))
+    if len(order) < n:
+        raise stuck_error(columns.graph, set(order.tolist()))
+    return order
+
+
+# The checked inputs of both engines besides the graph, and the Timeline both return.
+
+
+def checked_durations_s(
+    columns: Columns, durations_s: ArrayLike, *, dimensions: int, step: int | None = None
+) -> NDArray[np.float64]:
+    """`durations_s` as contiguous float64 of shape [n] or [S, n]; `step` of a program, for the message.
+
+    Raises GraphError for another shape, or for a negative or non-finite entry (which task, which value).
+    """
+    array = np.ascontiguousarray(durations_s, dtype=np.float64)
+    n = columns.size
+    if array.ndim != dimensions or array.shape[-1] != n:
+        wanted = f"[{n}]" if dimensions == 1 else f"[samples, {n}]"
+        raise GraphError(f"durations_s must have shape {wanted}, one entry per task, got {list(array.shape)}")
+    good = (array >= 0) & (array < np.inf)
+    if not good.all():
+        place = tuple(int(axis[0]) for axis in np.nonzero(~good))
+        sample = f" in sample {place[0]}" if dimensions == 2 else "" if step is None else f" in step {step}"
+        raise GraphError(
+            f"{describe_task(columns.graph, place[-1])} has duration {array[place]} s{sample}; "
+            "durations must be finite and >= 0: check the cost of this work"
+        )
+    return array
+
+
+def checked_unit_durations_s(
+    columns: Columns, durations_s: ArrayLike, unit: NDArray[np.int64]
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """`durations_s` as contiguous float64 [S, units], `unit` as int64 [n]. Raises GraphError as `checked_durations_s`."""
+    array, column = np.ascontiguousarray(durations_s, dtype=np.float64), np.ascontiguousarray(unit, dtype=np.int64)
+    if array.ndim != 2 or column.shape != (columns.size,):
+        raise GraphError(
+            f"durations_s must have shape [samples, units] and unit [{columns.size}], got {list(array.shape)} and "
+            f"{list(column.shape)}"
+        )
+    if columns.size and not 0 <= int(column.min()) <= int(column.max()) < array.shape[1]:
+        raise GraphError(f"unit names columns {column.min()} to {column.max()}, durations_s has 0 to {array.shape[1] - 1}")
+    good = (array >= 0) & (array < np.inf)
+    for sample, place in np.argwhere(~good):
+        tasks = np.flatnonzero(column == place)
+        if len(tasks):
+            raise GraphError(
+                f"{describe_task(columns.graph, int(tasks[0]))} has duration {array[sample, place]} s in sample {sample}; "
+                "durations must be finite and >= 0: check the cost of this work"
+            )
+    return array, column
+
+
+class Slowdown(NamedTuple):
+    """How what runs at once slows one another.
+
+    Attributes:
+        compute, communication: factors while the other side runs on the same core.
+        core: int64 [world_size], the core of each rank, numbered from 0.
+        divided: what communicates at once on a core slows one another.
+    """
+
+    compute: float
+    communication: float
+    core: Ints
+    divided: bool = False
+
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing ever slows anything."""
+        return self.compute == self.communication == 1.0 and not self.shares_cores and not self.divided
+
+    @property
+    def shares_cores(self) -> bool:
+        return len(np.unique(self.core)) < len(self.core)
+
+
+def checked_slowdown(overlap: OverlapFactors | None, world_size: int) -> Slowdown:
+    """Factors 1.0 and a core for every rank for None.
+
+    Raises GraphError unless both factors are finite and >= 1, and every rank has a core (if any has).
+    """
+    own = np.arange(world_size, dtype=np.int64)
+    if overlap is None:
+        return Slowdown(1.0, 1.0, own)
+    factors = float(overlap.compute), float(overlap.communication)
+    if not all(math.isfinite(factor) and factor >= 1 for factor in factors):
+        raise GraphError(
+            f"overlap factors must be finite and >= 1 (1 = no slowdown), got compute {factors[0]}, communication {factors[1]}"
+        )
+    if not overlap.core_of_rank:
+        return Slowdown(*factors, own, overlap.communications_share)
+    if len(overlap.core_of_rank) < world_size:
+        raise GraphError(f"core_of_rank names the cores of {len(overlap.core_of_rank)} ranks; the graph has {world_size}")
+    _, core = np.unique(np.array(overlap.core_of_rank[:world_size], dtype=np.int64), return_inverse=True)
+    return Slowdown(*factors, np.asarray(core, dtype=np.int64).reshape(world_size), overlap.communications_share)
+
+
+def simulated_timeline(columns: Columns, start_s: NDArray[np.float64], end_s: NDArray[np.float64]) -> Timeline:
+    """One row per task and resource, task by task, from start and end per task (float64 [n])."""
+    rows = columns.uses.row_numbers
+    return Timeline(
+        source="simulated",
+        resources=tuple(map(str, columns.resources)),
+        task=rows,
+        resource=columns.uses.values,
+        start_s=start_s[rows],
+        end_s=end_s[rows],
+    )
+
+
+# The static engine: an array program over issue-ordered graphs, exact and fast.
+#
+# Same-instant rule (both engines): each resource runs its tasks in issue order. A task starts when its dependencies have
+# ended
+# and it is at the head of every resource it needs, which are then all free. It holds them all until it ends. So what happens
+# in
+# one instant never depends on which event is looked at first.
+#
+# Without slowdown the schedule is the longest path over dependencies and issue orders: start = max(ends before), end =
+# start + duration. With overlap factors the engine follows the rates from instant to instant. While a rank computes and
+# communicates at once, its computation runs at rate 1 / compute and its communication at 1 / communication. A collective or
+# a transfer runs at the rate of its slowest rank. Ranks that share a core slow one another as if they were one rank, and k
+# of them that compute at once run at 1 / k each (processor sharing).
+#
+# Leaves out: links shared by several transfers, and decisions at run time (see the dynamic engine).
 
 
 def simulate(graph: AnyGraph, durations_s: ArrayLike, *, overlap: OverlapFactors | None = None) -> Timeline:
@@ -82,7 +333,7 @@ def step_times_s(
     Args:
         unit: int64 [n], the column of `durations_s` (then float64 [S, units]) each task has, for tasks that share durations.
         together: int64 [resources], a number >= 0 for each: those of one number begin a repeat when all of them have ended the
-            one before (`parsim.engines.steps`); None: each by itself.
+            one before (`parsim.engines.program`); None: each by itself.
 
     Memory: 64 n bytes at most beside the arguments and the compiled graph, whatever S and `steps` are.
 

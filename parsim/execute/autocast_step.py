@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 
+from parsim.execute.optimizer import distinct, flat_gradients
 from parsim.execute.stage import seeded_module
-from parsim.execute.state.optimizer import distinct, flat_gradients
 from parsim.model.interface import example_batch, interface_of
-from parsim.model.memory.live_memory import LiveBytes
-from parsim.model.objective.total import total_loss
 from parsim.model.spec import ModelSpec
-from parsim.model.tracing.half_precision import HALF
+from parsim.model.total_loss import total_loss
+from parsim.model.trace.count import HALF
+from parsim.model.trace.memory import LiveBytes
 
 
 def autocast_peak_bytes(spec: ModelSpec, samples: int, *, autocast: bool = True) -> int:

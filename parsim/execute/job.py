@@ -3,19 +3,192 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from parsim.costs.loading import MeasuredLoading
-from parsim.costs.memory.verdict import FIT_PROBABILITY
-from parsim.errors import ExecutionError
-from parsim.execute.training.recipe import PLAIN, TrainingRecipe
+from parsim.errors import ConfigError, ExecutionError, near_matches
 from parsim.files import read_json, reading, version_problem, write_text_atomically
+from parsim.model.component import Component
+from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.plans.constraints import UNCONSTRAINED, SearchConstraints
 from parsim.plans.plan import Plan
-from parsim.typed import check_types
+from parsim.predict.memory import FIT_PROBABILITY
+from parsim.records import check_types
+from parsim.registry import Registry
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+
+# What goes with an update beside the optimizer's own rule: schedule, weight decay. Plain data, without torch.
+
+
+Argument = bool | int | float | str | tuple[int | float, ...]
+"""A value that a schedule or an optimizer takes."""
+
+NORM, BIAS = "norm", "bias"
+KINDS = (NORM, BIAS)
+"""What no_weight_decay may name beside patterns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The learning rate over the training.
+
+    Attributes:
+        name: a row of `parsim.execute.job.SCHEDULES`. arguments: of it.
+        per: when it moves on: after every step, or after every pass over the data.
+        warmup: so many of these at the beginning, in which the rate rises linearly (torch's LinearLR).
+        warmup_start_factor: of the first rate; None: 1 / (warmup + 1), so that the rate rises from 0 in equal parts.
+    """
+
+    name: str = "ConstantLR"
+    arguments: tuple[tuple[str, Argument], ...] = ()
+    per: Literal["step", "epoch"] = "step"
+    warmup: int = 0
+    warmup_start_factor: float | None = None
+
+    @property
+    def start_factor(self) -> float:
+        return 1 / (self.warmup + 1) if self.warmup_start_factor is None else self.warmup_start_factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRule:
+    """Validation on the way.
+
+    Attributes:
+        every: steps between two; 0: once per pass over the data.
+        validation: below 1 the share of the training samples that is held out, else how many; None: the dataset's own split
+            "validation", or a tenth where it has none.
+        metrics: rows of `parsim.execute.metrics.METRICS`. monitor: "loss" or one of them, by which the best checkpoint
+            is chosen. larger_is_better: of it. min_delta: a gain of at most this much is none.
+        patience: validations without a gain after which the training stops; 0: never.
+    """
+
+    every: int = 0
+    validation: float | None = None
+    metrics: tuple[str, ...] = ()
+    monitor: str = "loss"
+    larger_is_better: bool = False
+    min_delta: float = 0.0
+    patience: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmaRule:
+    """Moving averages of the weights: decay, in [0, 1], of torch's AveragedModel. evaluate: validations score them."""
+
+    decay: float
+    evaluate: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateGroup:
+    """Parameters with an optimizer of their own: one player of several networks, or a head that learns faster.
+
+    Attributes:
+        name: unique. parameters: patterns of their names.
+        optimizer: a row of OPTIMIZERS. learning_rate: of it; the recipe's schedule begins or peaks there.
+        optimizer_args, weight_decay: as those of a TrainingRecipe.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    optimizer: str
+    learning_rate: float
+    optimizer_args: tuple[tuple[str, Argument], ...] = ()
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRecipe:
+    """Attributes:
+    groups: parameters that are updated by another optimizer, or at another rate.
+    optimizer_args: of torch's optimizer, in place of its defaults.
+    weight_decay: of the optimizer; None: its default. no_weight_decay: parameters without: "norm", "bias", or patterns.
+    schedule: of the learning rate; None: it stays.
+    clip_norm: the largest norm of all gradients together; None: any. evaluation: on the way; None: none.
+    ema: moving averages of the weights; None: none. tensorboard: write its event files too.
+    """
+
+    groups: tuple[UpdateGroup, ...] = ()
+    optimizer_args: tuple[tuple[str, Argument], ...] = ()
+    weight_decay: float | None = None
+    no_weight_decay: tuple[str, ...] = ()
+    schedule: Schedule | None = None
+    clip_norm: float | None = None
+    evaluation: EvaluationRule | None = None
+    ema: EmaRule | None = None
+    tensorboard: bool = False
+
+    @property
+    def group_settings(self) -> dict[str, Argument]:
+        """What every group of parameters of the optimizer has in place of its defaults."""
+        settings = dict(self.optimizer_args)
+        return settings if self.weight_decay is None else {**settings, "weight_decay": self.weight_decay}
+
+    def of(self, group: str) -> TrainingRecipe:
+        """What goes with the updates of one group; "" for the parameters in none."""
+        for own in self.groups:
+            if own.name == group:
+                return replace(self, groups=(), optimizer_args=own.optimizer_args, weight_decay=own.weight_decay)
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> TrainingRecipe:
+        """Inverse of `to_dict`. Raises ExecutionError for anything else."""
+        try:
+            values = dict(document)
+            schedule = values.pop("schedule", None)
+            looks = values.pop("evaluation", None)
+            averages = values.pop("ema", None)
+            groups = values.pop("groups", ())
+            return cls(
+                **{
+                    **values,
+                    "optimizer_args": pairs(dict(values.get("optimizer_args", ()))),
+                    "no_weight_decay": tuple(values.get("no_weight_decay", ())),
+                },
+                groups=tuple(
+                    UpdateGroup(
+                        **{
+                            **group,
+                            "parameters": tuple(group["parameters"]),
+                            "optimizer_args": pairs(dict(group.get("optimizer_args", ()))),
+                        }
+                    )
+                    for group in groups
+                ),
+                evaluation=None if looks is None else EvaluationRule(**{**looks, "metrics": tuple(looks.get("metrics", ()))}),
+                ema=None if averages is None else EmaRule(**averages),
+                schedule=None
+                if schedule is None
+                else Schedule(**{**schedule, "arguments": pairs(dict(schedule.get("arguments", ())))}),
+            )
+        except (TypeError, ValueError, KeyError) as error:
+            raise ExecutionError(f"the training recipe of the job cannot be read ({error}); run again") from error
+
+
+PLAIN = TrainingRecipe()
+"""Nothing beside the optimizer's own rule."""
+
+
+def pairs(arguments: Mapping[str, Any]) -> tuple[tuple[str, Argument], ...]:
+    """Arguments in a fixed order, lists as tuples."""
+    return tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in sorted(arguments.items()))
+
 
 SCHEMA_VERSION = 1
 """Of job.json; files written before there was the key have this version, too."""
@@ -34,7 +207,7 @@ class RunSpec:
     Attributes:
         name: unique in the job; names its files. model_path: the Model JSON the plan was made for.
         dtype: "float32" or "float64", of weights and computation in precision fp32.
-        precision: as in RUN.toml (`parsim.model.number_formats`). master_weights: with bf16, the optimizer's copies in fp32.
+        precision: as in RUN.toml (`parsim.model.formats`). master_weights: with bf16, the optimizer's copies in fp32.
         loss_scale, loss_scale_growth_steps: with amp_fp16, the first scale and after how many good steps it grows.
         predicted_memory: per rank the lines of tensors, bytes, for whoever explains what was short; empty: not known.
         workers: processes per rank that read samples ahead. pin_memory: as torch's DataLoader, for ranks that load ahead.
@@ -197,3 +370,153 @@ class Job:
             found = cls(**document)
             check_types(found, "job")
             return found
+
+
+# Learning-rate schedules by torch's names: which arguments each takes. A new one is one row.
+#
+# Nothing here imports torch, so a run file is checked without it; a row's `make` imports it.
+
+
+PLATEAU = "ReduceLROnPlateau"
+"""The one schedule that follows the validation score."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleKind:
+    """One schedule.
+
+    Attributes:
+        make: (optimizer, **arguments) -> the torch.optim.lr_scheduler.LRScheduler.
+        arguments: names that `make` takes beside the optimizer.
+        required: those without a default.
+        length: the argument that means the whole training; left out, it is that many updates of the rate, without the warm-up.
+        peak: the argument that means the highest rate; left out, it is training.learning_rate.
+    """
+
+    make: Callable[..., LRScheduler]
+    arguments: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    length: str = ""
+    peak: str = ""
+
+
+def _torch_schedule(name: str, optimizer: Optimizer, **arguments: Any) -> LRScheduler:
+    from torch.optim import lr_scheduler
+
+    made: LRScheduler = getattr(lr_scheduler, name)(optimizer, **arguments)
+    return made
+
+
+def _row(name: str, arguments: str, required: str = "", *, length: str = "", peak: str = "") -> ScheduleKind:
+    return ScheduleKind(
+        make=partial(_torch_schedule, name),
+        arguments=tuple(arguments.split()),
+        required=tuple(required.split()),
+        length=length,
+        peak=peak,
+    )
+
+
+SCHEDULES: Registry[ScheduleKind] = Registry(
+    "schedule",
+    ScheduleKind,
+    {
+        "ConstantLR": _row("ConstantLR", "factor total_iters"),
+        "LinearLR": _row("LinearLR", "start_factor end_factor total_iters", length="total_iters"),
+        "ExponentialLR": _row("ExponentialLR", "gamma", "gamma"),
+        "PolynomialLR": _row("PolynomialLR", "total_iters power", length="total_iters"),
+        "StepLR": _row("StepLR", "step_size gamma", "step_size"),
+        "MultiStepLR": _row("MultiStepLR", "milestones gamma", "milestones"),
+        "CosineAnnealingLR": _row("CosineAnnealingLR", "T_max eta_min", length="T_max"),
+        "CosineAnnealingWarmRestarts": _row("CosineAnnealingWarmRestarts", "T_0 T_mult eta_min", "T_0"),
+        "OneCycleLR": _row(
+            "OneCycleLR",
+            "max_lr total_steps pct_start anneal_strategy cycle_momentum base_momentum max_momentum div_factor "
+            "final_div_factor three_phase",
+            length="total_steps",
+            peak="max_lr",
+        ),
+        "CyclicLR": _row(
+            "CyclicLR",
+            "base_lr max_lr step_size_up step_size_down mode gamma scale_mode cycle_momentum base_momentum max_momentum",
+            "base_lr",
+            peak="max_lr",
+        ),
+        PLATEAU: _row(PLATEAU, "mode factor patience threshold threshold_mode cooldown min_lr eps"),
+    },
+)
+
+
+def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for arguments that the schedule does not take, or lacks."""
+    row = SCHEDULES[name]
+    unknown = [key for key in arguments if key not in row.arguments]
+    if unknown:
+        near = near_matches(unknown[0], row.arguments)
+        listing = "" if near.startswith("; known") else f" ({name} takes: {', '.join(row.arguments)})"
+        raise ConfigError(f"{name} has no argument {unknown[0]!r}{near}{listing}")
+    missing = [key for key in row.required if key not in arguments]
+    if missing:
+        raise ConfigError(f"{name} needs {missing[0]}; it takes: {', '.join(row.arguments)}")
+
+
+# Groups of parameters with optimizers of their own: which parameters are whose, in a Model and by torch's names.
+#
+# A Model with groups says of each parameter its group and optimizer. Buckets, updates, prices and memory follow from that;
+# the
+# rates and arguments stay in the recipe, which the executor reads.
+
+
+def group_of(name: str, groups: Sequence[UpdateGroup]) -> UpdateGroup | None:
+    """The group of a parameter; None where no pattern matches its name.
+
+    Raises:
+        ConfigError: it is in two groups.
+    """
+    found = [group for group in groups if any(fnmatchcase(name, pattern) for pattern in group.parameters)]
+    if len(found) > 1:
+        raise ConfigError(
+            f"parameter {name} is in training.groups.{found[0].name} and in training.groups.{found[1].name}; one optimizer "
+            "updates a parameter: make the patterns narrower"
+        )
+    return found[0] if found else None
+
+
+def with_update_groups(model: Model, groups: Sequence[UpdateGroup]) -> Model:
+    """The model with the group and optimizer of each trainable parameter, in place of those it had; itself if that is the same.
+
+    Args:
+        model: any; tied weights have their first name in it.
+
+    Raises:
+        ConfigError: a parameter in two groups, or a pattern that matches none.
+    """
+    if not groups and not any(parameter.group for parameter in model.parameters):
+        return model
+    check_patterns((parameter.name for parameter in model.parameters), groups)
+
+    def grouped(component: Component) -> Component:
+        changed = []
+        for parameter in component.parameters:
+            group = group_of(parameter.name, groups) if parameter.trainable else None
+            name, optimizer = ("", "") if group is None else (group.name, group.optimizer)
+            changed.append(replace(parameter, group=name, optimizer=optimizer))
+        return component if tuple(changed) == component.parameters else replace(component, parameters=tuple(changed))
+
+    return replace(model, components=tuple(grouped(component) for component in model.components))
+
+
+def check_patterns(names: Iterable[str], groups: Sequence[UpdateGroup]) -> None:
+    """Raise ConfigError for a pattern that matches no parameter.
+
+    Args:
+        names: of the model's parameters.
+    """
+    known = list(names)
+    for group in groups:
+        for pattern in group.parameters:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise ConfigError(
+                    f"training.groups.{group.name}: no parameter matches {pattern!r}{near_matches(pattern, known)}; write a "
+                    f'pattern of names, such as "{known[0].partition(".")[0] if known else "generator"}.*"'
+                )

@@ -19,26 +19,22 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from parsim.data import Order, Samples, order_of, part
+from parsim.data.samples import Order, Samples, order_of, part
+from parsim.execute.job import PLAIN, Schedule, TrainingRecipe, group_of
+from parsim.execute.learning_rate import scheduler
 from parsim.execute.loading import host_values
 from parsim.execute.numerics import Numerics
+from parsim.execute.optimizer import EMA, MASTER, MasterWeights, exempt_names, make_optimizer
 from parsim.execute.stage import recorded_programs, seeded_module
-from parsim.execute.state.master_weights import MASTER, MasterWeights
-from parsim.execute.state.optimizer import make_optimizer
-from parsim.execute.state.weight_averages import EMA
-from parsim.execute.training.learning_rate import scheduler
-from parsim.execute.training.recipe import PLAIN, Schedule, TrainingRecipe
-from parsim.execute.training.update_groups import group_of
-from parsim.execute.training.weight_decay import exempt_names
-from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Component
 from parsim.model.interface import interface_of
 from parsim.model.model import Model
-from parsim.model.objective.objective import TARGET
-from parsim.model.objective.total import total_loss
+from parsim.model.objective import TARGET
 from parsim.model.runnable import Runnable
 from parsim.model.spec import ModelSpec
+from parsim.model.total_loss import total_loss
 from parsim.plans.plan import Plan
+from parsim.program.placed import PlanIndex
 
 CPU = torch.device("cpu")
 HALF_BITS = 16

@@ -8,32 +8,196 @@ What the tasks run is in `parsim.execute.operations`: each is bound to its compo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from parsim.errors import ExecutionError
-from parsim.execute.launch_order import launch_order
-from parsim.execute.operations.communicating import Communicating
-from parsim.execute.operations.computing import BatchSource, Computing
-from parsim.execute.operations.values import StepValues
+from parsim.execute.mixing import GroupsByStream, MixingRounds
+from parsim.execute.operations import BatchSource, Communicating, Computing, StepValues
 from parsim.execute.processes.group import StreamLink
-from parsim.execute.records.memory_lines import StepWatch
-from parsim.execute.records.task_time import Operation, TaskTime
-from parsim.execute.relaxed.mixing import GroupsByStream, MixingRounds
-from parsim.execute.relaxed.scripts import StepScript, StepScripts
-from parsim.execute.relaxed.stale import StaleStage
-from parsim.execute.rooms.buckets import rooms_of
-from parsim.execute.rooms.transfers import transfer_rooms
 from parsim.execute.stage import StageReplica
-from parsim.execute.state.store import Store
-from parsim.execute.streams import Streams
-from parsim.graph.task import COMPUTE, HOST, Task
-from parsim.graph.taskgraph import TaskGraph
+from parsim.execute.stale import StaleStage, runs
+from parsim.execute.store import StepWatch, Store
+from parsim.execute.streams import Operation, Streams, TaskTime
+from parsim.execute.transfers import transfer_rooms
+from parsim.program.lifetimes import rooms_of
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
+from parsim.program.task import COMPUTE, HOST, Task
+from parsim.program.taskgraph import RankTasks, TaskGraph, in_order, rank_tasks
 from parsim.work import ClipGradients, Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv
+
+# What a rank does in each training step: its tasks in issue order, which differ where a mixing round follows some steps.
+
+
+def _with_every_replica(graph: TaskGraph, layout: PlanIndex) -> TaskGraph:
+    """The graph of a step in which all replicas compute."""
+    plan, rule = layout.plan, layout.plan.synchronisation
+    if rule.participation == 1.0:
+        return graph
+    return lower(replace(plan, synchronisation=replace(rule, participation=1.0, seed=0)), layout.model)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepScript:
+    """Attributes:
+    tasks: of the rank. updates: whether an optimizer's step is among them. mixing: what to do for tasks of a round.
+    is_first: whether it is the step that the prediction shows: like the one that the first round follows.
+    share: of the replicas that compute in the step.
+    launches: the numbers of `tasks` in the order that all ranks launch in; none where ranks need no such order.
+    """
+
+    tasks: RankTasks
+    updates: bool
+    mixing: Mapping[int, Callable[[], None]] = field(default_factory=dict)
+    is_first: bool = True
+    share: float = 1.0
+    launches: tuple[int, ...] = ()
+
+    @cached_property
+    def computes(self) -> bool:
+        """Whether the rank computes in the step: not where its replica is not drawn, or no batch has come to its stage."""
+        return any(isinstance(task.work, Compute) for task, _, _ in self.tasks)
+
+
+class StepScripts:
+    """The scripts of one rank, each made once.
+
+    Args:
+        graph: of the step that the first round follows, or of every step. layout: of the plan. rank: global number.
+        mixing: where replicas mix in rounds, the rank's part of them. stale: where stages are decoupled, what waits there.
+        launch_order: of all tasks of a graph; None: ranks need none.
+    """
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        layout: PlanIndex,
+        rank: int,
+        mixing: MixingRounds | None,
+        stale: StaleStage | None = None,
+        launch_order: Callable[[TaskGraph, PlanIndex], Sequence[int]] | None = None,
+    ) -> None:
+        self._layout, self._rank, self._mixing, self._stale = layout, rank, mixing, stale
+        self._first, self._launch_order = graph, launch_order
+        self._made: dict[tuple[object, ...], StepScript] = {}
+        self._whole = self._script(_with_every_replica(graph, layout), {})
+
+    def of_step(self, number: int | None) -> StepScript:
+        """The script of training step `number` >= 0; None: what the rank does at most in any step."""
+        rule = self._layout.plan.synchronisation
+        if number is not None and self._stale is not None:
+            return self._filling(self._stale.since(number))
+        if number is None or self._mixing is None:
+            return self._whole
+        replicas = self._layout.plan.mesh.dp
+        mixing_round = number // rule.period_steps
+        local = not rule.due(number)
+        drawn = rule.takes_part(mixing_round, replicas)
+        key = (local, drawn, *(() if local else (rule.matrix(mixing_round, replicas).tobytes(),)))
+        if key not in self._made:
+            graph = lower(self._layout.plan, self._layout.model, self._layout, mixing_round=mixing_round, local=local)
+            operations = {} if local else self._mixing.operations(graph, mixing_round)
+            share = sum(drawn) / replicas
+            self._made[key] = self._script(graph, operations, is_first=graph.tasks == self._first.tasks, share=share)
+        return self._made[key]
+
+    def _filling(self, since: int) -> StepScript:
+        """What a decoupled stage does so many steps after the stages began to fill."""
+        plan = self._layout.plan
+        if since >= plan.synchronisation.steps_to_fill(plan.mesh.pp):
+            return self._whole
+        if (since,) not in self._made:
+            tasks = [entry for entry in self._whole.tasks if runs(entry[0], plan, self._rank, since)]
+            left = {task.index for task, _, _ in tasks}
+            tasks = [(task, stream, tuple(index for index in before if index in left)) for task, stream, before in tasks]
+            launches = tuple(index for index in self._whole.launches if index in left)
+            self._made[since,] = StepScript(tasks=tasks, updates=_updates(tasks), is_first=False, launches=launches)
+        return self._made[since,]
+
+    def _script(
+        self, graph: TaskGraph, mixing: Mapping[int, Callable[[], None]], *, is_first: bool = True, share: float = 1.0
+    ) -> StepScript:
+        tasks = rank_tasks(graph, self._rank)
+        launches: tuple[int, ...] = ()
+        if self._launch_order is not None:
+            own = {task.index for task, _, _ in tasks}
+            launches = tuple(index for index in self._launch_order(graph, self._layout) if index in own)
+        return StepScript(
+            tasks=tasks, updates=_updates(tasks), mixing=mixing, is_first=is_first, share=share, launches=launches
+        )
+
+
+def _updates(tasks: RankTasks) -> bool:
+    return any(isinstance(task.work, OptimizerStep) for task, _, _ in tasks)
+
+
+# One order for the launches of all ranks, in which every task of a step comes behind all that it waits for, on any rank.
+#
+# NCCL's kernels wait for data, and CUDA promises for no two streams that they run at the same time. So NCCL asks that every
+# rank
+# gives its communications in the same order, over whatever communicators. Each rank launches its tasks in this order,
+# computation
+# too. Then no rank waits for ever even where a GPU runs one thing after the other: where streams share a queue, or loading a
+# kernel waits until the device is idle. Nor does it where the host waits for its peers, as at the first collective of every
+# communicator, which connects them. The first task in the order that has not ended can always run.
+#
+# A launch is early: a task stands behind about as many others as separate it from the beginning of the step. Streams still
+# run at
+# the same time where the device lets them.
+#
+# Source: NCCL's user guide, "Using multiple NCCL communicators concurrently"; CUDA programming guide, "Lazy Loading".
+
+
+def launch_order(graph: TaskGraph, layout: PlanIndex) -> list[int]:
+    """The numbers of all tasks of all ranks; the same on every rank.
+
+    Whatever follows no update comes before all updates. With a scaled loss, ranks agree in their first one, and their hosts
+    wait for one another there.
+
+    Args:
+        graph: of one step. layout: of its plan.
+
+    Raises:
+        ExecutionError: tasks wait for one another.
+    """
+    before = graph.predecessors()
+    for index, awaited in room_waits(graph, layout).items():
+        before[index].extend(awaited)
+    order = in_order(before)
+    if len(order) < len(graph.tasks):
+        raise ExecutionError(
+            f"{len(graph.tasks) - len(order)} tasks of the step wait for one another; this is a fault of parsim"
+        )
+    late: set[int] = set()
+    for index in order:
+        if isinstance(graph.tasks[index].work, OptimizerStep) or not late.isdisjoint(before[index]):
+            late.add(index)
+    return [*(index for index in order if index not in late), *(index for index in order if index in late)]
+
+
+def room_waits(graph: TaskGraph, layout: PlanIndex) -> Mapping[int, Sequence[int]]:
+    """What messages between stages, and computations, also wait for: room, or that what was sent before has left.
+
+    Args:
+        graph: of one step. layout: of its plan.
+    """
+    if layout.plan.mesh.pp == 1:
+        return {}
+    tasks: list[RankTasks] = [[] for _ in range(graph.world_size)]
+    for task in graph.tasks:
+        for rank, stream in {resource.rank: resource.stream for resource in reversed(task.resources)}.items():
+            tasks[rank].append((task, stream, ()))
+    found: dict[int, list[int]] = {}
+    for rank, own in enumerate(tasks):
+        for index, awaited in transfer_rooms(own, layout, rank).awaited.items():
+            found.setdefault(index, []).extend(awaited)
+    return found
+
 
 __all__ = ["BatchSource", "RankProgram", "required_groups", "required_links"]
 

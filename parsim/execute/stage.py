@@ -10,33 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parsim.execute.numerics import Numerics
-from parsim.execute.randomness import ComponentRandomness
-from parsim.execute.state.checkpoint import RankState, restore_tensors
-from parsim.execute.state.fragments import Fragment, fragment_of, is_per_element, piece_of
-from parsim.execute.state.group_updates import GroupUpdates, Stepped
-from parsim.execute.state.loss_scale import overflow_flag
-from parsim.execute.state.master_weights import MASTER
-from parsim.execute.state.optimizer import flat_gradients
-from parsim.execute.state.value_names import check_names
-from parsim.execute.state.weight_averages import EMA
-from parsim.execute.state.zero import DividedBucket
-from parsim.execute.training.clipping import scale_to_norm, squared_norm
-from parsim.execute.training.recipe import PLAIN, TrainingRecipe
-from parsim.execute.training.weight_decay import exempt_names
-from parsim.graph.parameter_buckets import Bucket, HeldParameter
-from parsim.graph.passes.clipping import CountedPart, counted_by
-from parsim.graph.passes.gradients import updates_of
-from parsim.graph.plan_index import PlanIndex
+from parsim.execute.checkpoint.checkpoint import RankState, restore_tensors
+from parsim.execute.checkpoint.fragments import Fragment, check_names, fragment_of, is_per_element, piece_of
+from parsim.execute.job import PLAIN, TrainingRecipe
+from parsim.execute.numerics import ComponentRandomness, Numerics, overflow_flag
+from parsim.execute.optimizer import (
+    EMA,
+    MASTER,
+    GroupUpdates,
+    Stepped,
+    exempt_names,
+    flat_gradients,
+    scale_to_norm,
+    squared_norm,
+)
+from parsim.execute.zero import DividedBucket
 from parsim.model.build import build_module, check_real, move_hollow
 from parsim.model.component import LOSS
 from parsim.model.interface import example_batch, interface_of, loss_of
 from parsim.model.runnable import CallProgram, Runnable
+from parsim.model.shard.apply import shard_runnable
 from parsim.model.shard.pieces import piece
-from parsim.model.shard.sharded import shard_runnable
 from parsim.model.spec import ModelSpec
-from parsim.model.tracing.trace import follows_example, record
-from parsim.plans.redistribution import ValueLayout
+from parsim.model.trace.trace import follows_example, record
+from parsim.plans.layouts import ValueLayout
+from parsim.program.buckets import Bucket, HeldParameter
+from parsim.program.passes.gradients import CountedPart, counted_by, updates_of
+from parsim.program.placed import PlanIndex
 
 
 class StageReplica:

@@ -14,24 +14,39 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from parsim.execute.cuda.driver import TorchCudaDriver
-from parsim.execute.cuda.shared_gpu import STAGED, sharing
-from parsim.execute.cuda.streams import CudaStreams
-from parsim.execute.processes.priority import take_priority
-from parsim.execute.processes.supervise.heartbeat import pulse
-from parsim.execute.records.task_time import Operation, TaskTime
+from parsim.execute.processes.heartbeat import pulse
+from parsim.execute.processes.setup import take_priority
+
+# When a task ran, as one rank saw it.
+
+
+Operation = Callable[[], None]
+
+
+class TaskTime(NamedTuple):
+    """Seconds on the host's monotonic clock, which all ranks of one host share (`parsim.execute.processes.exchange`)."""
+
+    task: int
+    stream: str
+    ready_s: float
+    end_s: float
+
 
 _recorded = tuple.__new__
 """As TaskTime(...), in a third of its time: it is made for every task of every step."""
 
-__all__ = ["Operation", "Streams", "TaskTime", "ThreadStreams", "make_streams"]
+__all__ = [
+    "Operation",
+    "Streams",
+    "TaskTime",
+    "ThreadStreams",
+]
 
 
 class Streams(Protocol):
@@ -39,7 +54,7 @@ class Streams(Protocol):
 
     Where the device `loads_ahead`, a step's batch is copied by `load`, or was by `load_ahead` in the step before and is
     only `loaded` now. Where it `queues`, the host runs ahead, and the device may run one after the other what several streams
-    were given: ranks then issue in one order (`parsim.execute.launch_order`). An operation calls five functions while it
+    were given: ranks then issue in one order (`parsim.execute.runtime`). An operation calls five functions while it
     issues. `used`: its stream reads a tensor that another stream may have allocated. `lent`: the same of a communication and of
     memory of the computation. `unowned`: a tensor as a transfer is to have it. `fence`: marks its launches so far. `after`:
     makes it wait for a fence.
@@ -90,7 +105,7 @@ class _Waiting:
 
 class ThreadStreams:
     """For CPU ranks: one thread per communication stream, blocked inside the collective without holding the interpreter, and
-    before the computation where the system lets it (`parsim.execute.processes.priority`).
+    before the computation where the system lets it (`parsim.execute.processes.setup`).
 
     Computation and communication share a core. So a thread is woken once per communication, when all that it needs has ended.
 
@@ -236,10 +251,3 @@ class ThreadStreams:
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-
-def make_streams(device: torch.device) -> Streams:
-    """The streams of a rank that computes on `device`."""
-    if device.type != "cuda" or sharing() == STAGED:  # staged communication blocks whoever asks for it
-        return ThreadStreams()
-    return CudaStreams(TorchCudaDriver(device))

@@ -20,21 +20,20 @@ from parsim.errors import ExecutionError
 from parsim.execute.cuda.faults import told_outside_steps
 from parsim.execute.job import EXECUTION, Job
 from parsim.execute.numerics import check_switches, described, set_switches, switches
-from parsim.execute.processes import clocks
+from parsim.execute.processes import exchange as clocks
 from parsim.execute.processes.exchange import meet
 from parsim.execute.processes.group import ProcessPlace, close_group, init_group, read_place, worker_main
-from parsim.execute.processes.pinning import Pinning, prepare_rank
-from parsim.execute.processes.progress import WARNING, write_progress
+from parsim.execute.processes.heartbeat import Doing, pulse
+from parsim.execute.processes.output import WARNING, sole_user, write_progress
+from parsim.execute.processes.setup import Pinning, prepare_rank
 from parsim.execute.processes.speed_probe import SpeedProbe
-from parsim.execute.processes.supervise.heartbeat import Doing, pulse
-from parsim.execute.processes.supervise.scratch import sole_user
-from parsim.execute.training.loop import train
-from parsim.execute.training.rank_run import ProcessGroups, RankRun, built
+from parsim.execute.rank_run import ProcessGroups, RankRun, built
+from parsim.execute.train import train
 from parsim.files import write_text_atomically
-from parsim.garbage import keep_what_is_there
-from parsim.graph.lower import lower
-from parsim.graph.plan_index import PlanIndex
 from parsim.model.model import Model
+from parsim.numeric import keep_what_is_there
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
 
 WATCHED_S = 86_400.0
 """The timeout of collectives under a launcher that watches the ranks' heartbeats and ends them itself."""

@@ -17,17 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parsim.errors import GraphError
-from parsim.exporters.protobuf_wire import (
-    bytes_field,
-    chosen_double,
-    chosen_number,
-    delimited,
-    number_field,
-    packed_field,
-)
-from parsim.graph.task import HOST, Task
-from parsim.graph.taskgraph import TaskGraph
-from parsim.report.chrome_trace import task_label
+from parsim.exporters.protobuf_wire import bytes_field, chosen_double, chosen_number, delimited, number_field, packed_field
+from parsim.program.task import HOST, Task
+from parsim.program.taskgraph import TaskGraph
+from parsim.report.trace import task_label
 from parsim.work import Collective, SendRecv
 
 VERSION = "0.0.4"

@@ -17,8 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 from parsim.errors import ProfileError, near_matches
 from parsim.files import read_text, version_problem
 from parsim.hardware.profile import SCHEMA_VERSION, Sourced, SourceEntry, problems_text, source_keys
-from parsim.hardware.record import NonNegative, Positive, ProfileRecord, check_latency, check_rate
-from parsim.hardware.tables import check_texts, from_text
+from parsim.hardware.records import NonNegative, Positive, ProfileRecord, check_latency, check_rate, check_texts, from_text
 
 Algorithm = Literal["ring", "tree", "hierarchical"]
 CardCount = Annotated[int, Field(strict=True, ge=1, le=1024)]

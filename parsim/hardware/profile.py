@@ -17,18 +17,20 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from parsim.errors import ProfileError, near_matches
 from parsim.files import read_text, version_problem, write_text_atomically
-from parsim.hardware.compute_records import ComputeRecords
-from parsim.hardware.device_kinds import DEVICE_KINDS, device_name
-from parsim.hardware.record import (
+from parsim.hardware.devices import DEVICE_KINDS, device_name
+from parsim.hardware.records import (
+    ComputeRecords,
     NonNegative,
     Positive,
     ProfileRecord,
     check_device,
     check_latency,
     check_rate,
+    check_texts,
     either_key,
+    from_text,
+    to_text,
 )
-from parsim.hardware.tables import check_texts, from_text, to_text
 from parsim.hardware.topology import DEVICE_ROLES, role_of
 from parsim.registry import RowOf
 
@@ -79,7 +81,7 @@ class Quantiles(ProfileRecord):
 
 
 class AllocatorEntry(ProfileRecord):
-    """Memory of a rank beyond its tensors and the context, as measured (`parsim.hardware.allocator.Allocator`)."""
+    """Memory of a rank beyond its tensors and the context, as measured (`parsim.hardware.devices.Allocator`)."""
 
     library_bytes: Quantiles
     lost_share: Quantiles
@@ -484,14 +486,13 @@ def load_profile(name_or_path: str) -> Profile:
 
     Args:
         name_or_path: a name of `shipped_profiles`; the path of a JSON file, or of a TOML file that refers to parts; or a node
-            of equal GPUs such as "8xh100-sxm" (`parsim.hardware.parts.shorthand`).
+            of equal GPUs such as "8xh100-sxm" (`parsim.hardware.parts`).
 
     Raises:
         ProfileError: an unknown name (with near matches), or a broken file (with the path of the wrong key).
     """
-    from parsim.hardware.parts.compose import node_of_parts
-    from parsim.hardware.parts.profile_file import SUFFIX, read_parts_file
-    from parsim.hardware.parts.shorthand import is_shorthand
+    from parsim.hardware.compose import SUFFIX, node_of_parts, read_parts_file
+    from parsim.hardware.parts import is_shorthand
 
     path = Path(name_or_path)
     if path.suffix == SUFFIX:

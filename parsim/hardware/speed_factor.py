@@ -13,7 +13,7 @@ once. "Now" is one of two:
 
 How it is applied. The factor `since` the calibration is the adjustment "speed factor" of every price
 (`parsim.costs.adjustments`). The factors `beside` a run change no price. They give a second prediction, of the step at the
-speed that the machine had then (`parsim.predict.speed`), relative to the last look that the profile keeps.
+speed that the machine had then (`parsim.predict.evaluate`), relative to the last look that the profile keeps.
 
 Leaves out: that some work depends less on the speed of the cores than other work.
 """
@@ -25,9 +25,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parsim.arrays import Floats
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import ProbePace, ProbeSeconds, Profile
+from parsim.numeric import Floats
 from parsim.units import format_percent
 
 

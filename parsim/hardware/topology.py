@@ -50,7 +50,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Topology:
-    """The link graph; device i is the endpoint `parsim.hardware.device_kinds.device_name(i)`.
+    """The link graph; device i is the endpoint `parsim.hardware.devices.device_name(i)`.
 
     The links at each end and the hash are computed once per topology and cached.
     """

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from parsim.hardware.parts.load import load_gpu
-from parsim.hardware.parts.records import GpuPart
+from parsim.hardware.parts import GpuPart, load_gpu
 
 PATTERNS: tuple[tuple[str, str], ...] = (
     (r"GB300", "gb300"),

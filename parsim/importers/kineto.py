@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from parsim.arrays import Floats, Ints
 from parsim.errors import ImportedFileError
 from parsim.importers.operator_flop import flop_of, is_counted
 from parsim.importers.source_file import SourceFile, finite, shown
+from parsim.numeric import Floats, Ints
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime")

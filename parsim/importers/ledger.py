@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from parsim.analyze.spans import covered_until, union
-from parsim.arrays import Bools, Floats
 from parsim.importers.kineto import KINDS, KinetoTrace
+from parsim.numeric import Bools, Floats
+from parsim.predict.breakdown import covered_until, union
 
 TOP = 8
 

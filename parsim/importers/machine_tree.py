@@ -12,7 +12,7 @@ from typing import Any
 
 from parsim.errors import ImportedFileError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.device_kinds import device_name
+from parsim.hardware.devices import device_name
 from parsim.hardware.profile import LinkEntry, NicSlot, Profile, SourceEntry
 
 DIRECT, HOST, SOCKETS = "nvlink", "pcie", "smp"

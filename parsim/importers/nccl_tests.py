@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from parsim.collectives import COLLECTIVE_KINDS
 from parsim.errors import ImportedFileError
 from parsim.importers.source_file import SourceFile, finite, listed, shown
+from parsim.work import COLLECTIVE_KINDS
 
 PROGRAMS: Mapping[str, str | None] = {
     "all_reduce": "all_reduce",

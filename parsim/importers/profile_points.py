@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from parsim.collectives import COLLECTIVE_KINDS
+from parsim.costs.communication.closed_forms import fitted_s
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
-from parsim.costs.communication.measured_groups import fits_of_points
-from parsim.costs.communication.regimes import fitted_s
+from parsim.costs.communication.measured import fits_of_points
 from parsim.errors import CostError, ImportedFileError, ProfileError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, Profile, SourceEntry
 from parsim.importers.nccl_tests import NcclLog, NcclTest
-from parsim.work import Collective, SendRecv
+from parsim.work import COLLECTIVE_KINDS, Collective, SendRecv
 
 PREFIX = "nccl-tests-"
 FIT = "fit-nccl-tests"

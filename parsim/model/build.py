@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parsim.errors import FactoryError, ModelError
-from parsim.model.hugging_face.config import module_from_config, read_config
+from parsim.model.catalogue.hugging_face import module_from_config, read_config
+from parsim.model.catalogue.zoo import ZOO
 from parsim.model.spec import ModelSpec, is_config, resolve
-from parsim.model.tracing.trace import require_torch
-from parsim.model.zoo import ZOO
+from parsim.model.trace.trace import require_torch
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ def build_module(spec: ModelSpec) -> nn.Module:
     if ":" in spec.name:
         return _from_factory(spec)
     file, _, function = ZOO[spec.name].factory.partition(":")
-    factory = getattr(importlib.import_module(f"parsim.model.zoo.{file}"), function)
+    factory = getattr(importlib.import_module(f"parsim.model.catalogue.{file}"), function)
     try:
         module: nn.Module = factory(input_shape=spec.input_shape, **dict(spec.args))
     except (ArithmeticError, AssertionError, MemoryError, RuntimeError, TypeError, ValueError) as error:
@@ -136,7 +136,7 @@ def _raised(error: Exception, package: str) -> str:
 
 def build_fake(spec: ModelSpec) -> nn.Module:
     """Built without memory for its weights where the factory allows it."""
-    from parsim.model.memory.fake_tensors import QuickFakeMode
+    from parsim.model.trace.fakes import QuickFakeMode
 
     try:
         with warnings.catch_warnings(), QuickFakeMode():

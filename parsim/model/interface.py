@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ModelError
 from parsim.model.build import build_module, content_of, shared_fake
-from parsim.model.hugging_face.config import default_inputs, default_loss
+from parsim.model.catalogue.hugging_face import default_inputs, default_loss
+from parsim.model.catalogue.names import is_transformer
+from parsim.model.catalogue.zoo import ZOO
 from parsim.model.inputs import InputLeaf, ModelInput, arguments, module_inputs
-from parsim.model.losses import BINARY
 from parsim.model.model import COUPLED, MIXING, Model
-from parsim.model.named.names import is_transformer
-from parsim.model.objective.objective import Objective, parse_objective
-from parsim.model.objective.settle import OpenLoss, OutputKind, Settled, settle
+from parsim.model.objective import BINARY, Objective, OpenLoss, OutputKind, Settled, parse_objective, settle
 from parsim.model.spec import EXAMPLE, ModelSpec, is_config, resolve
-from parsim.model.tracing.trace import require_torch
-from parsim.model.zoo import ZOO
+from parsim.model.trace.trace import require_torch
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +57,7 @@ class Interface:
     @property
     def inputs_in_order(self) -> tuple[ModelInput, ...]:
         """As a forward is given them. Needs torch."""
-        from parsim.model.tracing.recording import flatten_inputs
+        from parsim.model.trace.record import flatten_inputs
 
         entries = {entry.name: entry for entry in self.inputs}
         names, _ = flatten_inputs(*self.arguments({name: name for name in entries}))
@@ -203,8 +201,8 @@ def settle_module(
     Raises:
         ModelError: as `settle`. TraceError: the forward fails.
     """
-    from parsim.model.objective.total import output_kinds
-    from parsim.model.tracing.recording import run_recorded
+    from parsim.model.total_loss import output_kinds
+    from parsim.model.trace.record import run_recorded
 
     recording = run_recorded(module, args, kwargs, loss=None, example=example, repeats=True)
     first = recording.tensors[recording.inputs[0][1]]
@@ -300,7 +298,7 @@ def checked_form(model: Model, module: Callable[[], nn.Module], kind: Interface)
     Args:
         model: as traced. module: gives it with real weights. kind: its interface.
     """
-    from parsim.model.objective.coupling import MOST_ELEMENTS, MOST_FLOP, UNCHECKED, loss_form, samples_judged
+    from parsim.model.coupling import MOST_ELEMENTS, MOST_FLOP, UNCHECKED, loss_form, samples_judged
 
     objective = kind.objective
     if model.loss_form in (COUPLED, MIXING):

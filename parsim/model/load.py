@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import sys
+import sysconfig
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from parsim.errors import ModelError
+from parsim.files import cache_folder
 from parsim.model.build import build_fake, build_module, cast_module, content_of, shared_fake
+from parsim.model.catalogue.hugging_face import assumptions, left_out
+from parsim.model.catalogue.names import is_transformer, named_model
+from parsim.model.catalogue.presets import PRESETS, load_preset
+from parsim.model.catalogue.zoo import ZOO
 from parsim.model.component import Component
-from parsim.model.hugging_face.config import assumptions, left_out
-from parsim.model.inputs import ModelInput
+from parsim.model.inputs import ModelInput, module_inputs, ordered
 from parsim.model.interface import (
+    Interface,
     checked_form,
     drawn_batch,
     example_module,
@@ -20,18 +36,163 @@ from parsim.model.interface import (
     known_interface,
     loss_of,
     open_interface,
+    settle_module,
     zero_batch,
 )
-from parsim.model.model import GRANULARITIES, Model
-from parsim.model.named.names import is_transformer, named_model
-from parsim.model.objective.objective import naming_coupled_losses
-from parsim.model.presets import PRESETS, load_preset
+from parsim.model.model import COUPLED, GRANULARITIES, MIXING, Model
+from parsim.model.objective import Objective, Settled, naming_coupled_losses, parse_objective
 from parsim.model.spec import EXAMPLE, ModelSpec, is_config, resolve
-from parsim.model.stored import described, folder, key_of, user_sources
-from parsim.model.stored import read as read_stored
-from parsim.model.stored import write as write_stored
-from parsim.model.tracing.trace import require_torch
-from parsim.model.zoo import ZOO
+from parsim.model.trace.trace import follows_example, require_torch, split_inputs
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+# Models that were traced before, kept in the user's cache folder by the content they were traced from.
+#
+# A key covers the content of a config, or the built module of a factory and the source of the user's modules. It also covers
+# arguments, inputs, granularity, the type of the weights, and the versions of Python, parsim (its source), torch and
+# transformers. A file that cannot be read, or whose digest is wrong, is ignored, and the model is traced anew. A file appears
+# under its name only when it is complete, so processes may write at once.
+#
+# Left out: files that a forward reads while it runs.
+
+
+SWITCH = "PARSIM_MODEL_CACHE"
+"""Environment variable: "off" keeps nothing and reads nothing, a path is the folder to use."""
+
+MOST_FILES = 256
+"""Files that are kept; the ones used longest ago go first."""
+
+_DISTRIBUTIONS = ("torch", "transformers", "numpy")
+
+
+def folder() -> Path | None:
+    """Where Models are kept; None where the switch is off.
+
+    $PARSIM_MODEL_CACHE, else the cache folder of models.
+    """
+    chosen = os.environ.get(SWITCH, "")
+    if chosen.lower() in ("off", "0", "no", "false"):
+        return None
+    if chosen:
+        return Path(chosen).expanduser()
+    return cache_folder("models")
+
+
+def key_of(content: Mapping[str, Any]) -> str:
+    """The name under which a Model is kept.
+
+    Args:
+        content: plain JSON values that tell the traced module, its inputs and how it was traced.
+    """
+    whole = {"content": content, "versions": _versions()}
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _versions() -> dict[str, str]:
+    """Of all that decides about a trace: parsim by its source."""
+    found = {"python": sys.version}
+    for name in _DISTRIBUTIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    root = Path(__file__).parent
+    files = sorted((*root.rglob("*.py"), root.parent / "errors.py", root.parent / "registry.py"))
+    found["parsim"] = _digest_of_files(files)
+    return found
+
+
+def _digest_of_files(paths: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        with contextlib.suppress(OSError):
+            text = path.read_bytes()
+            digest.update(f"{path.name} {len(text)}\n".encode())
+            digest.update(text)
+    return digest.hexdigest()
+
+
+def user_sources() -> str:
+    """A digest of the source of every imported module that belongs to neither Python nor an installed package."""
+    installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    own = str(Path(__file__).parent.parent)
+    paths = set()
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(".py") and not file.startswith((*installed, f"{own}{os.sep}")):
+            paths.add(Path(file))
+    return _digest_of_files(sorted(paths))
+
+
+def described(module: nn.Module) -> str:
+    """A digest of a built module: classes, plain attributes, parameters and buffers, without their values."""
+    digest = hashlib.sha256()
+    for path, part in module.named_modules():
+        kind = type(part)
+        plain = {name: repr(value) for name, value in sorted(part.__dict__.items()) if _is_plain(value)}
+        kinds = [
+            (name, None if tensor is None else (tuple(tensor.shape), tensor.stride(), str(tensor.dtype), tensor.requires_grad))
+            for held in (part._parameters, part._buffers)
+            for name, tensor in held.items()
+        ]
+        digest.update(repr((path, kind.__module__, kind.__qualname__, plain, kinds)).encode())
+    return digest.hexdigest()
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def read(key: str) -> Model | None:
+    """The Model kept under a key; None if there is none that can be trusted."""
+    place = folder()
+    if place is None:
+        return None
+    path = place / f"{key}.model"
+    try:
+        digest, _, packed = path.read_bytes().partition(b"\n")
+        if digest.decode() != hashlib.sha256(packed).hexdigest():
+            return None
+        found = Model.from_json(zlib.decompress(packed).decode())
+    except (OSError, ValueError, zlib.error, ModelError):
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)
+    return found
+
+
+def write(key: str, model: Model) -> None:
+    """Keep a Model. A folder that cannot be written is not an error: the Model is traced again next time."""
+    place = folder()
+    if place is None:
+        return
+    packed = zlib.compress(model.to_json().encode(), 1)
+    with contextlib.suppress(OSError):
+        place.mkdir(parents=True, exist_ok=True)
+        with _temporary(place) as partial:
+            partial.write_bytes(hashlib.sha256(packed).hexdigest().encode() + b"\n" + packed)
+            partial.replace(place / f"{key}.model")
+        _forget_oldest(place)
+
+
+@contextlib.contextmanager
+def _temporary(place: Path) -> Iterator[Path]:
+    """A file of this process alone, removed unless it was renamed."""
+    handle, name = tempfile.mkstemp(suffix=".partial", dir=place)
+    os.close(handle)
+    try:
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _forget_oldest(place: Path) -> None:
+    found = sorted(place.glob("*.model"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in found[MOST_FILES:]:
+        path.unlink(missing_ok=True)
 
 
 def load_model(spec: ModelSpec, *, granularity: str = "block", weights: str = "float32") -> Model:
@@ -83,10 +244,10 @@ def _stored_or_traced(spec: ModelSpec, granularity: str, weights: str, content: 
     what["sources"] = user_sources()
     key = key_of(what)
     name, begins = _model_name(spec), f"trace of {spec.name}("
-    if found := read_stored(key):
+    if found := read(key):
         return replace(found, name=name, source=begins + found.source)
     traced = trace_spec(spec, granularity, weights=weights)
-    write_stored(key, replace(traced, source=traced.source.removeprefix(begins)))
+    write(key, replace(traced, source=traced.source.removeprefix(begins)))
     return traced
 
 
@@ -130,7 +291,7 @@ def trace_spec(spec: ModelSpec, granularity: str, *, weights: str = "float32") -
     require_torch(f"trace {spec.name}, which has no preset for these arguments")
     import torch
 
-    from parsim.model.tracing.traced import settled_model
+    from parsim.model.trace.traced import settled_model
 
     spec = resolve(spec)
     content = content_of(spec)
@@ -176,3 +337,109 @@ def inputs_text(spec: ModelSpec, inputs: tuple[ModelInput, ...]) -> str:
     if spec.inputs is None and not is_config(spec.name):
         return str(list(inputs[0].shape))
     return ", ".join(f"{entry.name} {list(entry.shape)}{'' if entry.is_number else f' {entry.dtype}'}" for entry in inputs)
+
+
+# The Model of an nn.Module that the caller already has, with its loss, as `parsim.plan(module, ...)` uses it.
+
+
+def model_from_module(
+    module: nn.Module,
+    example_inputs: Any = None,
+    *,
+    input_shape: tuple[int, ...] | None = None,
+    inputs: tuple[ModelInput, ...] | None = None,
+    granularity: str = "block",
+    loss: str | Objective | None = None,
+    output: str | None = None,
+    name: str | None = None,
+    control_flow: str = "refuse",
+) -> Model:
+    """Trace a module on fake tensors, and add its loss as the last component.
+
+    Args:
+        example_inputs: a batch as the module takes it (a Tensor, a tuple or a dict). Dim 0 of the first tensor is the batch;
+            a tensor with another dim 0 is constant.
+        input_shape: of one sample, instead of `example_inputs`; integers below the table's size where the sample has one dim
+            and the module an nn.Embedding, else floats.
+        inputs: by the names of the arguments of its forward, instead of both.
+        loss: a row of `parsim.model.objective.LOSSES`, an Objective or its text; left out: the usual one of such an output.
+        output: which output a loss that is left out reads.
+        control_flow: "refuse" or "example", as for `parsim.model.trace`; without `example_inputs` the example is drawn.
+
+    Raises:
+        ModelError: not a module, neither inputs nor a shape, an output that leaves the loss open, or integers that no table has
+            rows for. TraceError: the module cannot be cut into components.
+        MissingDependencyError: without torch.
+    """
+    require_torch("trace a module")
+    from torch import nn
+
+    from parsim.model.trace.traced import model_of, seen_ranges
+
+    if not isinstance(module, nn.Module):
+        if isinstance(module, type) and issubclass(module, nn.Module):
+            raise ModelError(f"{module.__name__} is a class and not a model: give an instance, such as {module.__name__}()")
+        raise ModelError(
+            f"{type(module).__name__} is not a model: give the name of one, a run file, a parsim.Model or a torch.nn.Module"
+        )
+    called, tokens = name or type(module).__name__, None
+    declared: tuple[ModelInput | None, ...]
+    if example_inputs is not None:
+        args, kwargs = split_inputs(example_inputs)
+        declared = seen_ranges(args, kwargs)
+    elif input_shape is None and inputs is None:
+        raise ModelError(
+            f"{called} needs an input: give input_shape, the shape of one sample such as (3, 224, 224), inputs by name, or "
+            "example_inputs, a batch as the module takes it"
+        )
+    else:
+        described = None if inputs is None else ordered(inputs)
+        whole, positional = module_inputs(module, described, input_shape, called)
+        kind = Interface(inputs=whole, output=(), loss="", target=None, positional=positional)
+        args, kwargs = kind.arguments(drawn_batch(whole) if follows_example(control_flow) else zero_batch(whole))
+        tokens, declared = kind.takes_tokens, kind.inputs_in_order
+    objective = parse_objective(loss) if isinstance(loss, str) else loss
+    example = follows_example(control_flow)
+    settled = settle_module(module, args, kwargs, objective, name=called, tokens=tokens, output=output, example=example)
+    with naming_coupled_losses():
+        text = str(settled.objective)
+        model = model_of(
+            module, args, kwargs, granularity=granularity, name=name, loss=text, example=example, declared=declared
+        )
+    if example_inputs is None:
+        kind = replace(kind, output=settled.output, loss=model.loss, target=settled.target)
+        return replace(model, loss_form=checked_form(model, lambda: module, kind))
+    return replace(model, loss_form=_form_of_examples(model, module, args, kwargs, settled))
+
+
+def _form_of_examples(
+    model: Model, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], settled: Settled
+) -> str:
+    """`checked_form` on the batch that was given: its first samples."""
+    import torch
+    from torch import Tensor
+
+    from parsim.model.coupling import MOST_ELEMENTS, MOST_FLOP, SAMPLES, loss_form, samples_judged
+    from parsim.model.trace.record import flatten_inputs
+
+    objective = settled.objective
+    if model.loss_form in (COUPLED, MIXING) or (objective.adds_up and model.parameter_count > MOST_ELEMENTS):
+        return model.loss_form
+    leaves, structure = flatten_inputs(args, kwargs)
+    tensors = {str(place): leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    batch = next(iter(tensors.values())).shape[0]
+    constants = frozenset(name for name, tensor in tensors.items() if tensor.dim() == 0 or tensor.shape[0] != batch)
+    # a constant may number the samples of the whole batch, as edges do nodes
+    samples = batch if objective.adds_up and constants else min(batch, samples_judged(model.forward_flop))
+    if objective.adds_up and model.forward_flop * samples > MOST_FLOP * SAMPLES:
+        return model.loss_form
+    given = {name: tensor if name in constants else tensor[:samples] for name, tensor in tensors.items()}
+    generator = torch.Generator().manual_seed(0)
+    target = None if settled.target is None else settled.target.tensor(samples, generator, torch.float32)
+
+    def call(values: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        filled = [values.get(str(place), leaf) for place, leaf in enumerate(leaves)]
+        found: tuple[tuple[Any, ...], Mapping[str, Any]] = structure.unflatten(filled)
+        return found
+
+    return loss_form(module, objective, model.loss_form, given, target, constants=constants, call=call)

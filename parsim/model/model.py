@@ -37,8 +37,7 @@ from parsim.model.component import (
     SplitBackward,
     Value,
 )
-from parsim.remembered import Remembering
-from parsim.typed import check_types
+from parsim.records import Remembering, check_types
 from parsim.units import format_count
 
 SCHEMA_VERSION = 5
@@ -58,8 +57,8 @@ class Model(Remembering):
 
     Attributes:
         granularity: one of GRANULARITIES. inputs, outputs: names of Values.
-        source: its origin, e.g. "trace of parsim.model.zoo.resnet.resnet50(num_classes=100)".
-        loss: its training loss, the text of a `parsim.model.objective.objective.Objective`; "": unknown, or none.
+        source: its origin, e.g. "trace of parsim.model.catalogue.networks.resnet50(num_classes=100)".
+        loss: its training loss, the text of a `parsim.model.objective.Objective`; "": unknown, or none.
         loss_form: "": a sum over samples. "mean": a scalar taken as the mean over the batch; "per sample": one number each,
             added up; either with "unchecked" if batches were not compared. "coupled": not a sum over samples. "added up":
             a scalar that is the sum and not the mean. "mixing samples": parsim's loss of a module that is not divisible.

@@ -29,7 +29,7 @@ class Nested(NamedTuple):
 class StateKey(NamedTuple):
     """Where a parameter or buffer lives: `kind` is "parameter" or "buffer", `name` its qualified name.
 
-    Kind "module" is a whole module, which is called with its own code (`parsim.model.tracing.whole_calls`).
+    Kind "module" is a whole module, which is called with its own code (`parsim.model.trace.data_dependent`).
     """
 
     kind: str

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parsim.errors import ModelError, near_matches
-from parsim.model.inputs import ModelInput, check_size, inputs_from, ordered
-from parsim.model.named.names import (
+from parsim.model.catalogue.names import (
     check_own,
     config_path,
     document_of,
@@ -22,8 +21,9 @@ from parsim.model.named.names import (
     sequence_of,
     shape_of,
 )
-from parsim.model.objective.objective import TARGET, Objective, parse_objective
-from parsim.model.zoo import ZOO, Scalar, ZooRow
+from parsim.model.catalogue.zoo import ZOO, Scalar, ZooRow
+from parsim.model.inputs import ModelInput, check_size, inputs_from, ordered
+from parsim.model.objective import TARGET, Objective, parse_objective
 
 OBJECTIVE_KEYS = ("output", "classes_dim", "target")
 REFUSE, EXAMPLE = "refuse", "example"
@@ -49,7 +49,7 @@ class ModelSpec:
         With one input it says all; `inputs` is for others.
     inputs: what `forward` takes, by the names of its arguments. None: one input of `input_shape`, integers where the sample
         has one dim and the model an embedding, else floats.
-    loss: a row of `parsim.model.losses`, "package.module:ROW" or "package:function". None takes the model's default.
+    loss: a row of `parsim.model.objective`, "package.module:ROW" or "package:function". None takes the model's default.
     output, classes_dim, target: of an `Objective`: which output the loss reads, where its classes lie, what its targets are.
     control_flow: "refuse" code that depends on the values of tensors, or follow an "example": a random batch, and weights of
         seed 0.

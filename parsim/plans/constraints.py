@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from parsim.errors import PlanError
+from parsim.plans.layouts import KINDS, Placement, parse_placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
-from parsim.plans.placement import KINDS, Placement, parse_placement
-from parsim.plans.plan import MOST_MICROBATCHES, ZERO_STAGES, ZERO_STAGES_TEXT
-from parsim.plans.recompute import AUTO, Recompute
-from parsim.plans.recompute import WORDS as RECOMPUTE_WORDS
+from parsim.plans.plan import AUTO, MOST_MICROBATCHES, ZERO_STAGES, ZERO_STAGES_TEXT, Recompute
+from parsim.plans.plan import WORDS as RECOMPUTE_WORDS
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
-from parsim.typed import check_types
+from parsim.records import check_types
 from parsim.units import nearest_divisors
 
 
@@ -98,7 +97,7 @@ class SearchConstraints:
 
     Attributes:
         strategy: the family that is searched. constraints: of synchronous plans.
-        zero_stage, recompute, pins, forbids, capacity_factor: as in `parsim.predict.planning_problem.PlanningProblem`.
+        zero_stage, recompute, pins, forbids, capacity_factor: as in `parsim.predict.problem.PlanningProblem`.
     """
 
     strategy: str = "adaptive"

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from parsim.errors import ModelError, PlanError, near_matches
 from parsim.files import (
@@ -25,15 +25,178 @@ from parsim.files import (
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.model.shard.narrow import check_ways
-from parsim.plans.host.offload import ActivationOffload, check_offload, normalised_offload, offloaded_names
+from parsim.plans.layouts import BATCH, Placement, parse_placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, rank_of_stage, stages_by_rank
-from parsim.plans.placement import BATCH, Placement, parse_placement
-from parsim.plans.recompute import NONE, Recompute, check_segments, names_by_operator, normalised, recomputed_names
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
+from parsim.records import check_types
 from parsim.registry import is_reference
-from parsim.typed import check_types
 from parsim.units import format_bytes
+
+# Which components of a plan are recomputed: they keep only their inputs, and run their forward again before their backward.
+#
+# "none", "full" (all that have a backward), "selective" (all by operator) or a list. An entry of a list is a component's
+# name, or
+# "selective:NAME" for a component by operator. A component keeps its inputs as it reads them, so that recomputing repeats
+# computation alone and no communication. By operator it also keeps the outputs that are dear to compute, and runs the rest
+# again
+# (`parsim.model.autograd.recompute`). A component that would keep no less so stays as it is. A segment (a run of components,
+# such as a transformer layer) keeps only what enters it, so its conversions between tensor shards are sent again, as
+# Megatron's
+# full recomputation does.
+#
+# Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); Korthikanti et al., "Reducing Activation
+# Recomputation in Large Transformer Models" (2022), section 5.
+
+
+Recompute = str | tuple[str, ...]
+
+NONE = "none"
+FULL = "full"
+SELECTIVE = "selective"
+BY_OPERATOR = f"{SELECTIVE}:"
+"""Begins an entry of a list that means a component by operator."""
+AUTO: Literal["auto"] = "auto"
+"""Of a search, not of a plan: as little as makes a plan fit, and none where it fits without."""
+
+
+def normalised(recompute: Recompute | Sequence[str], components: Sequence[str]) -> Recompute:
+    """The one way to write the choice: names in execution order, a word where it means all or none of them.
+
+    Raises PlanError for another word, a name that is not a component of the plan, or one that is recomputed in both ways.
+    """
+    if isinstance(recompute, str):
+        if recompute not in WORDS:
+            raise PlanError(
+                f"recompute = {recompute!r}{near_matches(recompute, WORDS)}: it is {', '.join(map(repr, WORDS))} or a list of "
+                f'component names ("{BY_OPERATOR}NAME" for one by operator)'
+            )
+        return recompute
+    given = set(recompute)
+    for entry in given:
+        name = entry.removeprefix(BY_OPERATOR)
+        if name not in components:
+            raise PlanError(f"recompute names {name!r}, which is not a component of the plan{near_matches(name, components)}")
+        if entry != name and name in given:
+            raise PlanError(f"recompute names {name!r} and {entry!r}: a component is recomputed in one way; drop one of them")
+    chosen = tuple(entry for name in components for entry in (name, BY_OPERATOR + name) if entry in given)
+    if len(chosen) == len(components):
+        for word, begins in ((FULL, False), (SELECTIVE, True)):
+            if all(entry.startswith(BY_OPERATOR) == begins for entry in chosen):
+                return word
+    return chosen or NONE
+
+
+WORDS = (NONE, SELECTIVE, FULL)
+
+
+def recomputed_names(recompute: Recompute, components: Sequence[str]) -> frozenset[str]:
+    """The components that a normalised choice names whole."""
+    if isinstance(recompute, str):
+        return frozenset(components if recompute == FULL else ())
+    return frozenset(entry for entry in recompute if not entry.startswith(BY_OPERATOR))
+
+
+def names_by_operator(recompute: Recompute, components: Sequence[str]) -> frozenset[str]:
+    """The components that a normalised choice names by operator."""
+    if isinstance(recompute, str):
+        return frozenset(components if recompute == SELECTIVE else ())
+    return frozenset(entry.removeprefix(BY_OPERATOR) for entry in recompute if entry.startswith(BY_OPERATOR))
+
+
+def check_segments(segments: Sequence[Sequence[str]], recompute: Recompute, stages: Sequence[Sequence[str]]) -> None:
+    """Check that every segment is a run of consecutive components of one stage, and that no component is recomputed twice.
+
+    Args:
+        segments: of a plan. recompute: its normalised choice of components. stages: components of each stage, in order.
+
+    Raises:
+        PlanError: the first rule that is broken, with its names.
+    """
+    if not segments:
+        return
+    place = {name: (number, index) for number, stage in enumerate(stages) for index, name in enumerate(stage)}
+    seen = set(recomputed_names(recompute, tuple(place)))
+    if recompute != SELECTIVE:  # which leaves out what segments recompute
+        seen |= names_by_operator(recompute, tuple(place))
+    for segment in segments:
+        for name in segment:
+            if name not in place:
+                raise PlanError(
+                    f"segments name {name!r}, which is not a component of the plan{near_matches(name, list(place))}"
+                )
+            if name in seen:
+                raise PlanError(f"{name} would be recomputed twice: it is in two segments, or in recompute as well")
+            seen.add(name)
+        stage, first = place[segment[0]] if segment else (0, 0)
+        if not segment or [place[name] for name in segment] != [(stage, first + offset) for offset in range(len(segment))]:
+            raise PlanError(
+                f"a segment is a run of consecutive components of one stage, and {', '.join(segment) or 'an empty one'} is not"
+            )
+
+
+# What of a plan lies in the host's memory: the optimizer's state, and activations that are saved for the backward.
+#
+# Optimizer: state and master weights. Once a bucket's gradients are complete on a rank, those that the rank updates with
+# (whole,
+# or its part under ZeRO) are copied to the host. When all have come, the host updates bucket by bucket, and the new
+# parameters
+# are copied back. So gradients are accumulated, summed and clipped on the device.
+#
+# Activations: what a component saves is copied behind its forward, and fetched before its backward. A rank begins a
+# computation only when what the computation before the last one saved has left. It fetches one computation ahead. So a device
+# holds what is saved of two or three components at once. A component that is recomputed keeps its inputs, which are copied
+# likewise. A value that several components save is copied with the last of them. It stays on the device if one of them is not
+# offloaded. So do samples of the batch, and values that came from another stage.
+
+
+ActivationOffload = bool | tuple[str, ...]
+
+
+def normalised_offload(given: ActivationOffload, components: Sequence[str]) -> ActivationOffload:
+    """The one way to write the choice: names in execution order, True for all of them, False for none.
+
+    Raises PlanError for a name that is no component of the plan.
+    """
+    if isinstance(given, bool):
+        return given
+    for name in given:
+        if name not in components:
+            raise PlanError(
+                f"activation_offload names {name!r}, which is no component of the plan{near_matches(name, components)}"
+            )
+    chosen = tuple(name for name in components if name in set(given))
+    return len(chosen) == len(components) or (chosen or False)
+
+
+def offloaded_names(offload: ActivationOffload, components: Sequence[str]) -> frozenset[str]:
+    """The components that a normalised choice names."""
+    if isinstance(offload, bool):
+        return frozenset(components if offload else ())
+    return frozenset(offload)
+
+
+def check_offload(*, optimizer: bool, activations: bool, halves: bool, segments: bool, relaxed: bool) -> None:
+    """Raise PlanError where a plan has something that offload does not go with.
+
+    Args:
+        optimizer, activations: what is offloaded. halves: the pipeline order runs backwards in halves. segments: the plan has
+            some. relaxed: so is its synchronisation.
+    """
+    if (optimizer or activations) and relaxed:
+        key = "optimizer_offload" if optimizer else "activation_offload"
+        raise PlanError(f"{key} belongs to synchronous training, and the plan's synchronisation is another; drop one of them")
+    if activations and halves:
+        raise PlanError(
+            "activation_offload fetches what one whole backward needs, and the pipeline order runs backwards in halves; use "
+            "1f1b, gpipe or interleaved, or drop activation_offload"
+        )
+    if activations and segments:
+        raise PlanError(
+            "activation_offload copies what single components keep, and segments keep what enters several; list components in "
+            "recompute instead of segments, or drop activation_offload"
+        )
+
 
 MOST_MICROBATCHES = 10**4
 """Each is simulated: ten times as many took a search of a small model 9 GB and more than 97 CPU seconds."""
@@ -129,7 +292,7 @@ class Plan:
         optimizer_offload: the optimizer's state and master weights are in the host's memory. A rank's gradients are copied
             there, the host updates, and the new parameters are copied back.
         activation_offload: the components whose saved activations are copied to the host after their forward, and fetched
-            before their backward: True (all), False (none) or their names (`parsim.plans.host.offload`).
+            before their backward: True (all), False (none) or their names (`parsim.plans.plan`).
         clip_gradients: before every update all ranks get the norm of all gradients, and scale their gradients by it.
         synchronisation: how and when replicas synchronise (`parsim.plans.synchronisation`).
     """
@@ -541,3 +704,72 @@ def holding(component: Component, placement: Placement, parameter: str) -> tuple
         case "place":
             return ("place", placement.shard)
     return (placement.kind,)
+
+
+# A plan in words, as people call it; `Plan.summary` is its exact short form.
+
+
+def plan_in_words(plan: Plan) -> str:
+    """`2 pipeline stages of 4-way data parallelism with ZeRO 3, 8 microbatches of 32`.
+
+    Args:
+        plan: of any mesh and placements. Bucket sizes, pipeline order and single placements are left out.
+    """
+    pp, dp, tp = plan.mesh.pp, plan.mesh.dp, plan.mesh.tp
+    axes = [f"{dp}-way data parallelism"] if dp > 1 else []
+    if tp > 1:
+        axes.append(f"mixed placements on {tp} ranks" if _is_mixed(plan) else f"{tp}-way tensor parallelism")
+    if plan.mesh.cp > 1:
+        axes.append(f"{plan.mesh.cp}-way context parallelism")
+    if plan.mesh.ep > 1:
+        axes.append(f"{plan.mesh.ep}-way expert parallelism")
+    words = " x ".join(axes)
+    if pp > 1:
+        words = f"{pp} pipeline stages of {words}" if words else f"{pp} pipeline stages"
+    words = words or "one device"
+    if plan.zero_stage:
+        words += f" with ZeRO {plan.zero_stage}"
+        words += f" within groups of {plan.mesh.dp_shard}" if plan.mesh.dp_shard else ""
+    if plan.microbatches > 1:
+        words += f", {plan.microbatches} microbatches of {plan.microbatch_samples}"
+    if plan.recomputed:
+        words += ", recomputing activations"
+    elif plan.recomputes:
+        words += ", recomputing some activations"
+    if plan.optimizer_offload:
+        words += ", the optimizer on the host"
+    if plan.activation_offload:
+        words += f", {'' if plan.activation_offload is True else 'some '}activations in the host's memory"
+    if plan.synchronisation.is_relaxed:
+        words += f", {synchronisation_in_words(plan)}"
+    return words
+
+
+def synchronisation_in_words(plan: Plan) -> str:
+    """`averaging weights every 8 steps with an outer nesterov optimizer`; "" for synchronous training.
+
+    Args:
+        plan: of any synchronisation.
+    """
+    rule = plan.synchronisation
+    every = "after every step" if rule.period_steps == 1 else f"every {rule.period_steps} steps"
+    match rule.kind:
+        case "average":
+            words = f"averaging weights {every}"
+            if rule.participation < 1:
+                words += f" over {rule.participation:.0%} of the replicas"
+            return words + (f" with an outer {rule.outer_optimizer} optimizer" if rule.outer is not None else "")
+        case "gossip":
+            return f"mixing weights with neighbours ({rule.graph or 'given weights'}) {every}"
+        case "merge":
+            return f"merging weights one after another ({rule.merge}) {every}"
+        case "stale":
+            late = [rule.delay_of(stage, plan.mesh.pp) for stage in range(plan.mesh.pp)]
+            return f"with gradients up to {max(late)} steps late and no stage waiting for another"
+    return ""
+
+
+def _is_mixed(plan: Plan) -> bool:
+    """Whether some components are cut by features and others by samples, or one runs on a single rank."""
+    kinds = {placement.kind for stage in plan.stages for _, placement in stage.placed()}
+    return "place" in kinds or {"batch", "shard"} <= kinds

@@ -10,38 +10,89 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.analyze.bounds import busiest_resource_s
-from parsim.analyze.breakdown import RankBreakdown, breakdown, step_fractions
-from parsim.arrays import Floats
+from parsim.costs.compute.compute import ComputeCosts
+from parsim.costs.compute.launches import ComputeRequest, OperatorModel
 from parsim.costs.costs import Costs
+from parsim.costs.draws import medians_s, rank_noise, repeat_sigmas, sample_durations_s, sampled_durations_by_rows
 from parsim.costs.estimate import Estimate, OverlapFactors, Term
 from parsim.costs.loading import WAIT, UnmeasuredLoading
-from parsim.costs.memory.records import RankMemory
-from parsim.costs.uncertainty.draws import (
-    medians_s,
-    rank_noise,
-    repeat_sigmas,
-    sample_durations_s,
-    sampled_durations_by_rows,
-)
 from parsim.engines import dynamic, static
-from parsim.engines.compile import CompiledGraph, compile_graph
-from parsim.engines.side_by_side import noisy_steps_s
-from parsim.engines.slowest import slowest_ranks
-from parsim.engines.steps import mean_step_s, waiting_together
+from parsim.engines.noise import noisy_steps_s, slowest_ranks
+from parsim.engines.program import mean_step_s, waiting_together
+from parsim.engines.static import CompiledGraph, compile_graph
 from parsim.errors import PlanError
-from parsim.graph.columns import Columns
-from parsim.graph.fold import Folding, folding_of, unfolded
-from parsim.graph.taskgraph import TaskGraph
+from parsim.hardware.speed_factor import SpeedFactor
+from parsim.model.operator_table import UNLISTED
+from parsim.model.shard.narrow import narrow
+from parsim.numeric import Floats, Ints
 from parsim.plans.plan import Plan
-from parsim.predict.mixing_period import MixingPeriod, folds, is_one_step, mixing_period, priced_units
+from parsim.predict.breakdown import RankBreakdown, breakdown, busiest_resource_s, step_fractions
+from parsim.predict.memory import RankMemory
 from parsim.predict.nearly_alike import lowered, nearly_alike, nearly_shifted
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import Interval, IntervalCorrection, PlanResult
-from parsim.predict.unlisted import unlisted_warnings
+from parsim.predict.rounds import MixingPeriod, folds, is_one_step, mixing_period, priced_units
+from parsim.program.columns import Columns, Unit
+from parsim.program.fold import Folding, folding_of, unfolded
+from parsim.program.taskgraph import TaskGraph
 from parsim.timeline import Timeline
-from parsim.units import format_seconds
-from parsim.work import LoadBatch, Work, ranks_of_work
+from parsim.units import format_percent, format_seconds
+from parsim.work import ClipGradients, Compute, LoadBatch, Mix, OptimizerStep, Work, ranks_of_work
+
+# What the answer says of operators that the table of operators lacks: their names and their share of the time.
+
+
+SHOWN = 5
+
+
+def unlisted_warnings(
+    problem: PlanningProblem, units: Sequence[Unit], estimates: Sequence[Estimate], seconds: NDArray[np.float64]
+) -> tuple[str, ...]:
+    """One line that names them, the largest share first; none where the model has none or all of it was measured.
+
+    The share is of all task time, as a model without them would be priced. It counts the bytes they move, not arithmetic that
+    nobody stated, so it is a lower bound.
+
+    Args:
+        units, estimates, seconds: what the step does, its prices, and the seconds of all tasks of each unit.
+    """
+    names = {
+        component.name: sorted({entry.function for entry in component.operators if entry.function.startswith(UNLISTED)})
+        for component in problem.model.components
+    }
+    if not any(names.values()):
+        return ()
+    costs = ComputeCosts(problem.cluster.profile, problem.precision)
+    total = max(float(seconds.sum()), 1e-30)
+    shares: dict[str, float] = {}
+    for unit, estimate, own_s in zip(units, estimates, seconds.tolist(), strict=True):
+        work = unit.work
+        if not isinstance(work, Compute) or estimate.source == "measured" or not names[work.component]:
+            continue
+        model = costs.operator_model(problem.cluster.devices[unit.rank].type)
+        for name in names[work.component]:
+            shares[name] = shares.get(name, 0.0) + _share(problem, work, name, model) * own_s / total
+    if not shares:
+        return ()
+    ranked = sorted(shares.items(), key=lambda entry: (-entry[1], entry[0]))
+    listing = ", ".join(f"{name.removeprefix(UNLISTED)} ({format_percent(share)})" for name, share in ranked[:SHOWN])
+    more = f" and {len(ranked) - SHOWN} more" if len(ranked) > SHOWN else ""
+    return (
+        f"at least {format_percent(sum(shares.values()))} of the task time is in operators that parsim has no formula for, "
+        f"priced by the bytes they move alone: {listing}{more}; add a row to parsim.model.operator_table.TABLE",
+    )
+
+
+def _share(problem: PlanningProblem, work: Compute, name: str, model: OperatorModel) -> float:
+    """Of the component's seconds, by the operator model."""
+    whole = narrow(problem.model.component(work.component), work.rule, work.ways)
+    rest = replace(whole, operators=tuple(entry for entry in whole.operators if entry.function != name))
+    with_s, without_s = (
+        model.seconds(ComputeRequest(component=component, phase=work.phase, samples=work.samples))
+        for component in (whole, rest)
+    )
+    return max(0.0, 1.0 - without_s / with_s) if with_s else 0.0
+
 
 REPEATED_STEPS = 4
 NOISY_STEPS = 64
@@ -109,11 +160,11 @@ def evaluate(
     Args:
         problem: model, cluster, batch and prices. engine: "static" or "dynamic".
         samples: draws for the interval (0: the interval is the median). reason: why the plan was kept.
-        fold: simulate interchangeable ranks once (`parsim.graph.fold`); None: with more than `MANY_RANKS` ranks, or with cp or
+        fold: simulate interchangeable ranks once (`parsim.program.fold`); None: with more than `MANY_RANKS` ranks, or with cp or
             ep. Not done if ranks share cores.
         run: the step of this plan, where it was simulated already.
 
-    The step time is the mean of `REPEATED_STEPS` steps in a row (`parsim.engines.steps`). If the profile holds the noise of
+    The step time is the mean of `REPEATED_STEPS` steps in a row (`parsim.engines.program`). If the profile holds the noise of
     single ranks, it is the mean of `NOISY_STEPS` steps with that noise, in which ranks wait for the slowest. Work of the host
     between steps, if the profile holds it, is added to the step; no task records it. Discrete choices stay as at the medians.
     The timeline and the breakdown are those of a step without noise.
@@ -299,7 +350,7 @@ def with_interval(problem: PlanningProblem, evaluation: Evaluation, *, samples: 
     """The same evaluation with an interval from draws of the cost parameters, corrected by the problem's history.
 
     If tasks have their own noise and ranks are folded, a rank that represents many waits for the slowest of them
-    (`parsim.engines.slowest`).
+    (`parsim.engines.noise`).
 
     Args:
         problem: the question. evaluation: of one plan.
@@ -389,7 +440,7 @@ def _unsteady_alone_s(
 def folded_unsteady_step_s(
     compiled: CompiledGraph, folding: Folding, medians_s: Floats, overlap: OverlapFactors, sigma: float
 ) -> float:
-    """The same for a folded program, from the same draws (`parsim.engines.side_by_side`).
+    """The same for a folded program, from the same draws (`parsim.engines.noise`).
 
     Overlap slowdown is that of the step without noise: the noise multiplies the step by what it does without slowdown.
 
@@ -512,3 +563,57 @@ def relaxed_warnings(plan: Plan) -> tuple[str, ...]:
         f"{plan.synchronisation.kind} is not synchronous training: a step learns something else, and may learn less; parsim "
         "predicts its seconds",
     )
+
+
+# A plan's step at the speed that the machine had during a run (`parsim.hardware.speed_factor`).
+
+
+def step_at_speed(problem: PlanningProblem, evaluation: Evaluation, speed: SpeedFactor) -> float:
+    """Seconds of the mean step of an evaluated plan, not folded, with the measured speed of its ranks.
+
+    It is the mean over moments. In each moment a rank's tasks are multiplied by its factor, and communication by the mean
+    factor of its ranks. On GPUs the factor is the GPU's: it changes computation, but neither communication, nor loading, nor
+    tasks that wait for the host to queue them.
+
+    Args:
+        problem, evaluation: of one plan.
+        speed: of every rank, from `parsim.hardware.speed_factor.speed_beside`.
+
+    Returns:
+        Seconds, with the noise of single ranks that the speed does not explain. Leaves out that some work depends less on the
+        speed than other, and the profile's interval.
+    """
+    noise = problem.cluster.profile.noise
+    on_gpu = problem.cluster.devices[0].type.kind == "cuda"
+    sigma = 0.0 if noise is None or noise.probe is None else noise.probe.rank_sigma
+    between_s = problem.costs(evaluation.compiled.columns.world_size).between_steps_s * (1.0 if on_gpu else speed.mean)
+    period = evaluation.period
+    if period is None:
+        compiled = evaluation.compiled
+        times = _slowed_s(compiled.columns, evaluation.estimates, compiled.columns.unit, speed, on_gpu)
+        return unsteady_step_s(compiled, times, evaluation.overlap, sigma) + between_s
+    times = _slowed_s(period.cycle.columns, period.estimates, period.unit, speed, on_gpu)
+    cycle_s = unsteady_step_s(period.cycle, times, period.overlap, sigma / math.sqrt(period.steps))
+    local_s = 0.0
+    if period.local is not None:
+        alone = _slowed_s(period.local.columns, period.estimates, period.local_unit, speed, on_gpu)
+        local_s = unsteady_step_s(period.local, alone, period.overlap, 0.0)
+    return float(period.mean_s(np.array(cycle_s), np.array(local_s))) + between_s
+
+
+def _slowed_s(
+    columns: Columns, estimates: Sequence[Estimate], unit: Ints, speed: SpeedFactor, on_gpu: bool
+) -> NDArray[np.float64]:
+    """float64 [moments, tasks]: seconds of every task at the speed of its ranks."""
+    slow = speed.by_rank
+    by_use = slow[columns.resource_rank[columns.uses.values]]
+    counts = np.diff(columns.uses.offsets)
+    factors = np.add.reduceat(by_use, columns.uses.offsets[:-1], axis=0).T / counts
+    if on_gpu:
+        paced = np.array(
+            [isinstance(own.work, Compute | OptimizerStep | ClipGradients | Mix) for own in columns.units], dtype=np.bool_
+        )[columns.unit]
+        bound = np.array([entry.host_bound for entry in estimates], dtype=np.bool_)[unit]
+        factors = np.where(paced & ~bound, factors, 1.0)
+    times: NDArray[np.float64] = medians_s(estimates)[unit] * factors
+    return times

@@ -18,23 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from parsim.analyze.breakdown import RankBreakdown
 from parsim.costs.estimate import Estimate, TermOperation, TermOrigin, running_totals_s
+from parsim.predict.breakdown import RankBreakdown
 from parsim.predict.evaluate import Evaluation
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
 from parsim.units import format_bytes, format_percent, format_seconds
-from parsim.work import (
-    ClipGradients,
-    Collective,
-    Compute,
-    HostCopy,
-    HostUpdate,
-    LoadBatch,
-    Mix,
-    OptimizerStep,
-    SendRecv,
-    Work,
-)
+from parsim.work import ClipGradients, Collective, Compute, HostCopy, HostUpdate, LoadBatch, Mix, OptimizerStep, SendRecv, Work
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,28 +7,26 @@ from functools import cached_property
 
 import numpy as np
 
-from parsim.analyze.breakdown import breakdown
-from parsim.arrays import Floats
+from parsim.costs.draws import medians_s
 from parsim.costs.estimate import OverlapFactors
-from parsim.costs.uncertainty.draws import medians_s
 from parsim.engines import dynamic
-from parsim.engines.program import by_step
-from parsim.engines.scenario.asynchronous import asynchronous_program, merges_per_s
+from parsim.engines.program import by_step, mean_step_s, steps_in_a_row
 from parsim.engines.scenario.checkpointing import (
     IntervalTimes,
+    asynchronous_program,
     daly_interval_s,
     interval_times,
     machine_mtbf_s,
+    merges_per_s,
     young_interval_s,
 )
-from parsim.engines.scenario.conditions import check_places, conditions_for, jittered_s, straggling
-from parsim.engines.scenario.course import course_of, interval_steps_of
-from parsim.engines.scenario.scenario import Run, Scenario
-from parsim.engines.scenario.whole_run import Training, WholeRun, simulate_run
-from parsim.engines.steps import mean_step_s, steps_in_a_row
+from parsim.engines.scenario.scenario import Run, Scenario, check_places, conditions_for, jittered_s, straggling
+from parsim.engines.scenario.whole_run import Training, WholeRun, course_of, interval_steps_of, simulate_run
 from parsim.errors import ScenarioError, StandstillError
+from parsim.numeric import Floats
+from parsim.predict.breakdown import breakdown
 from parsim.predict.evaluate import REPEATED_STEPS, Evaluation, sampled_steps_s
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
 from parsim.work import Compute, Phase
 
 JITTERED_STEPS = 32

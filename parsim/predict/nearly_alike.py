@@ -20,19 +20,18 @@ from operator import attrgetter
 
 import numpy as np
 
+from parsim.costs.draws import medians_s
 from parsim.costs.estimate import Estimate
-from parsim.costs.uncertainty.draws import medians_s
-from parsim.engines.compile import CompiledGraph, compile_graph
-from parsim.engines.steps import mean_step_s
-from parsim.graph.columns import Columns
-from parsim.graph.expand import lower_columns, moved_work
-from parsim.graph.fold import Folding, merged, unfolded
-from parsim.graph.plan_index import PlanIndex
-from parsim.plans.concurrent import concurrent_groups
+from parsim.engines.program import mean_step_s
+from parsim.engines.static import CompiledGraph, compile_graph
 from parsim.plans.mesh import Mesh
-from parsim.predict.mixing_period import mixing_period
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.predict.program_costs import beside_products
+from parsim.plans.stages import concurrent_groups
+from parsim.predict.problem import PlanningProblem
+from parsim.predict.rounds import beside_products, mixing_period
+from parsim.program.columns import Columns
+from parsim.program.fold import Folding, merged, unfolded
+from parsim.program.placed import PlanIndex
+from parsim.program.templates import lower_columns, moved_work
 from parsim.work import Collective, Work, is_communication, ranks_of_work
 
 NEARLY = 1e-4

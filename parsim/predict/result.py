@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.costs.uncertainty.conformal import ConformalCorrection
+from parsim.costs.conformal import ConformalCorrection
 from parsim.plans.plan import Plan
 
 
@@ -71,7 +71,7 @@ class PlanResult:
     Attributes:
         step_s: the mean step of a run of many steps. peak_memory_bytes: per rank.
         interval_correction: of the interval of step_s; None where that is a median alone.
-        fits: whether every rank stays within its memory with the probability that is wanted (`parsim.costs.memory.verdict`).
+        fits: whether every rank stays within its memory with the probability that is wanted (`parsim.predict.memory`).
         fit_probability: that every rank does; of the rank least likely to, as all vary together.
         cost_sources: share of all task seconds by source ("measured", "fitted", "published").
         cluster: name of what it runs on. reason: why it was chosen, or why it lost.

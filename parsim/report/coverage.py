@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from parsim.costs.uncertainty.conformal import (
+from parsim.costs.conformal import (
     LEVEL,
     Coverage,
     Judged,

@@ -1,7 +1,7 @@
 """The tables of the command line and of report.html, as values.
 
 Each function takes the dictionaries that JSON results hold and returns a `ReportTable` of texts; `to_rich` and `to_text`
-(fixed width, the same everywhere) print one, `parsim.report.html` turns it into HTML. All relative errors are
+(fixed width, the same everywhere) print one, `parsim.report.page` turns it into HTML. All relative errors are
 (predicted - measured) / measured.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from parsim.costs.memory.verdict import verdict_text
 from parsim.plans.plan import DEFAULT_BUCKET_BYTES
+from parsim.predict.memory import verdict_text
 from parsim.units import format_bandwidth, format_bytes, format_count, format_percent, format_seconds, printable
 
 if TYPE_CHECKING:

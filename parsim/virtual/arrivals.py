@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from parsim.algorithms.arrivals import MergeEvent, merge_events
-from parsim.algorithms.averaging import Arrival, Merged, MergeRule, merge
-from parsim.virtual.feed import Feed, feed_problem
-from parsim.virtual.local import LocalTraining, Workers, batches_in, stack_batches
+from parsim.plans.averaging import Arrival, Merged, MergeRule, merge
+from parsim.relaxed.replicas import Feed, LocalTraining, Workers, batches_in, feed_problem, stack_batches
 from parsim.virtual.rounds import Partition, StepSeconds, TrainingOutcome, TrainingProgress
 
 

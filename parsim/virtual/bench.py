@@ -22,8 +22,8 @@ import numpy as np
 
 from parsim.algorithms.dbench import METRICS, VarianceProfile, kendall_tau, mean_ranks
 from parsim.errors import AlgorithmError
+from parsim.relaxed.replicas import LocalTraining
 from parsim.virtual.gossip import GossipRule, GossipRun, StatisticsRecording, train_on_graph
-from parsim.virtual.local import LocalTraining
 from parsim.virtual.rounds import Partition
 
 ALL_METRICS = ("consensus", *METRICS)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from parsim.arrays import Bools, Floats
 from parsim.errors import AlgorithmError, near_matches
+from parsim.numeric import Bools, Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -14,9 +14,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from parsim.algorithms.ada import Ada, ConsensusMeasured
 from parsim.algorithms.dbench import VarianceProfile
-from parsim.algorithms.graphs import (
+from parsim.algorithms.periods import Period, every_steps, warn_if_not_synchronous
+from parsim.errors import AlgorithmError, near_matches
+from parsim.plans.mixing import (
+    Ada,
+    ConsensusMeasured,
     MixingGraph,
     check_column_stochastic,
     check_connected,
@@ -24,10 +27,8 @@ from parsim.algorithms.graphs import (
     check_doubly_stochastic,
     connections,
 )
-from parsim.algorithms.periods import Period, every_steps, warn_if_not_synchronous
-from parsim.errors import AlgorithmError, near_matches
+from parsim.relaxed.replicas import LocalTraining, stack_batches
 from parsim.virtual.clock import ReplicaClock
-from parsim.virtual.local import LocalTraining, stack_batches
 from parsim.virtual.replicas import COMBINATIONS, Replicas
 from parsim.virtual.rounds import Partition
 

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from parsim.algorithms.graphs import check_column_stochastic, check_doubly_stochastic
 from parsim.algorithms.pushsum import debias
 from parsim.errors import AlgorithmError
-from parsim.virtual.local import LocalTraining, Workers
+from parsim.plans.mixing import check_column_stochastic, check_doubly_stochastic
+from parsim.relaxed.replicas import LocalTraining, Workers
 
 SPARSE_BELOW = 0.125
 """A mixing matrix with a smaller fraction of entries than this is multiplied as a sparse one."""

@@ -15,14 +15,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from parsim.algorithms.averaging import OuterOptimizer, averaging_matrix, participation_weights, sample_weights
-from parsim.algorithms.graphs import MixingGraph, check_connected_within, check_doubly_stochastic
 from parsim.algorithms.periods import Period, warn_if_not_synchronous
-from parsim.algorithms.shards import Shards, shard_samples
 from parsim.errors import AlgorithmError
-from parsim.virtual.feed import Feed, feed_problem
-from parsim.virtual.local import LocalTraining, Workers, batches_in, check_room, epoch_batches, stack_batches
-from parsim.virtual.problems import LearningProblem
+from parsim.plans.averaging import (
+    OuterOptimizer,
+    Shards,
+    averaging_matrix,
+    participation_weights,
+    sample_weights,
+    shard_samples,
+)
+from parsim.plans.mixing import MixingGraph, check_connected_within, check_doubly_stochastic
+from parsim.relaxed.problems import LearningProblem
+from parsim.relaxed.replicas import (
+    Feed,
+    LocalTraining,
+    Workers,
+    batches_in,
+    check_room,
+    epoch_batches,
+    feed_problem,
+    stack_batches,
+)
 
 Mixing = Callable[[int], NDArray[np.float64]]
 """The matrix [P, P] of round number t: row i holds what worker i takes of each."""

@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from parsim.algorithms.graphs import check_doubly_stochastic
 from parsim.algorithms.periods import Period, every_steps
 from parsim.algorithms.staleness import decoupling
 from parsim.errors import AlgorithmError
+from parsim.plans.mixing import check_doubly_stochastic
 from parsim.virtual.agent import Agent, BatchLoss, Gradients, TickRule
 from parsim.virtual.rounds import Mixing
 

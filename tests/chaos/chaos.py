@@ -26,8 +26,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from parsim.execute.processes.processes import descendants, rank_processes
-from parsim.execute.state.checkpoint import latest_checkpoint
+from parsim.execute.checkpoint.checkpoint import latest_checkpoint
+from parsim.execute.processes.output import descendants, rank_processes
 from tests.chaos.outcomes import Outcome, add_outcome, recorded, table
 from tests.execute.test_bad_run import cpu_profile
 

@@ -11,15 +11,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from parsim.execute.job import Job, RunSpec
+from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
+from parsim.execute.job import PLAIN, Job, RunSpec, TrainingRecipe, with_update_groups
+from parsim.execute.measurement import RankRecord, total_losses
 from parsim.execute.numerics import numerics_of
 from parsim.execute.processes.launch import launch
-from parsim.execute.records.measurement import RankRecord, total_losses
+from parsim.execute.rank_run import run_dataset
 from parsim.execute.reference import ReferenceResult, largest_difference, train_reference
-from parsim.execute.state.checkpoint import latest_checkpoint, load_state
-from parsim.execute.training.rank_run import run_dataset
-from parsim.execute.training.recipe import PLAIN, TrainingRecipe
-from parsim.execute.training.update_groups import with_update_groups
 from parsim.model.component import ParameterShard
 from parsim.model.load import load_model
 from parsim.model.model import Model
@@ -27,8 +25,7 @@ from parsim.model.shard.pieces import piece
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import rank_of_stage
-from parsim.plans.plan import Plan, Stage
-from parsim.plans.recompute import NONE, Recompute
+from parsim.plans.plan import NONE, Plan, Recompute, Stage
 from tests.execute.forked import run_job
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import distributed, nn
 
-from parsim.algorithms.graphs import mixing_graph
 from parsim.algorithms.pushsum import rotating_peers
-from parsim.algorithms.shards import shard_samples
 from parsim.execute.processes.group import close_group, init_group, worker_main
-from parsim.virtual.local import epoch_batches
-from parsim.virtual.problems import LearningProblem, load_problem, perceptron
+from parsim.plans.averaging import shard_samples
+from parsim.plans.mixing import mixing_graph
+from parsim.relaxed.problems import LearningProblem, load_problem, perceptron
+from parsim.relaxed.replicas import epoch_batches
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),

@@ -6,10 +6,10 @@ import itertools
 import random
 
 from parsim.errors import PlanError
-from parsim.graph.plan_index import PlanIndex
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
+from parsim.program.placed import PlanIndex
 from tests.execute.equality import Case
 from tests.plans import choices
 

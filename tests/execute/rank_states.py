@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from parsim.errors import PlanError
+from parsim.execute.checkpoint.checkpoint import RankState, latest_checkpoint, load_state, save_checkpoint
+from parsim.execute.optimizer import make_optimizer
 from parsim.execute.stage import StageReplica, seeded_module
-from parsim.execute.state.checkpoint import RankState, latest_checkpoint, load_state, save_checkpoint
-from parsim.execute.state.optimizer import make_optimizer
-from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import LOSS
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
+from parsim.program.placed import PlanIndex
 from tests.plans import choices
 
 CPU = torch.device("cpu")

@@ -17,14 +17,12 @@ from parsim.model.autograd.cut import backward_component, forward_component
 from parsim.model.build import build_module
 from parsim.model.component import FULL, MAXIMUM, PARTIAL, Component, ParameterShard, Sharding
 from parsim.model.interface import example_batch, loss_of
-from parsim.model.memory.live_memory import LiveBytes
 from parsim.model.runnable import Runnable
-from parsim.model.shard.calls.multi_head import heads_of_shard
-from parsim.model.shard.grouped_queries import attention_of_shard
+from parsim.model.shard.apply import content_of, shard_runnable
 from parsim.model.shard.pieces import assemble, padded_piece, piece
-from parsim.model.shard.propagation import propagate
-from parsim.model.shard.randomness import drawn_by_shard
-from parsim.model.shard.sharded import content_of, shard_runnable
+from parsim.model.shard.propagate import propagate
+from parsim.model.shard.rules import attention_of_shard, drawn_by_shard, heads_of_shard
+from parsim.model.trace.memory import LiveBytes
 
 TOLERANCE = 1e-12
 

@@ -12,11 +12,18 @@ pytest.importorskip("torch")
 
 import torch
 
-from parsim.execute.state.branches import UNUSED, set_aside_newer
-from parsim.execute.state.checkpoint import RankState, latest_checkpoint, load_state, rng_state, save_checkpoint
-from parsim.execute.training import validation
-from parsim.execute.training.recipe import EvaluationRule
-from parsim.execute.training.validation import STATE, Validation
+from parsim.execute import evaluation as validation
+from parsim.execute.checkpoint.checkpoint import (
+    UNUSED,
+    RankState,
+    latest_checkpoint,
+    load_state,
+    rng_state,
+    save_checkpoint,
+    set_aside_newer,
+)
+from parsim.execute.evaluation import STATE, Validation
+from parsim.execute.job import EvaluationRule
 
 PLACE: Any = SimpleNamespace(rank=0)
 

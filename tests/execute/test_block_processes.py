@@ -19,13 +19,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from parsim.algorithms.periods import every_epochs
 from parsim.data import blocks
-from parsim.data.blocks import exchange, room
-from parsim.data.blocks.reducing import reduce_blocks
-from parsim.data.blocks.shuffling import ORDERS
+from parsim.data.blocks import exchange
+from parsim.data.blocks import exchange as room
+from parsim.data.blocks.tensor import ORDERS, reduce_blocks
 from parsim.errors import DataError
-from parsim.virtual.feed import feed_problem, feed_workers
-from parsim.virtual.local import LocalOptimizer, LocalTraining, Workers
-from parsim.virtual.problems import load_problem, perceptron
+from parsim.relaxed.problems import load_problem, perceptron
+from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, Workers, feed_problem, feed_workers
 from parsim.virtual.rounds import Partition, RoundRule, train_in_rounds
 from tests.block_cases import RANKS, broadcast_pairs, cut_arrays, grids, keys, made, owners
 from tests.execute.block_ranks import RankPool

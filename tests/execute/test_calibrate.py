@@ -38,17 +38,17 @@ from calibration.rounds.raw_points import RawPoints, load_raw, raw_path, save_ra
 from calibration.rounds.refresh import refresh
 from calibration.rounds.request import SIZES_BYTES, active_levels
 from calibration.rounds.turns import CalibrationSection, SectionProgress, next_section
+from parsim.app.doctor import Found, Gpu
 from parsim.errors import ConfigError, CostError, ExecutionError, ProfileError
-from parsim.graph.taskgraph import work_text
-from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.profile import load_profile, save_profile
+from parsim.hardware.records import ComponentPoint
 from parsim.hardware.speed_factor import speed_since
 from parsim.model.build import build_module
 from parsim.model.load import load_model
 from parsim.model.shard.narrow import narrow
 from parsim.model.spec import ModelSpec
+from parsim.program.taskgraph import work_text
 from parsim.units import GIB
-from parsim.workflow.doctor import Found, Gpu
 from tests.execute.forked import run_ranks
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))
@@ -230,7 +230,7 @@ def test_optimizer_cases_tell_a_step_from_its_arrays_and_elements() -> None:
     import torch
 
     from parsim.costs.compute.measured import measured_optimizer
-    from parsim.hardware.compute_records import OptimizerPoint
+    from parsim.hardware.records import OptimizerPoint
     from parsim.work import OptimizerStep
 
     request = CalibrationRequest(models=((MLP, (2,)),))
@@ -450,7 +450,7 @@ def test_shards_worth_measuring() -> None:
 def test_shards_compute_their_piece_and_leave_the_module_as_it_was() -> None:
     import torch
 
-    from parsim.execute.streams import make_streams
+    from parsim.execute.rank_run import make_streams
     from parsim.model.autograd.cut import forward_component
     from parsim.work import Phase
 

@@ -12,8 +12,11 @@ torch = pytest.importorskip("torch")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from parsim.model.autograd.call_watch import CallWatch, NextCall  # noqa: E402
-from parsim.model.memory.fake_tensors import QuickFakeMode  # noqa: E402
+from parsim.model.trace.fakes import (  # noqa: E402
+    CallWatch,
+    NextCall,
+    QuickFakeMode,
+)
 
 
 class Named(CallWatch):

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from parsim.errors import TraceError
-from parsim.model.from_module import model_from_module
-from parsim.model.load import load_model
+from parsim.model.load import load_model, model_from_module
 from parsim.model.spec import ModelSpec
 from tests.execute.bitwise import assert_equal_to_module
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from parsim.app.ask import check_loss
 from parsim.errors import PlanError, TraceError
-from parsim.model.from_module import model_from_module
+from parsim.model.load import model_from_module
 from parsim.model.model import MIXING, Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
-from parsim.workflow.ask import check_loss
 
 WIDTH = 6
 X = torch.zeros(4, WIDTH)

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.errors import ExecutionError
-from parsim.execute.state import fragments
-from parsim.execute.state.checkpoint import (
+from parsim.execute.checkpoint import fragments
+from parsim.execute.checkpoint.checkpoint import (
     Checkpoint,
     RankState,
     checkpoints,
@@ -35,8 +35,8 @@ from parsim.execute.state.checkpoint import (
     rng_state,
     save_checkpoint,
 )
-from parsim.execute.state.fragments import Fragment, join
-from parsim.execute.state.manifest import read_manifest
+from parsim.execute.checkpoint.fragments import Fragment, join
+from parsim.execute.checkpoint.manifest import read_manifest
 
 
 def _network(seed: int = 0) -> torch.nn.Sequential:

@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from parsim.data.for_model import dataset_for
+from parsim.data.datasets import dataset_for
+from parsim.execute.job import PLAIN, TrainingRecipe
 from parsim.execute.reference import largest_difference, train_reference
-from parsim.execute.training.recipe import PLAIN, TrainingRecipe
-from parsim.graph.expand import lower_columns
-from parsim.graph.lower import lower
-from parsim.graph.passes.clipping import counted_by, sums_norm
-from parsim.graph.plan_index import PlanIndex
-from parsim.graph.taskgraph import from_text, to_text
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.search import search
+from parsim.predict.problem import PlanningProblem
+from parsim.program.lower import lower
+from parsim.program.passes.gradients import counted_by, sums_norm
+from parsim.program.placed import PlanIndex
+from parsim.program.taskgraph import from_text, to_text
+from parsim.program.templates import lower_columns
+from parsim.search.search import search
 from parsim.work import ClipGradients, Collective
 from tests.execute.equality import Case
 from tests.execute.mixed import MODELS, random_case

@@ -12,10 +12,9 @@ pytest.importorskip("torch")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.execute.processes import clocks
-from parsim.execute.processes.clocks import ClockLook, look, on_rank_0
-from parsim.execute.processes.exchange import meet
-from parsim.execute.records.measurement import RankRecord, _round_step_s
+from parsim.execute.measurement import RankRecord, _round_step_s
+from parsim.execute.processes import exchange as clocks
+from parsim.execute.processes.exchange import ClockLook, look, meet, on_rank_0
 from parsim.execute.streams import TaskTime
 from tests.execute.forked import run_ranks
 

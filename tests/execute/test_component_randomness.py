@@ -6,15 +6,15 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra")
 
-from parsim.execute.randomness import ComponentRandomness  # noqa: E402
-from parsim.graph.plan_index import PlanIndex  # noqa: E402
+from parsim.execute.numerics import ComponentRandomness  # noqa: E402
 from parsim.model import ModelSpec, load_model, record  # noqa: E402
 from parsim.model.build import build_module  # noqa: E402
 from parsim.model.interface import example_batch, loss_of  # noqa: E402
 from parsim.model.runnable import CallProgram  # noqa: E402
+from parsim.plans.layouts import BATCH, REPLICATE, Placement  # noqa: E402
 from parsim.plans.mesh import Mesh  # noqa: E402
-from parsim.plans.placement import BATCH, REPLICATE, Placement  # noqa: E402
 from parsim.plans.plan import Plan, Stage  # noqa: E402
+from parsim.program.placed import PlanIndex  # noqa: E402
 
 SPEC = ModelSpec(name="gpt_small", args=(("dropout", 0.1),))
 CUT, WHOLE, SPLIT = "h.0.attn", "h.1.attn", "h.2.attn"

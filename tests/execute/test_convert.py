@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parsim.execute.convert import all_gather_flat, reduce_scatter_flat, run_hop
-from parsim.graph.hops import hop_groups
-from parsim.plans.redistribution import HOPS, LOCAL_HOPS, parse_hop
+from parsim.execute.operations import all_gather_flat, reduce_scatter_flat, run_hop
+from parsim.plans.layouts import HOPS, LOCAL_HOPS, hop_groups, parse_hop
 from tests.execute.forked import run_ranks
 from tests.layouts import every_hop, held, whole_array
 

@@ -11,10 +11,10 @@ import torch
 
 from parsim.execute.cuda.driver import alias_of
 from parsim.execute.cuda.streams import CudaStreams
-from parsim.graph.task import COMPUTE
-from parsim.model.memory.live_memory import LiveBytes
+from parsim.model.trace.memory import LiveBytes
 from parsim.plans.mesh import Mesh
 from parsim.plans.synchronisation import parse_synchronisation
+from parsim.program.task import COMPUTE
 from tests.execute.equality import Case
 from tests.execute.interpreted import interpret
 from tests.execute.mixed import random_case

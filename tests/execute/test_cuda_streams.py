@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import static
-from parsim.engines.compile import compile_graph
-from parsim.engines.steps import mean_step_s
+from parsim.engines.program import mean_step_s
+from parsim.engines.static import compile_graph
 from parsim.execute.cuda.streams import CudaStreams
-from parsim.execute.records.task_time import TaskTime
-from parsim.graph.columns import columns_of
-from parsim.graph.task import COMPUTE, HOST, Origin, Resource, Task
-from parsim.graph.taskgraph import TaskGraph
+from parsim.execute.streams import TaskTime
+from parsim.program.columns import columns_of
+from parsim.program.task import COMPUTE, HOST, Origin, Resource, Task
+from parsim.program.taskgraph import TaskGraph
 from parsim.work import Collective, Compute, LoadBatch, Phase
 from tests.strategies import random_durations_s
 from tests.virtual_cuda import VirtualDriver

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from parsim.errors import PlanError
-from parsim.graph.plan_index import PlanIndex
 from parsim.model.inputs import ModelInput, inputs_from
 from parsim.model.interface import example_batch, interface_of
 from parsim.model.load import load_model
-from parsim.model.objective.total import total_loss
 from parsim.model.spec import ModelSpec
+from parsim.model.total_loss import total_loss
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
+from parsim.program.placed import PlanIndex
 from tests.execute import described_modules as modules
 from tests.execute.equality import Case, compare_case, even_plan, run_cases
 from tests.plans import choices

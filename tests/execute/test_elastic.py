@@ -17,17 +17,17 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
+from parsim.app import elastic
+from parsim.app.ask import answer, with_every_rank
+from parsim.app.config import load_config
+from parsim.app.elastic import Survivors, check_elastic, on_devices, restarting
+from parsim.app.measured import Measured
+from parsim.app.prediction import Prediction
+from parsim.app.run_folder import RunFolder
 from parsim.errors import ConfigError, PlanError, RankLostError
+from parsim.execute.checkpoint.checkpoint import latest_checkpoint
 from parsim.execute.cuda.faults import visible_devices
-from parsim.execute.state.checkpoint import latest_checkpoint
 from parsim.plans.synchronisation import parse_synchronisation
-from parsim.workflow.ask import answer, with_every_rank
-from parsim.workflow.config import load_config
-from parsim.workflow.folders.run_folder import RunFolder
-from parsim.workflow.public.measured import Measured
-from parsim.workflow.public.prediction import Prediction
-from parsim.workflow.training import elastic
-from parsim.workflow.training.elastic import Survivors, check_elastic, on_devices, restarting
 from tests.execute.test_bad_run import cpu_profile
 
 STEPS = 24
@@ -211,8 +211,8 @@ def reference(asked: Prediction, data: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.xdist_group("launch")
 def test_under_the_same_plan_not_a_bit_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One death, against a training that nothing disturbs: weights and the optimizer's state."""
-    from parsim.execute.state.checkpoint import load_state
-    from parsim.workflow.public.functions import run
+    from parsim.app.functions import run
+    from parsim.execute.checkpoint.checkpoint import load_state
 
     question(tmp_path, monkeypatch, ranks=2, plan=DP, batch=9)
     monkeypatch.chdir(tmp_path)
@@ -239,9 +239,9 @@ def test_ranks_that_die_at_a_random_step_cost_no_digit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, plan: str, deaths: int
 ) -> None:
     """The first death restarts the same plan, the second leaves a device out and trains under another one."""
-    from parsim.data.for_model import dataset_for
-    from parsim.execute.state.checkpoint import load_state
-    from parsim.workflow.public.functions import run
+    from parsim.app.functions import run
+    from parsim.data.datasets import dataset_for
+    from parsim.execute.checkpoint.checkpoint import load_state
 
     rng = np.random.default_rng(ranks)
     victim = 1 if ranks == 2 else int(rng.integers(0, 2))  # a rank that reads the batch

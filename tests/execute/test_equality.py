@@ -125,7 +125,7 @@ def test_the_comparison_can_fail(tmp_path: Path) -> None:
     (run,) = run_cases([item], tmp_path, steps=5, start=launched)
     assert compare_case(item, run, tmp_path, steps=5).worst <= TOLERANCE
     assert compare_case(item, run, tmp_path, steps=5).losses <= TOLERANCE
-    from parsim.execute.state.checkpoint import latest_checkpoint, load_state
+    from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 
     found = latest_checkpoint(tmp_path / run.name / "checkpoints")
     assert found is not None

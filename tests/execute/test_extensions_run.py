@@ -15,19 +15,18 @@ import torch
 
 from calibration.measure.collectives import CollectiveItem, all_items, make_bench, measure_item, preparation
 from calibration.rounds.request import CalibrationRequest
-from parsim.collectives import CollectiveKind
+from parsim.app.ask import answer, run_spec
+from parsim.app.config import load_config
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.communication.regime_fits import fit_regimes
 from parsim.errors import ConfigError
-from parsim.execute.state.optimizer import check_states, make_optimizer
+from parsim.execute.optimizer import check_states, make_optimizer
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import CollectivePoint, Communication, load_profile
 from parsim.model.optimizers import OPTIMIZERS, Optimizer
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
-from parsim.work import Collective
-from parsim.workflow.ask import answer, run_spec
-from parsim.workflow.config import load_config
+from parsim.work import Collective, CollectiveKind
 from tests.execute.equality import Case, compare_case, even_plan, launched, run_cases
 from tests.execute.forked import run_ranks
 

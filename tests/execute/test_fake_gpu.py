@@ -20,7 +20,7 @@ from calibration.measure.cuda_operators import without_cuda_kernel
 from experiments.one_gpu.fake_peers import FakeRank, PlannedRun, fake_rank
 from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.numerics import numerics_in
-from parsim.execute.operations.values import StepValues
+from parsim.execute.operations import StepValues
 from parsim.execute.stage import StageReplica
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh

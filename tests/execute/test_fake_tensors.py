@@ -13,10 +13,10 @@ from torch import nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from parsim.errors import TraceError  # noqa: E402
-from parsim.model.memory import fake_tensors  # noqa: E402
-from parsim.model.memory.fake_tensors import QuickFakeMode  # noqa: E402
-from parsim.model.tracing import recording  # noqa: E402
-from parsim.model.tracing.trace import trace  # noqa: E402
+from parsim.model.trace import fakes as fake_tensors  # noqa: E402
+from parsim.model.trace import record as recording  # noqa: E402
+from parsim.model.trace.fakes import QuickFakeMode  # noqa: E402
+from parsim.model.trace.trace import trace  # noqa: E402
 
 F = nn.functional
 

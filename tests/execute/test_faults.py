@@ -16,10 +16,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from parsim.execute.processes.processes import descendants
-from parsim.execute.state.checkpoint import latest_checkpoint, load_state
-from parsim.workflow.folders.resuming import held
-from parsim.workflow.folders.run_folder import RunFolder
+from parsim.app.run_folder import RunFolder, held
+from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
+from parsim.execute.processes.output import descendants
 from tests.execute.sockets import Socket, sockets_of
 from tests.execute.test_bad_run import cpu_profile
 

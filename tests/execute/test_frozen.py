@@ -10,8 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra")
 
-from parsim.costs.compute.operators import halved_backward_kernels  # noqa: E402
-from parsim.graph.plan_index import PlanIndex  # noqa: E402
+from parsim.costs.compute.launches import halved_backward_kernels  # noqa: E402
 from parsim.hardware.cluster import cluster_from_profile  # noqa: E402
 from parsim.hardware.profile import load_profile  # noqa: E402
 from parsim.model import trace  # noqa: E402
@@ -19,7 +18,8 @@ from parsim.model.load import load_model  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
 from parsim.plans.mesh import Mesh  # noqa: E402
-from parsim.predict.plan_memory import plan_memory  # noqa: E402
+from parsim.predict.memory import plan_memory  # noqa: E402
+from parsim.program.placed import PlanIndex  # noqa: E402
 from tests.execute import frozen_modules  # noqa: E402
 from tests.execute.bitwise import assert_equal_to_module  # noqa: E402
 from tests.execute.equality import Case, even_plan  # noqa: E402

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 from parsim.errors import RankLostError
 from parsim.execute.processes.group import MOST_SAID, error_path, read_error
 from parsim.execute.processes.launch import launch
-from parsim.execute.processes.supervise.last_words import ROOM_BYTES, LastWords, create_last_words, read_last_words
+from parsim.execute.processes.output import ROOM_BYTES, LastWords, create_last_words, read_last_words
 
 FULL = Path("/dev/full")
 RANK = """

@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parsim.costs.memory.records import RankMemory
+from parsim.app.ask import check_runnable, nearest_that_fits
+from parsim.app.functions import plan
 from parsim.errors import DoesNotFitError, ExecutionError, OutOfMemoryError, RankLostError
+from parsim.execute.checkpoint import checkpoint
 from parsim.execute.cuda.faults import (
     check_alone,
     check_devices,
@@ -26,21 +28,19 @@ from parsim.execute.cuda.faults import (
     out_of_memory,
     told_outside_steps,
 )
-from parsim.execute.cuda.memory_counters import MemoryUse
+from parsim.execute.cuda.gpu import MemoryUse
 from parsim.execute.job import RunSpec
+from parsim.execute.measurement import RankRecord
+from parsim.execute.processes.failure import Ended, raise_failure
 from parsim.execute.processes.group import ErrorRecord, ProcessPlace, urgent_options
-from parsim.execute.processes.supervise.failure import Ended, raise_failure
-from parsim.execute.processes.supervise.output import RankOutput
-from parsim.execute.records.measurement import RankRecord
-from parsim.execute.state import checkpoint
-from parsim.execute.training.rank_run import RankRun
-from parsim.graph.lower import lower
-from parsim.graph.plan_index import PlanIndex
+from parsim.execute.processes.output import RankOutput
+from parsim.execute.rank_run import RankRun
 from parsim.plans.mesh import Mesh
-from parsim.report.memory_levels import memory_levels
+from parsim.predict.memory import RankMemory
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
+from parsim.report.more_tables import memory_levels
 from parsim.units import GIB
-from parsim.workflow.ask import check_runnable, nearest_that_fits
-from parsim.workflow.public.functions import plan
 from tests.execute.test_equality import MLP, case
 
 HELD = {"parameters": 2 * GIB, "gradients": 2 * GIB, "optimizer_state": 4 * GIB, "buffers": 0}

@@ -32,20 +32,20 @@ from calibration.rounds.turns import WARM_UP
 from parsim.costs.costs import Costs
 from parsim.errors import CostError
 from parsim.execute import worker
-from parsim.execute.cuda import rank_gpu
+from parsim.execute.cuda import gpu as rank_gpu
 from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.processes import speed_probe
-from parsim.execute.processes.environment import describe_environment
 from parsim.execute.processes.group import ProcessPlace
+from parsim.execute.processes.machine import describe_environment
 from parsim.execute.processes.speed_probe import CORE_SIZE, SpeedProbe
-from parsim.graph.task import COMPUTE
-from parsim.graph.taskgraph import work_text
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile, save_profile
+from parsim.model.formats import recorded_weights
 from parsim.model.load import load_model
-from parsim.model.number_formats import recorded_weights
 from parsim.model.spec import ModelSpec
+from parsim.program.task import COMPUTE
+from parsim.program.taskgraph import work_text
 from parsim.work import Compute, OptimizerStep, Phase
 from tests.virtual_cuda import VirtualDriver
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from experiments.one_gpu.fake_peers import fake_rank
-from parsim.execute.cuda.memory_counters import TorchMemoryCounters
+from parsim.execute import train as logging
+from parsim.execute.checkpoint.checkpoint import restore_optimizer
+from parsim.execute.cuda.gpu import TorchMemoryCounters
 from parsim.execute.cuda.streams import CudaStreams
-from parsim.execute.records.task_time import Operation
-from parsim.execute.state.checkpoint import restore_optimizer
-from parsim.execute.state.optimizer import make_optimizer
-from parsim.execute.training import log as logging
-from parsim.execute.training.log import TrainingLog
+from parsim.execute.optimizer import make_optimizer
+from parsim.execute.streams import Operation
+from parsim.execute.train import TrainingLog
 from parsim.plans.mesh import Mesh
 from parsim.work import LoadBatch, OptimizerStep
 from tests.execute.interpreted import CPU, planned

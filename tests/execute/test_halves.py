@@ -6,15 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from parsim.model.autograd.cut import backward_component, forward_component
-from parsim.model.autograd.halves import backward_inputs, backward_weights
+from parsim.model.autograd.cut import backward_component, backward_inputs, backward_weights, forward_component
 from parsim.model.build import build_module
 from parsim.model.interface import example_batch, loss_of
 from parsim.model.load import trace_spec
-from parsim.model.memory.live_memory import LiveBytes
 from parsim.model.runnable import Runnable
 from parsim.model.spec import ModelSpec
-from parsim.model.tracing.trace import record
+from parsim.model.trace.memory import LiveBytes
+from parsim.model.trace.trace import record
 
 BATCH = 4
 SPECS = (

@@ -19,10 +19,10 @@ from parsim.model.build import build_fake, build_module  # noqa: E402
 from parsim.model.interface import example_batch, interface_of  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
-from parsim.model.objective.total import total_loss  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
-from parsim.model.tracing import traced  # noqa: E402
-from parsim.model.tracing.measure import measure  # noqa: E402
+from parsim.model.total_loss import total_loss  # noqa: E402
+from parsim.model.trace import traced  # noqa: E402
+from parsim.model.trace.count import measure  # noqa: E402
 from tests.hugging_face_configs import FULL, SMALL  # noqa: E402
 
 pytestmark = pytest.mark.hf
@@ -158,10 +158,10 @@ def test_a_contrastive_loss_is_that_of_transformers(tmp_path: Path) -> None:
 def test_a_contrastive_loss_is_planned_as_coupled(tmp_path: Path) -> None:
     """And run refuses to divide its batch."""
     import parsim as ps
+    from parsim.app.ask import check_loss
+    from parsim.app.question import loss_note
     from parsim.errors import PlanError
     from parsim.model.model import COUPLED
-    from parsim.workflow.ask import check_loss
-    from parsim.workflow.question import loss_note
 
     answer = ps.plan(
         _contrastive(tmp_path).name,

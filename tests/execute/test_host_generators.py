@@ -16,16 +16,14 @@ pytest.importorskip("torch", reason="needs the torch extra")
 import torch
 from torch import Tensor
 
-from parsim.data.host_generators import alone
-from parsim.data.own.described import Described
-from parsim.data.own.samples import MapSamples
-from parsim.execute import randomness
-from parsim.execute.randomness import ComponentRandomness
+from parsim.data.samples import Described, MapSamples, alone
+from parsim.execute import numerics as randomness
+from parsim.execute.numerics import ComponentRandomness
 from parsim.model.autograd import recompute as recomputing
 from parsim.model.autograd.recompute import forward_keeping_inputs, recompute
 from parsim.model.inputs import ModelInput
 from parsim.model.runnable import PLAIN, CallProgram, Op, Ref, TensorKind
-from parsim.model.shard.host_draws import may_draw_on_host
+from parsim.model.shard.apply import may_draw_on_host
 from tests.execute.test_component_randomness import WHOLE, layout, recorded
 from tests.execute.test_recompute import DROPPING, given_to
 from tests.execute.test_recompute import recorded as recorded_of

@@ -14,10 +14,10 @@ from torch import Tensor, nn  # noqa: E402
 
 import parsim  # noqa: E402
 from parsim.errors import ModelError  # noqa: E402
-from parsim.model.from_module import model_from_module  # noqa: E402
 from parsim.model.inputs import ModelInput  # noqa: E402
-from parsim.model.tracing.recording import run_recorded  # noqa: E402
-from parsim.model.tracing.refused.index_ranges import check_index_ranges, lookups  # noqa: E402
+from parsim.model.load import model_from_module  # noqa: E402
+from parsim.model.trace.record import run_recorded  # noqa: E402
+from parsim.model.trace.traced import check_index_ranges, lookups  # noqa: E402
 
 ROWS, WIDTH = 6, 4
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from parsim.errors import TraceError
 from parsim.model.autograd.cut import Saved, backward_component, forward_component
-from parsim.model.autograd.kept_calls import FirstForward, KeptCalls, Repeat
-from parsim.model.autograd.recompute import first_forward, second_forward
+from parsim.model.autograd.recompute import FirstForward, KeptCalls, Repeat, first_forward, second_forward
 
 WIDTH = 6
 State = list[Tensor]

@@ -19,7 +19,7 @@ from parsim.errors import ExecutionError, RankLostError
 from parsim.execute.processes import launch as launching
 from parsim.execute.processes.group import read_error, read_place
 from parsim.execute.processes.launch import launch
-from parsim.execute.processes.processes import MARK_VARIABLE, descendants, kill_launch, marked
+from parsim.execute.processes.output import MARK_VARIABLE, descendants, kill_launch, marked
 
 # What a rank does stands in its JOB.json: {"0": [...], "1": [...]}, one list of actions per rank.
 WORKER = """
@@ -455,7 +455,7 @@ def test_gpus_that_are_not_there_are_an_error(tmp_path: Path) -> None:
 RESUMING_WORKER = """
 import json, os, signal
 from parsim.data import BatchOrder, Target, load_dataset, part
-from parsim.execute.state.checkpoint import *
+from parsim.execute.checkpoint.checkpoint import *
 from parsim.execute.processes.group import close_group, init_group, worker_main
 
 STEPS = 12

@@ -17,12 +17,11 @@ import pytest
 
 pytest.importorskip("torch")
 
+from parsim.app.functions import plan
+from parsim.app.run_folder import RunFolder, held
 from parsim.errors import ConfigError, PlanError
-from parsim.execute.processes.processes import descendants
-from parsim.execute.state.checkpoint import latest_checkpoint, load_state
-from parsim.workflow.folders.resuming import held
-from parsim.workflow.folders.run_folder import RunFolder
-from parsim.workflow.public.functions import plan
+from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
+from parsim.execute.processes.output import descendants
 from parsim.workflow.training.launch_files import LaunchFile, export_launch, slurm_text, torchrun_text
 from tests.execute.sockets import LISTEN, Socket, free_port, sockets_of
 from tests.execute.test_bad_run import cpu_profile
@@ -47,7 +46,7 @@ zero_stage = 0
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A simulated plan of two ranks, as `parsim simulate --out` leaves it."""
-    from parsim.workflow.folders.write_prediction import write_prediction
+    from parsim.app.write_folder import write_prediction
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "profile.json").write_text(json.dumps(cpu_profile()))
@@ -151,8 +150,8 @@ def assert_equal_to_one_process(kept: Path) -> None:
     import torch
 
     from parsim.execute.job import Job
+    from parsim.execute.rank_run import run_dataset
     from parsim.execute.reference import train_reference
-    from parsim.execute.training.rank_run import run_dataset
 
     (run,) = Job.load(kept / "job.json").runs
     expected = train_reference(

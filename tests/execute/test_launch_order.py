@@ -19,13 +19,13 @@ import torch
 
 from experiments.one_gpu.fake_peers import fake_rank
 from parsim.execute.cuda.streams import CudaStreams
-from parsim.execute.launch_order import launch_order
-from parsim.execute.relaxed.scripts import rank_tasks
-from parsim.graph.lower import lower
-from parsim.graph.plan_index import PlanIndex
-from parsim.graph.task import COMPUTE, Task
+from parsim.execute.runtime import launch_order
 from parsim.plans.mesh import Mesh
 from parsim.plans.synchronisation import parse_synchronisation
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
+from parsim.program.task import COMPUTE, Task
+from parsim.program.taskgraph import rank_tasks
 from parsim.work import Collective, Mix, OptimizerStep, SendRecv
 from tests.execute.equality import Case
 from tests.execute.interpreted import CPU, planned

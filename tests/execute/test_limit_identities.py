@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parsim.algorithms.ada import Ada, ada_graphs
-from parsim.algorithms.graphs import GRAPHS, mixing_graph
 from parsim.algorithms.periods import Period, at_end, every_epochs, every_steps
+from parsim.plans.mixing import GRAPHS, Ada, ada_graphs, mixing_graph
+from parsim.relaxed.problems import LearningProblem, load_problem, perceptron
+from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, stack_batches
 from parsim.virtual.agent import TickRule, cut_sequential
 from parsim.virtual.gossip import GossipRule, train_on_graph
-from parsim.virtual.local import LocalOptimizer, LocalTraining, stack_batches
-from parsim.virtual.problems import LearningProblem, load_problem, perceptron
 from parsim.virtual.rounds import Partition, RoundRule, train_in_rounds
 from parsim.virtual.ticks import TickEngine
 

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 
 from torch import Tensor, nn  # noqa: E402
 
+from parsim.app.config import parse_config  # noqa: E402
 from parsim.errors import ConfigError, CostError, ModelError, TraceError  # noqa: E402
 from parsim.hardware.cluster import cluster_from_profile  # noqa: E402
 from parsim.hardware.profile import load_profile  # noqa: E402
@@ -20,8 +21,7 @@ from parsim.model.interface import interface_of  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
-from parsim.predict.planning_problem import PlanningProblem  # noqa: E402
-from parsim.workflow.config import parse_config  # noqa: E402
+from parsim.predict.problem import PlanningProblem  # noqa: E402
 
 WIDTH = 4
 

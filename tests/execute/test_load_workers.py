@@ -18,16 +18,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from parsim.data import order_of
-from parsim.data.for_model import dataset_for
+from parsim.data.datasets import dataset_for
+from parsim.data.samples import order_of
 from parsim.errors import ExecutionError
-from parsim.execute.cuda.gather_thread import GatherThread
-from parsim.execute.load_workers import WorkerBatches
-from parsim.execute.loading import Loader
-from parsim.execute.processes import pinning
-from parsim.graph.plan_index import PlanIndex
+from parsim.execute.cuda.driver import GatherThread
+from parsim.execute.loading import Loader, WorkerBatches
+from parsim.execute.processes import setup as pinning
 from parsim.model.load import load_model
 from parsim.plans.mesh import Mesh
+from parsim.program.placed import PlanIndex
 from tests.execute.test_equality import case
 from tests.execute.test_reading_ahead import SPEC
 

@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from parsim.app.functions import open_run, plan, run
 from parsim.costs.loading import MeasuredLoading, UnmeasuredLoading, own_loading_from
-from parsim.data import Order, Samples, order_of
-from parsim.data.for_model import dataset_for
+from parsim.data.datasets import dataset_for
+from parsim.data.samples import Order, Samples, order_of
 from parsim.errors import DataError
-from parsim.execute.training.load_timing import ReaderRequest, timed_loading
-from parsim.execute.training.read_costs import BUDGET_S, merged
+from parsim.execute.load_timing import BUDGET_S, ReaderRequest, merged, timed_loading
 from parsim.model.spec import ModelSpec
 from parsim.work import LoadBatch
-from parsim.workflow.public.functions import open_run, plan, run
 from tests.execute import own_data
 from tests.execute.own_data import SLEEP_S
 from tests.execute.test_bad_run import cpu_profile
@@ -105,7 +104,7 @@ def test_an_iterable_dataset_begins_anew_after_it_was_timed() -> None:
 
 
 def _made(dataset: own_data.Noisy) -> tuple[Samples, Order]:
-    from parsim.data.own.samples import MapSamples
+    from parsim.data.samples import MapSamples
 
     described = request("Noisy").load()[0].described  # type: ignore[union-attr]
     data = MapSamples(dataset, described, split="train", seed=3)

@@ -19,12 +19,16 @@ from torch import Tensor, nn  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.loops.counts import items_with, moments_with, size_with  # noqa: E402
 from parsim.model.loops.repeated_calls import FEWEST, KEPT  # noqa: E402
-from parsim.model.memory.peaks import Recorded, counted_moments  # noqa: E402
-from parsim.model.memory.selective import _counts  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
-from parsim.model.tracing import measure, traced  # noqa: E402
-from parsim.model.tracing.measure import TracedForward  # noqa: E402
+from parsim.model.trace import count as measure  # noqa: E402
+from parsim.model.trace import traced
+from parsim.model.trace.count import TracedForward  # noqa: E402
+from parsim.model.trace.memory import (  # noqa: E402
+    Recorded,
+    _counts,
+    counted_moments,
+)
 from tests.hugging_face_configs import SMALL  # noqa: E402
 
 WIDTH, LENGTH = 8, 20

@@ -10,19 +10,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import parsim
-from parsim.data.for_model import dataset_for
+from parsim.app.ask import check_loss
+from parsim.app.config import parse_config
+from parsim.app.training_checks import check_images_suit, steps_per_epoch
+from parsim.data.datasets import dataset_for
 from parsim.errors import PlanError, TraceError
-from parsim.model.from_module import model_from_module
+from parsim.model.coupling import loss_form
 from parsim.model.inputs import inputs_from
-from parsim.model.load import load_model
+from parsim.model.load import load_model, model_from_module
 from parsim.model.model import COUPLED, MIXING, Model
-from parsim.model.objective.coupling import loss_form
-from parsim.model.objective.objective import Objective
+from parsim.model.objective import Objective
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
-from parsim.workflow.ask import check_loss
-from parsim.workflow.config import parse_config
-from parsim.workflow.training.check import check_images_suit, steps_per_epoch
 from tests.execute.described_modules import Contrastive, OwnLoss, TwoHeads
 from tests.execute.equality import even_plan
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from parsim.errors import ExecutionError
-from parsim.execute.records.measurement import RankRecord, load_measurement, merge_times
+from parsim.execute.measurement import RankRecord, load_measurement, merge_times
 from parsim.execute.streams import TaskTime, ThreadStreams
-from parsim.graph.lower import lower
-from parsim.model.memory.live_memory import LiveBytes
+from parsim.model.trace.memory import LiveBytes
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
+from parsim.program.lower import lower
 from tests.models import chain_model
 
 

@@ -8,25 +8,24 @@ from pathlib import Path
 
 import pytest
 
+from parsim.execute.checkpoint.reshard import whole_weights
+from parsim.execute.evaluation import scores
 from parsim.execute.job import Job, RunSpec
+from parsim.execute.measurement import RankRecord
 from parsim.execute.processes.group import ProcessPlace
-from parsim.execute.records.measurement import RankRecord
-from parsim.execute.records.memory_lines import watching
-from parsim.execute.state.reshard import whole_weights
-from parsim.execute.training.evaluation import scores
-from parsim.execute.training.rank_run import ProcessGroups, RankRun, run_dataset
-from parsim.graph.lower import lower
-from parsim.graph.plan_index import PlanIndex
-from parsim.hardware.allocator import NO_ALLOCATOR
+from parsim.execute.rank_run import ProcessGroups, RankRun, run_dataset, watching
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.devices import NO_ALLOCATOR
 from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
-from parsim.plans.staged import even_parts, stages_of
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.plans.stages import even_parts, stages_of
+from parsim.predict.problem import PlanningProblem
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
 from tests.execute.forked import run_job, run_ranks
 
 SPEC = ModelSpec(name="mlp", args=(("width", 256),))

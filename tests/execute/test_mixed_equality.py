@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.execute.job import Job, RunSpec, Switch
-from parsim.execute.records.measurement import RankRecord, total_losses
+from parsim.execute.measurement import RankRecord, total_losses
 from parsim.execute.reference import largest_difference
-from parsim.execute.state.checkpoint import latest_checkpoint, load_state
 from parsim.model.load import load_model
+from parsim.plans.layouts import parse_placement
 from parsim.plans.mesh import Mesh
-from parsim.plans.placement import parse_placement
 from parsim.plans.plan import Plan, Stage
 from tests.execute.equality import compare_case, run_cases
 from tests.execute.forked import run_job

@@ -17,8 +17,8 @@ from parsim.model import record, trace  # noqa: E402
 from parsim.model.autograd.cut import backward_components, forward_components  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
-from parsim.model.tracing.known_values import Routing, balanced_choice  # noqa: E402
-from parsim.model.tracing.refused.unsupported import eager  # noqa: E402
+from parsim.model.trace.checks import eager  # noqa: E402
+from parsim.model.trace.recorder import Routing, balanced_choice  # noqa: E402
 from parsim.plans.mesh import Mesh  # noqa: E402
 from tests.execute.bitwise import assert_same_state  # noqa: E402
 from tests.execute.equality import Case, even_plan  # noqa: E402

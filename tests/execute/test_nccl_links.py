@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from experiments.one_gpu.fake_peers import HeldStreams, fake_rank, own_part
-from parsim.execute.training import rank_run
-from parsim.execute.training.rank_run import ProcessGroups
+from parsim.execute import rank_run
+from parsim.execute.rank_run import ProcessGroups
 from tests.execute.interpreted import CPU, planned
 from tests.execute.test_cuda_races import PLANS
 from tests.virtual_cuda import VirtualDriver

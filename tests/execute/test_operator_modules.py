@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the torch extra")
 
 from parsim.costs.compute.compute import ComputeCosts  # noqa: E402
-from parsim.costs.compute.roofline import WINOGRAD_REDUCTION  # noqa: E402
+from parsim.costs.compute.formula import WINOGRAD_REDUCTION  # noqa: E402
 from parsim.errors import TraceError  # noqa: E402
 from parsim.hardware.cluster import cluster_from_profile  # noqa: E402
 from parsim.hardware.profile import load_profile  # noqa: E402
@@ -20,7 +20,7 @@ from parsim.model.operator_table import TABLE, UNLISTED, OperatorRow  # noqa: E4
 from parsim.plans.mesh import Mesh  # noqa: E402
 from parsim.plans.plan import Plan, Stage  # noqa: E402
 from parsim.predict.evaluate import evaluate  # noqa: E402
-from parsim.predict.planning_problem import PlanningProblem  # noqa: E402
+from parsim.predict.problem import PlanningProblem  # noqa: E402
 from parsim.work import Compute, Phase  # noqa: E402
 from tests.execute.operator_modules import (  # noqa: E402
     CASES,

@@ -12,18 +12,16 @@ import pytest
 import torch
 
 import parsim
-from parsim.data import Samples, order_of
-from parsim.data.for_model import dataset_for
-from parsim.data.own.samples import MapSamples, StreamSamples
+from parsim.data.datasets import dataset_for
+from parsim.data.samples import MapSamples, Samples, StreamSamples, order_of
 from parsim.errors import DataError, FactoryError, NoSplitError
-from parsim.execute.load_workers import WorkerBatches
-from parsim.execute.loading import Loader, batch_to_score
-from parsim.execute.processes.supervise import heartbeat
-from parsim.graph.plan_index import PlanIndex
+from parsim.execute.loading import Loader, WorkerBatches, batch_to_score
+from parsim.execute.processes import heartbeat
 from parsim.model.load import load_model
-from parsim.model.memory.live_memory import LiveBytes
 from parsim.model.spec import ModelSpec
+from parsim.model.trace.memory import LiveBytes
 from parsim.plans.mesh import Mesh
+from parsim.program.placed import PlanIndex
 from tests.execute import own_data
 from tests.execute.equality import even_plan
 from tests.execute.own_data import Noisy

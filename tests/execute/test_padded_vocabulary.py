@@ -16,20 +16,23 @@ import torch.nn.functional as functional  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from parsim.app.functions import open_run, run  # noqa: E402
 from parsim.errors import ModelError  # noqa: E402
 from parsim.model.component import ParameterShard, Sharding, share_of  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
-from parsim.model.objective.vocabulary import class_sums  # noqa: E402
-from parsim.model.shard.calls.vocabulary import largest_of_shard, own_rows  # noqa: E402
 from parsim.model.shard.narrow import narrow  # noqa: E402
 from parsim.model.shard.pieces import assemble, piece  # noqa: E402
+from parsim.model.shard.rules import largest_of_shard, own_rows  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
+from parsim.model.total_loss import class_sums  # noqa: E402
+from parsim.plans.layouts import (  # noqa: E402
+    ValueLayout,
+    parse_layout,
+    parse_placement,
+)
 from parsim.plans.mesh import Mesh  # noqa: E402
-from parsim.plans.placement import parse_placement  # noqa: E402
 from parsim.plans.plan import Plan, Stage  # noqa: E402
-from parsim.plans.redistribution import ValueLayout, parse_layout  # noqa: E402
-from parsim.workflow.public.functions import open_run, run  # noqa: E402
 from tests.execute.equality import Case, compare_case, run_cases  # noqa: E402
 from tests.execute.test_bad_run import cpu_profile  # noqa: E402
 from tests.hugging_face_configs import SMALL  # noqa: E402

@@ -13,19 +13,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from parsim.errors import CostError, ExecutionError
-from parsim.execute.job import RunSpec
-from parsim.execute.numerics import check_switches, numerics_of, set_switches, switches
+from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
+from parsim.execute.job import PLAIN, RunSpec, TrainingRecipe, UpdateGroup
+from parsim.execute.numerics import LossScale, check_switches, numerics_of, overflow_flag, set_switches, switches
+from parsim.execute.optimizer import MasterWeights
+from parsim.execute.rank_run import run_dataset
 from parsim.execute.reference import largest_difference, train_reference
 from parsim.execute.stage import StageReplica
-from parsim.execute.state.checkpoint import latest_checkpoint, load_state
-from parsim.execute.state.loss_scale import LossScale, overflow_flag
-from parsim.execute.state.master_weights import MasterWeights
-from parsim.execute.training.rank_run import run_dataset
-from parsim.execute.training.recipe import PLAIN, TrainingRecipe, UpdateGroup
-from parsim.graph.plan_index import PlanIndex
-from parsim.model.memory.live_memory import LiveBytes
-from parsim.model.number_formats import FORMATS, check_executable, number_format
+from parsim.model.formats import FORMATS, check_executable, number_format
+from parsim.model.trace.memory import LiveBytes
 from parsim.plans.mesh import Mesh
+from parsim.program.placed import PlanIndex
 from tests.execute.equality import Case, compare_case, run_cases
 from tests.execute.test_equality import BERT, GPT, MLP, VGG, VIT, case
 

@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from parsim.errors import ExecutionError
+from parsim.execute.checkpoint.checkpoint import RankState
 from parsim.execute.stage import StageReplica
-from parsim.execute.state.checkpoint import RankState
 from parsim.model.component import LOSS
 from parsim.model.load import load_model
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.spec import ModelSpec
+from parsim.plans.layouts import BATCH, PIECES, REPLICATE, Placement, ValueLayout, parse_placement
 from parsim.plans.mesh import Mesh
-from parsim.plans.placement import BATCH, REPLICATE, Placement, parse_placement
 from parsim.plans.plan import Plan, Stage
-from parsim.plans.redistribution import PIECES, ValueLayout
 from tests.execute.equality import Case, compare_case, run_cases
 from tests.execute.rank_states import (
     GPT,

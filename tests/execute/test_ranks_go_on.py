@@ -20,23 +20,30 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from parsim.commands.run import _scored as scored_text
+from parsim.execute import train as loop
 from parsim.execute import worker
+from parsim.execute.checkpoint import checkpoint
+from parsim.execute.checkpoint.checkpoint import (
+    Checkpoint,
+    RankState,
+    latest_checkpoint,
+    save_checkpoint,
+    step_folders,
+    step_of,
+)
 from parsim.execute.job import SCORE, Job, RunSpec, Switch
-from parsim.execute.processes import clocks
-from parsim.execute.processes.clocks import ClockLook
+from parsim.execute.measurement import RankRecord
+from parsim.execute.processes import exchange as clocks
+from parsim.execute.processes.exchange import ClockLook
 from parsim.execute.processes.group import ProcessPlace
-from parsim.execute.processes.pinning import Pinning
-from parsim.execute.records.measurement import RankRecord
+from parsim.execute.processes.setup import Pinning
+from parsim.execute.rank_run import RankRun
 from parsim.execute.stage import StageReplica
-from parsim.execute.state import checkpoint
-from parsim.execute.state.checkpoint import Checkpoint, RankState, latest_checkpoint, save_checkpoint, step_folders, step_of
-from parsim.execute.training import loop
-from parsim.execute.training.rank_run import RankRun
-from parsim.garbage import keep_nothing
-from parsim.graph.lower import lower
-from parsim.graph.plan_index import PlanIndex
 from parsim.model.model import Model
+from parsim.numeric import keep_nothing
 from parsim.plans.mesh import Mesh
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
 from tests.execute.test_equality import MLP, case
 
 PLACE: Any = SimpleNamespace(rank=0)

@@ -14,19 +14,19 @@ pytest.importorskip("torch")
 import torch
 from numpy.typing import NDArray
 
-from parsim.data import order_of
-from parsim.data.for_model import dataset_for
+from parsim.data.datasets import dataset_for
+from parsim.data.samples import order_of
+from parsim.execute import rank_run
 from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.job import RunSpec
 from parsim.execute.loading import Loader
 from parsim.execute.processes.group import ProcessPlace
-from parsim.execute.training import rank_run
-from parsim.execute.training.rank_run import RankRun
-from parsim.graph.lower import lower
-from parsim.graph.plan_index import PlanIndex
+from parsim.execute.rank_run import RankRun
 from parsim.model.autograd import recompute as recomputing
 from parsim.model.load import load_model
 from parsim.plans.mesh import Mesh
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
 from tests.execute import own_data
 from tests.execute.interpreted import interpret
 from tests.execute.own_data import Noisy

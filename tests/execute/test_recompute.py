@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from parsim.execute.state.checkpoint import latest_checkpoint, load_state
+from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.model.autograd.cut import Saved, backward_component, forward_component
 from parsim.model.autograd.recompute import RecomputeInputs, forward_keeping_calls, forward_keeping_inputs, recompute
 from parsim.model.build import build_module
 from parsim.model.interface import example_batch, loss_of
 from parsim.model.runnable import Runnable
 from parsim.model.spec import ModelSpec
-from parsim.model.tracing.trace import record
+from parsim.model.trace.trace import record
 from parsim.plans.mesh import Mesh
 from tests.execute.equality import Case, run_cases
 from tests.execute.test_equality import BERT, GPT, MLP, RESNET, VGG, VIT, assert_equal_to_one_process, case

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import parsim
-from parsim.workflow.config import load_config
+from parsim.app.config import load_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "relaxed"
 FILES = sorted(FOLDER.glob("*.toml"))

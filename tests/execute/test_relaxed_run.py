@@ -10,21 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from parsim.data import BatchOrder
+from parsim.data.samples import BatchOrder
 from parsim.errors import AlgorithmError
+from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.execute.job import Job, RunSpec
-from parsim.execute.relaxed.mixing import MixingRounds
+from parsim.execute.mixing import MixingRounds
+from parsim.execute.rank_run import run_dataset
 from parsim.execute.stage import StageReplica, seeded_module
-from parsim.execute.state.checkpoint import latest_checkpoint, load_state
-from parsim.execute.training.rank_run import run_dataset
-from parsim.graph.plan_index import PlanIndex
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.plans.synchronisation import parse_synchronisation
-from parsim.virtual.local import LocalOptimizer, LocalTraining, check_room
-from parsim.virtual.planned import train_planned
-from parsim.virtual.problems import LearningProblem
+from parsim.program.placed import PlanIndex
+from parsim.relaxed.problems import LearningProblem
+from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, check_room, train_planned
 from tests.execute.equality import Case, even_plan, run_cases
 from tests.execute.forked import run_job
 
@@ -251,7 +250,7 @@ def test_other_buckets_or_another_cut_into_stages_are_another_plan() -> None:
 
 
 def test_more_replicas_than_memory_holds_names_how_many_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parsim.virtual.local.available_bytes", lambda: 6 * 1000 * 10 + 59)
+    monkeypatch.setattr("parsim.relaxed.replicas.available_bytes", lambda: 6 * 1000 * 10 + 59)
     check_room(10, 1000)
     with pytest.raises(AlgorithmError, match="10 fit"):
         check_room(11, 1000)

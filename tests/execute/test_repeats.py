@@ -14,10 +14,10 @@ from torch import Tensor, nn  # noqa: E402
 
 from parsim.model.model import Model  # noqa: E402
 from parsim.model.runnable import CallProgram  # noqa: E402
-from parsim.model.tracing import traced  # noqa: E402
-from parsim.model.tracing.cut import cut, programs  # noqa: E402
-from parsim.model.tracing.measure import measure  # noqa: E402
-from parsim.model.tracing.recording import run_recorded  # noqa: E402
+from parsim.model.trace import traced  # noqa: E402
+from parsim.model.trace.count import measure  # noqa: E402
+from parsim.model.trace.cut import cut, programs  # noqa: E402
+from parsim.model.trace.record import run_recorded  # noqa: E402
 from parsim.model.tracing.repeats.blocks import Repeats  # noqa: E402
 
 WIDTH, DEPTH = 8, 6

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from parsim.execute.checkpoint.checkpoint import RankState, latest_checkpoint, load_state, save_checkpoint
+from parsim.execute.checkpoint.reshard import reshard
 from parsim.execute.stage import StageReplica
-from parsim.execute.state.checkpoint import RankState, latest_checkpoint, load_state, save_checkpoint
-from parsim.execute.state.reshard import reshard
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan

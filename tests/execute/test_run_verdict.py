@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from parsim.execute.processes.processes import descendants
+from parsim.execute.processes.output import descendants
 from tests.execute.test_bad_run import cpu_profile
 
 RUN = """\

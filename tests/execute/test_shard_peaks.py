@@ -13,9 +13,9 @@ from torch import Tensor  # noqa: E402
 from parsim.model import Model, record  # noqa: E402
 from parsim.model.component import Component, Sharding, ShardPeak, share_of  # noqa: E402
 from parsim.model.runnable import Runnable  # noqa: E402
+from parsim.model.shard.apply import shard_runnable  # noqa: E402
 from parsim.model.shard.narrow import narrow, ways_of  # noqa: E402
-from parsim.model.shard.sharded import shard_runnable  # noqa: E402
-from parsim.model.tracing.traced import model_of  # noqa: E402
+from parsim.model.trace.traced import model_of  # noqa: E402
 from tests.architectures import batch_of, small_module  # noqa: E402
 from tests.execute.shards import bytes_of, narrowed, traced_and_recorded, value_piece, values_of  # noqa: E402
 

@@ -17,8 +17,8 @@ from parsim.model import LOSS, ModelSpec, load_model, record  # noqa: E402
 from parsim.model.build import build_module  # noqa: E402
 from parsim.model.interface import example_batch, loss_of  # noqa: E402
 from parsim.model.runnable import Runnable  # noqa: E402
+from parsim.model.shard.apply import shard_runnable  # noqa: E402
 from parsim.model.shard.narrow import narrow  # noqa: E402
-from parsim.model.shard.sharded import shard_runnable  # noqa: E402
 from tests.execute.shards import (  # noqa: E402
     assert_shards_equal_whole,
     copied,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from parsim.graph.passes.clipping import counted_by
-from parsim.graph.plan_index import PlanIndex
 from parsim.model.load import load_model
 from parsim.plans.mesh import Mesh
+from parsim.program.passes.gradients import counted_by
+from parsim.program.placed import PlanIndex
 from tests.execute.equality import Case
 from tests.execute.rank_states import MLP as SMALL_MLP
 from tests.execute.rank_states import all_ranks, assert_same_state, even_plan, random_state, saved

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from parsim.errors import ExecutionError
-from parsim.execute.cuda import rank_gpu
-from parsim.execute.cuda.rank_gpu import check_gpus, take_gpu, usable_gpus
-from parsim.execute.cuda.shared_gpu import NCCL, NCCL_APART, STAGED, gpu_of, rank_variables, sharing
+from parsim.execute.cuda import gpu as rank_gpu
+from parsim.execute.cuda.gpu import NCCL, NCCL_APART, STAGED, check_gpus, gpu_of, rank_variables, sharing, take_gpu, usable_gpus
 from parsim.units import GIB
 from tests.virtual_cuda import VirtualDriver
 

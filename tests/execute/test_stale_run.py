@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 import parsim as ps
-from parsim.data import BatchOrder, part
+from parsim.data.samples import BatchOrder, part
 from parsim.errors import PlanError
+from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.execute.job import Job, RunSpec
+from parsim.execute.rank_run import run_dataset
 from parsim.execute.stage import seeded_module
-from parsim.execute.state.checkpoint import latest_checkpoint, load_state
-from parsim.execute.training.rank_run import run_dataset
-from parsim.graph.lower import lower
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import parse_synchronisation
+from parsim.program.lower import lower
 from parsim.virtual.agent import TickRule
 from parsim.virtual.ticks import TickEngine
 from tests.execute.equality import Case, even_plan, run_cases

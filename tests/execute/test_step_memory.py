@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the torch extra")
 
 from parsim.model.component import PAGE_BYTES  # noqa: E402
-from parsim.model.memory.kernel_workspaces import lstm_workspace_arrays  # noqa: E402
+from parsim.model.trace.fakes import lstm_workspace_arrays  # noqa: E402
 from tests.matrix.catalogue import _SEQUENCE, _VISION  # noqa: E402
 from tests.matrix.checks import Subject  # noqa: E402
 from tests.matrix.checks import memory as assert_memory  # noqa: E402

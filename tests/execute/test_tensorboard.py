@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from parsim.execute.training.log import _board, _show
+from parsim.execute.train import _board, _show
 
 LINES = [
     {"step": 1, "loss": 2.0, "learning_rate": 0.1, "seconds": 0.01},

@@ -14,15 +14,15 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from parsim.execute.processes.supervise import heartbeat
-from parsim.execute.processes.supervise.heartbeat import Doing, Pulse, create_beats, read_beats
-from parsim.execute.relaxed import mixing
-from parsim.execute.relaxed.mixing import MEAN, MixingRounds
-from parsim.execute.state import reshard
-from parsim.execute.training import rank_run, validation
-from parsim.execute.training.rank_run import RankRun, agreeing
-from parsim.execute.training.recipe import EvaluationRule
-from parsim.execute.training.validation import Validation
+from parsim.execute import evaluation as validation
+from parsim.execute import mixing, rank_run
+from parsim.execute.checkpoint import reshard
+from parsim.execute.evaluation import Validation
+from parsim.execute.job import EvaluationRule
+from parsim.execute.mixing import MEAN, MixingRounds
+from parsim.execute.processes import heartbeat
+from parsim.execute.processes.heartbeat import Doing, Pulse, create_beats, read_beats
+from parsim.execute.rank_run import RankRun, agreeing
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from parsim.data import BatchOrder
+from parsim.data.samples import BatchOrder
 from parsim.errors import ConfigError
+from parsim.execute.job import Schedule, TrainingRecipe, pairs
+from parsim.execute.learning_rate import LearningRate, check_schedule
+from parsim.execute.optimizer import check_exempt, exempt_names
 from parsim.execute.stage import seeded_module
-from parsim.execute.training.learning_rate import LearningRate, check_schedule
-from parsim.execute.training.recipe import Schedule, TrainingRecipe, pairs
-from parsim.execute.training.weight_decay import check_exempt, exempt_names
 from parsim.plans.mesh import Mesh
 from tests.execute.equality import Case
 from tests.execute.test_equality import GPT, MLP, VIT, assert_equal_to_one_process, case

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
+from parsim.execute.job import TrainingRecipe
 from parsim.execute.stage import seeded_module
-from parsim.execute.state.checkpoint import latest_checkpoint, load_state
-from parsim.execute.training.recipe import TrainingRecipe
 from parsim.model.inputs import ModelInput
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec

@@ -13,24 +13,22 @@ from torch import nn
 from torch.nn import functional as F
 
 import parsim
-from parsim.data import order_of
-from parsim.data.for_model import dataset_for
+from parsim.data.datasets import dataset_for
+from parsim.data.samples import order_of
 from parsim.errors import ConfigError
-from parsim.execute.job import RunSpec
+from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
+from parsim.execute.job import Argument, EmaRule, RunSpec, Schedule, TrainingRecipe, UpdateGroup, pairs, with_update_groups
 from parsim.execute.stage import seeded_module
-from parsim.execute.state.checkpoint import latest_checkpoint, load_state
-from parsim.execute.training.recipe import Argument, EmaRule, Schedule, TrainingRecipe, UpdateGroup, pairs
-from parsim.execute.training.update_groups import with_update_groups
-from parsim.graph.expand import lower_columns
-from parsim.graph.lower import lower
-from parsim.graph.taskgraph import from_text, to_text
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
+from parsim.program.lower import lower
+from parsim.program.taskgraph import from_text, to_text
+from parsim.program.templates import lower_columns
 from parsim.work import OptimizerStep
 from tests.execute.equality import Case, compare_case, even_plan, run_cases
 from tests.execute.test_bad_run import cpu_profile

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from parsim.algorithms.arrivals import merge_events
-from parsim.algorithms.averaging import MERGES, MergeRule, OuterOptimizer
-from parsim.algorithms.graphs import mixing_graph
 from parsim.algorithms.periods import AlgorithmWarning, at_end, every_epochs, every_steps, post_local
 from parsim.errors import AlgorithmError, DataError
+from parsim.plans.averaging import MERGES, MergeRule, OuterOptimizer
+from parsim.plans.mixing import mixing_graph
+from parsim.relaxed.problems import load_problem, perceptron
+from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, Workers, stack_batches
 from parsim.virtual.agent import TickRule
 from parsim.virtual.arrivals import train_by_arrival
 from parsim.virtual.gossip import GossipRule, train_on_graph
-from parsim.virtual.local import LocalOptimizer, LocalTraining, Workers, stack_batches
-from parsim.virtual.problems import load_problem, perceptron
 from parsim.virtual.rounds import Partition, RoundRule, train_in_rounds
 from parsim.virtual.ticks import TickEngine
 from tests.execute.virtual_processes import F64, flat, small_model, small_problem

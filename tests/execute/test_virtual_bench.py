@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from parsim.algorithms.ada import Ada
 from parsim.algorithms.dbench import METRICS, kendall_tau
-from parsim.algorithms.graphs import mixing_graph
 from parsim.errors import AlgorithmError
+from parsim.plans.mixing import Ada, mixing_graph
+from parsim.relaxed.problems import load_problem, perceptron
+from parsim.relaxed.replicas import LocalOptimizer, LocalTraining
 from parsim.virtual.bench import ALL_METRICS, BenchRun, ranks, relations, run_bench, summary, tensor_rows
 from parsim.virtual.gossip import GossipRule
-from parsim.virtual.local import LocalOptimizer, LocalTraining
-from parsim.virtual.problems import load_problem, perceptron
 
 N = 8
 WAYS = {

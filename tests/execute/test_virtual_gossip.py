@@ -13,14 +13,13 @@ import torch
 from gossip_process import model_of, problem_of
 from torch import Tensor, nn
 
-from parsim.algorithms.ada import Ada, ada_graphs
-from parsim.algorithms.graphs import GRAPHS, mixing_graph
 from parsim.algorithms.periods import AlgorithmWarning, every_epochs, every_steps
 from parsim.algorithms.pushsum import failing_links, rotating_peers
 from parsim.errors import AlgorithmError
 from parsim.execute.processes.launch import launch
+from parsim.plans.mixing import GRAPHS, Ada, ada_graphs, mixing_graph
+from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, epoch_batches, stack_batches
 from parsim.virtual.gossip import GossipRule, GossipRun, StatisticsRecording, train_on_graph
-from parsim.virtual.local import LocalOptimizer, LocalTraining, epoch_batches, stack_batches
 from parsim.virtual.replicas import Replicas, mixed_rows
 from parsim.virtual.rounds import Partition, RoundRule, train_in_rounds
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from parsim.algorithms.arrivals import merge_events
-from parsim.algorithms.averaging import MergeRule
 from parsim.algorithms.periods import every_epochs
+from parsim.plans.averaging import MergeRule
+from parsim.relaxed.replicas import LocalOptimizer, LocalTraining
 from parsim.virtual.agent import TickRule, cut_sequential
 from parsim.virtual.arrivals import train_by_arrival
-from parsim.virtual.local import LocalOptimizer, LocalTraining
 from parsim.virtual.rounds import Partition, RoundRule, train_in_rounds
 from parsim.virtual.ticks import TickEngine
 from tests.execute.virtual_processes import (

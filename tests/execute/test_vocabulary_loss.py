@@ -13,15 +13,16 @@ import torch.nn.functional as functional  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from parsim.graph.lower import lower  # noqa: E402
 from parsim.model.component import MAXIMUM, PARTIAL  # noqa: E402
+from parsim.model.inputs import IGNORED
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
-from parsim.model.objective.vocabulary import IGNORED, class_sums, total_in_parts  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
+from parsim.model.total_loss import class_sums, total_in_parts  # noqa: E402
+from parsim.plans.layouts import parse_placement  # noqa: E402
 from parsim.plans.mesh import Mesh  # noqa: E402
-from parsim.plans.placement import parse_placement  # noqa: E402
 from parsim.plans.plan import Plan, Stage  # noqa: E402
+from parsim.program.lower import lower  # noqa: E402
 from parsim.work import Collective  # noqa: E402
 from tests.execute.equality import Case, compare_case, run_cases  # noqa: E402
 from tests.execute.shards import assert_shards_equal_whole, traced_and_recorded  # noqa: E402

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from parsim.app.ask import answer, check_runnable
+from parsim.app.config import load_config
 from parsim.errors import ConfigError, PlanError
-from parsim.execute.training.recipe import EmaRule, EvaluationRule, TrainingRecipe
+from parsim.execute.job import EmaRule, EvaluationRule, TrainingRecipe
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.build import build_module
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.workflow.ask import answer, check_runnable
-from parsim.workflow.config import load_config
+from parsim.predict.problem import PlanningProblem
 from parsim.workflow.training.export import export_weights
 from tests.execute.equality import Case
 from tests.execute.mixed import MODELS, random_case
@@ -66,7 +66,7 @@ def test_random_plans_average_as_one_process_does(tmp_path: Path, processes: int
 
 def test_torchs_averaged_model_itself_is_the_oracle() -> None:
     """Our update against the class as users call it, on a module of one's own."""
-    from parsim.execute.state.weight_averages import update_averages
+    from parsim.execute.optimizer import update_averages
 
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2)).double()
@@ -144,10 +144,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 def test_averages_are_validated_and_exported(here: Path) -> None:
+    from parsim.app.ask import run_spec
+    from parsim.app.functions import run
+    from parsim.execute.rank_run import run_dataset
     from parsim.execute.reference import train_reference
-    from parsim.execute.training.rank_run import run_dataset
-    from parsim.workflow.ask import run_spec
-    from parsim.workflow.public.functions import run
 
     done = run("run.toml", out="kept")
     spec = run_spec(done.prediction, "run", Path("kept/model.json"))
@@ -200,8 +200,8 @@ def test_the_recipe_comes_back_from_json() -> None:
 
 
 def test_tensorboard_is_refused_where_it_is_not_installed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from parsim.app.training_checks import check_tensorboard
     from parsim.errors import MissingDependencyError
-    from parsim.workflow.training.check import check_tensorboard
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'parsim\[tensorboard\]'"):

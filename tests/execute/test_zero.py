@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parsim.model.memory.live_memory import LiveBytes
+from parsim.model.trace.memory import LiveBytes
 from parsim.plans.mesh import Mesh
 from tests.execute.equality import Case
 from tests.execute.rank_states import MLP as SMALL_MLP

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from parsim.algorithms.arrivals import MergeEvent
 from parsim.algorithms.staleness import decoupling
+from parsim.relaxed.problems import LearningProblem, generated_problem, perceptron
 from parsim.virtual.agent import Agent, TickRule, cut_sequential
-from parsim.virtual.problems import LearningProblem, generated_problem, perceptron
 from parsim.virtual.rounds import Partition
 
 F64 = torch.float64

@@ -174,23 +174,23 @@ def readers(folder: Path) -> list[Reader]:
     import numpy as np
     import torch
 
-    from parsim.costs.feedback.history import read_history
-    from parsim.costs.uncertainty.conformal import ValidationRecord
+    from parsim.app.config import load_config
+    from parsim.app.run_folder import RunFolder
+    from parsim.costs.conformal import ValidationRecord
+    from parsim.costs.history import read_history
     from parsim.engines.scenario.scenario import load_scenario
+    from parsim.execute.checkpoint.checkpoint import RankState, latest_checkpoint, load_state, save_checkpoint
     from parsim.execute.job import Job, RunSpec
-    from parsim.execute.records.measurement import RankRecord
-    from parsim.execute.state.checkpoint import RankState, latest_checkpoint, load_state, save_checkpoint
+    from parsim.execute.measurement import RankRecord
     from parsim.execute.streams import TaskTime
     from parsim.hardware.network import load_network, shipped_networks
     from parsim.hardware.profile import load_profile, save_profile
-    from parsim.model.hugging_face.config import read_config
+    from parsim.model.catalogue.hugging_face import read_config
     from parsim.model.model import Model
     from parsim.model.spec import ModelSpec
     from parsim.plans.mesh import Mesh
     from parsim.plans.plan import Plan, Stage
     from parsim.timeline import Span, Timeline
-    from parsim.workflow.config import load_config
-    from parsim.workflow.folders.run_folder import RunFolder
     from parsim.workflow.importing.import_file import import_file
     from tests.execute.test_bad_run import cpu_profile
     from tests.hugging_face_configs import SMALL

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from parsim.graph.lower import lower
-from parsim.graph.taskgraph import from_text, to_text
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
+from parsim.program.lower import lower
+from parsim.program.taskgraph import from_text, to_text
 from tests.models import chain_model, residual_model
 
 DP = """\

@@ -11,16 +11,16 @@ from calibration.gpu.launches import event_cost, graph_cost, launch_cost
 from calibration.gpu.products import PRECISIONS, Product, measure_product
 from calibration.gpu.timing import time_calls
 from parsim.execute.cuda.driver import TorchCudaDriver
+from parsim.execute.rank_run import make_streams
 from parsim.execute.reference import train_reference
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica
-from parsim.execute.streams import make_streams
-from parsim.graph.lower import lower
-from parsim.graph.plan_index import PlanIndex
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
 
 pytestmark = pytest.mark.gpu
 
@@ -95,8 +95,8 @@ def test_timing_twice_gives_the_same(device: MeasuredDevice) -> None:
 
 def test_the_executor_trains_what_plain_training_on_the_cpu_does(device: MeasuredDevice) -> None:
     """float64, four steps of a small model, samples of the same order."""
-    from parsim.data import BatchOrder
-    from parsim.data.for_model import dataset_for
+    from parsim.data.datasets import dataset_for
+    from parsim.data.samples import BatchOrder
 
     spec, batch, steps = ModelSpec(name="vit_small"), 4, 4
     model = load_model(spec)

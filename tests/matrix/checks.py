@@ -16,16 +16,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from parsim.data import BatchOrder
-from parsim.data.for_model import dataset_for
+from parsim.data.datasets import dataset_for
+from parsim.data.samples import BatchOrder
 from parsim.errors import ParsimError
 from parsim.execute.loading import Loader
-from parsim.execute.records.memory_lines import watching
+from parsim.execute.rank_run import make_streams, watching
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica
-from parsim.execute.streams import make_streams
-from parsim.graph.lower import lower
-from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model import record
@@ -38,8 +35,10 @@ from parsim.model.runnable import Runnable
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.search import search
+from parsim.predict.problem import PlanningProblem
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
+from parsim.search.search import search
 from tests.execute.bitwise import assert_same_state
 from tests.execute.shards import assert_shards_equal_whole, values_of
 

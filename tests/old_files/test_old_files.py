@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from parsim.cli import main
-from parsim.costs.feedback.history import history_path, read_history
+from parsim.costs.history import history_path, read_history
 from parsim.errors import ParsimError
 from parsim.execute.job import Job
-from parsim.execute.records.measurement import RankRecord
+from parsim.execute.measurement import RankRecord
 from parsim.hardware.network import parse_network
 from parsim.hardware.profile import load_profile, parse_profile
 from parsim.model.model import Model
@@ -197,7 +197,7 @@ def test_a_history_line_of_a_later_version_is_left_out_and_named(samples: Path) 
 
 
 def test_a_checkpoint_of_a_later_version_is_refused_and_not_begun_anew(samples: Path) -> None:
-    from parsim.execute.state.checkpoint import latest_checkpoint
+    from parsim.execute.checkpoint.checkpoint import latest_checkpoint
 
     assert latest_checkpoint(samples / "kept" / "checkpoints") is not None
     for path in (samples / "kept" / "checkpoints").rglob("rank-*.json"):

@@ -15,8 +15,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra")
 
-from parsim.execute.state.checkpoint import latest_checkpoint, load_state  # noqa: E402
-from parsim.workflow.public.functions import open_run, run  # noqa: E402
+from parsim.app.functions import open_run, run  # noqa: E402
+from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state  # noqa: E402
 from tests.execute.test_bad_run import cpu_profile  # noqa: E402
 from tests.execute.test_padded_vocabulary import APART, RUN, SHARED  # noqa: E402
 

@@ -15,8 +15,8 @@ import pytest
 from calibration.parts import attentions, collectives, products
 from calibration.parts.catalog import GPUS, IDLE, LAUNCH, CatalogGpu
 from calibration.parts.robust import named
-from parsim.costs.compute.tile_model import tile_seconds
-from parsim.hardware.tables import to_text
+from parsim.costs.compute.formula import tile_seconds
+from parsim.hardware.records import to_text
 
 ROOT = Path(__file__).resolve().parents[2]
 SYNTHETIC = Path(__file__).parent / "parts_synthetic"

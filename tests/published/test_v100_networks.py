@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from calibration.published.v100_machines import LARGE_BYTES, MACHINES, build, lane_rate, main
-from parsim.costs.communication.collectives import busbw_bytes_per_s, estimate_collective
+from parsim.costs.communication.closed_forms import busbw_bytes_per_s
+from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.communication.internode import choices
 from parsim.errors import DataError
 from parsim.hardware.cluster import cluster_from_profile

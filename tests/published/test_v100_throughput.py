@@ -19,11 +19,11 @@ import pytest
 from calibration.fit.operators import fit_operators, kernel_of, read_operator_points
 from calibration.published.v100_throughput import without_efficiency
 from parsim.costs.compute.compute import ComputeCosts
-from parsim.costs.compute.operators import kernel_seconds
+from parsim.costs.compute.launches import kernel_seconds
 from parsim.errors import DataError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.compute_records import OperatorFit, OperatorPoint
 from parsim.hardware.profile import Profile, load_profile
+from parsim.hardware.records import OperatorFit, OperatorPoint
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec

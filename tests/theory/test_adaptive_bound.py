@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.schedule.live.decisions import ControllerConfig, Keep, Replan
+from parsim.search.adapt.controller import ControllerConfig, Keep, Replan
 from tests.adaptive_toy import Toy, ToyPlan, seen
 
 WINDOWS, STEPS = 60, 50

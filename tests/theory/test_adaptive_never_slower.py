@@ -15,10 +15,10 @@ from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import ZERO_STAGES
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.families import FAMILIES, dp_plans
-from parsim.schedule.search import search
-from parsim.schedule.space import BUCKET_BYTES
+from parsim.predict.problem import PlanningProblem
+from parsim.search.families import FAMILIES, dp_plans
+from parsim.search.search import search
+from parsim.search.space import BUCKET_BYTES
 from tests.models import chain_model
 
 EVERYTHING = (*FAMILIES, "adaptive")

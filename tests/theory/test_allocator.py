@@ -15,10 +15,9 @@ from calibration.fit.build_profile import LIBRARY_MARGIN_BYTES, allocator_entry
 from calibration.measure.allocator import distinct_bytes, measure_allocator
 from calibration.measure.components import make_case
 from calibration.rounds.request import CalibrationRequest
-from parsim.execute.processes.environment import forget_peak, peak_resident_bytes, resident_bytes
-from parsim.hardware.allocator import Allocator, Spread
+from parsim.execute.processes.machine import forget_peak, peak_resident_bytes, resident_bytes
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.device_kinds import DEVICE_KINDS, allocator_of
+from parsim.hardware.devices import DEVICE_KINDS, Allocator, Spread, allocator_of
 from parsim.hardware.profile import Profile, Quantiles, load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsim.algorithms.arrivals import merge_events
-from parsim.algorithms.averaging import (
+from parsim.algorithms.periods import AlgorithmWarning, at_end, every_epochs, every_steps, post_local, warn_if_not_synchronous
+from parsim.errors import AlgorithmError
+from parsim.plans.averaging import (
     MERGES,
     Arrival,
     Merged,
@@ -26,15 +28,6 @@ from parsim.algorithms.averaging import (
     turn_weight,
     turns_matrix,
 )
-from parsim.algorithms.periods import (
-    AlgorithmWarning,
-    at_end,
-    every_epochs,
-    every_steps,
-    post_local,
-    warn_if_not_synchronous,
-)
-from parsim.errors import AlgorithmError
 
 
 def merged_models(

@@ -6,17 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from parsim.costs.memory.waiting import Wait
-from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Component, Parameter, Value
 from parsim.model.model import Model
+from parsim.plans.layouts import BATCH, REPLICATE, Placement, ValueLayout, conversion
 from parsim.plans.mesh import Mesh
-from parsim.plans.placement import BATCH, REPLICATE, Placement
 from parsim.plans.plan import Plan, Stage
-from parsim.plans.redistribution import ValueLayout, conversion
-from parsim.predict.boundary.conversions import gradient_bytes, storage_of
-from parsim.predict.boundary.waiting import waiting_gradients, waiting_values
-from parsim.predict.plan_memory import rank_boundary
+from parsim.predict.memory import rank_boundary
+from parsim.program.lifetimes import Wait, gradient_bytes, storage_of, waiting_gradients, waiting_values
+from parsim.program.placed import PlanIndex
 
 SAMPLES, RATE = 8, 100
 WHOLE = SAMPLES * RATE

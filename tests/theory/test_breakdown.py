@@ -10,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import random_durations_s, random_graph, timed_graphs
 
-from parsim.analyze.breakdown import RankBreakdown, breakdown, step_fractions
-from parsim.analyze.critical_path import critical_path
-from parsim.analyze.spans import covered_until, union
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import static
 from parsim.errors import GraphError
-from parsim.graph.taskgraph import TaskGraph, from_text
+from parsim.predict.breakdown import RankBreakdown, breakdown, covered_until, critical_path, step_fractions, union
+from parsim.program.taskgraph import TaskGraph, from_text
 from parsim.timeline import Span, Timeline
 
 FORWARD_LOADED = """

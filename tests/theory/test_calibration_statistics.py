@@ -37,18 +37,18 @@ from calibration.measure.overlap import (
     side_by_side,
 )
 from calibration.rounds.turns import in_turn
-from parsim.costs.communication.collectives import regimes_s
+from parsim.costs.communication.closed_forms import regimes_s
 from parsim.costs.communication.regime_fits import fit_regimes
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import static
 from parsim.errors import ProfileError
 from parsim.execute.streams import TaskTime
-from parsim.graph.task import COMPUTE, Origin, Resource, Task
-from parsim.graph.taskgraph import TaskGraph
-from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, Regime
+from parsim.hardware.records import ComponentPoint
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
+from parsim.program.task import COMPUTE, Origin, Resource, Task
+from parsim.program.taskgraph import TaskGraph
 from parsim.work import Collective, Compute, Phase, Work
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))

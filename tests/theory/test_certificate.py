@@ -16,12 +16,11 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.placement import certificate as module
-from parsim.schedule.placement.certificate import Certificate, certificate_text, certify
-from parsim.schedule.placement.objective import fits, memory_of, step_s
-from parsim.schedule.placement.placement_problem import PlacementProblem
-from parsim.schedule.tensor import posed_placement
+from parsim.predict.problem import PlanningProblem
+from parsim.search.placement import certificate as module
+from parsim.search.placement.certificate import Certificate, certificate_text, certify
+from parsim.search.placement.problem import PlacementProblem, fits, memory_of, step_s
+from parsim.search.tensor import posed_placement
 
 RUN = """
 [model]

@@ -9,22 +9,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import parsim.predict.plan_memory as plan_memory
-from parsim.costs.memory.chunks import Chunks, HeldMoment
-from parsim.costs.memory.waiting import Wait
-from parsim.graph.plan_index import PlanIndex
-from parsim.graph.stage_links import pipeline_of
-from parsim.hardware.allocator import NO_ALLOCATOR
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.devices import NO_ALLOCATOR
 from parsim.hardware.profile import load_profile
 from parsim.model.model import Model
-from parsim.plans.held import held_moments
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import in_flight, pipeline_actions, rank_of_stage
 from parsim.plans.plan import Plan, Stage
-from parsim.plans.stage_transfers import Pipeline, StageLink
-from parsim.predict.boundary.waiting import waiting_gradients
-from parsim.predict.kept_activations import KeptActivations
+from parsim.predict import memory as plan_memory
+from parsim.program.lifetimes import (
+    Chunks,
+    HeldMoment,
+    KeptActivations,
+    Pipeline,
+    StageLink,
+    Wait,
+    held_moments,
+    pipeline_of,
+    waiting_gradients,
+)
+from parsim.program.placed import PlanIndex
 from parsim.work import Phase
 from tests.models import chain_model, residual_model, sharded_model
 

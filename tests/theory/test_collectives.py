@@ -11,20 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.costs.communication.collectives import (
-    busbw_bytes_per_s,
-    choose_protocol,
-    estimate_collective,
-    estimate_send_recv,
-    fitted_s,
-    protocol_lines,
-    regimes_s,
-    ring_all_reduce_s,
-    tree_all_reduce_s,
-)
-from parsim.costs.communication.linkgraph import RingSet, busiest_seconds_per_byte, ring_set
+from parsim.costs.communication.closed_forms import busbw_bytes_per_s, fitted_s, regimes_s, ring_all_reduce_s, tree_all_reduce_s
+from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
+from parsim.costs.communication.contention import RingSet, busiest_seconds_per_byte, hamiltonian_cycles, pack_rings, ring_set
+from parsim.costs.communication.intranode import choose_protocol, protocol_lines
 from parsim.costs.communication.regime_fits import fit_regimes
-from parsim.costs.communication.rings import hamiltonian_cycles, pack_rings
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import CollectivePoint, LinkModel, LinkProtocol, Regime, Sourced, load_profile

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsim.errors import GraphError, ParsimError
-from parsim.graph.task import COMPUTE, Origin, Resource, Task
-from parsim.graph.taskgraph import TaskGraph
+from parsim.predict.compare import aa_floor, compare, drift, kind_intervals_s, relative_error, task_durations_s
 from parsim.predict.result import Interval
-from parsim.report.compare import aa_floor, compare, drift, kind_intervals_s, relative_error, task_durations_s
+from parsim.program.task import COMPUTE, Origin, Resource, Task
+from parsim.program.taskgraph import TaskGraph
 from parsim.timeline import Span, Timeline
 from parsim.work import Collective, Compute, Phase
 

@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 
 from calibration.fit.operators import fit_operators
 from parsim.costs.compute.compute import ComputeCosts
-from parsim.costs.compute.interpolation import interpolation_terms
-from parsim.costs.compute.kernel_model import ROOFLINE_BANDWIDTH_EFFICIENCY, ROOFLINE_COMPUTE_EFFICIENCY, component_kernels
-from parsim.costs.compute.operator_model import ComputeRequest
-from parsim.costs.compute.operators import Kernel, backward_kernels, forward_kernels, kernel_seconds
+from parsim.costs.compute.formula import ROOFLINE_BANDWIDTH_EFFICIENCY, ROOFLINE_COMPUTE_EFFICIENCY, component_kernels
+from parsim.costs.compute.launches import ComputeRequest, Kernel, backward_kernels, forward_kernels, kernel_seconds
+from parsim.costs.compute.measured import interpolation_terms
 from parsim.errors import ConfigError, CostError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.compute_records import OperatorFit, OperatorPoint
-from parsim.hardware.device import Device
+from parsim.hardware.devices import Device
 from parsim.hardware.profile import Profile
+from parsim.hardware.records import OperatorFit, OperatorPoint
 from parsim.model.component import Component, Operator, Parameter
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.work import Compute, OptimizerStep, Phase

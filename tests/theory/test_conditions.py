@@ -13,15 +13,23 @@ from strategies import random_durations_s, random_graph, timed_graphs
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic, static
-from parsim.engines.scenario.conditions import Conditions, conditions_for, jittered_s
-from parsim.engines.scenario.flows import Lane, flow_of
-from parsim.engines.scenario.scenario import Jitter, LinkChange, Scenario, Straggler, parse_scenario
+from parsim.engines.scenario.links import Lane, flow_of
+from parsim.engines.scenario.scenario import (
+    Conditions,
+    Jitter,
+    LinkChange,
+    Scenario,
+    Straggler,
+    conditions_for,
+    jittered_s,
+    parse_scenario,
+)
 from parsim.errors import ScenarioError
-from parsim.graph.columns import columns_of
-from parsim.graph.task import Origin, Resource, Task
-from parsim.graph.taskgraph import TaskGraph, from_text
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
+from parsim.program.columns import columns_of
+from parsim.program.task import Origin, Resource, Task
+from parsim.program.taskgraph import TaskGraph, from_text
 from parsim.timeline import Timeline
 from parsim.work import Collective, SendRecv, is_communication
 

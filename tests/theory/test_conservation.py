@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import random_durations_s
 
-from parsim.analyze.breakdown import breakdown
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic, static
 from parsim.errors import GraphError
-from parsim.graph.lower import lower
-from parsim.graph.plan_index import PlanIndex
-from parsim.graph.task import Resource
 from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.plan import Plan
+from parsim.predict.breakdown import breakdown
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
+from parsim.program.task import Resource
 from parsim.work import Collective, Compute, Phase, SendRecv
 from tests.plans import MODEL, plans
 

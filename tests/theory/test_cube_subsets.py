@@ -8,9 +8,9 @@ from itertools import combinations, permutations
 
 import pytest
 
-from parsim.costs.communication.collectives import busbw_bytes_per_s, estimate_collective
-from parsim.costs.communication.linkgraph import ring_set
-from parsim.costs.communication.rings import hamiltonian_cycles
+from parsim.costs.communication.closed_forms import busbw_bytes_per_s
+from parsim.costs.communication.collectives import estimate_collective
+from parsim.costs.communication.contention import hamiltonian_cycles, ring_set
 from parsim.costs.estimate import Estimate
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.costs.compute.cuda_launches import PASSES, cuda_backward_halves, cuda_forward, cuda_operators, has_full_stream
-from parsim.costs.compute.kernel_model import component_kernels
-from parsim.costs.compute.operator_model import ComputeRequest
-from parsim.costs.compute.operators import Kernel
+from parsim.costs.compute.formula import component_kernels
+from parsim.costs.compute.gpu import PASSES, cuda_backward_halves, cuda_forward, cuda_operators, has_full_stream
+from parsim.costs.compute.launches import ComputeRequest, Kernel
 from parsim.model import ModelSpec, load_model
 from parsim.model.component import Component, Operator
 from parsim.work import Phase

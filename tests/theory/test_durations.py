@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 
 from parsim.errors import ScheduleError
-from parsim.schedule.live.controller import Controller
-from parsim.schedule.live.decisions import ControllerConfig, Keep, Replan
-from parsim.schedule.live.durations import Lasting
+from parsim.search.adapt.controller import Controller, ControllerConfig, Keep, Replan
+from parsim.search.adapt.durations import Lasting
 from tests.adaptive_toy import Toy, ToyPlan, seen
 
 CHATTY = ToyPlan(0, 1.0, 0.5)

@@ -15,11 +15,10 @@ from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic, static
 from parsim.engines.program import DurationsOf, Part, Program, by_step, durations_by_step_s, unrolled
 from parsim.engines.repeated import simulate_program
-from parsim.engines.scenario.conditions import Conditions
-from parsim.engines.scenario.scenario import Straggler
+from parsim.engines.scenario.scenario import Conditions, Straggler
 from parsim.errors import GraphError
-from parsim.graph.task import COMPUTE, Origin, Resource, Task
-from parsim.graph.taskgraph import TaskGraph
+from parsim.program.task import COMPUTE, Origin, Resource, Task
+from parsim.program.taskgraph import TaskGraph
 from parsim.work import Compute, OptimizerStep, Phase
 
 COUNTER = Resource(0, "merge")

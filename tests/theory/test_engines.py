@@ -14,14 +14,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import random_durations_s, random_graph, timed_graphs
 
-from parsim.analyze.bounds import lower_bound_s
-from parsim.analyze.critical_path import critical_path
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic, static
-from parsim.engines.compile import compile_graph
+from parsim.engines.static import compile_graph
 from parsim.errors import GraphError
-from parsim.graph.task import COMPUTE, Origin, Resource, Task
-from parsim.graph.taskgraph import TaskGraph
+from parsim.predict.breakdown import critical_path, lower_bound_s
+from parsim.program.task import COMPUTE, Origin, Resource, Task
+from parsim.program.taskgraph import TaskGraph
 from parsim.timeline import Timeline
 from parsim.work import Collective, Compute, Phase, SendRecv, is_communication
 

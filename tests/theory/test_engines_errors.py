@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from parsim.analyze.bounds import lower_bound_s
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic, static
-from parsim.engines.compile import compile_graph
+from parsim.engines.static import compile_graph
 from parsim.errors import DeadlockError, GraphError
-from parsim.graph.taskgraph import TaskGraph, from_text
+from parsim.predict.breakdown import lower_bound_s
+from parsim.program.taskgraph import TaskGraph, from_text
 from parsim.timeline import Timeline
 
 Engine = Callable[..., Timeline]
@@ -147,7 +147,7 @@ def test_a_compiled_graph_serves_as_well(simulate: Engine) -> None:
 
 
 def test_importing_the_engines_does_not_load_numba() -> None:
-    code = "import parsim.engines.static, parsim.analyze.breakdown, sys; print('numba' in sys.modules)"
+    code = "import parsim.engines.static, parsim.predict.breakdown, sys; print('numba' in sys.modules)"
     root = Path(__file__).resolve().parents[2]
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root, timeout=60)
     assert run.stdout.strip() == "False"

@@ -5,17 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from parsim.analyze.bounds import lower_bound_s
-from parsim.analyze.breakdown import breakdown, step_fractions
-from parsim.analyze.critical_path import critical_path
 from parsim.engines import dynamic, static
-from parsim.graph.lower import lower
-from parsim.graph.taskgraph import TaskGraph, from_text, to_text
 from parsim.model.component import Component, Parameter, Value
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import rank_of_stage
 from parsim.plans.plan import Plan, Stage
+from parsim.predict.breakdown import breakdown, critical_path, lower_bound_s, step_fractions
+from parsim.program.lower import lower
+from parsim.program.taskgraph import TaskGraph, from_text, to_text
 from parsim.work import Compute, Phase, SendRecv
 
 

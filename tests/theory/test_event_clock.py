@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.execute.cuda.event_timing import FIRST_HOLD_S, MOST_HOLD_S, Group, timed_groups, warm_up
+from parsim.execute.cuda.driver import FIRST_HOLD_S, MOST_HOLD_S, Group, timed_groups, warm_up
 from tests.virtual_cuda import VirtualDriver
 
 SECONDS = st.floats(1e-7, 1e-2)

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.algorithms.graphs import mixing_graph
 from parsim.costs.communication.collectives import estimate_send_recv
-from parsim.costs.communication.exchange import exchange_seconds
+from parsim.costs.communication.internode import exchange_seconds
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
+from parsim.plans.mixing import mixing_graph
 from parsim.work import SendRecv
 
 SIZE = 100_000_000

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.errors import PlanError
-from parsim.graph.passes.unsharded import uses_of
-from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
-from parsim.plans.few_actions import FewActions, few_actions
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import Action, few_rounds, pipeline_actions
-from parsim.predict import unsharded_memory
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.stages import balanced_plan
+from parsim.predict.problem import PlanningProblem
+from parsim.program import lifetimes as unsharded_memory
+from parsim.program.lifetimes import FewActions, few_actions
+from parsim.program.passes.unsharded import uses_of
+from parsim.program.placed import PlanIndex
+from parsim.search.stages import balanced_plan
 from parsim.work import Phase
 from tests.models import chain_model
 

@@ -6,15 +6,14 @@ import pytest
 
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.engines import dynamic
-from parsim.engines.scenario.conditions import conditions_for
-from parsim.engines.scenario.flows import Flow, flow_of
-from parsim.engines.scenario.scenario import parse_scenario
+from parsim.engines.scenario.links import Flow, flow_of
+from parsim.engines.scenario.scenario import conditions_for, parse_scenario
 from parsim.errors import CostError, ScenarioError
-from parsim.graph.columns import columns_of
-from parsim.graph.taskgraph import from_text
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.network import load_network
 from parsim.hardware.profile import load_profile
+from parsim.program.columns import columns_of
+from parsim.program.taskgraph import from_text
 from parsim.work import COLLECTIVES, Collective, SendRecv
 
 LEAVES = load_network("infiniband-100g").fabric.nodes_per_leaf

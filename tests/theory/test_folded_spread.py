@@ -12,22 +12,21 @@ from numpy.typing import NDArray
 from scipy.special import log_ndtr, ndtri_exp
 from scipy.stats import kstest
 
-from parsim.costs.uncertainty.draws import repeat_sigmas
-from parsim.engines import side_by_side
-from parsim.engines.compile import compile_graph
-from parsim.engines.slowest import SlowestRanks, slowest_ranks
-from parsim.engines.static import makespans_s, simulate
-from parsim.graph.fold import Folding
-from parsim.graph.task import COMPUTE, Origin, Resource, Task
-from parsim.graph.taskgraph import TaskGraph
+from parsim.costs.draws import repeat_sigmas
+from parsim.engines import noise as side_by_side
+from parsim.engines.noise import SlowestRanks, slowest_ranks
+from parsim.engines.static import compile_graph, makespans_s, simulate
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Noise, load_profile
+from parsim.plans.layouts import parse_placement
 from parsim.plans.mesh import Mesh
-from parsim.plans.placement import parse_placement
 from parsim.plans.plan import Plan, Stage
 from parsim.predict import evaluate as prediction
 from parsim.predict.evaluate import DRAWS_AT_ONCE, Evaluation, evaluate, with_interval
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
+from parsim.program.fold import Folding
+from parsim.program.task import COMPUTE, Origin, Resource, Task
+from parsim.program.taskgraph import TaskGraph
 from parsim.work import Collective, Compute, Phase, is_communication
 from tests.plans import MODEL, NAMES
 

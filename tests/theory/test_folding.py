@@ -12,21 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.costs.costs import Costs
-from parsim.costs.feedback.run_corrections import RunCorrections
+from parsim.costs.observed import RunCorrections
 from parsim.errors import DeadlockError
-from parsim.graph.expand import lower_columns
-from parsim.graph.fold import Folding, folding_of, unfolded
-from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.plans import pipeline
+from parsim.plans.layouts import parse_placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import Actions
-from parsim.plans.placement import parse_placement
 from parsim.plans.plan import Plan, Stage
 from parsim.predict import nearly_alike
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
+from parsim.program.fold import Folding, folding_of, unfolded
+from parsim.program.placed import PlanIndex
+from parsim.program.templates import lower_columns
 from parsim.work import Collective, SendRecv
 from tests.plans import MODEL, NAMES, grouped_plans, plans
 

@@ -22,12 +22,12 @@ from calibration.rounds.pace import HOST_PACE, PACE, Pace, at_one_pace, usual_pa
 from calibration.rounds.refresh import looks
 from calibration.rounds.request import PRECISIONS, CalibrationRequest
 from parsim.errors import ConfigError
-from parsim.execute.cuda.event_timing import FIRST_HOLD_S
+from parsim.execute.cuda.driver import FIRST_HOLD_S
 from parsim.execute.processes.speed_probe import CORE_SIZE, SpeedProbe
 from parsim.execute.streams import Operation, TaskTime
-from parsim.graph.task import COMPUTE
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
+from parsim.program.task import COMPUTE
 from parsim.units import MIB
 from tests.virtual_cuda import VirtualDriver, VirtualEvent
 

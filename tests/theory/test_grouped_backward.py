@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parsim.model.hugging_face.experts import define_backward
+from parsim.model.catalogue.hugging_face import define_backward
 
 TOKENS, WEIGHTS, ENDS = (7, 4), (3, 4, 5), [3, 3, 7]
 """The second expert has no token."""

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from parsim.costs.compute.kernel_model import component_kernels
-from parsim.costs.compute.operator_model import ComputeRequest
+from parsim.costs.compute.formula import component_kernels
+from parsim.costs.compute.launches import ComputeRequest
 from parsim.costs.costs import Costs
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.compute_records import ComponentPoint
 from parsim.hardware.profile import load_profile
-from parsim.model.presets import load_preset
+from parsim.hardware.records import ComponentPoint
+from parsim.model.catalogue.presets import load_preset
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.stages import balanced_plan
+from parsim.predict.problem import PlanningProblem
+from parsim.search.stages import balanced_plan
 from parsim.work import Compute, Phase
 from tests.models import chain_model
 

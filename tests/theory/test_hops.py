@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from parsim.errors import GraphError, PlanError
-from parsim.graph.hops import hop_groups, hop_pairs
-from parsim.graph.passes.convert import hop_collective
-from parsim.plans.redistribution import HOPS, LOCAL_HOPS, Hop, conversion, parse_hop
+from parsim.plans.layouts import HOPS, LOCAL_HOPS, Hop, conversion, hop_groups, hop_pairs, parse_hop
+from parsim.program.passes.convert import hop_collective
 from tests.layouts import Array, every_hop, held, layouts, whole_array
 
 SIZES = (1, 2, 4, 6, 8)

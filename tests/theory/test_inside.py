@@ -12,23 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.engines.compile import compile_graph
-from parsim.engines.static import simulate
+from parsim.app.ask import check_runnable
+from parsim.engines.static import compile_graph, simulate
 from parsim.errors import PlanError
-from parsim.graph.lower import lower
-from parsim.graph.taskgraph import TaskGraph, parse_work, work_text
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.parts.compose import profile_from_parts
-from parsim.model.axes.divided import busiest_share, divided_model
+from parsim.hardware.compose import profile_from_parts
 from parsim.model.component import Component
+from parsim.model.divided import busiest_share, divided_model
 from parsim.model.model import Model
+from parsim.plans.layouts import Placement
 from parsim.plans.mesh import Mesh
-from parsim.plans.placement import Placement
 from parsim.plans.plan import CONTEXT_EXCHANGES, Plan, Stage
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
+from parsim.program.lower import lower
+from parsim.program.taskgraph import TaskGraph, parse_work, work_text
 from parsim.work import Collective, Compute, Phase
-from parsim.workflow.ask import check_runnable
 from tests.models import chain_model
 from tests.sequence_model import ACTIVE, EXPERTS, HIDDEN, LAYERS, SEQ, sequence_model
 

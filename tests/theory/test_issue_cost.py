@@ -10,25 +10,23 @@ from hypothesis import strategies as st
 
 from calibration.fit.composition import MeasuredComponent, fit_compositions
 from parsim.costs.adjustments import adjusted, price_context
-from parsim.costs.compute.composition import Parts, composed_issue_s
 from parsim.costs.compute.compute import ComputeCosts
-from parsim.costs.compute.kernel_model import component_kernels
-from parsim.costs.compute.operator_model import ComputeRequest
+from parsim.costs.compute.formula import component_kernels
+from parsim.costs.compute.launches import ComputeRequest
+from parsim.costs.compute.surfaces import Parts, composed_issue_s
 from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.compute_records import ComponentPoint, OptimizerPoint
-from parsim.hardware.parts.compose import profile_from_parts
+from parsim.hardware.compose import profile_from_parts
 from parsim.hardware.profile import HostOverhead, Noise, PaceToday, ProbeSeconds, Profile, load_profile
+from parsim.hardware.records import ComponentPoint, OptimizerPoint
+from parsim.model.catalogue.sublayers import EAGER, SamplePart, Shape
+from parsim.model.catalogue.transformer import transformer
 from parsim.model.model import Model
-from parsim.model.transformer.build import transformer
-from parsim.model.transformer.shape import Shape
-from parsim.model.transformer.software import EAGER
-from parsim.model.transformer.sublayers import SamplePart
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
 from parsim.work import Compute, OptimizerStep, Phase
 from tests.models import chain_model
 

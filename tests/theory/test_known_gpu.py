@@ -19,15 +19,12 @@ pytest.importorskip("torch")
 from calibration.fit.composition import fit_compositions, measured_parts
 from calibration.fit.surfaces import consistent_operators, fit_surfaces
 from calibration.measure.operator_shapes import gpu_reach, operator_launches
-from parsim.costs.compute.composition import component_parts, composed_s, composition_of, launches_on
-from parsim.costs.compute.kernel_model import KernelModel
-from parsim.costs.compute.launches import Launch
-from parsim.costs.compute.operator_model import ComputeRequest
-from parsim.costs.compute.operators import Kernel
-from parsim.costs.compute.surfaces import SurfaceModel
+from parsim.costs.compute.formula import KernelModel
+from parsim.costs.compute.launches import ComputeRequest, Kernel, Launch
+from parsim.costs.compute.surfaces import SurfaceModel, component_parts, composed_s, composition_of, launches_on
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.compute_records import ComponentPoint, OperatorPoint
-from parsim.hardware.parts.compose import profile_from_parts
+from parsim.hardware.compose import profile_from_parts
+from parsim.hardware.records import ComponentPoint, OperatorPoint
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
@@ -64,7 +61,7 @@ PASSES = {
     "accumulate": (0.0, 3.0),
     "bias_gradient": (0.0, 1.0),
 }
-"""Arrays that a launch moves, forward and backward, as `parsim.costs.compute.cuda_launches` has them; else two and three."""
+"""Arrays that a launch moves, forward and backward, as `parsim.costs.compute.gpu` has them; else two and three."""
 
 
 def kernel_of(launch: Launch) -> Kernel:

@@ -15,21 +15,17 @@ from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import simulated_step
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.bounds.chain import chain_seconds
-from parsim.schedule.bounds.step import step_bound_s
-from parsim.schedule.bounds.weights import weights_are_too_many
-from parsim.schedule.families import FAMILIES
-from parsim.schedule.members import Members
-from parsim.schedule.parts import usual
-from parsim.schedule.parts.node import Node
-from parsim.schedule.parts.outlines import outline_bound_s
-from parsim.schedule.recomputation.least_kept import least_kept
-from parsim.schedule.recomputation.steps import place_excess_bytes
-from parsim.schedule.search import search
-from parsim.schedule.stage_costs import cut_places
-from parsim.schedule.stages import Cutting
-from parsim.schedule.tensor import uniform_placements
+from parsim.predict.problem import PlanningProblem
+from parsim.search import space as usual
+from parsim.search.bound import chain_seconds, step_bound_s
+from parsim.search.families import FAMILIES
+from parsim.search.memory_floor import least_kept, weights_are_too_many
+from parsim.search.recompute import place_excess_bytes
+from parsim.search.search import search
+from parsim.search.space import Node
+from parsim.search.stages import Cutting, cut_places
+from parsim.search.tensor import uniform_placements
+from parsim.search.tree import Members, outline_bound_s
 from tests.models import chain_model
 
 
@@ -138,8 +134,8 @@ def test_models_of_many_components_are_cut_between_blocks(monkeypatch: pytest.Mo
     model = transformer(40)
     names = [component.name for component in model.components]
     assert cut_places(model) == tuple(range(len(names) + 1))
-    monkeypatch.setattr("parsim.schedule.stage_costs.MOST_PLACES", 50)
-    monkeypatch.setattr("parsim.schedule.stage_costs.MOSTLY", 0.8)
+    monkeypatch.setattr("parsim.search.stages.MOST_PLACES", 50)
+    monkeypatch.setattr("parsim.search.stages.MOSTLY", 0.8)
     inner = [names[place] for place in cut_places(model)[2:-4]]
     assert len(inner) > 30
     assert len({name.split(".")[-1] for name in inner}) == 1

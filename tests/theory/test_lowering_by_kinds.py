@@ -10,21 +10,19 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from parsim.engines.compile import compile_graph
-from parsim.engines.static import simulate
+from parsim.engines.static import compile_graph, simulate
 from parsim.errors import PlanError
-from parsim.graph.columns import Columns, columns_of
-from parsim.graph.expand import lower_columns
-from parsim.graph.fold import Folding, unfolded
-from parsim.graph.lower import lower
-from parsim.graph.pieces import Pieces
-from parsim.graph.plan_index import PlanIndex
-from parsim.graph.task import Task
 from parsim.model.model import Model
+from parsim.plans.layouts import parse_placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, rank_of_stage
-from parsim.plans.placement import parse_placement
 from parsim.plans.plan import Plan, Stage
+from parsim.program.columns import Columns, columns_of
+from parsim.program.fold import Folding, unfolded
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
+from parsim.program.task import Task
+from parsim.program.templates import Pieces, lower_columns
 from parsim.timeline import Timeline
 from tests.models import deep_model
 from tests.plans import choices

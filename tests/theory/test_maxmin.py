@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from parsim.arrays import Floats
-from parsim.engines.scenario.maxmin import max_min_rates
+from parsim.engines.scenario.links import max_min_rates
 from parsim.errors import ScenarioError
+from parsim.numeric import Floats
 
 INF = np.inf
 Instance = tuple[Floats, Floats, Floats]

@@ -8,17 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.costs.memory.rank_memory import NCCL_COMMUNICATOR_BYTES, rank_memory
-from parsim.costs.memory.records import RankMemory, RankStep, Traffic
 from parsim.errors import ConfigError, CostError
-from parsim.hardware.allocator import Allocator, Spread
-from parsim.hardware.device import DeviceType
-from parsim.hardware.device_kinds import DEVICE_KINDS
+from parsim.hardware.devices import DEVICE_KINDS, Allocator, DeviceType, Spread
 from parsim.model.component import Component, HalfComponent, Operator, Parameter, Value
+from parsim.model.formats import component_in
 from parsim.model.load import load_model
 from parsim.model.model import Model
-from parsim.model.precision import component_in
 from parsim.model.spec import ModelSpec
+from parsim.predict.memory import NCCL_COMMUNICATOR_BYTES, RankMemory, RankStep, rank_memory
+from parsim.program.lifetimes import Traffic
 
 CPU = DeviceType(
     name="cpu",

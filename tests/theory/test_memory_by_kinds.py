@@ -9,14 +9,12 @@ from typing import TypeVar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.costs.memory.waiting import Wait
-from parsim.graph.plan_index import PlanIndex
 from parsim.model.component import Value
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
-from parsim.predict.boundary.alike import AlikeOnRank, CountedKinds
-from parsim.predict.boundary.waiting import waiting_gradients, waiting_values
-from parsim.predict.plan_memory import rank_boundary
+from parsim.predict.memory import rank_boundary
+from parsim.program.lifetimes import AlikeOnRank, CountedKinds, Wait, waiting_gradients, waiting_values
+from parsim.program.placed import PlanIndex
 from tests.models import deep_model
 from tests.theory.test_lowering_by_kinds import planned
 

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 import parsim as ps
-from parsim.costs.memory.verdict import SAFE_PROBABILITY
 from parsim.errors import DoesNotFitError
-from parsim.hardware.allocator import Allocator
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.device_kinds import DEVICE_KINDS
+from parsim.hardware.devices import DEVICE_KINDS, Allocator
 from parsim.hardware.profile import load_profile
+from parsim.predict.memory import SAFE_PROBABILITY
 from parsim.units import format_bytes
 from tests.models import sharded_model
 from tests.theory.test_memory_verdict import MEASURED
@@ -107,7 +106,7 @@ def test_beside_a_choice_in_doubt_stands_a_plan_that_surely_fits(monkeypatch: py
     """The search for it keeps mesh, microbatches and strategy; its answer is shown with how much slower it is."""
     from types import SimpleNamespace
 
-    from parsim.workflow.public import safer
+    from parsim.app import answer as safer
 
     def searched(memory_bytes: float) -> ps.Answer:
         settings = {"plan.mesh": {"dp": 4}, "plan.zero_stage": 0}

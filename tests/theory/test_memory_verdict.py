@@ -8,15 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.costs.memory.records import RankMemory
-from parsim.costs.memory.verdict import FIT_PROBABILITY, SAFE_PROBABILITY, bytes_at, fit_probability, verdict_text
-from parsim.hardware.allocator import Allocator, Spread
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.devices import Allocator, Spread
 from parsim.hardware.profile import load_profile
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.families import FAMILIES
-from parsim.schedule.search import search
+from parsim.predict.memory import FIT_PROBABILITY, SAFE_PROBABILITY, RankMemory, bytes_at, fit_probability, verdict_text
+from parsim.predict.problem import PlanningProblem
+from parsim.search.families import FAMILIES
+from parsim.search.search import search
 from tests.models import chain_model
 
 SIZES = st.integers(0, 2**40)

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.algorithms.arrivals import merge_events
-from parsim.algorithms.graphs import mixing_graph
 from parsim.algorithms.periods import every_steps, post_local
 from parsim.algorithms.staleness import DECOUPLINGS, ModuleTimes
 from parsim.engines import static
@@ -21,9 +20,10 @@ from parsim.engines.relaxed.decoupled_program import TickModules, tick_durations
 from parsim.engines.relaxed.gossip_program import ROUNDS, GossipModel, gossip_durations_s, gossip_program
 from parsim.engines.relaxed.merge_program import merge_program
 from parsim.engines.repeated import simulate_program
-from parsim.engines.scenario.asynchronous import MERGE
+from parsim.engines.scenario.checkpointing import MERGE
 from parsim.errors import AlgorithmError
-from parsim.graph.taskgraph import from_text, to_text
+from parsim.plans.mixing import mixing_graph
+from parsim.program.taskgraph import from_text, to_text
 from parsim.work import Compute, Mix, Phase
 
 MODEL = GossipModel(elements=100, samples=8)

@@ -8,18 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from parsim.engines.compile import compile_graph
-from parsim.engines.static import simulate
+from parsim.engines.static import compile_graph, simulate
 from parsim.errors import PlanError
-from parsim.graph.expand import lower_columns
-from parsim.graph.lower import lower
-from parsim.graph.plan_index import PlanIndex
-from parsim.graph.task import COMPUTE
-from parsim.graph.taskgraph import from_text, to_text
+from parsim.plans.layouts import BATCH, ValueLayout, conversion, parse_hop, parse_layout, parse_placement
 from parsim.plans.mesh import Mesh
-from parsim.plans.placement import BATCH, parse_placement
 from parsim.plans.plan import Plan, Stage
-from parsim.plans.redistribution import ValueLayout, conversion, parse_hop, parse_layout
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
+from parsim.program.task import COMPUTE
+from parsim.program.taskgraph import from_text, to_text
+from parsim.program.templates import lower_columns
 from parsim.work import Collective, Compute, OptimizerStep, Phase, SendRecv
 from tests.plans import MODEL, NAMES, plans
 

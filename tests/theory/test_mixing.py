@@ -7,41 +7,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.algorithms.ada import (
+from parsim.algorithms.pushsum import PushSum, column_stochastic, failing_links, rotating_peers
+from parsim.errors import AlgorithmError
+from parsim.plans.mixing import (
     ADA_SCHEDULES,
+    GRAPHS,
     Ada,
     ConsensusMeasured,
     ada_graphs,
     allowed_neighbours,
-    predicted_consensus,
-)
-from parsim.algorithms.graphs import (
-    GRAPHS,
     check_connected,
     check_doubly_stochastic,
     circulant,
     closest_factors,
     connections,
-    metropolis_hastings,
-    mixing_graph,
-    stochastic_error,
-)
-from parsim.algorithms.pushsum import (
-    PushSum,
-    column_stochastic,
-    failing_links,
-    rotating_peers,
-)
-from parsim.algorithms.spectral import (
     contraction,
     eigenvalue_moduli,
     exponential_gap,
     lattice_gap,
+    metropolis_hastings,
+    mixing_graph,
     period_contraction,
+    predicted_consensus,
     ring_gap,
     spectral_gap,
+    stochastic_error,
 )
-from parsim.errors import AlgorithmError
 
 # The specification's table, float64: n, ring, torus, exponential, lattice of 4, 6 and 10 neighbours.
 GAPS = """

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.algorithms.graphs import mixing_graph
 from parsim.errors import AlgorithmError
+from parsim.plans.mixing import mixing_graph
 from parsim.virtual.clock import TIMINGS, ReplicaClock, random_stragglers, round_seconds
 
 

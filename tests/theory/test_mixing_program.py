@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.algorithms.ada import Ada
-from parsim.algorithms.graphs import connections, mixing_graph
 from parsim.algorithms.periods import at_end, every_steps, post_local
 from parsim.engines import dynamic, static
 from parsim.engines.program import Part, unrolled
 from parsim.engines.relaxed.gossip_program import ROUNDS, GossipModel, ada_program, gossip_durations_s, gossip_program
 from parsim.engines.repeated import simulate_program
 from parsim.errors import AlgorithmError
+from parsim.plans.mixing import Ada, connections, mixing_graph
 from parsim.virtual.clock import ReplicaClock
 from parsim.work import Collective, Mix, SendRecv
 

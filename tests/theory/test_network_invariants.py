@@ -10,14 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
-from parsim.costs.communication.linkgraph import link_loads
-from parsim.costs.communication.traffic import NodeShare, Way, part_loads
+from parsim.costs.communication.contention import NodeShare, Way, link_loads, part_loads
 from parsim.errors import CostError, GraphError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.network import Network, load_network, shipped_networks
 from parsim.hardware.profile import Sourced, load_profile
-from parsim.plans.concurrent import concurrent_groups, concurrent_transfers, concurrent_with
 from parsim.plans.mesh import Mesh
+from parsim.plans.stages import concurrent_groups, concurrent_transfers, concurrent_with
 from parsim.work import Collective, SendRecv
 
 MACHINES = ("dgx1-v100-32gb", "dgx2-v100", "p3-16xlarge", "pcie-8xv100", "summit-v100")

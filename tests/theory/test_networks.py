@@ -10,8 +10,8 @@ from parsim.costs.communication.collectives import estimate_collective, estimate
 from parsim.costs.communication.internode import choices
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.plans.mesh import Mesh
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.options import Prices
+from parsim.predict.problem import PlanningProblem
+from parsim.search.prices import Prices
 from parsim.work import Collective, SendRecv
 from tests.models import chain_model
 from tests.round_machines import network, pair_machine

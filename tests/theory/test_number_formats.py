@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from parsim.costs.compute.operators import element_bytes
-from parsim.costs.memory.rank_memory import optimizer_bytes
+from parsim.costs.compute.launches import element_bytes
 from parsim.errors import ConfigError, CostError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import Profile, Sourced, load_profile
+from parsim.model.formats import FORMATS, is_half
 from parsim.model.load import load_model
-from parsim.model.number_formats import FORMATS
-from parsim.model.precision import is_half
+from parsim.model.optimizers import optimizer_bytes
 from parsim.model.spec import ModelSpec
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.families import FAMILIES
+from parsim.predict.problem import PlanningProblem
+from parsim.search.families import FAMILIES
 
 SPEC = ModelSpec(name="gpt_small")
 PROFILE = "dgx1-v100-32gb"
@@ -43,7 +42,7 @@ def asked(precision: str, cluster: Cluster, *, weights: str = "float32", **optio
 def single_step_s(problem: PlanningProblem) -> float:
     plan = next(iter(FAMILIES["single"](problem)))
     layout = problem.layout(plan)
-    from parsim.graph.lower import lower
+    from parsim.program.lower import lower
 
     costs = problem.costs(1)
     return sum(costs.estimate(task.work, 0).median_s for task in lower(plan, layout.model).tasks)

@@ -9,32 +9,31 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from parsim.costs.host_link import update_bytes
+from parsim.costs.loading import update_bytes
 from parsim.engines.static import simulate
 from parsim.errors import CostError, PlanError
-from parsim.graph.columns import columns_of
-from parsim.graph.expand import lower_columns
-from parsim.graph.fold import Folding
-from parsim.graph.lower import lower
-from parsim.graph.plan_index import PlanIndex
-from parsim.graph.taskgraph import from_text, to_text
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.parts.compose import profile_from_parts
+from parsim.hardware.compose import profile_from_parts
 from parsim.hardware.profile import HostMemory, load_profile
 from parsim.model.component import Value
 from parsim.model.model import Model
-from parsim.plans.host.offload import ActivationOffload
 from parsim.plans.mesh import Mesh
-from parsim.plans.plan import Plan, Stage
+from parsim.plans.plan import ActivationOffload, Plan, Stage
 from parsim.predict.evaluate import REPEATED_STEPS, evaluate
 from parsim.predict.explain import explain_plan
-from parsim.predict.host.offloaded import BUFFERS, with_offloaded
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.bounds.memory import missing_bytes
-from parsim.schedule.bounds.step import step_bound_s
-from parsim.schedule.search import search
-from parsim.schedule.stages import balanced_plan
-from parsim.schedule.tensor import uniform_options
+from parsim.predict.memory import BUFFERS, with_offloaded
+from parsim.predict.problem import PlanningProblem
+from parsim.program.columns import columns_of
+from parsim.program.fold import Folding
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
+from parsim.program.taskgraph import from_text, to_text
+from parsim.program.templates import lower_columns
+from parsim.search.bound import step_bound_s
+from parsim.search.memory_floor import missing_bytes
+from parsim.search.search import search
+from parsim.search.stages import balanced_plan
+from parsim.search.tensor import uniform_options
 from parsim.work import Collective, Compute, HostCopy, HostUpdate, LoadBatch, OptimizerStep, Phase
 from tests.models import chain_model, residual_model
 from tests.theory.test_lowering_by_kinds import planned, tasks_of

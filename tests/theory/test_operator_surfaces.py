@@ -14,11 +14,20 @@ from hypothesis import strategies as st
 from calibration.fit.composition import MIN_COMPONENTS, MeasuredComponent, fit_compositions, without_model
 from calibration.fit.surfaces import LESS_TIME, consistent_operators, fit_surfaces, most_consistent
 from calibration.measure.operator_shapes import CPU_REACH, operator_launches
-from parsim.costs.compute.composition import KINDS, Parts, component_parts, composed_s
 from parsim.costs.compute.launches import Launch, component_launches
-from parsim.costs.compute.surfaces import TERMS, SurfaceModel, distances, log_sizes, surface_seconds
+from parsim.costs.compute.surfaces import (
+    KINDS,
+    TERMS,
+    Parts,
+    SurfaceModel,
+    component_parts,
+    composed_s,
+    distances,
+    log_sizes,
+    surface_seconds,
+)
 from parsim.errors import CostError, ProfileError
-from parsim.hardware.compute_records import OperatorPoint, OperatorSurface
+from parsim.hardware.records import OperatorPoint, OperatorSurface
 from parsim.model.component import Component, Operator, Parameter
 from parsim.work import Phase
 

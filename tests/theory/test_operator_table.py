@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode, flop_registry  # noqa: E402
 
 from parsim.model.operator_table import TABLE, UNLISTED, row_of  # noqa: E402
-from parsim.model.tracing.operators import OperatorMode, RawOperator  # noqa: E402
-from parsim.model.tracing.recorder import tensors_in  # noqa: E402
+from parsim.model.trace.operators import OperatorMode, RawOperator  # noqa: E402
+from parsim.model.trace.recorder import tensors_in  # noqa: E402
 
 
 def operator_database() -> list[Any]:

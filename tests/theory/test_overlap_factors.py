@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.costs.communication.overlap import factors_at, overlap_of
+from parsim.costs.communication.closed_forms import factors_at, overlap_of
 from parsim.hardware.profile import Overlap, OverlapPoint
 from parsim.work import Collective, Compute, Phase, SendRecv
 

@@ -14,10 +14,15 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
-from parsim.plans.placement import BATCH
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.placement.paper_formulation import paper_step_s, solve_paper_dynamic, solve_paper_milp
-from parsim.schedule.placement.paper_of_model import paper_certificate, paper_problem_of
+from parsim.plans.layouts import BATCH
+from parsim.predict.problem import PlanningProblem
+from parsim.search.placement.paper import (
+    paper_certificate,
+    paper_problem_of,
+    paper_step_s,
+    solve_paper_dynamic,
+    solve_paper_milp,
+)
 from parsim.work import Collective, Compute, Phase
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from parsim.errors import ScheduleError
-from parsim.schedule.partition import INFINITE, partition
+from parsim.search.space import INFINITE, partition
 
 
 def brute_force(times: list[list[float]], limits: list[int], stages: int) -> float:

@@ -9,19 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.costs.memory.rank_memory import rank_memory
-from parsim.costs.memory.records import RankMemory, RankStep
 from parsim.errors import CostError
-from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.model import Model
+from parsim.plans.layouts import parse_placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import in_flight
-from parsim.plans.placement import parse_placement
 from parsim.plans.plan import Plan, Stage
-from parsim.predict.kept_activations import KeptActivations
-from parsim.predict.plan_memory import plan_memory, rank_boundary, rank_chunks, rank_weights
+from parsim.predict.memory import RankMemory, RankStep, plan_memory, rank_boundary, rank_chunks, rank_memory, rank_weights
+from parsim.program.lifetimes import KeptActivations
+from parsim.program.placed import PlanIndex
 from tests.models import chain_model, residual_model, sharded_model
 
 MODEL = sharded_model()

@@ -9,23 +9,22 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from parsim.analyze.spans import union
-from parsim.costs.communication.equivalent_groups import alike_collectives, alike_transfers
+from parsim.costs.communication.collectives import alike_collectives, alike_transfers
 from parsim.costs.compute.compute import ComputeCosts, compute_costs
 from parsim.costs.costs import Costs
 from parsim.errors import PlanError
-from parsim.graph.folding.inside import Exchange, InsideSeconds, exchanges_of
-from parsim.graph.hops import hop_groups, hop_pairs
-from parsim.graph.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message
-from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.parts.compose import profile_from_parts
+from parsim.hardware.compose import profile_from_parts
 from parsim.hardware.profile import load_profile
-from parsim.plans.concurrent import concurrent_groups, concurrent_transfers, concurrent_with
+from parsim.plans.layouts import hop_groups, hop_pairs
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
-from parsim.predict.kept_activations import KeptActivations
-from parsim.predict.rank_traffic import rank_traffic
+from parsim.plans.stages import concurrent_groups, concurrent_transfers, concurrent_with
+from parsim.predict.breakdown import union
+from parsim.program.fold import Exchange, InsideSeconds, exchanges_of
+from parsim.program.lifetimes import KeptActivations, rank_traffic
+from parsim.program.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message
+from parsim.program.placed import PlanIndex
 from parsim.work import Collective, Compute, Phase, SendRecv, Work
 from tests.plans import MODEL, plans
 

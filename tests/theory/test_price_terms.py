@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from parsim.costs import Costs, Estimate
 from parsim.costs.adjustments import ADJUSTMENTS, COMPUTATION
 from parsim.costs.communication.collectives import estimate_collective
-from parsim.costs.compute.interpolation import interpolation_terms
+from parsim.costs.compute.measured import interpolation_terms
+from parsim.costs.costs import price
 from parsim.costs.estimate import Term, folded_s, running_totals_s
-from parsim.costs.feedback.run_corrections import CommunicationClass, RunCorrections
-from parsim.costs.pricing import price
+from parsim.costs.observed import CommunicationClass, RunCorrections
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.compute_records import ComponentPoint, OptimizerPoint
 from parsim.hardware.profile import (
     CollectiveFit,
     CommunicationFactor,
@@ -33,6 +32,7 @@ from parsim.hardware.profile import (
     Update,
     load_profile,
 )
+from parsim.hardware.records import ComponentPoint, OptimizerPoint
 from parsim.model.model import Model
 from parsim.work import PACKABLE, Collective, Compute, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
 from tests.models import sharded_model

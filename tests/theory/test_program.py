@@ -15,8 +15,8 @@ from parsim.engines import dynamic, static
 from parsim.engines.program import Part, Program, durations_by_step_s, unrolled
 from parsim.engines.repeated import simulate_program
 from parsim.errors import GraphError
-from parsim.graph.task import COMPUTE, Origin, Resource, Task
-from parsim.graph.taskgraph import TaskGraph
+from parsim.program.task import COMPUTE, Origin, Resource, Task
+from parsim.program.taskgraph import TaskGraph
 from parsim.work import Compute, Phase
 
 RANKS = 4

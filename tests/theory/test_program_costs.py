@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from parsim.algorithms.graphs import mixing_graph
-from parsim.costs.communication.exchange import exchange_seconds
+from parsim.costs.communication.internode import exchange_seconds
 from parsim.costs.costs import Costs
 from parsim.engines.relaxed.gossip_program import gossip_model, gossip_program
 from parsim.engines.repeated import ProgramTimes, simulate_program
@@ -14,7 +13,8 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
-from parsim.predict.program_costs import priced
+from parsim.plans.mixing import mixing_graph
+from parsim.predict.rounds import priced
 from parsim.virtual.clock import ReplicaClock
 from parsim.work import Collective, Compute, Mix, OptimizerStep, Phase
 

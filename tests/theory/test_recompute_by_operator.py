@@ -6,24 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from parsim.analyze.model_flop import recomputed_flop
 from parsim.errors import ConfigError, PlanError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
-from parsim.plans.plan import Plan
-from parsim.plans.recompute import names_by_operator, normalised, recomputed_names
-from parsim.plans.words import plan_in_words
+from parsim.plans.plan import Plan, names_by_operator, normalised, plan_in_words, recomputed_names
+from parsim.predict.breakdown import recomputed_flop
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.by_hand import recompute_by_pattern
-from parsim.schedule.families import FAMILIES
-from parsim.schedule.parts.refinements import sets_that_fit
-from parsim.schedule.recomputation.every_set import every_set, recomputes_more
-from parsim.schedule.recomputation.to_fit import recomputed_to_fit
-from parsim.schedule.search import search
+from parsim.predict.problem import PlanningProblem
+from parsim.search.by_hand import recompute_by_pattern
+from parsim.search.families import FAMILIES
+from parsim.search.recompute import every_set, recomputed_to_fit, recomputes_more
+from parsim.search.refine import sets_that_fit
+from parsim.search.search import search
 from parsim.work import Compute, Phase
 
 GPT = ModelSpec(name="gpt_small")

@@ -10,20 +10,15 @@ from typing import cast
 import numpy as np
 import pytest
 
-from parsim.costs.communication.exchange import exchange_seconds
+from parsim.costs.communication.internode import exchange_seconds
 from parsim.engines import static
-from parsim.engines.compile import compile_graph
 from parsim.engines.dynamic import run_program
 from parsim.engines.program import unrolled
+from parsim.engines.static import compile_graph
 from parsim.errors import PlanError, ScenarioError
-from parsim.execute.relaxed.mixing import MixingRounds
-from parsim.execute.relaxed.scripts import StepScripts
-from parsim.execute.training.rank_run import RankRun
-from parsim.graph.columns import columns_of
-from parsim.graph.expand import lower_columns
-from parsim.graph.lower import lower
-from parsim.graph.plan_index import PlanIndex
-from parsim.graph.taskgraph import TaskGraph
+from parsim.execute.mixing import MixingRounds
+from parsim.execute.rank_run import RankRun
+from parsim.execute.runtime import StepScripts
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
@@ -32,10 +27,15 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import Synchronisation, parse_synchronisation
 from parsim.predict.evaluate import evaluate, simulated_step
-from parsim.predict.mixing_period import mixing_period, step_program
 from parsim.predict.nearly_alike import NEARLY
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.by_hand import custom_plan
+from parsim.predict.problem import PlanningProblem
+from parsim.predict.rounds import mixing_period, step_program
+from parsim.program.columns import columns_of
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
+from parsim.program.taskgraph import TaskGraph
+from parsim.program.templates import lower_columns
+from parsim.search.by_hand import custom_plan
 from parsim.work import Collective, Mix, OptimizerStep, SendRecv
 
 RULES = (
@@ -195,7 +195,7 @@ def test_an_extrapolated_period_equals_one_written_out(problem: PlanningProblem,
     """On equal replicas local steps in a row repeat exactly."""
     plan = plan_of(problem, "gossip/6 ring")
     short = simulated_step(problem, plan).steady_s
-    monkeypatch.setattr("parsim.predict.mixing_period.UNROLLED_STEPS", 6)
+    monkeypatch.setattr("parsim.predict.rounds.UNROLLED_STEPS", 6)
     assert simulated_step(problem, plan).steady_s == pytest.approx(short, rel=1e-9)
 
 

@@ -12,13 +12,13 @@ from calibration.fit.build_profile import core_sharing, resuming_s
 from calibration.measure.core_sharing import core_sharing_factor
 from calibration.measure.delayed_streams import Pausing
 from calibration.measure.post_wait import resumed_s
-from parsim.execute.streams import make_streams
-from parsim.graph.task import COMPUTE
+from parsim.execute.rank_run import make_streams
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import HostOverhead, load_profile
 from parsim.predict.evaluate import Evaluation, evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.families import FAMILIES
+from parsim.predict.problem import PlanningProblem
+from parsim.program.task import COMPUTE
+from parsim.search.families import FAMILIES
 from parsim.work import Compute, Phase
 from tests.models import chain_model
 

@@ -8,18 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.costs.compute.composition import LaunchModel
 from parsim.costs.compute.compute import ComputeCosts
-from parsim.costs.compute.kernel_model import KernelModel
-from parsim.costs.compute.launches import component_launches
-from parsim.costs.compute.operator_model import ComputeRequest
-from parsim.costs.compute.roofline import CACHED_BYTES, WINOGRAD_REDUCTION
-from parsim.costs.compute.surfaces import SurfaceModel
+from parsim.costs.compute.formula import CACHED_BYTES, WINOGRAD_REDUCTION, KernelModel
+from parsim.costs.compute.launches import ComputeRequest, component_launches
+from parsim.costs.compute.surfaces import LaunchModel, SurfaceModel
 from parsim.costs.estimate import Estimate
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.compute_records import OperatorSurface
-from parsim.hardware.device import DeviceType
+from parsim.hardware.devices import DeviceType
 from parsim.hardware.profile import Profile, load_profile
+from parsim.hardware.records import OperatorSurface
 from parsim.model.component import Component, Operator
 from parsim.work import Phase
 

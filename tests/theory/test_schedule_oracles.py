@@ -11,19 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.schedule.placement.brute_force import solve_brute_force
-from parsim.schedule.placement.dominance import undominated
-from parsim.schedule.placement.exact import solve_exactly
-from parsim.schedule.placement.milp import solve_milp
-from parsim.schedule.placement.objective import fits, step_s
-from parsim.schedule.placement.paper_formulation import (
-    PaperProblem,
-    solve_paper_brute_force,
-    solve_paper_dynamic,
-    solve_paper_milp,
-)
-from parsim.schedule.placement.placement_problem import PlacementProblem
-from parsim.schedule.placement.reach import numbers_among, options_in_reach
-from parsim.schedule.placement.relaxation import Frontiers, Relaxation
+from parsim.search.placement.certificate import solve_milp
+from parsim.search.placement.exact import Frontiers, Relaxation, numbers_among, options_in_reach, solve_exactly, undominated
+from parsim.search.placement.paper import PaperProblem, solve_paper_brute_force, solve_paper_dynamic, solve_paper_milp
+from parsim.search.placement.problem import PlacementProblem, fits, step_s
 
 CLOSE = 1e-9
 

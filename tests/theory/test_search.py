@@ -9,21 +9,21 @@ import pytest
 
 from parsim.errors import PlanError, ScheduleError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.device import Device
+from parsim.hardware.devices import Device
 from parsim.hardware.profile import load_profile
+from parsim.model.catalogue.presets import load_preset
 from parsim.model.load import load_model
-from parsim.model.presets import load_preset
 from parsim.model.spec import ModelSpec
+from parsim.plans.layouts import BATCH, REPLICATE, Placement
 from parsim.plans.mesh import Mesh
-from parsim.plans.placement import BATCH, REPLICATE, Placement
 from parsim.plans.plan import Plan, check_plan
-from parsim.plans.staged import stages_of, without_idle_ranks
+from parsim.plans.stages import stages_of, without_idle_ranks
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.by_hand import custom_plan
-from parsim.schedule.families import FAMILIES
-from parsim.schedule.recomputation.to_fit import recomputed_to_fit
-from parsim.schedule.search import most_frequent, search
+from parsim.predict.problem import PlanningProblem
+from parsim.search.by_hand import custom_plan
+from parsim.search.families import FAMILIES
+from parsim.search.recompute import recomputed_to_fit
+from parsim.search.search import most_frequent, search
 from parsim.work import Compute, Phase
 from tests.models import chain_model
 

@@ -16,20 +16,19 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
+from parsim.plans.layouts import BATCH
 from parsim.plans.mesh import Mesh
-from parsim.plans.placement import BATCH
 from parsim.plans.plan import ZERO_STAGES, Plan, Stage
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.bounds.memory import missing_bytes
-from parsim.schedule.bounds.step import ROUNDING, computation_bound_s, least_noise, step_bound_s
-from parsim.schedule.branch_and_bound import Incumbents, judged_best_first
-from parsim.schedule.families import FAMILIES
-from parsim.schedule.partition import least_round_s
-from parsim.schedule.parts.node import Node
-from parsim.schedule.search import search
-from parsim.schedule.stages import Cutting
-from parsim.schedule.tensor import uniform_options, uniform_placements
+from parsim.predict.problem import PlanningProblem
+from parsim.search.bound import ROUNDING, computation_bound_s, least_noise, step_bound_s
+from parsim.search.families import FAMILIES
+from parsim.search.memory_floor import missing_bytes
+from parsim.search.search import search
+from parsim.search.space import Node, least_round_s
+from parsim.search.stages import Cutting
+from parsim.search.tensor import uniform_options, uniform_placements
+from parsim.search.tree import Incumbents, judged_best_first
 from parsim.units import divisors
 from tests.models import chain_model
 

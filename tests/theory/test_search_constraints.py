@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from parsim.app.answer import Answer
+from parsim.app.ask import answer
+from parsim.app.config import parse_config
 from parsim.errors import ConfigError, ParsimError, ScheduleError
-from parsim.plans.placement import Placement
+from parsim.plans.layouts import Placement
 from parsim.plans.plan import Plan
-from parsim.workflow.ask import answer
-from parsim.workflow.config import parse_config
-from parsim.workflow.public.answer import Answer
 
 RUN = """
 [model]

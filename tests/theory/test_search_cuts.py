@@ -11,16 +11,15 @@ import pytest
 
 from experiments.search_exhaustive.problems import ClusterDraw, ModelDraw, ProblemDraw, built_model
 from parsim.model.model import Model
+from parsim.plans.layouts import Placement
 from parsim.plans.mesh import Mesh
-from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.evaluate import evaluate
-from parsim.schedule.by_hand import custom_plan
-from parsim.schedule.cuts import count_cuts, cuts_by_bound, every_cut
-from parsim.schedule.members import Members
-from parsim.schedule.partition import INFINITE, sums_between
-from parsim.schedule.search import search
-from parsim.schedule.space import bucket_sizes, is_chain, other_bucket_sizes
+from parsim.search.by_hand import custom_plan
+from parsim.search.placement.problem import is_chain
+from parsim.search.search import search
+from parsim.search.space import INFINITE, bucket_sizes, count_cuts, cuts_by_bound, every_cut, other_bucket_sizes, sums_between
+from parsim.search.tree import Members
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -14,25 +14,21 @@ from experiments.search_properties.never_slower import by_hand
 from parsim.errors import ParsimError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import load_profile
+from parsim.model.catalogue.names import named
+from parsim.model.catalogue.sublayers import SamplePart, Software
+from parsim.model.catalogue.transformer import transformer
 from parsim.model.load import load_model
-from parsim.model.named.names import named
 from parsim.model.spec import ModelSpec
-from parsim.model.transformer.build import transformer
-from parsim.model.transformer.software import Software
-from parsim.model.transformer.sublayers import SamplePart
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import ZERO_STAGES, Plan
 from parsim.predict.evaluate import simulated_step
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.bounds.devices import DeviceSeconds
-from parsim.schedule.bounds.plan_floor import floor_excess_bytes, plan_floor
-from parsim.schedule.bounds.step import order_bound_s
-from parsim.schedule.recomputation.every_set import every_set
-from parsim.schedule.recomputation.steps import may_fit_recomputing, place_excess_bytes
-from parsim.schedule.recomputation.to_fit import recomputed_to_fit
-from parsim.schedule.search import search
-from parsim.schedule.stages import balanced_plan
-from parsim.schedule.tensor import uniform_placements
+from parsim.predict.problem import PlanningProblem
+from parsim.search.bound import DeviceSeconds, order_bound_s
+from parsim.search.memory_floor import floor_excess_bytes, plan_floor
+from parsim.search.recompute import every_set, may_fit_recomputing, place_excess_bytes, recomputed_to_fit
+from parsim.search.search import search
+from parsim.search.stages import balanced_plan
+from parsim.search.tensor import uniform_placements
 
 PROFILE = load_profile("dgx1-v100-32gb")
 MESHES = [Mesh(pp=pp, dp=dp, tp=tp) for pp in (1, 2, 4) for dp in (1, 2) for tp in (1, 2) if pp * dp * tp <= 8]

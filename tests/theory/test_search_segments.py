@@ -14,17 +14,13 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import simulated_step
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.bounds.plan_floor import floor_excess_bytes, plan_floor
-from parsim.schedule.bounds.step import step_bound_s
+from parsim.predict.problem import PlanningProblem
 from parsim.schedule.parts.screen import Outline, plan_of
-from parsim.schedule.recomputation.blocks import repeated_blocks
-from parsim.schedule.recomputation.least_kept import kept_together, least_kept
-from parsim.schedule.recomputation.segments import ending_with_most, segments_of, within_stages
-from parsim.schedule.recomputation.steps import place_excess_bytes
-from parsim.schedule.recomputation.to_fit import recomputed_to_fit, segmented_to_fit
-from parsim.schedule.search import search
-from parsim.schedule.stages import Cutting
+from parsim.search.bound import step_bound_s
+from parsim.search.memory_floor import floor_excess_bytes, kept_together, least_kept, plan_floor
+from parsim.search.recompute import place_excess_bytes, recomputed_to_fit, segmented_to_fit
+from parsim.search.search import search
+from parsim.search.stages import Cutting, ending_with_most, repeated_blocks, segments_of, within_stages
 
 LAYERS = 6
 
@@ -136,7 +132,7 @@ def test_stages_cut_segments_in_two() -> None:
 @pytest.mark.parametrize("mesh", [Mesh(dp=2), Mesh(pp=2), Mesh(tp=2)], ids=str)
 @pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_bounds_and_floors_hold_for_segments(mesh: Mesh, zero_stage: int) -> None:
-    from parsim.schedule.tensor import uniform_placements
+    from parsim.search.tensor import uniform_placements
 
     problem = asked("sublayer")
     placed = uniform_placements(problem, Mesh(tp=mesh.tp), divides=True) if mesh.tp > 1 else {}

@@ -8,24 +8,24 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from parsim.app.functions import simulate
 from parsim.costs.costs import Costs
 from parsim.errors import PlanError
-from parsim.graph.expand import lower_columns
-from parsim.graph.fold import folding_of, unfolded
-from parsim.graph.lower import lower
-from parsim.graph.passes.replica_sums import REPLICA_STREAM
-from parsim.graph.plan_index import PlanIndex
-from parsim.graph.taskgraph import from_text, to_text
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
-from parsim.predict.plan_memory import plan_memory
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.bounds.step import step_bound_s
+from parsim.predict.memory import plan_memory
+from parsim.predict.problem import PlanningProblem
+from parsim.program.fold import folding_of, unfolded
+from parsim.program.lower import lower
+from parsim.program.passes.gradients import REPLICA_STREAM
+from parsim.program.placed import PlanIndex
+from parsim.program.taskgraph import from_text, to_text
+from parsim.program.templates import lower_columns
+from parsim.search.bound import step_bound_s
 from parsim.work import Collective, Compute, OptimizerStep
-from parsim.workflow.public.functions import simulate
 from tests.models import chain_model
 from tests.plans import MODEL, grouped_plans
 from tests.theory.test_folding import cluster

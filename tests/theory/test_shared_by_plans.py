@@ -8,17 +8,15 @@ from dataclasses import replace
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from parsim.costs.memory.records import RankMemory
 from parsim.errors import PlanError
-from parsim.graph.expand import lower_columns
-from parsim.graph.index.divisions import MOST, Divisions
-from parsim.graph.plan_index import PlanIndex
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
-from parsim.predict.plan_memory import plan_memory, unlike_memory
+from parsim.predict.memory import RankMemory, plan_memory, unlike_memory
+from parsim.program.placed import MOST, Divisions, PlanIndex
+from parsim.program.templates import lower_columns
 from tests.models import deep_model
 from tests.theory.test_lowering_by_kinds import MODELS, deep_plans, planned, tasks_of
 

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.analyze import sketch as module
-from parsim.analyze.sketch import IDLE, LEAST_SHARE, LETTERS, PIECES, sketch
-from parsim.engines.compile import compile_graph
-from parsim.engines.static import simulate
-from parsim.graph.task import Origin, Resource, Task
-from parsim.graph.taskgraph import TaskGraph
+from parsim.engines.static import compile_graph, simulate
+from parsim.program.task import Origin, Resource, Task
+from parsim.program.taskgraph import TaskGraph
+from parsim.report import sketch as module
+from parsim.report.sketch import IDLE, LEAST_SHARE, LETTERS, PIECES, sketch
 from parsim.work import Collective, Compute, LoadBatch, Phase
 
 

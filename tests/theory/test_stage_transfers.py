@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.plans.pipeline import PIPELINE_ORDERS, pipeline_actions, rank_of_stage
-from parsim.plans.stage_transfers import Pipeline, StageLink, beside_actions, ends, groups
+from parsim.program.lifetimes import Pipeline, StageLink, beside_actions, ends, groups
 
 
 def chain_links(order: str, ranks: int, chunks: int, skips: frozenset[tuple[int, int]] = frozenset()) -> tuple[StageLink, ...]:

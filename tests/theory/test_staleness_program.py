@@ -12,7 +12,7 @@ from parsim.engines.program import unrolled
 from parsim.engines.relaxed.decoupled_program import TickModules, tick_durations_s, tick_program
 from parsim.engines.repeated import simulate_program
 from parsim.errors import AlgorithmError
-from parsim.graph.taskgraph import from_text, to_text
+from parsim.program.taskgraph import from_text, to_text
 from parsim.work import Collective, Compute, Phase
 
 WAYS = [("bp", False), ("ddg", False), ("ddg", True), ("fdg", False), ("fdg", True)]

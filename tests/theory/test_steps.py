@@ -10,12 +10,11 @@ from strategies import timed_graphs
 
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic
-from parsim.engines.compile import compile_graph
-from parsim.engines.program import Part, Program, by_step
-from parsim.engines.steps import carried_by_steps, mean_step_s, steps_in_a_row
-from parsim.graph.columns import columns_of
-from parsim.graph.task import COMPUTE, HOST, Origin, Resource, Task
-from parsim.graph.taskgraph import TaskGraph
+from parsim.engines.program import Part, Program, by_step, carried_by_steps, mean_step_s, steps_in_a_row
+from parsim.engines.static import compile_graph
+from parsim.program.columns import columns_of
+from parsim.program.task import COMPUTE, HOST, Origin, Resource, Task
+from parsim.program.taskgraph import TaskGraph
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase
 
 ORIGIN = Origin(stage=0)

@@ -8,12 +8,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from parsim.errors import PlanError
-from parsim.execute.relaxed.scripts import rank_tasks
-from parsim.execute.rooms.transfers import transfer_rooms
-from parsim.graph.lower import lower
-from parsim.graph.plan_index import PlanIndex
+from parsim.execute.transfers import transfer_rooms
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
+from parsim.program.taskgraph import rank_tasks
 from parsim.work import Compute, Phase, SendRecv
 from tests.models import chain_model
 from tests.plans import MODEL, plans

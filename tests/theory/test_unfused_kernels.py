@@ -7,18 +7,16 @@ from dataclasses import replace
 import pytest
 
 from parsim.costs.compute.compute import ComputeCosts
-from parsim.costs.compute.kernel_model import component_kernels
-from parsim.costs.compute.operator_model import ComputeRequest
+from parsim.costs.compute.formula import component_kernels
+from parsim.costs.compute.launches import ComputeRequest
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.parts.compose import profile_from_parts
+from parsim.hardware.compose import profile_from_parts
 from parsim.hardware.profile import Profile
+from parsim.model.catalogue.sublayers import COMPILED, UNFUSED, SamplePart, gpt, softmax_is_fused
+from parsim.model.catalogue.transformer import transformer
 from parsim.model.component import Component
 from parsim.model.model import Model
 from parsim.model.shard.narrow import narrow
-from parsim.model.transformer.build import transformer
-from parsim.model.transformer.shape import gpt
-from parsim.model.transformer.software import COMPILED, UNFUSED, softmax_is_fused
-from parsim.model.transformer.sublayers import SamplePart
 from parsim.work import NORM, SCALE, ClipGradients, Mix, OptimizerStep, Phase
 
 HIDDEN, TOKENS, SAMPLES, HALF = 512, 128, 4, 2

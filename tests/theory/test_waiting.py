@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from parsim.costs.memory.waiting import Waiting, waiting_bytes
 from parsim.model.component import Component, Value
+from parsim.program.lifetimes import Waiting, waiting_bytes
 
 
 def waiting(*, savers: tuple[str, ...] | None = (), components: str = "abcd", samples: int = 3) -> Waiting:

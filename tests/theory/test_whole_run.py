@@ -8,10 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsim.engines.scenario.checkpointing import expected_run_s, one_draw_many_times
-from parsim.engines.scenario.course import CHECKPOINT, EPOCH_START, EVALUATION, TRAINING, Course, course_of
-from parsim.engines.scenario.failures import failure_times_s
 from parsim.engines.scenario.scenario import DeviceCosts, FailureAt, Failures, Run
-from parsim.engines.scenario.whole_run import Training, WholeRun, simulate_run
+from parsim.engines.scenario.whole_run import (
+    CHECKPOINT,
+    EPOCH_START,
+    EVALUATION,
+    TRAINING,
+    Course,
+    Training,
+    WholeRun,
+    course_of,
+    failure_times_s,
+    simulate_run,
+)
 from parsim.errors import ScenarioError
 
 ONE_SECOND = Training(step_s=np.ones((1, 1)), ranks=4)

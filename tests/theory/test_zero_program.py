@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 
 from parsim.engines.static import simulate
 from parsim.errors import PlanError
-from parsim.execute.rooms.buckets import Room, rooms_of
-from parsim.graph.lower import lower
-from parsim.graph.passes.replica_sums import REPLICA_STREAM
-from parsim.graph.plan_index import PlanIndex
-from parsim.graph.task import Task
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
-from parsim.predict.plan_memory import plan_memory
-from parsim.predict.unsharded_memory import unsharded_bytes
+from parsim.predict.memory import plan_memory
+from parsim.program.lifetimes import Room, rooms_of, unsharded_bytes
+from parsim.program.lower import lower
+from parsim.program.passes.gradients import REPLICA_STREAM
+from parsim.program.placed import PlanIndex
+from parsim.program.task import Task
 from parsim.work import Collective, Compute, OptimizerStep, Phase
 from tests.models import chain_model
 from tests.plans import MODEL, grouped_plans, plans

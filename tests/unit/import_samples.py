@@ -6,7 +6,7 @@ import json
 import sqlite3
 from collections.abc import Sequence
 
-from parsim.collectives import COLLECTIVE_KINDS
+from parsim.work import COLLECTIVE_KINDS
 
 ALPHA_S, BETA_S = 25e-6, 1 / 150e9
 SIZES = tuple(4**power for power in range(5, 16))

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.costs.memory.records import RankMemory
-from parsim.execute.cuda.memory_counters import MemoryUse
-from parsim.graph.task import COMPUTE, HOST, Origin, Resource, Task
-from parsim.graph.taskgraph import TaskGraph
+from parsim.execute.cuda.gpu import MemoryUse
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
+from parsim.predict.compare import compare
+from parsim.predict.memory import RankMemory
 from parsim.predict.result import Interval, PlanResult
-from parsim.report.compare import compare
-from parsim.report.html import ReportData, ReportRun, ReportSection
-from parsim.report.memory_levels import memory_levels
+from parsim.program.task import COMPUTE, HOST, Origin, Resource, Task
+from parsim.program.taskgraph import TaskGraph
+from parsim.report.more_tables import memory_levels
+from parsim.report.page import ReportData, ReportRun, ReportSection
 from parsim.timeline import Span, Timeline
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv, Work
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, CommunicationClass, RunCorrections
+from parsim.costs.observed import NO_RUN_CORRECTIONS, CommunicationClass, RunCorrections
 from parsim.errors import ScheduleError
 from parsim.plans.plan import Plan
-from parsim.schedule.live.controller import Controller
-from parsim.schedule.live.decisions import ControllerConfig, Keep, PlanChoice, Replan
+from parsim.search.adapt.controller import Controller, ControllerConfig, Keep, PlanChoice, Replan
 from tests.adaptive_toy import Toy, ToyPlan, seen
 
 CHATTY = ToyPlan(0, 1.0, 0.5)

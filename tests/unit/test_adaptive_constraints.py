@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, RunCorrections
+from parsim.app.ask import run_spec
+from parsim.app.functions import plan
+from parsim.app.train import adaptive_spec
+from parsim.costs.observed import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.errors import ExecutionError, ParsimError
-from parsim.execute.adaptive_run import Steering, problem_of
+from parsim.execute.adaptive import Steering, problem_of
 from parsim.execute.job import Job
 from parsim.execute.processes.group import ProcessPlace
 from parsim.plans.plan import Plan
-from parsim.schedule.live import prepared
-from parsim.schedule.live.prepared import likely
-from parsim.workflow.ask import run_spec
-from parsim.workflow.public.functions import plan
-from parsim.workflow.train import adaptive_spec
+from parsim.search.adapt import planning as prepared
+from parsim.search.adapt.planning import likely
 
 PLACE = ProcessPlace(rank=0, world_size=2, local_rank=0, local_world_size=2, attempt=0)
 STATES = (*likely(2), *(RunCorrections(ranks=((0, 1.0), (1, factor))) for factor in (0.2, 20.0)))

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from parsim.costs.costs import Costs
-from parsim.costs.feedback.run_corrections import (
+from parsim.costs.costs import Costs, price
+from parsim.costs.observed import (
     NO_RUN_CORRECTIONS,
     CommunicationClass,
     ComputeClass,
@@ -16,13 +16,12 @@ from parsim.costs.feedback.run_corrections import (
     class_seconds,
     learn,
 )
-from parsim.costs.pricing import price
 from parsim.errors import CostError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.plans.mesh import Mesh
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.stages import balanced_plan
+from parsim.predict.problem import PlanningProblem
+from parsim.search.stages import balanced_plan
 from parsim.work import Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv, Work
 from tests.models import chain_model
 

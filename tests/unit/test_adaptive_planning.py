@@ -9,20 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, CommunicationClass, RunCorrections, class_of
-from parsim.costs.memory.records import RankMemory
+from parsim.costs.observed import NO_RUN_CORRECTIONS, CommunicationClass, RunCorrections, class_of
 from parsim.errors import ScheduleError
-from parsim.execute.training.loop import mean_round_s
+from parsim.execute.train import mean_round_s
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.families import dp_plans, single_plans
-from parsim.schedule.live.decisions import Keep, PlanChoice, Replan
-from parsim.schedule.live.planning import (
+from parsim.predict.memory import RankMemory
+from parsim.predict.problem import PlanningProblem
+from parsim.search.adapt.controller import Keep, PlanChoice, Replan
+from parsim.search.adapt.planning import (
     controller_for,
     expected_seconds,
     observation_of,
@@ -33,8 +32,9 @@ from parsim.schedule.live.planning import (
     switch_cost,
     task_seconds,
 )
-from parsim.schedule.search import search
-from parsim.schedule.stages import balanced_plan
+from parsim.search.families import dp_plans, single_plans
+from parsim.search.search import search
+from parsim.search.stages import balanced_plan
 from parsim.work import SendRecv
 from tests.models import chain_model
 

@@ -10,9 +10,6 @@ import pytest
 
 from parsim.errors import ScheduleError
 from parsim.predict.evaluate import evaluate
-from parsim.schedule.live.controller import Controller
-from parsim.schedule.live.decisions import ControllerConfig, Keep, Replan
-from parsim.schedule.live.planning import pool_planner, priced, switch_cost
 from parsim.schedule.live.scenario import (
     Disturbance,
     Path,
@@ -25,6 +22,8 @@ from parsim.schedule.live.scenario import (
     oracle,
     stay,
 )
+from parsim.search.adapt.controller import Controller, ControllerConfig, Keep, Replan
+from parsim.search.adapt.planning import pool_planner, priced, switch_cost
 from tests.unit.test_adaptive_planning import DP, HP, MP, PROBLEM
 
 POOL = [priced(PROBLEM, plan) for plan in (DP, MP, HP)]

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.costs.feedback.run_corrections import CommunicationClass, WorkClass
+from parsim.costs.observed import CommunicationClass, WorkClass
 from parsim.errors import ScheduleError
-from parsim.schedule.live.controller import Controller
-from parsim.schedule.live.decisions import ControllerConfig, Keep, Observation, Replan
-from parsim.schedule.live.sudden import StepsInARow, after_steps
+from parsim.search.adapt.controller import Controller, ControllerConfig, Keep, Observation, Replan
+from parsim.search.adapt.durations import StepsInARow, after_steps
 from tests.adaptive_toy import Toy, ToyPlan, seen
 
 CHATTY = ToyPlan(0, 1.0, 0.5)

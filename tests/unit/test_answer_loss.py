@@ -12,8 +12,8 @@ import pytest
 from parsim.cli import main
 from parsim.errors import ModelError
 from parsim.model.load import load_model
-from parsim.model.losses import usual_loss
 from parsim.model.model import Model
+from parsim.model.objective import usual_loss
 from parsim.model.spec import ModelSpec
 
 ASKED = ["mlp", "--on", "dgx1-v100-32gb", "--batch", "64"]

@@ -15,8 +15,8 @@ import pandas as pd
 import pytest
 
 import parsim as ps
-from parsim.schedule.ties import TIE
-from parsim.workflow.public import frames
+from parsim.app import frames
+from parsim.search.search import TIE
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parents[1] / "golden" / "answer.txt"
@@ -65,7 +65,7 @@ import parsim as ps
 answer = ps.plan("mlp", cluster="dgx1-v100-32gb", global_batch=64, strategy="dp")
 assert isinstance(answer, ps.Answer) and isinstance(answer.chosen, ps.Prediction) and isinstance(answer.chosen.plan, ps.Plan)
 assert isinstance(ps.simulate(answer), ps.Prediction)
-from parsim.workflow.public.cost_table import CostTable
+from parsim.app.answer import CostTable
 assert isinstance(ps.cost("dgx1-v100-32gb", model="mlp", batch=4), CostTable)
 assert len(ps.sweep("mlp", {"cluster.devices": [1, 2]}, cluster="dgx1-v100-32gb", global_batch=8).rows) == 2
 assert isinstance(ps.load_cluster("dgx2-v100"), ps.Cluster)
@@ -311,7 +311,7 @@ def test_what_was_found_before_takes_nothing_beside_it(answer: ps.Answer) -> Non
         ps.run(answer.chosen, global_batch=3)
 
 
-@pytest.mark.parametrize("name", ["parsim.workflow.public.functions"])
+@pytest.mark.parametrize("name", ["parsim.app.functions"])
 def test_the_examples_in_docstrings_hold(name: str) -> None:
     failed, attempted = doctest.testmod(importlib.import_module(name))
     assert attempted >= 8

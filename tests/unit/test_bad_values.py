@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from parsim.app.config_text import RUN_OPTIONS
 from parsim.cli import main
 from parsim.commands import run as run_command
-from parsim.workflow.config_messages import RUN_OPTIONS
 
 RUN_TOML = """
 [model]

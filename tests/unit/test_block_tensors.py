@@ -16,11 +16,18 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="needs the torch extra")
 
 from parsim.data import blocks  # noqa: E402
-from parsim.data.blocks import dtensors, room  # noqa: E402
-from parsim.data.blocks.exchange import rounds_of  # noqa: E402
-from parsim.data.blocks.random_values import normal_at, splitmix64, uniform_at  # noqa: E402
-from parsim.data.blocks.rechunking import overlaps  # noqa: E402
-from parsim.data.blocks.shuffling import ORDERS  # noqa: E402
+from parsim.data.blocks import exchange as room
+from parsim.data.blocks import tensor as dtensors  # noqa: E402
+from parsim.data.blocks.exchange import (  # noqa: E402
+    normal_at,
+    rounds_of,
+    splitmix64,
+    uniform_at,
+)
+from parsim.data.blocks.tensor import (
+    ORDERS,
+    overlaps,
+)
 from parsim.errors import DataError  # noqa: E402
 from tests.block_cases import RANKS, assert_same, broadcast_pairs, cut_arrays, grids, keys, made, owners  # noqa: E402
 

@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 
+from parsim.app.config import parse_config
+from parsim.app.load import fixed_plan, problem_of
 from parsim.errors import ConfigError, PlanError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.model import Model
+from parsim.plans.layouts import BATCH, REPLICATE, Placement, parse_placement
 from parsim.plans.mesh import Mesh
-from parsim.plans.placement import BATCH, REPLICATE, Placement, parse_placement
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.by_hand import (
+from parsim.predict.problem import PlanningProblem
+from parsim.search.by_hand import (
     components_of,
     custom_plan,
     forbids_by_pattern,
@@ -26,8 +28,6 @@ from parsim.schedule.by_hand import (
     pins_by_pattern,
     placements_by_pattern,
 )
-from parsim.workflow.config import parse_config
-from parsim.workflow.load import fixed_plan, problem_of
 from tests.models import residual_model, sharded_model
 
 MODEL = sharded_model()

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from parsim.app.functions import simulate
+from parsim.app.run_folder import RunFolder
 from parsim.exporters.chakra_trace import GroupNames, NodeCost, rank_trace
 from parsim.exporters.protobuf_wire import chosen_number, number_field, varint
-from parsim.graph.task import Origin, Resource, Task
-from parsim.graph.taskgraph import TaskGraph
+from parsim.program.task import Origin, Resource, Task
+from parsim.program.taskgraph import TaskGraph
 from parsim.work import Collective, Compute, Phase, SendRecv
 from parsim.workflow.exporting.formats import export_folder
-from parsim.workflow.folders.run_folder import RunFolder
-from parsim.workflow.public.functions import simulate
 
 SCHEMA: dict[str, list[tuple[str, int, str]]] = {
     "AttributeProto": [

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from parsim.app.calibration import calibration_cases, local_batches
+from parsim.app.config import parse_config
 from parsim.cli import COMMANDS, main
-from parsim.costs.communication.collectives import busbw_bytes_per_s
+from parsim.costs.communication.closed_forms import busbw_bytes_per_s
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan
-from parsim.workflow.calibration import calibration_cases, local_batches
-from parsim.workflow.config import parse_config
 
 RUN_TOML = """
 [model]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import parsim as ps
+from parsim.app.run_folder import RunFolder
+from parsim.app.sweep.difference import compare_answers, read_answer
+from parsim.app.write_folder import write_prediction
 from parsim.errors import ConfigError
-from parsim.workflow.folders.run_folder import RunFolder
-from parsim.workflow.folders.write_prediction import write_prediction
-from parsim.workflow.sweeps.difference import compare_answers, read_answer
 
 GIVEN = {"plan.strategy": "custom", "plan.mesh": {"dp": 2}, "cluster.devices": 2}
 

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parsim.app.config import RunConfig, constraints_of, load_config, mesh_of, parse_config
+from parsim.app.config_text import parse_overrides
 from parsim.errors import ConfigError
 from parsim.model.spec import ModelSpec
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh
-from parsim.workflow.config import RunConfig, constraints_of, load_config, mesh_of, parse_config, parse_overrides
 
 BASE = """
 [model]

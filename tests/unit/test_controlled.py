@@ -9,11 +9,10 @@ from parsim.engines.scenario.controlled import Change, Controlled, RunnableStep,
 from parsim.engines.scenario.scenario import Scenario, parse_scenario
 from parsim.errors import ScenarioError, ScheduleError
 from parsim.predict.evaluate import evaluate
-from parsim.schedule.live.controller import Controller
-from parsim.schedule.live.decisions import ControllerConfig, Keep, Replan
 from parsim.schedule.live.driver import AdaptiveWindows, runnable_of
-from parsim.schedule.live.planning import pool_planner, priced, switch_cost
 from parsim.schedule.live.scenario import Disturbance, disturbed
+from parsim.search.adapt.controller import Controller, ControllerConfig, Keep, Replan
+from parsim.search.adapt.planning import pool_planner, priced, switch_cost
 from tests.unit.test_adaptive_planning import DP, HP, MP, PROBLEM
 
 POOL = [priced(PROBLEM, plan) for plan in (DP, MP, HP)]

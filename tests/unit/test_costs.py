@@ -14,7 +14,6 @@ from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.estimate import OverlapFactors
 from parsim.errors import CostError, GraphError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.compute_records import ComponentPoint, ComputeRecords, OptimizerPoint
 from parsim.hardware.profile import (
     CollectiveFit,
     Communication,
@@ -25,14 +24,13 @@ from parsim.hardware.profile import (
     Regime,
     load_profile,
 )
-from parsim.model.transformer.build import transformer
-from parsim.model.transformer.shape import Shape
-from parsim.model.transformer.software import Software
-from parsim.model.transformer.sublayers import SamplePart
+from parsim.hardware.records import ComponentPoint, ComputeRecords, OptimizerPoint
+from parsim.model.catalogue.sublayers import SamplePart, Shape, Software
+from parsim.model.catalogue.transformer import transformer
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
 from parsim.work import Collective, LoadBatch, Mix, OptimizerStep, Phase, SendRecv, Work
 from parsim.work import Compute as ComputeWork
 from tests.models import chain_model

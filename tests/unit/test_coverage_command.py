@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from parsim.cli import main
-from parsim.costs.feedback.history import append_record
+from parsim.costs.history import append_record
 from parsim.report.coverage import coverage_figures
 from tests.unit.test_history import record
 

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.data import IGNORED, BatchOrder, Dataset, Target, cifar, load_dataset, part
-from parsim.data.dataset import resize
+from parsim.data import cifar, load_dataset
+from parsim.data.samples import BatchOrder, Dataset, Target, part, resize
 from parsim.errors import DataError, ParsimError
+from parsim.model.inputs import IGNORED
 
 TEN = Target(classes=10)
 

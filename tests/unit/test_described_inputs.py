@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parsim.app.config import parse_config
 from parsim.errors import ModelError
 from parsim.model.inputs import DTYPES, INTEGERS, ModelInput, arguments, inputs_from, ordered
-from parsim.model.objective.objective import Objective, parse_objective
-from parsim.model.objective.settle import OutputKind, settle
+from parsim.model.objective import Objective, OutputKind, parse_objective, settle
 from parsim.model.spec import ModelSpec
-from parsim.workflow.config import parse_config
 
 NAMES = st.text("abcxyz_", min_size=1, max_size=4)
 SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)

@@ -8,13 +8,13 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from parsim.costs.feedback.diagnosis import Diagnosis, ObservedStep, PredictedStep, diagnose
-from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, CommunicationClass, ComputeClass, RunCorrections
+from parsim.costs.diagnosis import Diagnosis, ObservedStep, PredictedStep, diagnose
+from parsim.costs.observed import NO_RUN_CORRECTIONS, CommunicationClass, ComputeClass, RunCorrections
 from parsim.errors import CostError
 from parsim.hardware.profile import load_profile
+from parsim.predict.compare import aa_floor
 from parsim.predict.evaluate import Evaluation, evaluate
-from parsim.report.compare import aa_floor
-from parsim.schedule.live.diagnosing import diagnosis_of
+from parsim.search.adapt.observed import diagnosis_of
 from parsim.work import Phase
 from tests.models import chain_model
 from tests.slow_machines import Machine

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from parsim.app.doctor import Found, Gpu, checks_of, commands_of, examine, tables
 from parsim.cli import COMMANDS
 from parsim.units import GIB
-from parsim.workflow.doctor import Found, Gpu, checks_of, commands_of, examine, tables
 
 H100 = Gpu(name="NVIDIA H100", free_bytes=79 * GIB, total_bytes=80 * GIB)
 BARE = Found(cores=4, memory_bytes=16 * GIB)

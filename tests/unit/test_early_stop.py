@@ -7,14 +7,12 @@ from dataclasses import replace
 import pytest
 
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.parts.compose import profile_from_parts
-from parsim.model.transformer.build import transformer
-from parsim.model.transformer.shape import Shape
-from parsim.model.transformer.software import EAGER
-from parsim.model.transformer.sublayers import SamplePart
+from parsim.hardware.compose import profile_from_parts
+from parsim.model.catalogue.sublayers import EAGER, SamplePart, Shape
+from parsim.model.catalogue.transformer import transformer
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
 
 
 def test_a_second_forward_that_stops_early_leaves_out_the_last_product_and_no_memory() -> None:

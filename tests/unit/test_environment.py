@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.execute.processes.environment import describe_environment, machine_line, resident_bytes, versions
-from parsim.execute.processes.pinning import available_cores, core_of_rank
+from parsim.execute.processes.machine import describe_environment, machine_line, resident_bytes, versions
+from parsim.execute.processes.setup import available_cores, core_of_rank
 
 
 def run_python(code: str) -> str:
@@ -40,7 +40,7 @@ def test_versions_come_from_metadata() -> None:
 
 def test_environment_loads_no_torch() -> None:
     code = (
-        "import sys; from parsim.execute.processes.environment import describe_environment as d; "
+        "import sys; from parsim.execute.processes.machine import describe_environment as d; "
         "state = d()['torch']; print('torch' in sys.modules, state['loaded'])"
     )
     assert run_python(code) == "False False"
@@ -65,7 +65,7 @@ def test_ranks_are_spread_evenly(cores: list[int], ranks: int) -> None:
 def test_prepare_rank_pins_one_core_and_one_thread() -> None:
     pytest.importorskip("torch")
     code = (
-        "import os, torch; from parsim.execute.processes.pinning import prepare_rank, available_cores; "
+        "import os, torch; from parsim.execute.processes.setup import prepare_rank, available_cores; "
         "cores = available_cores(); pinning = prepare_rank(3, 4); "
         "assert os.sched_getaffinity(0) == {cores[3 % len(cores)]} == {pinning.core}; "
         "assert pinning.shared_by == -(-4 // len(cores)); assert torch.get_num_threads() == pinning.threads == 1; print('ok')"
@@ -80,7 +80,7 @@ def test_freed_memory_is_kept() -> None:
     pytest.importorskip("torch")
     code = """
 import resource, torch
-from parsim.execute.processes.pinning import keep_freed_memory
+from parsim.execute.processes.setup import keep_freed_memory
 kept = keep_freed_memory()
 x = torch.ones(12 << 20)
 for _ in range(15):

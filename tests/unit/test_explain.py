@@ -10,12 +10,12 @@ import pytest
 from parsim.cli import main
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import HostOverhead, Noise, Profile, load_profile
-from parsim.model.presets import load_preset
+from parsim.model.catalogue.presets import load_preset
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import evaluate
 from parsim.predict.explain import BETWEEN, COMMUNICATION, COMPUTE, SLOWEST, Explanation, explain_plan
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.stages import balanced_plan
+from parsim.predict.problem import PlanningProblem
+from parsim.search.stages import balanced_plan
 from tests.models import chain_model
 
 V100 = load_profile("dgx1-v100-32gb")

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 import parsim as ps
+from parsim.app.sweep.sweep import Sweep, open_sweep
 from parsim.errors import ConfigError
-from parsim.report.explorer import page
-from parsim.report.explorer.columns import METRICS, ExplorerData, document_of
-from parsim.report.explorer.page import explorer_html
-from parsim.workflow.sweeps.result import Sweep, open_sweep
+from parsim.report import explorer as page
+from parsim.report.explorer import METRICS, ExplorerData, document_of, explorer_html
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 

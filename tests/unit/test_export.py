@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from parsim.app.functions import simulate
+from parsim.app.run_folder import RunFolder
 from parsim.cli import main
 from parsim.errors import ConfigError
-from parsim.model.named.names import sequence_of, shape_of
+from parsim.model.catalogue.names import sequence_of, shape_of
 from parsim.workflow.exporting.formats import FORMATS, export_folder
 from parsim.workflow.exporting.transformer_plan import whole
-from parsim.workflow.folders.run_folder import RunFolder
 from parsim.workflow.frameworks.files import read_recipe
 from parsim.workflow.importing.import_file import import_file
-from parsim.workflow.public.functions import simulate
 
 SMALL = ["model.args.layers=4", "model.args.hidden=256", "model.args.heads=8", "model.args.vocab=1024", "model.args.seq=128"]
 CUT = [*SMALL, "plan.strategy=hp", "plan.mesh={pp=2,dp=2,tp=2}", "plan.pipeline_order=1f1b", "plan.chunks=1"]

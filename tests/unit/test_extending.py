@@ -12,24 +12,25 @@ from typing import Any
 import numpy as np
 import pytest
 
+from parsim.app.answer import Answer
+from parsim.app.ask import answer, check_runnable
+from parsim.app.config import parse_config
 from parsim.cli import main
-from parsim.collectives import COLLECTIVE_KINDS
 from parsim.costs.communication.collectives import estimate_collective
-from parsim.data import DATASETS, Target, load_dataset
+from parsim.data import DATASETS, load_dataset
+from parsim.data.samples import Target
 from parsim.errors import ConfigError, CostError, DataError, GraphError, ModelError, PlanError, ProfileError, ScheduleError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.device_kinds import DEVICE_KINDS
+from parsim.hardware.devices import DEVICE_KINDS
 from parsim.hardware.profile import load_profile
-from parsim.model.losses import LOSSES
-from parsim.model.number_formats import FORMATS
+from parsim.model.formats import FORMATS
+from parsim.model.objective import LOSSES
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_order
 from parsim.plans.plan import Plan
 from parsim.registry import Registry, is_reference
-from parsim.schedule.families import FAMILIES
-from parsim.work import Collective, OptimizerStep
-from parsim.workflow.ask import Answer, answer, check_runnable
-from parsim.workflow.config import parse_config
+from parsim.search.families import FAMILIES
+from parsim.work import COLLECTIVE_KINDS, Collective, OptimizerStep
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "extensions"

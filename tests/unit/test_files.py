@@ -28,7 +28,7 @@ from parsim.files import (
     write_json_atomically,
     write_text_atomically,
 )
-from parsim.typed import check_types
+from parsim.records import check_types
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,12 @@ import pytest
 from parsim.cli import main
 from parsim.engines.dynamic import run_program
 from parsim.engines.program import Part, Program
-from parsim.engines.scenario.conditions import conditions_for
-from parsim.engines.scenario.scenario import Scenario, parse_scenario
+from parsim.engines.scenario.scenario import Scenario, conditions_for, parse_scenario
 from parsim.errors import ScenarioError
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import REPEATED_STEPS, evaluate
 from parsim.predict.forecast import Played
-from parsim.report.scenario_tables import states_table
+from parsim.report.more_tables import states_table
 from parsim.report.tables import to_text
 from tests.unit.test_adaptive_planning import DP, HP, PROBLEM
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parsim.errors import ExecutionError
-from parsim.execute.state.fragments import WHOLE, Fragment, is_per_element, join, join_state
+from parsim.execute.checkpoint.fragments import WHOLE, Fragment, is_per_element, join, join_state
 from parsim.model.component import ParameterShard
 from parsim.model.shard.pieces import piece
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parsim.costs.memory.rank_memory import optimizer_bytes
-from parsim.model.optimizers import OPTIMIZERS
+from parsim.model.optimizers import OPTIMIZERS, optimizer_bytes
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])

@@ -18,12 +18,12 @@ from calibration.rounds.calibrate import calibrate
 from calibration.rounds.environment import doubts
 from calibration.rounds.gpu_room import check_gpus, check_room, held_bytes, look_apart
 from calibration.rounds.request import CalibrationRequest
+from parsim.app.doctor import Found, Gpu
 from parsim.errors import ConfigError
 from parsim.execute.processes.launch import import_folders
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.units import GIB
-from parsim.workflow.doctor import Found, Gpu
 
 MLP = ModelSpec(name="mlp")
 V100 = Gpu(name="Tesla V100", free_bytes=31 * GIB, total_bytes=32 * GIB, capability=(7, 0))
@@ -117,7 +117,7 @@ def test_what_another_process_found_comes_back_whole(monkeypatch: pytest.MonkeyP
     look = f"""
 import sys
 from calibration.rounds import gpu_room
-from parsim.workflow.doctor import Found, Gpu
+from parsim.app.doctor import Found, Gpu
 gpu_room.look = lambda environment: {FOUND!r}
 gpu_room.keep_look(sys.argv[1])
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from parsim.execute.processes.supervise.heartbeat import (
+from parsim.execute.processes.heartbeat import (
     PATIENCE,
     TOGETHER,
     Beat,

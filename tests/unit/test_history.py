@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from parsim.costs.feedback.history import NO_HISTORY, History, append_record, fingerprint, history_path, read_history
-from parsim.costs.uncertainty.conformal import ValidationRecord
+from parsim.costs.conformal import ValidationRecord
+from parsim.costs.history import NO_HISTORY, History, append_record, fingerprint, history_path, read_history
 from parsim.errors import ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Noise, Profile, load_profile
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.families import FAMILIES
+from parsim.predict.problem import PlanningProblem
+from parsim.search.families import FAMILIES
 from tests.models import chain_model
 
 PROFILE = load_profile("dgx1-v100-32gb")

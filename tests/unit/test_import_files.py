@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 import parsim as ps
+from parsim.app.config import load_config
 from parsim.cli import main
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.errors import ImportedFileError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.parts.load import load_gpu
+from parsim.hardware.parts import load_gpu
 from parsim.hardware.profile import load_profile
 from parsim.importers.deepspeed_config import read_deepspeed
 from parsim.importers.kineto import read_kineto
@@ -24,7 +25,6 @@ from parsim.importers.source_file import MOST_BYTES, SourceFile
 from parsim.importers.topo_matrix import read_topo_matrix
 from parsim.timeline import Timeline
 from parsim.work import Collective
-from parsim.workflow.config import load_config
 from tests.unit.import_samples import DEEPSPEED, TOPO, gpu_trace, nccl_text, switched_topo
 
 

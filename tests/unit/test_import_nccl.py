@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from parsim.costs.communication.collectives import estimate_collective
-from parsim.costs.communication.measured_groups import unfitted_points
+from parsim.costs.communication.measured import unfitted_points
 from parsim.errors import CostError, ImportedFileError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import (
@@ -20,7 +20,7 @@ from parsim.hardware.profile import (
     save_profile,
     shipped_profiles,
 )
-from parsim.hardware.tables import to_text
+from parsim.hardware.records import to_text
 from parsim.importers.nccl_tests import NcclLog, read_nccl_tests
 from parsim.importers.profile_points import with_measured
 from parsim.importers.source_file import SourceFile

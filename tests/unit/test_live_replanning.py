@@ -16,7 +16,7 @@ import pytest
 from experiments.common.claims import MET, MISSED, NOT_CHECKED
 from experiments.live_replanning.judge import PAIRS, claims
 from experiments.live_replanning.throttle import Throttle
-from parsim.execute.processes.processes import rank_processes
+from parsim.execute.processes.output import rank_processes
 
 
 @pytest.fixture

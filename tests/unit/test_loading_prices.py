@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from parsim.app.functions import plan
+from parsim.app.run_folder import RunFolder
 from parsim.costs.loading import WAIT, MeasuredLoading
 from parsim.errors import ConfigError, CostError
 from parsim.execute.job import AdaptiveSpec, Job, RunSpec
 from parsim.model.spec import ModelSpec
 from parsim.predict.evaluate import Evaluation, evaluate
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
 from parsim.work import LoadBatch
-from parsim.workflow.folders.run_folder import RunFolder
-from parsim.workflow.public.functions import plan
 
 LOADING = MeasuredLoading(
     first_s=1e-3,

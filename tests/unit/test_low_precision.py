@@ -9,17 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from parsim.costs.compute.kernel_model import KernelModel, component_kernels
-from parsim.costs.compute.operator_model import ComputeRequest
-from parsim.costs.compute.operators import Kernel, element_bytes
-from parsim.costs.compute.roofline import kernel_roofline_s
+from parsim.costs.compute.formula import KernelModel, component_kernels, kernel_roofline_s
+from parsim.costs.compute.launches import ComputeRequest, Kernel, element_bytes
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.parts.compose import profile_from_parts
+from parsim.hardware.compose import profile_from_parts
+from parsim.model.catalogue.names import named_model
+from parsim.model.formats import model_in
 from parsim.model.model import Model
-from parsim.model.named.names import named_model
-from parsim.model.precision import model_in
-from parsim.model.tracing.trace import trace
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.model.trace.trace import trace
+from parsim.predict.problem import PlanningProblem
 from parsim.work import Phase
 
 LOW = ("fp8", "nvfp4")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from parsim.execute.records.metrics_file import FILE, loss_curve
+from parsim.execute.metrics_file import FILE, loss_curve
 
 LOSSES = (2.0, 1.5, 1.0, 0.5)
 
@@ -64,7 +64,7 @@ def test_without_the_file_there_is_the_last_part(tmp_path: Path) -> None:
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient norm in fp16 that overflowed, and a metric without a value: JSON has no words for either."""
     torch = pytest.importorskip("torch")
-    from parsim.execute.training import log
+    from parsim.execute import train as log
 
     monkeypatch.setattr(log, "gather_values", lambda value: [value])
     recipe = SimpleNamespace(tensorboard=False)

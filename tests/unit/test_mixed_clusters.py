@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import parsim
+from parsim.app.config import parse_config
+from parsim.app.load import cluster_of
 from parsim.errors import ConfigError, ParsimError, ProfileError
+from parsim.hardware.compose import NodeGroup, mixed_cluster
 from parsim.hardware.network import load_network
-from parsim.hardware.parts.mixed import NodeGroup, mixed_cluster
-from parsim.workflow.config import parse_config
-from parsim.workflow.load import cluster_of
 
 FAST, SLOW = "h100-sxm", "a100-sxm-80gb"
 

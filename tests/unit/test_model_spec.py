@@ -11,13 +11,13 @@ import pytest
 
 from parsim.errors import ModelError
 from parsim.model import LOSS, Model, ModelSpec, load_model
+from parsim.model.catalogue.presets import PRESETS, preset_lines
+from parsim.model.catalogue.zoo import ZOO
 from parsim.model.inputs import ModelInput
 from parsim.model.interface import interface_of, loss_of
 from parsim.model.model import GRANULARITIES
-from parsim.model.presets import PRESETS, preset_lines
 from parsim.model.shard.narrow import narrow
 from parsim.model.spec import resolve
-from parsim.model.zoo import ZOO
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -135,9 +135,7 @@ def test_presets_need_no_torch() -> None:
 
 
 def test_trace_is_a_function_whatever_is_imported() -> None:
-    program = (
-        "import parsim.model.tracing.trace, parsim.model; assert parsim.model.trace.__name__ == 'trace', parsim.model.trace"
-    )
+    program = "import parsim.model.trace.trace, parsim.model; assert parsim.model.trace.__name__ == 'trace', parsim.model.trace"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
@@ -294,7 +292,7 @@ class TestWithTorch:
 
     @pytest.mark.parametrize("stem", ["mlp", "resnet_small", "gpt_small", pytest.param("vit_b_16", marks=pytest.mark.slow)])
     def test_presets_are_current(self, stem: str) -> None:
-        """Regenerate with `python -m parsim.model.presets.generate` after a change of the tracer or the zoo."""
+        """Regenerate with `python tools/generate_presets.py` after a change of the tracer or the zoo."""
         from parsim.model.presets import generate
 
         assert [generate.generate(stem, granularity) for granularity in GRANULARITIES] == preset_lines(stem)

@@ -14,7 +14,7 @@ from torch import Tensor, nn  # noqa: E402
 
 from parsim.model import Model, trace  # noqa: E402
 from parsim.model.component import Component, Operator  # noqa: E402
-from parsim.model.losses import LOSSES, loss_sum  # noqa: E402
+from parsim.model.objective import LOSSES, loss_sum  # noqa: E402
 
 F32 = 4
 

@@ -9,16 +9,13 @@ import pytest
 
 import parsim
 from parsim.errors import ModelError
+from parsim.model.catalogue.names import ALIASES, NAMED, config_path, named, normalised
+from parsim.model.catalogue.sublayers import COMPILED, SamplePart, Shape, llama
+from parsim.model.catalogue.transformer import recorded
+from parsim.model.catalogue.zoo import ZOO
 from parsim.model.load import load_model
 from parsim.model.model import Model
-from parsim.model.named.names import ALIASES, config_path, named, normalised
-from parsim.model.named.rows import NAMED
 from parsim.model.spec import ModelSpec, resolve
-from parsim.model.transformer.build import recorded
-from parsim.model.transformer.shape import Shape, llama
-from parsim.model.transformer.software import COMPILED
-from parsim.model.transformer.sublayers import SamplePart
-from parsim.model.zoo import ZOO
 
 TRANSFORMERS = [name for name, row in NAMED.items() if row.shape is not None]
 

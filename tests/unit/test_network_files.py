@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 
+from parsim.app.config import parse_config
 from parsim.cli import main
 from parsim.costs.communication.collectives import estimate_collective
-from parsim.costs.communication.linkgraph import ring_set
+from parsim.costs.communication.contention import ring_set
 from parsim.errors import ConfigError, CostError, ProfileError
-from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.fabric import cluster_links
+from parsim.hardware.cluster import cluster_from_profile, cluster_links
 from parsim.hardware.network import load_network, parse_network, shipped_networks
 from parsim.hardware.profile import load_profile, shipped_profiles
 from parsim.hardware.topology import Topology
 from parsim.work import Collective
-from parsim.workflow.config import parse_config
 from tests.round_machines import network, network_dict, pair_machine
 
 RUN = """

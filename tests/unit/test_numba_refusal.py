@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from parsim.workflow.doctor import examine
+from parsim.app.doctor import examine
 
 ROOT = Path(__file__).parents[2]
 REFUSAL = "Numba needs NumPy 2.4 or less. Got NumPy 2.5."

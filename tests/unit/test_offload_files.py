@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from parsim.app.ask import answer, ask_again, check_runnable
+from parsim.app.config import RunConfig, parse_config
+from parsim.app.functions import simulate
+from parsim.app.run_folder import RunFolder
+from parsim.app.write_folder import write_prediction
 from parsim.errors import ConfigError, PlanError
 from parsim.plans.plan import Plan
-from parsim.workflow.ask import answer, ask_again, check_runnable
-from parsim.workflow.config import RunConfig, parse_config
-from parsim.workflow.folders.run_folder import RunFolder
-from parsim.workflow.folders.write_prediction import write_prediction
-from parsim.workflow.public.functions import simulate
 from tests.models import chain_model
 
 RUN = """

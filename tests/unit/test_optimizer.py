@@ -12,11 +12,11 @@ pytest.importorskip("torch")
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parsim.app.sections import REFUSED, TORCH_NAMES
 from parsim.errors import ConfigError
-from parsim.execute.state.checkpoint import restore_optimizer
-from parsim.execute.state.optimizer import check_states, distinct, flat_gradients, make_optimizer
+from parsim.execute.checkpoint.checkpoint import restore_optimizer
+from parsim.execute.optimizer import check_states, distinct, flat_gradients, make_optimizer
 from parsim.model.optimizers import COUNTERS, OPTIMIZERS
-from parsim.workflow.training.section import REFUSED, TORCH_NAMES
 
 
 def make_parameters() -> list[torch.nn.Parameter]:

@@ -13,24 +13,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parsim.app.config import parse_config
+from parsim.app.load import cluster_of
 from parsim.cli import main
-from parsim.costs.communication.collectives import busbw_bytes_per_s, estimate_collective
-from parsim.costs.compute.kernel_model import KernelModel
-from parsim.costs.compute.operators import Kernel, element_bytes
-from parsim.costs.compute.roofline import kernel_roofline_s
+from parsim.costs.communication.closed_forms import busbw_bytes_per_s
+from parsim.costs.communication.collectives import estimate_collective
+from parsim.costs.compute.formula import KernelModel, kernel_roofline_s
+from parsim.costs.compute.launches import Kernel, element_bytes
 from parsim.errors import ConfigError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compose import MOST_LINES, parts_file_text, profile_from_parts
 from parsim.hardware.network import load_network, parse_network, shipped_networks, with_cards
-from parsim.hardware.parts.compose import profile_from_parts
-from parsim.hardware.parts.load import ALIASES, load_gpu, load_link, shipped_gpus, shipped_links
-from parsim.hardware.parts.profile_file import MOST_LINES, parts_file_text
-from parsim.hardware.parts.shorthand import machines_of
+from parsim.hardware.parts import ALIASES, load_gpu, load_link, machines_of, shipped_gpus, shipped_links
 from parsim.hardware.profile import load_profile, parse_profile
-from parsim.hardware.tables import to_text
+from parsim.hardware.records import to_text
 from parsim.importers.gpu_names import gpu_named
 from parsim.work import Collective
-from parsim.workflow.config import parse_config
-from parsim.workflow.load import cluster_of
 
 GIB = 2**30
 

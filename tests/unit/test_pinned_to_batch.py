@@ -6,11 +6,11 @@ import contextlib
 
 import pytest
 
+from parsim.app.functions import plan
 from parsim.errors import ScheduleError
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import simulated_step
-from parsim.schedule.families import FAMILIES
-from parsim.workflow.public.functions import plan
+from parsim.search.families import FAMILIES
 
 MODEL = {"model.args": {"depth": 3, "width": 64}, "plan.pin": {"*": "batch"}, "plan.zero_stage": 0, "plan.bucket_bytes": 10**9}
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
-from parsim.plans.placement import BATCH, Placement
-from parsim.plans.plan import Plan, Stage
-from parsim.plans.words import plan_in_words
+from parsim.plans.plan import Plan, Stage, plan_in_words
 
 ROW, COLUMN, REPLICATE = Placement("shard", "row", 2), Placement("shard", "column", 2), Placement("replicate")
 

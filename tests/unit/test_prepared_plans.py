@@ -7,18 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from parsim.costs.feedback.run_corrections import CommunicationClass, RunCorrections
+from parsim.costs.observed import CommunicationClass, RunCorrections
 from parsim.errors import ScheduleError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
-from parsim.plans.plan import Plan
-from parsim.plans.recompute import NONE
+from parsim.plans.plan import NONE, Plan
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.families import dp_plans
-from parsim.schedule.live import prepared
-from parsim.schedule.live.planning import pool_planner, search_planner
-from parsim.schedule.live.prepared import likely, prepared_planner, prepared_pool
+from parsim.predict.problem import PlanningProblem
+from parsim.search.adapt import planning as prepared
+from parsim.search.adapt.planning import likely, pool_planner, prepared_planner, prepared_pool, search_planner
+from parsim.search.families import dp_plans
 from tests.models import chain_model
 
 PROBLEM = PlanningProblem(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from parsim.execute.processes import priority
-from parsim.execute.processes.priority import SWITCH, is_granted, take_priority, threads_with_priority
+from parsim.execute.processes import setup as priority
+from parsim.execute.processes.setup import SWITCH, is_granted, take_priority, threads_with_priority
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getscheduler"), reason="this system has no scheduling policies")
 

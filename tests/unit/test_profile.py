@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.costs.feedback.history import WORDS, fingerprint
+from parsim.costs.history import WORDS, fingerprint
 from parsim.errors import ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import HostOverhead, Profile, load_profile, parse_profile, save_profile, shipped_profiles
-from parsim.hardware.tables import TABLE_MIN_ROWS, from_text, to_text
+from parsim.hardware.records import TABLE_MIN_ROWS, from_text, to_text
 
 V100 = ("dgx1-v100-16gb", "dgx1-v100-32gb")
 PAIRS = {"03": 2, "04": 2, "12": 2, "15": 2, "23": 2, "47": 2, "56": 2, "67": 2} | dict.fromkeys(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.execute.processes.progress import MARK, Progress, progress_text, read_progress_line, relayed, write_progress
+from parsim.execute.processes.output import MARK, Progress, progress_text, read_progress_line, relayed, write_progress
 
 
 @given(st.one_of(st.text(), st.dictionaries(st.text(), st.text())))

@@ -41,12 +41,10 @@ def test_numbers_as_sources_write_them() -> None:
 def test_a_gpt_by_shape_is_the_gpt_that_is_traced(granularity: str, selective: bool) -> None:
     """Parameters and flop of the zoo's GPT, whatever the components."""
     pytest.importorskip("torch")
-    from parsim.model.from_module import model_from_module
-    from parsim.model.transformer.build import transformer
-    from parsim.model.transformer.shape import gpt
-    from parsim.model.transformer.software import Software
-    from parsim.model.transformer.sublayers import SamplePart
-    from parsim.model.zoo.gpt import GPT
+    from parsim.model.catalogue.networks import GPT
+    from parsim.model.catalogue.sublayers import SamplePart, Software, gpt
+    from parsim.model.catalogue.transformer import transformer
+    from parsim.model.load import model_from_module
 
     module = GPT(hidden=128, layers=3, heads=4, vocab=512, seq=64, dropout=0.0)
     traced = model_from_module(module, input_shape=(64,))
@@ -67,11 +65,9 @@ def test_a_gpt_by_shape_is_the_gpt_that_is_traced(granularity: str, selective: b
 
 def test_shards_of_a_layer_hold_it_all() -> None:
     """tp shards together: the parameters once, but for the norms and biases that each holds whole."""
+    from parsim.model.catalogue.sublayers import RULE, SamplePart, Software, gpt
+    from parsim.model.catalogue.transformer import transformer
     from parsim.model.shard.narrow import narrow
-    from parsim.model.transformer.build import transformer
-    from parsim.model.transformer.shape import gpt
-    from parsim.model.transformer.software import Software
-    from parsim.model.transformer.sublayers import RULE, SamplePart
 
     model = transformer(gpt("gpt", 2, 256, 8), Software(), SamplePart(tokens=128, context=128), "sublayer")
     layer = model.component("h.1.mlp")
@@ -140,13 +136,11 @@ def test_a_row_that_cannot_be_expressed_says_why(broken: dict[str, str], reason:
 
 def test_a_microbatch_adds_its_gradients_once_in_its_backward() -> None:
     """Three arrays of 16 bits per parameter, a share of them per tensor shard, and nothing in the forward."""
-    from parsim.costs.compute.kernel_model import component_kernels
-    from parsim.costs.compute.operator_model import ComputeRequest
+    from parsim.costs.compute.formula import component_kernels
+    from parsim.costs.compute.launches import ComputeRequest
+    from parsim.model.catalogue.sublayers import RULE, SamplePart, Software, gpt
+    from parsim.model.catalogue.transformer import transformer
     from parsim.model.shard.narrow import narrow
-    from parsim.model.transformer.build import transformer
-    from parsim.model.transformer.shape import gpt
-    from parsim.model.transformer.software import Software
-    from parsim.model.transformer.sublayers import RULE, SamplePart
     from parsim.work import Phase
 
     shape, part = gpt("gpt", 2, 256, 8), SamplePart(tokens=128, context=128)
@@ -172,14 +166,12 @@ def test_heads_of_channels_that_are_not_aligned_lose_the_tensor_cores(heads: int
     """13824 / 128 = 108 channels, no multiple of 8; 13824 / 96 = 144 is one. Fused attention pads and does not mind."""
     from dataclasses import replace
 
-    from parsim.costs.compute.kernel_model import KernelModel
-    from parsim.costs.compute.operator_model import ComputeRequest
+    from parsim.costs.compute.formula import KernelModel
+    from parsim.costs.compute.launches import ComputeRequest
     from parsim.hardware.cluster import cluster_from_profile
-    from parsim.hardware.parts.compose import profile_from_parts
-    from parsim.model.transformer.build import transformer
-    from parsim.model.transformer.shape import gpt
-    from parsim.model.transformer.software import EAGER, UNFUSED
-    from parsim.model.transformer.sublayers import SamplePart
+    from parsim.hardware.compose import profile_from_parts
+    from parsim.model.catalogue.sublayers import EAGER, UNFUSED, SamplePart, gpt
+    from parsim.model.catalogue.transformer import transformer
     from parsim.work import Phase
 
     profile = profile_from_parts("a100-sxm-80gb", 8)
@@ -289,7 +281,7 @@ def test_overlapped_tensor_parallelism_hides_at_most_what_the_products_take(seq:
 
     from parsim.plans.plan import Plan
     from parsim.predict.evaluate import evaluate
-    from parsim.predict.planning_problem import PlanningProblem
+    from parsim.predict.problem import PlanningProblem
 
     values = {"id": "megatron-h100-x", "tp": "4", "pp": "1", "dp": "2", "recompute": "none", "seq": str(seq), "hidden": "4096"}
     asked = question_of(row_of(row(**values, heads="32")))
@@ -332,7 +324,7 @@ def test_sums_of_the_backward_run_beside_gradients_of_weights(recompute: str, op
     from parsim.errors import PlanError
     from parsim.plans.plan import Plan
     from parsim.predict.evaluate import evaluate
-    from parsim.predict.planning_problem import PlanningProblem
+    from parsim.predict.problem import PlanningProblem
     from parsim.work import Collective
 
     values = {"id": "korthikanti-x", "tp": "4", "pp": "1", "dp": "1", "gpus": "4", "hidden": "8192", "micro_batch": "16"}

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 import parsim as ps
+from parsim.app.question import assumed_text, importable, is_run_file, question_from_file, question_of
 from parsim.cli import main
 from parsim.errors import ConfigError, ModelError, ProfileError
 from parsim.execute.processes import launch
-from parsim.workflow.folders.import_folder import importable
-from parsim.workflow.question import assumed_text, is_run_file, question_from_file, question_of
 
 RUN = """\
 [model]
@@ -276,7 +275,7 @@ def test_keys_of_a_precision_are_judged_by_the_one_that_is_taken(name: str) -> N
 
 def test_an_assumed_fp32_says_what_it_leaves_unused() -> None:
     """On a GPU with bf16; where the precision was given, or the device has none, nothing is said."""
-    from parsim.workflow.question import precision_text
+    from parsim.app.question import precision_text
 
     peaks = {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12}
     assumed = (("training.precision", "fp32"),)

@@ -11,16 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import parsim
-from parsim.analyze.model_flop import model_flop, recomputed_flop, tokens_per_sample
+from parsim.app.answer import Answer
+from parsim.app.large import DAY_S, DEVICE_MTBF_HOURS, HOUR_S, RunningCosts, losses_of, parse_faster, training_run
 from parsim.cli import main
 from parsim.errors import ConfigError
+from parsim.model.catalogue.names import NAMED
 from parsim.model.load import load_model
-from parsim.model.named.rows import NAMED
 from parsim.model.spec import ModelSpec
+from parsim.predict.breakdown import model_flop, recomputed_flop, tokens_per_sample
 from parsim.predict.result import Interval
-from parsim.workflow.large.faster import parse_faster
-from parsim.workflow.large.training_run import DAY_S, DEVICE_MTBF_HOURS, HOUR_S, RunningCosts, losses_of, training_run
-from parsim.workflow.public.answer import Answer
 
 DP = {"plan.strategy": "dp", "plan.zero_stage": 3, "plan.microbatches": 2, "plan.recompute": "none"}
 
@@ -66,7 +65,7 @@ def test_tokens_of_a_sample(name: str, tokens: int) -> None:
 def test_one_number_per_sample_is_no_token() -> None:
     """A time step or a class that an embedding reads, as in a diffusion model."""
     torch = pytest.importorskip("torch")
-    from parsim.model.from_module import model_from_module
+    from parsim.model.load import model_from_module
 
     conditioned = torch.nn.Sequential(torch.nn.Embedding(50, 4), torch.nn.Linear(4, 4))
     assert tokens_per_sample(model_from_module(conditioned, torch.tensor([0, 7, 49]))) == 0

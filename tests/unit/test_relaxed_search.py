@@ -11,11 +11,11 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
-from parsim.plans.placement import BATCH, parse_placement
+from parsim.plans.layouts import BATCH, parse_placement
 from parsim.plans.synchronisation import parse_synchronisation
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.relaxed import relaxed_search as module
-from parsim.schedule.relaxed.relaxed_search import relaxed_search
+from parsim.predict.problem import PlanningProblem
+from parsim.search import relaxed as module
+from parsim.search.relaxed import relaxed_search
 
 
 def problem(rule: str) -> PlanningProblem:

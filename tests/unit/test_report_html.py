@@ -26,15 +26,16 @@ from report_samples import (
     step_graph,
 )
 
-from parsim.costs.memory.records import NOT_TENSORS, RankMemory
-from parsim.execute.cuda.memory_counters import MemoryUse
+from parsim.app.write_folder import report_facts
+from parsim.execute.cuda.gpu import MemoryUse
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
-from parsim.report import figures, memory_figures
-from parsim.report.html import ReportData, ReportRun, ReportSection, report_html, write_report
-from parsim.report.memory_levels import memory_levels
+from parsim.predict.memory import NOT_TENSORS, RankMemory
+from parsim.report import figures
+from parsim.report import figures as memory_figures
+from parsim.report.more_tables import memory_levels
+from parsim.report.page import ReportData, ReportRun, ReportSection, report_html, write_report
 from parsim.units import format_seconds
-from parsim.workflow.folders.write_report import report_facts
 
 VOID = {"meta", "link", "br", "img", "input"}
 

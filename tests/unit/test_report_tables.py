@@ -13,10 +13,10 @@ from report_samples import RESNET, breakdown_of, durations_s, memory_of, results
 from rich.console import Console
 
 from parsim.hardware.profile import Profile, load_profile, shipped_profiles
+from parsim.predict.compare import compare
 from parsim.predict.result import Interval
 from parsim.report import tables
-from parsim.report.compare import compare
-from parsim.report.profile_table import calibration_table
+from parsim.report.more_tables import calibration_table
 from parsim.report.tables import Column, ReportTable, to_rich, to_text
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from parsim.app.config import RunConfig, load_config
+from parsim.app.run_folder import RunFolder, ending_told, resumption
+from parsim.app.train import check_options
 from parsim.errors import ConfigError
-from parsim.workflow.config import RunConfig, load_config
-from parsim.workflow.folders.resuming import ending_told, resumption
-from parsim.workflow.folders.run_folder import RunFolder
-from parsim.workflow.train import check_options
 
 RUN = """\
 [model]

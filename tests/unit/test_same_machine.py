@@ -11,12 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.execute.processes import machine_state as states
-from parsim.execute.processes.environment import describe_environment
-from parsim.execute.processes.machine_state import clocks_text, core_clocks_hz, machine_state, parse_ticks, stolen_share
-from parsim.execute.processes.same_machine import is_measured, profile_differences
-from parsim.hardware.compute_records import ComponentPoint
+from parsim.execute.processes import machine as states
+from parsim.execute.processes.machine import (
+    clocks_text,
+    core_clocks_hz,
+    describe_environment,
+    is_measured,
+    machine_state,
+    parse_ticks,
+    profile_differences,
+    stolen_share,
+)
 from parsim.hardware.profile import DeviceTypeEntry, Profile, load_profile
+from parsim.hardware.records import ComponentPoint
 from tests.unit.test_profile import minimal
 
 HERE: dict[str, Any] = {"processor": "AMD EPYC, 3rd", "cores": 2, "versions": {"torch": "2.13.0"}}

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from parsim.engines.scenario.conditions import check_places
-from parsim.engines.scenario.scenario import LinkChange, Scenario, Straggler, load_scenario, parse_scenario
+from parsim.engines.scenario.scenario import LinkChange, Scenario, Straggler, check_places, load_scenario, parse_scenario
 from parsim.errors import ScenarioError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile

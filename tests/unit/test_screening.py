@@ -6,14 +6,12 @@ import pytest
 
 from parsim.errors import PlanError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.parts.compose import profile_from_parts
-from parsim.model.transformer.build import transformer
-from parsim.model.transformer.shape import Shape
-from parsim.model.transformer.software import COMPILED
-from parsim.model.transformer.sublayers import SamplePart
+from parsim.hardware.compose import profile_from_parts
+from parsim.model.catalogue.sublayers import COMPILED, SamplePart, Shape
+from parsim.model.catalogue.transformer import transformer
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import simulated_step
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
 from parsim.schedule.parts.screen import Outline, plan_of, screened_s
 
 SHAPE = Shape(name="small", layers=14, hidden=2048, heads=16, vocab=32000)

@@ -8,9 +8,9 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.plans.constraints import PlanConstraints
 from parsim.predict.evaluate import Evaluation, with_interval
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule import search as module
-from parsim.schedule.search import same_program, search
+from parsim.predict.problem import PlanningProblem
+from parsim.search import search as module
+from parsim.search.search import same_program, search
 from tests.models import chain_model
 
 

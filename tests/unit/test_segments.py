@@ -10,28 +10,28 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from parsim.app.ask import check_runnable
 from parsim.engines import static
-from parsim.engines.compile import compile_graph
+from parsim.engines.static import compile_graph
 from parsim.errors import PlanError
-from parsim.graph.columns import columns_of
-from parsim.graph.expand import lower_columns
-from parsim.graph.lower import lower
-from parsim.graph.plan_index import PlanIndex
-from parsim.graph.task import Resource
-from parsim.graph.taskgraph import TaskGraph
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.model.component import Component, Parameter, Sharding, Value
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
+from parsim.plans.layouts import Placement
 from parsim.plans.mesh import Mesh
-from parsim.plans.placement import Placement
 from parsim.plans.plan import Plan, Stage
-from parsim.predict.kept_activations import KeptActivations
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.problem import PlanningProblem
+from parsim.program.columns import columns_of
+from parsim.program.lifetimes import KeptActivations
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
+from parsim.program.task import Resource
+from parsim.program.taskgraph import TaskGraph
+from parsim.program.templates import lower_columns
 from parsim.work import Collective, Compute, Phase, SendRecv
-from parsim.workflow.ask import check_runnable
 from tests.execute.test_bad_run import cpu_profile
 
 LAYERS = 2

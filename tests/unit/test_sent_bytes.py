@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from parsim.model.component import Component, HalfValue, Value
+from parsim.model.formats import model_as_sent, value_in
 from parsim.model.model import Model
-from parsim.model.precision import model_as_sent, value_in
 
 KEPT = HalfValue(bytes_per_sample=400, fixed_bytes=0, saved=True, savers=("b",))
 """A stream that autocast leaves in fp32."""

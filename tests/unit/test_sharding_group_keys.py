@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from parsim.app.functions import plan, simulate
 from parsim.errors import ParsimError
 from parsim.plans.constraints import PlanConstraints
 from parsim.plans.mesh import Mesh
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.families import FAMILIES
-from parsim.schedule.search import search
-from parsim.schedule.space import devices_on_a_node, meshes
-from parsim.workflow.public.functions import plan, simulate
+from parsim.predict.problem import PlanningProblem
+from parsim.search.families import FAMILIES
+from parsim.search.search import search
+from parsim.search.space import devices_on_a_node, meshes
 from tests.models import chain_model
 from tests.theory.test_folding import cluster
 
@@ -69,7 +69,7 @@ def test_a_search_tries_groups_of_a_node_where_replicas_span_several() -> None:
 def test_the_search_finds_the_best_of_all_members_with_groups(stage: int) -> None:
     """Branch and bound against every plan of the family simulated."""
     from parsim.predict.evaluate import evaluate
-    from parsim.schedule.families import every_plan
+    from parsim.search.families import every_plan
 
     model = chain_model((1e8, 2e8), elements=10**6)
     constraints = PlanConstraints(dp=16)

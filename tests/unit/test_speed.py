@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from parsim.arrays import Floats
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import HostOverhead, Noise, PaceToday, ProbeSeconds, Profile, load_profile
 from parsim.hardware.speed_factor import SpeedFactor, probe_seconds, speed_beside, speed_since
+from parsim.numeric import Floats
 from parsim.plans.plan import Plan
-from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
+from parsim.predict.evaluate import evaluate, step_at_speed
+from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import PlanResult
-from parsim.predict.speed import step_at_speed
-from parsim.schedule.families import FAMILIES
+from parsim.search.families import FAMILIES
 from tests.models import chain_model
 
 THEN = ProbeSeconds(alone=2e-3, together=3e-3)

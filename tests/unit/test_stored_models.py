@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parsim.model import stored
+from parsim.model import load as stored
 from parsim.model.component import Component, Parameter
 from parsim.model.model import Model
 

@@ -16,10 +16,12 @@ import pandas as pd
 import pytest
 
 import parsim as ps
+from parsim.app.sweep import executing
+from parsim.app.sweep import executing as evaluating
+from parsim.app.sweep import executing as folder
+from parsim.app.sweep.rows import CATEGORIES
+from parsim.app.sweep.sweep import Sweep, open_sweep
 from parsim.errors import ConfigError, ExecutionError
-from parsim.workflow.sweeps import evaluating, executing, folder
-from parsim.workflow.sweeps.result import Sweep, open_sweep
-from parsim.workflow.sweeps.rows import CATEGORIES
 
 GIVEN: dict[str, object] = {"plan.strategy": "custom", "plan.mesh": {"dp": 2}, "cluster.devices": 2}
 QUESTION: dict[str, Any] = {"cluster": "dgx1-v100-32gb", "global_batch": 64, "settings": GIVEN}
@@ -291,7 +293,7 @@ def test_processes_give_the_same_rows_and_outlive_a_death(tmp_path: Path, monkey
 
 
 def _deadly(points: Any) -> Any:
-    from parsim.workflow.sweeps.executing import _SHARED, evaluate_points
+    from parsim.app.sweep.executing import _SHARED, evaluate_points
 
     if any(point.settings["training.global_batch"] == 128 for point in points):
         os._exit(9)

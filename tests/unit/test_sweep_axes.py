@@ -8,13 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parsim.app.sweep.goal import Goal, parse_goal, sensitivity
+from parsim.app.sweep.points import (
+    Axis,
+    axes_of,
+    axis_of,
+    check_field,
+    grid,
+    is_whole,
+    known_fields,
+    parse_axis,
+    saltelli,
+    sobol_sample,
+)
+from parsim.app.sweep.rows import COLUMNS
 from parsim.errors import ConfigError
-from parsim.workflow.sweeps.axes import Axis, axes_of, axis_of, parse_axis
-from parsim.workflow.sweeps.designs import grid, saltelli, sobol_sample
-from parsim.workflow.sweeps.fields import check_field, is_whole, known_fields
-from parsim.workflow.sweeps.goal import Goal, parse_goal
-from parsim.workflow.sweeps.rows import COLUMNS
-from parsim.workflow.sweeps.sensitivity import sensitivity
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from parsim.app.sweep import executing
 from parsim.errors import ConfigError
-from parsim.workflow.sweeps import executing
 from tests.unit.test_sweep import MLP, command, swept
 
 

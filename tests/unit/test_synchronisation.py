@@ -13,16 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import parsim
-from parsim.algorithms.graphs import mixing_graph
-from parsim.errors import ConfigError, PlanError
-from parsim.execute.records.measurement import Measurement
-from parsim.plans.mesh import Mesh
-from parsim.plans.plan import Plan, Stage
-from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation, parse_synchronisation
-from parsim.workflow import train
-from parsim.workflow.config import parse_config
-from parsim.workflow.folders.record_validation import remembered
-from parsim.workflow.relaxed.running import (
+from parsim.app import train
+from parsim.app.config import parse_config
+from parsim.app.record_validation import remembered
+from parsim.app.training_checks import (
     check_adaptive,
     check_rounds,
     on_first_graph,
@@ -30,6 +24,12 @@ from parsim.workflow.relaxed.running import (
     steps_per_round,
     whole_periods,
 )
+from parsim.errors import ConfigError, PlanError
+from parsim.execute.measurement import Measurement
+from parsim.plans.mesh import Mesh
+from parsim.plans.mixing import mixing_graph
+from parsim.plans.plan import Plan, Stage
+from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation, parse_synchronisation
 
 RUN = """
 [model]

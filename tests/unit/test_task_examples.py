@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from parsim.workflow.public.functions import plan  # noqa: E402
+from parsim.app.functions import plan  # noqa: E402
 from tests.execute.test_bad_run import cpu_profile  # noqa: E402
 
 TASKS = Path(__file__).resolve().parents[2] / "examples" / "tasks"

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from parsim.app import load as this_machine
+from parsim.app.config import RunConfig
+from parsim.app.question import question_of
 from parsim.errors import ConfigError
-from parsim.execute.processes.environment import describe_environment
+from parsim.execute.processes.machine import describe_environment
 from parsim.files import HOME_VARIABLE
 from parsim.hardware.profile import Profile, load_profile, save_profile
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
-from parsim.workflow import this_machine
-from parsim.workflow.config import RunConfig
-from parsim.workflow.question import question_of
 
 Kept = Callable[..., Path]
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import parsim
+from parsim.app.answer import Answer
+from parsim.app.to_target import asked_rules
 from parsim.cli import main
-from parsim.data import BatchOrder
+from parsim.data.samples import BatchOrder
 from parsim.errors import AlgorithmError, ConfigError, PlanError
 from parsim.plans.synchronisation import ALL_REDUCE, parse_synchronisation
-from parsim.virtual.local import LocalOptimizer, LocalTraining
-from parsim.virtual.problems import load_problem, perceptron
-from parsim.virtual.to_target import LearningCourse, course_to, learnt_steps
-from parsim.workflow.public.answer import Answer
-from parsim.workflow.relaxed.to_target import asked_rules
+from parsim.relaxed.problems import load_problem, perceptron
+from parsim.relaxed.replicas import LocalOptimizer, LocalTraining
+from parsim.relaxed.to_target import LearningCourse, course_to, learnt_steps
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_a_bad_target_or_rule_ends_the_command_before_it_plans(
     def never(*given: object, **named: object) -> None:
         raise AssertionError("planned")
 
-    monkeypatch.setattr("parsim.workflow.public.functions.plan", never)
+    monkeypatch.setattr("parsim.app.functions.plan", never)
     question = ["plan", "mlp", "--on", "dgx1-v100-32gb", "--batch", "64"]
     assert run_command([*question, "--target-accuracy", "95"], monkeypatch) == 1
     assert "give 0.95 for 95%" in capsys.readouterr().err

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from parsim.app.config import RunConfig, parse_config
+from parsim.app.sections import REFUSED
+from parsim.app.training_checks import samples_not_taken
 from parsim.errors import ConfigError
-from parsim.execute.training.recipe import TrainingRecipe
-from parsim.workflow.config import RunConfig, parse_config
-from parsim.workflow.training.check import samples_not_taken
-from parsim.workflow.training.section import REFUSED
+from parsim.execute.job import TrainingRecipe
 
 FILE = """\
 [model]

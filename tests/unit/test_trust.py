@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("torch")
 
+from parsim.app.config import load_config
+from parsim.app.run_folder import RunFolder
 from parsim.errors import ConfigError, ModelError
 from parsim.model.build import build_module
 from parsim.model.spec import ModelSpec
-from parsim.workflow.config import load_config
-from parsim.workflow.folders.run_folder import RunFolder
 
 RUN = """\
 [model]

@@ -7,17 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from parsim.costs.feedback.history import fingerprint
-from parsim.costs.feedback.refit import Evidence, refit
-from parsim.costs.feedback.run_corrections import CommunicationClass, ComputeClass, RunCorrections
-from parsim.costs.feedback.updates import updates_of, with_update, without_updates
+from parsim.costs.history import fingerprint
+from parsim.costs.observed import (
+    CommunicationClass,
+    ComputeClass,
+    Evidence,
+    RunCorrections,
+    refit,
+    updates_of,
+    with_update,
+    without_updates,
+)
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Profile, load_profile, save_profile
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.families import FAMILIES
+from parsim.predict.problem import PlanningProblem
+from parsim.search.families import FAMILIES
 from parsim.work import Phase
 from tests.models import chain_model
 from tests.slow_machines import Machine, after_run, error

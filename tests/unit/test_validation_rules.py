@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.data import hold_out, load_dataset
-from parsim.data.dataset import Target
+from parsim.data import load_dataset
+from parsim.data.samples import Target, hold_out
 from parsim.errors import ConfigError, DataError, ExecutionError
-from parsim.execute.training.metrics import METRICS, Metric, mean_ratio
-from parsim.execute.training.recipe import EvaluationRule, Schedule, TrainingRecipe
-from parsim.execute.training.validation import BestSoFar
+from parsim.execute.evaluation import BestSoFar
+from parsim.execute.job import EvaluationRule, Schedule, TrainingRecipe
+from parsim.execute.metrics import METRICS, Metric, mean_ratio
 from tests.unit.test_training_section import config_of
 
 DIGITS = load_dataset("digits", input_shape=(1, 8, 8), target=Target())

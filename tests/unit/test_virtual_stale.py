@@ -10,18 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import parsim
-from parsim.data import BatchOrder
+from parsim.app.learners import Learner
+from parsim.data.samples import BatchOrder
 from parsim.errors import AlgorithmError
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.plans.synchronisation import ALL_REDUCE, parse_synchronisation
+from parsim.relaxed.problems import load_problem, perceptron
+from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, stale_steps, steps_of
 from parsim.virtual.agent import TickRule
-from parsim.virtual.local import LocalOptimizer, LocalTraining
-from parsim.virtual.planned import steps_of
-from parsim.virtual.problems import load_problem, perceptron
-from parsim.virtual.stale import stale_steps
 from parsim.virtual.ticks import TickEngine
-from parsim.workflow.relaxed.learners import Learner
 
 STEPS = 20
 TOLERANCE = 1e-12

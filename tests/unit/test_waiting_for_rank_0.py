@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from parsim.execute.processes import exchange
 from parsim.execute.processes.group import ProcessPlace
-from parsim.garbage import keep_nothing, keep_what_is_there
+from parsim.numeric import keep_nothing, keep_what_is_there
 
 
 class Clock:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from parsim.collectives import COLLECTIVE_KINDS
-from parsim.costs.communication.alpha_beta import ring_steps, ring_traffic
-from parsim.costs.communication.linkgraph import RingSet
-from parsim.costs.communication.traffic import inside_pace
+from parsim.costs.communication.closed_forms import ring_steps, ring_traffic
+from parsim.costs.communication.contention import RingSet, inside_pace
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.profile import LinkModel, LinkProtocol
+from parsim.work import COLLECTIVE_KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

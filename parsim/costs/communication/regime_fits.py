@@ -8,10 +8,10 @@ from itertools import combinations, pairwise
 import numpy as np
 from scipy.optimize import nnls
 
-from parsim.arrays import Floats
-from parsim.costs.communication.regimes import regimes_s
+from parsim.costs.communication.closed_forms import regimes_s
 from parsim.errors import ProfileError
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, Regime
+from parsim.numeric import Floats
 
 MAX_REGIMES = 4
 MIN_SIZES_PER_REGIME = 2

@@ -5,8 +5,8 @@ Three sources, never mixed silently:
                sample counts the time is interpolated linearly. A shard has its own fingerprint. If only the whole or a
                larger shard was measured, that time is multiplied by the ratio of the operators' times.
     fitted     the sum over the component's operators of fitted times, by one of two operator models: surfaces measured on this
-               machine (`parsim.costs.compute.composition.LaunchModel`), or the formula fitted to published kernels, over the
-               efficiency of whole models (`parsim.costs.compute.kernel_model.KernelModel`).
+               machine (`parsim.costs.compute.surfaces.LaunchModel`), or the formula fitted to published kernels, over the
+               efficiency of whole models (`parsim.costs.compute.formula.KernelModel`).
     published  an operator kind without a fit, on a device whose peaks come from a datasheet or paper: a roofline at a stated
                efficiency and a large uncertainty.
 
@@ -23,20 +23,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from parsim.costs.compute.composition import LaunchModel
-from parsim.costs.compute.kernel_model import HALVES, KernelModel, has_published_peaks
+from parsim.costs.compute.formula import HALVES, KernelModel, has_published_peaks
+from parsim.costs.compute.launches import ComputeRequest, Kernel, OperatorModel, drift_of
 from parsim.costs.compute.measured import measured_component, measured_optimizer
-from parsim.costs.compute.operator_model import ComputeRequest, OperatorModel, drift_of
-from parsim.costs.compute.operators import Kernel
-from parsim.costs.compute.surfaces import surface_models
+from parsim.costs.compute.surfaces import LaunchModel, surface_models
 from parsim.costs.estimate import Estimate, Term
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
-from parsim.hardware.compute_records import ComponentPoint
-from parsim.hardware.device import Device, DeviceType
+from parsim.hardware.devices import Device, DeviceType
 from parsim.hardware.profile import Profile
+from parsim.hardware.records import ComponentPoint
 from parsim.model.component import Component, Operator
-from parsim.model.number_formats import number_format
+from parsim.model.formats import number_format
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.shard.narrow import narrow
 from parsim.work import BY_OPERATOR_PART, NORM, SCALE, ClipGradients, Compute, Mix, OptimizerStep, Phase

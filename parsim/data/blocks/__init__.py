@@ -10,15 +10,32 @@ x.rechunk((4,)).collect()
 
 from __future__ import annotations
 
-from parsim.data.blocks.creating import from_array, from_blocks, full, random
-from parsim.data.blocks.dtensors import from_dtensor, to_dtensor
-from parsim.data.blocks.elementwise import apply, elementwise
-from parsim.data.blocks.grid import BlockGrid, contiguous_owners, round_robin_owners, shared_owners
-from parsim.data.blocks.indexing import concatenate
-from parsim.data.blocks.processes import Processes, in_one_process, on_process_group
-from parsim.data.blocks.rechunking import collect, collect_on, rechunk
-from parsim.data.blocks.shuffling import shuffle, take
-from parsim.data.blocks.tensor import BlockTensor
+from parsim.data.blocks.exchange import (
+    BlockGrid,
+    Processes,
+    contiguous_owners,
+    in_one_process,
+    on_process_group,
+    round_robin_owners,
+    shared_owners,
+)
+from parsim.data.blocks.tensor import (
+    BlockTensor,
+    apply,
+    collect,
+    collect_on,
+    concatenate,
+    elementwise,
+    from_array,
+    from_blocks,
+    from_dtensor,
+    full,
+    random,
+    rechunk,
+    shuffle,
+    take,
+    to_dtensor,
+)
 
 __all__ = [
     "BlockGrid",

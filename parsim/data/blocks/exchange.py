@@ -7,16 +7,254 @@ its old and new blocks. Ranks without messages take no part in a round.
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
-from parsim.data.blocks.processes import Processes
 from parsim.errors import DataError
+from parsim.numeric import Floats
+from parsim.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+# How an array is cut into blocks, and which rank owns each block. Plain numbers: no torch, no data.
+
+
+BlockPlace = tuple[int, ...]
+"""The place of a block: its piece along every dim, counted from 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockGrid:
+    """The sizes of the pieces along every dim; block (i, j, ...) has the i-th piece of dim 0, the j-th of dim 1, and so on.
+
+    Blocks are numbered row by row. Every piece has at least one element, except that a dim of size 0 is one piece of size 0.
+    """
+
+    sizes: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        for dim, pieces in enumerate(self.sizes):
+            if pieces != (0,) and (not pieces or min(pieces) < 1):
+                raise DataError(f"the pieces of dim {dim} must be at least 1 each, got {list(pieces)}; leave out empty pieces")
+
+    @classmethod
+    def even(cls, shape: Sequence[int], counts: Sequence[int]) -> BlockGrid:
+        """Equal blocks, `counts` of them along each dim; dims that `counts` leaves out are not cut.
+
+        Raises:
+            DataError: a count that does not divide its dim.
+        """
+        whole = _one_per_dim(shape, counts)
+        for dim, (size, count) in enumerate(zip(shape, whole, strict=True)):
+            if count < 1 or size % count:
+                raise DataError(
+                    f"{count} equal blocks need dim {dim} to be a multiple of {count}, and it has {size} elements; "
+                    f"use {_divisors_near(size, count)} blocks, or BlockGrid.balanced, whose blocks differ by one"
+                )
+        return cls(sizes=tuple((size // count,) * count for size, count in zip(shape, whole, strict=True)))
+
+    @classmethod
+    def balanced(cls, shape: Sequence[int], counts: Sequence[int]) -> BlockGrid:
+        """As `even`, but sizes may differ by one: the first blocks of a dim are the larger ones.
+
+        Raises:
+            DataError: more blocks than elements along a dim.
+        """
+        whole = _one_per_dim(shape, counts)
+        for dim, (size, count) in enumerate(zip(shape, whole, strict=True)):
+            if not 1 <= count <= max(1, size):
+                raise DataError(f"dim {dim} has {size} elements, which make 1 to {max(1, size)} blocks; got {count}")
+        return cls(sizes=tuple(balanced_sizes(size, count) for size, count in zip(shape, whole, strict=True)))
+
+    @classmethod
+    def of_blocks(cls, shape: Sequence[int], block_shape: Sequence[int]) -> BlockGrid:
+        """Blocks of one shape, the last of each dim short where it does not divide."""
+        if len(block_shape) > len(shape) or (block_shape and min(block_shape) < 1):
+            raise DataError(
+                f"a block shape needs at most {len(shape)} sizes, each at least 1; got {list(block_shape)} for {list(shape)}"
+            )
+        sizes = (*block_shape, *(max(1, size) for size in shape[len(block_shape) :]))
+        return cls(
+            sizes=tuple(
+                tuple(min(size, whole - start) for start in range(0, whole, size)) or (0,)
+                for whole, size in zip(shape, sizes, strict=True)
+            )
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole array."""
+        return tuple(map(sum, self.sizes))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Blocks along every dim."""
+        return tuple(map(len, self.sizes))
+
+    def __len__(self) -> int:
+        return math.prod(self.counts)
+
+    def places(self) -> Iterator[BlockPlace]:
+        """The places of all blocks, in the order of their numbers."""
+        return itertools.product(*map(range, self.counts))
+
+    def number(self, place: Sequence[int]) -> int:
+        """The number of the block at a place."""
+        found = 0
+        for count, piece in zip(self.counts, place, strict=True):
+            found = found * count + piece
+        return found
+
+    def place(self, number: int) -> BlockPlace:
+        """The place of a block."""
+        found = []
+        for count in reversed(self.counts):
+            number, piece = divmod(number, count)
+            found.append(piece)
+        return tuple(reversed(found))
+
+    def block_shape(self, place: Sequence[int]) -> tuple[int, ...]:
+        return tuple(pieces[piece] for pieces, piece in zip(self.sizes, place, strict=True))
+
+    def starts(self, dim: int) -> list[int]:
+        """Where each piece of a dim begins, and at the end the size of the dim."""
+        return [0, *itertools.accumulate(self.sizes[dim])]
+
+    def extent(self, place: Sequence[int]) -> tuple[slice, ...]:
+        """The elements of the whole array that a block holds."""
+        first = [sum(pieces[:piece]) for pieces, piece in zip(self.sizes, place, strict=True)]
+        return tuple(slice(start, start + size) for start, size in zip(first, self.block_shape(place), strict=True))
+
+
+def balanced_sizes(size: int, count: int) -> tuple[int, ...]:
+    """`size` as `count` sizes that differ by one at most, the larger ones first."""
+    least, longer = divmod(size, count)
+    return (least + 1,) * longer + (least,) * (count - longer)
+
+
+def _divisors_near(size: int, count: int) -> str:
+    """The next counts below and above that divide."""
+    below = next((near for near in range(min(count, size), 0, -1) if size % near == 0), 1)
+    above = next((near for near in range(max(1, count), min(size, 2 * abs(count) + 1000) + 1) if size % near == 0), None)
+    return " or ".join(map(str, dict.fromkeys(entry for entry in (below, above) if entry is not None)))
+
+
+def _one_per_dim(shape: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
+    if len(counts) > len(shape) or any(size < 0 for size in shape):
+        raise DataError(f"a block grid has at most one count per dim of the array: got {list(counts)} for shape {list(shape)}")
+    return (*counts, *(1,) * (len(shape) - len(counts)))
+
+
+def contiguous_owners(count: int, ranks: int) -> tuple[int, ...]:
+    """Neighbouring blocks on one rank, as evenly as possible: block k belongs to rank floor(k * ranks / count)."""
+    return tuple(number * ranks // count for number in range(count))
+
+
+def round_robin_owners(count: int, ranks: int) -> tuple[int, ...]:
+    """Block k belongs to rank k modulo ranks."""
+    return tuple(number % ranks for number in range(count))
+
+
+def bytes_by_owner(grid: BlockGrid, owners: Sequence[int], ranks: int, itemsize: int) -> list[int]:
+    """What the blocks of each rank take."""
+    found = [0] * ranks
+    for place, owner in zip(grid.places(), owners, strict=True):
+        found[owner] += math.prod(grid.block_shape(place)) * itemsize
+    return found
+
+
+def shared_owners(count: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """Neighbouring blocks on one rank, in numbers proportional to the shares; rank r gets shares[r] / sum(shares) of them.
+
+    Raises:
+        DataError: a share below 0, or none above 0.
+    """
+    if not shares or min(shares) < 0 or sum(shares) <= 0:
+        raise DataError(f"shares must be at least 0, and one of them above; got {list(shares)}")
+    edges = [round(count * part / sum(shares)) for part in itertools.accumulate(shares)]
+    return tuple(rank for rank, (first, last) in enumerate(itertools.pairwise([0, *edges])) for _ in range(first, last))
+
+
+# The ranks that own blocks, and which of them this process is.
+#
+# Without a process group, one process plays all ranks and holds all blocks. With one, each process holds the blocks of its
+# rank.
+# Every operation on block tensors is the same in both cases; in a group, every rank calls it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processes:
+    """Ranks 0 .. ranks-1. `rank` is this process's; None where it plays all of them. `device` is where blocks lie."""
+
+    ranks: int
+    rank: int | None = None
+    group: ProcessGroup | None = field(default=None, repr=False)
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise DataError(f"blocks need at least 1 rank to own them, got {self.ranks}")
+
+    def holds(self, owner: int) -> bool:
+        """Whether the blocks of rank `owner` are in this process."""
+        return self.rank is None or owner == self.rank
+
+    def gather(self, value: Any) -> list[Any]:
+        """The small values of all ranks, by rank; [value] where one process plays them all.
+
+        They travel as JSON, never as a pickle: tuples arrive as lists.
+        """
+        if self.rank is None:
+            return [json.loads(json.dumps(value))]
+        import torch
+        import torch.distributed as dist
+
+        text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
+        lengths = torch.zeros(self.ranks, dtype=torch.int64, device=self.device)
+        lengths[self.rank] = len(text)
+        dist.all_reduce(lengths, group=self.group)
+        padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=self.device)
+        padded[: len(text)] = text
+        everyone = [torch.empty_like(padded) for _ in range(self.ranks)]
+        dist.all_gather(everyone, padded, group=self.group)
+        return [json.loads(bytes(found[:length].tolist())) for found, length in zip(everyone, lengths.tolist(), strict=True)]
+
+
+def in_one_process(ranks: int = 1, *, device: str = "cpu") -> Processes:
+    """All blocks in this process. `ranks` is the number of owners: workers that one process plays, for instance."""
+    return Processes(ranks=ranks, device=device)
+
+
+def on_process_group(group: ProcessGroup | None = None, *, device: str = "cpu") -> Processes:
+    """One rank per process of a torch.distributed group; left out, the default group.
+
+    Raises:
+        DataError: no process group, or one that this process is not in.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise DataError("no process group; call torch.distributed.init_process_group first, or use in_one_process()")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise DataError(f"rank {dist.get_rank()} is not in this process group; only its members may hold blocks of it")
+    return Processes(ranks=dist.get_world_size(group), rank=rank, group=group, device=device)
+
 
 ROOM_BYTES = 32 * 2**20
 """The largest message that a rank sends or receives in a round, unless the caller says otherwise."""
@@ -175,3 +413,96 @@ def _split(message: Tensor, moves: list[Move]) -> list[Tensor]:
     """The part of a message that belongs to each move."""
     parts = torch.split(message, [math.prod(move.shape) for move in moves])
     return [part.view(move.shape) for part, move in zip(parts, moves, strict=True)]
+
+
+# Is there memory for new blocks? Asked before anything is allocated, and answered alike on every rank.
+
+
+UNCHECKED_BYTES = 16 * 2**20
+"""Arrays up to this size are not checked: the ranks would exchange a message to find out."""
+_LIMIT, _USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+
+
+def available_bytes(device: str = "cpu") -> int | None:
+    """Memory that this process could allocate now: of the GPU, or of the host within the container's limit; None if unknown."""
+    if device != "cpu":
+        import torch
+
+        return int(torch.cuda.mem_get_info(torch.device(device))[0]) if device.startswith("cuda") else None
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        host = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        try:
+            host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, ValueError):
+            return None
+    try:
+        return min(host, max(0, int(_LIMIT.read_text()) - int(_USED.read_text())))
+    except (OSError, ValueError):  # no limit, or "max"
+        return host
+
+
+def check_room(what: str, grid: BlockGrid, owners: Sequence[int], itemsize: int, processes: Processes) -> None:
+    """Raise DataError, on every rank, if the blocks of a host's ranks (or a GPU's) are larger than its free memory."""
+    needed = bytes_by_owner(grid, owners, processes.ranks, itemsize)
+    check_bytes(what, needed, processes, rows=grid.shape[0] if grid.shape else None)
+
+
+def check_bytes(what: str, needed: Sequence[int], processes: Processes, *, rows: int | None = None) -> None:
+    """As `check_room`, for the bytes that each rank needs. `rows`: of the array, to tell how many would fit."""
+    if sum(needed) <= UNCHECKED_BYTES:
+        return
+    memory = socket.gethostname() if processes.device == "cpu" else f"{socket.gethostname()} {processes.device}"
+    found = processes.gather((memory, available_bytes(processes.device)))
+    places = [found[0]] * processes.ranks if processes.rank is None else found
+    for name in dict.fromkeys(name for name, _ in places):
+        members = [rank for rank, (place, _) in enumerate(places) if place == name]
+        wanted = sum(needed[rank] for rank in members)
+        free = min((free for place, free in places if place == name and free is not None), default=None)
+        if free is None or wanted <= free:
+            continue
+        fitting = "" if rows is None else f"at most {int(rows * free / wanted)} of {rows} rows fit; "
+        raise DataError(
+            f"{what} needs {format_bytes(wanted)} on {name} (rank{'s' if len(members) > 1 else ''} "
+            f"{', '.join(map(str, members))}), where {format_bytes(free)} are free; {fitting}use fewer rows, a smaller dtype, "
+            f"or at least {-(-wanted // max(1, free))} machines of this size"
+        )
+
+
+# Random numbers by position: element i of an array of random numbers depends on the seed and i alone.
+#
+# So blocks are drawn where they lie, and neither the grid nor the number of processes changes a value.
+#
+# Source: SplitMix64 of Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014): output i of its stream
+# is
+# mix(state + (i + 1) * gamma), which can be computed without the outputs before.
+
+
+GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+
+def splitmix64(state: int, positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Outputs `positions` (counted from 0) of SplitMix64 begun at `state`; uint64, of the shape of positions."""
+    with np.errstate(over="ignore"):
+        z = np.uint64(state) + (positions + np.uint64(1)) * GAMMA
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return np.asarray(z ^ (z >> np.uint64(31)))
+
+
+def uniform_at(seed: int, positions: NDArray[np.uint64]) -> Floats:
+    """Uniform in [0, 1), multiples of 2^-53."""
+    return np.asarray((splitmix64(_state(seed), positions) >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
+
+
+def normal_at(seed: int, positions: NDArray[np.uint64]) -> Floats:
+    """Standard normal, by Box and Muller from outputs 2i and 2i + 1."""
+    first = uniform_at(seed, positions * np.uint64(2))
+    second = uniform_at(seed, positions * np.uint64(2) + np.uint64(1))
+    return np.asarray(np.sqrt(-2.0 * np.log1p(-first)) * np.cos(2.0 * np.pi * second), dtype=np.float64)
+
+
+def _state(seed: int) -> int:
+    """Seeds that are near one another begin at places of the stream that are not."""
+    return int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from parsim.algorithms.staleness import Decoupling, ModuleTimes, decoupling
 from parsim.engines.program import Part, Program
 from parsim.errors import AlgorithmError
-from parsim.graph.task import COMPUTE, Origin, Resource, Task
-from parsim.graph.taskgraph import TaskGraph
+from parsim.program.task import COMPUTE, Origin, Resource, Task
+from parsim.program.taskgraph import TaskGraph
 from parsim.work import Collective, Compute, OptimizerStep, Phase, SendRecv, Work
 
 

@@ -16,15 +16,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.algorithms.ada import Ada, ada_graphs
-from parsim.algorithms.graphs import Matrix, MixingGraph
 from parsim.algorithms.periods import Period, every_steps
-from parsim.arrays import Bools
 from parsim.engines.program import Part, Program
 from parsim.errors import AlgorithmError, near_matches
-from parsim.graph.task import COMPUTE, Origin, Resource, Task
-from parsim.graph.taskgraph import TaskGraph
 from parsim.model.model import Model
+from parsim.numeric import Bools
+from parsim.plans.mixing import Ada, Matrix, MixingGraph, ada_graphs
+from parsim.program.task import COMPUTE, Origin, Resource, Task
+from parsim.program.taskgraph import TaskGraph
 from parsim.work import Collective, Compute, Mix, OptimizerStep, Phase, SendRecv, Work
 
 

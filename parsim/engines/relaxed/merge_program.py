@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from parsim.engines.program import Part, Program
 from parsim.engines.relaxed.gossip_program import GossipModel
-from parsim.engines.scenario.asynchronous import MERGE
+from parsim.engines.scenario.checkpointing import MERGE
 from parsim.errors import AlgorithmError
-from parsim.graph.task import COMPUTE, Origin, Resource, Task
-from parsim.graph.taskgraph import TaskGraph
+from parsim.program.task import COMPUTE, Origin, Resource, Task
+from parsim.program.taskgraph import TaskGraph
 from parsim.work import Compute, Mix, OptimizerStep, Phase, Work
 
 

@@ -15,16 +15,14 @@ from typing import Protocol
 
 import numpy as np
 
-from parsim.arrays import Floats
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines.dynamic import run_program
-from parsim.engines.program import by_step
-from parsim.engines.scenario.conditions import check_places, conditions_for, jittered_s
-from parsim.engines.scenario.scenario import Scenario
-from parsim.engines.steps import steps_in_a_row
+from parsim.engines.program import by_step, steps_in_a_row
+from parsim.engines.scenario.scenario import Scenario, check_places, conditions_for, jittered_s
 from parsim.errors import ScenarioError, StandstillError
-from parsim.graph.columns import Columns
 from parsim.hardware.cluster import Cluster
+from parsim.numeric import Floats
+from parsim.program.columns import Columns
 
 STEPS_SIMULATED = 4
 """Steps in a row whose mean stands for a step of a state."""

@@ -15,6 +15,8 @@ workers who would go on when one fails, and silent errors.
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,12 +25,129 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.arrays import Floats
-from parsim.engines.scenario.course import CHECKPOINT, EPOCH_START, EVALUATION, TRAINING, Course
-from parsim.engines.scenario.failures import failure_times_s
-from parsim.engines.scenario.scenario import DeviceCosts, Failures
+from parsim.engines.scenario.scenario import Checkpoints, DeviceCosts, Failures, Run
 from parsim.errors import ScenarioError
+from parsim.numeric import Floats, Ints
 from parsim.units import format_seconds
+
+# The course of a whole run, block by block: so many steps of training, a checkpoint, an evaluation, the start of an epoch.
+
+
+TRAINING, CHECKPOINT, EVALUATION, EPOCH_START = 0, 1, 2, 3
+KINDS = ("training", "checkpoint", "evaluation", "epoch_start")
+
+MOST_BLOCKS = 5_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Course:
+    """A run without failures, in the order things are done.
+
+    Attributes:
+        kind: int64 [B], numbers of KINDS. steps: int64 [B], of training blocks. seconds: float64 [B], of all other blocks.
+        resume: int64 [B], the block that a run goes on with after failing in a block: behind the last checkpoint written.
+    """
+
+    kind: Ints
+    steps: Ints
+    seconds: Floats
+    resume: Ints
+
+    @property
+    def total_steps(self) -> int:
+        return int(self.steps.sum())
+
+
+def course_of(
+    run: Run, *, steps_per_epoch: int, interval_steps: int | None, checkpoint_s: float = 0.0, evaluation_s: float = 0.0
+) -> Course:
+    """The blocks of `run` (one epoch where it names no number).
+
+    Args:
+        interval_steps: training steps between checkpoints, counted through epochs; None for no checkpoint. With them, the run
+            ends with one. checkpoint_s, evaluation_s: seconds of one.
+
+    Raises ScenarioError if a step count is below 1 or the blocks are too many.
+    """
+    if steps_per_epoch < 1 or (interval_steps is not None and interval_steps < 1):
+        raise ScenarioError(f"an epoch and a checkpoint interval hold >= 1 step, got {steps_per_epoch} and {interval_steps}")
+    epochs = run.epochs or 1
+    total = epochs * steps_per_epoch
+    marks = np.arange(interval_steps, total, interval_steps) if interval_steps else np.zeros(0, dtype=np.int64)
+    if len(marks) + 3 * epochs > MOST_BLOCKS:
+        raise ScenarioError(
+            f"{len(marks)} checkpoints in {epochs} epochs are too many to simulate; take a longer checkpoints.interval_s"
+        )
+    written = set(marks.tolist())
+    blocks: list[tuple[int, int, float]] = []
+    done = 0
+    for epoch in range(1, epochs + 1):
+        if run.epoch_start_s:
+            blocks.append((EPOCH_START, 0, run.epoch_start_s))
+        end = epoch * steps_per_epoch
+        low, high = np.searchsorted(marks, (done, end), side="right")
+        for stop in [*marks[low:high].tolist(), *([] if end in written else [end])]:
+            blocks.append((TRAINING, stop - done, 0.0))
+            done = stop
+            if stop in written:
+                blocks.append((CHECKPOINT, 0, checkpoint_s))
+        if run.evaluate_every_epochs and epoch % run.evaluate_every_epochs == 0 and evaluation_s:
+            blocks.append((EVALUATION, 0, evaluation_s))
+    if interval_steps:
+        blocks.append((CHECKPOINT, 0, checkpoint_s))
+    kind = np.array([block[0] for block in blocks], dtype=np.int64)
+    behind = np.where(kind == CHECKPOINT, np.arange(1, len(blocks) + 1), 0)
+    resume = np.zeros(len(blocks), dtype=np.int64)
+    resume[1:] = np.maximum.accumulate(behind)[:-1]
+    return Course(
+        kind=kind,
+        steps=np.array([block[1] for block in blocks], dtype=np.int64),
+        seconds=np.array([block[2] for block in blocks]),
+        resume=resume,
+    )
+
+
+def interval_steps_of(checkpoints: Checkpoints, step_s: float) -> int:
+    """The interval in whole steps, at least one."""
+    return max(1, round(checkpoints.interval_s / step_s))
+
+
+# When the parts of a machine fail.
+
+
+def failure_times_s(failures: Failures, ranks: int, nodes: int, rng: np.random.Generator) -> Iterator[float]:
+    """The times of all failures, ascending; it ends where none is to come.
+
+    Exponential times of many parts are one Poisson process of the summed rate. With "weibull" every rank and node is renewed
+    when it fails and ages by itself, all new at 0, whether the run is up or down.
+    """
+    stated = iter(sorted(entry.at_s for entry in failures.at))
+    return heapq.merge(stated, _drawn_s(failures, ranks, nodes, rng))
+
+
+def _drawn_s(failures: Failures, ranks: int, nodes: int, rng: np.random.Generator) -> Iterator[float]:
+    means = [(failures.rank_mtbf_s, ranks), (failures.node_mtbf_s, nodes)]
+    if failures.distribution == "exponential":
+        rate = sum(count / mean for mean, count in means if mean is not None)
+        now = 0.0
+        while rate:
+            for gap in rng.exponential(1 / rate, 64).tolist():
+                now += gap
+                yield now
+        return
+    stretch = 1 / math.gamma(1 + 1 / failures.shape)
+    due = [
+        (mean * stretch * float(draw), mean * stretch)
+        for mean, count in means
+        if mean is not None
+        for draw in rng.weibull(failures.shape, count)
+    ]
+    heapq.heapify(due)
+    while due:
+        at_s, scale = due[0]
+        yield at_s
+        heapq.heapreplace(due, (at_s + scale * float(rng.weibull(failures.shape)), scale))
+
 
 MOST_FAILURES = 200_000
 """Of one run. No machine that fails so often gets on; drawing them takes seconds."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BarrierOptions
 
-from parsim.execute.cuda.shared_gpu import STAGED
+from parsim.execute.cuda.gpu import STAGED
 
 Copies = list[Tensor]
 

@@ -32,9 +32,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import Tensor
 
 from parsim.execute.cuda.driver import Driver
-from parsim.execute.processes.supervise.heartbeat import pulse
-from parsim.execute.records.task_time import Operation, TaskTime
-from parsim.graph.task import HOST
+from parsim.execute.processes.heartbeat import pulse
+from parsim.execute.streams import Operation, TaskTime
+from parsim.program.task import HOST
 
 S = TypeVar("S")
 E = TypeVar("E")

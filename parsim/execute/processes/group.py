@@ -23,15 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from parsim.errors import ExecutionError, ParsimError
-from parsim.execute.cuda.rank_gpu import take_gpu
-from parsim.execute.cuda.shared_gpu import NCCL, STAGED, sharing
-from parsim.execute.processes.priority import threads_with_priority
-from parsim.execute.processes.processes import PARENT_VARIABLE, die_with_parent
+from parsim.execute.cuda.gpu import NCCL, STAGED, sharing, take_gpu
+from parsim.execute.processes.heartbeat import pulse
+from parsim.execute.processes.output import PARENT_VARIABLE, LastWords, die_with_parent, last_words
 from parsim.execute.processes.rendezvous import open_store
-from parsim.execute.processes.supervise.heartbeat import pulse
-from parsim.execute.processes.supervise.last_words import LastWords, last_words
+from parsim.execute.processes.setup import threads_with_priority
 from parsim.files import write_text_atomically
-from parsim.hardware.device_kinds import DEVICE_KINDS
+from parsim.hardware.devices import DEVICE_KINDS
 
 if TYPE_CHECKING:
     import torch

@@ -26,21 +26,19 @@ from types import FrameType
 from typing import NoReturn
 
 from parsim.errors import ExecutionError, MissingDependencyError
+from parsim.execute.processes.failure import Ended, raise_failure, still_there
 from parsim.execute.processes.group import error_path, read_error
-from parsim.execute.processes.processes import MARK_VARIABLE, PARENT_VARIABLE, kill_launch
-from parsim.execute.processes.rendezvous import FILE_VARIABLE
-from parsim.execute.processes.supervise.failure import Ended, raise_failure, still_there
-from parsim.execute.processes.supervise.heartbeat import (
-    BEATS_VARIABLE,
-    Hang,
-    RankWatch,
-    create_beats,
-    process_state,
-    read_beats,
+from parsim.execute.processes.heartbeat import BEATS_VARIABLE, Hang, RankWatch, create_beats, process_state, read_beats
+from parsim.execute.processes.output import (
+    MARK_VARIABLE,
+    PARENT_VARIABLE,
+    WORDS_VARIABLE,
+    RankOutput,
+    create_last_words,
+    kill_launch,
+    scratch_folder,
 )
-from parsim.execute.processes.supervise.last_words import WORDS_VARIABLE, create_last_words
-from parsim.execute.processes.supervise.output import RankOutput
-from parsim.execute.processes.supervise.scratch import scratch_folder
+from parsim.execute.processes.rendezvous import FILE_VARIABLE
 
 HANG_S = 30.0
 """A rank that is stopped or does nothing for so long hangs, unless the caller says otherwise."""

@@ -11,7 +11,7 @@ import runpy
 import signal
 import sys
 
-from parsim.execute.processes.processes import PARENT_VARIABLE, die_with_parent
+from parsim.execute.processes.output import PARENT_VARIABLE, die_with_parent
 
 
 def main() -> None:

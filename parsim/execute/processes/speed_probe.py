@@ -9,7 +9,7 @@ through the interpreter and autograd, and an update with momentum. All ranks tha
 share caches or a memory slow one another. Of ranks that share a core the first makes it, while the others wait.
 
 The speeds of cores and GPUs are independent. The probe step of a GPU is large enough to keep it busy. Its own events
-behind a hold time it (`parsim.execute.cuda.event_timing`), so a slow host does not make it longer. It runs under autocast
+behind a hold time it (`parsim.execute.cuda.driver`), so a slow host does not make it longer. It runs under autocast
 to fp16, so that whether this process rounds fp32 to TF32 does not change it.
 
 Leaves out that a machine may be slower at one kind of work only.
@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parsim.execute.cuda.driver import driver_of
-from parsim.execute.cuda.event_timing import DeviceClock, Group, timed_groups
+from parsim.execute.cuda.driver import DeviceClock, Group, driver_of, timed_groups
 
 STEPS, WARM_STEPS = 3, 1
 HEADS, CLASSES = 4, 10

@@ -1,26 +1,442 @@
-"""Forward of a component that keeps only its inputs, and the same forward again when its backward needs saved tensors.
+"""Which kernel calls of a forward are kept, and which run again, where a component is recomputed by operator.
 
-The second run has the same inputs, generator states (so dropout draws the same mask) and buffers as the first. Its
-changes to buffers are discarded, so running statistics are updated once.
+The outputs of the operators in `kept_operators.KEPT` stay from the first forward on: products with weights, convolutions,
+recurrent kernels and fused attention. Everything else (norms, activation functions, dropout, softmax, products of activations
+such as attention's scores) runs again. Of both only what the backward needs counts: a product that nothing in the component
+needs any more is neither kept nor repeated.
 
-By operator (`forward_keeping_calls`), the outputs of some operators are kept too and not computed again. Inputs that nothing
-reads again are not kept (`parsim.model.autograd.kept_calls`).
+torchtitan's selective checkpointing keeps nearly the same operators (of plain products every second). Megatron-LM's repeats the
+core of unfused attention alone, which is among what runs again here.
 
-Leaves out: whatever else a forward may read that changes between the two runs (a global, a file).
+What runs again is found on the calls below autograd. A storage has versions: every call that writes into it begins a new
+one. The versions that autograd saved are needed; so is whatever a call reads that runs again. Calls that write in place on a
+kept output (an activation function after a convolution) are part of it.
+
+Leaves out: reads of a tensor by code that no operator shows (`.data_ptr()`, NumPy).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from parsim.model.autograd.cut import Forward, Saved, forward_component
-from parsim.model.autograd.kept_calls import FirstForward, KeptCalls, Like, SecondForward, generator_state, set_generator_state
+from parsim.errors import TraceError
+from parsim.model.autograd.cut import Forward, Saved, StorageRef, forward_component, tensors_among
 from parsim.model.runnable import Runnable
+from parsim.model.trace.fakes import CallWatch, NextCall
+
+# Which operators are kept where a component is recomputed by operator, and what their schemas say of them.
+
+
+KEPT: frozenset[str] = frozenset(
+    f"aten.{name}"
+    for name in (
+        "mm",
+        "addmm",
+        "addmv",
+        "mv",
+        "linear",
+        "convolution",
+        "mkldnn_rnn_layer",
+        "_cudnn_rnn",
+        "_thnn_fused_lstm_cell",
+        "_thnn_fused_gru_cell",
+        "_grouped_mm",
+        "_scaled_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "_flash_attention_forward",
+        "_efficient_attention_forward",
+    )
+)
+"""Operators whose outputs are kept: dear to compute for their size. `aten.bmm` is not among them, because the scores of unfused
+attention are one."""
+
+_SIZES_FROM_DATA = tuple(
+    getattr(torch.Tag, name) for name in ("data_dependent_output", "dynamic_output_shape") if hasattr(torch.Tag, name)
+)
+
+
+@cache
+def draws(function: Any) -> bool:
+    """Whether an operator takes random numbers."""
+    return torch.Tag.nondeterministic_seeded in function.tags
+
+
+@cache
+def sizes_from_data(function: Any) -> bool:
+    """Whether the shapes of what an operator makes depend on values that it reads."""
+    return any(tag in function.tags for tag in _SIZES_FROM_DATA)
+
+
+@cache
+def is_kept(function: Any) -> bool:
+    """Whether an operator is in KEPT."""
+    return str(function._overloadpacket) in KEPT
+
+
+@cache
+def written_arguments(function: Any) -> tuple[tuple[int, str], ...]:
+    """Places and names of the arguments that an operator's schema says are written."""
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(function._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+_DETACH = torch.ops.aten.detach.default
+"""Autograd calls it more or less often, and it computes nothing."""
+
+_EMPTY = torch.ops.aten.empty_strided.default
+
+Version = tuple[int, int]
+"""A storage, counted in the order of their births, and how often it was written since."""
+
+
+class Repeat(Enum):
+    """What the second forward does with a call."""
+
+    RUN = "run"
+    KEPT = "take the output that was kept"
+    WRITTEN = "nothing: it writes into an output that was kept as it was at the end, or that nobody reads"
+    UNREAD = "make room for an output that nobody reads"
+
+
+class Like(NamedTuple):
+    """What a tensor was like."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Like:
+        device = tensor.fake_device if type(tensor) is FakeTensor else tensor.device  # which would ask an operator
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, device)
+
+    def room(self) -> Tensor:
+        """Another tensor like it, of any content."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+@dataclass(slots=True, kw_only=True)
+class KernelCall:
+    """One call below autograd.
+
+    Attributes:
+        reads, writes: versions of storages. view: it computes nothing. begins: all its outputs are new storages.
+        outputs: what they were like, or themselves where they are no tensors. structure: of the result; None: one tensor.
+        returned: the place of the argument that it returns; -1: it returns none.
+        held: the outputs of an operator in KEPT. state: of the generator after it, where it draws random numbers.
+    """
+
+    function: Any
+    reads: tuple[Version, ...] = ()
+    writes: tuple[Version, ...] = ()
+    view: bool = False
+    begins: bool = False
+    outputs: tuple[Any, ...] = ()
+    structure: Any = None
+    returned: int = -1
+    held: tuple[Any, ...] | None = None
+    state: Tensor | None = None
+    repeat: Repeat = Repeat.RUN
+
+    @property
+    def draws(self) -> bool:
+        """Whether it takes random numbers."""
+        return draws(self.function)
+
+    @property
+    def decides(self) -> bool:
+        """Whether what follows depends on values that it reads: a number, or a shape."""
+        return not self.writes or sizes_from_data(self.function)
+
+    @property
+    def is_kept(self) -> bool:
+        return self.repeat is Repeat.KEPT
+
+
+@dataclass(slots=True, kw_only=True)
+class KeptCalls:
+    """The calls of a first forward, once it has ended.
+
+    Attributes:
+        calls: in order. inputs: per input of the component whether the second forward or the backward needs it.
+        outputs: per output whether its storage is kept. kept_bytes: of what is kept, storages of outputs apart.
+    """
+
+    calls: list[KernelCall]
+    inputs: tuple[bool, ...]
+    outputs: tuple[bool, ...]
+    kept_bytes: int
+
+
+def _forgetting(numbers: dict[int, tuple[int, StorageRef]]) -> Callable[[StorageRef], None]:
+    """Drops from `numbers` the storages that die. It holds nothing else, so what was watched can be freed before they do."""
+
+    def forget(ref: StorageRef) -> None:
+        if ref.key in numbers and numbers[ref.key][1] is ref:
+            del numbers[ref.key]
+
+    return forget
+
+
+class FirstForward(CallWatch):
+    """Watches the calls of a first forward, and holds the outputs of operators in KEPT until it is known which are needed."""
+
+    def __init__(self, given: Iterable[Tensor]) -> None:
+        """
+        Args:
+            given: inputs, parameters, buffers and constants: what is there before.
+        """
+        super().__init__()
+        self.calls: list[KernelCall] = []
+        self._number: dict[int, tuple[int, StorageRef]] = {}
+        self._forget = _forgetting(self._number)
+        self._versions: list[int] = []
+        self._needed: set[Version] = set()
+        for tensor in given:
+            self._storage(tensor)
+
+    def saved(self, tensor: Tensor) -> None:
+        """Autograd would save it for the backward: a saved-tensor hook that keeps nothing."""
+        number = self._storage(tensor)
+        self._needed.add((number, self._versions[number]))
+
+    def _storage(self, tensor: Tensor) -> int:
+        known = self._number.get(tensor.untyped_storage()._cdata)
+        return self._begin(tensor) if known is None else known[0]
+
+    def _begin(self, tensor: Tensor) -> int:
+        """A new storage. Its address may be another one's later."""
+        ref, number = StorageRef(tensor.untyped_storage(), self._forget), len(self._versions)
+        self._number[ref.key] = number, ref
+        self._versions.append(0)
+        return number
+
+    def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the call, which is noted."""
+        if func is _DETACH:
+            return call(func, types, args, kwargs)
+        given = tensors_among((*args, *kwargs.values()) if kwargs else args)
+        read = tuple(dict.fromkeys([(number, self._versions[number]) for number in map(self._storage, given)]))
+        result = call(func, types, args, kwargs)
+        leaves, structure = ([result], None) if isinstance(result, Tensor) else tree_flatten(result)
+        made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        fresh: dict[int, int] = {}
+        keys = [tensor.untyped_storage()._cdata for tensor in made]
+        for tensor, key in zip(made, keys, strict=True):
+            if key not in self._number:
+                fresh[key] = self._begin(tensor)
+        written = self._written(func, args, kwargs)
+        for number in written:
+            self._versions[number] += 1
+        if made and not written and not fresh:
+            self.calls.append(KernelCall(function=func, view=True))
+            return result
+        noted = KernelCall(
+            function=func,
+            reads=read,
+            writes=tuple([(number, self._versions[number]) for number in (*written, *fresh.values())]),
+            begins=bool(made) and all(key in fresh for key in keys),
+            outputs=tuple([Like.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]),
+            structure=structure,
+            returned=next((place for place, leaf in enumerate(given) if leaf is result), -1),
+        )
+        if noted.begins and not written and is_kept(func):
+            noted.held = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+            noted.state = generator_state(made[0].device) if noted.draws else None
+        self.calls.append(noted)
+        return result
+
+    def _written(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
+        """Storages of arguments that the schema says are written."""
+        found: dict[int, None] = {}
+        for place, name in written_arguments(func):
+            value = args[place] if place < len(args) else kwargs.get(name)
+            found.update((self._storage(leaf), None) for leaf in tensors_among((value,)))
+        return list(found)
+
+    def ended(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], buffers: Sequence[Tensor] = ()) -> KeptCalls:
+        """Chooses what is kept; what is held beyond that is let go.
+
+        Args:
+            inputs, outputs: of the component. buffers: given ones of which there are copies from before.
+
+        Raises:
+            TraceError: the component writes into an input that has to be read again.
+        """
+        wanted = choose(self.calls, self._needed, self._versions)
+        born = {number for call in self.calls for number, version in call.writes if version == 0}
+        restored = born | set(map(self._storage, buffers))
+        for number, version in wanted:
+            if number not in restored and self._versions[number] > version:
+                raise TraceError(
+                    "a component that is recomputed writes in place into what it is given, so it cannot run twice. Use the "
+                    'operator that is not in place, or recompute = "none" for it'
+                )
+        storages = {number for number, _ in wanted}
+        kept: dict[int, int] = {}
+        for call in self.calls:
+            if call.held is not None and call.is_kept:
+                call.held = tuple(
+                    Like.of(leaf) if isinstance(leaf, Tensor) and self._storage(leaf) not in storages else leaf
+                    for leaf in call.held
+                )
+                for leaf in call.held:
+                    if isinstance(leaf, Tensor):
+                        kept[self._storage(leaf)] = leaf.untyped_storage().nbytes()
+            else:
+                call.held = None
+        given, own = list(map(self._storage, inputs)), list(map(self._storage, outputs))
+        return KeptCalls(
+            calls=self.calls,
+            inputs=tuple(number in storages for number in given),
+            outputs=tuple(number in kept or (number in given and number in storages) for number in own),
+            kept_bytes=sum(size for number, size in kept.items() if number not in own),
+        )
+
+
+def choose(calls: Sequence[KernelCall], needed: Iterable[Version], versions: Sequence[int]) -> set[Version]:
+    """Sets what the second forward does with every call.
+
+    Args:
+        calls: of the first forward. needed: versions that autograd saved. versions: of every storage at the end.
+
+    Returns:
+        The versions that the backward or a call that runs again reads.
+    """
+    needed = frozenset(needed)
+    refused: set[int] = set()  # storages that are kept at the end, and wanted as they were before that
+    while True:
+        wanted, early = _chosen(calls, needed, versions, refused)
+        if not early:
+            return wanted
+        refused |= early
+
+
+def _chosen(
+    calls: Sequence[KernelCall], needed: Iterable[Version], versions: Sequence[int], refused: set[int]
+) -> tuple[set[Version], set[int]]:
+    keepable = _keepable(calls, refused)
+    wanted, early = set(needed), set()
+    for call in reversed(calls):
+        if call.view:
+            continue
+        own = {number for number, _ in call.writes}
+        if call.writes and own <= keepable and (call.begins or call.returned >= 0):
+            hit = {version for version in wanted if version[0] in own}
+            early |= {number for number, version in hit if version < versions[number]}
+            call.repeat = Repeat.WRITTEN if not call.begins else Repeat.KEPT if hit else Repeat.UNREAD
+            continue
+        if any(version in wanted for version in call.writes) or call.decides or call.draws:
+            call.repeat = Repeat.RUN
+        elif call.begins:
+            call.repeat = Repeat.UNREAD
+        elif call.returned >= 0:
+            call.repeat = Repeat.WRITTEN
+        else:
+            call.repeat = Repeat.RUN
+        if call.repeat is Repeat.RUN:
+            wanted.update(call.reads)
+    return wanted, early
+
+
+def _keepable(calls: Sequence[KernelCall], refused: set[int]) -> set[int]:
+    """Storages of outputs that are held, and into which nothing is written later but by calls that can be left out."""
+    found: set[int] = set()
+    for call in calls:
+        own = {number for number, _ in call.writes}
+        if call.held is not None and not own & refused:
+            found |= own
+        elif own & found and not (own <= found and call.returned >= 0 and not call.draws):
+            found -= own
+    whole = {number for call in calls if call.held is not None for number, _ in call.writes}
+    for call in calls:  # of an operator with several outputs all can be kept or none
+        own = {number for number, _ in call.writes}
+        if call.held is not None and not own <= found:
+            found -= own
+    return found & whole
+
+
+class SecondForward(CallWatch):
+    """The calls of the first forward again, without those whose output is kept or not read."""
+
+    def __init__(self, kept: KeptCalls) -> None:
+        super().__init__()
+        self._calls = iter(kept.calls)
+
+    def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the call, or what stands for it."""
+        if func is _DETACH:
+            return call(func, types, args, kwargs)
+        noted = next(self._calls, None)
+        if noted is None or noted.function is not func:
+            raise TraceError(
+                f"a component that is recomputed called {func} where its first forward called "
+                f"{'nothing more' if noted is None else noted.function}; what it computes must not change between two calls"
+            )
+        match noted.repeat:
+            case Repeat.RUN:
+                return call(func, types, args, kwargs)
+            case Repeat.WRITTEN:
+                return tensors_among((*args, *kwargs.values()))[noted.returned]
+        leaves = noted.held if noted.held is not None else noted.outputs
+        noted.held = None
+        if noted.state is not None:
+            set_generator_state(noted.state, _device_of(noted))
+        made = [
+            call(_EMPTY, types, (leaf.shape, leaf.stride), {"dtype": leaf.dtype, "device": leaf.device})
+            if isinstance(leaf, Like)
+            else leaf
+            for leaf in leaves
+        ]
+        return made[0] if noted.structure is None else tree_unflatten(made, noted.structure)
+
+
+def _device_of(call: KernelCall) -> torch.device:
+    return next(entry.device for entry in call.outputs if isinstance(entry, Like))
+
+
+def generator_state(device: torch.device) -> Tensor:
+    """Of the generator that kernels on the device draw from."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_generator_state(state: Tensor, device: torch.device) -> None:
+    """Of the same generator."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+# Forward of a component that keeps only its inputs, and the same forward again when its backward needs saved tensors.
+#
+# The second run has the same inputs, generator states (so dropout draws the same mask) and buffers as the first. Its
+# changes to buffers are discarded, so running statistics are updated once.
+#
+# By operator (`forward_keeping_calls`), the outputs of some operators are kept too and not computed again. Inputs that
+# nothing
+# reads again are not kept (`parsim.model.autograd.recompute`).
+#
+# Leaves out: whatever else a forward may read that changes between the two runs (a global, a file).
+
 
 CPU = torch.device("cpu")
 

@@ -1,13 +1,16 @@
 """Which operators can be sharded how: one table from recorded torch functions to rules.
 
 A call that is not in the table is done whole by every shard where its operands are full and it draws no random numbers
-(`parsim.model.shard.unlisted`). Contents of tensors are full, partial or shard (`parsim.model.shard.content`). The matrix
+(`parsim.model.shard.propagate`). Contents of tensors are full, partial or shard (`parsim.model.shard.content`). The matrix
 rules are those of Shoeybi et al., "Megatron-LM" (2019), section 3; the rest is what linear, elementwise and data-moving
 calls do to them.
 """
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,15 +20,12 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor
 
 from parsim.model.component import FULL, PARTIAL
-from parsim.model.objective.vocabulary import class_sums
-from parsim.model.runnable import Ref
-from parsim.model.shard.calls import experts
-from parsim.model.shard.calls.convolution import batch_norm, bias_as, convolution, pool
-from parsim.model.shard.calls.multi_head import multi_head
-from parsim.model.shard.calls.vocabulary import class_sums_of_shard, embedding, largest
+from parsim.model.runnable import CallProgram, Ref
 from parsim.model.shard.content import (
+    LARGEST_OF_PART,
     SHARD,
     SUMMAND,
     WHOLE,
@@ -38,7 +38,6 @@ from parsim.model.shard.content import (
     Step,
     cut_along,
 )
-from parsim.model.shard.grouped_queries import attention_of_shard
 from parsim.model.shard.moves import (
     divided,
     expanded,
@@ -53,7 +52,441 @@ from parsim.model.shard.moves import (
     stacked,
     unbound,
 )
-from parsim.model.shard.randomness import drawn_by_shard
+from parsim.model.total_loss import class_sums
+
+# Sharding rules along a vocabulary: tables cut by rows, the largest of cut logits, and the sums of a cross-entropy.
+
+
+def embedding(step: Step) -> RuleOutcome:
+    """Whole, by rows of the table (a shard looks up the tokens it has, zeros for others), or by features."""
+    tokens, table = step.given("input", 0), step.given("weight", 1)
+    if step.content(tokens).form != FULL or step.content(table).form != FULL:
+        raise Refused("an embedding of tokens or from a table that are not full")
+    if step.given("max_norm", 3) is not None or step.given("scale_grad_by_freq", 5, False) or step.given("sparse", 6, False):
+        return RuleOutcome(contents=(WHOLE,), whole_weight=True)
+    part = step.decision(table, [(0, 1), (1, 1)])
+    if part is None:
+        return RuleOutcome(contents=(WHOLE,), whole_weight=True)
+    converted = {table.slot: Piece(part.dim)}
+    if part.dim == 1:
+        return RuleOutcome(contents=(cut_along(len(step.made()) - 1),), converted=converted, label="column")
+    padding = step.given("padding_idx", 2)
+    padding = None if padding is None else padding % step.shape(table)[0]
+    return RuleOutcome(
+        contents=(SUMMAND,),
+        converted=converted,
+        function=own_rows,
+        arguments=(tokens, table, ShardNumber(), padding),
+        label="vocabulary",
+    )
+
+
+def own_rows(tokens: Tensor, table: Tensor, shard: int, padding: int | None = None) -> Tensor:
+    """Rows [shard * len(table), ...) of an embedding: zeros for the tokens whose row another shard has.
+
+    Row `padding` of the whole table gets no gradient.
+    """
+    rows = table.shape[0]
+    local = tokens - shard * rows
+    foreign = (local < 0) | (local >= rows)
+    own = None if padding is None or not 0 <= padding - shard * rows < rows else padding - shard * rows
+    return functional.embedding(local.masked_fill(foreign, 0), table, own).masked_fill(foreign.unsqueeze(-1), 0)
+
+
+def largest(step: Step) -> RuleOutcome:
+    """amax: over a cut dim each shard has the largest of its part."""
+    given = step.given("input", 0)
+    content, dims = step.content(given), step.given("dim", 1, ())
+    if content.form == PARTIAL:
+        raise Refused("amax of a partial tensor is not linear")
+    if content.form == FULL:
+        return step.same(WHOLE)
+    rank = len(step.shape(given))
+    over = {dim % rank for dim in ((dims,) if isinstance(dims, int) else dims)} or set(range(rank))
+    if content.dim in over:
+        if step.tensors[step.op.outputs[0][1]].differentiable:
+            raise Refused(f"amax runs over dim {content.dim}, which is cut, and has a gradient")
+        classes = step.shape(given)[content.dim]
+        own = (given, dims, bool(step.given("keepdim", 2, False)), content.dim, classes, ShardNumber())
+        return RuleOutcome(contents=(LARGEST_OF_PART,), function=largest_of_shard, arguments=own, label="vocabulary")
+    return reduced(step, content)
+
+
+def largest_of_shard(logits: Tensor, dims: Any, keepdim: bool, cut: int, classes: int, shard: int) -> Tensor:
+    """amax over the entries [shard * n, ...) of dim `cut` that there are of `classes`: the last shard may end in padding."""
+    size = logits.shape[cut]
+    return torch.amax(logits.narrow(cut, 0, min(size, classes - shard * size)), dims, keepdim)
+
+
+def class_sums_of_shard(step: Step) -> RuleOutcome:
+    """The sums of a cross-entropy over the classes that a shard has."""
+    logits, maximum, target = step.op.arguments[:3]
+    contents = [step.content(entry) for entry in (logits, maximum, target)]
+    if contents == [WHOLE] * 3:
+        return step.same(WHOLE)
+    if contents != [cut_along(len(step.shape(logits)) - 1), WHOLE, WHOLE]:
+        raise Refused("the sums of a cross-entropy over logits that are cut, but not by classes")
+    own = (logits, maximum, target, ShardNumber(), step.shape(logits)[-1])
+    return RuleOutcome(contents=(SUMMAND,), function=class_sums, arguments=own, label="vocabulary")
+
+
+# Sharding rules of convolutions by channels, and of the norms and pools that stand beside them.
+
+
+def bias_as(bias: Ref | None, how: First | Piece) -> dict[int, First | Piece]:
+    """How a bias enters the call, if there is one."""
+    return {} if bias is None else {bias.slot: how}
+
+
+def convolution(step: Step) -> RuleOutcome:
+    """Whole, by output channels, or by input channels; one filter per channel follows its input, other groups stay whole."""
+    given, kernel, bias = step.given("input", 0), step.given("weight", 1), step.given("bias", 2)
+    content = step.content(given)
+    if any(step.content(value).form != FULL for value in (kernel, bias)):
+        raise Refused("a convolution with a kernel that is not full")
+    if content.form == FULL:
+        part = None if step.given("groups", 6, 1) != 1 else step.decision(kernel, [(0, 1)])
+        if part is None:
+            return RuleOutcome(contents=(WHOLE,), whole_weight=True)
+        return RuleOutcome(
+            contents=(cut_along(len(step.made()) - len(step.shape(kernel)) + 1),),
+            converted=bias_as(bias, Piece(0)) | {kernel.slot: Piece(0)},
+            label="channels_out",
+        )
+    groups = step.given("groups", 6, 1)
+    if content.form == SHARD and content.dim == 1 and not content.runs and groups == step.shape(given)[1]:
+        own = step.shape(kernel)[0] // groups
+        if own == 1:  # one filter for each channel
+            rest = (step.given("stride", 3, 1), step.given("padding", 4, 0), step.given("dilation", 5, 1))
+            return RuleOutcome(
+                contents=(content,),
+                converted=bias_as(bias, Piece(0, content.blocks)) | {kernel.slot: Piece(0, content.blocks)},
+                function=step.op.function,
+                arguments=(given, kernel, bias, *rest, groups // step.ways),
+            )
+    if groups != 1 or content.form != SHARD or content.dim != 1:
+        raise Refused("a convolution that is grouped, or of a tensor not cut by channels")
+    return RuleOutcome(
+        contents=(SUMMAND,),
+        converted=bias_as(bias, First()) | {kernel.slot: Piece(1, content.blocks)},
+        label="channels_in",
+    )
+
+
+def batch_norm(step: Step) -> RuleOutcome:
+    """By channels, running statistics with them."""
+    given = step.given("input", 0)
+    content = step.content(given)
+    if content.form == FULL:
+        return step.same(WHOLE)
+    if content.form == PARTIAL or content.dim != 1:
+        raise Refused("batch normalisation of a partial tensor or of one not cut by channels")
+    others = [slot for slot in step.operands() if slot != given.slot]
+    return RuleOutcome(contents=(content,), converted={slot: Piece(0, content.blocks) for slot in others})
+
+
+def pool(spatial: int, *, linear: bool) -> Rule:
+    """A pool over the last `spatial` dims; an average passes summands."""
+
+    def rule(step: Step) -> RuleOutcome:
+        given = step.given("input", 0)
+        content = step.content(given)
+        if content.form == PARTIAL and not linear:
+            raise Refused("a maximum of a partial tensor")
+        if content.form == SHARD and content.dim >= len(step.shape(given)) - spatial:
+            raise Refused("a pool over a dim that is cut")
+        return step.same(content)
+
+    return rule
+
+
+# Products of tokens, sorted by expert, with one table per expert: cut inside every expert, as an MLP is.
+#
+# So every shard has its part of all experts, and which experts the tokens choose changes nothing between shards. A table is a
+# parameter [experts, features, features], or its transpose.
+
+
+NAMES = ("transformers::grouped_mm_fallback", "aten::_grouped_mm")
+"""Operators without a Python function of their own."""
+
+
+def grouped_product(step: Step) -> RuleOutcome:
+    """y = x W[expert of the row], W [experts, inputs, outputs]: by columns, or by rows where x is cut."""
+    given, weight = step.op.arguments[0], step.op.arguments[1]
+    content, table = step.content(given), step.content(weight)
+    others = [slot for slot in step.operands() if slot not in (given.slot, weight.slot)]
+    if len(step.shape(given)) != 2 or any(step.contents[slot].form != FULL for slot in others):
+        raise Refused("a product with experts whose tokens are no rows, or whose offsets are not full")
+    if content.form == FULL:
+        part = step.decision(weight, [(2, 1), (2, 2)]) if weight.slot in step.state else None
+        if table.form == SHARD and table.dim == 2:
+            return RuleOutcome(contents=(cut_along(1, table.blocks),), label="column")
+        if part is not None:
+            return RuleOutcome(
+                contents=(cut_along(1, part.blocks),), converted={weight.slot: Piece(2, part.blocks)}, label="column"
+            )
+        if table != WHOLE:
+            raise Refused("the tables of experts are cut along their input, which is full")
+        return RuleOutcome(contents=(WHOLE,), whole_weight=True)
+    if content.form != SHARD or content.dim != 1 or content.runs:
+        raise Refused("a product with experts of tokens that are summands, or cut in several rows")
+    if weight.slot in step.state:
+        return RuleOutcome(contents=(SUMMAND,), converted={weight.slot: Piece(1, content.blocks)}, label="row")
+    if table != cut_along(1, content.blocks):
+        raise Refused("the tables of experts are not cut as the tokens' features are")
+    return RuleOutcome(contents=(SUMMAND,), label="row")
+
+
+def transposed(step: Step) -> RuleOutcome:
+    """A transpose; that of the tables of experts decides how these are cut."""
+    given = step.op.arguments[0] if step.op.arguments else None
+    if type(given) is not Ref or given.slot not in step.state or step.op.outputs[0][1] not in step.tables:
+        return moving(permuted)(step)
+    part = step.decision(given, [(1, 1), (1, 2), (2, 1)])
+    if part is None:
+        return RuleOutcome(contents=(WHOLE,), whole_weight=True)
+    made = permuted(step, cut_along(part.dim, part.blocks)).contents
+    return RuleOutcome(contents=made, converted={given.slot: Piece(part.dim, part.blocks)})
+
+
+def tables_of(program: CallProgram, is_product: frozenset[int]) -> frozenset[int]:
+    """Slots that calls read as tables of experts.
+
+    Args:
+        is_product: numbers of the calls that are such products.
+    """
+    read = (program.ops[number].arguments[1] for number in is_product)
+    return frozenset(entry.slot for entry in read if type(entry) is Ref)
+
+
+# Random numbers in shards: what all shards hold alike is masked alike, and the pieces of a cut tensor independently.
+#
+# The generators of all shards of a component must begin its forward with one seed, which depends on the samples and on
+# nothing
+# else (`parsim.execute.numerics` sees to it). A call on full tensors or summands then draws the same numbers in every shard.
+# A
+# call on pieces draws from a stream of its shard, and leaves the generator with a next seed that is again the same for all.
+# So the shards equal one process that draws the mask of a cut tensor piece by piece from the same streams.
+
+
+def drawn_by_shard(function: Callable[..., Any], shard: int, value: Tensor, *arguments: Any, **keywords: Any) -> Any:
+    """`function(value, ...)` with the random numbers of that shard.
+
+    Seeds make a chain that never comes back to one it had, whatever else was drawn in between.
+    """
+    if isinstance(value, FakeTensor) or value.is_meta:
+        return function(value, *arguments, **keywords)
+    generator = generator_of(value.device)
+    seed = generator.initial_seed()
+    generator.manual_seed(_seed(seed, str(shard)))
+    try:
+        return function(value, *arguments, **keywords)
+    finally:
+        generator.manual_seed(_seed(seed, "all"))
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The generator that calls on this device draw from."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return torch.default_generator
+
+
+def _seed(seed: int, stream: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed} {stream}".encode(), digest_size=7).digest(), "big")
+
+
+# torch's multi-head attention as one call (nn.MultiheadAttention, nn.TransformerEncoder): cut by heads.
+#
+# Every shard does whole, and this leaves out: other widths of keys and values, biases added to them, and masks per head.
+
+
+_SIGNATURE = inspect.signature(functional.multi_head_attention_forward)
+_UNUSUAL = ("bias_k", "bias_v", "static_k", "static_v", "add_zero_attn", "use_separate_proj_weight")
+
+
+def multi_head(step: Step) -> RuleOutcome:
+    """Whole, or the input projections by heads and the output projection by rows."""
+    bound = _SIGNATURE.bind(*step.op.arguments, **dict(step.op.keywords))
+    bound.apply_defaults()
+    given = bound.arguments
+    if any(step.contents[slot].form != FULL for slot in step.operands()):
+        raise Refused("multi-head attention of a tensor that is not full: it projects whole features")
+    part = step.decision(given["in_proj_weight"], [(0, 3)]) if _can_be_cut(step, given) else None
+    if part is None:
+        return RuleOutcome(contents=(WHOLE,) * len(step.op.outputs), whole_weight=True)
+    parts: dict[str, First | Piece] = {
+        "in_proj_weight": Piece(0, 3),
+        "in_proj_bias": Piece(0, 3),
+        "out_proj_weight": Piece(1),
+        "out_proj_bias": First(),
+    }
+    heads = int(given["num_heads"])
+    query, key, value = given["query"], given["key"], given["value"]
+    return RuleOutcome(
+        contents=(SUMMAND,) * len(step.op.outputs),
+        converted={given[name].slot: how for name, how in parts.items() if given[name] is not None},
+        function=heads_of_shard,
+        arguments=(
+            ShardNumber(),
+            step.ways,
+            heads // step.ways,
+            (1 + (query != key)) if key == value else 3,
+            query,
+            key,
+            value,
+            *(given[name] for name in parts),
+            given["dropout_p"] if given["training"] else 0.0,
+            given["key_padding_mask"],
+            given["attn_mask"],
+            given["is_causal"],
+            given["need_weights"],
+        ),
+        label="heads+row",
+        limit=heads,
+    )
+
+
+def _can_be_cut(step: Step, given: dict[str, Any]) -> bool:
+    mask, weight = given["attn_mask"], given["in_proj_weight"]
+    if any(given[name] is not None and given[name] is not False for name in _UNUSUAL) or type(weight) is not Ref:
+        return False
+    if len(step.shape(given["query"])) != 3 or (type(mask) is Ref and len(step.shape(mask)) != 2):
+        return False
+    return bool(given["average_attn_weights"]) or not given["need_weights"]
+
+
+def heads_of_shard(
+    shard: int,
+    ways: int,
+    heads: int,
+    products: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    in_weight: Tensor,
+    in_bias: Tensor | None,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    dropout: float,
+    padding: Tensor | None,
+    mask: Tensor | None,
+    causal: bool,
+    need_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """As `torch.nn.functional.multi_head_attention_forward`, for the `heads` of one shard: summands of its results.
+
+    Args:
+        products: 1 if query, key and value are one tensor, 2 if key and value are; the projections are as many products.
+    """
+    length, samples, _ = query.shape
+    width = in_weight.shape[0] // 3
+    parts = _projected(products, (query, key, value), in_weight, in_bias)
+    query, key, value = (
+        part.view(part.shape[0], samples * heads, width // heads).transpose(0, 1).view(samples, heads, part.shape[0], -1)
+        for part in parts
+    )
+    if causal and padding is None and not need_weights:
+        mask = None
+    elif padding is not None:
+        causal = False
+    mask = _joined(mask, padding, query.dtype)
+    if need_weights:
+        made, weights = _with_weights(shard, query, key, value, mask, dropout)
+        averaged: Tensor | None = weights.mean(1) / ways
+    else:
+        averaged = None
+        arguments = (query, key, value, mask, dropout, causal)
+        attention = functional.scaled_dot_product_attention
+        made = drawn_by_shard(attention, shard, *arguments) if dropout else attention(*arguments)
+    rows = made.permute(2, 0, 1, 3).contiguous().view(samples * length, width)
+    out = functional.linear(rows, out_weight, out_bias)
+    return out.view(length, samples, out.shape[1]), averaged
+
+
+def _projected(products: int, given: tuple[Tensor, Tensor, Tensor], weight: Tensor, bias: Tensor | None) -> list[Tensor]:
+    """Queries, keys and values, by as many products as torch makes."""
+    width = weight.shape[0] // 3
+    sizes = {1: [3], 2: [1, 2], 3: [1, 1, 1]}[products]
+    rows = [width * size for size in sizes]
+    weights = torch.split(weight, rows)
+    biases = [None] * len(sizes) if bias is None else list(torch.split(bias, rows))
+    found: list[Tensor] = []
+    for tensor, size, own, added in zip(given, sizes, weights, biases, strict=False):
+        made = functional.linear(tensor, own, added)
+        if size == 1:
+            found.append(made)
+        else:
+            apart = made.view(*made.shape[:-1], size, width).unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous()
+            found += apart.unbind(0)
+    return found
+
+
+def _joined(mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What is added to the scores [samples, heads, length, keys]; of boolean masks what is True counts nothing."""
+
+    def added(entry: Tensor) -> Tensor:
+        return torch.zeros_like(entry, dtype=dtype).masked_fill_(entry, -math.inf) if entry.dtype == torch.bool else entry
+
+    parts = [] if mask is None else [added(mask)[None, None]]
+    if padding is not None:
+        parts.append(added(padding)[:, None, None])
+    if not parts:
+        return None
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def _with_weights(
+    shard: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
+) -> tuple[Tensor, Tensor]:
+    """As torch does where the weights are asked for."""
+    scores = (query * math.sqrt(1.0 / query.shape[-1])) @ key.transpose(-2, -1)
+    weights = torch.softmax(scores if mask is None else scores + mask, -1)
+    if dropout:
+        weights = drawn_by_shard(functional.dropout, shard, weights, dropout)
+    return weights @ value, weights
+
+
+# Attention of a shard that picks its keys and values from whole ones, or that draws random numbers.
+
+
+def attention_of_shard(
+    shard: int,
+    ways: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+    *,
+    picks: bool = False,
+) -> Tensor:
+    """Scaled dot-product attention of the query heads of one shard.
+
+    Args:
+        key, value: of the shard's own heads; if `picks`, of all heads, which are fewer than the query heads.
+    """
+    if picks:
+        key, value = (_own_heads(entry, query.shape[-3], shard, ways) for entry in (key, value))
+        grouped = key.shape[-3] < query.shape[-3]
+    arguments = (query, key, value, mask, dropout, causal)
+    if not dropout:
+        return functional.scaled_dot_product_attention(*arguments, scale=scale, enable_gqa=grouped)
+    result: Tensor = drawn_by_shard(functional.scaled_dot_product_attention, shard, *arguments, scale=scale, enable_gqa=grouped)
+    return result
+
+
+def _own_heads(entry: Tensor, own: int, shard: int, ways: int) -> Tensor:
+    """Of all key or value heads those that `own` query heads of this shard read; one per query where groups are torn."""
+    group = own * ways // entry.shape[-3]
+    if own % group == 0 or group % own == 0:
+        return entry.narrow(-3, shard * own // group, max(1, own // group))
+    heads = torch.arange(shard * own, (shard + 1) * own, device=entry.device) // group
+    return entry.index_select(-3, heads)
+
 
 _RUNS = (1, 2, 3)
 """A fused projection has as many runs as results: two with a gate, three for query, key and value."""
@@ -125,7 +558,7 @@ def _pointwise(step: Step) -> RuleOutcome:
 
 
 def _dropout(step: Step) -> RuleOutcome:
-    """What all shards hold alike gets one mask, a cut tensor independent masks (`parsim.model.shard.randomness`)."""
+    """What all shards hold alike gets one mask, a cut tensor independent masks (`parsim.model.shard.rules`)."""
     content = step.content(step.given("input", 0))
     p, training = step.given("p", 1, 0.5), step.given("training", 2, True)
     if not (p and training) or content.form != SHARD:
@@ -340,7 +773,7 @@ RULES: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), moving(reshaped)),
     **dict.fromkeys((Tensor.unflatten, torch.unflatten, Tensor.view_as, Tensor.reshape_as), moving(reshaped)),
     **dict.fromkeys((Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze), moving(reshaped)),
-    **dict.fromkeys((Tensor.permute, torch.permute, Tensor.transpose, torch.transpose), experts.transposed),
+    **dict.fromkeys((Tensor.permute, torch.permute, Tensor.transpose, torch.transpose), transposed),
     **dict.fromkeys((Tensor.swapaxes, torch.swapaxes, Tensor.movedim, torch.movedim, Tensor.t, torch.t), moving(permuted)),
     **dict.fromkeys((Tensor.expand, Tensor.expand_as), moving(expanded)),
     **dict.fromkeys((Tensor.unbind, torch.unbind, Tensor.select, torch.select), moving(unbound)),
@@ -358,5 +791,5 @@ def rule_of(function: Callable[..., Any]) -> Rule | None:
     found = RULES.get(function)
     if found is None and isinstance(function, OpOverload | OpOverloadPacket):
         packet = function.overloadpacket if isinstance(function, OpOverload) else function
-        return experts.grouped_product if packet._qualified_op_name in experts.NAMES else None
+        return grouped_product if packet._qualified_op_name in NAMES else None
     return found

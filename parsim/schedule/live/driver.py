@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parsim.arrays import Floats
-from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, CommunicationClass, RunCorrections, learn
+from parsim.costs.observed import NO_RUN_CORRECTIONS, CommunicationClass, RunCorrections, learn
 from parsim.engines.scenario.controlled import Change, Probe, RunnableStep, WindowSeen
 from parsim.errors import ScheduleError
+from parsim.numeric import Floats
 from parsim.plans.plan import Plan
-from parsim.schedule.live.controller import Controller
-from parsim.schedule.live.decisions import Keep, Replan
-from parsim.schedule.live.planning import PricedPlan, observation_of
+from parsim.search.adapt.controller import Controller, Keep, Replan
+from parsim.search.adapt.planning import PricedPlan, observation_of
 
 
 def runnable_of(entry: PricedPlan) -> RunnableStep:

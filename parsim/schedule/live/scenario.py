@@ -18,17 +18,16 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.arrays import Floats
-from parsim.costs.feedback.run_corrections import NO_RUN_CORRECTIONS, CommunicationClass, ComputeClass, RunCorrections, learn
-from parsim.engines.steps import mean_step_s
+from parsim.costs.observed import NO_RUN_CORRECTIONS, CommunicationClass, ComputeClass, RunCorrections, learn
+from parsim.engines.program import mean_step_s
 from parsim.errors import ScheduleError
 from parsim.hardware.topology import Topology
+from parsim.numeric import Floats
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import REPEATED_STEPS
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.live.controller import Controller
-from parsim.schedule.live.decisions import Keep, Observation, Replan, SwitchCost
-from parsim.schedule.live.planning import PricedPlan
+from parsim.predict.problem import PlanningProblem
+from parsim.search.adapt.controller import Controller, Keep, Observation, Replan, SwitchCost
+from parsim.search.adapt.planning import PricedPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ pipeline and v chunks per rank,
 
     step = microbatches * max t_r + (sum t_r - max t_r) / v + transfers + exposed sums and gathers + optimizer
 
-A microbatch on one stage is `parsim.schedule.bounds.chain`, worked out once per (tp, cp, ep, samples). What is exposed of sums
-and gathers follows `parsim.schedule.parts.estimate`. `benchmarks/bench_screening.py` compares the order with the simulator's.
+A microbatch on one stage is `parsim.search.bound`, worked out once per (tp, cp, ep, samples). What is exposed of sums
+and gathers follows `parsim.search.estimate`. `benchmarks/bench_screening.py` compares the order with the simulator's.
 
 Leaves out: memory, copies of activations to the host, contention that depends on where the shards of other stages lie, and
 overlap that slows.
@@ -20,18 +20,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from parsim.arrays import Floats
 from parsim.errors import PlanError
+from parsim.numeric import Floats
+from parsim.plans.layouts import BATCH, Placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, rank_of_stage
-from parsim.plans.placement import BATCH, Placement
-from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan
-from parsim.plans.recompute import FULL, NONE
-from parsim.plans.staged import even_cuts, even_parts, stages_of
-from parsim.predict.planning_problem import PlanningProblem
-from parsim.schedule.bounds.chain import chain_seconds
-from parsim.schedule.options import Prices
-from parsim.schedule.parts.estimate import UNCOVERED, Sent, sent_s, transfer_s, update_s
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, FULL, NONE, Plan
+from parsim.plans.stages import even_cuts, even_parts, stages_of
+from parsim.predict.problem import PlanningProblem
+from parsim.search.bound import chain_seconds
+from parsim.search.estimate import UNCOVERED, Sent, sent_s, transfer_s, update_s
+from parsim.search.prices import Prices
 from parsim.work import Phase
 
 

@@ -8,8 +8,7 @@ import math
 import numpy as np
 
 from parsim.errors import ScheduleError
-from parsim.schedule.placement.objective import Solution, fits, step_s, why_infeasible
-from parsim.schedule.placement.placement_problem import PlacementProblem
+from parsim.search.placement.problem import PlacementProblem, Solution, fits, step_s, why_infeasible
 
 MOST_CHOICES = 1_000_000
 

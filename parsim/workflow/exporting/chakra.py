@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from parsim.errors import ConfigError, GraphError
 from parsim.exporters.chakra_trace import GroupNames, NodeCost, rank_trace
 from parsim.files import write_atomically, write_text_atomically
-from parsim.graph.task import Task
 from parsim.model.model import Model
 from parsim.model.shard.narrow import narrow
+from parsim.program.task import Task
 from parsim.work import Compute, Phase
 from parsim.workflow.exporting.request import Exported, ExportRequest
 

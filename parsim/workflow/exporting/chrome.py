@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parsim.report.chrome_trace import save_chrome_trace
+from parsim.report.trace import save_chrome_trace
 from parsim.timeline import Timeline
 from parsim.workflow.exporting.request import Exported, ExportRequest
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from parsim.app.config import RunConfig
 from parsim.errors import ConfigError, first_few
 from parsim.files import write_text_atomically
-from parsim.plans.plan import Plan
-from parsim.plans.recompute import NONE
-from parsim.workflow.config import RunConfig
+from parsim.plans.plan import NONE, Plan
 from parsim.workflow.exporting.expressible import (
     check_synchronous,
     check_uncut,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from parsim.app.run_folder import RunFolder
 from parsim.errors import ConfigError, near_matches
 from parsim.workflow.exporting.chakra import write_chakra
 from parsim.workflow.exporting.chrome import write_chrome
@@ -15,7 +16,6 @@ from parsim.workflow.exporting.megatron import write_megatron
 from parsim.workflow.exporting.request import Exported, ExportFormat, ExportRequest
 from parsim.workflow.exporting.torchtitan import write_torchtitan
 from parsim.workflow.exporting.weights import write_weights
-from parsim.workflow.folders.run_folder import RunFolder
 
 OF_WEIGHTS = ("checkpoint", "weights")
 TO_LAUNCH = ("interface", "nodes", "port", "checkpoint_every")

@@ -6,8 +6,8 @@ import math
 
 from parsim.errors import ConfigError
 from parsim.files import write_text_atomically
-from parsim.model.named.names import KERNEL, SELECTIVE, SEQUENCE_PARALLEL
-from parsim.model.transformer.shape import Shape
+from parsim.model.catalogue.names import KERNEL, SELECTIVE, SEQUENCE_PARALLEL
+from parsim.model.catalogue.sublayers import Shape
 from parsim.workflow.exporting.request import Exported, ExportRequest
 from parsim.workflow.exporting.transformer_plan import TransformerPlan, check_fp8_casts, read_back, transformer_plan
 from parsim.workflow.frameworks.megatron import read_script

@@ -8,13 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parsim.app.config import RunConfig
+from parsim.app.run_folder import RunFolder
 from parsim.errors import ConfigError
 from parsim.plans.plan import Plan
-from parsim.workflow.config import RunConfig
-from parsim.workflow.folders.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from parsim.workflow.public.prediction import Prediction
+    from parsim.app.prediction import Prediction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class ExportRequest:
     @cached_property
     def prediction(self) -> Prediction:
         """The plan, priced anew from the profile of the folder. Raises ConfigError: it is not a complete run folder."""
-        from parsim.workflow.ask import ask_again
+        from parsim.app.ask import ask_again
 
         return ask_again(self.folder)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from parsim.app.config_text import document_text
 from parsim.errors import ConfigError
 from parsim.files import parse_toml, write_text_atomically
-from parsim.model.named.names import KERNEL, SEQUENCE_PARALLEL, normalised
+from parsim.model.catalogue.names import KERNEL, SEQUENCE_PARALLEL, normalised
 from parsim.workflow.exporting.request import Exported, ExportRequest
 from parsim.workflow.exporting.transformer_plan import TransformerPlan, check_fp8_casts, read_back, transformer_plan
 from parsim.workflow.frameworks.torchtitan import FLAVORS, SCHEDULES, read_toml
-from parsim.workflow.toml_text import document_text
 
 NAME = "torchtitan"
 FILE = "torchtitan.toml"

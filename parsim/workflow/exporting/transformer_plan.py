@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from parsim.errors import ConfigError, first_few
-from parsim.model.named.names import CASTS, DOCUMENT, OWN, is_transformer, sequence_of, shape_of
-from parsim.model.number_formats import number_format
-from parsim.model.transformer.shape import Shape
+from parsim.model.catalogue.names import CASTS, DOCUMENT, OWN, is_transformer, sequence_of, shape_of
+from parsim.model.catalogue.sublayers import Shape
+from parsim.model.formats import number_format
 from parsim.plans.plan import Plan
 from parsim.workflow.exporting.expressible import (
     FrameworkMesh,
@@ -60,7 +60,7 @@ def transformer_plan(request: ExportRequest, format: str) -> TransformerPlan:
     if not is_transformer(model.name):
         raise ConfigError(
             f"{format} describes a transformer by its sizes, and model.name = {model.name!r} is none by name; "
-            "export it as deepspeed or state_dict, or plan a model of parsim/model/named/rows.py"
+            "export it as deepspeed or state_dict, or plan a model of parsim/model/catalogue/names.py"
         )
     check_synchronous(plan, format)
     args = dict(request.config.model_spec.args)  # with plan.sequence_parallel

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from parsim.errors import ConfigError
-from parsim.model.number_formats import number_format
+from parsim.model.formats import number_format
 from parsim.workflow.frameworks.recipe import Recipe, whole_number
 from parsim.workflow.frameworks.shell import UNKNOWN, options_of
 

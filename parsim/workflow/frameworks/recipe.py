@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from parsim.errors import ConfigError, near_matches
-from parsim.model.named.names import named
+from parsim.model.catalogue.names import named
 from parsim.units import nearest_divisors
 
 LAYERS = "h.*"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from parsim.errors import ConfigError, near_matches
-from parsim.model.named.names import known_names, named
+from parsim.model.catalogue.names import known_names, named
 from parsim.workflow.frameworks.recipe import Recipe, whole_number
 
 NAME = "torchtitan"

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from parsim.app.config import parse_config
+from parsim.app.config_text import document_text, merge, parse_overrides
+from parsim.app.load import cluster_of, devices_of
 from parsim.errors import ConfigError, ImportedFileError, ParsimError, ProfileError
 from parsim.files import parse_toml, write_text_atomically
 from parsim.importers.deepspeed_config import DeepSpeedKeys, read_deepspeed
 from parsim.importers.source_file import SourceFile
-from parsim.workflow.config import parse_config
 from parsim.workflow.importing.imported import Imported
-from parsim.workflow.load import cluster_of, devices_of
-from parsim.workflow.toml_text import document_text, merge, parse_overrides
 
 
 def import_deepspeed(source: SourceFile, into: Path | None, overrides: Sequence[str], world_size: int | None) -> Imported:

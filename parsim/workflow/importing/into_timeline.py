@@ -23,7 +23,7 @@ from parsim.units import format_percent, format_seconds
 from parsim.workflow.importing.imported import Imported
 
 if TYPE_CHECKING:
-    from parsim.workflow.public.prediction import Prediction
+    from parsim.app.prediction import Prediction
 
 
 def import_trace(
@@ -227,7 +227,7 @@ CATEGORIES: Sequence[tuple[str, str]] = (
 
 def _predicted(against: Path, trace: KinetoTrace, warnings: list[str]) -> dict[str, float]:
     """Seconds of the predicted step by category, means over ranks. Raises ImportedFileError for devices of another kind."""
-    from parsim.workflow.public.functions import simulate
+    from parsim.app.functions import simulate
 
     prediction: Prediction = simulate(against)
     device = prediction.problem.cluster.devices[0].type

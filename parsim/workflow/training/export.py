@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from parsim.app.config import load_config
+from parsim.app.doctor import warn
+from parsim.app.run_folder import RunFolder
 from parsim.errors import ConfigError, MissingDependencyError, near_matches
 from parsim.files import write_atomically
-from parsim.workflow.config import load_config
-from parsim.workflow.folders.run_folder import RunFolder
-from parsim.workflow.progress import warn
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from parsim.execute.state.checkpoint import Checkpoint
+    from parsim.execute.checkpoint.checkpoint import Checkpoint
 
 BEST, LAST = "best", "last"
 Chosen = Literal["best", "last"]
@@ -74,7 +74,7 @@ def export_weights(
 
 def _found(folder: RunFolder, checkpoint: Chosen | None) -> tuple[str, Checkpoint, list[str]]:
     """Which checkpoint, and what was wrong with those that come before it."""
-    from parsim.execute.state.checkpoint import latest_checkpoint
+    from parsim.execute.checkpoint.checkpoint import latest_checkpoint
 
     places = {BEST: folder.best, LAST: folder.checkpoints}
     if checkpoint is not None and checkpoint not in places:
@@ -101,8 +101,8 @@ def _state_dict(spec: Any, found: Checkpoint, *, averaged: bool, seed: int) -> d
     """
     import torch
 
-    from parsim.execute.state.checkpoint import load_state, restore_one_by_one
-    from parsim.execute.state.weight_averages import EMA, averaged_state
+    from parsim.execute.checkpoint.checkpoint import load_state, restore_one_by_one
+    from parsim.execute.optimizer import EMA, averaged_state
     from parsim.model.build import build_module
 
     state = load_state(found)

@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parsim.app.ask import ask_again, check_runnable, device_kind, run_spec, with_every_rank
+from parsim.app.prediction import Prediction
+from parsim.app.run_folder import RunFolder
+from parsim.app.training_checks import check_training, total_steps
 from parsim.errors import ConfigError, PlanError, near_matches
 from parsim.execute.cuda.faults import visible_devices
 from parsim.execute.job import Job
 from parsim.execute.processes.torchrun_agent import BACKEND
 from parsim.files import write_text_atomically
-from parsim.workflow.ask import ask_again, check_runnable, device_kind, run_spec, with_every_rank
-from parsim.workflow.folders.run_folder import RunFolder
-from parsim.workflow.public.prediction import Prediction
-from parsim.workflow.training.check import check_training, total_steps
 
 RUN = "run"
 LOOPBACK = "lo"

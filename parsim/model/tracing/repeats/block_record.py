@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from parsim.model.runnable import Ref, renumber
-from parsim.model.tracing.recorder import Call, CallEnds, Copied, RecordedOp, Recorder, Recording, storage_key
+from parsim.model.trace.recorder import Call, CallEnds, Copied, RecordedOp, Recorder, Recording, storage_key
 from parsim.model.tracing.repeats.canonical import PLAIN_TYPES, canonical, canonical_function
 
 _stand_in_keys = count(-2, -1)

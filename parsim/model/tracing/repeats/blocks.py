@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten
 
-from parsim.model.tracing.recorder import Recorder, storage_key
+from parsim.model.trace.recorder import Recorder, storage_key
 from parsim.model.tracing.repeats.block_record import (
     BlockRecord,
     NotComparable,

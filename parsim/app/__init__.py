@@ -1,0 +1,1 @@
+"""A question asked, answered, and kept in a folder."""

@@ -1,0 +1,179 @@
+"""Measure this machine: the request of a calibration of some models, and the resulting profile."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from parsim.app.config import RunConfig
+from parsim.app.doctor import progress
+from parsim.errors import ConfigError
+from parsim.execute.cuda.gpu import usable_gpus
+from parsim.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from calibration.rounds.request import CalibrationRequest
+    from parsim.hardware.profile import Profile
+
+
+CalibratedDevice = Literal["cpu", "cuda"]
+LeftoverPolicy = Literal["require", "discard", "use"]
+
+SMALLEST_SHARE = 64
+"""Local batches down to this part of the global batch are measured: a plan cuts its batch into so many parts at most."""
+DEFAULT_BATCHES = (1, 4, 16)
+DEFAULT_OPTIMIZER = "sgd_momentum"
+
+CalibrationCase = tuple[ModelSpec, tuple[int, ...]]
+
+
+def calibration_request(
+    configs: Sequence[RunConfig] = (),
+    models: Sequence[str] = (),
+    *,
+    batches: tuple[int, ...] = DEFAULT_BATCHES,
+    optimizers: Sequence[str] = (),
+    device: CalibratedDevice = "cpu",
+    nproc: int | None = None,
+    precision: str | None = None,
+    quick: bool = False,
+    collectives: Sequence[str] = (),
+) -> CalibrationRequest:
+    """What to measure for these questions, and for these models of the zoo at these local batches.
+
+    Args:
+        nproc: ranks that measure at once; None: the most devices a question asks for by number, else one per GPU or core.
+        precision: None: that of the questions on a GPU; a CPU computes in fp32 whatever is simulated.
+        quick: fewer rounds and sizes.
+        collectives: "package.module:ROW" of one's own, measured beside the shipped ones.
+
+    Raises: ConfigError.
+    """
+    from calibration.rounds.request import CalibrationRequest
+
+    named = (*optimizers, *(name for config in configs for name in config.training.optimizers)) or (DEFAULT_OPTIMIZER,)
+    return CalibrationRequest(
+        models=calibration_cases(configs, models, batches),
+        device=device,
+        nproc=nproc or _asked_ranks(configs) or ranks_here(device),
+        optimizers=tuple(dict.fromkeys(named)),
+        precision=precision or _asked_precision(configs, device),
+        quick=quick,
+        collectives=tuple(dict.fromkeys(collectives)),
+        granularities=tuple(dict.fromkeys(config.model.granularity for config in configs)) or ("block",),
+    )
+
+
+def measure_machine(request: CalibrationRequest, out: Path, *, leftover: LeftoverPolicy = "use") -> Profile:
+    """Calibrate, and write the profile at `out`; progress goes to stderr.
+
+    Args:
+        leftover: what to do with what a stopped calibration of `out` left.
+
+    Raises: MissingDependencyError, ConfigError, ProfileError, ExecutionError: see `calibration.rounds.calibrate`.
+    """
+    from calibration.rounds.calibrate import calibrate
+
+    with progress(f"Calibrating {len(request.models)} model(s) on {request.nproc} {request.device} rank(s)") as say:
+        return calibrate(request, out, on_line=say, leftover=leftover)
+
+
+def calibration_cases(
+    configs: Sequence[RunConfig], models: Sequence[str], batches: tuple[int, ...]
+) -> tuple[CalibrationCase, ...]:
+    """Each model once, with every local batch that one of its plans may use."""
+    wanted: dict[ModelSpec, set[int]] = {}
+    for config in configs:
+        wanted.setdefault(config.model_spec, set()).update(local_batches(config.training.global_batch))
+    for name in models:
+        wanted.setdefault(ModelSpec(name=name), set()).update(batches)
+    return tuple((spec, tuple(sorted(sizes))) for spec, sizes in wanted.items())
+
+
+def local_batches(global_batch: int) -> set[int]:
+    """The global batch and its halves, quarters, ... down to a 64th: replicas and microbatches divide it so."""
+    parts = (2**power for power in range(SMALLEST_SHARE.bit_length()))
+    return {global_batch // part for part in parts if global_batch % part == 0}
+
+
+def visible_gpus() -> int:
+    """How many GPUs torch sees on this host."""
+    return usable_gpus()[0]
+
+
+def device_here() -> CalibratedDevice:
+    """ "cuda" where torch sees a GPU."""
+    if importlib.util.find_spec("torch") is None:
+        return "cpu"
+    return "cuda" if visible_gpus() else "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenRanks:
+    """Where a command computes that leaves the choice to parsim.
+
+    Attributes: kind: of the devices. count: ranks, one per device. why: the kind, in words.
+    """
+
+    kind: CalibratedDevice
+    count: int
+    why: str
+
+    @property
+    def count_text(self) -> str:
+        one, more = ("GPU", "GPUs") if self.kind == "cuda" else ("CPU process", "CPU processes")
+        return f"{self.count} {one if self.count == 1 else more}"
+
+    def __str__(self) -> str:
+        return f"{self.count_text} ({self.why})"
+
+
+def choose_ranks(asked: int | None, *, most: int, cpu_ranks: int) -> ChosenRanks:
+    """A rank on every GPU where torch sees some and has NCCL, else processes on the CPU.
+
+    Args:
+        asked: ranks; None: as many as there are GPUs, at most `most`; on the CPU `cpu_ranks`.
+
+    Raises: ConfigError for more ranks than GPUs.
+    """
+    from torch import distributed
+
+    gpus = visible_gpus()
+    if gpus and distributed.is_available() and distributed.is_nccl_available():
+        if asked is not None and asked > gpus:
+            raise ConfigError(
+                f"{asked} ranks need a GPU each, and torch sees {gpus}; ask for at most {gpus}, or set CUDA_VISIBLE_DEVICES to "
+                "nothing to compute on the CPU"
+            )
+        count = asked or min(gpus, most)
+        return ChosenRanks(kind="cuda", count=count, why=f"NCCL; torch sees {gpus}")
+    why = "gloo; torch sees no GPU" if not gpus else f"gloo; torch sees {gpus} GPUs but was built without NCCL"
+    return ChosenRanks(kind="cpu", count=asked or cpu_ranks, why=why)
+
+
+def ranks_here(device: CalibratedDevice) -> int:
+    """One per GPU or core."""
+    if device == "cuda":
+        return max(1, visible_gpus())
+    from parsim.execute.processes.setup import available_cores
+
+    return len(available_cores())
+
+
+def _asked_precision(configs: Sequence[RunConfig], device: CalibratedDevice) -> str:
+    """What the questions train in on a GPU, else fp32. Raises ConfigError where they differ."""
+    asked = {config.training.precision for config in configs} if device == "cuda" else set()
+    if len(asked) > 1:
+        raise ConfigError(
+            f"the files train in {' and '.join(sorted(asked))}; a profile is measured in one: choose it with --precision"
+        )
+    return next(iter(asked), "fp32")
+
+
+def _asked_ranks(configs: Sequence[RunConfig]) -> int | None:
+    """The most devices a file asks for by number."""
+    asked = [len(chosen) if isinstance(chosen, list) else chosen for config in configs if (chosen := config.devices)]
+    return max(asked, default=None)

@@ -1,0 +1,600 @@
+"""RUN.toml: the user's question, checked at the boundary.
+
+Precedence: `--set a.b=c` on the command line, then the file, then the defaults below. Every wrong key is reported with its
+path, its value and the fix, as ConfigError. Inside the library the sections are read-only.
+
+Relative paths (a profile, a plan, a Hugging Face config.json, a data folder) are taken from the file's own folder; those
+given with `--set` from the current directory. They are made absolute here, so the resolved config that a run keeps in its
+folder works from anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictBool, StrictInt, StrictStr, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from parsim.app.config_text import (
+    EXAMPLES,
+    check_trusted,
+    document_text,
+    explained,
+    is_path,
+    key_parts,
+    make_paths_absolute,
+    merge,
+    parse_overrides,
+    put_on_path,
+)
+from parsim.app.sections import (
+    ClusterSection,
+    ConfigSection,
+    Name,
+    Number,
+    SynchronisationTable,
+    TrainingSection,
+    as_table,
+    check_machine,
+    check_widths,
+    checked,
+)
+from parsim.errors import ConfigError, ModelError, ParsimError, PlanError, near_matches
+from parsim.files import NO_CONTROL, control_character_in, parse_toml, read_text
+from parsim.hardware.records import Count
+from parsim.model.catalogue.names import SEQUENCE_PARALLEL, is_transformer
+from parsim.model.inputs import ModelInput, inputs_from, ordered
+from parsim.model.objective import LOSSES, TARGET
+from parsim.model.spec import REFUSE, ModelSpec, takes_usual
+from parsim.plans.constraints import PlanConstraints, check_sharding_groups
+from parsim.plans.layouts import KINDS, parse_placement
+from parsim.plans.mesh import Mesh, check_mesh
+from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
+from parsim.plans.plan import AUTO, MOST_MICROBATCHES, STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
+from parsim.plans.plan import WORDS as RECOMPUTE_WORDS
+from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
+from parsim.predict.memory import FIT_PROBABILITY
+from parsim.registry import RowOf, is_reference
+from parsim.units import nearest_divisors
+
+PartCount = Annotated[int, Field(strict=True, ge=1, le=MOST_MICROBATCHES)]
+"""Microbatches of a batch, or chunks of a pipeline: no plan may have more."""
+TomlScalar = StrictBool | StrictInt | Number | StrictStr
+
+Granularity = Literal["block", "sublayer", "layer"]
+
+# Keys that constrain a search, and with strategy = "custom" fix the plan by hand.
+CONSTRAINT_KEYS = ("mesh", "dp_shard", "microbatches", "pipeline_order", "chunks", "bucket_bytes")
+# Keys that fix the plan by hand; "placements" has a meaning with strategy = "custom" alone.
+CUSTOM_KEYS = (*CONSTRAINT_KEYS, "placements")
+# Keys that steer the search of strategy = "adaptive".
+ADAPTIVE_KEYS = ("pin", "forbid")
+# Switches of a plan by hand, as in Plan; the search proposes none of them.
+SWITCHES = (
+    "tensor_overlap",
+    "tensor_backward_overlap",
+    "gather_ahead",
+    "blocking_transfers",
+    "scatter_gather",
+    "backward_prefetch",
+)
+
+
+def _checked(make: Callable[[], object]) -> None:
+    """What describes a tensor wrongly, as pydantic reports an error of this key."""
+    try:
+        make()
+    except ModelError as error:
+        raise PydanticCustomError("described", "{rule}", {"rule": str(error)}) from error
+
+
+class ModelSection(ConfigSection):
+    """[model]: what is trained."""
+
+    name: Annotated[str, Field(strict=True, min_length=1)]
+    """A model of the zoo, "package.module:factory", the path of a Hugging Face config.json or of a Model saved as JSON."""
+    args: dict[str, TomlScalar] = {}
+    """Keyword arguments of the model."""
+    input_shape: tuple[Count, ...] | None = None
+    """One sample: [channels, height, width], or [seq] for tokens; left out: what the model was made for."""
+    inputs: dict[Name, Any] | None = None
+    """What `forward` takes, by the names of its arguments: x = { shape, dtype, high, low, constant }; tables and lists nest."""
+    loss: Annotated[Name, RowOf(LOSSES)] | None = None
+    """A row of `parsim.model.objective`, "own" (the module returns it), "package:function" (output, target) or
+    "package.module:ROW"; left out: what the model was made for, or what its output calls for."""
+    output: Name | None = None
+    """Which of several outputs the loss reads: a key, a field or a place ("0"); left out: `logits`, or the only one."""
+    classes_dim: Annotated[int, Field(strict=True)] | None = None
+    """The dim of one sample along which cross_entropy finds its classes: 0 for maps [classes, height, width], -1 the last."""
+    target: dict[Name, Any] | None = None
+    """The targets of a loss of one's own: { shape, dtype, high }; left out: numbers like the output."""
+    control_flow: Literal["refuse", "example"] | None = None
+    """Code that looks at values of tensors: "refuse" it (the default), or follow an "example", a random batch and weights."""
+    granularity: Granularity = "block"
+    """What is placed, priced and run as one component: blocks, their halves (attention, feed-forward), or single layers."""
+    import_folder: Name | None = None
+    """Where the module of "package.module:factory" lies; left out: beside the run file, else on the import path."""
+
+    @field_validator("inputs", "target")
+    @classmethod
+    def _described(cls, value: dict[str, Any] | None, key: ValidationInfo) -> dict[str, Any] | None:
+        if value is not None:
+            _checked(lambda: ordered(inputs_from(value)) if key.field_name == "inputs" else ModelInput.from_dict(TARGET, value))
+        return value
+
+
+class MeshTable(ConfigSection):
+    """plan.mesh: pp stages of dp replicas of tp shards; an axis that is left out is free, or 1 with strategy = "custom".
+
+    cp ranks share each replica by the sequence, ep of the dp * cp ranks share the experts; left out, both are 1.
+    """
+
+    pp: Count | None = None
+    dp: Count | None = None
+    tp: Count | None = None
+    cp: Count | None = None
+    ep: Count | None = None
+
+
+class PlanSection(ConfigSection):
+    """[plan]: how the work is divided. Every key that is given constrains the search; what is left out is free."""
+
+    strategy: Annotated[str, Field(strict=True, min_length=1)] = "adaptive"
+    """A family to search (single, dp, mp, hp, adaptive, "package.module:ROW"), "custom", or the path of a plan.json."""
+    mesh: MeshTable | None = None
+    dp_shard: Count | None = None
+    """With zero_stage 1 to 3, over how many neighbouring replicas states are divided (HSDP); left out: all of mesh.dp, and a
+    search tries those of a node too."""
+    microbatches: PartCount | None = None
+    """Per replica."""
+    pipeline_order: Annotated[Name, RowOf(PIPELINE_ORDERS)] | None = None
+    """A row of `parsim.plans.pipeline`, or "package.module:ROW"."""
+    chunks: PartCount | None = None
+    """Stages per rank, for orders that take several; left out: the fewest that the order takes."""
+    bucket_bytes: Count | None = None
+    """A gradient bucket is closed once it holds this much."""
+    placements: dict[Name, Name] | None = None
+    """How components lie on the tp axis of the mesh, by pattern ("layers.*"); the first that matches counts, else batch."""
+    pin: dict[Name, Name] = {}
+    """Placements that an adaptive plan must keep, by pattern."""
+    forbid: dict[Name, tuple[Name, ...]] = {}
+    """Placements, or kinds of them (batch, shard, replicate, place), that an adaptive plan must not use, by pattern."""
+    zero_stage: StrictInt | Literal["auto"] = AUTO
+    """1 divides the optimizer state over the ranks that hold the same parameters, 2 the gradients too, 3 the parameters too;
+    "auto": whichever is fastest among those that fit, 0 in a plan by hand."""
+    recompute: Name | tuple[Name, ...] = AUTO
+    """Components whose forward runs again before their backward: "auto" (as few as make a searched plan fit, none in a plan by
+    hand), "none", "full", "selective" (all by operator: outputs of products, convolutions and fused attention are kept, the
+    rest is computed again), or a list of their names, which may be patterns ("layers.*.attention", "selective:layers.*")."""
+    fit_probability: Annotated[float, Field(strict=True, ge=FIT_PROBABILITY, le=0.999)] = FIT_PROBABILITY
+    """With which the memory of a plan must suffice. By default a plan is refused if it is more likely than not to run out;
+    0.95 leaves safe plans alone. The verdict beside a plan has its probability."""
+    context_exchange: Literal["ring", "all_gather"] | None = None
+    """Of a plan by hand with mesh.cp above 1: how keys and values of the other pieces of the sequence arrive."""
+    tensor_overlap: StrictBool | None = None
+    """Of a plan by hand, simulated only: all_gathers and reduce_scatters on the tp axis run in pieces beside products."""
+    tensor_backward_overlap: StrictBool | None = None
+    """Likewise: sums of tensor parallelism run beside gradients of weights."""
+    gather_ahead: StrictBool | None = None
+    """Likewise: with zero_stage 1, parameters are gathered at the beginning of a step."""
+    blocking_transfers: StrictBool | None = None
+    """Likewise: a rank computes nothing while it sends to another stage."""
+    scatter_gather: StrictBool | None = None
+    """Likewise: tensor shards send a part each of what all of them have."""
+    optimizer_offload: StrictBool | None = None
+    """Simulated only, and kept by a search: state and master weights lie in the host's memory, and the host updates."""
+    activation_offload: StrictBool | tuple[Name, ...] | None = None
+    """Likewise: components whose saved activations wait in the host's memory: true (all), false, or patterns of names."""
+    backward_prefetch: StrictBool | None = None
+    """Of a plan by hand with zero_stage 3: false gathers parameters behind the backward before, as FSDP's BACKWARD_POST."""
+    sequence_parallel: StrictBool | None = None
+    """Of a transformer by name under mesh.tp: norms and residuals divided along the sequence (left out: true)."""
+    capacity_factor: Annotated[float, Field(strict=True, ge=1.0, le=100.0)] | None = None
+    """Visits that an expert has room for (and computes, padded) over their mean; left out: as many as come."""
+    synchronisation: SynchronisationTable | None = None
+    """How and when replicas come together: a table, or its text ("average/8", "gossip/1 ring"); see docs/relaxed.md."""
+
+    _as_table = field_validator("synchronisation", mode="before")(as_table)
+    _checked_table = field_validator("synchronisation")(checked)
+
+    @property
+    def relaxed(self) -> Synchronisation:
+        """The synchronisation that is asked for; that of synchronous training where none is."""
+        return ALL_REDUCE if self.synchronisation is None else self.synchronisation.value()
+
+    @property
+    def plan_path(self) -> Path | None:
+        """The plan file that `strategy` names, if it names one."""
+        return Path(self.strategy) if is_path(self.strategy) else None
+
+
+class RunConfig(ConfigSection):
+    """The whole file, with every default filled in."""
+
+    model: ModelSection
+    cluster: ClusterSection
+    training: TrainingSection
+    plan: PlanSection = PlanSection()
+
+    @property
+    def model_spec(self) -> ModelSpec:
+        model, parallel = self.model, self.plan.sequence_parallel
+        args = model.args if parallel is None else {**model.args, SEQUENCE_PARALLEL: parallel}
+        return ModelSpec(
+            name=model.name,
+            args=tuple(sorted(args.items())),
+            input_shape=model.input_shape,
+            loss=model.loss,
+            inputs=None if model.inputs is None else ordered(inputs_from(model.inputs)),
+            output=model.output,
+            classes_dim=model.classes_dim,
+            target=None if model.target is None else ModelInput.from_dict(TARGET, model.target),
+            control_flow=model.control_flow or REFUSE,
+        )
+
+    @property
+    def devices(self) -> int | list[int] | None:
+        """As `parsim.hardware.cluster.cluster_from_profile` takes it."""
+        chosen = self.cluster.devices
+        return list(chosen) if isinstance(chosen, tuple) else chosen
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; None is left out."""
+        document: dict[str, Any] = self.model_dump(mode="json", exclude_none=True)
+        return document
+
+    def to_toml(self) -> str:
+        """`parse_config` reads it back to an equal config."""
+        return document_text(self.to_dict())
+
+
+def load_config(path: Path, overrides: Sequence[str] = (), *, calls_model: bool = True) -> RunConfig:
+    """Read and check a run file.
+
+    Args:
+        overrides: texts "section.key=value", the value as TOML or as a bare word. An override of plan.strategy
+            replaces the hand-written plan of a file with strategy = "custom" (CUSTOM_KEYS) unless it says "custom" too. It
+            replaces what steers the file's search (ADAPTIVE_KEYS) unless it says "adaptive". Constraints of a search stay.
+        calls_model: False for a run that is only looked at (`check_trusted`).
+
+    Raises:
+        ConfigError: no such file, not TOML, or a wrong key; with its path, its value and the fix.
+    """
+    try:
+        text = read_text(path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"no run file {path}; write one with the tables [model], [cluster] and [training]") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read run file {path}: {error}; it must be a text file in UTF-8") from error
+    return parse_config(text, overrides, where=str(path), folder=path.resolve().parent, calls_model=calls_model)
+
+
+def parse_config(
+    text: str,
+    overrides: Sequence[str] = (),
+    *,
+    where: str = "RUN.toml",
+    folder: Path | None = None,
+    calls_model: bool = True,
+) -> RunConfig:
+    """Check the text of a run file; relative paths in it start at `folder` (None: the current directory)."""
+    try:
+        document = parse_toml(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where} is not TOML: {error}; fix that line") from error
+    make_paths_absolute(document, folder or Path.cwd())
+    if folder is not None:
+        check_trusted(document, folder, where, calls_model=calls_model)
+    changes = parse_overrides(overrides)
+    make_paths_absolute(changes, Path.cwd())
+    strategy = changes["plan"].get("strategy") if isinstance(changes.get("plan"), dict) else None
+    if strategy not in (None, "custom") and isinstance(document.get("plan"), dict):
+        by_hand = document["plan"].get("strategy") == "custom" or is_path(str(strategy))
+        dropped = (*(CUSTOM_KEYS if by_hand else ()), *(ADAPTIVE_KEYS if strategy != "adaptive" else ()))
+        document["plan"] = {key: value for key, value in document["plan"].items() if key not in dropped}
+    merge(document, changes, "")
+    if found := control_character_in(_without_args(document)):
+        raise ConfigError(f"{where}: {found}: {NO_CONTROL}")
+    put_on_path(document, folder or Path.cwd())
+    try:
+        config = RunConfig.model_validate(document)
+    except ValidationError as error:
+        # A union reports every member that did not match: one message per key is enough.
+        problems = {
+            tuple(key_parts(problem)): explained(problem, RunConfig) for problem in reversed(error.errors(include_url=False))
+        }
+        raise ConfigError(f"{where}: " + "\n  ".join(reversed(problems.values()))) from error
+    try:
+        _check_plan_section(config)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return config
+
+
+def _without_args(document: dict[str, Any]) -> dict[str, Any]:
+    """All but the arguments of the model: what a factory takes may be any text, and nothing prints it."""
+    model = document.get("model")
+    if not isinstance(model, dict):
+        return document
+    return {**document, "model": {key: value for key, value in model.items() if key != "args"}}
+
+
+_OTHER_NAMES = {
+    "ddp": 'strategy = "dp", data parallelism',
+    **dict.fromkeys(("fsdp", "fsdp2", "zero", "zero3", "zero-3"), 'strategy = "dp" and zero_stage = 3, as FSDP divides all'),
+    **dict.fromkeys(("zero1", "zero-1"), 'strategy = "dp" and zero_stage = 1'),
+    **dict.fromkeys(("zero2", "zero-2"), 'strategy = "dp" and zero_stage = 2'),
+    "hsdp": 'strategy = "dp", zero_stage = 3 and dp_shard = the devices of a node',
+    **dict.fromkeys(("pp", "pipeline"), 'strategy = "adaptive" and mesh = { pp = 4 }'),
+    **dict.fromkeys(("tp", "tensor", "megatron"), 'strategy = "adaptive" and mesh = { tp = 4 }'),
+    "3d": 'strategy = "hp", which combines dp with pp and tp',
+}
+"""Names that other libraries have for what plan.strategy and plan.zero_stage say here."""
+
+
+def _check_plan_section(config: RunConfig) -> None:
+    """What no single key can say: hand-written plans, the mesh against the devices, and what exists today."""
+    plan, cluster, training = config.plan, config.cluster, config.training
+    if "precision" in training.model_fields_set or not takes_usual(config.model.name):
+        check_widths(training)
+    if is_reference(plan.strategy):
+        _check_family(plan.strategy)
+    elif plan.plan_path is None and plan.strategy not in STRATEGIES:
+        instead = _OTHER_NAMES.get(plan.strategy.lower())
+        near = f"; set {instead}" if instead else near_matches(plan.strategy, STRATEGIES)
+        raise ConfigError(
+            f"plan.strategy = {plan.strategy!r} is unknown{near} "
+            "(or the path of a plan.json, or your own as package.module:NAME, see docs/extending.md)"
+        )
+    if plan.chunks is not None and (plan.strategy == "custom" or plan.pipeline_order is not None):
+        _check_chunks(plan.pipeline_order or "1f1b", plan.chunks)
+    if plan.zero_stage not in (AUTO, *ZERO_STAGES):
+        raise ConfigError(f'plan.zero_stage = {plan.zero_stage}: {ZERO_STAGES_TEXT}; or "auto"')
+    if plan.zero_stage not in (AUTO, 0) and plan.plan_path is not None:
+        raise ConfigError(f"plan.zero_stage = {plan.zero_stage}: the plan is read from {plan.plan_path}; drop zero_stage")
+    if isinstance(plan.recompute, str) and plan.recompute not in (AUTO, *RECOMPUTE_WORDS):
+        near = near_matches(plan.recompute, (AUTO, *RECOMPUTE_WORDS))
+        raise ConfigError(
+            f"plan.recompute = {plan.recompute!r} is unknown{near} (it is {', '.join((AUTO, *RECOMPUTE_WORDS))}, or a list of "
+            'component names, "selective:NAME" for one by operator)'
+        )
+    if plan.recompute != AUTO and plan.plan_path is not None:
+        raise ConfigError(f"plan.recompute = {plan.recompute!r}: the plan is read from {plan.plan_path}; drop recompute")
+    if plan.microbatches is not None and training.global_batch % plan.microbatches:
+        raise ConfigError(
+            f"training.global_batch ({training.global_batch}) must be divisible by plan.microbatches ({plan.microbatches}); "
+            f"the nearest microbatches that divide it: {nearest_divisors(training.global_batch, plan.microbatches)}"
+        )
+    _check_offload(plan)
+    _check_replicas(plan)
+    check_machine(cluster)
+    if cluster.nodes > 1 and cluster.network is None:
+        raise ConfigError(
+            f"cluster.nodes = {cluster.nodes} needs cluster.network between the nodes; for example "
+            f"{EXAMPLES['cluster.network']}"
+        )
+    if isinstance(cluster.devices, tuple) and (not cluster.devices or len(set(cluster.devices)) != len(cluster.devices)):
+        raise ConfigError(f"cluster.devices = {list(cluster.devices)}: list every device once, and at least one")
+    given = [key for key in CUSTOM_KEYS if getattr(plan, key) is not None]
+    if plan.plan_path is not None and given:
+        raise ConfigError(
+            f"plan.{given[0]} constrains a search, but with plan.strategy = {plan.strategy!r} the plan is read from that file; "
+            f"drop {', '.join(given)}"
+        )
+    if plan.strategy != "custom" and plan.placements is not None:
+        raise ConfigError(
+            f"plan.placements fixes all placements by hand, but with plan.strategy = {plan.strategy!r} they are searched for; "
+            'set strategy = "custom", or name those that must stay in plan.pin (strategy = "adaptive")'
+        )
+    if plan.context_exchange is not None and (plan.strategy != "custom" or plan.mesh is None or (plan.mesh.cp or 1) == 1):
+        raise ConfigError(
+            f'plan.context_exchange = "{plan.context_exchange}" belongs to strategy = "custom" with cp > 1; '
+            "drop it: a searched plan exchanges in a ring"
+        )
+    if plan.sequence_parallel is not None:
+        _check_sequence_parallel(plan.sequence_parallel, config.model)
+    switched = [key for key in SWITCHES if getattr(plan, key) is not None]
+    if switched and plan.strategy != "custom":
+        raise ConfigError(
+            f'plan.{switched[0]} is for hand-written plans, and plan.strategy = {plan.strategy!r}: set strategy = "custom" and '
+            f"plan.mesh, or drop {', '.join(switched)}"
+        )
+    _check_transfers(plan)
+    if plan.strategy == "custom" and plan.mesh is None:
+        raise ConfigError('plan.strategy = "custom" needs plan.mesh, for example mesh = { pp = 2, dp = 2, tp = 1 }')
+    if plan.mesh is not None:
+        _check_mesh(plan, config)
+    steering = [key for key in ADAPTIVE_KEYS if getattr(plan, key)]
+    if steering and plan.strategy != "adaptive":
+        raise ConfigError(
+            f"plan.{steering[0]} steers the search for an adaptive plan, but plan.strategy = {plan.strategy!r}; "
+            f'set strategy = "adaptive" or drop {", ".join(steering)}'
+        )
+    _check_placements(plan)
+
+
+def _check_transfers(plan: PlanSection) -> None:
+    if plan.scatter_gather and (plan.mesh is None or 1 in (plan.mesh.tp or 1, plan.mesh.pp or 1)):
+        raise ConfigError("plan.scatter_gather belongs to plan.mesh with pp > 1 and tp > 1; drop it")
+    if plan.blocking_transfers and (plan.mesh is None or (plan.mesh.pp or 1) == 1):
+        raise ConfigError("plan.blocking_transfers belongs to plan.mesh with pp > 1; drop it")
+
+
+def _check_offload(plan: PlanSection) -> None:
+    """What offload and the rest of [plan] say of one another."""
+    offloading = [key for key in ("optimizer_offload", "activation_offload") if getattr(plan, key) is not None]
+    if offloading and plan.plan_path is not None:
+        raise ConfigError(f"plan.{offloading[0]}: the plan is read from {plan.plan_path}; drop {', '.join(offloading)}")
+    if any(getattr(plan, key) for key in offloading) and plan.relaxed.is_relaxed:
+        raise ConfigError(
+            f"plan.{offloading[0]} belongs to synchronous training, and plan.synchronisation asks for another; drop one of them"
+        )
+
+
+def _check_replicas(plan: PlanSection) -> None:
+    """What sharding groups, relaxed synchronisation and the rest of [plan] say of one another."""
+    _check_groups(plan)
+    if plan.synchronisation is None:
+        return
+    if plan.plan_path is not None:
+        raise ConfigError(f"plan.synchronisation: the plan is read from {plan.plan_path}; drop synchronisation")
+    rule = plan.relaxed
+    if not rule.is_relaxed:
+        return
+    usual = ("mp", "hp", "adaptive", "custom") if rule.kind == "stale" else ("dp", "hp", "adaptive", "custom")
+    if plan.strategy not in usual:
+        raise ConfigError(
+            f"plan.synchronisation.kind = {rule.kind!r} has no plan of strategy {plan.strategy!r}; use {', '.join(usual)}"
+        )
+    mesh, zero = plan.mesh, 0 if plan.zero_stage == AUTO else int(plan.zero_stage)
+    if mesh is not None and mesh.dp is not None and (rule.kind != "stale" or mesh.pp is not None):
+        try:
+            rule.check(mesh_of(plan), zero_stage=zero)
+        except PlanError as error:
+            raise ConfigError(f"plan.synchronisation: {error}") from error
+    elif zero:
+        raise ConfigError(
+            f"plan.zero_stage = {zero} shards states over replicas that synchronisation {rule} keeps separate; drop it"
+        )
+
+
+def _check_groups(plan: PlanSection) -> None:
+    try:
+        check_sharding_groups(plan.dp_shard, plan.zero_stage, plan.relaxed, by_hand=plan.strategy == "custom")
+        if plan.mesh is not None and (plan.mesh.dp is not None or plan.strategy == "custom"):
+            mesh_of(plan)
+    except PlanError as error:
+        raise ConfigError(f"plan: {error}") from error
+
+
+def _check_sequence_parallel(asked: bool, model: ModelSection) -> None:
+    if not is_transformer(model.name):
+        raise ConfigError(
+            f"plan.sequence_parallel = {str(asked).lower()} belongs to a transformer by name (llama3-8b), and the model is "
+            f"{model.name}: its components have the rules that were traced; drop it"
+        )
+    if model.args.get(SEQUENCE_PARALLEL, asked) != asked:
+        raise ConfigError(f"plan.sequence_parallel and model.args.{SEQUENCE_PARALLEL} contradict each other; drop one of them")
+
+
+def _check_family(name: str) -> None:
+    from parsim.search.families import FAMILIES
+
+    try:
+        FAMILIES[name]
+    except ParsimError as error:
+        raise ConfigError(f"plan.strategy = {name!r}: {error}") from error
+
+
+def _check_chunks(order: str, chunks: int) -> None:
+    several = [name for name, row in PIPELINE_ORDERS.items() if row.takes(chunks)]
+    if PIPELINE_ORDERS[order].most_chunks == 1 and chunks > 1:
+        raise ConfigError(
+            f"plan.chunks = {chunks} needs an order with several chunks per rank; set plan.pipeline_order to one of "
+            f"{', '.join(several)}"
+        )
+    try:
+        check_chunks(order, chunks)
+    except PlanError as error:
+        raise ConfigError(f"plan.chunks = {chunks}: {error}") from error
+
+
+def _check_placements(plan: PlanSection) -> None:
+    """Every placement can be read; which components a pattern means is checked where the model is known."""
+    written = [("placements", *entry) for entry in (plan.placements or {}).items()]
+    written += [("pin", *entry) for entry in plan.pin.items()]
+    written += [("forbid", pattern, text) for pattern, texts in plan.forbid.items() for text in texts if text not in KINDS]
+    for key, pattern, text in written:
+        try:
+            parse_placement(text)
+        except PlanError as error:
+            known = "" if key != "forbid" else near_matches(text, KINDS)
+            raise ConfigError(f"plan.{key}.{pattern!r} = {text!r}: {error}{known}") from error
+
+
+def _check_mesh(plan: PlanSection, config: RunConfig) -> None:
+    """The axes multiply to the devices, or those that are given divide them; the batch divides by replicas and microbatches."""
+    table, microbatches = plan.mesh, plan.microbatches or 1
+    assert table is not None
+    chosen = config.cluster.devices
+    devices = len(chosen) if isinstance(chosen, tuple) else None if chosen is None else chosen * config.cluster.nodes
+    if devices is not None:
+        try:
+            check_axes(table, devices, by_hand=plan.strategy == "custom")
+        except PlanError as error:
+            raise ConfigError(f"plan.mesh: {error}") from error
+    batch, parts = config.training.global_batch, (table.dp or 1) * microbatches
+    if batch % parts:
+        raise ConfigError(
+            f"training.global_batch ({batch}) must be divisible by plan.mesh.dp ({table.dp or 1}) * plan.microbatches "
+            f"({microbatches}) = {parts}; the nearest that is: {max(1, round(batch / parts)) * parts}"
+        )
+
+
+def check_axes(table: MeshTable, devices: int, *, by_hand: bool) -> None:
+    """Check that a mesh of so many devices has the axes that are given.
+
+    Args:
+        table: of the run file. devices: of the cluster. by_hand: axes that are left out are 1, otherwise free.
+
+    Raises:
+        PlanError: there is none.
+    """
+    given = {name: size for name in ("pp", "dp", "tp", "cp") if (size := getattr(table, name)) is not None}
+    _check_experts(table, devices, by_hand=by_hand)
+    if by_hand or not {"pp", "dp", "tp"} - given.keys() or table == MeshTable(pp=1, dp=1, tp=1):
+        check_mesh(_axes_of(table), devices)
+        return
+    product = math.prod(given.values())
+    if devices % product:
+        what = " * ".join(f"{name} ({size})" for name, size in given.items()) + (f" = {product}" if len(given) > 1 else "")
+        raise PlanError(
+            f"mesh {what} must divide the devices ({devices}); the nearest that do: "
+            f"{nearest_divisors(devices, product)}; or ask for devices = {-(-devices // product) * product}"
+        )
+
+
+def _check_experts(table: MeshTable, devices: int, *, by_hand: bool) -> None:
+    """Experts are divided over dp * cp ranks: with dp free, at most over the devices beside pp and tp."""
+    pp, tp, cp, ep = table.pp or 1, table.tp or 1, table.cp or 1, table.ep or 1
+    if by_hand or table.dp is not None:
+        copies, what = (table.dp or 1) * cp, f"dp ({table.dp or 1}) * cp ({cp})"
+    else:
+        copies, what = devices // (pp * tp), f"devices ({devices}) / (pp ({pp}) * tp ({tp}))"
+    if copies and copies % ep:
+        raise PlanError(
+            f"mesh ep ({ep}) must divide {what} = {copies}, the ranks that hold the same layers; the nearest that do: "
+            f"{nearest_divisors(copies, ep)}"
+        )
+
+
+def mesh_of(plan: PlanSection) -> Mesh:
+    """The Mesh that [plan] asks for; axes that are left out are 1. Raises PlanError: dp_shard does not divide them."""
+    return replace(_axes_of(plan.mesh or MeshTable()), dp_shard=plan.dp_shard or 0)
+
+
+def _axes_of(table: MeshTable) -> Mesh:
+    return Mesh(pp=table.pp or 1, dp=table.dp or 1, tp=table.tp or 1, cp=table.cp or 1, ep=table.ep or 1)
+
+
+def constraints_of(plan: PlanSection) -> PlanConstraints:
+    """What a search must keep."""
+    table = plan.mesh or MeshTable()
+    return PlanConstraints(
+        pp=table.pp,
+        dp=table.dp,
+        tp=table.tp,
+        cp=table.cp,
+        ep=table.ep,
+        dp_shard=plan.dp_shard,
+        microbatches=plan.microbatches,
+        bucket_bytes=plan.bucket_bytes,
+        pipeline_order=plan.pipeline_order,
+        chunks=plan.chunks,
+        synchronisation=plan.relaxed,
+    )

@@ -1,0 +1,423 @@
+"""What is wrong with a key of a run file, in words: the rule, the value, the fix."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic_core import ErrorDetails
+
+from parsim.app.sections import ConfigSection
+from parsim.errors import ConfigError, near_matches
+from parsim.files import parse_toml
+from parsim.model.spec import is_known
+from parsim.registry import is_reference
+
+_RULES = {
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "string_type": "must be text in quotes",
+    "bool_type": "must be true or false",
+    "model_type": "must be a table",
+    "model_attributes_type": "must be a table",
+    "dict_type": "must be a table",
+    "tuple_type": "must be a list",
+    "finite_number": "must be finite",
+    "string_too_short": "must not be empty",
+}
+
+
+def explained(problem: ErrorDetails, sections: type[ConfigSection]) -> str:
+    """One wrong key: its path, its value, the rule and the fix.
+
+    Args:
+        problem: as pydantic reports it. sections: the model of the whole file.
+    """
+    location = key_parts(problem)
+    path = ".".join(location)
+    table_key = ".".join(location[:2])
+    kind, value, context = problem["type"], problem["input"], problem.get("ctx", {})
+    if kind == "described":
+        return f"{path}: {context['rule']}"
+    if kind == "extra_forbidden":
+        known = _section_at(sections, location[:-1]).model_fields
+        if location[-1] in NOT_BUILT:
+            return f"unknown key {path} (= {_short(value)}): {NOT_BUILT[location[-1]]}"
+        return f"unknown key {path} (= {_short(value)}){near_matches(location[-1], known)}"
+    if kind == "missing":
+        example = EXAMPLES.get(path, "")
+        place = f"under [{'.'.join(location[:-1])}]" if len(location) > 1 else "to the file"
+        return f"{path} is missing; add {example or path} {place}"
+    if kind == "literal_error" and table_key not in _UNION_RULES:
+        allowed = _choices(sections, location)
+        near = near_matches(value, allowed) if isinstance(value, str) else ""
+        listing = "" if near.startswith("; known") else f" (known: {', '.join(allowed)})"
+        return f"{path} = {_short(value)} is unknown{near}{listing}"
+    if kind == "unknown_row":
+        rule = str(context["rule"])
+        return f"{path} = {_short(value)}{' ' if rule.startswith('is unknown') else ': '}{rule}"
+    if table_key in _UNION_RULES:
+        rule = _UNION_RULES[table_key]
+    elif kind in _BOUNDS:
+        sign, bound = _BOUNDS[kind]
+        rule = f"must be {sign} {context[bound]}"
+    else:
+        rule = _RULES.get(kind, problem["msg"])
+    example = EXAMPLES.get(table_key, "")
+    return f"{path} = {_short(value)}: {rule}" + (f"; for example {example}" if example else "")
+
+
+_GROUPS = (
+    "HSDP is plan.zero_stage = 1, 2 or 3 with plan.dp_shard, over how many of the mesh.dp replicas states are divided; "
+    "they are kept dp / dp_shard times"
+)
+_OFFLOAD = "say what lies in the host's memory: plan.optimizer_offload = true, or plan.activation_offload = true or a list"
+RUN_OPTIONS = ("adaptive", "checkpoint_every", "elastic", "max_restarts", "nproc", "resume", "timeout")
+"""Options of `parsim run`, which no run file holds."""
+
+NOT_BUILT = {
+    **{name: f"give --{name.replace('_', '-')} to `parsim run`" for name in RUN_OPTIONS},
+    **dict.fromkeys(("dp_shard", "dp_replicate", "hsdp"), _GROUPS),
+    **dict.fromkeys(("offload", "cpu_offload", "enable_cpu_offload", "offload_optimizer", "cpu_offloading"), _OFFLOAD),
+    "offload_param": "offload of parameters is not supported: they stay on the device; plan.optimizer_offload moves the state",
+}
+"""Keys of other libraries that no plan has, or not there, and what comes nearest."""
+
+_BOUNDS = {
+    "greater_than_equal": (">=", "ge"),
+    "greater_than": (">", "gt"),
+    "less_than_equal": ("<=", "le"),
+    "less_than": ("<", "lt"),
+}
+
+_UNION_RULES = {
+    "cluster.devices": "must be a number of devices >= 1 or a list of device numbers",
+    "plan.activation_offload": "must be true, false or a list of component names",
+    "plan.zero_stage": 'must be 0, 1, 2, 3 or "auto"',
+    "model.args": "must hold text, finite numbers, true or false",
+}
+
+EXAMPLES = {
+    "model": "the table [model] with name",
+    "cluster": "the table [cluster] with profile or gpu",
+    "training": "the table [training] with global_batch",
+    "model.name": 'name = "resnet50"',
+    "model.args": "args = { num_classes = 100 }",
+    "model.input_shape": "input_shape = [3, 224, 224]",
+    "model.inputs": 'inputs = { x = { shape = [3, 32, 32] }, t = { shape = [], dtype = "int64", high = 1000 } }',
+    "model.output": 'output = "logits"',
+    "model.classes_dim": "classes_dim = 0",
+    "model.control_flow": 'control_flow = "example"',
+    "model.target": 'target = { shape = [32, 32], dtype = "int64", high = 5 }',
+    "cluster.profile": 'profile = "dgx1-v100-32gb"',
+    "cluster.gpu": 'gpu = "h100-sxm"',
+    "cluster.group": '[[cluster.group]] with gpu = "h100-sxm" and nodes = 2',
+    "cluster.gpus_per_node": "gpus_per_node = 8",
+    "cluster.link": 'link = "nvswitch-4"',
+    "cluster.cards_per_node": "cards_per_node = 8",
+    "cluster.devices": "devices = 8 or devices = [0, 1, 2, 3]",
+    "cluster.nodes": "nodes = 2",
+    "cluster.network": 'network = "infiniband-100g"',
+    "training.global_batch": "global_batch = 256",
+    "training.learning_rate": "learning_rate = 0.05",
+    "training.epochs": "epochs = 10",
+    "training.steps": "steps = 100",
+    "training.master_weights": "master_weights = true",
+    "training.seed": "seed = 0",
+    "plan.strategy": 'strategy = "adaptive"',
+    "plan.mesh": "mesh = { pp = 2, dp = 2, tp = 1 }",
+    "plan.dp_shard": "dp_shard = 8",
+    "plan.microbatches": "microbatches = 8",
+    "plan.pipeline_order": 'pipeline_order = "1f1b"',
+    "plan.chunks": "chunks = 2",
+    "plan.bucket_bytes": "bucket_bytes = 26214400",
+    "plan.context_exchange": 'context_exchange = "all_gather"',
+    "plan.capacity_factor": "capacity_factor = 1.25",
+    "plan.fit_probability": "fit_probability = 0.95",
+    "plan.zero_stage": 'zero_stage = "auto" or zero_stage = 1',
+    "plan.activation_offload": 'activation_offload = true or activation_offload = ["h.*"]',
+    "plan.placements": 'placements = { "layers.*" = "shard:heads+row/2", "*" = "batch" }',
+    "plan.pin": 'pin = { "head" = "place:0" }',
+    "plan.forbid": 'forbid = { "layers.*" = ["replicate", "shard"] }',
+}
+
+
+def key_parts(problem: ErrorDetails) -> list[str]:
+    """`[cluster, devices, 1]`, without the names of union members that pydantic puts between."""
+    tag = re.compile(r"(constrained-)?(int|float|str|bool)|(tuple|literal)\[.*")
+    return [str(part) for part in problem["loc"] if not (isinstance(part, str) and tag.fullmatch(part))]
+
+
+def _section_at(sections: type[ConfigSection], location: Sequence[str]) -> type[ConfigSection]:
+    """The table a path leads to. A field may be a list or a dict of tables (`training.groups.NAME`)."""
+    found, is_name = sections, False
+    for key in location:
+        if is_name or key.isdigit():  # the place in a list of tables (`cluster.group`)
+            is_name = False
+            continue
+        annotation = found.model_fields[key].annotation
+        (found,) = _tables_in(annotation)
+        is_name = get_origin(annotation) is dict
+    return found
+
+
+def _tables_in(annotation: object) -> list[type[ConfigSection]]:
+    """The tables that a field may hold: itself, or the members of a union."""
+    if isinstance(annotation, type) and issubclass(annotation, ConfigSection):
+        return [annotation]
+    return [table for member in get_args(annotation) for table in _tables_in(member)]
+
+
+def _choices(sections: type[ConfigSection], location: Sequence[str]) -> tuple[str, ...]:
+    annotation = _section_at(sections, location[:-1]).model_fields[location[-1]].annotation
+    literal = next((part for part in get_args(annotation) if get_origin(part) is Literal), annotation)
+    return get_args(literal)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# TOML as text: one value of a command line, tables laid over tables, and tables written out again.
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """`["plan.mesh.pp=2", "cluster.devices=[0, 1]"]` as nested tables. Raises ConfigError for a text of another form."""
+    document: dict[str, Any] = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        parts = [part.strip() for part in key.split(".")]
+        if not equals or len(parts) < 2 or not all(parts):
+            raise ConfigError(f"--set {text!r}: write it as section.key=value, for example --set cluster.devices=4")
+        change: Any = parse_value(value.strip())
+        for part in reversed(parts):
+            change = {part: change}
+        merge(document, change, "")
+    return document
+
+
+def parse_value(text: str) -> Any:
+    """TOML where it is TOML, otherwise the text itself, so that strings need no quotes."""
+    try:
+        document = parse_toml(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return document["value"] if len(document) == 1 else text
+
+
+def merge(base: dict[str, Any], change: Mapping[str, Any], path: str) -> None:
+    """Put `change` over `base`, table by table."""
+    for key, value in change.items():
+        where = f"{path}{key}"
+        if isinstance(value, dict) and key in base and value:
+            if not isinstance(base[key], dict):
+                inner = f"{where}.{next(iter(value))}"
+                raise ConfigError(f"{inner} cannot be set, since {where} = {base[key]!r} is not a table; drop one of the two")
+            merge(base[key], value, f"{where}.")
+        else:
+            base[key] = value
+
+
+def document_text(document: Mapping[str, Mapping[str, Any]]) -> str:
+    """A whole file: every table by its name."""
+    return "\n".join(table_text(name, section) for name, section in document.items())
+
+
+def table_text(name: str, section: Mapping[str, Any]) -> str:
+    """One table; nested tables stand in line."""
+    lines = [f"[{name}]"]
+    lines += [f"{key} = {value_text(value)}" for key, value in section.items()]
+    return "\n".join(lines) + "\n"
+
+
+def value_text(value: object) -> str:
+    """One TOML value on one line."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case float():
+            return repr(value) if math.isfinite(value) else {math.inf: "inf", -math.inf: "-inf"}.get(value, "nan")
+        case list() | tuple():
+            return "[" + ", ".join(value_text(entry) for entry in value) + "]"
+        case dict():
+            pairs = (f"{_toml_key(str(key))} = {value_text(entry)}" for key, entry in value.items())
+            return "{ " + ", ".join(pairs) + " }" if value else "{}"
+        case _:
+            return str(value)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else value_text(key)
+
+
+def scalar_pairs(texts: Sequence[str]) -> tuple[tuple[str, bool | int | float | str], ...]:
+    """`["num_classes=10"]` as the sorted args of a ModelSpec. Raises ConfigError for a text of another form or a table."""
+    pairs: dict[str, bool | int | float | str] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        parsed = parse_value(value.strip())
+        if not equals or not key.strip() or not isinstance(parsed, bool | int | float | str):
+            raise ConfigError(f"--arg {text!r}: write it as key=value with one number or word, e.g. num_classes=10")
+        pairs[key.strip()] = parsed
+    return tuple(sorted(pairs.items()))
+
+
+def parse_numbers(option: str, text: str) -> tuple[int, ...]:
+    """`"0,1,2"` of a command-line option. Raises ConfigError for anything else."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: write whole numbers with commas between, e.g. 0,1,2") from error
+
+
+def is_path(name: str) -> bool:
+    """Whether a text is meant as a path and not as a name.
+
+    Args:
+        name: of a run file.
+    """
+    return (name.endswith((".json", ".toml")) or os.sep in name) and not is_known(name)
+
+
+_PATH_KEYS = (
+    ("model", "name"),
+    ("model", "import_folder"),
+    ("cluster", "profile"),
+    ("cluster", "history"),
+    ("cluster", "gpu"),
+    ("cluster", "link"),
+    ("cluster", "network"),
+    ("plan", "strategy"),
+    ("training", "data_root"),
+)
+_ALWAYS_PATHS = ("data_root", "history", "import_folder")
+
+
+def make_paths_absolute(document: Mapping[str, Any], folder: Path) -> None:
+    """Paths of a run file begin at its folder.
+
+    Args:
+        document: the tables; changed in place. folder: of the file.
+    """
+    for table, key in _PATH_KEYS:
+        section = document.get(table)
+        value = section.get(key) if isinstance(section, dict) else None
+        if isinstance(section, dict) and isinstance(value, str) and value and (key in _ALWAYS_PATHS or is_path(value)):
+            section[key] = str(folder / Path(value).expanduser())
+
+
+# The names "package.module:ROW" of a run file, and the folder in which Python finds their modules.
+
+
+def references(document: Mapping[str, Any]) -> dict[str, str]:
+    """Every "package.module:ROW" of a run file, by its key."""
+    return {
+        f"{table}.{path}": value
+        for table, section in document.items()
+        if isinstance(section, dict)
+        for path, value in _texts(section, deep=table == "training")
+        if is_reference(value)
+    }
+
+
+def _texts(section: Mapping[str, Any], *, deep: bool) -> Iterator[tuple[str, str]]:
+    """Every text of a table by its key; `deep`: those of tables and lists in it too."""
+    for key, value in section.items():
+        if isinstance(value, str):
+            yield key, value
+        elif deep and isinstance(value, dict):
+            yield from ((f"{key}.{path}", text) for path, text in _texts(value, deep=True))
+        elif deep and isinstance(value, list | tuple):
+            yield from ((f"{key}[{place}]", text) for place, text in enumerate(value) if isinstance(text, str))
+
+
+def put_on_path(document: Mapping[str, Any], folder: Path) -> None:
+    """Make the modules of a run file's names importable, as far as `folder` (or its model.import_folder) holds them.
+
+    Raises ConfigError where another module of that name was imported before.
+    """
+    model = document.get("model")
+    given = model.get("import_folder") if isinstance(model, dict) else None
+    chosen = Path(given) if isinstance(given, str) else folder
+    for key, name in references(document).items():
+        if holds(chosen, name):
+            _check_not_imported_from_elsewhere(key, name, chosen)
+            if str(chosen) not in sys.path:
+                sys.path.insert(0, str(chosen))
+                importlib.invalidate_caches()
+
+
+ALLOW_VARIABLE = "PARSIM_ALLOW_CODE"
+"""Set to 1: run files may name code outside their own folders. What --allow-code sets for one command."""
+
+
+MODEL = "model.name"
+_trusted: set[Path] = set()
+"""Folders of run files that this process has read: the configs of their run folders name code there."""
+
+
+def check_trusted(document: Mapping[str, Any], folder: Path, where: str, *, calls_model: bool = True) -> None:
+    """A run file is code as soon as it names some. Its own folder is trusted with it, everything else only if the user says so.
+
+    Args:
+        document: of the file, without what the user has overridden. folder: of the file.
+        calls_model: False if its model is not going to be made: of a run that is only looked at.
+
+    Raises:
+        ConfigError: a name "package.module:ROW" of a module outside the folder, unless code is allowed.
+    """
+    model = document.get("model")
+    given = model.get("import_folder") if isinstance(model, dict) else None
+    chosen = Path(given) if isinstance(given, str) else folder
+    inside = calls_model and chosen.resolve().is_relative_to(folder.resolve())
+    if inside:
+        _trusted.add(chosen.resolve())
+    for key, name in references(document).items():
+        known = inside or chosen.resolve() in _trusted
+        if (known and holds(chosen, name)) or (key == MODEL and not calls_model) or os.environ.get(ALLOW_VARIABLE) == "1":
+            continue
+        raise ConfigError(
+            f"{where}: {key} = {name!r} runs code outside the file's folder ({folder}); if you trust the file and "
+            f"that code, give --allow-code (from Python: set {ALLOW_VARIABLE}=1 in the environment)"
+        )
+
+
+def allow_code() -> None:
+    """Let every run file that this process and its children read name code anywhere."""
+    os.environ[ALLOW_VARIABLE] = "1"
+
+
+def holds(folder: Path, name: str) -> bool:
+    """Whether the module of "package.module:ROW" lies in the folder."""
+    root = root_of(name)
+    return (folder / f"{root}.py").is_file() or (folder / root).is_dir()
+
+
+def root_of(name: str) -> str:
+    """`package` of "package.module:ROW"."""
+    return name.partition(":")[0].split(".")[0]
+
+
+def _check_not_imported_from_elsewhere(key: str, name: str, folder: Path) -> None:
+    root = root_of(name)
+    module = sys.modules.get(root)
+    if module is None:
+        return
+    places = [module.__file__] if getattr(module, "__file__", None) else list(getattr(module, "__path__", ()))
+    if any(Path(str(place)).resolve().is_relative_to(folder.resolve()) for place in places):
+        return
+    raise ConfigError(
+        f"{key} = {name!r}: {root} lies in {folder}, but this process has already imported "
+        f"{', '.join(map(str, places)) or 'a built-in module'} under that name; rename one of them, or start a new process"
+    )

@@ -1,0 +1,164 @@
+"""`--elastic`: a training whose rank dies goes on by itself, on the devices that are left.
+
+The rule is a pure state machine (`Survivors`). A device is left out once it is lost, or once a rank on it has died twice.
+Until then all go on with the same plan. With fewer devices the question is planned again for these. The training
+goes on from its latest checkpoint, which any plan of the model can read. Every attempt is a launch of its own, with its
+own store, so nobody finds the addresses of dead peers.
+
+Leaves out: a launcher that dies. Start it again with --resume.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from parsim.app.ask import answer_of, check_runnable, with_every_rank
+from parsim.app.config import PlanSection, RunConfig
+from parsim.app.doctor import warn
+from parsim.app.load import cluster_of, problem_of
+from parsim.app.measured import Measured
+from parsim.app.prediction import Prediction
+from parsim.app.question import Question
+from parsim.app.run_folder import RunFolder, forget_results, resumption
+from parsim.errors import ConfigError, DoesNotFitError, ParsimError, PlanError, RankLostError
+from parsim.units import format_seconds
+
+MAX_RESTARTS = 3
+TIMES_OUT = 2
+"""Deaths of ranks on one device after which it is left out."""
+
+
+@dataclass(slots=True)
+class Survivors:
+    """Which devices a training goes on with.
+
+    Attributes:
+        devices: numbers in the profile, by rank. deaths: of ranks, by device.
+    """
+
+    devices: tuple[int, ...]
+    deaths: Counter[int] = field(default_factory=Counter)
+
+    def after(self, ranks: Sequence[int], *, device_lost: bool) -> tuple[int, ...]:
+        """The devices that are left after these ranks died; all of them where none would be left.
+
+        Args:
+            ranks: of the plan at hand. device_lost: their devices do not answer any more.
+        """
+        named = [self.devices[rank] for rank in ranks if rank < len(self.devices)]
+        if len(named) < len(self.devices):  # where all hang, none is to blame
+            self.deaths.update(named)
+        out = {device for device in named if device_lost or self.deaths[device] >= TIMES_OUT}
+        self.devices = tuple(device for device in self.devices if device not in out) or self.devices
+        return self.devices
+
+
+def restarting(
+    attempt: Callable[[Prediction, bool, Sequence[str]], Measured],
+    asked: Prediction,
+    folder: RunFolder,
+    *,
+    steps: int,
+    run: str,
+    max_restarts: int,
+) -> Measured:
+    """Train, and go on after ranks have died.
+
+    Args:
+        attempt: trains under a prediction, from the latest checkpoint if the second argument is true; the third: what to tell.
+        asked: to begin with. folder: held by the caller. steps: of the whole training. run: name of its records.
+        max_restarts: how often.
+
+    Raises:
+        RankLostError: the last one, once there were too many. DoesNotFitError, PlanError: no plan on what is left.
+    """
+    survivors = Survivors(tuple(device.index for device in asked.problem.cluster.devices))
+    restarts: list[dict[str, Any]] = []
+    told: list[str] = []
+    while True:
+        try:
+            done = attempt(asked, bool(restarts), told)
+        except RankLostError as error:
+            text = str(error).partition(" The checkpoint of step ")[0]
+            if len(restarts) == max_restarts:
+                more = f" It was restarted {max_restarts} times (--max-restarts)." if max_restarts else ""
+                raise error.with_text(f"{error}{more}") from error
+            begun_s = time.monotonic()
+            before = asked.plan
+            left = survivors.after(error.ranks, device_lost=error.device_lost)
+            asked = on_devices(asked, left)
+            begun = resumption(folder, asked.config, steps)
+            if error.raised and restarts and restarts[-1]["step"] == begun.step and restarts[-1]["failure"] == text:
+                raise error.with_text(f"{error} It was restarted and failed in the same way.") from error
+            restarts.append(
+                {
+                    "failure": text,
+                    "ranks": list(error.ranks),
+                    "step": begun.step,
+                    "devices": list(left),
+                    "plan": asked.plan.summary(),
+                    "planning_s": time.monotonic() - begun_s,
+                }
+            )
+            told = [_told(restarts[-1], is_same=asked.plan == before, count=len(restarts), most=max_restarts)]
+            warn(told[0])
+            forget_results(folder, run)
+        else:
+            return replace(done, document={**done.document, "restarts": restarts})
+
+
+def _told(restart: dict[str, Any], *, is_same: bool, count: int, most: int) -> str:
+    how = "under the same plan" if is_same else f"on {len(restart['devices'])} devices under {restart['plan']}"
+    seconds = format_seconds(restart["planning_s"])
+    return (
+        f"{restart['failure'].rstrip('.')}. The training continues automatically from step {restart['step']}, {how} "
+        f"(restart {count} of at most {most}, decided in {seconds})"
+    )
+
+
+def on_devices(asked: Prediction, devices: Sequence[int]) -> Prediction:
+    """The prediction for these devices: the same one, or that of a plan for fewer.
+
+    A plan that was given by hand, or a mesh, cannot be kept on fewer: then the best of all families is taken.
+
+    Raises:
+        DoesNotFitError: no plan fits. PlanError: replicas have weights of their own, which fewer cannot take over.
+    """
+    cluster = asked.problem.cluster
+    if [device.index for device in cluster.devices] == list(devices):
+        return asked
+    if asked.plan.synchronisation.mixes:
+        raise PlanError(
+            f"the plan ({asked.plan.summary()}) has replicas with weights of their own, and {len(devices)} devices are left: "
+            "fewer replicas cannot continue with them; continue with --resume on as many devices"
+        )
+    table = asked.config.cluster.model_copy(update={"devices": tuple(devices)})
+    config = asked.config.model_copy(update={"cluster": table})
+    try:
+        return _planned(asked, config)
+    except ParsimError:
+        return _planned(asked, config.model_copy(update={"plan": PlanSection()}))
+
+
+def _planned(asked: Prediction, config: RunConfig) -> Prediction:
+    """The best plan for a config on fewer devices. Raises ParsimError where there is none."""
+    problem = problem_of(config, model=asked.problem.model, cluster=cluster_of(config, asked.problem.cluster.profile))
+    problem = replace(problem, loading=asked.problem.loading)
+    question = Question(config=config, assumed=asked.assumed, name=config.model.name, given=asked.given)
+    found = answer_of(question, problem)
+    if not found.fits:
+        raise DoesNotFitError(found.sentence())
+    check_runnable(found.prediction, None)
+    return with_every_rank(found.prediction)
+
+
+def check_elastic(*, elastic: bool, adaptive: bool, max_restarts: int) -> None:
+    """Raises ConfigError for options that exclude one another."""
+    if elastic and adaptive:
+        raise ConfigError("--adaptive cannot continue a training that ended, and --elastic does; drop one of them")
+    if max_restarts < 0:
+        raise ConfigError(f"max_restarts = {max_restarts}: must be >= 0")

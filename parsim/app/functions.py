@@ -1,0 +1,608 @@
+"""The public functions of `import parsim`: the same work as the commands, with data as the result.
+
+Progress goes to stderr. Every error a user can cause is a `parsim.ParsimError` that says the rule, the value and the fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from parsim.app.answer import Answer, Calibration, CostTable
+from parsim.app.config import Granularity
+from parsim.app.doctor import progress
+from parsim.app.measured import Measured
+from parsim.app.prediction import Prediction
+from parsim.app.question import Question, is_run_file, question_from_file, question_of
+from parsim.app.sections import MOST_SAMPLES
+from parsim.errors import ConfigError
+from parsim.hardware.cluster import Cluster
+from parsim.model.model import Model
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    AskedModel = str | Path | Model | nn.Module
+    AskedCluster = str | Path | Cluster | Calibration
+
+
+# The arguments of public functions as keys of a run file.
+
+
+QuestionSettings = Mapping[str, object]
+
+KEYS = {
+    "precision": "training.precision",
+    "optimizer": "training.optimizer",
+    "tokens": "training.tokens",
+    "samples": "training.samples",
+    "strategy": "plan.strategy",
+    "devices": "cluster.devices",
+    "nodes": "cluster.nodes",
+    "network": "cluster.network",
+    "args": "model.args",
+    "seq": "model.args.seq",
+    "input_shape": "model.input_shape",
+    "granularity": "model.granularity",
+}
+"""The key of a run file that an argument stands for."""
+
+
+def keys_of(settings: QuestionSettings | None, **arguments: object) -> QuestionSettings:
+    """The arguments by their `KEYS`, and further keys. Raises ConfigError for a key given twice."""
+    given = {KEYS[name]: _plain(value) for name, value in arguments.items() if value is not None}
+    for key, value in (settings or {}).items():
+        if key in given:
+            raise ConfigError(f"settings[{key!r}] = {value!r}, but {key} = {given[key]!r} was given as an argument; drop one")
+    return {**given, **(settings or {})}
+
+
+def _plain(value: object) -> object:
+    """As a run file would hold it."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+def plan(
+    model: AskedModel,
+    *,
+    cluster: AskedCluster | None = None,
+    global_batch: int | None = None,
+    precision: str | None = None,
+    optimizer: str | None = None,
+    strategy: str | Path | None = None,
+    devices: int | Sequence[int] | None = None,
+    nodes: int | None = None,
+    network: str | Path | None = None,
+    args: Mapping[str, object] | None = None,
+    input_shape: Sequence[int] | None = None,
+    seq: int | None = None,
+    tokens: float | None = None,
+    samples: float | None = None,
+    example_inputs: Any = None,
+    settings: QuestionSettings | None = None,
+    overrides: Sequence[str] = (),
+    top: int | None = None,
+) -> Answer:
+    """Search for the fastest plan to train a model on a cluster, and rank the best plan of each family.
+
+    Args:
+        model: a name ("resnet50", "llama3-70b"), "package.module:factory", the path of a Hugging Face config.json, of a saved
+            Model or of a run file (which holds all other arguments); or a Model, or an nn.Module.
+        cluster: a shipped profile by name, the path of one, "this-machine", a Cluster or a Calibration.
+        global_batch: samples per step over all replicas.
+        precision: "fp32", "tf32", "amp_fp16", "amp_bf16", "bf16", "fp16", "fp8" or "nvfp4".
+        optimizer: a row of docs/extending.md ("sgd_momentum", "adamw_fused"), or torch's name ("AdamW").
+        strategy: "single", "dp", "mp", "hp", "adaptive" (all of these), or the path of a plan.json.
+        devices: the first N of every node, or device numbers. nodes: copies of the cluster, connected by `network`.
+        args: keyword arguments of the model. input_shape: of one sample, such as (3, 224, 224); tokens: (seq,).
+        seq: tokens per sample of a language model. tokens, samples: of the whole training, for days, price and failures.
+        example_inputs: of an nn.Module, instead of input_shape: a batch for its forward (a Tensor, a tuple, a dict by
+            name); a tensor whose dim 0 differs from that of the first is constant.
+        settings: any further key of a run file, such as {"plan.zero_stage": 1}. overrides: the same as strings, in the form of
+            `--set`.
+        top: keep the `top` fastest plans over all strategies instead of the best of each.
+
+    Returns:
+        The ranked plans. `assumed` lists the defaults taken. If no plan fits, `fits` is False.
+
+    Raises:
+        ParsimError: ConfigError for a wrong or missing key, ModelError, ProfileError, PlanError, ScheduleError, CostError.
+
+    >>> answer = plan("mlp", cluster="dgx1-v100-32gb", global_batch=1024, devices=4, strategy="dp")
+    >>> answer.chosen.plan.summary()
+    'dp pp=1 dp=4 tp=1 mb=1x256 zero3 buckets=2.02MiB'
+    >>> answer.assumed["training.precision"], answer.fits
+    ('fp32', True)
+    >>> list(answer.table().columns[:4])
+    ['strategy', 'plan', 'chosen', 'step_s']
+    """
+    keys = keys_of(
+        settings,
+        precision=precision,
+        optimizer=optimizer,
+        strategy=strategy,
+        devices=devices,
+        nodes=nodes,
+        network=network,
+        args=args,
+        input_shape=input_shape,
+        seq=seq,
+        tokens=tokens,
+        samples=samples,
+    )
+    question = _question(model, cluster, global_batch, keys, overrides, example_inputs)
+    return _ask(question, top=top)
+
+
+def simulate(
+    model: AskedModel | Answer | Prediction,
+    *,
+    cluster: AskedCluster | None = None,
+    global_batch: int | None = None,
+    precision: str | None = None,
+    optimizer: str | None = None,
+    strategy: str | Path | None = None,
+    devices: int | Sequence[int] | None = None,
+    nodes: int | None = None,
+    network: str | Path | None = None,
+    args: Mapping[str, object] | None = None,
+    input_shape: Sequence[int] | None = None,
+    seq: int | None = None,
+    engine: Literal["static", "dynamic"] = "static",
+    scenario: str | Path | None = None,
+    whole_run: bool = False,
+    example_inputs: Any = None,
+    settings: QuestionSettings | None = None,
+    overrides: Sequence[str] = (),
+) -> Prediction:
+    """Simulate one step of one plan, task by task: the best plan of a strategy, or the plan of an earlier answer.
+
+    Args:
+        model: as for `plan`; or an Answer (its chosen plan, or the fastest that does not fit) or a Prediction, without the
+            arguments that make a question.
+        cluster, global_batch, precision, optimizer, strategy, devices, nodes, network, args, input_shape, seq, example_inputs,
+            settings, overrides: as for `plan`.
+        engine: "static" (arrays) or "dynamic" (processes); both give the same timeline.
+        scenario: path of a scenario.toml: stragglers, links, failures; needs engine="dynamic".
+        whole_run: simulate to the end of training, by the scenario's table [run].
+
+    Returns:
+        The prediction, with every rank simulated up to 64 ranks; a plan that does not fit has `fits` False.
+
+    Raises:
+        ParsimError: as `plan`; ScenarioError for a scenario that contradicts the plan or the cluster.
+
+    >>> predicted = simulate("mlp", cluster="dgx1-v100-32gb", global_batch=1024, strategy="dp")
+    >>> ranks = predicted.breakdown()
+    >>> len(ranks), bool((ranks.compute_s < ranks.step_s).all())
+    (8, True)
+    """
+    from parsim.app.ask import check_options, simulate_prediction
+
+    path = None if scenario is None else Path(scenario)
+    check_options(engine, path, whole_run)
+    arguments = {
+        "precision": precision,
+        "optimizer": optimizer,
+        "strategy": strategy,
+        "devices": devices,
+        "nodes": nodes,
+        "network": network,
+        "args": args,
+        "input_shape": input_shape,
+        "seq": seq,
+    }
+    if isinstance(model, Answer | Prediction):
+        _check_nothing_beside(
+            model,
+            cluster=cluster,
+            global_batch=global_batch,
+            settings=settings,
+            overrides=overrides or None,
+            example_inputs=example_inputs,
+            **arguments,
+        )
+        asked = model.prediction if isinstance(model, Answer) else model
+    else:
+        question = _question(model, cluster, global_batch, keys_of(settings, **arguments), overrides, example_inputs)
+        asked = _ask(question).prediction
+    with progress(f"Simulating {asked.plan.summary()}"):
+        return simulate_prediction(asked, engine=engine, scenario=path, whole_run=whole_run)
+
+
+def run(
+    model: str | Path | Answer | Prediction,
+    *,
+    cluster: str | Path | Calibration | None = None,
+    global_batch: int | None = None,
+    nproc: int | None = None,
+    steps: int | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    checkpoint_every: int = 0,
+    adaptive: bool = False,
+    window_steps: int = 20,
+    timeout_s: float = 30.0,
+    elastic: bool = False,
+    max_restarts: int = 3,
+    settings: QuestionSettings | None = None,
+    overrides: Sequence[str] = (),
+) -> Measured:
+    """Train for real under a plan on this machine, and compare with the prediction. Blocks until the training has ended.
+
+    The processes are started as separate programs: a script needs no `if __name__ == "__main__"`.
+
+    Args:
+        model: a Prediction, an Answer (its chosen plan), or the name of a model as for `plan`, with cluster, global_batch and
+            settings.
+        nproc: processes; default: one per rank of the plan. Any other number is an error.
+        steps: steps to train; default: as in the question, or one pass over the data.
+        settings, overrides: as for `plan`.
+        out: folder of the run; default: a new one under runs/. resume: continue from the latest checkpoint in it.
+        checkpoint_every: steps between checkpoints; 0: at the end only.
+        adaptive: measure while training, decide every `window_steps` steps, and change the plan if that saves time.
+        timeout_s: a process that is stopped, or makes no progress, for longer ends the run.
+        elastic: if a rank dies, restart from the latest checkpoint, at most `max_restarts` times. A device on which ranks have
+            died twice is dropped, and the others get a new plan.
+
+    Raises:
+        ParsimError: DoesNotFitError, PlanError (more or fewer processes than ranks, several nodes), ModelError (a model given
+            as a value, which the processes cannot build), ExecutionError (a rank failed).
+    """
+    from parsim.app.ask import check_launchable
+    from parsim.app.train import check_options, train
+
+    check_options(adaptive=adaptive, resume=resume, out=out, checkpoint_every=checkpoint_every)
+    asked, name = _predicted(model, cluster, global_batch, settings, overrides, before=check_launchable)
+    if steps is not None:
+        training = asked.config.training.model_copy(update={"steps": _positive("steps", steps)})
+        asked = replace(asked, config=asked.config.model_copy(update={"training": training}))
+    return train(
+        asked,
+        nproc=nproc,
+        out=None if out is None else Path(out),
+        name=name,
+        resume=resume,
+        checkpoint_every=checkpoint_every,
+        adaptive=adaptive,
+        window_steps=window_steps,
+        timeout_s=_positive_s("timeout_s", timeout_s),
+        elastic=elastic,
+        max_restarts=max_restarts,
+    )
+
+
+def validate(
+    target: str | Path | Answer | Prediction,
+    *,
+    out: str | Path | None = None,
+    rounds: int = 10,
+    tasks: bool = False,
+    history: str | Path | None = None,
+    session: str | None = None,
+    update: bool = False,
+    timeout_s: float = 30.0,
+    overrides: Sequence[str] = (),
+) -> Measured:
+    """Compare a prediction with a measurement, of an existing run or of new rounds; record the result in the profile's
+    history.
+
+    Args:
+        target: the folder of a run; or, for a new measurement, a run file, a Prediction or an Answer.
+        rounds: of a new measurement, at least 4, because the A/A floor splits them. tasks: keep every task in the JSON.
+        out: folder of a new run. overrides: as for `plan`.
+        history: record the validation in this file instead of the profile's own.
+        session: name of measurements made together; a correction from one of them is never tested on another.
+        update: write the run's factors relative to the profile into the profile. timeout_s: as `run`.
+
+    Raises:
+        ParsimError: as `run`; ConfigError for an update of a shipped profile.
+    """
+    from parsim.app.ask import ask, check_launchable
+    from parsim.app.record_validation import updatable
+    from parsim.app.train import validate as measure
+    from parsim.app.train import validate_again, with_history
+
+    place = None if history is None else Path(history)
+    if isinstance(target, str | Path) and Path(target).is_dir():
+        return validate_again(Path(target), history=place, tasks=tasks, session=session, update=update)
+    if rounds < 4:
+        raise ConfigError(f"rounds = {rounds}: the A/A floor splits them into halves of at least 2; measure 4 or more")
+    if isinstance(target, Answer | Prediction):
+        asked = target.chosen if isinstance(target, Answer) else target
+        name = asked.problem.model.name
+        asked = asked if place is None else replace(asked, config=with_history(asked.config, place))
+    else:
+        question = question_from_file(Path(target), overrides)
+        if place is not None:
+            question = replace(question, config=with_history(question.config, place))
+        if update:
+            updatable(question.config)
+        check_launchable(question.config)
+        with progress("Planning"):
+            asked, name = ask(question, runs_here=True).prediction, question.name
+    return measure(
+        asked,
+        out=None if out is None else Path(out),
+        name=f"{name}-validation",
+        rounds=rounds,
+        tasks=tasks,
+        session=session,
+        update=update,
+        timeout_s=_positive_s("timeout_s", timeout_s),
+    )
+
+
+def open_run(folder: str | Path) -> Measured:
+    """Read the results of an earlier run, and compare them with the profile, history and plan in its folder.
+
+    Args:
+        folder: a run folder, as `parsim.run` made it.
+
+    Raises:
+        ConfigError: it is not a run folder.
+        ExecutionError: it was simulated and never run.
+    """
+    from parsim.app.train import open_measured
+
+    return open_measured(Path(folder))
+
+
+def calibrate(
+    model: str | Path,
+    *,
+    global_batch: int | None = None,
+    optimizer: str | None = None,
+    args: Mapping[str, object] | None = None,
+    input_shape: Sequence[int] | None = None,
+    granularity: Granularity | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
+    nproc: int | None = None,
+    quick: bool = False,
+    out: str | Path | None = None,
+) -> Calibration:
+    """Measure this machine: the components of a model, its optimizer, and collectives between the ranks.
+
+    Args:
+        model: by name as for `plan`, or a run file, which holds batch and optimizer.
+        args, input_shape, granularity: of the model.
+        global_batch: samples per step; the local batches of its plans are measured.
+        device: "cpu" or "cuda"; default: "cuda" if torch sees a GPU. nproc: ranks; default: one per GPU or core.
+        quick: fewer rounds and sizes, in about a minute instead of several.
+        out: path of the profile; default: the cache of cluster="this-machine" ($PARSIM_HOME/profiles, or
+            ~/.cache/parsim/profiles).
+
+    A calibration that was stopped continues when it is called again with the same arguments.
+
+    Raises:
+        ParsimError: MissingDependencyError without torch; ConfigError, ProfileError, ExecutionError.
+    """
+    from parsim.app.calibration import calibration_request, device_here, measure_machine
+    from parsim.app.load import THIS_MACHINE, cache_path
+
+    keys = keys_of(None, optimizer=optimizer, args=args, input_shape=input_shape, granularity=granularity)
+    asked_cluster = None if is_run_file(model) else THIS_MACHINE
+    config = _question(model, asked_cluster, global_batch, keys, (), None).config
+    path = cache_path(config) if out is None else Path(out)
+    if out is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    request = calibration_request([config], device=device or device_here(), nproc=nproc, quick=quick)
+    return Calibration(path=path, profile=measure_machine(request, path))
+
+
+def cost(
+    cluster: AskedCluster,
+    *,
+    collective: str | None = None,
+    size_bytes: int | None = None,
+    ranks: Sequence[int] | None = None,
+    nodes: int = 1,
+    network: str | None = None,
+    model: str | Model | None = None,
+    batch: int | None = None,
+    args: Mapping[str, Any] | None = None,
+    input_shape: Sequence[int] | None = None,
+    granularity: Granularity = "block",
+    ways: int | None = None,
+    precision: str = "fp32",
+    optimizer: str = "sgd_momentum",
+) -> CostTable:
+    """Price a collective, or every component of a model, and name the source of each price.
+
+    Args:
+        cluster: a shipped profile by name, the path of one, a Cluster or a Calibration; nodes and network as for `plan`.
+        collective: "all_reduce", "all_gather", "reduce_scatter", ..., or "send_recv". size_bytes: S, the whole array, as
+            nccl-tests counts it. ranks: of the group; default: all.
+        model: price every component instead, at `batch` local samples, with args, input_shape, granularity, precision and
+            optimizer. ways: also price one of that many tensor-parallel shards of every component that has them.
+
+    Raises:
+        ParsimError: ConfigError for arguments that do not go together; ModelError, ProfileError, CostError.
+
+    >>> price = cost("dgx1-v100-32gb", collective="all_reduce", size_bytes=100_000_000).to_dict()
+    >>> price["algorithm"], 0.001 < price["seconds"]["median"] < 0.01
+    ('ring', True)
+    """
+    from parsim.app.ask import collective_row, component_rows
+    from parsim.costs.costs import Costs
+    from parsim.model.formats import model_in, recorded_weights
+    from parsim.model.load import load_model
+    from parsim.model.spec import ModelSpec
+
+    if (collective is None) == (model is None):
+        raise ConfigError("give either collective with size_bytes, or model with batch")
+    where = _priced_cluster(cluster, nodes, network)
+    title = f"Costs on {where.name}"
+    if collective is not None:
+        if size_bytes is None:
+            raise ConfigError(f"collective = {collective!r} needs size_bytes, the size of the whole array")
+        group = tuple(range(where.size)) if ranks is None else tuple(ranks)
+        document = collective_row(where, collective, size_bytes, group)
+        return CostTable(title=title, rows=(document,), document=document)
+    if batch is None:
+        raise ConfigError("a model's costs need batch, the local samples that every component sees")
+    if batch > MOST_SAMPLES:
+        raise ConfigError(f"batch = {batch}: must be <= {MOST_SAMPLES}; give the samples that one device sees in a step")
+    if isinstance(model, Model):
+        priced = model
+    else:
+        shape = None if input_shape is None else tuple(input_shape)
+        spec = ModelSpec(name=str(model), args=tuple(sorted((args or {}).items())), input_shape=shape)
+        priced = load_model(spec, granularity=granularity, weights=recorded_weights(precision))
+    costs = Costs(model=model_in(priced, precision), cluster=where, precision=precision, optimizer=optimizer)
+    rows = tuple(component_rows(costs, batch, ways))
+    name = priced.name if isinstance(model, Model) else model
+    document = {"model": name, "granularity": granularity, "samples": batch, "precision": precision, "rows": list(rows)}
+    return CostTable(title=title, rows=rows, document=document)
+
+
+def trace(
+    module: nn.Module,
+    example_inputs: Any = None,
+    *,
+    input_shape: Sequence[int] | None = None,
+    granularity: Granularity = "block",
+    loss: str | None = None,
+    name: str | None = None,
+    control_flow: Literal["refuse", "example"] = "refuse",
+) -> Model:
+    """Trace a torch module into components: a Model that can be planned, priced and saved as JSON.
+
+    Args:
+        example_inputs: a batch for the forward of the module; or input_shape, of one sample.
+        control_flow: if the forward branches on values of tensors, refuse it with its line, or follow the example inputs and
+            record that in `Model.assumptions`. Experts chosen by topk or argmax are always taken as balanced.
+        granularity: "block", "sublayer" (halves of blocks, which can be sharded) or "layer".
+        loss: "cross_entropy", "mse", "bce", "own" or "package:function", with `output`, `classes_dim` and `target` in brackets:
+            "cross_entropy(classes_dim=0)"; default: by the output. name: of the Model.
+
+    Raises:
+        ParsimError: TraceError for a module that cannot be cut; MissingDependencyError without torch.
+    """
+    from parsim.model.load import model_from_module
+
+    shape = None if input_shape is None else tuple(input_shape)
+    return model_from_module(
+        module,
+        example_inputs,
+        input_shape=shape,
+        granularity=granularity,
+        loss=loss,
+        name=name,
+        control_flow=control_flow,
+    )
+
+
+def load_cluster(
+    profile: str | Path | Calibration,
+    *,
+    devices: int | Sequence[int] | None = None,
+    nodes: int = 1,
+    network: str | None = None,
+) -> Cluster:
+    """A cluster as a value: the devices and links of a profile, or of several copies of it.
+
+    Args:
+        profile: a shipped profile by name, the path of one, or GPUs such as "1024xh100-sxm". devices: the first N of every
+            node, or device numbers.
+        nodes: copies, connected by the network of this name (or path).
+
+    Raises:
+        ProfileError: an unknown profile or network, or devices that it lacks.
+
+    >>> load_cluster("dgx1-v100-32gb", nodes=2, network="infiniband-100g").size
+    16
+    """
+    from parsim.hardware.cluster import cluster_from_profile
+    from parsim.hardware.parts import is_shorthand, machines_of
+    from parsim.hardware.profile import load_profile
+
+    if not isinstance(profile, Calibration) and is_shorthand(str(profile)):
+        found = machines_of(str(profile))
+        profile, nodes = found.node, found.nodes * nodes
+    loaded = profile.profile if isinstance(profile, Calibration) else load_profile(str(profile))
+    return cluster_from_profile(loaded, devices, nodes=nodes, network=network)
+
+
+def _question(
+    model: AskedModel,
+    cluster: AskedCluster | None,
+    global_batch: int | None,
+    settings: QuestionSettings,
+    overrides: Sequence[str],
+    example_inputs: Any,
+) -> Question:
+    return question_of(
+        model,
+        cluster=cluster.path if isinstance(cluster, Calibration) else cluster,
+        global_batch=global_batch,
+        settings=settings,
+        overrides=overrides,
+        example_inputs=example_inputs,
+    )
+
+
+def _ask(question: Question, *, top: int | None = None, runs_here: bool = False) -> Answer:
+    from parsim.app.ask import ask
+
+    config = question.config
+    with progress(f"Planning {config.model.name} on {config.cluster.in_words}"):
+        return ask(question, top=top, runs_here=runs_here)
+
+
+def _predicted(
+    model: str | Path | Answer | Prediction,
+    cluster: str | Path | Calibration | None,
+    global_batch: int | None,
+    settings: QuestionSettings | None,
+    overrides: Sequence[str],
+    *,
+    before: Any,
+) -> tuple[Prediction, str]:
+    """What to run, and a name for its folder; `before` checks the config before anything is searched."""
+    from parsim.app.training_checks import check_images_suit
+
+    if isinstance(model, Answer | Prediction):
+        _check_nothing_beside(model, cluster=cluster, global_batch=global_batch, settings=settings, overrides=overrides or None)
+        asked = model.chosen if isinstance(model, Answer) else model
+        return asked, asked.problem.model.name
+    question = _question(model, cluster, global_batch, settings or {}, overrides, None)
+    before(question.config)
+    if question.model is None:
+        check_images_suit(question.config)
+    return _ask(question, runs_here=True).prediction, question.name
+
+
+def _priced_cluster(cluster: AskedCluster, nodes: int, network: str | None) -> Cluster:
+    if not isinstance(cluster, Cluster):
+        return load_cluster(cluster, nodes=nodes, network=network)
+    if nodes != 1 or network is not None:
+        raise ConfigError("nodes and network are those of the Cluster that was given; drop them, or give a profile")
+    return cluster
+
+
+def _check_nothing_beside(found: Answer | Prediction, **given: object) -> None:
+    beside = [name for name, value in given.items() if value is not None]
+    if beside:
+        raise ConfigError(
+            f"{beside[0]} was given beside {'an Answer' if isinstance(found, Answer) else 'a Prediction'}, which says it "
+            "itself; drop it, or plan again with it"
+        )
+
+
+def _positive_s(name: str, value: float) -> float:
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name} = {value}: must be a number of seconds above 0")
+    return value
+
+
+def _positive(name: str, value: int) -> int:
+    if value < 1:
+        raise ConfigError(f"{name} = {value}: must be >= 1")
+    return value

@@ -1,0 +1,628 @@
+"""The figures that people quote of a training step: tokens per second, TFLOP/s, MFU and HFU, days and price."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from parsim.app.config import RunConfig
+from parsim.engines.scenario.checkpointing import daly_interval_s, expected_run_s, young_interval_s
+from parsim.errors import ConfigError, ParsimError, ProfileError
+from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.parts import load_gpu
+from parsim.hardware.profile import Profile, Sourced
+from parsim.model.formats import operator_precision
+from parsim.predict.breakdown import model_flop, recomputed_flop, tokens_per_sample
+from parsim.predict.evaluate import Evaluation
+from parsim.predict.problem import PlanningProblem
+from parsim.predict.result import Interval
+from parsim.units import format_bytes, format_count, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from parsim.app.answer import Answer
+    from parsim.app.question import Question
+
+
+# What it would take to be faster: the search again on changed clusters, one change at a time.
+
+
+MORE_GPUS = 1.5
+TIMES = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """One change and what it gives.
+
+    Attributes:
+        faster: samples per second over those of the answer, less one; None where no plan was found. reaches: the aim.
+        plan: a summary. reason: why there is no plan.
+    """
+
+    what: str
+    faster: float | None
+    reaches: bool
+    plan: str = ""
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "change": self.what,
+            "faster": self.faster,
+            "reaches": self.reaches,
+            "plan_summary": self.plan or None,
+            "reason": self.reason or None,
+        }
+
+    def line(self) -> str:
+        """`bandwidth between nodes x 2: +12%, not enough (dp ...)`."""
+        if self.faster is None:
+            return f"{self.what}: no plan ({self.reason})"
+        return f"{self.what}: {self.faster:+.0%}, {'enough' if self.reaches else 'not enough'} ({self.plan})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatWould:
+    """Attributes: faster: the aim, as a part of samples per second. changes: each alone, the largest gain first."""
+
+    faster: float
+    changes: tuple[WhatIf, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, under `what_would`."""
+        return {"faster": self.faster, "changes": [change.to_dict() for change in self.changes]}
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        enough = [change.what for change in self.changes if change.reaches]
+        said = ", or ".join(enough) if enough else "none of these changes alone"
+        return [
+            f"What would be {self.faster:.0%} faster: {said}.",
+            *(f"  {change.line()}" for change in self.changes),
+        ]
+
+
+def parse_faster(text: str) -> float:
+    """`20%` or `0.2` as 0.2. Raises ConfigError for anything else."""
+    number = text.strip()
+    try:
+        value = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
+    except ValueError as error:
+        raise ConfigError(f"--faster {text!r}: write a share such as 20% or 0.2") from error
+    if value >= 1 and not number.endswith("%"):
+        raise ConfigError(f"--faster {text!r} would be {value:.0%}: write {number}%, or a share such as 0.2")
+    return check_faster(value)
+
+
+def check_faster(value: float) -> float:
+    """Raise ConfigError for an aim that cannot be."""
+    if not 0 < value < 100:
+        raise ConfigError(f"faster = {value:g}: must be > 0 and < 100; 0.2 means 20% more samples per second")
+    return value
+
+
+def what_would(answer: Answer, faster: float) -> WhatWould:
+    """Ask the question again with each change.
+
+    Args:
+        answer: to the question as it is. faster: the aim, 0.2 for 20% more samples per second.
+
+    Raises:
+        ConfigError: the aim cannot be, or no plan fits as it is.
+    """
+    from parsim.app.ask import ask
+
+    check_faster(faster)
+    if answer.config.cluster.group is not None:
+        raise ConfigError(
+            "--faster changes clusters of one kind of GPU, and [[cluster.group]] names several; change the groups"
+        )
+    if not answer.fits:
+        raise ConfigError("--faster compares with the plan that was chosen, and none fits; change the question first")
+    base = answer.prediction.throughput_samples_per_s.median
+    found: list[WhatIf] = []
+    for what, question in _changed(answer):
+        try:
+            other = ask(question())
+        except ParsimError as error:
+            found.append(WhatIf(what=what, faster=None, reaches=False, reason=str(error).splitlines()[0]))
+            continue
+        if not other.fits:
+            found.append(WhatIf(what=what, faster=None, reaches=False, reason="no plan fits"))
+            continue
+        gain = other.prediction.throughput_samples_per_s.median / base - 1
+        found.append(WhatIf(what=what, faster=gain, reaches=gain >= faster, plan=other.prediction.plan.summary()))
+    order = sorted(found, key=lambda change: -1.0 if change.faster is None else change.faster, reverse=True)
+    return WhatWould(faster=faster, changes=tuple(order))
+
+
+def _changed(answer: Answer) -> Iterator[tuple[str, Callable[[], Question]]]:
+    cluster, question = answer.problem.cluster, answer.question
+    nodes = max(device.node for device in cluster.devices) + 1
+
+    def on(other: Callable[[], Cluster]) -> Callable[[], Question]:
+        return lambda: replace(question, cluster=other())
+
+    if nodes > 1 and cluster.network is not None:
+        yield f"bandwidth between nodes x {TIMES:g}", on(lambda: _with_network(cluster, nodes))
+    if cluster.size > 1 and cluster.profile.links:
+        yield f"bandwidth inside nodes x {TIMES:g}", on(lambda: _again(_faster_links(cluster.profile), cluster, nodes))
+    yield f"memory of a GPU x {TIMES:g}", on(lambda: _again(_more_memory(cluster.profile), cluster, nodes))
+    if cluster.network is not None or nodes > 1:
+        more = _more_nodes(answer, nodes)
+        table = question.config.plan.mesh
+        both = "" if table is None or table.dp is None else " and batch"
+
+        def grown() -> Question:
+            config = _with_replicas(question.config, more / nodes)
+            return replace(question, cluster=_again(cluster.profile, cluster, more), config=config)
+
+        yield f"GPUs{both} x {more / nodes:.3g} ({more * cluster.size // nodes} GPUs)", grown
+    batch = question.config.training.model_copy(update={"global_batch": 2 * question.config.training.global_batch})
+    yield "global batch x 2", lambda: replace(question, config=question.config.model_copy(update={"training": batch}))
+
+
+def _more_nodes(answer: Answer, nodes: int) -> int:
+    """Half as many nodes more; twice as many where the batch divides over the replicas of the choice on those alone."""
+    more, dp = max(nodes + 1, round(MORE_GPUS * nodes)), answer.prediction.plan.mesh.dp
+    if answer.config.plan.mesh is not None and answer.config.plan.mesh.dp is not None:
+        return more  # the batch grows, too
+
+    def divides(count: int) -> bool:
+        return dp * count % nodes == 0 and answer.config.training.global_batch % (dp * count // nodes) == 0
+
+    return 2 * nodes if not divides(more) and divides(2 * nodes) else more
+
+
+def _again(profile: Profile, cluster: Cluster, nodes: int) -> Cluster:
+    """The same cluster of another profile or another number of nodes. Raises ProfileError."""
+    per_node = len({device.index for device in cluster.devices if device.node == 0})
+    chosen = None if per_node == len(profile.devices) else per_node
+    return cluster_from_profile(profile, chosen, nodes=nodes, network=cluster.network)
+
+
+def _times(number: Sourced) -> Sourced:
+    return number.model_copy(update={"value": TIMES * number.value})
+
+
+def _with_network(cluster: Cluster, nodes: int) -> Cluster:
+    assert cluster.network is not None
+    card = cluster.network.card
+    faster = card.model_copy(update={"bandwidth_bytes_per_s": _times(card.bandwidth_bytes_per_s)})
+    network = cluster.network.model_copy(update={"card": faster})
+    return _again(cluster.profile, replace(cluster, network=network), nodes)
+
+
+def _faster_links(profile: Profile) -> Profile:
+    kinds = {
+        name: kind.model_copy(update={"bandwidth_bytes_per_s": _times(kind.bandwidth_bytes_per_s)})
+        for name, kind in profile.link_kinds.items()
+    }
+    return profile.model_copy(update={"link_kinds": kinds})
+
+
+def _more_memory(profile: Profile) -> Profile:
+    types = {
+        name: kind.model_copy(update={"memory_bytes": _times(kind.memory_bytes)}) for name, kind in profile.device_types.items()
+    }
+    return profile.model_copy(update={"device_types": types})
+
+
+def _with_replicas(config: RunConfig, factor: float) -> RunConfig:
+    """With as many more replicas, and a batch for them, where the mesh names them; other axes stay. Raises ConfigError."""
+    mesh, batch = config.plan.mesh, config.training.global_batch
+    if mesh is None or mesh.dp is None:
+        return config
+    grown = mesh.dp * factor
+    if grown != int(grown) or batch * factor != int(batch * factor):
+        raise ConfigError(f"plan.mesh.dp = {mesh.dp} and global_batch = {batch} times {factor:g} are no whole numbers")
+    plan = config.plan.model_copy(update={"mesh": mesh.model_copy(update={"dp": int(grown)})})
+    training = config.training.model_copy(update={"global_batch": int(batch * factor)})
+    return config.model_copy(update={"plan": plan, "training": training})
+
+
+# What a number of tokens or samples takes at a predicted step: days, price, energy, and what failures cost at that scale.
+
+
+DAY_S, HOUR_S = 86_400.0, 3_600.0
+BILLION = 1e9
+
+DEVICE_MTBF_HOURS = 16_384 * 54 * 24 / 419
+"""50,700 hours: 419 unexpected interruptions in 54 days on 16,384 H100."""
+MTBF_SOURCE = "419 unexpected interruptions of 16,384 H100 in 54 days (Llama 3, arXiv 2407.21783, section 3.3.4)"
+CHECKPOINT_S = 60.0
+RESTART_S = 600.0
+SELDOM = 0.01
+"""Expected failures of a run below which no line is spent on them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningCosts:
+    """What running a machine takes beside its steps.
+
+    Attributes:
+        usd_per_hour: of one device; None: unknown. price_source: with its date. busy_power_w: of one device; None: unknown.
+        device_mtbf_s: mean seconds between failures that stop the job, per device, whatever failed. mtbf_source: of it.
+        checkpoint_s: the training stands while one is written. restart_s: from a failure until the last checkpoint is back.
+    """
+
+    usd_per_hour: float | None
+    price_source: str
+    busy_power_w: float | None
+    device_mtbf_s: float
+    mtbf_source: str
+    checkpoint_s: float = CHECKPOINT_S
+    restart_s: float = RESTART_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """What failures cost, by Daly's model: exponential gaps, checkpoints at the best interval.
+
+    Attributes:
+        machine_mtbf_s: of all devices together. interval_s: of training between checkpoints, Daly's; young_s: Young's.
+        failures: expected. days: with all of it. lost_fraction: of the days that is not a training.
+    """
+
+    machine_mtbf_s: float
+    interval_s: float
+    young_s: float
+    failures: float
+    days: float
+    lost_fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
+    """Attributes:
+    amount: of `unit`, "tokens" or "samples", to train on. operation: price, power and failures. steps: to train.
+    days: without failures, median and 90% interval. devices: that train; paid: idle ones too.
+    device_hours, usd, energy_kwh: with the time that failures cost; None: not known.
+    """
+
+    amount: float
+    unit: str
+    operation: RunningCosts
+    steps: int
+    days: Interval
+    losses: Losses
+    devices: int
+    paid: int
+    device_hours: float
+    usd: float | None
+    energy_kwh: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON; every key names its unit."""
+        losses, operation = self.losses, self.operation
+        return {
+            self.unit: self.amount,
+            "steps": self.steps,
+            "days": self.days.to_dict(),
+            "days_with_failures": losses.days,
+            "devices": self.devices,
+            "devices_paid": self.paid,
+            "device_hours": self.device_hours,
+            "usd": self.usd,
+            "usd_per_device_hour": operation.usd_per_hour,
+            "price_source": operation.price_source or None,
+            "energy_kwh": self.energy_kwh,
+            "failures": {
+                "device_mtbf_hours": operation.device_mtbf_s / HOUR_S,
+                "source": operation.mtbf_source,
+                "machine_mtbf_hours": losses.machine_mtbf_s / HOUR_S,
+                "expected": losses.failures,
+                "checkpoint_s": operation.checkpoint_s,
+                "restart_s": operation.restart_s,
+                "checkpoint_interval_s": losses.interval_s,
+                "young_interval_s": losses.young_s,
+                "lost_fraction": losses.lost_fraction,
+            },
+        }
+
+    def lines(self) -> list[str]:
+        """The same for people. Failures are left out where less than one in a hundred runs meets one."""
+        losses, days, operation = self.losses, self.days, self.operation
+        price = "price: unknown (set cluster.usd_per_hour)"
+        if self.usd is not None:
+            price = f"price: {_figure(self.usd)} USD at {operation.usd_per_hour:g} per GPU-hour ({operation.price_source})"
+        energy = (
+            "; energy: unknown (set cluster.busy_power_w)"
+            if self.energy_kwh is None
+            else f"; energy of the GPUs: {_energy(self.energy_kwh)} at busy power"
+        )
+        median, low, high, whole = _durations(days.median, days.p05, days.p95, losses.days)
+        amount = _amount(self.amount)
+        lines = [
+            f"{amount} {self.unit}: {self.steps:,} steps, {median} (90% interval {low} to {high}), "
+            f"{whole} with failures and checkpoints; {_figure(self.device_hours)} GPU-hours",
+            f"{price}{energy}",
+        ]
+        if losses.failures < SELDOM:
+            return lines
+        return [
+            *lines,
+            f"failures: one in {format_seconds(losses.machine_mtbf_s)} on {self.devices} GPUs "
+            f"({operation.device_mtbf_s / HOUR_S:,.0f} hours per GPU: {operation.mtbf_source}), "
+            f"{losses.failures:.3g} expected; a checkpoint every {format_seconds(losses.interval_s)} "
+            f"(Daly; {operation.checkpoint_s:g} s to write, {operation.restart_s:g} s to restart) "
+            f"loses {format_percent(losses.lost_fraction)}",
+        ]
+
+
+def _amount(value: float) -> str:
+    """`12,800,000`; from a billion on `300 billion`, `15 trillion`."""
+    if value < BILLION:
+        return f"{value:,.0f}"
+    return f"{value / BILLION:.6g} billion" if value < 1e3 * BILLION else f"{value / BILLION / 1e3:.6g} trillion"
+
+
+def _figure(value: float) -> str:
+    """Whole from 100 on, below it three digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _energy(kwh: float) -> str:
+    return f"{kwh / 1e3:,.1f} MWh" if kwh >= 1e3 else f"{kwh:.3g} kWh"
+
+
+def _durations(first: float, *others: float) -> list[str]:
+    """Days as texts, of which the first alone has the unit; hours and minutes where it is below one day."""
+    if first < 1:
+        return [format_seconds(value * DAY_S) for value in (first, *others)]
+    return [f"{first:.3g} days", *(f"{value:.3g}" for value in others)]
+
+
+def losses_of(work_s: float, devices: int, operation: RunningCosts) -> Losses:
+    """The expected cost of failures and checkpoints.
+
+    Args:
+        work_s: seconds of steps. devices: each of which stops the job when it fails. operation: of the machine.
+    """
+    mtbf_s = operation.device_mtbf_s / devices
+    interval_s = min(work_s, max(daly_interval_s(operation.checkpoint_s, mtbf_s), 1e-9))
+    interval_s = work_s / max(1, round(work_s / interval_s))
+    total_s = expected_run_s(work_s, interval_s, operation.checkpoint_s, operation.restart_s, mtbf_s)
+    return Losses(
+        machine_mtbf_s=mtbf_s,
+        interval_s=interval_s,
+        young_s=young_interval_s(operation.checkpoint_s, mtbf_s),
+        failures=total_s / mtbf_s,
+        days=total_s / DAY_S,
+        lost_fraction=1 - work_s / total_s,
+    )
+
+
+def training_run(
+    amount: float, per_step: int, step_s: Interval, operation: RunningCosts, *, unit: str, devices: int, paid: int
+) -> TrainingRun:
+    """What so many tokens or samples take.
+
+    Args:
+        amount: of `unit` ("tokens", "samples"), to train on. per_step: of the global batch. step_s: predicted.
+        devices: of the plan, which fail and draw power. paid: of the cluster.
+    """
+    steps = math.ceil(amount / per_step)
+    days = Interval(**{name: steps * value / DAY_S for name, value in step_s.to_dict().items()})
+    losses = losses_of(steps * step_s.median, devices, operation)
+    hours = losses.days * DAY_S / HOUR_S * paid
+    return TrainingRun(
+        amount=amount,
+        unit=unit,
+        operation=operation,
+        steps=steps,
+        days=days,
+        losses=losses,
+        devices=devices,
+        paid=paid,
+        device_hours=hours,
+        usd=None if operation.usd_per_hour is None else hours * operation.usd_per_hour,
+        energy_kwh=None if operation.busy_power_w is None else hours * devices / paid * operation.busy_power_w / 1e3,
+    )
+
+
+DEFINITION = (
+    "model FLOP: products and attention scores of one forward and one backward, every key counted (PaLM's 6N + 12LHQT, "
+    "Megatron's formula without recomputation); hardware FLOP: with recomputed forwards"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quoted:
+    """Attributes:
+    devices: that the plan uses. tokens_per_step: of the global batch. flop_per_token: model FLOP; causal_: half the scores.
+    peak_flop_per_s: of a device. peak: which one. mfu, hfu: model and hardware FLOP over the peaks of all devices of the plan.
+    memory: bytes by line, of the fullest rank. limit_bytes: of its device. run: of so many tokens, where asked.
+    """
+
+    devices: int
+    parameters: int
+    tokens_per_step: int
+    tokens_per_s: Interval
+    flop_per_token: float
+    causal_flop_per_token: float
+    hardware_flop_per_token: float
+    peak_flop_per_s: float
+    peak: str
+    memory: tuple[tuple[str, int], ...]
+    limit_bytes: int
+    operation: RunningCosts
+    run: TrainingRun | None = None
+
+    @property
+    def tokens_per_s_per_device(self) -> Interval:
+        return _scaled(self.tokens_per_s, 1 / self.devices)
+
+    @property
+    def model_flop_per_s_per_device(self) -> float:
+        return self.tokens_per_s.median * self.flop_per_token / self.devices
+
+    @property
+    def mfu(self) -> float:
+        return self.model_flop_per_s_per_device / self.peak_flop_per_s
+
+    @property
+    def mfu_causal(self) -> float:
+        """With half the scores of causal attention, as Llama 3 and NeMo count."""
+        return self.mfu * self.causal_flop_per_token / self.flop_per_token
+
+    @property
+    def hfu(self) -> float:
+        return self.mfu * self.hardware_flop_per_token / self.flop_per_token
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, as `--json` prints it under `quoted`."""
+        return {
+            "parameters": self.parameters,
+            "devices": self.devices,
+            "tokens_per_step": self.tokens_per_step,
+            "tokens_per_s": self.tokens_per_s.to_dict(),
+            "tokens_per_s_per_device": self.tokens_per_s_per_device.to_dict(),
+            "model_flop_per_token": self.flop_per_token,
+            "hardware_flop_per_token": self.hardware_flop_per_token,
+            "model_flop_per_s_per_device": self.model_flop_per_s_per_device,
+            "hardware_flop_per_s_per_device": self.hfu * self.peak_flop_per_s,
+            "mfu": self.mfu,
+            "mfu_causal": self.mfu_causal,
+            "hfu": self.hfu,
+            "peak_flop_per_s": self.peak_flop_per_s,
+            "peak": self.peak,
+            "definition": DEFINITION,
+            "memory_bytes": dict(self.memory),
+            "memory_limit_bytes": self.limit_bytes,
+            "training": None if self.run is None else self.run.to_dict(),
+        }
+
+    def lines(self, *, run: bool = True) -> list[str]:
+        """The same for people.
+
+        Args:
+            run: with those of the whole training.
+        """
+        rate, each = self.tokens_per_s, self.tokens_per_s_per_device
+        tera = self.model_flop_per_s_per_device / 1e12
+        masked = f"; MFU {format_percent(self.mfu_causal)} if a causal mask halves the attention scores"
+        lines = [
+            f"tokens/s: {rate.median:,.0f} (90% interval {rate.p05:,.0f} to {rate.p95:,.0f}); per GPU {each.median:,.0f}; "
+            f"{format_count(self.tokens_per_step)} tokens per step",
+            f"model TFLOP/s per GPU: {f'{tera:.0f}' if tera >= 1 else f'{tera:.2g}'}; MFU {format_percent(self.mfu)}, "
+            f"HFU {format_percent(self.hfu)} of {self.peak}" + (masked if self.mfu_causal < self.mfu else ""),
+            f"memory of the fullest GPU: {', '.join(f'{name} {format_bytes(size)}' for name, size in self.memory)}; "
+            f"{format_bytes(self.limit_bytes)} there",
+        ]
+        return lines if self.run is None or not run else [*lines, *self.run.lines()]
+
+
+def quoted(config: RunConfig, problem: PlanningProblem, evaluation: Evaluation) -> Quoted | None:
+    """The figures of one plan of a language model; None for other models, or where the device has no peak for the precision.
+
+    Args:
+        config: the question: price, failures and tokens. problem: model and cluster. evaluation: of the plan.
+    """
+    model, plan = problem.model, evaluation.result.plan
+    tokens = tokens_per_sample(model)
+    used = [device.type for device in problem.cluster.devices[: plan.world_size]]
+    kinds = list(dict.fromkeys(kind.name for kind in used))
+    precision = operator_precision(problem.precision, "matmul")
+    if not tokens or any(precision not in kind.peak_flop_per_s for kind in used):
+        return None
+    peak = sum(kind.peak_flop_per_s[precision] for kind in used) / len(used)
+    mean = "the mean of " if len(kinds) > 1 else ""
+    per_sample = model_flop(model)
+    fullest = max(evaluation.memory, key=lambda entry: entry.total_bytes)
+    per_step = tokens * problem.global_batch
+    step_s, operation = evaluation.result.step_s, running_costs(config, problem)
+    total = config.training.tokens
+    return Quoted(
+        devices=plan.world_size,
+        parameters=model.parameter_count,
+        tokens_per_step=per_step,
+        tokens_per_s=step_s.inverse(per_step),
+        flop_per_token=per_sample / tokens,
+        causal_flop_per_token=model_flop(model, causal=True) / tokens,
+        hardware_flop_per_token=(per_sample + recomputed_flop(model, plan)) / tokens,
+        peak_flop_per_s=peak,
+        peak=f"{peak / 1e12:,.0f} dense {precision} TFLOP/s of {mean}{' and '.join(kinds)}",
+        memory=tuple((name, size) for name, size in fullest.lines if size),
+        limit_bytes=fullest.limit_bytes,
+        operation=operation,
+        run=None if total is None else _run(total, "tokens", per_step, operation, problem, evaluation),
+    )
+
+
+def samples_run(config: RunConfig, problem: PlanningProblem, evaluation: Evaluation) -> TrainingRun | None:
+    """What `training.samples` takes under a plan; None where the question does not have it.
+
+    Args:
+        config: the question. problem: model and cluster. evaluation: of the plan.
+    """
+    samples = config.training.samples
+    if samples is None:
+        return None
+    operation = running_costs(config, problem)
+    return _run(samples, "samples", problem.global_batch, operation, problem, evaluation)
+
+
+def _run(
+    amount: float, unit: str, per_step: int, operation: RunningCosts, problem: PlanningProblem, evaluation: Evaluation
+) -> TrainingRun:
+    result, paid = evaluation.result, problem.cluster.size
+    return training_run(amount, per_step, result.step_s, operation, unit=unit, devices=result.plan.world_size, paid=paid)
+
+
+def running_costs(config: RunConfig, problem: PlanningProblem) -> RunningCosts:
+    """Of one device of the cluster; the mean over devices where they differ, unknown where it is for one of them."""
+    kinds = Counter(device.type.name for device in problem.cluster.devices)
+    costs = {name: operation_of(config, name) for name in kinds}
+    first = next(iter(costs.values()))
+    if len(costs) == 1:
+        return first
+    prices = {name: entry.usd_per_hour for name, entry in costs.items()}
+    watts = {name: entry.busy_power_w for name, entry in costs.items()}
+    sources = "; ".join(dict.fromkeys(entry.price_source for entry in costs.values()))
+    price = _mean(prices, kinds)
+    return replace(first, usd_per_hour=price, price_source="" if price is None else sources, busy_power_w=_mean(watts, kinds))
+
+
+def _mean(values: Mapping[str, float | None], counts: Mapping[str, int]) -> float | None:
+    known = [(value, counts[name]) for name, value in values.items() if value is not None]
+    if len(known) < len(values):
+        return None
+    return sum(value * count for value, count in known) / sum(counts.values())
+
+
+def operation_of(config: RunConfig, device: str) -> RunningCosts:
+    """Price, power and failures: what the question says, else the part's own numbers, else the default with its source.
+
+    Args:
+        config: the question. device: the name of the device's type.
+    """
+    table = config.cluster
+    try:
+        part = load_gpu(table.gpu or device)
+    except ProfileError:  # no part of that name: a profile's own device
+        part = None
+    price, source = table.usd_per_hour, "given"
+    if price is None and part is not None and part.usd_per_hour is not None:
+        dated = part.usd_per_hour
+        price, source = dated.value, f"on demand, {dated.as_of}"
+    power_w = table.busy_power_w
+    if power_w is None and part is not None and part.busy_power_w is not None:
+        power_w = part.busy_power_w.value
+    hours = table.device_mtbf_hours
+    return RunningCosts(
+        usd_per_hour=price,
+        price_source=source if price is not None else "",
+        busy_power_w=power_w,
+        device_mtbf_s=(hours or DEVICE_MTBF_HOURS) * HOUR_S,
+        mtbf_source="given" if hours else MTBF_SOURCE,
+        checkpoint_s=table.checkpoint_s,
+        restart_s=table.restart_s,
+    )
+
+
+def _scaled(interval: Interval, factor: float) -> Interval:
+    return Interval(**{name: factor * value for name, value in interval.to_dict().items()})

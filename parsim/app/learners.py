@@ -1,0 +1,213 @@
+"""Who learns when ways of synchronising are compared: the model asked for, where replicas of it can train, or a stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+from parsim.data.datasets import dataset_for, target_of
+from parsim.data.samples import BatchOrder, Samples
+from parsim.errors import AlgorithmError, DataError, ModelError
+from parsim.plans.plan import Plan
+from parsim.plans.synchronisation import Synchronisation
+from parsim.relaxed.problems import LearningProblem, load_problem, perceptron
+from parsim.relaxed.replicas import LOCAL_OPTIMIZERS, LocalOptimizer, LocalTraining, check_room
+from parsim.relaxed.to_target import LearningCourse, LearntSteps, course_to, learnt_steps
+
+if TYPE_CHECKING:
+    from parsim.app.answer import Answer
+
+
+HIDDEN = (64,)
+RATES = (0.1, 0.2, 0.4)
+"""Of the stand-in: each way of synchronising takes the best of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Learner:
+    """Attributes:
+    words: what it is, for people. problem: the data. own: the module asked for, by seed; None for the stand-in.
+    optimizer: with the question's learning rate. rates: to try. batch: samples of all replicas per step.
+    """
+
+    words: str
+    problem: LearningProblem
+    own: Answer | None
+    optimizer: str
+    rates: tuple[float, ...]
+    batch: int
+
+    def training(self, rate: float, seed: int) -> LocalTraining:
+        """The model with this seed's first weights."""
+        optimizer = LocalOptimizer(kind=self.optimizer, learning_rate=rate)
+        return LocalTraining(self._module(seed), self.problem, optimizer)
+
+    def _module(self, seed: int) -> nn.Module:
+        if self.own is None:
+            return perceptron(self.problem, HIDDEN, seed=seed)
+        return own_module(self.own, seed)
+
+    def steps_to(self, target: float, plan: Plan, rule: Synchronisation, seeds: Sequence[int], most_steps: int) -> LearntSteps:
+        """Steps over seeds at the best learning rate.
+
+        Args:
+            target: score. plan: of the rule, with its replicas or stages. rule: of synchronisation. seeds: of weights and
+                order. most_steps: at most.
+
+        Raises:
+            AlgorithmError: so many replicas do not fit, or the stand-in has fewer layers than the plan has stages.
+        """
+        stages = self._stages(plan) if rule.kind == "stale" else ()
+        replicas = plan.mesh.dp if rule.mixes else 1
+
+        def course(rate: float, seed: int, most: int) -> LearningCourse:
+            order = BatchOrder(n=len(self.problem), global_batch=self.batch, seed=seed)
+            training = self.training(rate, seed)
+            return course_to(target, rule, replicas, training, order, most_steps=most, stages=stages)
+
+        return learnt_steps(course, self.rates, seeds, most_steps)
+
+    def _stages(self, plan: Plan) -> tuple[tuple[str, ...], ...]:
+        """The parameters of each stage: as the plan has them, or the stand-in's layers in as many parts."""
+        if self.own is not None:
+            held = {each.name: [parameter.name for parameter in each.parameters] for each in self.own.problem.model.components}
+            return tuple(
+                tuple(dict.fromkeys(name for part in stage.components for name in held[part])) for stage in plan.stages
+            )
+        layers: dict[str, list[str]] = {}
+        for name, _ in self.training(self.rates[0], 0).tensors:
+            layers.setdefault(name.rpartition(".")[0], []).append(name)
+        if plan.mesh.pp > len(layers):
+            raise AlgorithmError(
+                f"the plan has {plan.mesh.pp} stages, and the stand-in that learns has {len(layers)} layers; set plan.mesh.pp "
+                f"to {len(layers)} at most, or ask about a model that classifies digits"
+            )
+        parts = np.array_split(np.arange(len(layers)), plan.mesh.pp)
+        of_layer = list(layers.values())
+        return tuple(tuple(name for layer in part for name in of_layer[layer]) for part in parts)
+
+
+def learner_of(answer: Answer, replicas: int) -> Learner:
+    """The model asked for, if it trains on digits without buffers or randomness and so many replicas fit; else the stand-in.
+
+    Args:
+        answer: of the question. replicas: that have to fit.
+
+    Raises:
+        AlgorithmError: the digits have fewer samples than replicas.
+    """
+    config = answer.config
+    batch = answer.problem.global_batch
+    why = why_not(answer, replicas)
+    if not why:
+        return Learner(
+            words=f"{config.model.name} on digits, the model asked for{_left_out(answer)}",
+            problem=own_problem(answer),
+            own=answer,
+            optimizer=config.training.optimizer,
+            rates=(config.training.resolved_learning_rate,),
+            batch=batch,
+        )
+    problem = load_problem("digits")
+    each = min(batch, len(problem)) // replicas
+    if each < 1:
+        raise AlgorithmError(
+            f"{replicas} replicas share {len(problem)} samples of digits, and each needs one a step: use fewer"
+        )
+    width = "-".join(map(str, (problem.features, *HIDDEN, problem.outputs)))
+    return Learner(
+        words=(
+            f"the digits MLP ({width}), {each * replicas} samples a step, sgd: a stand-in for {config.model.name}, "
+            f"because {why}"
+        ),
+        problem=problem,
+        own=None,
+        optimizer="sgd",
+        rates=RATES,
+        batch=each * replicas,
+    )
+
+
+LEFT_OUT = ("optimizer_args", "weight_decay", "schedule", "clip_norm")
+"""Keys of [training] that change what is learnt, and that virtual replicas do not know."""
+
+
+def _left_out(answer: Answer) -> str:
+    """Which of these the question gives, in words."""
+    given = [f"training.{key}" for key in LEFT_OUT if getattr(answer.config.training, key)]
+    return f" without its {' and '.join(given)}" if given else ""
+
+
+def why_not(answer: Answer, replicas: int) -> str:
+    """Why the model asked for cannot learn as virtual replicas; "" if it can.
+
+    Args:
+        answer: of the question. replicas: that have to fit.
+    """
+    training = answer.config.training
+    if training.dataset != "digits":
+        return f"its data are {training.dataset}, and replicas train on digits"
+    if training.optimizer not in LOCAL_OPTIMIZERS:
+        return f"virtual replicas know no optimizer {training.optimizer}"
+    if training.groups:
+        return "virtual replicas update all parameters by one optimizer"
+    if answer.question.given != "name":
+        return "it was given as a value"
+    try:
+        if answer.problem.global_batch > len(own_problem(answer)):
+            return "its batch is larger than the data"
+    except (DataError, ModelError) as error:
+        return str(error)
+    module = own_module(answer, 0)
+    if any(True for _ in module.buffers()) or any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.modules()):
+        return "it has running statistics or dropout"
+    weight_bytes = sum(value.numel() * value.element_size() for value in module.parameters())
+    try:
+        check_room(replicas, weight_bytes)
+    except AlgorithmError as error:
+        return str(error)
+    return ""
+
+
+def own_module(answer: Answer, seed: int) -> nn.Module:
+    """The module asked for, with the weights that a run with this seed begins with.
+
+    Args:
+        answer: of the question. seed: of the weights.
+    """
+    from parsim.execute.stage import seeded_module
+
+    return seeded_module(answer.config.model_spec, seed, torch.float32, torch.device("cpu"))
+
+
+def own_problem(answer: Answer) -> LearningProblem:
+    """The digits as the model takes them; the order of samples is that of a run.
+
+    Args:
+        answer: of the question.
+
+    Raises:
+        DataError: the model does not classify images.
+    """
+    spec = answer.config.model_spec
+    if target_of(spec).task != "classify":
+        raise DataError(f"{spec.name} does not classify images")
+    train, test = (_tensors(dataset_for(spec, "digits", root=None, split=split)) for split in ("train", "test"))
+    return LearningProblem(
+        name="digits",
+        inputs=train[0],
+        targets=train[1],
+        test_inputs=test[0],
+        test_targets=test[1],
+        outputs=int(train[1].max()) + 1,
+    )
+
+
+def _tensors(data: Samples) -> tuple[torch.Tensor, torch.Tensor]:
+    values = data.values(np.arange(len(data)))
+    return torch.from_numpy(values["input:0"]).float(), torch.from_numpy(values["target"]).long()

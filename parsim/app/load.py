@@ -1,0 +1,376 @@
+"""From a RunConfig to the scheduler's question: the PlanningProblem, and the plans that the [plan] table allows."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parsim.app.calibration import calibration_request, device_here, local_batches, measure_machine
+from parsim.app.config import SWITCHES, RunConfig, check_axes, constraints_of, mesh_of, parse_config
+from parsim.app.config_text import document_text
+from parsim.app.doctor import warn
+from parsim.errors import ConfigError, MissingDependencyError, PlanError, ProfileError
+from parsim.files import cache_folder, parse_json, read_text
+from parsim.plans.constraints import check_groups_fill
+from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, NONE, Plan, check_plan
+
+if TYPE_CHECKING:
+    from parsim.app.sections import ClusterSection, TrainingSection
+    from parsim.hardware.cluster import Cluster
+    from parsim.hardware.profile import Profile
+    from parsim.model.model import Model
+    from parsim.predict.memory import Scored
+    from parsim.predict.problem import PlanningProblem
+    from parsim.search.search import Search
+
+
+GIVEN = "run file"
+"""The source of numbers that a run file gives in place of the profile's."""
+
+
+def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluster | None = None) -> PlanningProblem:
+    """Load the model and the profile that the file names.
+
+    Args:
+        model, cluster: instead of those that the file names.
+
+    Raises: ModelError, ProfileError; ConfigError for patterns, pins, forbids and tokens that the model does not have;
+        PlanError for a mesh that the devices do not make.
+    """
+    from parsim.costs.history import history_path, read_history
+    from parsim.costs.loading import UnmeasuredLoading
+    from parsim.data import DATASETS
+    from parsim.execute.job import with_update_groups
+    from parsim.model.catalogue.names import is_transformer
+    from parsim.model.model import SUBLAYER
+    from parsim.predict.breakdown import tokens_per_sample
+    from parsim.predict.problem import PlanningProblem
+    from parsim.search.by_hand import (
+        forbids_by_pattern,
+        offload_by_pattern,
+        parse_placements,
+        pins_by_pattern,
+        recompute_by_pattern,
+    )
+
+    cluster = cluster_of(config) if cluster is None else cluster
+    model = with_update_groups(model_of(config) if model is None else model, config.training.recipe.groups)
+    if config.training.tokens is not None and not tokens_per_sample(model):
+        raise ConfigError(
+            f"training.tokens = {config.training.tokens:g}: {model.name} is not a language model, so its samples have no "
+            "tokens; give training.samples (--samples N), the samples of all epochs together"
+        )
+    if config.plan.mesh is not None:
+        check_axes(config.plan.mesh, cluster.size, by_hand=config.plan.strategy == "custom")
+    check_groups_fill(config.plan.dp_shard, cluster.size)
+    pins = pins_by_pattern(parse_placements(config.plan.pin), model, cluster.size)
+    return PlanningProblem(
+        model=model,
+        cluster=cluster,
+        global_batch=config.training.global_batch,
+        precision=config.training.precision,
+        master_weights=config.training.keeps_master_weights,
+        ema=config.training.ema is not None,
+        update_calls=2 if config.training.no_weight_decay else 1,
+        scored=scored_of(config.training),
+        optimizer=config.training.optimizer,
+        clip_gradients=config.training.clip_norm is not None,
+        loading=UnmeasuredLoading(reason="nothing was read") if DATASETS[config.training.dataset].is_own else None,
+        history=read_history(history_path(config.cluster.profile or "", config.cluster.history), cluster.profile),
+        fit_probability=config.plan.fit_probability,
+        zero_stage=config.plan.zero_stage,
+        recompute=recompute_by_pattern(config.plan.recompute, model),
+        segments=is_transformer(config.model.name) and model.granularity == SUBLAYER and not config.plan.activation_offload,
+        optimizer_offload=config.plan.optimizer_offload or False,
+        activation_offload=offload_by_pattern(config.plan.activation_offload or False, model),
+        constraints=constraints_of(config.plan),
+        pins=pins,
+        capacity_factor=config.plan.capacity_factor or 0.0,
+        forbids=forbids_by_pattern(config.plan.forbid, model, pins),
+    )
+
+
+def scored_of(training: TrainingSection) -> Scored:
+    """What a run validates on the way, which takes memory (`parsim.predict.memory`).
+
+    Args:
+        training: the section of the run file.
+    """
+    if training.evaluation is None:
+        return ""
+    return "averages" if training.ema is not None and training.ema.evaluate else "weights"
+
+
+def devices_of(
+    cluster: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "RUN.toml", folder: Path | None = None
+) -> int:
+    """How many devices a table [cluster] has by itself. Raises ConfigError, ProfileError.
+
+    Args:
+        cluster: the table. overrides, where, folder: as `parse_config` takes them.
+    """
+    alone = {"model": {"name": "mlp"}, "cluster": cluster, "training": {"global_batch": 1}}
+    return cluster_of(parse_config(document_text(alone), overrides, where=where, folder=folder)).size
+
+
+def cluster_of(config: RunConfig, profile: Profile | None = None) -> Cluster:
+    """The cluster of [cluster], on its own profile or on the one given. Raises ProfileError."""
+    from parsim.hardware.cluster import cluster_from_profile
+    from parsim.hardware.compose import NodeGroup, mixed_cluster
+    from parsim.hardware.network import load_network, with_cards
+    from parsim.hardware.profile import load_profile
+
+    table = config.cluster
+    profile = with_host_memory(load_profile(table.machine), table) if profile is None and table.group is None else profile
+    network = None if table.network is None else load_network(table.network)
+    if network is not None and table.cards_per_node is not None:
+        network = with_cards(network, table.cards_per_node)
+    if table.group is not None:
+        groups = [NodeGroup(gpu=entry.gpu, nodes=entry.nodes, gpus_per_node=entry.gpus_per_node) for entry in table.group]
+        mixed = mixed_cluster(groups, network, devices=config.devices, link=table.link, profile=profile)
+        return replace(mixed, profile=with_host_memory(mixed.profile, table))
+    assert profile is not None
+    return cluster_from_profile(profile, config.devices, nodes=table.nodes, network=network)
+
+
+def with_host_memory(profile: Profile, table: ClusterSection) -> Profile:
+    """The profile with what the run file says of the host's memory; the same one where it says nothing.
+
+    Args:
+        profile: of the machine. table: [cluster].
+    """
+    from parsim.hardware.profile import HostMemory, SourceEntry
+
+    given = {
+        "memory_bytes": table.host_memory_bytes,
+        "bandwidth_bytes_per_s": table.host_memory_bandwidth_bytes_per_s,
+        "link_bytes_per_s": table.host_link_bytes_per_s,
+    }
+    given = {key: value for key, value in given.items() if value is not None}
+    if not given:
+        return profile
+    known = {} if profile.host_memory is None else profile.host_memory.model_dump(exclude={"source"})
+    host = HostMemory(**{**known, **given, "source": GIVEN})
+    sources = {**profile.sources, GIVEN: SourceEntry(kind="assumption", text="[cluster] of the run file")}
+    return profile.model_copy(update={"host_memory": host, "sources": sources})
+
+
+def model_of(config: RunConfig) -> Model:
+    """The Model of [model]; a JSON that Model.save wrote is read as it is, without torch.
+
+    Raises:
+        ModelError: an unknown or broken model. ConfigError: arguments for a model that is read from a file.
+    """
+    from parsim.model.formats import recorded_weights
+    from parsim.model.load import load_model
+    from parsim.model.model import Model
+
+    path = Path(config.model.name)
+    if path.suffix != ".json" or not is_saved_model(path):
+        weights = recorded_weights(config.training.precision)
+        return load_model(config.model_spec, granularity=config.model.granularity, weights=weights)
+    described = ("input_shape", "loss", "inputs", "output", "classes_dim", "target", "control_flow")
+    if config.model.args or any(getattr(config.model, key) is not None for key in described):
+        raise ConfigError(
+            f"{path} holds a finished Model: model.args, model.input_shape and model.loss cannot change it (nor can "
+            "inputs, output, classes_dim, target and control_flow); drop them"
+        )
+    model = Model.load(path)
+    if config.model.granularity not in ("block", model.granularity):
+        raise ConfigError(
+            f"{path} holds a finished Model of granularity {model.granularity}: model.granularity = "
+            f"{config.model.granularity!r} cannot change it; drop it"
+        )
+    return model
+
+
+def is_saved_model(path: Path) -> bool:
+    """True for a file of Model.save, false for a Hugging Face config."""
+    try:
+        document = parse_json(read_text(path))
+    except (OSError, ValueError):  # whoever reads it next says what is wrong with it
+        return False
+    return isinstance(document, dict) and "components" in document
+
+
+def fixed_plan(problem: PlanningProblem, config: RunConfig) -> Plan | None:
+    """The plan of strategy "custom" or of a plan file; None where plans are searched for.
+
+    Raises:
+        PlanError: the plan contradicts the model, the batch or the cluster. ConfigError: so does a pattern of placements.
+    """
+    table = config.plan
+    if table.plan_path is not None:
+        plan = Plan.load(table.plan_path)
+        check_plan(plan, problem.model)
+        plan = replace(plan, clip_gradients=problem.clip_gradients)
+        if plan.global_batch != problem.global_batch:
+            raise PlanError(
+                f"{table.plan_path} is for global_batch {plan.global_batch}, the run file asks for {problem.global_batch}; "
+                f"set training.global_batch = {plan.global_batch} or plan again"
+            )
+        return plan
+    if table.strategy != "custom" or table.mesh is None:
+        return None
+    from parsim.plans.mesh import check_mesh
+    from parsim.plans.pipeline import PIPELINE_ORDERS
+    from parsim.search.by_hand import custom_plan, parse_placements, placements_by_pattern
+
+    mesh = mesh_of(table)
+    order = table.pipeline_order or "1f1b"
+    check_mesh(mesh, problem.cluster.size)
+    return custom_plan(
+        problem,
+        mesh,
+        placements=placements_by_pattern(parse_placements(table.placements), problem.model) if table.placements else None,
+        microbatches=table.microbatches or 1,
+        pipeline_order=order,
+        chunks=table.chunks or PIPELINE_ORDERS[order].fewest_chunks,
+        bucket_bytes=table.bucket_bytes or DEFAULT_BUCKET_BYTES,
+        recompute=NONE if problem.recompute == AUTO else problem.recompute,
+        context_exchange=table.context_exchange or "ring",
+        synchronisation=table.relaxed,
+        switches={key: value for key in SWITCHES if (value := getattr(table, key)) is not None},
+    )
+
+
+def search_plans(problem: PlanningProblem, config: RunConfig, *, top: int | None = None) -> Search:
+    """Search the family that [plan] names. Raises ScheduleError, CostError."""
+    from parsim.search.relaxed import relaxed_search
+    from parsim.search.search import search
+
+    if problem.constraints.synchronisation.is_relaxed:
+        return relaxed_search(problem, (config.plan.strategy,), top=top)
+    return search(problem, (config.plan.strategy,), top=top)
+
+
+# cluster = "this-machine": the calibrated profile of this machine, found in the cache or made quickly.
+#
+# Profiles lie in `$PARSIM_HOME/profiles`, or without that variable in `$XDG_CACHE_HOME/parsim/profiles` or
+# `~/.cache/parsim/profiles`. A profile serves a question under two conditions. It was measured on this processor (or these
+# GPUs), with as many cores, this version of torch and the same priority for communication. And it holds the question's
+# model at its local batches, and its optimizer. The newest that serves is taken. Otherwise the question's model is
+# calibrated quickly, in about a minute.
+
+
+THIS_MACHINE = "this-machine"
+
+
+def profiles_folder() -> Path:
+    """Where profiles of this machine are kept."""
+    return cache_folder("profiles")
+
+
+def on_this_machine(config: RunConfig, model: Model | None = None) -> RunConfig:
+    """The config with `cluster.profile = "this-machine"` replaced by the path of the profile; another profile stays.
+
+    Args:
+        model: where it was given as a value.
+
+    Raises:
+        ConfigError: nodes > 1, or a Model given as a value that no kept profile has measured. MissingDependencyError: without
+            torch. ProfileError, ExecutionError: the calibration failed.
+    """
+    if config.cluster.profile != THIS_MACHINE:
+        return config
+    if config.cluster.nodes > 1:
+        raise ConfigError(f"cluster.nodes = {config.cluster.nodes}: {THIS_MACHINE} is one machine; set cluster.nodes = 1")
+    path = _found(config, model) or _made(config, model)
+    print(f"{THIS_MACHINE}: {path}", file=sys.stderr, flush=True)
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"profile": str(path)})})
+
+
+def cache_path(config: RunConfig) -> Path:
+    """Where a calibration for this question is kept: the name stands for the machine, torch, the model, batch and optimizer."""
+    from parsim.execute.processes.machine import describe_environment, gpu_names
+
+    environment, device = describe_environment(), device_here()
+    key = (
+        environment["processor"],
+        environment["cores"],
+        environment["communication_priority"],
+        environment["versions"].get("torch"),
+        gpu_names() if device == "cuda" else device,
+        config.model_spec.to_dict(),
+        config.model.granularity,
+        config.training.global_batch,
+        *config.training.optimizers,
+        config.training.precision if device == "cuda" else "fp32",
+        config.cluster.devices,
+    )
+    return profiles_folder() / f"{THIS_MACHINE}-{hashlib.sha256(repr(key).encode()).hexdigest()[:8]}.json"
+
+
+def _found(config: RunConfig, model: Model | None) -> Path | None:
+    """The newest profile in the cache that serves the question."""
+    from parsim.execute.processes.machine import differences_from_here
+
+    asked: Model | None = None
+    own = cache_path(config) if model is None else None
+    for path, profile in _kept_profiles():
+        if profile.device_types[profile.devices[0].type].kind != device_here() or differences_from_here(profile):
+            continue
+        asked = asked or model or model_of(config)
+        if path == own or serves(profile, config, asked):
+            return path
+    return None
+
+
+def _kept_profiles() -> Iterator[tuple[Path, Profile]]:
+    """The readable profiles in the cache, the newest first; one that is broken is named on stderr."""
+    from parsim.hardware.profile import load_profile
+
+    folder = profiles_folder()
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            yield path, load_profile(str(path))
+        except ProfileError as error:
+            warn(error)
+
+
+def serves(profile: Profile, config: RunConfig, model: Model) -> bool:
+    """Whether the profile has measured what the question's plans compute, on as many devices as it asks for."""
+    devices = config.devices
+    wanted = len(devices) if isinstance(devices, list) else devices or 0
+    if len(profile.devices) < wanted:
+        return False
+    if not {point.optimizer for point in profile.compute.optimizers}.issuperset(config.training.optimizers):
+        return False
+    samples: dict[str, set[int]] = {}
+    computed = config.training.precision if device_here() == "cuda" else "fp32"
+    for point in profile.compute.components:
+        if point.precision != computed:
+            continue
+        samples.setdefault(point.fingerprint, set()).add(point.samples)
+    batches = local_batches(config.training.global_batch)
+    low, high = min(batches), max(batches)
+    return all(
+        (seen := samples.get(component.fingerprint)) is not None and min(seen) <= low and max(seen) >= high
+        for component in model.components
+    )
+
+
+def _made(config: RunConfig, model: Model | None) -> Path:
+    """Calibrate quickly for this question."""
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependencyError(
+            f"{THIS_MACHINE} needs a calibration, and that needs torch, which is not installed; pip install 'parsim[torch]', "
+            "or name a shipped profile"
+        )
+    path = cache_path(config)
+    if model is not None:
+        raise ConfigError(
+            f"{config.model.name} was given as a value, and no profile in {path.parent} has measured it. A calibration builds "
+            'the model in every process; give "package.module:function" as the model, or the path of a profile as the cluster'
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    measure_machine(calibration_request([config], device=device_here(), quick=True), path)
+    return path

@@ -1,0 +1,206 @@
+"""A Measured run: the measured step, tasks and memory of a plan, next to its prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from parsim.app.frames import breakdown_frame, frame, timeline_frame
+from parsim.app.prediction import Prediction
+from parsim.costs.diagnosis import Diagnosis
+from parsim.predict.compare import Comparison
+from parsim.units import format_percent, format_seconds
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from parsim.execute.measurement import Measurement
+    from parsim.workflow.exporting.request import Exported
+
+
+KIND_COLUMNS = (
+    "kind",
+    "tasks",
+    "predicted_s",
+    "measured_s",
+    "relative_error",
+    "median_absolute_relative_error",
+    "within_interval",
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Measured:
+    """The result of `parsim.run`, `parsim.validate` and `parsim.open_run`.
+
+    Attributes:
+        folder: of the run: report.html, trace.json for Perfetto, result.json, checkpoints.
+        prediction: of the plan that ran (of the last one where the controller changed it).
+        comparison: step, kinds of tasks, single tasks and memory; relative_error = (predicted - measured) / measured.
+        seen: the measurement itself.
+        diagnosis: whether the run went as predicted and, if not, the differences and what to do.
+        document: the JSON that the command of the same name prints.
+    """
+
+    folder: Path
+    prediction: Prediction
+    comparison: Comparison
+    seen: Measurement
+    diagnosis: Diagnosis
+    document: Mapping[str, Any]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the mean step, as measured."""
+        return self.seen.mean_step_s
+
+    @property
+    def relative_error(self) -> float | None:
+        """(predicted - measured) / measured of the mean step; None if the measured step is 0."""
+        return self.comparison.step.relative_error
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """Loss per training step, over the whole training, also after resuming."""
+        return tuple(self.document.get("losses", self.seen.losses))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(self.document.get("warnings", ()))
+
+    def export_weights(
+        self,
+        *,
+        format: Literal["state_dict", "safetensors"] = "state_dict",
+        out: str | Path | None = None,
+        checkpoint: Literal["best", "last"] | None = None,
+        weights: Literal["trained", "ema"] = "trained",
+    ) -> Path:
+        """Write the trained weights as a plain file that loads into the original module; returns its path.
+
+        Args:
+            format: of the file. out: None: weights.pt or weights.safetensors in the folder.
+            checkpoint: the best by validation score, or the last; None: the best if there is one.
+            weights: as trained, or their moving averages (training.ema).
+
+        Raises:
+            ConfigError: there is no such checkpoint, or the module's code is not trusted (PARSIM_ALLOW_CODE=1).
+        """
+        from parsim.workflow.training.export import export_weights
+
+        file = None if out is None else Path(out)
+        done = export_weights(self.folder, format=format, out=file, checkpoint=checkpoint, weights=weights)
+        return Path(done["file"])
+
+    def export(self, format: str, *, out: str | Path | None = None) -> Exported:
+        """Write the run as a file of another tool.
+
+        Args:
+            format: "deepspeed", "torchtitan", "megatron", "chakra", "chrome", "state_dict" or "safetensors" (docs/export.md).
+            out: the file, or the folder of several; None: the format's own name in the run's folder.
+
+        Raises:
+            ConfigError: an unknown format, or a plan that it cannot express.
+        """
+        from parsim.workflow.exporting.formats import export_folder
+
+        return export_folder(self.folder, format=format, out=None if out is None else Path(out))
+
+    def compare(self) -> None:
+        """Print predicted against measured, for the step and for every kind of task; `table()` has it as data."""
+        print(self)
+
+    def table(self) -> pd.DataFrame:
+        """Predicted against measured, the whole step first and then one row per kind of task.
+
+        Columns: kind ("step" for the whole), tasks, predicted_s and measured_s (seconds; of a kind: summed over the tasks of
+        one step, a task on several ranks counted once), relative_error, median_absolute_relative_error (over single tasks),
+        within_interval (the measured seconds lie in the predicted 90% interval).
+        """
+        step = self.comparison.step
+        rows: list[dict[str, Any]] = [
+            {
+                "kind": "step",
+                "tasks": len(self.comparison.tasks),
+                "predicted_s": step.predicted_s,
+                "measured_s": step.measured_s,
+                "relative_error": step.relative_error,
+                "median_absolute_relative_error": None,
+                "within_interval": step.within_interval,
+            }
+        ]
+        rows += [
+            {
+                "kind": row.kind,
+                "tasks": row.count,
+                "predicted_s": row.predicted_s,
+                "measured_s": row.measured_s,
+                "relative_error": row.relative_error,
+                "median_absolute_relative_error": row.median_absolute_relative_error,
+                "within_interval": row.within_interval,
+            }
+            for row in self.comparison.kinds
+        ]
+        return frame(rows, KIND_COLUMNS)
+
+    def breakdown(self) -> pd.DataFrame:
+        """Where the measured step of each rank went; columns as `Prediction.breakdown`."""
+        from parsim.app.ask import typical_step
+        from parsim.predict.breakdown import breakdown
+
+        graph = self.prediction.evaluation.graph
+        return breakdown_frame(breakdown(graph, self.seen.timelines[typical_step(self.seen)]))
+
+    def memory(self) -> pd.DataFrame:
+        """Peak of live tensors. Columns: rank, predicted_bytes, measured_bytes, relative_error."""
+        rows = [
+            {
+                "rank": row.rank,
+                "predicted_bytes": row.predicted_bytes,
+                "measured_bytes": row.measured_bytes,
+                "relative_error": row.relative_error,
+            }
+            for row in self.comparison.memory
+        ]
+        return frame(rows, ("rank", "predicted_bytes", "measured_bytes", "relative_error"))
+
+    def timeline(self) -> pd.DataFrame:
+        """The measured step whose length is the median of the recorded ones; columns as `Prediction.timeline`."""
+        from parsim.app.ask import typical_step
+
+        return timeline_frame(self.prediction.evaluation.graph, self.seen.timelines[typical_step(self.seen)])
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.document)
+
+    def headline(self) -> str:
+        """`dp ...: 32.4 ms per step measured, 29.5 ms predicted (-8.9%)`."""
+        from parsim.report.tables import format_error
+
+        step = self.comparison.step
+        floor = self.comparison.aa_floor
+        noise = "" if floor is None else f", A/A floor ±{format_percent(floor.median)}"
+        return (
+            f"{self.prediction.plan.summary()}: {format_seconds(step.measured_s)} per step measured, "
+            f"{format_seconds(step.predicted_s)} predicted ({format_error(step.relative_error)}{noise})"
+        )
+
+    def __repr__(self) -> str:
+        return f"Measured({self.headline()}; folder {self.folder})"
+
+    def __str__(self) -> str:
+        from parsim.report.tables import kind_table, to_text, validation_table
+
+        document = self.comparison.to_dict()
+        row = (self.prediction.problem.model.name, self.prediction.plan.summary(), document)
+        return "\n".join(to_text(table) for table in (validation_table([row]), kind_table(document))).rstrip()
+
+    def _repr_html_(self) -> str:
+        from parsim.report.notebook import table_html
+        from parsim.report.tables import kind_table, validation_table
+
+        document = self.comparison.to_dict()
+        row = (self.prediction.problem.model.name, self.prediction.plan.summary(), document)
+        return table_html(validation_table([row])) + table_html(kind_table(document))

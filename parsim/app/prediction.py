@@ -1,0 +1,271 @@
+"""A Prediction: one plan on one cluster, with its step, memory, breakdown and timeline as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parsim.app.config import RunConfig
+from parsim.app.frames import breakdown_frame, memory_frame, timeline_frame
+from parsim.app.question import Given
+from parsim.predict.evaluate import MANY_RANKS, Evaluation, evaluate
+from parsim.predict.memory import SAFE_PROBABILITY
+from parsim.predict.problem import PlanningProblem
+from parsim.predict.result import Interval, PlanResult
+from parsim.units import format_bytes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from parsim.app.large import Quoted, TrainingRun
+    from parsim.plans.plan import Plan
+    from parsim.predict.explain import Explanation
+    from parsim.workflow.exporting.request import Exported
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prediction:
+    """The prediction for one plan. `parsim.run` trains with this plan for real.
+
+    Attributes:
+        config: the question. problem, evaluation: the priced and simulated values, for more than the methods return.
+        among: the best plan of each compared family; empty for a given plan.
+        given: the form of the given model; a module or Model without a name cannot be run.
+        assumed: (key, value) of the defaults that the question took.
+        engine: "static" or "dynamic". scenario: the scenario and its results; None without one.
+    """
+
+    config: RunConfig
+    problem: PlanningProblem
+    evaluation: Evaluation
+    among: tuple[Evaluation, ...] = ()
+    given: Given = "name"
+    assumed: tuple[tuple[str, Any], ...] = ()
+    engine: str = "static"
+    scenario: Mapping[str, Any] | None = None
+
+    @property
+    def result(self) -> PlanResult:
+        """The figures that all results share, and the keys of the JSON."""
+        return self.evaluation.result
+
+    @property
+    def plan(self) -> Plan:
+        return self.result.plan
+
+    @property
+    def strategy(self) -> str:
+        return self.result.strategy
+
+    @property
+    def step_s(self) -> Interval:
+        """Seconds of the mean step of a run of many steps: median and 90% interval.
+
+        Under a scenario: of a run that stays in the state at its start.
+        """
+        return self.result.step_s.times(self._slowdown)
+
+    @property
+    def throughput_samples_per_s(self) -> Interval:
+        """Samples per second: median and 90% interval; under a scenario as `step_s`."""
+        return self.result.throughput_samples_per_s.times(1 / self._slowdown)
+
+    @property
+    def _slowdown(self) -> float:
+        return 1.0 if self.scenario is None else float(self.scenario["states"][0]["slowdown"])
+
+    @property
+    def peak_memory_bytes(self) -> tuple[int, ...]:
+        """Per rank."""
+        return self.result.peak_memory_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's memory fits its device."""
+        return self.result.fits
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether it fits with a probability of at least 95%."""
+        return self.fit_probability >= SAFE_PROBABILITY
+
+    @property
+    def fit_probability(self) -> float:
+        """That every rank's memory stays within its device's; the plan fits from 0.95 on."""
+        return self.result.fit_probability
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return self.result.warnings
+
+    def breakdown(self) -> pd.DataFrame:
+        """Where the step of each rank went, one row per rank.
+
+        Columns: rank; step_s and its categories compute_s, load_s, host_s, exposed_communication_s, bubble_s, idle_s, which
+        sum to it; communication_busy_s, which counts hidden communication too. Seconds.
+        """
+        return breakdown_frame(self.evaluation.breakdown)
+
+    def memory(self) -> pd.DataFrame:
+        """Peak memory, one row per rank and line.
+
+        Columns: rank, line ("parameters", "gradients", ...), size_bytes; p05_bytes and p95_bytes differ from it where the line
+        cannot be counted exactly. The lines of a rank sum to its peak.
+        """
+        return memory_frame(self.evaluation.memory)
+
+    def timeline(self) -> pd.DataFrame:
+        """The predicted step, one row per task and resource it holds, by start. Plans beyond 64 ranks list those ranks alone
+        that stand for others.
+
+        Columns: task, kind, rank, stream, component, stage, replica, microbatch, bucket, value; start_s, end_s, duration_s in
+        seconds from the start of the step.
+        """
+        shown = self.evaluation
+        if shown.folding.is_folded and self.plan.world_size <= MANY_RANKS:
+            shown = evaluate(self.problem, self.plan, samples=0, fold=False)
+        return timeline_frame(shown.graph, shown.timeline)
+
+    def critical_path(self) -> list[str]:
+        """The tasks on the critical path of the step, in order, with their names in traces."""
+        from parsim.predict.breakdown import critical_path
+        from parsim.report.trace import task_label
+
+        graph = self.evaluation.graph
+        return [task_label(graph.tasks[index]) for index in critical_path(graph, self.evaluation.timeline)]
+
+    def explain(self) -> Explanation:
+        """Where every millisecond of the step comes from: by category, by task, and term by term, summing to the step.
+
+        Print it, or take its `table()`: a DataFrame with the columns category, kind, component, phase, tasks, term, operation,
+        value, unit, seconds, origin, detail.
+        """
+        from parsim.predict.explain import explain_plan
+
+        return explain_plan(self.problem, self.evaluation)
+
+    @cached_property
+    def quoted(self) -> Quoted | None:
+        """Tokens per second, MFU and HFU, memory by line, days and price of `training.tokens`; None: no language model."""
+        from parsim.app.large import quoted
+
+        return quoted(self.config, self.problem, self.evaluation)
+
+    @cached_property
+    def samples_run(self) -> TrainingRun | None:
+        """Days, price and energy of `training.samples`; None: not asked for."""
+        from parsim.app.large import samples_run
+
+        return samples_run(self.config, self.problem, self.evaluation)
+
+    def export(self, format: str, *, out: str | Path) -> Exported:
+        """Write the plan or its timeline as a file of another tool.
+
+        Args:
+            format: "deepspeed", "torchtitan", "megatron", "chakra" or "chrome" (docs/export.md).
+            out: the file, or the folder of several.
+
+        Returns:
+            What was written, and what the format cannot express (`left_out`).
+
+        Raises:
+            ConfigError: an unknown format, or a plan that it cannot express.
+        """
+        from tempfile import TemporaryDirectory
+
+        from parsim.app.run_folder import RunFolder
+        from parsim.workflow.exporting.formats import export_folder
+
+        problem = self.problem
+        with TemporaryDirectory(prefix="parsim-export-") as name:
+            RunFolder(Path(name)).write_question(
+                self.config, problem.model, self.plan, problem.cluster.profile, problem.history, problem.loading
+            )
+            return export_folder(Path(name), format=format, out=Path(out))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON: the keys all results share, with `breakdown` and `memory` per rank; `quoted` of a language model."""
+        loading = self.problem.loading
+        return describe(self.evaluation) | {
+            "quoted": None if self.quoted is None else self.quoted.to_dict(),
+            "samples_run": None if self.samples_run is None else self.samples_run.to_dict(),
+            "loading": None if loading is None else loading.to_dict(),
+        }
+
+    def headline(self) -> str:
+        """`355 ms per step (90% interval 294–433 ms), 2.89 k samples/s, 12 GiB of 32 GiB per device`."""
+        from parsim.report.tables import format_rate, interval_texts
+
+        median, interval = interval_texts(self.step_s.to_dict())
+        rate = format_rate(self.throughput_samples_per_s.median)
+        fullest = max(self.evaluation.memory, key=lambda rank: rank.total_bytes)
+        memory = f"{format_bytes(fullest.total_bytes)} of {format_bytes(fullest.limit_bytes)} per device"
+        fits = "" if self.fits else "; does not fit"
+        if self.fits and not self.is_safe:
+            fits = f"; fits with a probability of only {self.fit_probability:.0%}"
+        return f"{median} per step (90% interval {interval}), {rate} samples/s, {memory}{fits}"
+
+    def __repr__(self) -> str:
+        return f"Prediction({self.plan.summary()}: {self.headline()})"
+
+    def __str__(self) -> str:
+        from parsim.report.tables import breakdown_table, memory_table, strategy_table, to_text
+
+        document = self.to_dict()
+        title = f"{self.problem.model.name} on {self.problem.cluster.name}, batch {self.problem.global_batch}"
+        tables = (
+            strategy_table([self.result.to_dict()], title=title),
+            breakdown_table(document["breakdown"]),
+            memory_table(document["memory"]),
+        )
+        played = "" if self.scenario is None else f"\nUnder {self.scenario['file']}: {self.headline()}"
+        text = "\n".join(to_text(table) for table in tables) + self.evaluation.alone_text() + played
+        text += "" if self.problem.loading is None else f"\n{self.problem.loading.text()}"
+        figures = [] if self.quoted is None else self.quoted.lines()
+        whole = [] if self.samples_run is None else self.samples_run.lines()
+        return "\n".join([text, *figures, *whole])
+
+    def _repr_html_(self) -> str:
+        from parsim.report.notebook import table_html
+        from parsim.report.tables import breakdown_table, strategy_table
+
+        title = f"{self.problem.model.name} on {self.problem.cluster.name}, batch {self.problem.global_batch}"
+        rows = [asdict(rank) | {"step_s": rank.step_s} for rank in self.evaluation.breakdown]
+        return table_html(strategy_table([self.result.to_dict()], title=title)) + table_html(breakdown_table(rows))
+
+
+def describe(evaluation: Evaluation) -> dict[str, Any]:
+    """PlanResult.to_dict() with `breakdown` and `memory` per rank.
+
+    Args:
+        evaluation: of one plan.
+    """
+    return evaluation.result.to_dict() | {
+        "breakdown": [asdict(rank) | {"step_s": rank.step_s} for rank in evaluation.breakdown],
+        "memory": [
+            {
+                "rank": rank.rank,
+                "lines": dict(rank.lines),
+                "spreads": {name: {"p05_bytes": low, "p95_bytes": high} for name, low, high in rank.spreads},
+                "total_bytes": rank.total_bytes,
+                "p05_bytes": rank.low_bytes,
+                "p95_bytes": rank.high_bytes,
+                "limit_bytes": rank.limit_bytes,
+                "fits": rank.fits,
+                "fit_probability": rank.fit_probability,
+                **(
+                    {
+                        "host_lines": dict(rank.host_lines),
+                        "host_bytes": rank.host_bytes,
+                        "host_limit_bytes": rank.host_limit_bytes,
+                    }
+                    if rank.host_lines
+                    else {}
+                ),
+            }
+            for rank in evaluation.memory
+        ],
+    }

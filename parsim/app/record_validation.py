@@ -1,0 +1,170 @@
+"""The records of a validation: a line in the profile's history and, on request, an update of the profile."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parsim.app.training_checks import changes_graph
+from parsim.costs.conformal import ValidationRecord
+from parsim.costs.diagnosis import Diagnosis
+from parsim.costs.history import append_record, fingerprint, history_path, read_history
+from parsim.costs.observed import without_updates
+from parsim.errors import ConfigError, CostError, ParsimError
+from parsim.execute.processes.machine import describe_environment
+from parsim.hardware.profile import load_profile, save_profile
+from parsim.predict.compare import MINIMUM_ROUNDS, relative_error
+
+if TYPE_CHECKING:
+    from parsim.app.config import RunConfig
+    from parsim.app.prediction import Prediction
+    from parsim.execute.measurement import Measurement
+    from parsim.predict.compare import Comparison
+
+
+LEAST_RECORDED = 20
+"""Timed steps of a training that the history takes; the predicted interval is for the mean of as many."""
+VERSIONS = ("python", "torch", "numpy", "parsim")
+
+
+def record_of(asked: Prediction, seen: Measurement, comparison: Comparison, session: str | None = None) -> ValidationRecord:
+    """What was predicted before any correction, and what was measured.
+
+    Args:
+        session: of measurements made together; left out: this one stands alone.
+    """
+    found = asked.evaluation.result.interval_correction
+    if found is None:
+        raise CostError("a record needs an interval, and this step was predicted without draws; evaluate it with samples > 0")
+    environment, plan = describe_environment(), asked.evaluation.result.plan
+    measurement = hashlib.sha256(seen.step_s.tobytes()).hexdigest()[:16]
+    return ValidationRecord(
+        model=asked.problem.model.name,
+        run=session or measurement,
+        predicted_s=found.uncorrected.median,
+        low_s=found.uncorrected.p05,
+        high_s=found.uncorrected.p95,
+        measured_s=comparison.step.measured_s,
+        when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        profile=fingerprint(asked.problem.cluster.profile),
+        batch=plan.global_batch,
+        plan=plan.summary(),
+        ranks=plan.world_size,
+        steps=seen.steps,
+        rounds=len(seen.step_s),
+        aa_floor=None if comparison.aa_floor is None else comparison.aa_floor.median,
+        machine=f"{environment['processor']}, {environment['cores']} cores",
+        measurement=measurement,
+        versions={name: environment["versions"][name] for name in VERSIONS if name in environment["versions"]},
+    )
+
+
+def diagnosed(asked: Prediction, seen: Measurement, comparison: Comparison) -> Diagnosis:
+    """Whether a run went as predicted and, where not, what was different and what to do.
+
+    Args:
+        asked: the prediction, with every rank simulated. seen: the measurement. comparison: of both.
+    """
+    from parsim.search.adapt.observed import diagnosis_of
+
+    return diagnosis_of(
+        asked.problem,
+        asked.evaluation,
+        seen.timelines,
+        step_s=comparison.step.measured_s,
+        timed=seen.steps,
+        floor=0.0 if comparison.aa_floor is None else comparison.aa_floor.median,
+        slowness=None if comparison.at_pace is None else comparison.at_pace.slowness,
+    )
+
+
+def remember(asked: Prediction, record: ValidationRecord) -> dict[str, Any]:
+    """Append the record to the history that the run file's profile has; says where, or why not."""
+    table, profile = asked.config.cluster, asked.problem.cluster.profile
+    path = history_path(table.profile or "", table.history)
+    if path is None:
+        text = f"not recorded: {table.machine} is a shipped profile; say where its history lies: --history FILE"
+        return {"path": None, "recorded": False, "text": text}
+    if any(known.measurement == record.measurement for known in read_history(path, profile).records):
+        return {"path": str(path), "recorded": False, "text": f"this measurement is in {path} already"}
+    append_record(path, record)
+    return {"path": str(path), "recorded": True, "text": f"recorded in {path}"}
+
+
+def remembered(asked: Prediction, seen: Measurement, comparison: Comparison, *, plan_changed: bool) -> dict[str, Any]:
+    """The same of a training, if it has enough steps under one plan to say something; says why not.
+
+    Args:
+        asked: its prediction. seen, comparison: of it. plan_changed: it went on under another plan on the way.
+    """
+    why = ""
+    if plan_changed:
+        why = "the plan changed on the way"
+    elif changes_graph(asked.evaluation.result.plan):
+        why = "the predicted step is a mean over all graphs of the plan, and the steps had others"
+    elif seen.steps < LEAST_RECORDED:
+        why = f"{seen.steps} timed steps are fewer than the {LEAST_RECORDED} that an interval is for"
+    elif asked.evaluation.result.interval_correction is None:
+        why = "the step was predicted without an interval"
+    if not why:
+        try:
+            return remember(asked, record_of(asked, seen, comparison))
+        except (OSError, ParsimError) as error:  # the training has ended well
+            why = str(error)
+    return {"path": None, "recorded": False, "text": f"not recorded: {why}"}
+
+
+def updatable(config: RunConfig) -> Path:
+    """The file of the profile that an update is written into. Raises ConfigError for a shipped profile."""
+    path = Path(config.cluster.profile or "")
+    if path.suffix != ".json" or not path.is_file():
+        raise ConfigError(
+            f"--update writes into the profile, and {config.cluster.machine!r} is not a file of yours; calibrate one with "
+            "`parsim calibrate --out PROFILE.json` and name it as cluster.profile"
+        )
+    return path
+
+
+def update_profile(asked: Prediction, seen: Measurement, comparison: Comparison, record: ValidationRecord) -> dict[str, Any]:
+    """Write into the profile what the run showed it to be wrong by; says what changed.
+
+    Raises:
+        ConfigError: a shipped profile, or one calibrated anew since the run. CostError: too few rounds to know their noise.
+    """
+    from parsim.search.adapt.observed import updated
+
+    path = updatable(asked.config)
+    cluster, plan = asked.problem.cluster, asked.evaluation.result.plan
+    profile = load_profile(str(path))
+    if fingerprint(without_updates(profile)) != fingerprint(without_updates(cluster.profile)):
+        raise ConfigError(f"{path} was calibrated again after this run; validate a new run")
+    if comparison.aa_floor is None:
+        raise CostError(
+            f"an update needs >= {MINIMUM_ROUNDS} rounds to separate an error from noise, the run has {len(seen.step_s)}; "
+            "measure more"
+        )
+    problem = replace(asked.problem, cluster=replace(cluster, profile=profile))
+    found = updated(
+        problem,
+        plan,
+        asked.evaluation.graph,
+        seen.timelines,
+        step_s=comparison.step.measured_s,
+        floor=comparison.aa_floor.median,
+        run=record.run,
+        steps=seen.steps,
+    )
+    if found.changes:
+        save_profile(found.profile, path)
+    text = "; ".join(found.changes) or "nothing is off by more than the noise of the run"
+    return {
+        "profile": str(path),
+        "changes": list(found.changes),
+        "predicted_before": found.before_s,
+        "predicted_after": found.after_s,
+        "relative_error_after": relative_error(found.after_s, comparison.step.measured_s),
+        "text": f"{path}: {text}",
+    }

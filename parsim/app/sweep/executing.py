@@ -1,0 +1,691 @@
+"""Where points are answered: in this process, in processes of this machine that persist (loky), or on a Dask cluster.
+
+All three yield rows as they come. A worker that dies is replaced, and the points it held are asked again, one at a time. A
+point whose process dies twice becomes a row that says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from io import RawIOBase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parsim.app.config import RunConfig
+from parsim.app.sweep.points import SweepPoint
+from parsim.app.sweep.rows import failed_row, row_of
+from parsim.costs.adjustments import HardwareScale
+from parsim.errors import ConfigError, ExecutionError, MissingDependencyError, ParsimError
+from parsim.files import finite, lock, parse_json, read_json, version_problem, write_atomically, write_json_atomically
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from distributed import Client
+
+    from parsim.hardware.cluster import Cluster
+    from parsim.model.model import Model
+    from parsim.predict.problem import PlanningProblem
+
+
+# One point, answered: in this process or in a worker. Models, profiles and clusters are loaded once per process.
+
+
+MOST_MODELS = 8
+"""That are sent to workers; a sweep over more of them is traced where it is priced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedValues:
+    """What workers need beside the points: sent once to each.
+
+    Attributes:
+        models: by `model_key`: traced once, in the process that started the sweep. cluster: where it was given as a value.
+        folders: that this process imports from.
+    """
+
+    models: Mapping[str, Model] = field(default_factory=dict)
+    cluster: Cluster | None = None
+    folders: tuple[str, ...] = ()
+
+
+NOTHING_SHARED = SharedValues()
+
+
+def model_key(config: RunConfig) -> str:
+    """Equal for questions of one Model. Args: config: of a point."""
+    return json.dumps([config.model.model_dump(mode="json"), config.training.precision], sort_keys=True)
+
+
+def evaluate_points(points: Sequence[SweepPoint], shared: SharedValues = NOTHING_SHARED) -> list[tuple[int, dict[str, Any]]]:
+    """Rows of points, each with the point's number.
+
+    Args:
+        points: of one sweep. shared: values that they have in common.
+    """
+    sys.path.extend(path for path in shared.folders if path not in sys.path)
+    return [(point.number, evaluate_point(point, shared)) for point in points]
+
+
+def evaluate_point(point: SweepPoint, shared: SharedValues = NOTHING_SHARED) -> dict[str, Any]:
+    """The row of a point. An error of the question is a row with the reason, and so is a fault of parsim.
+
+    Args:
+        point: to answer. shared: values that it has in common with others.
+    """
+    if point.question is None:
+        return failed_row(point.problem)
+    try:
+        return _answered(point, shared)
+    except ParsimError as error:
+        return failed_row(str(error))
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:
+        said = (str(error).splitlines() or [""])[0][:300]
+        return failed_row(f"a fault of parsim, please report it: {type(error).__name__}: {said}")
+
+
+def _answered(point: SweepPoint, shared: SharedValues) -> dict[str, Any]:
+    from parsim.app.ask import answer_of
+    from parsim.app.load import problem_of
+
+    question = point.question
+    assert question is not None
+    config = question.config
+    cluster = shared.cluster if question.cluster is None else question.cluster
+    cluster = cluster if cluster is not None else cluster_at(config)
+    scale = point.scale
+    if (memory := float(scale.get("scale.memory", 1.0))) != 1.0:
+        cluster = with_memory(cluster, memory)
+    model = question.model if question.model is not None else shared.models.get(model_key(config))
+    problem = problem_of(config, model=model, cluster=cluster)
+    faster = HardwareScale(
+        computation=float(scale.get("scale.compute", 1.0)), communication=float(scale.get("scale.links", 1.0))
+    )
+    problem = _LAST.known(replace(problem, scale=faster))
+    answer = answer_of(question.on_devices(cluster.size), problem)
+    return row_of(answer, point.samples_per_epoch)
+
+
+class _LastProblem:
+    """The problem of the point before. Points that differ in the strategy ask the same one, with all that it remembers."""
+
+    def __init__(self) -> None:
+        self._problem: PlanningProblem | None = None
+
+    def known(self, problem: PlanningProblem) -> PlanningProblem:
+        """The one before where it is equal, else this one. Args: problem: of a point."""
+        if self._problem != problem:
+            self._problem = problem
+        return self._problem
+
+    def forget(self) -> None:
+        """As if no point had been asked."""
+        self._problem = None
+
+
+_LAST = _LastProblem()
+
+
+def cluster_at(config: RunConfig) -> Cluster:
+    """The cluster of a config; the same object for the same [cluster], so that its look-ups are made once.
+
+    Args:
+        config: of a point.
+
+    Raises:
+        ProfileError: as `parsim.app.load.cluster_of`.
+    """
+    table = config.cluster
+    files = tuple(_stamp(text) for text in (table.profile, table.network, table.gpu, table.link))
+    return _cluster(table.model_dump_json(exclude={"history"}), files, _Uncompared(config))
+
+
+class _Uncompared:
+    """A value that goes through a cache without being part of its key."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Uncompared)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@lru_cache(maxsize=32)
+def _cluster(table: str, files: tuple[object, ...], given: _Uncompared) -> Cluster:
+    from parsim.app.load import cluster_of
+
+    return cluster_of(given.config)
+
+
+def _stamp(text: str | None) -> object:
+    """Changes with the content of a file; None for a name."""
+    if text is None or not text.endswith((".json", ".toml")):
+        return None
+    try:
+        found = os.stat(text)
+    except OSError:
+        return "absent"
+    return (found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+@lru_cache(maxsize=32)
+def with_memory(cluster: Cluster, factor: float) -> Cluster:
+    """A cluster whose devices hold `factor` times as much.
+
+    Args:
+        cluster: as it is. factor: above 0.
+    """
+    types = {
+        device.type.name: replace(device.type, memory_bytes=int(factor * device.type.memory_bytes))
+        for device in cluster.devices
+    }
+    return replace(cluster, devices=tuple(replace(device, type=types[device.type.name]) for device in cluster.devices))
+
+
+def shared_values(points: Sequence[SweepPoint]) -> SharedValues:
+    """Load the Models of these points here, once, for all workers; a model that cannot be loaded is left to its points.
+
+    Args:
+        points: that workers will answer.
+    """
+    from parsim.app.load import model_of
+
+    configs = {model_key(point.question.config): point.question.config for point in points if point.question is not None}
+    models: dict[str, Model] = {}
+    cluster = None
+    for point in points:
+        if point.question is not None and point.question.cluster is not None:
+            cluster = point.question.cluster
+        if point.question is not None and point.question.model is not None:
+            models[model_key(point.question.config)] = point.question.model
+    for key, config in list(configs.items())[:MOST_MODELS]:
+        if key in models:
+            continue
+        try:
+            models[key] = model_of(config)
+        except ParsimError:
+            continue  # every point of it says why
+    return SharedValues(models=models, cluster=cluster, folders=tuple(path for path in sys.path if path))
+
+
+def without_values(point: SweepPoint) -> SweepPoint:
+    """The point as it is sent to a worker, which has the values already. Args: point: of a sweep."""
+    if point.question is None or (point.question.model is None and point.question.cluster is None):
+        return point
+    return replace(point, question=replace(point.question, model=None, cluster=None))
+
+
+Row = dict[str, Any]
+Numbered = tuple[int, Row]
+Submit = Callable[[Sequence[SweepPoint]], "Future[list[Numbered]]"]
+
+WORTH_PROCESSES_S = 20.0
+"""Work left from which processes are started where no number was given: each takes some seconds to start."""
+CHUNK_S = 1.0
+"""Work that is sent to a worker at once, as far as it is known."""
+MOST_IN_CHUNK = 64
+IN_FLIGHT = 3
+"""Chunks per worker that are sent ahead."""
+CONNECT_S = 10.0
+PARENT_S = 1.0
+"""How often a worker looks whether its parent is alive."""
+THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+"""A worker per core needs no threads beside it."""
+
+DIED = (
+    "its worker process died twice (killed, or out of memory); ask it alone with `parsim plan` to see why, or give the sweep "
+    "fewer processes (--jobs)"
+)
+
+
+def here(points: Sequence[SweepPoint]) -> Iterator[Numbered]:
+    """Rows of points, answered in this process, in order.
+
+    Args:
+        points: to answer.
+    """
+    for point in points:
+        yield point.number, evaluate_point(point)
+
+
+def here_or_in_processes(points: Sequence[SweepPoint], cores: int | None = None) -> Iterator[Numbered]:
+    """Rows of points: here while they are few or fast, else in a process per core.
+
+    Args:
+        points: to answer. cores: None: as many as this process may use.
+    """
+    cores = cores or available_cores()
+    begun, answered = time.perf_counter(), 0
+    for place, point in enumerate(points):
+        yield point.number, evaluate_point(point)
+        answered += 1
+        if answered == 1:  # it compiled and loaded what all others only use
+            begun = time.perf_counter()
+            continue
+        left_s = (time.perf_counter() - begun) / (answered - 1) * (len(points) - place - 1)
+        if cores > 1 and left_s > WORTH_PROCESSES_S:
+            yield from in_processes(points[place + 1 :], cores)
+            return
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_processes(points: Sequence[SweepPoint], jobs: int) -> Iterator[Numbered]:
+    """Rows of points, as they come, from processes that persist and get the Models once.
+
+    Args:
+        points: to answer. jobs: processes.
+    """
+    from joblib.externals.loky import ProcessPoolExecutor
+
+    shared = shared_values(points)
+
+    def open_pool(workers: int) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(max_workers=workers, initializer=_begin_worker, initargs=(shared, os.getpid()), env=THREADS)
+
+    left: list[SweepPoint] = [without_values(point) for point in points]
+    while left:
+        pool = open_pool(min(jobs, len(left)))
+        answered: set[int] = set()
+        sent: list[SweepPoint] = []
+        try:
+            for number, row in _stream(left, partial(_submit, pool), jobs, sent):
+                answered.add(number)
+                yield number, row
+            return
+        except BrokenExecutor:
+            suspects = [point for point in sent if point.number not in answered]
+        finally:
+            _stop(pool)
+        left = [point for point in left if point.number not in answered and point not in suspects]
+        yield from _one_at_a_time(suspects, open_pool)
+
+
+def _submit(pool: Any, chunk: Sequence[SweepPoint]) -> Future[list[Numbered]]:
+    sent: Future[list[Numbered]] = pool.submit(_in_worker, list(chunk))
+    return sent
+
+
+def _one_at_a_time(suspects: Sequence[SweepPoint], open_pool: Callable[[int], Any]) -> Iterator[Numbered]:
+    """Points that were asked while a worker died: each alone, so that the next death names its point."""
+    pool = open_pool(1)
+    try:
+        for point in suspects:
+            try:
+                yield from pool.submit(_in_worker, [point]).result()
+            except BrokenExecutor:
+                _stop(pool)
+                pool = open_pool(1)
+                yield point.number, failed_row(DIED)
+    finally:
+        _stop(pool)
+
+
+def _stop(pool: Any) -> None:
+    pool.shutdown(wait=True, kill_workers=True)
+
+
+_SHARED: SharedValues = NOTHING_SHARED
+"""Of this worker process."""
+
+
+def _begin_worker(shared: SharedValues, parent: int) -> None:
+    """What a worker process does first. It ends with the process that started it, however that ends."""
+    global _SHARED
+    _SHARED = shared
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """Leave as soon as the parent is another one: loky's workers would wait for a killed parent for ever."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_S)
+    os._exit(1)
+
+
+def _in_worker(points: Sequence[SweepPoint]) -> list[Numbered]:
+    return evaluate_points(points, _SHARED)
+
+
+def _stream(points: Sequence[SweepPoint], submit: Submit, workers: int, sent: list[SweepPoint]) -> Iterator[Numbered]:
+    """Send points in chunks, some ahead, and yield their rows as they come.
+
+    Args:
+        points: to answer. submit: sends a chunk. workers: that work at once. sent: filled with what was sent.
+
+    Raises:
+        BrokenExecutor: a worker died; its chunks are among `sent`.
+    """
+    begun, done, place = time.perf_counter(), 0, 0
+    running: set[Future[list[Numbered]]] = set()
+    while place < len(points) or running:
+        while place < len(points) and len(running) < IN_FLIGHT * workers:
+            size = _chunk_size(len(points) - place, workers, done, time.perf_counter() - begun)
+            chunk = points[place : place + size]
+            sent.extend(chunk)
+            place += size
+            running.add(submit(chunk))
+        finished, running = wait(running, return_when=FIRST_COMPLETED)
+        for future in finished:
+            rows = future.result()
+            done += len(rows)
+            yield from rows
+
+
+def _chunk_size(left: int, workers: int, done: int, spent_s: float) -> int:
+    """About `CHUNK_S` of work, and no more than leaves some for every worker."""
+    if not done:
+        return 1
+    each_s = spent_s * workers / done
+    return max(1, min(int(CHUNK_S / max(each_s, 1e-3)), MOST_IN_CHUNK, left // (2 * workers)))
+
+
+def on_dask(points: Sequence[SweepPoint], address: str) -> Iterator[Numbered]:
+    """Rows of points, as they come, from the workers of a Dask cluster that runs already.
+
+    Args:
+        points: to answer. address: of its scheduler, such as tcp://10.0.0.1:8786.
+
+    Raises:
+        MissingDependencyError: without dask. ConfigError: no cluster is there, or its workers have another parsim.
+        ExecutionError: the cluster went away in the middle.
+    """
+    client = connect(address)
+    try:
+        workers = _check_workers(client, address)
+        shared = client.scatter(shared_values(points), broadcast=True)
+
+        def submit(chunk: Sequence[SweepPoint]) -> Any:
+            return client.submit(evaluate_points, list(chunk), shared, pure=False, key=_task_name(chunk))
+
+        yield from _dask_stream([without_values(point) for point in points], submit, workers, client.loop, address)
+    finally:
+        with contextlib.suppress(Exception):
+            client.close(timeout=5)
+
+
+_asked = 0
+
+
+def _task_name(chunk: Sequence[SweepPoint]) -> str:
+    """Every submission has its own: Dask would take an equal name for the same task."""
+    global _asked
+    _asked += 1
+    return f"parsim-{os.getpid()}-{_asked}-{chunk[0].key}"
+
+
+def connect(address: str) -> Client:
+    """A client of a Dask scheduler. Raises as `on_dask`.
+
+    Args:
+        address: of the scheduler.
+    """
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise MissingDependencyError(f"--on {address} needs dask; install parsim[cluster]") from error
+    try:
+        return Client(address, timeout=CONNECT_S, set_as_default=False)
+    except (OSError, ValueError, TimeoutError) as error:
+        raise ConfigError(
+            f"no Dask scheduler answers at {address} within {CONNECT_S:g} s ({type(error).__name__}); start one with `dask "
+            "scheduler` and workers with `dask worker`, or leave --on out to use this machine"
+        ) from error
+
+
+def _check_workers(client: Client, address: str) -> int:
+    """How many threads of workers there are, all with this very parsim."""
+    from parsim.app.sweep.points import code_digest
+
+    said: dict[str, Any] = client.run(code_digest, on_error="return")
+    answers = {worker: digest for worker, digest in said.items() if not isinstance(digest, OSError)}  # the others died just now
+    for digest in answers.values():
+        if isinstance(digest, BaseException):
+            raise ConfigError(
+                f"the workers at {address} cannot import parsim ({type(digest).__name__}: {digest}); install this version there"
+            )
+    if not answers:
+        raise ConfigError(f"the Dask cluster at {address} has no workers; start one with `dask worker {address}`")
+    other = [worker for worker, digest in answers.items() if digest != code_digest()]
+    if other:
+        raise ConfigError(
+            f"{len(other)} of {len(answers)} workers at {address} have another parsim; install this version there"
+        )
+    return sum(client.nthreads().values())
+
+
+def _dask_stream(
+    points: Sequence[SweepPoint], submit: Callable[[Sequence[SweepPoint]], Any], workers: int, loop: Any, address: str
+) -> Iterator[Numbered]:
+    """As `_stream`, with Dask's futures: Dask itself asks again what a dead worker held, some times."""
+    from distributed import CancelledError, KilledWorker, as_completed
+
+    begun, done, place = time.perf_counter(), 0, 0
+    coming = as_completed(loop=loop)
+    chunks: dict[Any, Sequence[SweepPoint]] = {}
+
+    def send(chunk: Sequence[SweepPoint]) -> None:
+        future = submit(chunk)
+        chunks[future.key] = chunk
+        coming.add(future)
+
+    while place < len(points) or chunks:
+        while place < len(points) and len(chunks) < IN_FLIGHT * workers:
+            size = _chunk_size(len(points) - place, workers, done, time.perf_counter() - begun)
+            send(points[place : place + size])
+            place += size
+        try:
+            future = next(coming)
+            rows = future.result()
+        except KilledWorker:
+            chunk = chunks.pop(future.key)
+            if len(chunk) == 1:
+                yield chunk[0].number, failed_row(DIED)
+            for point in chunk if len(chunk) > 1 else ():
+                send([point])
+            continue
+        except (CancelledError, OSError, StopIteration) as error:
+            raise ExecutionError(
+                f"the Dask cluster at {address} is gone ({type(error).__name__}); the points that were answered are kept: "
+                "give the same command again to continue"
+            ) from error
+        del chunks[future.key]
+        done += len(rows)
+        yield from rows
+
+
+# The folder of a sweep: every row as soon as it is known, so that a sweep that was stopped goes on; tables at the end.
+#
+# `points.jsonl` has a line per answered point, under the key of its content. Lines are only appended. A killed process or a
+# full
+# disk leaves at most the last line broken, which is cut off when the sweep goes on. Points of earlier sweeps in the same
+# folder
+# are found again by their keys, whatever was swept then. `sweep.json` says what was asked last; `points.csv` and
+# `points.parquet`
+# are its table.
+
+
+SCHEMA_VERSION = 1
+HEADER = {"schema_version": SCHEMA_VERSION, "holds": "points of parsim sweep"}
+NO_PARQUET = "points.parquet is not written, since pyarrow is not installed (parsim[data]); points.csv holds the same"
+
+
+@dataclass(frozen=True, slots=True)
+class SweepFolder:
+    """Names of the files below `path`."""
+
+    path: Path
+
+    @property
+    def description(self) -> Path:
+        return self.path / "sweep.json"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "points.jsonl"
+
+    @property
+    def csv(self) -> Path:
+        return self.path / "points.csv"
+
+    @property
+    def parquet(self) -> Path:
+        return self.path / "points.parquet"
+
+    @property
+    def explorer(self) -> Path:
+        return self.path / "explorer.html"
+
+    def check_usable(self) -> None:
+        """Raise ConfigError where the folder holds something else than a sweep."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"{self.path} is a file; give --out a folder")
+        if self.path.is_dir() and any(self.path.iterdir()) and not (self.log.is_file() or self.description.is_file()):
+            raise ConfigError(f"{self.path} is neither empty nor a folder of a sweep; give another --out")
+
+    def known(self, keys: set[str]) -> dict[str, dict[str, Any]]:
+        """The rows that the log has of these keys. A broken last line is cut off; a broken line in the middle is asked again.
+
+        Args:
+            keys: of the points that are wanted.
+
+        Raises:
+            ConfigError: the file is not a log of this parsim.
+        """
+        if not self.log.is_file():
+            return {}
+        whole_bytes, found = 0, {}
+        with self.log.open("rb") as file:
+            for number, line in enumerate(file):
+                entry = _entry(line)
+                if number == 0 and (not isinstance(entry, dict) or version_problem(entry, SCHEMA_VERSION)):
+                    if line.endswith(b"\n"):
+                        raise ConfigError(f"{self.log} is not a log of a sweep of this parsim; give another --out")
+                    break
+                if line.endswith(b"\n"):
+                    whole_bytes += len(line)
+                if isinstance(entry, dict) and entry.get("key") in keys and isinstance(entry.get("row"), dict):
+                    found[str(entry["key"])] = dict(entry["row"])
+        if whole_bytes < self.log.stat().st_size:
+            with self.log.open("r+b") as file:
+                file.truncate(whole_bytes)
+        return found
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[RowLog]:
+        """The log, open for more rows, by one sweep at a time.
+
+        Raises:
+            ConfigError: another sweep writes here now.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab", buffering=0) as file:  # nothing waits in a buffer that a full disk would refuse again
+            if not lock(file.fileno()):
+                raise ConfigError(f"another sweep writes into {self.path} now; wait for it, or give another --out")
+            log = RowLog(self.log, file)
+            if file.tell() == 0:
+                log.write(HEADER)
+            yield log
+
+    def write_description(self, document: Mapping[str, Any], points: Sequence[SweepPoint]) -> None:
+        """What was asked, and the keys of its points in order."""
+        whole = {"schema_version": SCHEMA_VERSION, **document}
+        whole["points"] = [{"key": point.key, "settings": point.settings} for point in points]
+        write_json_atomically(self.description, whole)
+
+    def read_description(self) -> dict[str, Any]:
+        """What was asked last. Raises ConfigError if this is not a folder of a sweep."""
+        try:
+            document = read_json(self.description)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.path} is not a folder of a sweep ({error}); give the --out of `parsim sweep`") from error
+        if not isinstance(document, dict) or (problem := version_problem(document, SCHEMA_VERSION)):
+            said = problem if isinstance(document, dict) else "it holds no table"
+            raise ConfigError(f"{self.description}: {said}; sweep again")
+        if not isinstance(document.get("points"), list) or not all(
+            isinstance(entry, dict) and isinstance(entry.get("settings"), dict) and isinstance(entry.get("key"), str)
+            for entry in document["points"]
+        ):
+            raise ConfigError(f"{self.description} lists no points; sweep again")
+        return document
+
+    def write_tables(self, table: pd.DataFrame) -> str:
+        """points.csv, and points.parquet where pyarrow is there. Returns a note where it is not, else ""."""
+        write_atomically(self.csv, lambda file: file.write(table.to_csv(index=False).encode()))
+        try:
+            import pyarrow  # noqa: F401
+        except ImportError:
+            return NO_PARQUET
+        flat = table.copy()
+        for name in flat.columns:
+            if flat[name].map(lambda value: isinstance(value, list | dict)).any() or _is_mixed(flat[name]):
+                flat[name] = flat[name].map(
+                    lambda value: value if value is None or isinstance(value, str) else json.dumps(value)
+                )
+        write_atomically(self.parquet, lambda file: flat.to_parquet(file, index=False))
+        return ""
+
+
+class RowLog:
+    """A log that is open for appending.
+
+    Args: path: for messages. file: at its end.
+    """
+
+    def __init__(self, path: Path, file: RawIOBase) -> None:
+        self._path, self._file = path, file
+
+    def add(self, point: SweepPoint, row: Mapping[str, Any]) -> None:
+        """One answered point; it is in the hands of the operating system when this returns."""
+        self.write({"key": point.key, "settings": point.settings, "row": row})
+
+    def write(self, document: Mapping[str, Any]) -> None:
+        """One line.
+
+        Raises:
+            ExecutionError: the disk takes no more; what was written before stays.
+        """
+        try:
+            left = json.dumps(finite(document), allow_nan=False).encode() + b"\n"
+            while left:  # a disk that is nearly full takes a part of it
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            raise ExecutionError(
+                f"{self._path}: {error.strerror}; the points before are kept: make room and give the same command again"
+            ) from error
+
+
+def _entry(line: bytes) -> Any:
+    try:
+        return parse_json(line)
+    except ValueError:
+        return None
+
+
+def _is_mixed(column: Any) -> bool:
+    """Texts and numbers under one name, which Parquet refuses."""
+    kinds = {type(value) for value in column if value is not None and value == value}
+    return len(kinds) > 1 and str in kinds

@@ -1,0 +1,189 @@
+"""The row of a point: what it answers, with the unit in every column's name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from parsim.app.large import HOUR_S, running_costs
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import Plan, plan_in_words
+from parsim.predict.result import Interval
+from parsim.report.sketch import sketch
+
+if TYPE_CHECKING:
+    from parsim.app.answer import Answer
+    from parsim.predict.memory import RankMemory
+
+
+OK, DOES_NOT_FIT, FAILED = "ok", "does_not_fit", "failed"
+MILLION = 1e6
+JOULES_PER_KWH = 3.6e6
+
+CATEGORIES = ("compute_s", "exposed_communication_s", "bubble_s", "load_s", "host_s", "idle_s")
+"""Of a step, mean over the ranks; they sum to `one_step_s`."""
+
+COLUMNS = (
+    "status",
+    "reason",
+    "strategy",
+    "division",
+    "plan",
+    "plan_in_words",
+    "devices",
+    "global_batch",
+    "step_s",
+    "step_p05_s",
+    "step_p95_s",
+    "throughput_samples_per_s",
+    "throughput_p05_samples_per_s",
+    "throughput_p95_samples_per_s",
+    "epoch_s",
+    "epoch_p05_s",
+    "epoch_p95_s",
+    "usd_per_million_samples",
+    "usd_per_million_samples_p05",
+    "usd_per_million_samples_p95",
+    "usd_per_epoch",
+    "usd_per_epoch_p05",
+    "usd_per_epoch_p95",
+    "kwh_per_million_samples",
+    "kwh_per_million_samples_p05",
+    "kwh_per_million_samples_p95",
+    "kwh_per_epoch",
+    "kwh_per_epoch_p05",
+    "kwh_per_epoch_p95",
+    "peak_memory_bytes",
+    "peak_memory_p05_bytes",
+    "peak_memory_p95_bytes",
+    "memory_limit_bytes",
+    "fit_probability",
+    "communication_fraction",
+    "bubble_fraction",
+    "one_step_s",
+    *CATEGORIES,
+    "tokens_per_s",
+    "mfu",
+    "run_s",
+    "run_p05_s",
+    "run_p95_s",
+    "run_usd",
+    "run_usd_p05",
+    "run_usd_p95",
+    "run_kwh",
+    "run_kwh_p05",
+    "run_kwh_p95",
+    "warnings",
+)
+"""After the swept fields, in every table; then `memory_LINE_bytes` of the fullest rank. A row also has `timeline`, a sketch."""
+
+SKETCHED_RANKS = 4
+"""Of a timeline in the explorer."""
+MEMORY_PREFIX, MEMORY_SUFFIX = "memory_", "_bytes"
+
+
+def failed_row(reason: str) -> dict[str, Any]:
+    """Of a point without an answer. Args: reason: the error's own message."""
+    return {"status": FAILED, "reason": reason}
+
+
+def _memory_reason(memory: Sequence[RankMemory]) -> str:
+    """Why a plan does not fit, or how sure it is that it does; empty where it is safe."""
+    least = min(memory, key=lambda rank: (rank.fit_probability, -rank.total_bytes))
+    if not least.fits:
+        return f"does not fit: {least.describe()}"
+    return "" if least.is_safe else f"may run out of memory: {least.describe()}"
+
+
+def row_of(answer: Answer, samples_per_epoch: int | None) -> dict[str, Any]:
+    """Columns of a point that was answered; what is not known is left out.
+
+    Args:
+        answer: to the point's question. samples_per_epoch: of the data; None: not known.
+    """
+    evaluation, problem = answer.evaluation, answer.problem
+    result, cluster = evaluation.result, problem.cluster
+    step, batch = result.step_s, problem.global_batch
+    fullest = max(evaluation.memory, key=lambda rank: rank.total_bytes)
+    row: dict[str, Any] = {
+        "status": OK if result.fits else DOES_NOT_FIT,
+        "reason": _memory_reason(evaluation.memory),
+        "strategy": result.strategy,
+        "division": division(result.plan),
+        "plan": result.plan.summary(),
+        "plan_in_words": plan_in_words(result.plan),
+        "devices": cluster.size,
+        "global_batch": batch,
+        **_three("step{}_s", step),
+        **_three("throughput{}_samples_per_s", result.throughput_samples_per_s),
+        "peak_memory_bytes": fullest.total_bytes,
+        "peak_memory_p05_bytes": fullest.low_bytes,
+        "peak_memory_p95_bytes": fullest.high_bytes,
+        "memory_limit_bytes": fullest.limit_bytes,
+        "fit_probability": result.fit_probability,
+        "communication_fraction": result.communication_fraction,
+        "bubble_fraction": result.bubble_fraction,
+        "warnings": "; ".join(result.warnings),
+    }
+    ranks = evaluation.breakdown
+    row |= {name: sum(getattr(rank, name) for rank in ranks) / len(ranks) for name in CATEGORIES}
+    row["one_step_s"] = sum(row[name] for name in CATEGORIES)
+    row |= _spent(answer, samples_per_epoch)
+    row["timeline"] = [list(lane) for lane in sketch(evaluation.compiled, evaluation.timeline, _shown_ranks(answer))]
+    row["memory_lines"] = {name: size for name, size in fullest.lines if size}
+    return row
+
+
+def _shown_ranks(answer: Answer) -> list[int]:
+    """The first rank of a few stages: the first ones and the last."""
+    evaluation = answer.evaluation
+    plan, simulated = evaluation.result.plan, evaluation.folding.ranks
+    first = {plan.stage_of_rank(rank): rank for rank in reversed(simulated)}
+    stages = sorted(first)
+    shown = stages if len(stages) <= SKETCHED_RANKS else [*stages[: SKETCHED_RANKS - 1], stages[-1]]
+    return [first[stage] for stage in shown]
+
+
+def _spent(answer: Answer, samples_per_epoch: int | None) -> dict[str, Any]:
+    """Time, price and energy per epoch, per million samples and of the whole run, as far as they are known."""
+    problem, result = answer.problem, answer.evaluation.result
+    step, batch = result.step_s, problem.global_batch
+    operation = running_costs(answer.config, problem)
+    usd_per_s = None if operation.usd_per_hour is None else operation.usd_per_hour * problem.cluster.size / HOUR_S
+    watts = None if operation.busy_power_w is None else operation.busy_power_w * result.plan.world_size
+    found: dict[str, Any] = {}
+    for name, rate in (("usd", usd_per_s), ("kwh", None if watts is None else watts / JOULES_PER_KWH)):
+        if rate is None:
+            continue
+        found |= _three(f"{name}_per_million_samples{{}}", step.times(rate * MILLION / batch))
+        if samples_per_epoch is not None:
+            found |= _three(f"{name}_per_epoch{{}}", step.times(rate * -(-samples_per_epoch // batch)))
+    if samples_per_epoch is not None:
+        found |= _three("epoch{}_s", step.times(-(-samples_per_epoch // batch)))
+    figures = answer.prediction.quoted
+    if figures is not None:
+        found |= {"tokens_per_s": figures.tokens_per_s.median, "mfu": figures.mfu}
+        if figures.run is not None:
+            run = figures.run
+            whole = {"run{}_s": run.losses.days * 24 * HOUR_S, "run_usd{}": run.usd, "run_kwh{}": run.energy_kwh}
+            for column, value in whole.items():
+                found |= {} if value is None else _three(column, step.times(value / step.median))
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def division(plan: Plan) -> str:
+    """`pp2 dp4 zero1`: how the work is divided, without microbatches and buckets. Args: plan: of any mesh."""
+    mesh: Mesh = plan.mesh
+    parts = [f"{axis}{size}" for axis in ("pp", "dp", "tp", "cp", "ep") if (size := getattr(mesh, axis)) > 1]
+    parts += [f"zero{plan.zero_stage}"] if plan.zero_stage else []
+    parts += [f"dp_shard{mesh.dp_shard}"] if mesh.dp_shard else []
+    return " ".join(parts) or "one device"
+
+
+def _three(name: str, interval: Interval) -> dict[str, float]:
+    """Median, p05 and p95 under the names of their columns."""
+    return {
+        name.format(""): interval.median,
+        name.format("_p05"): interval.p05,
+        name.format("_p95"): interval.p95,
+    }

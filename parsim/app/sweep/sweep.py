@@ -1,0 +1,616 @@
+"""A Sweep: a table with a row per point, the point that a goal picks, and the sensitivity of the fields."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parsim.app.config_text import value_text
+from parsim.app.doctor import Say, progress
+from parsim.app.sweep.executing import RowLog, SweepFolder, here, here_or_in_processes, in_processes, on_dask
+from parsim.app.sweep.goal import Sensitivity, parse_goal, sensitivity
+from parsim.app.sweep.points import (
+    Axis,
+    BaseQuestion,
+    SweepPoint,
+    SweptSettings,
+    axes_of,
+    grid,
+    points_of,
+    saltelli,
+    sobol_sample,
+)
+from parsim.app.sweep.rows import COLUMNS, FAILED, MEMORY_PREFIX, MEMORY_SUFFIX, OK
+from parsim.errors import ConfigError, near_matches
+from parsim.report.explorer import ExplorerData, write_explorer_page
+from parsim.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from parsim.app.functions import AskedCluster, AskedModel
+    from parsim.report.tables import ReportTable
+
+
+TIES_SHOWN = 3
+ROWS_SHOWN = 12
+ASKED_AGAIN = "parsim plan"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sweep:
+    """The result of `parsim.sweep`.
+
+    Attributes:
+        title: what was asked, in words. axes: what was swept. settings, answers: per point: what was set, and known columns.
+        design: "grid", "sample" or "saltelli". seed: of a sample. goal: as it was given; "" without one.
+        asked: the question as `parsim plan` takes it, without what was swept. folder: where it lies; None in memory.
+        reused: points that were known before. notes: for people.
+    """
+
+    title: str
+    axes: tuple[Axis, ...]
+    settings: tuple[SweptSettings, ...]
+    answers: tuple[dict[str, Any], ...]
+    design: str = "grid"
+    seed: int = 0
+    goal: str = ""
+    asked: str = ""
+    folder: Path | None = None
+    reused: int = 0
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the table: point, the swept fields, the results, memory by line."""
+        swept = [axis.key for axis in self.axes]
+        lines = dict.fromkeys(name for row in self.answers for name in row.get("memory_lines", {}))
+        known = [
+            name for name in COLUMNS if any(row.get(name) is not None for row in self.answers) or name in ("status", "reason")
+        ]
+        return ("point", *swept, *known, *(f"{MEMORY_PREFIX}{name}{MEMORY_SUFFIX}" for name in lines))
+
+    @cached_property
+    def rows(self) -> tuple[dict[str, Any], ...]:
+        """Per point its number, the swept values and the results; in the order of the points."""
+        found = []
+        for number, (settings, answer) in enumerate(zip(self.settings, self.answers, strict=True)):
+            lines = {f"{MEMORY_PREFIX}{name}{MEMORY_SUFFIX}": size for name, size in answer.get("memory_lines", {}).items()}
+            rest = {name: value for name, value in answer.items() if name != "memory_lines"}
+            found.append({"point": number, **settings, **rest, **lines})
+        return tuple(found)
+
+    def table(self) -> pd.DataFrame:
+        """A DataFrame, one row per point; the units are in the column names. Unknown values are missing."""
+        from parsim.app.frames import frame
+
+        return frame(self.rows, self.columns)
+
+    @property
+    def failed(self) -> int:
+        """Points without an answer; their rows say why."""
+        return sum(row["status"] == FAILED for row in self.answers)
+
+    def best(self, goal: str | None = None) -> dict[str, Any] | None:
+        """The row that a goal picks; None if no point meets its conditions.
+
+        Args:
+            goal: such as "min cost where epoch < 2h"; left out: the sweep's own, else the most samples per second.
+
+        Raises:
+            ConfigError: not a goal over the columns of this sweep.
+
+        >>> from parsim import sweep
+        >>> found = sweep("mlp", {"cluster.devices": [1, 2, 4]}, cluster="dgx1-v100-32gb", global_batch=64)
+        >>> found.best("max throughput")["cluster.devices"] in (1, 2, 4)
+        True
+        """
+        asked = parse_goal(goal or self.goal or "max throughput", self.rows, self.columns)
+        number = asked.best(self.rows)
+        return None if number is None else self.rows[number]
+
+    def sensitivity(self, column: str = "step_s") -> Sensitivity:
+        """Sobol indices of the swept fields for a column. Needs a sweep with `sensitivity=`.
+
+        Args:
+            column: of numbers.
+
+        Raises:
+            ConfigError: another design, no such column, or too many points failed. MissingDependencyError: without SALib.
+        """
+        if self.design != "saltelli":
+            raise ConfigError("Sobol indices need the points of a Saltelli design; sweep with --sensitivity N (sensitivity=N)")
+        if column not in self.columns:
+            raise ConfigError(f"there is no column {column!r}{near_matches(column, self.columns)}")
+        return sensitivity(self.axes, self.rows, column, self.seed)
+
+    def explore(self, path: str | Path | None = None) -> Path:
+        """Write the explorer, one page that opens offline. Returns its path.
+
+        Args:
+            path: of the page; left out: explorer.html in the sweep's folder.
+        """
+
+        if path is None and self.folder is None:
+            raise ConfigError("the sweep has no folder, so explore() needs the path of the page")
+        return write_explorer(self, Path(path) if path is not None else SweepFolder(Path(str(self.folder))).explorer)
+
+    def sentence(self) -> str:
+        """`64 points (8 do not fit, 2 failed); 12 were known before.`"""
+        counts = Counter(row["status"] for row in self.answers)
+        parts = [f"{counts['does_not_fit']} do not fit"] if counts["does_not_fit"] else []
+        parts += [f"{counts[FAILED]} failed"] if counts[FAILED] else []
+        known = f"; {self.reused} were known before" if self.reused else ""
+        told = f" ({', '.join(parts)})" if parts else ""
+        return f"{self.title}: {len(self.answers)} point{'s' if len(self.answers) != 1 else ''}{told}{known}."
+
+    def _picked_row(self) -> dict[str, Any] | None:
+        """As `best`; None also where the goal's column has no value."""
+        try:
+            return self.best() if any(row["status"] == OK for row in self.answers) else None
+        except ConfigError:
+            return None
+
+    def picked(self) -> str:
+        """The point that the goal picks, in words."""
+        what = self.goal or "max throughput"
+        try:
+            row = self.best()
+        except ConfigError as error:
+            return str(error)
+        if row is None:
+            return f"{what}: no point meets it."
+        where = ", ".join(f"{axis.key} = {row[axis.key]}" for axis in self.axes)
+        spent = [f"{format_seconds(row['step_s'])} per step"]
+        spent += [f"{format_seconds(row['epoch_s'])} per epoch"] if row.get("epoch_s") is not None else []
+        for name, text in (("usd_per_epoch", "USD per epoch"), ("run_usd", "USD in all")):
+            spent += [f"{row[name]:,.2f} {text}"] if row.get(name) is not None else []
+        return f"{what}: point {row['point']} ({where}): {row['plan_in_words']}, {', '.join(spent)}{self._ties()}."
+
+    def _ties(self) -> str:
+        """`; a tie with point 5`, where other points are as good as a measurement can tell."""
+        goal = parse_goal(self.goal or "max throughput", self.rows, self.columns)
+        numbers = [str(self.rows[number]["point"]) for number in goal.ties(self.rows)]
+        if not numbers:
+            return ""
+        shown = ", ".join(numbers[:TIES_SHOWN]) + (f" and {len(numbers) - TIES_SHOWN} more" * (len(numbers) > TIES_SHOWN))
+        return f"; a tie with point{'s' if len(numbers) > 1 else ''} {shown}"
+
+    def heading(self) -> list[str]:
+        """What stands above the table: how many points there are, and what the goal picks."""
+        picked = [self.picked()] if any(row["status"] == OK for row in self.answers) or self.goal else []
+        return [self.sentence(), *picked]
+
+    def lines(self) -> list[str]:
+        """What stands below the table."""
+        matters = self.sensitivity().lines() if self.design == "saltelli" else []
+        return [*matters, *self._failures(), *self.notes]
+
+    def _failures(self) -> list[str]:
+        """The commonest reasons of points that failed. Reasons that differ in numbers alone count as one."""
+        alike: dict[str, list[str]] = {}
+        for row in self.answers:
+            if row["status"] == FAILED:
+                reason = row["reason"].splitlines()[0]
+                alike.setdefault(re.sub(r"\d+", "#", reason), []).append(reason)
+        lines = []
+        for reasons in sorted(alike.values(), key=len, reverse=True)[:3]:
+            points = f"{len(reasons)} point{'s' if len(reasons) > 1 else ''}"
+            example = ", for example" if len(set(reasons)) > 1 else ""
+            lines.append(f"failed ({points}{example}): {reasons[0]}")
+        return lines
+
+    def report(self, most: int = ROWS_SHOWN) -> ReportTable:
+        """The first rows as texts; the picked one is marked.
+
+        Args:
+            most: rows that are shown.
+        """
+        from parsim.report.tables import NOTHING, Column, ReportTable
+
+        swept = [axis.key for axis in self.axes]
+        priced = any(row.get("usd_per_million_samples") is not None for row in self.rows)
+        figures = ["plan", "step", "90% interval", "samples/s", "memory", *(["USD per million samples"] if priced else [])]
+        names = [*swept, *figures, "status"]
+        columns = tuple(Column(name=name, numeric=name not in ("plan", "status"), wraps=name == "plan") for name in names)
+        shown = self.rows[:most]
+        best = self._picked_row()
+        texts = []
+        for row in shown:
+            mark = "> " if best is not None and row["point"] == best["point"] else ""
+            first = [str(row[key]) if not isinstance(row[key], float) else f"{row[key]:.4g}" for key in swept]
+            first[0] = mark + first[0]
+            texts.append(
+                (
+                    *first,
+                    *(_figures(row)[: len(figures)] if row["status"] != FAILED else [NOTHING] * len(figures)),
+                    row["status"],
+                )
+            )
+        notes = [f"... and {len(self.rows) - most} more"] if len(self.rows) > most else []
+        return ReportTable(title="", columns=columns, rows=tuple(texts), notes=tuple(notes))
+
+    def description(self) -> dict[str, Any]:
+        """What was asked, as sweep.json keeps it beside the points."""
+        return {
+            "title": self.title,
+            "axes": [axis.to_dict() for axis in self.axes],
+            "design": self.design,
+            "seed": self.seed,
+            "goal": self.goal or None,
+            "asked": self.asked,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, as `parsim sweep --json` prints it."""
+        best = self._picked_row()
+        return {
+            **self.description(),
+            "points": list(self.rows),
+            "failed": self.failed,
+            "reused": self.reused,
+            "best": best,
+            "sensitivity": self.sensitivity().to_dict() if self.design == "saltelli" else None,
+            "folder": None if self.folder is None else str(self.folder),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        from parsim.report.tables import to_text
+
+        return "\n".join([*self.heading(), "", to_text(self.report()), *self.lines()])
+
+    def __repr__(self) -> str:
+        return f"Sweep({self.sentence()})"
+
+    def _repr_html_(self) -> str:
+        from parsim.report.notebook import paragraph_html, table_html
+
+        above, below = ("".join(map(paragraph_html, lines)) for lines in (self.heading(), self.lines()))
+        return above + table_html(self.report()) + below
+
+
+def _figures(row: dict[str, Any]) -> list[str]:
+    price = row.get("usd_per_million_samples")
+    return [
+        str(row["division"]),
+        format_seconds(row["step_s"]),
+        f"{format_seconds(row['step_p05_s'])} to {format_seconds(row['step_p95_s'])}",
+        f"{row['throughput_samples_per_s']:,.4g}",
+        format_bytes(row["peak_memory_bytes"]),
+        "–" if price is None else f"{price:,.2f}",
+    ]
+
+
+def open_sweep(path: Path) -> Sweep:
+    """The sweep that a folder holds; points that were not answered yet are rows that say so.
+
+    Args:
+        path: the --out of `parsim sweep`.
+
+    Raises:
+        ConfigError: it is not a folder of a sweep.
+    """
+    folder = SweepFolder(path)
+    document = folder.read_description()
+    listed: Sequence[dict[str, Any]] = document["points"]
+    known = folder.known({entry["key"] for entry in listed})
+    waiting = {"status": FAILED, "reason": "not answered yet: the sweep was stopped; give its command again"}
+    axes = tuple(
+        Axis(
+            key=str(axis["key"]), values=tuple(axis["values"]), ends=axis["ends"] and tuple(axis["ends"]), log=bool(axis["log"])
+        )
+        for axis in document.get("axes", ())
+    )
+    return Sweep(
+        title=str(document.get("title", path.name)),
+        axes=axes,
+        settings=tuple(entry["settings"] for entry in listed),
+        answers=tuple(known.get(entry["key"], waiting) for entry in listed),
+        design=str(document.get("design", "grid")),
+        seed=int(document.get("seed", 0)),
+        goal=str(document.get("goal") or ""),
+        asked=str(document.get("asked") or ""),
+        folder=path,
+    )
+
+
+# `parsim.sweep`: one question at many points.
+
+
+SAY_EVERY_S = 5.0
+
+
+def sweep(
+    model: AskedModel,
+    over: Mapping[str, Any] | Sequence[str],
+    *,
+    cluster: AskedCluster | None = None,
+    global_batch: int | None = None,
+    settings: Mapping[str, object] | None = None,
+    overrides: Sequence[str] = (),
+    example_inputs: Any = None,
+    sample: int | None = None,
+    sensitivity: int | None = None,
+    seed: int = 0,
+    goal: str | None = None,
+    samples_per_epoch: int | None = None,
+    jobs: int | None = None,
+    on: str | None = None,
+    out: str | Path | None = None,
+) -> Sweep:
+    """Evaluate one question at many points: a grid, or a sample, over any keys of a run file.
+
+    Args:
+        model, cluster, global_batch, settings, overrides, example_inputs: as for `plan`, without the swept ones.
+        over: key -> values, such as {"cluster.nodes": [1, 2, 4], "training.global_batch": "256:4096:x2"}; or strings in the
+            form of `--over`. Further keys: "scale.compute", "scale.links", "scale.memory", factors on the hardware.
+        sample: number of points of a Sobol sequence, instead of the whole grid. sensitivity: N * (fields + 2) points from which
+            Sobol indices are computed; N is a power of two. seed: of both.
+        goal: picks a point, such as "min cost where epoch < 2h".
+        samples_per_epoch: of the data, for the time and price of an epoch.
+        jobs: processes; 1: only this one; default: this one, and one per core once that pays for their start.
+        on: the address of a Dask scheduler, such as "tcp://10.0.0.1:8786", whose workers evaluate the points.
+        out: a folder for the rows, points.csv and points.parquet; points in it are reused.
+
+    Returns:
+        A row per point; a point that fails has the reason in its row.
+
+    Raises:
+        ParsimError: ConfigError for an unknown field, an empty range, a goal that cannot be read, or no Dask cluster;
+            MissingDependencyError without SALib or dask; ExecutionError for a full disk.
+
+    >>> found = sweep("mlp", {"cluster.devices": [1, 2], "plan.strategy": ["dp"]}, cluster="dgx1-v100-32gb", global_batch=64)
+    >>> [row["status"] for row in found.rows]
+    ['ok', 'ok']
+    """
+    axes = axes_of(over)
+    designed, design = _designed(axes, sample, sensitivity, seed)
+    base = _base(
+        BaseQuestion(
+            model=model,
+            cluster=_cluster(cluster),
+            global_batch=global_batch,
+            settings=dict(settings or {}),
+            overrides=tuple(overrides),
+            example_inputs=example_inputs,
+            samples_per_epoch=_positive("samples_per_epoch", samples_per_epoch),
+        ),
+        axes,
+        designed,
+    )
+    if goal:  # its form and its units; whether a column has values shows once the rows are there
+        parse_goal(goal, [{"status": FAILED}], [*COLUMNS, *(axis.key for axis in axes)])
+    place = _place(jobs, on)
+    folder = None if out is None else SweepFolder(Path(out))
+    if folder is not None:
+        folder.check_usable()
+    points = points_of(base, designed)
+    asked = Sweep(
+        title=_title(points, model),
+        axes=axes,
+        settings=tuple(designed),
+        answers=(),
+        design=design,
+        seed=seed,
+        goal=goal or "",
+        asked=_words(base),
+        folder=None if folder is None else folder.path,
+    )
+    found = _answered(asked, points, place, folder)
+    if folder is not None and (note := folder.write_tables(found.table())):
+        found = replace(found, notes=(note,))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    """How far a sweep is, in words. The first point is not counted: it compiles and loads what all others only use."""
+
+    total: int
+    first_s: float
+
+    def text(self, done: int, failed: int, now_s: float) -> str:
+        left_s = (now_s - self.first_s) / max(done - 1, 1) * (self.total - done)
+        failures = f", {failed} failed" if failed else ""
+        return f"{done} of {self.total} points{failures}, about {format_seconds(left_s)} left"
+
+
+def _answered(
+    asked: Sweep,
+    points: Sequence[SweepPoint],
+    place: Callable[[Sequence[SweepPoint]], Iterator[tuple[int, dict[str, Any]]]],
+    folder: SweepFolder | None,
+) -> Sweep:
+    """The sweep with its answers. Equal points are asked once, and points that the folder holds not at all."""
+    keys = {point.key for point in points}
+    with nullcontext() if folder is None else folder.writing() as log:
+        known: dict[str, dict[str, Any]] = {}
+        if folder is not None:
+            folder.write_description(asked.description(), points)
+            known = folder.known(keys)
+        reused = sum(point.key in known for point in points)
+        order = _neighbours({point.key: point for point in points if point.key not in known}.values())
+        if order:
+            with progress(f"Sweeping {asked.title}") as say:
+                _ask_all(order, place, log, known, say)
+    return replace(asked, answers=tuple(known[point.key] for point in points), reused=reused)
+
+
+def _ask_all(
+    order: Sequence[SweepPoint],
+    place: Callable[[Sequence[SweepPoint]], Iterator[tuple[int, dict[str, Any]]]],
+    log: RowLog | None,
+    known: dict[str, dict[str, Any]],
+    say: Say,
+) -> None:
+    """Fill `known`, and the log, row by row."""
+    by_number = {point.number: point for point in order}
+    clock, said_s, failed, done = _Clock(len(order), time.monotonic()), time.monotonic(), 0, 0
+    try:
+        for done, (number, row) in enumerate(place(order), start=1):
+            point = by_number[number]
+            if log is not None:
+                log.add(point, row)
+            known[point.key] = row
+            failed += row["status"] == FAILED
+            if done == 1:
+                clock = _Clock(len(order), time.monotonic())
+            elif time.monotonic() - said_s > SAY_EVERY_S:
+                said_s = time.monotonic()
+                say(clock.text(done, failed, said_s))
+    except KeyboardInterrupt:
+        kept = "they are kept, and the same command continues" if log is not None else "give out= to keep them"
+        say(f"stopped after {done} of {len(order)} points; {kept}")
+        raise
+
+
+def _neighbours(points: Iterable[SweepPoint]) -> list[SweepPoint]:
+    """Points of one cluster and one model beside one another, so that a process loads both once.
+
+    Of these, points that differ in the strategy alone, so that one takes over what the search of the other found.
+    """
+    first: dict[str, int] = {}
+
+    def place(point: SweepPoint) -> tuple[str, str, int, int]:
+        if point.question is None:
+            return "", "", point.number, point.number
+        config = point.question.config
+        same = f"{config.model_dump_json(exclude={'plan': {'strategy'}})} {sorted(point.scale.items())}"
+        alike = first.setdefault(same, point.number)
+        return config.cluster.model_dump_json(), config.model.model_dump_json(), alike, point.number
+
+    return sorted(points, key=place)
+
+
+def _designed(
+    axes: tuple[Axis, ...], sample: int | None, sensitivity: int | None, seed: int
+) -> tuple[list[SweptSettings], str]:
+    if sample is not None and sensitivity is not None:
+        raise ConfigError("--sample and --sensitivity both choose the points; give one of them")
+    if sensitivity is not None:
+        return saltelli(axes, sensitivity, seed), "saltelli"
+    if sample is not None:
+        return sobol_sample(axes, sample, seed), "sample"
+    return grid(axes), "grid"
+
+
+def _base(base: BaseQuestion, axes: Sequence[Axis], designed: Sequence[SweptSettings]) -> BaseQuestion:
+    """With an nn.Module traced once. Raises ConfigError where the sweep would change what was given as a value."""
+    from parsim.model.model import Model
+
+    for name, value in (("cluster", base.cluster), ("model", base.model)):
+        swept = [axis.key for axis in axes if axis.key.startswith(f"{name}.")]
+        if swept and value is not None and not isinstance(value, str | Path):
+            raise ConfigError(f"the {name} was given as a value, which --over {swept[0]} cannot change; give its name instead")
+    if base.model is None or isinstance(base.model, str | Path | Model):
+        return base
+    question = base.at(designed[0])
+    return replace(
+        base,
+        model=question.model,
+        example_inputs=None,
+        settings={key: value for key, value in base.settings.items() if not key.startswith("model.")},
+        overrides=tuple(text for text in base.overrides if not text.startswith("model.")),
+    )
+
+
+def _place(jobs: int | None, on: str | None) -> Callable[[Sequence[SweepPoint]], Iterator[tuple[int, dict[str, Any]]]]:
+    """Where points are answered."""
+    if on is not None:
+        if jobs is not None:
+            raise ConfigError(f"--jobs {jobs} is for this machine, and --on {on} has its own workers; drop one of them")
+        return lambda points: on_dask(points, on)
+    if jobs is None:
+        return here_or_in_processes
+    if jobs < 1:
+        raise ConfigError(f"--jobs {jobs}: give at least one process")
+    return here if jobs == 1 else lambda points: in_processes(points, jobs)
+
+
+def _cluster(cluster: Any) -> Any:
+    from parsim.app.answer import Calibration
+
+    return cluster.path if isinstance(cluster, Calibration) else cluster
+
+
+def _words(base: BaseQuestion) -> str:
+    """`resnet50 --on dgx1-v100-32gb --batch 1024 --set plan.zero_stage=1`; empty for a model that was given as a value."""
+    if not isinstance(base.model, str | Path):
+        return ""
+    words = [str(base.model)]
+    words += ["--on", str(base.cluster)] if isinstance(base.cluster, str | Path) else []
+    words += ["--batch", str(base.global_batch)] if base.global_batch is not None else []
+    changes = [*(f"{key}={value_text(value)}" for key, value in base.settings.items() if value is not None), *base.overrides]
+    return shlex.join([*words, *(word for change in changes for word in ("--set", change))])
+
+
+def _title(points: Sequence[SweepPoint], model: Any) -> str:
+    """`resnet50 on dgx1-v100-32gb`, of the first point that is a question."""
+    for point in points:
+        if point.question is not None:
+            clusters = [entry.question.config.cluster for entry in points if entry.question is not None]
+            machines = {cluster.machine for cluster in clusters}
+            nodes = {1 if cluster.group is not None else cluster.nodes for cluster in clusters}
+            names = {entry.question.config.model.name for entry in points if entry.question is not None}
+            name = next(iter(names)) if len(names) == 1 else f"{len(names)} models"
+            return f"{Path(name).name if '/' in name else name} on {_several(machines, nodes)}"
+    return str(model)
+
+
+def _several(machines: set[str], nodes: set[int]) -> str:
+    shown = sorted(Path(name).name if "/" in name else name for name in machines)
+    if len(shown) > 1:
+        return f"{len(shown)} machines"
+    return shown[0] if len(nodes) > 1 or 1 in nodes else f"{min(nodes)} x {shown[0]}"
+
+
+def _positive(name: str, value: int | None) -> int | None:
+    if value is not None and value < 1:
+        raise ConfigError(f"{name} = {value}: must be >= 1")
+    return value
+
+
+# From a sweep to its explorer page.
+
+
+def write_explorer(sweep: Sweep, path: Path) -> Path:
+    """Write one page that needs no network. Returns its path.
+
+    Args:
+        sweep: of any design. path: of the page.
+
+    Raises:
+        ConfigError: the path is a folder.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; give the page a name, such as {path / 'explorer.html'}")
+    data = ExplorerData(
+        title=sweep.title,
+        summary=[*sweep.heading(), *(line for line in sweep.lines() if line not in sweep.notes)],
+        axes=[axis.key for axis in sweep.axes],
+        rows=sweep.rows,
+        picked=_picked(sweep),
+        command=f"parsim plan {sweep.asked}".strip(),
+        notes=list(sweep.notes),
+    )
+    return write_explorer_page(data, path)
+
+
+def _picked(sweep: Sweep) -> int | None:
+    """The number of the row that the sweep's own goal picks."""
+    if not sweep.goal:
+        return None
+    try:
+        row = sweep.best()
+    except ConfigError:
+        return None
+    return None if row is None else int(row["point"])

@@ -1,0 +1,346 @@
+"""Whether a training can run, looked at before any process starts: its data, schedule and weight decay."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsim.app.config import RunConfig
+from parsim.app.doctor import progress
+from parsim.app.prediction import Prediction
+from parsim.costs.loading import MeasuredLoading, OwnLoading, UnmeasuredLoading
+from parsim.data import DATASETS
+from parsim.errors import ConfigError, MissingDependencyError, ModelError, ParsimError, PlanError
+from parsim.execute.processes.machine import is_from_here
+from parsim.model.formats import number_format
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import evaluate
+
+if TYPE_CHECKING:
+    from parsim.app.question import Question
+    from parsim.data.samples import Order, Samples
+    from parsim.execute.measurement import Measurement
+    from parsim.hardware.cluster import Cluster
+    from parsim.model.model import Model
+
+
+def check_training(config: RunConfig, model: Model) -> None:
+    """Look at what only the module, the data and torch can tell.
+
+    Raises:
+        DataError: data that do not suit the model or the batch. ConfigError: torch refuses the schedule or an argument of the
+            optimizer, or a pattern of no_weight_decay matches nothing. ModelError: complex parameters.
+            MissingDependencyError: TensorBoard is not installed.
+    """
+    from parsim.execute.learning_rate import check_schedule
+    from parsim.execute.optimizer import check_exempt, check_states
+    from parsim.model.build import build_fake, check_real
+
+    training, recipe = config.training, config.training.recipe
+    order = _order(config)
+    check_real(build_fake(config.model_spec))
+    rules = [(training.optimizer, training.resolved_learning_rate, recipe)]
+    rules += [(group.optimizer, group.learning_rate, recipe.of(group.name)) for group in recipe.groups]
+    for optimizer, _, own in rules:
+        check_states(optimizer, own)
+    check_exempt((parameter.name for parameter in model.parameters), recipe.no_weight_decay)
+    if recipe.evaluation is not None:
+        _check_metrics(config, recipe.evaluation.metrics)
+        if not recipe.evaluation.every:
+            order.steps_per_epoch  # noqa: B018 - an iterable dataset without a length has no epochs
+    steps = total_steps(config)
+    if recipe.tensorboard:
+        check_tensorboard()
+    for optimizer, rate, own in rules:
+        check_schedule(optimizer, rate, own, steps=steps, order=order)
+
+
+SHIPPED_IMAGES = ("digits", "cifar10", "cifar100")
+"""Datasets that hold images and a class of each."""
+
+
+def check_images_suit(config: RunConfig) -> None:
+    """Raise DataError for a shipped set of images that does not suit the model: found before this machine is calibrated."""
+    from parsim.data.datasets import target_of
+    from parsim.data.samples import check_images
+
+    if config.training.dataset not in SHIPPED_IMAGES:
+        return
+    try:
+        target = target_of(config.model_spec)
+    except ModelError:  # told by whoever loads the model
+        return
+    check_images(config.training.dataset, target)
+
+
+def check_tensorboard() -> None:
+    """Raise MissingDependencyError where torch cannot write for TensorBoard."""
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            "training.tensorboard = true needs the package tensorboard: pip install 'parsim[tensorboard]'; or leave it out: "
+            "metrics.jsonl in the run folder has the same numbers"
+        ) from error
+
+
+def _check_metrics(config: RunConfig, metrics: tuple[str, ...]) -> None:
+    """Raise ConfigError for metrics that what the model predicts has not."""
+    from parsim.model.interface import interface_of
+    from parsim.model.objective import CLASSES
+
+    interface = interface_of(config.model_spec)
+    if metrics and interface.target is None:
+        raise ConfigError(
+            f"training.evaluation.metrics = {list(metrics)}: {config.model.name} takes its targets itself, so a metric cannot "
+            "compare with them; drop metrics, and follow the loss"
+        )
+    of_classes = [name for name in metrics if name in ("accuracy", "perplexity", "mean_iou")]
+    if of_classes and interface.objective.row.targets != CLASSES:
+        raise ConfigError(
+            f"training.evaluation.metrics: {of_classes[0]} compares classes, and {config.model.name} is trained by "
+            f"{interface.objective.loss}; take mean_absolute_error, or a function of your own"
+        )
+
+
+def total_steps(config: RunConfig) -> int:
+    """training.steps, or as many as training.epochs takes."""
+    if config.training.steps is not None:
+        return config.training.steps
+    return config.training.epochs * steps_per_epoch(config)
+
+
+def samples_not_taken(config: RunConfig, steps: int) -> str:
+    """A warning for whoever gives the samples of a whole training and expects a run of so many; "" where there is no doubt.
+
+    Args:
+        config: of the run. steps: that it takes.
+    """
+    training = config.training
+    if training.samples is None or training.steps is not None:
+        return ""
+    return (
+        f"training.samples = {training.samples:,.0f} is for the time and price of a whole training. This run takes {steps} "
+        f"steps of {training.global_batch} samples, by training.epochs; set training.steps for another number"
+    )
+
+
+def steps_per_epoch(config: RunConfig) -> int:
+    """Steps of one pass over the data."""
+    return _order(config).steps_per_epoch
+
+
+def _order(config: RunConfig) -> Order:
+    """In which training reads its samples, the first of which is looked at."""
+    data, held_out, order = training_data(config)
+    for samples, first in ((held_out, 0), (data, int(order.indices(0)[0]))):
+        if samples is not None:
+            samples.values(np.array([first], dtype=np.int64))
+    return order
+
+
+def training_data(config: RunConfig) -> tuple[Samples, Samples | None, Order]:
+    """The samples of the training, those that it validates with (None: it does not), and the order in which it reads.
+
+    Raises:
+        DataError: data that do not suit the model or the batch.
+    """
+    from parsim.data.datasets import dataset_for
+    from parsim.data.samples import order_of, train_and_validation
+
+    training = config.training
+
+    def load(split: str) -> Samples:
+        return dataset_for(config.model_spec, training.dataset, root=training.data_root, split=split, seed=training.seed)
+
+    looks = training.recipe.evaluation
+    held_out: Samples | None = None
+    if looks is None:
+        data = load("train")
+    else:
+        data, held_out = train_and_validation(load, looks.validation, training.seed)
+    return data, held_out, order_of(data, training.global_batch, training.seed)
+
+
+# Real runs of relaxed plans: what the executor cannot do, and how measured steps are averaged.
+
+
+def check_rounds(plan: Plan, precision: str, *, evaluates: bool = False) -> None:
+    """Relaxed replicas and stages hold their weights in the type in which they are updated, and agree on no loss scale.
+
+    Args:
+        plan: to run. precision: as in RUN.toml. evaluates: whether the mean weights are validated on the way.
+
+    Raises:
+        PlanError: the plan is relaxed, and the precision keeps other copies of the weights, or a loss scale. Or mean weights
+            are validated that no rank has whole.
+    """
+    if evaluates and plan.synchronisation.mixes and plan.mesh.pp * plan.mesh.tp > 1:
+        raise PlanError(
+            f"[training.evaluation] scores the mean weights of the replicas, and with mesh {plan.mesh} no rank has them whole; "
+            "drop training.evaluation, or use a mesh of dp alone"
+        )
+    kind = number_format(precision)
+    if plan.synchronisation.is_relaxed and (kind.scales_loss or kind.weight_bytes < 4):
+        raise PlanError(
+            f"synchronisation {plan.synchronisation} is run in fp32, tf32 and amp_bf16. training.precision = {precision!r} "
+            "keeps a loss scale, or copies of the weights that rounds and stashes do not know; change one of them"
+        )
+
+
+def check_adaptive(plan: Plan) -> None:
+    """Raise PlanError for a plan that the adaptive controller cannot change on the way.
+
+    Args:
+        plan: to train under.
+    """
+    if plan.synchronisation.is_relaxed:
+        raise PlanError(
+            f"--adaptive changes plans of synchronous training, and this one has synchronisation {plan.synchronisation}; "
+            "drop --adaptive, or plan.synchronisation"
+        )
+
+
+def steps_per_round(plan: Plan, usual: int) -> int:
+    """Steps of a validation that are timed together: at least `usual`, and whole cycles of a plan whose steps differ.
+
+    Args:
+        plan: to measure, on one graph (`on_first_graph`). usual: steps.
+    """
+    rule = plan.synchronisation
+    if not rule.mixes:
+        return usual
+    cycle = len(rule.cycle(plan.mesh.dp)) * rule.period_steps
+    return -(-usual // cycle) * cycle
+
+
+def changes_graph(plan: Plan) -> bool:
+    """Whether replicas gossip on one graph after another (Ada): the predicted step is a mean over all of them.
+
+    Args:
+        plan: of any synchronisation.
+    """
+    rule = plan.synchronisation
+    return bool(rule.graph) and len(rule.mixing.phases(plan.mesh.dp)) > 1
+
+
+def on_first_graph(plan: Plan) -> Plan:
+    """The plan on its first graph alone, for a plan that changes it; any other as it is.
+
+    Args:
+        plan: of any synchronisation.
+    """
+    if not changes_graph(plan):
+        return plan
+    rule = plan.synchronisation
+    return replace(plan, synchronisation=replace(rule, graph=rule.mixing.phases(plan.mesh.dp)[0][1]))
+
+
+def rounds_in_words(plan: Plan, steps: int) -> list[str]:
+    """What a training of so many steps leaves of the rounds of its plan, where that is not what the plan says.
+
+    Args:
+        plan: to train under. steps: of the whole training.
+    """
+    rule, told = plan.synchronisation, []
+    if rule.mixes and steps < rule.period_steps:
+        told.append(
+            f"plan.synchronisation.period_steps = {rule.period_steps} is beyond the {steps} steps of this training: the "
+            f"replicas never meet, and checkpoints hold the mean of {plan.mesh.dp} separate trainings; set {steps} at most"
+        )
+    if changes_graph(plan):
+        phases = rule.mixing.phases(plan.mesh.dp)
+        whole = rule.period_steps * sum(rounds for rounds, _ in phases)
+        if steps != whole:
+            told.append(
+                f"the predicted step is the mean over the {whole} steps that {rule.graph} has; this training makes {steps}, "
+                "with the graphs in other shares, so its mean step is another"
+            )
+    return told
+
+
+def whole_periods(seen: Measurement, plan: Plan) -> NDArray[np.float64]:
+    """The measured steps of a training, less the first ones, so that every round comes with all its local steps.
+
+    Of decoupled stages those are left out in which some stage had nothing to work on yet.
+
+    Args:
+        seen: of the run. plan: under which it was made.
+
+    Returns:
+        float64 [rounds]: seconds, as `Measurement.step_s`.
+    """
+    step_s, period = seen.step_s, plan.synchronisation.period_steps
+    filling = plan.synchronisation.steps_to_fill(plan.mesh.pp)
+    if plan.synchronisation.kind == "stale" and seen.steps == len(step_s) > filling:
+        return step_s[filling:]
+    if not plan.synchronisation.mixes or seen.steps != len(step_s) or len(step_s) < period:
+        return step_s
+    return step_s[len(step_s) % period :]
+
+
+# What loading costs a question: timed on this machine where its dataset is the user's own.
+#
+# Shipped datasets are priced by the profile: `parsim calibrate` times them.
+
+
+def loading_of(question: Question, cluster: Cluster, *, runs_here: bool) -> OwnLoading | None:
+    """Time the question's dataset, if it is the user's own and this is the machine that is asked about.
+
+    Args:
+        cluster: of the question. runs_here: it will run on this machine, whatever profile its cluster has.
+    """
+    config = question.config
+    if not DATASETS[config.training.dataset].is_own:
+        return None
+    if question.given != "name":
+        return UnmeasuredLoading(reason="the model was given as a value, and data are read for one that a run can build")
+    if not runs_here and not (cluster.network is None and is_from_here(cluster.profile)):
+        return UnmeasuredLoading(reason=f"profile {cluster.profile.name} is of another machine")
+    return measured_loading(config, cluster)
+
+
+def with_loading(asked: Prediction) -> Prediction:
+    """The prediction of a plan that will run here, with its dataset timed where it was not yet."""
+    config, problem = asked.config, asked.problem
+    known = problem.loading
+    is_known = isinstance(known, MeasuredLoading) or (known is not None and known.tried)
+    if is_known or not DATASETS[config.training.dataset].is_own:
+        return asked
+    problem = replace(problem, loading=measured_loading(config, problem.cluster))
+    result = asked.evaluation.result
+    return replace(asked, problem=problem, evaluation=evaluate(problem, result.plan, reason=result.reason))
+
+
+def measured_loading(config: RunConfig, cluster: Cluster) -> OwnLoading:
+    """Read batches of the dataset as the ranks will: one process per rank and core, or as many with their workers."""
+    if importlib.util.find_spec("torch") is None:
+        return UnmeasuredLoading(reason="torch is not installed here")
+    import torch
+
+    from parsim.execute.load_timing import ReaderRequest, timed_loading
+    from parsim.execute.processes.setup import available_cores
+
+    training = config.training
+
+    def load() -> tuple[Samples, Order]:
+        data, _, order = training_data(config)
+        return data, order
+
+    request = ReaderRequest(
+        load=load,
+        dtype=getattr(torch, training.dtype),
+        global_batch=training.global_batch,
+        readers=max(1, min(cluster.size, len(available_cores()), training.global_batch)),
+        workers=training.workers,
+        device=cluster.devices[0].type.kind,
+    )
+    with progress(f"Timing the loading of {training.dataset}"):
+        try:
+            return timed_loading(request)
+        except ParsimError as error:
+            return UnmeasuredLoading(reason=str(error), tried=True)

@@ -1,0 +1,144 @@
+"""The report of a run: both timelines, the Perfetto trace, report.html."""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from parsim.app.ask import typical_step
+from parsim.app.prediction import Prediction, describe
+from parsim.app.run_folder import RunFolder, write_json
+from parsim.costs.diagnosis import Diagnosis
+from parsim.execute.processes.machine import describe_environment, machine_line
+from parsim.plans.plan import plan_in_words
+from parsim.predict.breakdown import breakdown
+from parsim.predict.compare import Comparison
+from parsim.report.coverage import coverage_figures, coverage_tables
+from parsim.report.more_tables import calibration_table, memory_levels
+from parsim.report.page import ReportData, ReportRun, ReportSection, write_report
+from parsim.report.trace import save_chrome_trace
+
+if TYPE_CHECKING:
+    from parsim.execute.measurement import Measurement
+    from parsim.hardware.cluster import Cluster
+    from parsim.predict.evaluate import Evaluation
+
+
+def write_run_files(
+    folder: RunFolder,
+    asked: Prediction,
+    seen: Measurement | None = None,
+    comparison: Comparison | None = None,
+    diagnosis: Diagnosis | None = None,
+) -> None:
+    """predicted-timeline.json.gz, trace.json and report.html; of a plan that was run also the measured timeline.json.gz.
+
+    Args:
+        diagnosis: whether the run went as predicted, for the head of the report.
+    """
+    evaluation, problem = asked.evaluation, asked.problem
+    timelines = {"predicted": evaluation.timeline}
+    evaluation.timeline.save(folder.predicted_timeline)
+    if seen is not None:
+        timelines["measured"] = seen.timelines[typical_step(seen)]
+        timelines["measured"].save(folder.timeline)
+    save_chrome_trace(folder.trace, evaluation.graph, timelines)
+    section = ReportSection(
+        model=problem.model.name,
+        title=f"{problem.model.name} on {problem.cluster.name}",
+        text=f"Global batch {problem.global_batch}, {problem.optimizer}, {problem.precision}.",
+        results=_results(asked),
+        chosen=evaluation.result.to_dict(),
+        runs=(report_run(evaluation, seen, comparison),),
+    )
+    history = problem.history.records
+    data = ReportData(
+        title=f"{problem.model.name}: {' and '.join(timelines)}",
+        facts=report_facts(None if timelines.keys() != {"predicted"} else problem.cluster),
+        summary=(
+            f"{problem.model.name} on {problem.cluster.name}: {plan_in_words(evaluation.result.plan)}, {asked.headline()}.",
+            *(() if diagnosis is None else (f"{line[0].upper()}{line[1:]}." for line in diagnosis.lines())),
+        ),
+        sections=(section,),
+        extra_tables=(calibration_table(problem.cluster.profile), *coverage_tables(history)),
+        extra_figures=coverage_figures(history),
+    )
+    write_report(data, folder.report)
+
+
+def _results(asked: Prediction) -> Sequence[dict[str, object]]:
+    return [candidate.result.to_dict() for candidate in asked.among or (asked.evaluation,)]
+
+
+def report_run(evaluation: Evaluation, seen: Measurement | None, comparison: Comparison | None) -> ReportRun:
+    """One plan for the report, with its measurement if there is one."""
+    step = None if seen is None else seen.timelines[typical_step(seen)]
+    return ReportRun(
+        label=evaluation.result.strategy,
+        plan=evaluation.result.plan.to_dict(),
+        graph=evaluation.graph,
+        predicted=evaluation.timeline,
+        measured=step,
+        predicted_breakdown=[asdict(rank) for rank in evaluation.breakdown],
+        measured_breakdown=() if step is None else [asdict(rank) for rank in breakdown(evaluation.graph, step)],
+        memory=[asdict(memory) for memory in evaluation.memory],
+        memory_levels=() if seen is None else [row.to_dict() for row in memory_levels(evaluation.memory, seen.memory_uses)],
+        comparison=None if comparison is None else comparison.to_dict(),
+        step_s=evaluation.result.step_s.median,
+    )
+
+
+def report_facts(cluster: Cluster | None = None) -> tuple[tuple[str, str], ...]:
+    """Machine, date and versions, for the head of a report.
+
+    Args:
+        cluster: that a prediction is about, where nothing ran; the machine that planned comes behind it. None: that one alone.
+    """
+    environment = describe_environment()
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
+    machine = "Machine" if cluster is None else "Planned on"
+    kinds = Counter[str]() if cluster is None else Counter(device.type.name for device in cluster.devices)
+    devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    return (
+        *((("Cluster", f"{cluster.name}: {devices}"),) if cluster is not None else ()),
+        (machine, machine_line(environment)),
+        ("Date", datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")),
+        ("Versions", versions),
+    )
+
+
+# Write a simulation into a run folder, and draw any run folder's pages again.
+
+
+def write_prediction(folder: RunFolder, asked: Prediction) -> None:
+    """The question, result.json, predicted-timeline.json.gz, trace.json and report.html of a plan that was not run."""
+    from parsim.execute.processes.machine import describe_environment
+
+    evaluation, problem = asked.evaluation, asked.problem
+    folder.write_question(
+        asked.config, problem.model, evaluation.result.plan, problem.cluster.profile, problem.history, problem.loading
+    )
+    write_json(folder.result, describe(evaluation))
+    write_json(folder.environment, describe_environment())
+    write_run_files(folder, asked)
+
+
+def redraw(folder: RunFolder) -> None:
+    """trace.json and report.html of a run or a simulation, priced anew from the profile and plan that lie in the folder.
+
+    Raises:
+        ConfigError: it is not a run folder.
+    """
+    from parsim.app.ask import ask_again, judge, measured, reopen
+    from parsim.app.record_validation import diagnosed
+
+    if not folder.job.is_file():
+        write_run_files(folder, ask_again(folder))
+        return
+    folder, asked, name = reopen(folder.path)
+    seen = measured(folder, name, asked.evaluation)
+    comparison = judge(asked.problem, asked.evaluation, seen)
+    write_run_files(folder, asked, seen, comparison, diagnosed(asked, seen, comparison))

@@ -1,0 +1,180 @@
+"""`parsim calibrate`: measure this machine and write its hardware profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from parsim.app.doctor import progress
+from parsim.commands.output import AllowCode, JsonFlag, Overrides, print_json, print_tables
+from parsim.errors import ConfigError
+
+if TYPE_CHECKING:
+    from parsim.hardware.profile import Profile
+
+
+def calibrate(
+    out: Annotated[
+        Path | None, typer.Option(metavar="PROFILE.json", help="The profile to write. Raw measurements are kept beside it.")
+    ] = None,
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN.toml]...", help="Run files whose models, batches and optimizers are measured."),
+    ] = None,
+    models: Annotated[list[str] | None, typer.Option("--model", help="Measure this built-in model. Repeatable.")] = None,
+    batches: Annotated[str | None, typer.Option(help="Samples per rank to measure every --model at, e.g. 1,4,16.")] = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="CPU cores with gloo, or GPUs with NCCL.")] = "cpu",
+    nproc: Annotated[int | None, typer.Option(help="Processes that measure together. Default: one per GPU or core.")] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(help="fp32 (IEEE); on GPUs also tf32, amp_bf16, amp_fp16, bf16. Default: as in the files, else fp32."),
+    ] = None,
+    optimizers: Annotated[list[str] | None, typer.Option("--optimizer", help="Measure this optimizer too. Repeatable.")] = None,
+    collectives: Annotated[
+        list[str] | None, typer.Option("--collective", help="Measure a collective of your own, package.module:ROW. Repeatable.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure fewer rounds and sizes; intervals get wider.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the stopped calibration of --out; fail if there is none.")
+    ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Start again; discard what a stopped calibration of --out measured.")
+    ] = False,
+    refit: Annotated[
+        Path | None,
+        typer.Option(metavar="PROFILE.json", help="Fit this profile again from its raw measurements; measure nothing."),
+    ] = None,
+    refresh: Annotated[
+        Path | None,
+        typer.Option(metavar="PROFILE.json", help="Measure the current speed of the cores for 20 s, and scale all prices."),
+    ] = None,
+    overrides: Overrides = None,
+    allow_code: AllowCode = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure components, optimizer steps and collectives of this machine.
+
+    A calibration that was stopped continues when the same command is given again.
+    """
+    from calibration.rounds.calibrate import refit as fit_again
+    from parsim.app.calibration import DEFAULT_BATCHES, calibration_request, measure_machine
+    from parsim.app.config_text import parse_numbers
+    from parsim.app.question import question_from_file
+
+    if refresh is not None:
+        if out is not None or files or models or refit is not None:
+            raise typer.BadParameter("--refresh measures only the machine's speed: give only the profile")
+        _refresh(refresh, as_json)
+        return
+    if refit is not None:
+        if out is not None or files or models:
+            raise typer.BadParameter("--refit measures nothing: give only the profile, which it writes again")
+        with progress(f"Fitting {refit} again") as say:
+            _show(fit_again(refit, on_line=say), refit, as_json)
+        return
+    if out is None:
+        raise typer.BadParameter("give the profile to write: --out PROFILE.json")
+    if resume and restart:
+        raise typer.BadParameter("--resume continues a stopped calibration and --restart discards it; choose one")
+    if not files and not models:
+        raise typer.BadParameter("name what to measure: a RUN.toml, or --model with --batches")
+    request = calibration_request(
+        [question_from_file(file, overrides or []).config for file in files or []],
+        models or [],
+        batches=parse_numbers("--batches", batches) if batches else DEFAULT_BATCHES,
+        optimizers=optimizers or [],
+        device=device,
+        nproc=nproc,
+        precision=precision,
+        quick=quick,
+        collectives=collectives or [],
+    )
+    profile = measure_machine(request, out, leftover="require" if resume else "discard" if restart else "use")
+    _show(profile, out, as_json)
+
+
+def _refresh(path: Path, as_json: bool) -> None:
+    from calibration.rounds.refresh import refresh, refreshed_text
+    from parsim.hardware.speed_factor import speed_since
+
+    with progress(f"Measuring the speed of the cores for {path}"):
+        profile = refresh(path)
+    if as_json:
+        print_json({"profile": str(path), "slowness": speed_since(profile).mean, "text": refreshed_text(profile)})
+    else:
+        print(f"{path}: {refreshed_text(profile)}")
+
+
+def _show(profile: Profile, out: Path, as_json: bool) -> None:
+    warnings = profile.provenance.warnings
+    if as_json:
+        print_json({"profile": str(out), "name": profile.name, "points": _points(profile), "warnings": warnings})
+        return
+    from parsim.report.more_tables import calibration_table
+
+    print_tables([calibration_table(profile)])
+    print(f'Profile: {out}; use it with cluster.profile = "{out}"')
+    if warnings:
+        print(f"{len(warnings)} warnings are in its provenance; docs/calibration.md explains them")
+
+
+def _points(profile: Profile) -> dict[str, int]:
+    return {
+        "components": len(profile.compute.components),
+        "optimizers": len(profile.compute.optimizers),
+        "collectives": len(profile.communication.points),
+    }
+
+
+# `parsim profile`: machines made of parts. `new` writes a short commented profile; `list` shows what there is.
+
+
+def profile(
+    action: Annotated[str, typer.Argument(metavar="new|list", help="Write a profile made of parts, or list the parts.")],
+    gpu: Annotated[str | None, typer.Option(metavar="GPU", help="A GPU by name (h100-sxm) or path.")] = None,
+    count: Annotated[int | None, typer.Option(min=1, metavar="N", help="GPUs per node.")] = None,
+    link: Annotated[str | None, typer.Option(metavar="LINK", help="Link between GPUs of a node, by name or path.")] = None,
+    network: Annotated[str | None, typer.Option(metavar="NETWORK", help="Network between nodes.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.toml", help="File to write. Default: GPU.toml in this folder.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write a commented profile made of parts (`new`), or list GPUs, links, networks and profiles (`list`)."""
+    from parsim.app.answer import known_parts, new_profile
+
+    if action == "list":
+        document = known_parts()
+        if as_json:
+            print_json(document)
+            return
+        for kind, names in document.items():
+            print(f"{kind}: {', '.join(names)}")
+        return
+    if action != "new":
+        raise ConfigError(f"parsim profile {action}: unknown; use `parsim profile new --gpu h100-sxm` or `parsim profile list`")
+    if gpu is None:
+        raise ConfigError("parsim profile new needs --gpu, for example --gpu h100-sxm; `parsim profile list` shows the names")
+    written = new_profile(gpu, count=count, link=link, network=network, out=out)
+    if as_json:
+        print_json(written)
+        return
+    print(f'Profile: {written["path"]}; use it with cluster.profile = "{written["path"]}"')
+
+
+# `parsim doctor`: what this machine has, what will work, what is missing and how to get it.
+
+
+def doctor(as_json: JsonFlag = False) -> None:
+    """Check this machine: hardware and packages, which commands work here, and how to get what is missing."""
+    from parsim.app.doctor import examine, sentence, tables
+
+    with progress("Examining this machine"):
+        findings = examine()
+    if as_json:
+        print_json(findings)
+    else:
+        print(sentence(findings), end="\n\n")
+        print_tables(tables(findings))

@@ -1,0 +1,740 @@
+"""Loads of links: the bytes each group sends through its nodes, and how much groups that run at once slow one another.
+
+A group is seen node by node as a Part: which devices of the node belong to it, and the way its bytes go. All loads are
+shares of the bytes that the collective moves through its slowest hop (so a ring loads every hop with 1, two rings with
+1/2 each). Links, network cards and the uplinks of leaf switches alike carry the sum of all parts; a group is paced by the
+busiest of those it uses. This assumes that the groups move as many bytes at the same time, as equal replicas in the same
+step do.
+
+Results depend on the shape of a node and the parts on it, not on its number. So a cluster of thousands of equal nodes
+costs one table look-up per node.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from random import Random
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsim.errors import CostError
+from parsim.hardware.cluster import Cluster, NodeShape, Port
+from parsim.hardware.topology import Link, Topology, walk_of
+
+# How many rings a group of devices can run at once: edge-disjoint directed Hamiltonian cycles on the link graph.
+#
+# NCCL all_reduces along several rings at once, each over its own lanes, so the bandwidth of a group is the number of rings
+# times the rate of a lane. On an eight-GPU cube mesh that gives 1, 4 and 6 rings for GPUs 0-1, 0-3 and 0-7. Every lane
+# carries one ring in each direction.
+
+
+MAX_RING_DEVICES = 8
+PEELINGS = 100
+
+Ring = tuple[int, ...]
+
+
+def pack_rings(lanes: Sequence[Sequence[int]]) -> tuple[Ring, ...]:
+    """As many edge-disjoint directed Hamiltonian cycles as the multigraph holds.
+
+    Args:
+        lanes: lanes[i][j] >= 0 directed lanes from vertex i to vertex j, n x n with 2 <= n <= MAX_RING_DEVICES.
+
+    Returns:
+        The rings, each the vertices in order from 0 on (a ring that occurs twice is listed twice); () if there is none.
+
+    The count is exact: no vertex has lanes for more rings, or it is the optimum of an integer programme over all Hamiltonian
+    cycles (HiGHS proves it). Which of several optimal packings is returned is not specified. Leaves out rings that pass
+    through devices outside the group.
+
+    Raises:
+        CostError: if n is out of range or the matrix is not square.
+    """
+    matrix = tuple(tuple(int(count) for count in row) for row in lanes)
+    size = len(matrix)
+    if not 2 <= size <= MAX_RING_DEVICES or any(len(row) != size for row in matrix):
+        raise CostError(
+            f"rings are packed for 2 to {MAX_RING_DEVICES} devices on a square lane matrix, got {size} rows; "
+            "relay over other links for larger groups"
+        )
+    return _pack(matrix)
+
+
+@lru_cache(maxsize=4096)
+def _pack(lanes: tuple[tuple[int, ...], ...]) -> tuple[Ring, ...]:
+    size = len(lanes)
+    most = min(*map(sum, lanes), *(sum(row[b] for row in lanes) for b in range(size)))
+    if most == 0:
+        return ()
+    return _peel(lanes, most) or _optimal(lanes)
+
+
+def _peel(lanes: Sequence[Sequence[int]], target: int) -> tuple[Ring, ...]:
+    """`target` rings taken off one after the other, the widest lanes first; () if no attempt gets that far."""
+    random = Random(0)
+    for _ in range(PEELINGS):
+        free = [list(row) for row in lanes]
+        rings: list[Ring] = []
+        while len(rings) < target and (ring := _any_ring(free, random)):
+            for a, b in _arcs(ring):
+                free[a][b] -= 1
+            rings.append(ring)
+        if len(rings) == target:
+            return tuple(rings)
+    return ()
+
+
+def _any_ring(free: Sequence[Sequence[int]], random: Random) -> Ring:
+    """A Hamiltonian cycle of the free lanes, or ()."""
+    walk = [0]
+    unseen = set(range(1, len(free)))
+
+    def extend() -> bool:
+        here = walk[-1]
+        if not unseen:
+            return free[here][0] > 0
+        options = [vertex for vertex in sorted(unseen) if free[here][vertex] > 0]
+        random.shuffle(options)
+        for vertex in sorted(options, key=lambda vertex: -free[here][vertex]):
+            walk.append(vertex)
+            unseen.remove(vertex)
+            if extend():
+                return True
+            unseen.add(vertex)
+            walk.pop()
+        return False
+
+    return tuple(walk) if extend() else ()
+
+
+def _optimal(lanes: tuple[tuple[int, ...], ...]) -> tuple[Ring, ...]:
+    """The integer programme: how often each Hamiltonian cycle is used, within the lanes."""
+    cycles = hamiltonian_cycles(lanes)
+    if not cycles:
+        return ()
+    from scipy.optimize import Bounds, LinearConstraint, milp  # 0.3 s: imported where it is used
+
+    used = [(a, b) for a in range(len(lanes)) for b in range(len(lanes)) if a != b and lanes[a][b] > 0]
+    row = {arc: number for number, arc in enumerate(used)}
+    incidence: NDArray[np.float64] = np.zeros((len(used), len(cycles)))
+    for column, cycle in enumerate(cycles):
+        for arc in _arcs(cycle):
+            incidence[row[arc], column] = 1.0
+    capacity = np.array([lanes[a][b] for a, b in used], dtype=float)
+    solution = milp(
+        -np.ones(len(cycles)),
+        constraints=LinearConstraint(incidence, ub=capacity),
+        integrality=[np.int64(1)] * len(cycles),
+        bounds=Bounds(0.0, float(capacity.max())),
+    )
+    if solution.x is None:
+        raise CostError(f"no ring packing was found for lanes {lanes}: {solution.message}")
+    counts = np.rint(solution.x).astype(int)
+    return tuple(cycle for cycle, count in zip(cycles, counts.tolist(), strict=True) for _ in range(count))
+
+
+def hamiltonian_cycles(lanes: Sequence[Sequence[int]]) -> list[Ring]:
+    """Every directed cycle from vertex 0 through all vertices, once; at most (n - 1)! of them.
+
+    Args:
+        lanes: [n][n], number of lanes from vertex to vertex.
+    """
+    size = len(lanes)
+    found: list[Ring] = []
+    walk = [0]
+    unseen = set(range(1, size))
+
+    def extend() -> None:
+        if not unseen:
+            if lanes[walk[-1]][0] > 0:
+                found.append(tuple(walk))
+            return
+        for vertex in sorted(unseen):
+            if lanes[walk[-1]][vertex] > 0:
+                walk.append(vertex)
+                unseen.remove(vertex)
+                extend()
+                unseen.add(vertex)
+                walk.pop()
+
+    extend()
+    return found
+
+
+def _arcs(cycle: Ring) -> list[tuple[int, int]]:
+    return [(a, b) for a, b in zip(cycle, (*cycle[1:], cycle[0]), strict=True)]
+
+
+# Quantities that collectives need of a topology: the rings of a group, and the busiest link of a set of transfers.
+
+
+LinkStep = tuple[str, str, Link]
+"""A link in one direction: from, to, link."""
+
+LinkLoad = tuple[str, str, float]
+"""From, to, and the share of the bytes that passes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingSet:
+    """The rings of one group of devices.
+
+    Attributes:
+        count: rings that run at once. seconds_per_byte: 1 / (count * rate of the slowest hop).
+        relayed: the one ring crosses links of other kinds (PCIe, sockets), because no ring of direct links exists.
+        kinds: of the links used. loads: per link and direction, the share of the rings' bytes that passes.
+    """
+
+    devices: tuple[str, ...]
+    count: int
+    seconds_per_byte: float
+    relayed: bool
+    kinds: tuple[str, ...]
+    loads: tuple[tuple[LinkStep, float], ...] = ()
+
+
+def ring_set(topology: Topology, link_kind: str, devices: tuple[str, ...]) -> RingSet:
+    """Rings over `link_kind` lanes among `devices`; their order does not matter.
+
+    The first of three forms that exists is taken. (1) Rings packed on the lanes that join the devices directly, for at most
+    MAX_RING_DEVICES devices. (2) Rings through switches of that kind that join all devices (NVSwitch, a PCIe tree under one
+    root). They take the order of device numbers, and there are as many as the busiest link carries. (3) One ring in that order
+    whose hops use direct lanes where they exist and the path over other links elsewhere. The slowest hop sets the rate of all
+    rings.
+
+    Args:
+        topology: links of one node. link_kind: such as "nvlink". devices: names in the topology.
+
+    Returns:
+        The rings. Leaves out rings of fewer devices joined by trees, and a better order in forms 2 and 3.
+
+    Raises:
+        CostError: no path joins two neighbours.
+    """
+    return _ring_set(topology, link_kind, tuple(sorted(devices, key=_number)))
+
+
+@lru_cache(maxsize=4096)
+def _ring_set(topology: Topology, link_kind: str, devices: tuple[str, ...]) -> RingSet:
+    if len(devices) <= MAX_RING_DEVICES:
+        lanes = [[topology.lanes(a, b, link_kind) if a != b else 0 for b in devices] for a in devices]
+        rings = pack_rings(lanes)
+        if rings:
+            flows = [
+                (devices[a], devices[b], 1.0 / len(rings))
+                for ring in rings
+                for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)
+            ]
+            loads = link_loads(topology, link_kind, flows)
+            rate = min(link.bandwidth_bytes_per_s for _, _, link in loads)
+            return RingSet(
+                devices=devices,
+                count=len(rings),
+                seconds_per_byte=1.0 / (len(rings) * rate),
+                relayed=False,
+                kinds=(link_kind,),
+                loads=tuple(loads.items()),
+            )
+    loads = link_loads(topology, link_kind, [(a, b, 1.0) for a, b in zip(devices, (*devices[1:], devices[0]), strict=True)])
+    seconds_per_byte = pace(loads, loads)
+    kinds = tuple(sorted({link.kind for _, _, link in loads}))
+    slowest = min(link.bandwidth_bytes_per_s for _, _, link in loads)
+    return RingSet(
+        devices=devices,
+        count=max(1, int(1.0 / (seconds_per_byte * slowest) + 1e-9)) if kinds == (link_kind,) else 1,
+        seconds_per_byte=seconds_per_byte,
+        relayed=kinds != (link_kind,),
+        kinds=kinds,
+        loads=tuple(loads.items()),
+    )
+
+
+def busiest_seconds_per_byte(
+    topology: Topology, link_kind: str, flows: Sequence[LinkLoad], others: Sequence[LinkLoad] = ()
+) -> tuple[float, bool]:
+    """Seconds per byte of the busiest link that `flows` use while all of them and `others` run at once.
+
+    A flow uses all direct lanes of `link_kind` between its ends, or a path of that kind through switches, or else the
+    shortest path over any links. Links are full duplex.
+
+    Args:
+        topology: links of one node. link_kind: of the direct lanes.
+        flows, others: (from, to, share of the bytes).
+
+    Returns:
+        Seconds per byte, and whether every flow has direct lanes.
+
+    Raises:
+        CostError: no path joins two devices.
+    """
+    loads = link_loads(topology, link_kind, flows)
+    total = added([loads, link_loads(topology, link_kind, others)]) if others else loads
+    return pace(loads, total), all(link.kind == link_kind for _, _, link in loads)
+
+
+def link_loads(topology: Topology, link_kind: str, flows: Iterable[LinkLoad]) -> dict[LinkStep, float]:
+    """Share of the bytes that passes each link in each direction while all flows run at once.
+
+    Args:
+        topology, link_kind: as for `busiest_seconds_per_byte`. flows: (from, to, share of the bytes).
+    """
+    load: dict[LinkStep, float] = {}
+    for source, destination, share in flows:
+        for step, part in _route(topology, link_kind, source, destination):
+            load[step] = load.get(step, 0.0) + share * part
+    return load
+
+
+def pace(own: Iterable[LinkStep], total: Mapping[LinkStep, float]) -> float:
+    """Seconds per byte of the busiest of the links `own`; 0 for no link.
+
+    Args:
+        own: link steps used. total: load of every link step, shares of the bytes.
+    """
+    return max((total[step] / step[2].capacity_bytes_per_s for step in own), default=0.0)
+
+
+def added(loads: Iterable[Mapping[LinkStep, float]]) -> dict[LinkStep, float]:
+    """The sum of several loads.
+
+    Args:
+        loads: each maps a link step to a share of the bytes.
+    """
+    total: dict[LinkStep, float] = {}
+    for load in loads:
+        for step, weight in load.items():
+            total[step] = total.get(step, 0.0) + weight
+    return total
+
+
+@lru_cache(maxsize=65536)
+def _route(topology: Topology, link_kind: str, source: str, destination: str) -> tuple[tuple[LinkStep, float], ...]:
+    """The links a flow takes, each with the part of its bytes."""
+    straight = [link for link in topology.between(source, destination) if link.kind == link_kind]
+    if straight:
+        total = sum(link.capacity_bytes_per_s for link in straight)
+        return tuple(((source, destination, link), link.capacity_bytes_per_s / total) for link in straight)
+    path = topology.path(source, destination, only_kind=link_kind) or topology.path(source, destination)
+    if not path:
+        raise CostError(
+            f"no link or path connects {source} and {destination}; list their links in the profile, or choose connected devices"
+        )
+    return tuple((step, 1.0) for step in walk_of(path, source))
+
+
+def _number(device: str) -> tuple[int, str]:
+    digits = re.search(r"\d+", device)
+    return (int(digits[0]) if digits else 0, device)
+
+
+Way = Literal["inside", "through", "rails", "pairs"]
+"""inside: the group (or its phase) stays in the node. through: one ring or tree over all members comes in and goes out at the
+cards nearest to them. rails: every member exchanges its piece of the node's bytes with its counterparts in the other nodes.
+pairs: every member sends to every other of the group."""
+
+FABRIC = "fabric"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShare:
+    """What one group does on one node; `ranks` is the size of the whole group."""
+
+    members: tuple[int, ...]
+    way: Way
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRates:
+    """Seconds per byte of the busiest link inside the nodes, and of the busiest on the way between them.
+
+    Attributes:
+        relayed: a ring inside some node leaves the direct links. hop_latency_s: of the links from one node to the next.
+        members: the most that one node holds. nodes: how many there are.
+    """
+
+    inside_s_per_byte: float
+    outside_s_per_byte: float
+    relayed: bool
+    hop_latency_s: float
+    members: int
+    nodes: int
+
+
+@lru_cache(maxsize=16384)
+def group_pace(
+    cluster: Cluster, link_kind: str, group: tuple[int, ...], way: Way, concurrent: tuple[tuple[int, ...], ...] = ()
+) -> LinkRates:
+    """How fast a group of several nodes moves bytes while the `concurrent` groups do the same.
+
+    Args:
+        cluster: the machine. link_kind: of the direct lanes inside nodes.
+        group: ranks, ascending. way: the route of its bytes (`Way`).
+        concurrent: groups that move as many bytes at the same time.
+
+    Returns:
+        Rates in seconds per byte. Leaves out collisions of routes inside the network.
+
+    Raises:
+        CostError: a member's node has no network card.
+    """
+    spread, nodes = cluster.spread(group), cluster.nodes
+    others = _others(cluster, group, way, concurrent)
+    inside = outside = port_latency = 0.0
+    relayed = False
+    for node, members in spread:
+        part = NodeShare(members, way, len(group))
+        there = others.get(node, ())
+        seconds = part_pace(nodes.shapes[node], link_kind, part, there)
+        inside, outside = max(inside, seconds[0]), max(outside, seconds[1])
+        relayed = relayed or (len(members) > 1 and _leaves_direct_links(nodes.shapes[node], link_kind, part))
+        if len(spread) > 1:
+            port_latency = max(port_latency, max(port.latency_s for port in ports_of(nodes.shapes[node], members)))
+    uplinks, crossing = _uplinks(cluster, group, way, concurrent)
+    return LinkRates(
+        inside_s_per_byte=inside,
+        outside_s_per_byte=max(outside, uplinks),
+        relayed=relayed,
+        hop_latency_s=2 * port_latency + crossing,
+        members=max(len(members) for _, members in spread),
+        nodes=len(spread),
+    )
+
+
+@lru_cache(maxsize=16384)
+def inside_pace(
+    cluster: Cluster, link_kind: str, group: tuple[int, ...], concurrent: tuple[tuple[int, ...], ...] = ()
+) -> tuple[RingSet, float]:
+    """The rings of the slowest node, and their seconds per byte while the `concurrent` groups do the same inside their nodes.
+
+    Args:
+        cluster, link_kind, group, concurrent: as for `group_pace`.
+    """
+    others = _others(cluster, group, "inside", concurrent)
+    found = []
+    for node, members in cluster.spread(group):
+        shape = cluster.nodes.shapes[node]
+        seconds, _ = part_pace(shape, link_kind, NodeShare(members, "inside", len(group)), others.get(node, ()))
+        found.append((seconds, rings_of(shape, link_kind, members)))
+    seconds, rings = max(found, key=lambda entry: entry[0])
+    return rings, seconds
+
+
+def uplink_rate(cluster: Cluster, leaf: str) -> float:
+    """Bytes per second of a leaf's uplinks.
+
+    Args:
+        cluster: the machine. leaf: name of a leaf switch.
+
+    Raises:
+        CostError: the leaf has no uplink.
+    """
+    rate = cluster.nodes.leaves[leaf].uplink_bytes_per_s
+    if rate is None:
+        raise CostError(f"{leaf} has no uplink to the leaves of the other nodes; connect the switches in the topology")
+    return rate
+
+
+@lru_cache(maxsize=65536)
+def part_pace(shape: NodeShape, link_kind: str, own: NodeShare, others: tuple[NodeShare, ...]) -> tuple[float, float]:
+    """Seconds per byte of the busiest link inside the node, and of the busiest to the network, that `own` uses.
+
+    Args:
+        shape: of the node. link_kind: of the direct lanes.
+        own, others: the share of this group, and those of the groups at the same time.
+    """
+    inside, outside = part_loads(shape, link_kind, own)
+    total = added([inside, outside, *(load for other in others for load in part_loads(shape, link_kind, other))])
+    alone = 0.0
+    if own.way in ("inside", "through") and len(own.members) > 1:
+        rings = rings_of(shape, link_kind, own.members)
+        alone = rings.seconds_per_byte if own.way == "inside" or not rings.relayed else 0.0
+    return max(alone, pace(inside, total)), pace(outside, total)
+
+
+@lru_cache(maxsize=65536)
+def _leaves_direct_links(shape: NodeShape, link_kind: str, part: NodeShare) -> bool:
+    if part.way == "pairs":
+        return any(link.kind != link_kind for _, _, link in part_loads(shape, link_kind, part)[0])
+    return rings_of(shape, link_kind, part.members).relayed
+
+
+@lru_cache(maxsize=65536)
+def part_loads(shape: NodeShape, link_kind: str, part: NodeShare) -> tuple[dict[LinkStep, float], dict[LinkStep, float]]:
+    """Loads of one part on the links between its members, and on those between them and the network.
+
+    Args:
+        shape: of the node. link_kind: of the direct lanes. part: the group's share on this node.
+    """
+    names = [shape.devices[member] for member in part.members]
+    size = len(names)
+    if part.way == "inside":
+        return (dict(rings_of(shape, link_kind, part.members).loads) if size > 1 else {}), {}
+    if part.way == "rails":
+        return {}, added(_out_and_in(shape, member, member, 1.0 / size) for member in part.members)
+    if part.way == "pairs":
+        share = 1.0 / part.ranks
+        flows: list[LinkLoad] = [(a, b, share) for a in names for b in names if a != b]
+        away = part.ranks - size
+        outward = [_out_and_in(shape, member, member, away * share) for member in part.members] if away else []
+        return link_loads(shape.topology, link_kind, flows), added(outward)
+    cards = dict.fromkeys(port_of(shape, member) for member in part.members)
+    inward: list[Mapping[LinkStep, float]] = []
+    chain: list[LinkLoad] = []
+    for card in cards:
+        order = _order(shape, part.members, card)
+        inward.append(_out_and_in(shape, order[-1], order[0], 1.0 / len(cards), card))
+        chain += [(shape.devices[a], shape.devices[b], 1.0 / len(cards)) for a, b in pairwise(order)]
+    if size == 1:
+        return {}, added(inward)
+    rings = rings_of(shape, link_kind, part.members)
+    return (link_loads(shape.topology, link_kind, chain) if rings.relayed else dict(rings.loads)), added(inward)
+
+
+@lru_cache(maxsize=65536)
+def port_of(shape: NodeShape, member: int) -> Port:
+    """The network card with the fewest links to a device; devices with several at the same distance take turns.
+
+    Args:
+        shape: of the node. member: index of the device in it.
+    """
+    nearest = _nearest(shape, member)
+    turn = sum(_nearest(shape, earlier) == nearest for earlier in range(member))
+    return nearest[turn % len(nearest)]
+
+
+def ports_of(shape: NodeShape, members: Sequence[int]) -> tuple[Port, ...]:
+    return tuple(port_of(shape, member) for member in members)
+
+
+@lru_cache(maxsize=65536)
+def way_out(shape: NodeShape, member: int, port: Port | None = None) -> tuple[LinkStep, ...]:
+    """The links from a device to its network card and into the network.
+
+    Args:
+        shape: of the node. member: index of the device. port: another card than its nearest.
+    """
+    port = port or port_of(shape, member)
+    path = shape.topology.path(shape.devices[member], port.nic)
+    return (*walk_of(path, shape.devices[member]), (port.nic, FABRIC, _port_link(port)))
+
+
+def rings_of(shape: NodeShape, link_kind: str, members: tuple[int, ...]) -> RingSet:
+    """The rings of some devices of a node.
+
+    Args:
+        shape: of the node. link_kind: of the direct lanes. members: indices of the devices.
+    """
+    return ring_set(shape.topology, link_kind, tuple(shape.devices[member] for member in members))
+
+
+def reverse(step: LinkStep) -> LinkStep:
+    """The same link in the other direction."""
+    return step[1], step[0], step[2]
+
+
+@lru_cache(maxsize=65536)
+def _nearest(shape: NodeShape, member: int) -> tuple[Port, ...]:
+    reached = [(len(path), port) for port in shape.ports if (path := shape.topology.path(shape.devices[member], port.nic))]
+    if not reached:
+        raise CostError(
+            f"{shape.devices[member]} reaches no network card of its node, so its group cannot leave it; join a card to the "
+            "links of the profile"
+        )
+    least = min(length for length, _ in reached)
+    return tuple(port for length, port in reached if length == least)
+
+
+def _order(shape: NodeShape, members: tuple[int, ...], card: Port) -> tuple[int, ...]:
+    """The members in a chain that ends at the first one near the card, so that it begins at a second one where there is one."""
+    last = next(place for place, member in enumerate(members) if port_of(shape, member) == card)
+    return members[last + 1 :] + members[: last + 1]
+
+
+def _out_and_in(shape: NodeShape, last: int, first: int, share: float, card: Port | None = None) -> dict[LinkStep, float]:
+    """`share` leaves the node from the device `last` and as much comes in to `first`."""
+    steps = [*way_out(shape, last, card), *map(reverse, way_out(shape, first, card))]
+    return added({step: share} for step in steps)
+
+
+@lru_cache(maxsize=4096)
+def _port_link(port: Port) -> Link:
+    return Link(
+        a=port.nic, b=FABRIC, kind=FABRIC, lanes=1, bandwidth_bytes_per_s=port.bandwidth_bytes_per_s, latency_s=port.latency_s
+    )
+
+
+def _others(
+    cluster: Cluster, group: tuple[int, ...], way: Way, concurrent: tuple[tuple[int, ...], ...]
+) -> Mapping[int, tuple[NodeShare, ...]]:
+    """The parts of the other groups on the nodes of this one."""
+    if not concurrent:
+        return {}
+    there = _parts(cluster, concurrent, way)
+    spread = cluster.spread(group)
+    if group not in concurrent:
+        return {node: there[node] for node, _ in spread if node in there}
+    found: dict[int, tuple[NodeShare, ...]] = {}
+    for node, members in spread:
+        parts = list(there[node])
+        parts.remove(NodeShare(members, way if len(spread) > 1 else "inside", len(group)))
+        found[node] = tuple(parts)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _parts(cluster: Cluster, groups: tuple[tuple[int, ...], ...], way: Way) -> dict[int, tuple[NodeShare, ...]]:
+    """What all groups do on each node: a group of several nodes goes `way`, one of a single node stays inside it."""
+    found: dict[int, list[NodeShare]] = {}
+    for group in dict.fromkeys(groups):
+        spread = cluster.spread(group)
+        for node, members in spread:
+            found.setdefault(node, []).append(NodeShare(members, way if len(spread) > 1 else "inside", len(group)))
+    return {node: tuple(sorted(parts, key=lambda part: (part.members, part.way, part.ranks))) for node, parts in found.items()}
+
+
+def _uplinks(
+    cluster: Cluster, group: tuple[int, ...], way: Way, concurrent: tuple[tuple[int, ...], ...]
+) -> tuple[float, float]:
+    """Seconds per byte of the busiest uplink that the group crosses, and the seconds an average hop spends on uplinks.
+
+    A ring or tree in the order of the nodes leaves every leaf once; pairs leave it with all that is meant for elsewhere.
+    """
+    own, total = leaf_shares(cluster, group, way, concurrent)
+    worst = crossing = 0.0
+    for name in own:
+        worst = max(worst, total[name] / uplink_rate(cluster, name))
+        crossing = max(crossing, 2 * cluster.nodes.leaves[name].uplink_latency_s)
+    return worst, crossing * len(own) / len(cluster.spread(group))
+
+
+def leaf_shares(
+    cluster: Cluster, group: tuple[int, ...], way: Way, concurrent: Sequence[tuple[int, ...]]
+) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Share of the bytes that leaves each leaf: of one group, and of all groups; empty if the group lies under one leaf.
+
+    Args:
+        cluster, group, way, concurrent: as for `group_pace`.
+    """
+    own = own_leaf_shares(cluster, group, way)
+    if not own:
+        return {}, {}
+    return own, _all_leaf_shares(cluster, concurrent if group in concurrent else (*concurrent, group), way)
+
+
+@lru_cache(maxsize=4096)
+def own_leaf_shares(cluster: Cluster, group: tuple[int, ...], way: Way) -> dict[str, float]:
+    """Share of a group's bytes that leaves each leaf; empty if the group lies under one leaf.
+
+    Args:
+        cluster, group, way: as for `group_pace`.
+    """
+    count: dict[str, int] = {}
+    for node, members in cluster.spread(group):
+        leaf = cluster.nodes.leaf[node]
+        count[leaf] = count.get(leaf, 0) + len(members)
+    if len(count) < 2 or way == "inside":
+        return {}
+    return {leaf: held * (len(group) - held) / len(group) if way == "pairs" else 1.0 for leaf, held in count.items()}
+
+
+@lru_cache(maxsize=1024)
+def _all_leaf_shares(cluster: Cluster, groups: Sequence[tuple[int, ...]], way: Way) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for group in dict.fromkeys(groups):
+        for leaf, share in own_leaf_shares(cluster, group, way).items():
+            total[leaf] = total.get(leaf, 0.0) + share
+    return total
+
+
+# Transfers from rank to rank: the links each takes, and how much those that run at once slow one another.
+
+
+@lru_cache(maxsize=65536)
+def transfer_pace(
+    cluster: Cluster, link_kind: str, pair: tuple[int, ...], concurrent: tuple[tuple[int, ...], ...] = ()
+) -> tuple[float, bool, float]:
+    """Speed of a transfer from rank to rank while the `concurrent` ones run.
+
+    Args:
+        cluster: the machine. link_kind: of the direct lanes.
+        pair: (source, destination). concurrent: pairs at the same time.
+
+    Returns:
+        Seconds per byte of its busiest link, whether it has direct lanes, and the latency of the links between the nodes in
+        seconds (0 inside one). Leaves out that a transfer speeds up once others have ended.
+    """
+    own = transfer_loads(cluster, link_kind, pair)
+    if concurrent:
+        total = _all_transfer_loads(cluster, link_kind, concurrent if pair in _distinct(concurrent) else (*concurrent, pair))
+        seconds = max([total[key] / capacity for key, (_, capacity) in own.items()])
+    else:
+        seconds = max([weight / capacity for weight, capacity in own.values()])
+    (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
+    if source == destination:
+        shape = cluster.nodes.shapes[source]
+        flow = (shape.devices[a], shape.devices[b], 1.0)
+        return seconds, busiest_seconds_per_byte(shape.topology, link_kind, [flow])[1], 0.0
+    return seconds, False, hop_latency_s(cluster, pair)
+
+
+def hop_latency_s(cluster: Cluster, pair: tuple[int, ...]) -> float:
+    """Latency of the links between the nodes of two ranks: both cards, and the uplinks if their leaves differ.
+
+    Args:
+        cluster: the machine. pair: (source, destination).
+    """
+    (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
+    shapes = cluster.nodes.shapes
+    latency = port_of(shapes[source], a).latency_s + port_of(shapes[destination], b).latency_s
+    leaves = cluster.nodes.leaf[source], cluster.nodes.leaf[destination]
+    if leaves[0] != leaves[1]:
+        latency += sum(cluster.nodes.leaves[leaf].uplink_latency_s for leaf in leaves)
+    return latency
+
+
+@lru_cache(maxsize=256)
+def _distinct(pairs: tuple[tuple[int, ...], ...]) -> frozenset[tuple[int, ...]]:
+    return frozenset(pairs)
+
+
+@lru_cache(maxsize=256)
+def _all_transfer_loads(cluster: Cluster, link_kind: str, pairs: tuple[tuple[int, ...], ...]) -> dict[object, float]:
+    """The same of several transfers at once; one listed twice counts once."""
+    total: dict[object, float] = {}
+    for pair in dict.fromkeys(pairs):
+        for key, (weight, _) in transfer_loads(cluster, link_kind, pair).items():
+            total[key] = total.get(key, 0.0) + weight
+    return total
+
+
+@lru_cache(maxsize=65536)
+def transfer_loads(cluster: Cluster, link_kind: str, pair: tuple[int, ...]) -> dict[tuple[object, object], tuple[float, float]]:
+    """Share of the bytes and capacity (bytes per second) of every link that a transfer uses.
+
+    Args:
+        cluster: the machine. link_kind: of the direct lanes. pair: (source, destination).
+    """
+    (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
+    nodes = cluster.nodes
+    shape = nodes.shapes[source]
+    if source == destination:
+        flow = [(shape.devices[a], shape.devices[b], 1.0)]
+        inside = link_loads(shape.topology, link_kind, flow)
+        return {(source, step): (weight, step[2].capacity_bytes_per_s) for step, weight in inside.items()}
+    found: dict[tuple[object, object], tuple[float, float]] = {}
+    for step in way_out(shape, a):
+        found[(source, step)] = (1.0, step[2].capacity_bytes_per_s)
+    for step in map(reverse, way_out(nodes.shapes[destination], b)):
+        found[(destination, step)] = (1.0, step[2].capacity_bytes_per_s)
+    leaves = nodes.leaf[source], nodes.leaf[destination]
+    if leaves[0] != leaves[1]:
+        for leaf, direction in zip(leaves, ("up", "down"), strict=True):
+            found[(leaf, direction)] = (1.0, uplink_rate(cluster, leaf))
+    return found

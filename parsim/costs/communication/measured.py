@@ -1,0 +1,184 @@
+"""Collectives that were measured on this very machine: which fit prices a group, on machines with a link model too.
+
+A profile may hold points without a fit: typed in by hand, for example. They are fitted here when they are first needed, so
+every point is used or refused. Two kinds of points have been used already: those that a fit covers, and those to which the
+link model itself was fitted.
+
+On a machine with links a fit holds for the groups that it was measured on, and for those that the links join alike. It beats
+the link model there. Groups that run at the same time stretch its bytes as they stretch those of the link model.
+Leaves out groups across nodes: a profile holds points of one machine.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from parsim.costs.communication.contention import group_pace, inside_pace, rings_of, transfer_pace
+from parsim.errors import CostError, ProfileError
+from parsim.hardware.cluster import Cluster, NodeShape
+from parsim.hardware.profile import CollectiveFit, CollectivePoint, Communication, LinkModel, Profile
+from parsim.work import COLLECTIVE_KINDS
+
+FITTED_BY_LINKS = "all_reduce"
+"""The operation to which link models were fitted, in files that do not list the sources of these points."""
+
+
+def unfitted_points(communication: Communication) -> list[CollectivePoint]:
+    """Points of this machine that neither a fit nor the link model was made from.
+
+    Args:
+        communication: of a profile.
+    """
+    return [
+        point
+        for point in communication.points
+        if not point.measured_on
+        and not _in_link_model(communication.link_model, point)
+        and not any(_covers(fit, point) for fit in communication.fits)
+    ]
+
+
+def _in_link_model(model: LinkModel | None, point: CollectivePoint) -> bool:
+    """Whether the link model was fitted to the point."""
+    if model is None:
+        return False
+    if model.point_sources is not None:
+        return point.source in model.point_sources
+    groups = [sorted(group) for group in model.measured_groups]
+    return point.operation == FITTED_BY_LINKS and sorted(point.group) in groups
+
+
+def _covers(fit: CollectiveFit, point: CollectivePoint) -> bool:
+    if fit.operation != point.operation or fit.group_size != len(point.group):
+        return False
+    return not fit.groups or sorted(point.group) in [sorted(group) for group in fit.groups]
+
+
+def fits_of_points(points: list[CollectivePoint], *, by_group: bool, source: str | None = None) -> list[CollectiveFit]:
+    """One fit per operation and group size, or per operation and group.
+
+    Args:
+        points: of one machine. by_group: keep groups apart, since the links join them differently.
+        source: key of the fits' source; None takes the points' own.
+
+    Raises:
+        ProfileError: fewer than two sizes of an operation and group.
+    """
+    from parsim.costs.communication.regime_fits import fit_regimes
+
+    if not by_group:
+        return fit_regimes(points, source=source)
+    groups: dict[tuple[int, ...], list[CollectivePoint]] = {}
+    for point in points:
+        groups.setdefault(tuple(sorted(point.group)), []).append(point)
+    return [
+        fit.model_copy(update={"groups": [list(group)]})
+        for group, own in sorted(groups.items())
+        for fit in fit_regimes(own, source=source)
+    ]
+
+
+@lru_cache(maxsize=64)
+def fits_of(cluster: Cluster) -> tuple[CollectiveFit, ...]:
+    """The fits of a cluster's profile, and those of points that it holds without one.
+
+    Args:
+        cluster: the machine.
+
+    Raises:
+        CostError: such points are too few for a fit; with what is missing.
+    """
+    profile = cluster.profile
+    left = unfitted_points(profile.communication)
+    if not left:
+        return tuple(profile.communication.fits)
+    try:
+        made = fits_of_points(left, by_group=profile.communication.link_model is not None)
+    except ProfileError as error:
+        raise CostError(
+            f"profile {profile.name}, communication.points: {error}; or drop the points, which price nothing"
+        ) from error
+    return (*profile.communication.fits, *made)
+
+
+def measured_fit(
+    cluster: Cluster, operation: str, group: tuple[int, ...], concurrent: tuple[tuple[int, ...], ...]
+) -> tuple[CollectiveFit, float] | None:
+    """The fit of a group inside one node that was measured itself or is joined alike; None if there is none.
+
+    Args:
+        cluster: a machine with a link model. operation: a collective. group: ranks, ascending.
+        concurrent: groups that do the same at the same time.
+
+    Returns:
+        The fit, and how many times as long its bytes take beside the concurrent groups.
+
+    Raises:
+        CostError: as `fits_of`.
+    """
+    ((node, members),) = cluster.spread(group)
+    link_kind = _link_kind(cluster.profile)
+    found = _fit_for(cluster, operation, cluster.nodes.shapes[node], members, link_kind)
+    if found is None:
+        return None
+    if not concurrent:
+        return found, 1.0
+    if COLLECTIVE_KINDS[operation].pairwise:
+        alone = group_pace(cluster, link_kind, group, "pairs").inside_s_per_byte
+        beside = group_pace(cluster, link_kind, group, "pairs", concurrent).inside_s_per_byte
+    else:
+        alone = inside_pace(cluster, link_kind, group)[1]
+        beside = inside_pace(cluster, link_kind, group, concurrent)[1]
+    return found, beside / alone if alone else 1.0
+
+
+def measured_transfer(
+    cluster: Cluster, pair: tuple[int, int], concurrent: tuple[tuple[int, ...], ...]
+) -> tuple[CollectiveFit, float] | None:
+    """The same for a transfer between two devices of one node.
+
+    Args:
+        cluster: a machine with a link model. pair: (source, destination). concurrent: pairs at the same time.
+
+    Raises:
+        CostError: as `fits_of`.
+    """
+    (node, _), (other, _) = (cluster.places[rank] for rank in pair)
+    if node != other:
+        return None
+    link_kind = _link_kind(cluster.profile)
+    members = tuple(sorted(cluster.places[rank][1] for rank in pair))
+    found = _fit_for(cluster, "send_recv", cluster.nodes.shapes[node], members, link_kind)
+    if found is None:
+        return None
+    alone = transfer_pace(cluster, link_kind, pair)[0]
+    beside = transfer_pace(cluster, link_kind, pair, concurrent)[0] if concurrent else alone
+    return found, beside / alone if alone else 1.0
+
+
+def _link_kind(profile: Profile) -> str:
+    model = profile.communication.link_model
+    assert model is not None  # the callers price by links
+    return model.link_kind
+
+
+def _fit_for(
+    cluster: Cluster, operation: str, shape: NodeShape, members: tuple[int, ...], link_kind: str
+) -> CollectiveFit | None:
+    """The fit of this very group, else of one that the links join alike, else one that holds wherever the ranks sit."""
+    fits = [fit for fit in fits_of(cluster) if fit.operation == operation and fit.group_size == len(members)]
+    if not fits:
+        return None
+    for fit in fits:
+        if any(tuple(sorted(group)) == members for group in fit.groups):
+            return fit
+    own = rings_of(shape, link_kind, members)
+    for fit in fits:
+        if not fit.groups:
+            return fit
+        for group in fit.groups:
+            if max(group) < len(shape.devices):
+                rings = rings_of(shape, link_kind, tuple(sorted(group)))
+                if (rings.count, rings.kinds, rings.seconds_per_byte) == (own.count, own.kinds, own.seconds_per_byte):
+                    return fit
+    return None

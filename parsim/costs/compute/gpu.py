@@ -1,0 +1,311 @@
+"""The launches of torch on a GPU for operators that were recorded on a CPU, and those that autocast adds.
+
+A trace knows each memory-bound operator by its aten name. On a GPU some of them are other kernels, and each has a backward of
+its own; `PASSES` says how often the launch reads or writes its array. Matmuls, convolutions, embeddings and fused attention are
+those of `parsim.costs.compute.launches`.
+
+    dropout      one launch with a mask of one byte per element, where the CPU draws, scales and multiplies in three;
+    add          of two whole arrays is a residual: its backward adds the two gradients that meet there. Of an array and a
+                 broadcast one (a mask, a table of positions) it hands the gradient on;
+    scaling and copies   have a backward like their forward.
+
+Under autocast matmuls and convolutions take half-precision copies of their weights (read 4 bytes, write 2), made once per
+forward, and their gradients are widened again. Layer norm, group norm and the loss are computed in fp32. The norm's
+output is cast for the matmul that follows, and the loss's input for the loss. The backward casts the gradients back. What
+a residual adds to is the norm's fp32 stream. Batch norm, ReLU, GELU, dropout and the inside of
+scaled_dot_product_attention keep the width of their input. Loss scaling and its check for infinities are in the
+optimizer's step (`parsim.costs.compute.compute`).
+
+Sources: torch's list "CUDA Ops that can autocast" (torch.amp documentation); the passes of the norms and softmax as their CUDA
+kernels make them (aten/src/ATen/native/cuda: layer_norm_kernel, SoftMax, Dropout). Passes are rounded to what NeuSight's V100
+timings show for the forward: 2.6 to 3.6 of softmax and 3 to 4.5 of layer norm, at the bandwidth of an addition.
+
+Leaves out: casts of biases and of a batch of images, the dense gradient of an embedding's table, and the host's time per
+launch. Also kernels that a framework other than eager torch fuses (bias with GELU, scale with mask and softmax).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from parsim.costs.compute.launches import (
+    Kernel,
+    Launch,
+    accumulations,
+    element_bytes,
+    forward_kernels,
+    halved_backward_kernels,
+    operator_launches,
+    operator_size,
+)
+from parsim.model.component import BIAS, BIAS_GRADIENT, GRADIENT_SUM, PARTS, Component, Operator
+from parsim.model.formats import number_format
+from parsim.work import Phase
+
+FULL_BYTES = 4
+CAST_BYTES = 6
+"""Of an element between fp32 and half precision: four read and two written, or the other way round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """How often the launches of a memory-bound function read or write each element of its array.
+
+    Attributes:
+        mask_bytes: moved besides, whatever the precision. full: autocast computes it in fp32. cast: and its input or output is
+            cast, in the forward and in the backward.
+    """
+
+    forward: float
+    backward: float
+    mask_bytes: float = 0.0
+    full: bool = False
+    cast: bool = False
+
+
+NORMALISED_ROWS = Passes(forward=3, backward=7, full=True, cast=True)
+"""Statistics and values; in the backward its sums, the gradient of the input, and that of weight and bias."""
+SOFTMAX = Passes(forward=3, backward=4)
+DROPOUT = Passes(forward=2, backward=2, mask_bytes=1)
+
+PASSES: Mapping[str, Passes] = {
+    "native_batch_norm": Passes(forward=3, backward=5),
+    "native_layer_norm": NORMALISED_ROWS,
+    "native_group_norm": NORMALISED_ROWS,
+    "_softmax": SOFTMAX,
+    "_safe_softmax": SOFTMAX,
+    "_log_softmax": Passes(forward=4, backward=4, full=True, cast=True),
+    "nll_loss_forward": Passes(forward=0, backward=1, full=True),
+    "bernoulli_": DROPOUT,
+    "native_dropout": DROPOUT,
+    BIAS: Passes(forward=2, backward=1),
+    BIAS_GRADIENT: Passes(forward=0, backward=1),
+    PARTS: Passes(forward=0, backward=2),
+}
+LIKE_FORWARD = frozenset({"clone", "copy_", "_to_copy", "mul", "div", "neg"})
+"""Their backward is the same again."""
+CREATIONS = frozenset({"arange", "full", "ones", "scalar_tensor", "tril", "zeros", "zeros_like"})
+STREAM_NORMS = frozenset({"native_layer_norm", "native_group_norm"})
+
+RESIDUAL_ARRAYS = 2.5
+"""An addition that moves more arrays than this has two whole operands."""
+
+
+def cuda_operators(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """The operators without the scaling and the product that belong to a dropout recorded on a CPU.
+
+    Args:
+        operators: of a component, as traced.
+    """
+    spare: dict[tuple[str, object], int] = {}
+    for operator in operators:
+        if operator.function == "bernoulli_":
+            for part in ("div_", "mul"):
+                key = part, dict(operator.shape).get("elements")
+                spare[key] = spare.get(key, 0) + operator.count
+    kept: list[Operator] = []
+    for operator in operators:
+        key = operator.function, dict(operator.shape).get("elements")
+        fused = min(operator.count, spare.get(key, 0)) if _is_part_of_dropout(operator) else 0
+        if fused:
+            spare[key] -= fused
+        if operator.count > fused:
+            kept.append(replace(operator, count=operator.count - fused) if fused else operator)
+    return tuple(kept)
+
+
+def cuda_forward(operator: Operator, samples: int, precision: str, *, full_stream: bool = False) -> tuple[Kernel, ...]:
+    """The launches of an operator's forward on a GPU.
+
+    Args:
+        operator: as traced. samples: of one microbatch. precision: such as "fp16_amp".
+        full_stream: autocast adds residuals in fp32 (after a layer norm).
+    """
+    if operator.kind != "memory_bound":
+        return (*forward_kernels(operator, samples, precision), *_weight_casts(operator, precision))
+    passes = PASSES.get(operator.function)
+    if passes is not None:
+        return _launches(operator, samples, precision, passes, passes.forward)
+    (kernel,) = forward_kernels(operator, samples, precision)
+    if full_stream and _is_autocast(precision) and _is_residual(operator):
+        return (replace(kernel, size_bytes=(FULL_BYTES + 2 + FULL_BYTES) * _elements(operator, samples)),)
+    return (kernel,)
+
+
+def cuda_backward_halves(
+    operator: Operator, samples: int, precision: str, *, input_gradient: bool = True, full_stream: bool = False
+) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
+    """The launches of an operator's backward on a GPU: towards the gradient of its input, and towards parameters alone.
+
+    Args:
+        operator, samples, precision, full_stream: as for `cuda_forward`.
+        input_gradient: False if nothing asks for the gradient of the input.
+    """
+    if operator.kind != "memory_bound":
+        first, second = halved_backward_kernels(operator, samples, precision, input_gradient=input_gradient)
+        return first, (*second, *(() if operator.gradients in ("input", "none") else _weight_casts(operator, precision)))
+    if operator.function == GRADIENT_SUM:
+        return (), forward_kernels(operator, samples, precision)
+    if operator.batch == "none" or operator.function in CREATIONS or operator.gradients == "none":
+        return (), ()
+    passes = PASSES.get(operator.function)
+    if passes is not None:
+        return _launches(operator, samples, precision, passes, passes.backward), ()
+    (forward,) = forward_kernels(operator, samples, precision)
+    if operator.function in LIKE_FORWARD:
+        return (forward,), ()
+    if operator.function in ("add", "add_"):
+        if not _is_residual(operator):
+            return (), ()
+        if full_stream and _is_autocast(precision):
+            size_bytes = (3 * FULL_BYTES + CAST_BYTES) * _elements(operator, samples)
+            return (replace(forward, size_bytes=size_bytes),), ()
+        return (forward,), ()
+    return halved_backward_kernels(operator, samples, precision, input_gradient=input_gradient)
+
+
+def has_full_stream(operators: tuple[Operator, ...]) -> bool:
+    """Whether a layer norm (or group norm) makes the residuals of these operators fp32 under autocast.
+
+    Args:
+        operators: of one component.
+    """
+    return any(operator.function in STREAM_NORMS for operator in operators)
+
+
+def _launches(operator: Operator, samples: int, precision: str, passes: Passes, times: float) -> tuple[Kernel, ...]:
+    half = element_bytes(precision)
+    width = max(half, FULL_BYTES) if passes.full and _is_autocast(precision) else half
+    elements = _elements(operator, samples)
+    kernels = [_moved(operator, (times * width + passes.mask_bytes) * elements)] if times else []
+    if passes.cast and half < FULL_BYTES and _is_autocast(precision):
+        kernels.append(_moved(operator, CAST_BYTES * elements))
+    return tuple(kernels)
+
+
+def _is_autocast(precision: str) -> bool:
+    """Whether autocast chooses the operators computed in fp32, call by call. In pure bf16 nothing is cast."""
+    return bool(number_format(precision).autocast)
+
+
+def _weight_casts(operator: Operator, precision: str) -> tuple[Kernel, ...]:
+    """To half precision in the forward, of the gradient to fp32 in the backward: as many bytes."""
+    if operator.kind not in ("matmul", "convolution") or not operator.parameter_bytes or not _is_autocast(precision):
+        return ()
+    return (_moved(operator, CAST_BYTES / FULL_BYTES * operator.parameter_bytes),)
+
+
+def _is_residual(operator: Operator) -> bool:
+    elements = dict(operator.shape).get("elements", 0)
+    return operator.function in ("add", "add_") and operator.activation_bytes > RESIDUAL_ARRAYS * FULL_BYTES * elements
+
+
+def _is_part_of_dropout(operator: Operator) -> bool:
+    """The scaling of the mask, and its product with a whole array."""
+    elements = dict(operator.shape).get("elements", 0)
+    whole = operator.activation_bytes > RESIDUAL_ARRAYS * FULL_BYTES * elements
+    return operator.function == "div_" or (operator.function == "mul" and whole)
+
+
+def _moved(operator: Operator, size_bytes: float) -> Kernel:
+    return Kernel(kind="memory_bound", phase="forward", count=operator.count, flop=0.0, size_bytes=size_bytes)
+
+
+def _elements(operator: Operator, samples: int) -> int:
+    return dict(operator.shape)["elements"] * (1 if operator.batch == "none" else samples)
+
+
+# The launches of a component on a GPU whose operators were measured: those of `launches`, and what autocast adds to them.
+#
+# Operators are measured on arrays of the type in which products run. Under autocast others run in fp32: norms, the additions
+# that
+# follow them, softmax and loss. These count with as many elements as their bytes are of the measured type. Casts of weights,
+# biases, activations and gradients are launches of their own, priced as copies. Which these are, `cuda_launches` says.
+# Without
+# them a loss over a vocabulary came out at a third of its bytes, and a transformer block at half of its launches.
+
+
+UNIFORM = {"bfloat16": "bf16", "float16": "fp16"}
+"""By the type autocast computes in: the precision in which everything is of that type."""
+
+COPY_BYTES = 4.0
+"""That a copy moves per element of a half-precision type."""
+
+
+def gpu_launches(
+    component: Component, phase: Phase, samples: int, *, precision: str, input_gradient: bool = True
+) -> tuple[Launch, ...]:
+    """All launches of a component's forward, backward, or half of a backward.
+
+    Args:
+        component, phase, samples, input_gradient: as for `parsim.costs.compute.launches.component_launches`.
+        precision: such as "amp_bf16".
+    """
+    operators = cuda_operators(component.operators)
+    uniform = UNIFORM.get(number_format(precision).autocast)
+    full_stream = has_full_stream(operators)
+    launches: list[Launch] = []
+    for number, operator in enumerate(operators):
+        gradient = input_gradient or number > 0
+        own = operator_launches(operator, phase, samples, input_gradient=gradient)
+        if uniform is None:
+            launches += own
+            continue
+        there = _kernels(operator, phase, samples, precision, gradient, full_stream)
+        if operator.kind == "memory_bound":
+            alike = _kernels(operator, phase, samples, uniform, gradient, False)
+            launches += (*_widened(own, there, alike), *_copies(there[len(alike) :]))
+        elif operator.kind in ("matmul", "convolution"):
+            casts = [kernel for kernel in there if kernel.kind == "memory_bound"]
+            launches += (*own, *_copies(casts), *(_bias_cast(operator) if casts else ()))
+        else:
+            launches += own
+    return (*launches, *accumulations(component, phase))
+
+
+def _kernels(
+    operator: Operator, phase: Phase, samples: int, precision: str, input_gradient: bool, full_stream: bool
+) -> tuple[Kernel, ...]:
+    if phase is Phase.FORWARD:
+        return cuda_forward(operator, samples, precision, full_stream=full_stream)
+    inputs, weights = cuda_backward_halves(operator, samples, precision, input_gradient=input_gradient, full_stream=full_stream)
+    towards_input = inputs if phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT) else ()
+    return (*towards_input, *(weights if phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT) else ()))
+
+
+def _widened(own: Sequence[Launch], there: Sequence[Kernel], alike: Sequence[Kernel]) -> list[Launch]:
+    """The launches with as many elements as their bytes under autocast are of the measured type."""
+    if not (there and alike and alike[0].size_bytes):
+        return list(own)
+    ratio = there[0].size_bytes / alike[0].size_bytes
+    return [
+        replace(launch, sizes=tuple((name, size * ratio if name == "elements" else size) for name, size in launch.sizes))
+        for launch in own
+    ]
+
+
+def _copies(kernels: Sequence[Kernel]) -> list[Launch]:
+    return [_copy(kernel.size_bytes / COPY_BYTES, kernel.count) for kernel in kernels]
+
+
+def _bias_cast(operator: Operator) -> tuple[Launch, ...]:
+    """Beside that of the weights, whose bytes hold the bias; it is a launch of its own."""
+    names = ("n", "k") if operator.kind == "matmul" else ("c", "k", "r", "s")
+    weights = 1.0
+    for name in names:
+        weights *= operator_size(operator, name)
+    if operator.kind == "convolution":
+        weights /= operator_size(operator, "groups")
+    bias = operator.parameter_bytes / 4 - weights
+    return (_copy(CAST_BYTES / COPY_BYTES * bias, operator.count),) if bias > 0 else ()
+
+
+def _copy(elements: float, count: int) -> Launch:
+    return Launch(
+        kind="memory_bound",
+        function="copy",
+        phase="forward",
+        sizes=(("elements", max(1.0, elements)), ("width", 1.0)),
+        count=count,
+    )

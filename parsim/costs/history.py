@@ -1,0 +1,196 @@
+"""The history of a profile: one line of JSON per validation, in a file next to the profile, from which intervals are
+corrected.
+
+`PROFILE.json` has `PROFILE.history.jsonl`. A shipped profile has no place to write, so `cluster.history` names the file.
+Lines are only ever appended, each in one write under a lock, so that two writers do not mix and a killed one leaves at
+most its own line broken. A broken line, or one of another version of the profile or of another machine, is not used; it
+is listed and stays in the file.
+
+Leaves out: old predictions are not recomputed. After the profile has changed, its history starts anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from parsim.costs.conformal import TARGET, ConformalCorrection, Coverage, ValidationRecord, correction, coverage_split
+from parsim.errors import CostError, ProfileError
+from parsim.files import lock, parse_json, version_problem, write_text_atomically
+from parsim.hardware.profile import Profile
+from parsim.hardware.records import OLD_KEYS
+from parsim.units import format_percent
+
+SUFFIX = ".history.jsonl"
+SCHEMA_VERSION = 1
+"""Of a line; files written before there was the key have this version, too."""
+WORDS = frozenset({"schema_version", "name", "description", "provenance", "sources"})
+"""Keys of a profile that no price rests on."""
+
+
+@dataclass(frozen=True)
+class History:
+    """Attributes:
+    path: of the file; None where there is no place for one. records: that belong to the profile, in order.
+    left_out: why other lines do not count.
+    """
+
+    path: Path | None = None
+    records: tuple[ValidationRecord, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    @cached_property
+    def correction(self) -> ConformalCorrection:
+        """Of the profile's intervals."""
+        return correction(self.records)
+
+    @cached_property
+    def coverage(self) -> Coverage | None:
+        """Judged by runs and models that a correction was not learnt from; None without records."""
+        return coverage_split(self.records) if self.records else None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What everyone who uses the profile should know: that it is stale, that lines are left out."""
+        notes = []
+        if self.coverage is not None and self.coverage.stale:
+            notes.append(
+                f"the profile is stale: of its 90% intervals {self.coverage.describe()} held, which lies wholly outside "
+                f"{format_percent(TARGET[0])} to {format_percent(TARGET[1])} ({self.path}); calibrate again, or "
+                "`parsim validate --update`"
+            )
+        if self.left_out:
+            lines = "1 line is" if len(self.left_out) == 1 else f"{len(self.left_out)} lines are"
+            reasons = "; ".join(f"{why} ({count})" for why, count in Counter(map(_kind_of_reason, self.left_out)).items())
+            notes.append(f"{lines} left out of {self.path}: {reasons}; first {self.left_out[0]}")
+        return tuple(notes)
+
+    def save(self, path: Path) -> None:
+        """The records alone, as a file of their own."""
+        write_text_atomically(path, "".join(_line(record) for record in self.records))
+
+
+NO_HISTORY = History()
+
+
+def fingerprint(profile: Profile) -> str:
+    """16 hexadecimal digits over every number of a profile on which a price depends; names, texts and sources do not count.
+
+    Args:
+        profile: as loaded.
+    """
+    numbers = profile.model_dump(mode="json", exclude_defaults=True, exclude={*WORDS, "updates"})
+    if "host" in numbers:  # a key that was renamed makes no other version of a profile
+        numbers["host"] = {OLD_KEYS.get(key, key): value for key, value in numbers["host"].items()}
+    if profile.updates:  # the latest holds; one without factors is as none
+        factors = profile.updates[-1].model_dump(mode="json", include={"devices", "phases", "communication"})
+        numbers |= {f"updated_{name}": entries for name, entries in factors.items() if entries}
+    return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def history_path(profile: str, history: str | None = None) -> Path | None:
+    """The path of a profile's history: as given, else next to the profile, else None.
+
+    Args:
+        profile: its path or shipped name. history: a path given by the user.
+    """
+    if history is not None:
+        return Path(history)
+    path = Path(profile)
+    return path.with_name(path.name.removesuffix(".json") + SUFFIX) if path.suffix == ".json" else None
+
+
+def read_history(path: Path | None, profile: Profile) -> History:
+    """The records of this version of the profile on its machine; none if there is no file.
+
+    Args:
+        path: of the history. profile: as loaded.
+
+    Raises:
+        ProfileError: the file cannot be read.
+    """
+    if path is None or not path.exists():
+        return History(path=path)
+    try:
+        lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise ProfileError(f"cannot read history {path}: {error.strerror}; give a file of `parsim validate`") from error
+    left_out: list[str] = []
+    found: list[tuple[int, ValidationRecord]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line.strip():
+                found.append((number, _record(line)))
+        except CostError as error:
+            left_out.append(f"line {number}: {error}")
+    wanted = fingerprint(profile) if found else ""
+    own: list[tuple[int, ValidationRecord]] = []
+    for number, record in found:
+        if record.profile == wanted:
+            own.append((number, record))
+        else:
+            left_out.append(f"line {number}: of another profile or version ({record.profile or 'none named'}, not {wanted})")
+    machine = _machine([record for _, record in own], profile)
+    left_out += [f"line {number}: of other hardware ({r.machine})" for number, r in own if r.machine != machine]
+    return History(path=path, records=tuple(r for _, r in own if r.machine == machine), left_out=tuple(left_out))
+
+
+def append_record(path: Path, record: ValidationRecord) -> None:
+    """Append one line, in one write under a lock. A half line of a killed writer is ended first.
+
+    Args:
+        path: of the history; its folder is made. record: one prediction and its measurement.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        lock(file.fileno(), waits=True)
+        size = file.seek(0, 2)
+        broken = False
+        if size:
+            file.seek(size - 1)
+            broken = file.read(1) != b"\n"
+        file.write(("\n" if broken else "").encode() + _line(record).encode())
+        file.flush()
+
+
+def _line(record: ValidationRecord) -> str:
+    return json.dumps({**asdict(record), "schema_version": SCHEMA_VERSION}, allow_nan=False) + "\n"
+
+
+def _record(line: str) -> ValidationRecord:
+    """Raises CostError for what is not a record."""
+    try:
+        document: Any = parse_json(line)
+    except ValueError as error:
+        raise CostError("not JSON") from error
+    if not isinstance(document, dict):
+        raise CostError("not an object")
+    if problem := version_problem(document, SCHEMA_VERSION, unversioned=1):
+        raise CostError(problem)
+    known = {field.name for field in fields(ValidationRecord)}
+    for name in ("model", "run", "predicted_s", "low_s", "high_s", "measured_s"):
+        wanted = str if name in ("model", "run") else (int, float)
+        if isinstance(document.get(name), bool) or not isinstance(document.get(name), wanted):
+            raise CostError(f"no {name}")
+    for name in ("profile", "machine", "measurement"):
+        if not isinstance(document.get(name, ""), str):
+            raise CostError(f"{name} is not a string")
+    try:
+        return ValidationRecord(**{name: value for name, value in document.items() if name in known})
+    except OverflowError as error:
+        raise CostError("a number that no float can hold") from error
+
+
+def _machine(records: list[ValidationRecord], profile: Profile) -> str:
+    """The machine whose records count: the profile's own where one is, else that of the latest record."""
+    own = [record.machine for record in records if record.machine and record.machine in profile.provenance.machine]
+    return own[-1] if own else records[-1].machine if records else ""
+
+
+def _kind_of_reason(text: str) -> str:
+    return text.split(": ", 1)[1].split(" (")[0]

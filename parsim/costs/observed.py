@@ -1,0 +1,451 @@
+"""Costs as measured now: factors by which the machine at hand is slower (or faster) than its profile, learnt from a run.
+
+A run shows the seconds of the work its own plan does. Three rules extend them to the work of other plans. (1) A slow rank
+is slow at everything. (2) A collective runs at the speed of its slowest link. So it is at least as slow as any group it
+contains, and at most as slow as any group that contains it. (3) Classes without data get the median factor. So a profile
+that is wrong everywhere does not make untried plans look good.
+
+Leaves out: that a factor may differ between small and large messages, and between kinds of computation.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from parsim.errors import CostError, ProfileError, near_matches
+from parsim.hardware.cluster import Cluster
+from parsim.hardware.profile import CommunicationFactor, DeviceFactor, PhaseFactor, Profile, Update
+from parsim.numeric import Floats
+from parsim.work import (
+    ClipGradients,
+    Collective,
+    Compute,
+    HostCopy,
+    HostUpdate,
+    LoadBatch,
+    Mix,
+    OptimizerStep,
+    Phase,
+    SendRecv,
+    Work,
+)
+
+
+class ComputeClass(NamedTuple):
+    """One phase of a component on one rank; the optimizer's step has the component ""."""
+
+    rank: int
+    component: str
+    phase: Phase
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.phase.value, self.component, f"on rank {self.rank}")))
+
+
+class CommunicationClass(NamedTuple):
+    """A collective over a group (ranks ascending) or a transfer (source, destination)."""
+
+    operation: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        if self.operation == "send_recv":
+            return f"send_recv {'>'.join(map(str, self.ranks))}"
+        return f"{self.operation} over {','.join(map(str, self.ranks))}"
+
+
+WorkClass = ComputeClass | CommunicationClass
+ClassSeconds = Mapping[WorkClass, float]
+"""Seconds per step of all the work of each class."""
+
+
+def class_of(work: Work, rank: int) -> WorkClass | None:
+    """The class whose seconds the work adds to; None for loading and work of the host, which neither ranks nor links explain.
+
+    Args:
+        work: one piece of work. rank: that runs it.
+    """
+    match work:
+        case Compute():
+            return ComputeClass(rank, work.component, work.phase)
+        case OptimizerStep() | ClipGradients() | Mix():
+            return ComputeClass(rank, "", Phase.OPTIMIZER)
+        case Collective():
+            return CommunicationClass(work.operation, tuple(sorted(work.group)))
+        case SendRecv():
+            return CommunicationClass("send_recv", (work.source, work.destination))
+        case LoadBatch() | HostCopy() | HostUpdate():
+            return None
+
+
+def class_seconds(work_seconds: Iterable[tuple[Work, int, float]]) -> dict[WorkClass, float]:
+    """Sum seconds by class.
+
+    Args:
+        work_seconds: (work, rank, seconds) of every task of one step; for communication any rank of it will do.
+    """
+    totals: dict[WorkClass, float] = {}
+    for work, rank, seconds in work_seconds:
+        key = class_of(work, rank)
+        if key is not None:
+            totals[key] = totals.get(key, 0.0) + seconds
+    return totals
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCorrections:
+    """Factors on the profile's seconds; equal ones are equal values. None learnt: everything costs what the profile says.
+
+    Attributes:
+        ranks: (rank, factor) for all computation of a rank, ascending. phases: (phase, factor) on top of it, on every rank.
+        communication: (class, factor), ascending.
+
+    Raises:
+        CostError: a factor that is not a finite number above 0.
+    """
+
+    ranks: tuple[tuple[int, float], ...] = ()
+    communication: tuple[tuple[CommunicationClass, float], ...] = ()
+    phases: tuple[tuple[Phase, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        for what, factor in (*self.factors().items(), *self.phases):
+            if not (math.isfinite(factor) and factor > 0):
+                name = f"rank {what}" if isinstance(what, int) else str(what)
+                raise CostError(f"the correction of {name} is {factor}; give a finite factor above 0")
+        object.__setattr__(self, "ranks", tuple(sorted(self.ranks)))
+        object.__setattr__(self, "communication", tuple(sorted(self.communication)))
+
+    def __bool__(self) -> bool:
+        return bool(self.ranks or self.phases or self.communication)
+
+    def rank_factor(self, rank: int) -> float:
+        """Of a rank's computation: the observed one, else the median of those observed, else 1."""
+        observed = self._by_rank
+        return observed[rank] if rank in observed else _median(observed.values())
+
+    def communication_factor(self, key: CommunicationClass) -> float:
+        """The factor of a class of communication, by the first rule of this module that has data:
+
+        as observed; the slowest observed class among some of its ranks; the fastest observed class among its ranks and
+        others; the median of all observed; 1.
+        """
+        if key not in self._known:
+            self._known[key] = self._inferred(key)
+        return self._known[key]
+
+    def factor(self, work: Work, rank: int) -> float:
+        """The factor on the profile's seconds of a piece of work; 1 for loading."""
+        match class_of(work, rank):
+            case ComputeClass() as key:
+                return self.rank_factor(rank) * self._by_phase.get(key.phase, 1.0)
+            case CommunicationClass() as key:
+                return self.communication_factor(key)
+            case None:
+                return 1.0
+
+    def factors(self) -> dict[int | CommunicationClass, float]:
+        """Everything observed of ranks and classes of communication."""
+        return {**dict(self.ranks), **dict(self.communication)}
+
+    @cached_property
+    def _by_rank(self) -> dict[int, float]:
+        return dict(self.ranks)
+
+    @cached_property
+    def _by_phase(self) -> dict[Phase, float]:
+        return dict(self.phases)
+
+    @cached_property
+    def _known(self) -> dict[CommunicationClass, float]:
+        return dict(self.communication)
+
+    def _inferred(self, key: CommunicationClass) -> float:
+        ranks = set(key.ranks)
+        inside = [factor for seen, factor in self.communication if ranks >= set(seen.ranks)]
+        if inside:
+            return max(inside)
+        around = [factor for seen, factor in self.communication if ranks <= set(seen.ranks)]
+        return min(around) if around else _median(factor for _, factor in self.communication)
+
+
+NO_RUN_CORRECTIONS = RunCorrections()
+
+
+def learn(observed: ClassSeconds, expected: ClassSeconds) -> RunCorrections:
+    """The factors that explain observed seconds, given the profile's seconds.
+
+    A rank's factor is the sum over its classes of computation, so long classes weigh most. Classes that only one of the two
+    mappings names, or that the profile prices at 0, teach nothing.
+
+    Args:
+        observed, expected: seconds by class.
+
+    Returns:
+        The factors. Leaves out that a factor may depend on sizes.
+    """
+    shared = [(key, seconds) for key, seconds in observed.items() if seconds > 0 and expected.get(key, 0.0) > 0]
+    seen: dict[int, float] = {}
+    profile: dict[int, float] = {}
+    communication: list[tuple[CommunicationClass, float]] = []
+    for key, seconds in shared:
+        if isinstance(key, CommunicationClass):
+            communication.append((key, seconds / expected[key]))
+        else:
+            seen[key.rank] = seen.get(key.rank, 0.0) + seconds
+            profile[key.rank] = profile.get(key.rank, 0.0) + expected[key]
+    return RunCorrections(
+        ranks=tuple((rank, seen[rank] / profile[rank]) for rank in seen),
+        communication=tuple(communication),
+    )
+
+
+def _median(factors: Iterable[float]) -> float:
+    known = list(factors)
+    return statistics.median(known) if known else 1.0
+
+
+# Errors of a profile that one run shows, without the run's noise: factors of ranks, phases and classes of communication.
+#
+# `parsim.costs.observed.learn` takes a window at its word, as a controller that averages many must. Here
+# only one run exists, so a factor must pass two tests against noise. It lies more than two standard errors of its mean over
+# the steps from the previous factor. It also explains more of the step than the difference between halves of the
+# measurement (the A/A floor). A learnt factor is shrunk by its own standard error. A factor that held before stays until a
+# run contradicts it as clearly (hysteresis), and goes when it no longer explains more than the floor.
+#
+# Factors are absolute: on the profile as it was calibrated, whatever held before. So updates do not compound, and one learnt
+# after the cause is gone undoes the one before.
+#
+# Leaves out: errors that tasks do not show (time between tasks; see `parsim.search.adapt.observed`), loading, and that a
+# factor may depend on sizes.
+
+
+ALTERNATIONS = 50
+"""Of the fit of ranks and phases; it converges geometrically."""
+
+CLEAR = 2.0
+"""Standard errors."""
+
+ClassKey = TypeVar("ClassKey")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """One run against the profile as it was calibrated.
+
+    Attributes:
+        observed: seconds by class, one mapping per step. expected: per step under the profile without updates.
+        step_s: mean measured step. floor: relative; what explains less of the step is noise.
+
+    Raises:
+        CostError: no step, or a step time or floor that is not a number.
+    """
+
+    observed: Sequence[ClassSeconds]
+    expected: ClassSeconds
+    step_s: float
+    floor: float
+
+    def __post_init__(self) -> None:
+        if not self.observed:
+            raise CostError("nothing was observed to learn from; measure at least one step")
+        if not (math.isfinite(self.step_s) and self.step_s > 0 and math.isfinite(self.floor) and self.floor >= 0):
+            raise CostError(f"a run needs a step time above 0 and a floor >= 0, got {self.step_s} and {self.floor}")
+
+    def shared(self) -> list[WorkClass]:
+        """Classes that were seen and that the profile does not hold for free."""
+        return [key for key, seconds in self.expected.items() if seconds > 0 and self.mean_s(key) > 0]
+
+    def mean_s(self, key: WorkClass) -> float:
+        """Of a class, over the steps."""
+        return float(np.mean([step.get(key, 0.0) for step in self.observed]))
+
+
+def refit(evidence: Evidence, before: RunCorrections) -> RunCorrections:
+    """The factors that hold after the run.
+
+    Args:
+        evidence: the run against the profile as calibrated.
+        before: the previous factors; those of classes that the run did not show stay.
+    """
+    shared = evidence.shared()
+    compute = [key for key in shared if isinstance(key, ComputeClass)]
+    communication = [key for key in shared if not isinstance(key, ComputeClass)]
+    phases = {**dict(before.phases), **_phases(evidence, compute, before)}
+    ranks = {**dict(before.ranks), **_ranks(evidence, compute, before, phases)}
+    links = {**dict(before.communication), **_links(evidence, communication, before)}
+    return RunCorrections(ranks=_telling(ranks), phases=_telling(phases), communication=_telling(links))
+
+
+def _telling(factors: Mapping[ClassKey, float]) -> tuple[tuple[ClassKey, float], ...]:
+    """All factors, or none if none differs from 1: beside one that does, that another was seen to be right says something of
+    those that were not seen."""
+    return tuple(factors.items()) if any(factor != 1.0 for factor in factors.values()) else ()
+
+
+def _phases(evidence: Evidence, compute: Sequence[ComputeClass], before: RunCorrections) -> dict[Phase, float]:
+    """How much slower each phase is than the rank it runs on.
+
+    An alternating fit of seconds[rank, phase] = rank * phase * expected. The factors' mean, weighted by expected seconds,
+    is 1: what slows every phase is the ranks' to explain.
+    """
+    ranks = sorted({key.rank for key in compute})
+    phases = list(dict.fromkeys(key.phase for key in compute))
+    if len(phases) < 2:
+        return {}
+    place = [(ranks.index(key.rank), phases.index(key.phase)) for key in compute]
+    expected, seen = np.zeros((len(ranks), len(phases))), np.zeros((len(evidence.observed), len(ranks), len(phases)))
+    for (row, column), key in zip(place, compute, strict=True):
+        expected[row, column] += evidence.expected[key]
+        seen[:, row, column] += [step.get(key, 0.0) for step in evidence.observed]
+    factors = _phase_factors(seen.mean(axis=0), expected)
+    single = np.array([_phase_factors(step, expected) for step in seen])
+    longest = expected.max(axis=0)
+    known = dict(before.phases)
+    return {
+        phase: _kept(evidence, factors[number], single[:, number], longest[number], known.get(phase, 1.0))
+        for number, phase in enumerate(phases)
+    }
+
+
+def _phase_factors(seen: Floats, expected: Floats) -> Floats:
+    """float64 [phases] from seconds [ranks, phases]."""
+    phases = np.ones(expected.shape[1])
+    for _ in range(ALTERNATIONS):
+        ranks = seen.sum(axis=1) / (expected * phases).sum(axis=1)
+        phases = seen.sum(axis=0) / (expected * ranks[:, None]).sum(axis=0)
+        phases /= (expected * phases).sum() / expected.sum()
+    return phases
+
+
+def _ranks(
+    evidence: Evidence, compute: Sequence[ComputeClass], before: RunCorrections, phases: Mapping[Phase, float]
+) -> dict[int, float]:
+    """How much slower each rank is at everything, given what is kept of the phases."""
+    factors = {}
+    for rank in sorted({key.rank for key in compute}):
+        own = [key for key in compute if key.rank == rank]
+        expected_s = sum(evidence.expected[key] * phases.get(key.phase, 1.0) for key in own)
+        single = np.array([sum(step.get(key, 0.0) for key in own) for step in evidence.observed]) / expected_s
+        factors[rank] = _kept(evidence, float(single.mean()), single, expected_s, dict(before.ranks).get(rank, 1.0))
+    return factors
+
+
+def _links(
+    evidence: Evidence, communication: Sequence[CommunicationClass], before: RunCorrections
+) -> dict[CommunicationClass, float]:
+    """How much slower each class of communication is."""
+    known = dict(before.communication)
+    factors = {}
+    for key in communication:
+        expected_s = evidence.expected[key]
+        single = np.array([step.get(key, 0.0) for step in evidence.observed]) / expected_s
+        factors[key] = _kept(evidence, float(single.mean()), single, expected_s, known.get(key, 1.0))
+    return factors
+
+
+def _kept(evidence: Evidence, factor: float, single: Floats, expected_s: float, before: float) -> float:
+    """The factor to go on with.
+
+    Args:
+        factor: of the mean step; single: of each step. expected_s: what it multiplies, per step. before: what held until now.
+    """
+    error = float(single.std(ddof=1)) / math.sqrt(len(single)) / factor if len(single) > 1 else 0.0
+    if abs(math.log(factor / before)) <= CLEAR * error or not _explains(evidence, factor - before, expected_s):
+        return before
+    distance = math.log(factor)
+    shrunk = math.exp(distance * max(0.0, 1 - (error / distance) ** 2)) if distance else 1.0
+    return shrunk if _explains(evidence, shrunk - 1, expected_s) else 1.0
+
+
+def _explains(evidence: Evidence, change: float, expected_s: float) -> bool:
+    """Whether it moves the step by more than the noise floor."""
+    return abs(change) * expected_s > evidence.floor * evidence.step_s
+
+
+# The updates of a profile as factors on the work of a cluster's ranks, and back.
+#
+# A profile speaks of devices, a plan of ranks: rank r runs on `cluster.devices[r]`. Leaves out several nodes: a profile
+# describes
+# one, and what was seen of its devices says nothing of other machines; only factors of phases hold there.
+
+
+def updates_of(cluster: Cluster) -> RunCorrections:
+    """The factors of the latest update of the cluster's profile, by rank.
+
+    Args:
+        cluster: the machine; on several nodes only the factors of phases hold.
+
+    Raises:
+        ProfileError: an unknown phase.
+    """
+    if not cluster.profile.updates:
+        return NO_RUN_CORRECTIONS
+    latest = cluster.profile.updates[-1]
+    phases = tuple((_phase(entry.phase), entry.factor) for entry in latest.phases)
+    if cluster.network is not None:
+        return RunCorrections(phases=phases)
+    rank_of = {device.index: rank for rank, device in enumerate(cluster.devices)}
+    return RunCorrections(
+        ranks=tuple((rank_of[entry.device], entry.factor) for entry in latest.devices if entry.device in rank_of),
+        phases=phases,
+        communication=tuple(
+            (_class(entry.operation, [rank_of[device] for device in entry.devices]), entry.factor)
+            for entry in latest.communication
+            if all(device in rank_of for device in entry.devices)
+        ),
+    )
+
+
+def without_updates(profile: Profile) -> Profile:
+    """The profile as it was calibrated.
+
+    Args:
+        profile: as loaded.
+    """
+    return profile.model_copy(update={"updates": []})
+
+
+def with_update(profile: Profile, found: RunCorrections, cluster: Cluster, provenance: dict[str, Any]) -> Profile:
+    """The profile with one more update, that of `found` on the cluster's ranks.
+
+    What an earlier update says of devices that the cluster has not is kept.
+
+    Args:
+        provenance: the other keys of `parsim.hardware.profile.Update`.
+    """
+    device = [entry.index for entry in cluster.devices]
+    before = profile.updates[-1] if profile.updates else None
+    elsewhere = [entry for entry in before.devices if entry.device not in device] if before is not None else []
+    far = [entry for entry in before.communication if not set(entry.devices) <= set(device)] if before is not None else []
+    update = Update(
+        **provenance,
+        devices=[*elsewhere, *(DeviceFactor(device=device[rank], factor=factor) for rank, factor in found.ranks)],
+        phases=[PhaseFactor(phase=phase.value, factor=factor) for phase, factor in found.phases],
+        communication=[
+            *far,
+            *(
+                CommunicationFactor(operation=key.operation, devices=[device[rank] for rank in key.ranks], factor=factor)
+                for key, factor in found.communication
+            ),
+        ],
+    )
+    return profile.model_copy(update={"updates": [*profile.updates, update]})
+
+
+def _class(operation: str, ranks: list[int]) -> CommunicationClass:
+    return CommunicationClass(operation, tuple(ranks if operation == "send_recv" else sorted(ranks)))
+
+
+def _phase(name: str) -> Phase:
+    known = {phase.value: phase for phase in Phase}
+    if name not in known:
+        raise ProfileError(f"an update of the profile names phase {name!r}{near_matches(name, known)}; fix or delete it")
+    return known[name]

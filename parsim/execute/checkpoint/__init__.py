@@ -1,0 +1,1 @@
+"""Checkpoints: written, read, and divided anew for another plan."""

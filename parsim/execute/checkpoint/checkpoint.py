@@ -1,0 +1,548 @@
+"""Checkpoints that a killed process cannot spoil, and that another plan can resume.
+
+A checkpoint is a folder `step-00000020/` with two files per rank. `rank-0000.pt` holds its tensors by *global* name (the
+qualified parameter or buffer name, whatever the plan). `rank-0000.json` holds their size and digest, and a
+digest of itself (`parsim.execute.checkpoint.manifest`); it is written second. Each is written to a temporary file, forced to
+disk and renamed. The checkpoint exists once the pairs of all ranks are complete and agree on step, seed and ranks. Until
+then, or if anything of it cannot be read, the previous checkpoint counts. No rank waits for another.
+
+A rank that holds a piece of a tensor writes it under the name of the whole, with its position
+(`parsim.execute.checkpoint.fragments`). Reading assembles the whole, so any plan of the model can resume from any other's
+checkpoint.
+
+Leaves out: the position in the data, which needs no state but step and seed (`parsim.data.BatchOrder`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from parsim.errors import ExecutionError
+from parsim.execute.checkpoint.manifest import SCHEMA_VERSION, Manifest, manifest_text, read_manifest
+from parsim.files import PARTIAL, write_atomically
+from parsim.model.optimizers import COUNTERS, HOST_COUNTERS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from parsim.execute.checkpoint.fragments import Fragment
+
+
+_SHARED = ("weights", "buffers", "optimizer", "progress")
+_SECTIONS = (*_SHARED, "rng", "own")
+_UNNAMED = ("progress", "rng", "own")
+"""Sections whose names are no parameters or buffers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """Tensors by global name: what one rank contributes to a checkpoint, and what it takes from one.
+
+    Replicas hold the same weights and optimizer state: it is enough that one of them contributes these. Where they mix in
+    rounds they do not; then these are the mean weights and the first replica's state, and `own` has the rest. Buffers (running
+    statistics) differ between replicas, and random states between ranks: every rank contributes its own.
+
+    Attributes:
+        optimizer: parameter name to its state, e.g. {"momentum_buffer": Tensor}. rng: "cpu", "cuda".
+        progress: what training has learnt beside the weights and is the same on every rank: "loss_scale" with fp16.
+        own: what only the rank that wrote it can go on with: of replicas that mix in rounds, their own weights and state.
+        fragments: by section ("weights", "buffers", "optimizer") and name, which part of the whole it is, where not all.
+    """
+
+    weights: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    optimizer: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    rng: Mapping[str, Tensor] = field(default_factory=dict)
+    fragments: Mapping[str, Mapping[str, Fragment]] = field(default_factory=dict)
+    progress: Mapping[str, Tensor] = field(default_factory=dict)
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint: training goes on with step `step` (that many steps are done)."""
+
+    folder: Path
+    step: int
+    seed: int
+    world_size: int
+
+
+def save_checkpoint(folder: Path, step: int, state: RankState, *, seed: int, rank: int, world_size: int, keep: int = 2) -> Path:
+    """Write this rank's part of the checkpoint after `step` steps; every rank calls it with the same `step`.
+
+    Rank 0 then removes checkpoints older than the `keep` newest complete ones.
+
+    Args:
+        folder: of all checkpoints. step: steps done. state: this rank's tensors.
+        seed: of the run. rank, world_size: of this process. keep: complete checkpoints that stay.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        ExecutionError: the files cannot be written (a full disk, no permission).
+    """
+    import torch
+
+    place = folder / f"step-{step:08d}"
+    tensors_path, entry_path = _paths(place, rank)
+    sections = [section for section in _SECTIONS if section != "own" or state.own]
+    content = {section: _plain(getattr(state, section)) for section in sections}
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        entry_path.unlink(missing_ok=True)
+        write_atomically(tensors_path, lambda file: torch.save(content, file), force=True)
+        entry = Manifest(
+            schema_version=SCHEMA_VERSION,
+            step=step,
+            seed=seed,
+            world_size=world_size,
+            rank=rank,
+            writer=_writer(),
+            size_bytes=tensors_path.stat().st_size,
+            sha256=_digest(tensors_path),
+            names={section: list(names) for section, names in content.items()},
+            fragments={
+                section: {name: list(part) for name, part in parts.items()} for section, parts in state.fragments.items()
+            },
+        )
+        write_atomically(entry_path, lambda file: file.write(manifest_text(entry).encode()), force=True)
+        if rank == 0:
+            _prune(folder, keep)
+    except (OSError, RuntimeError) as error:
+        raise ExecutionError(f"rank {rank} cannot write its checkpoint to {place}: {error}; is the disk full?") from error
+    return place
+
+
+def latest_checkpoint(folder: Path, *, digests: bool = True) -> Checkpoint | None:
+    """The newest complete and undamaged checkpoint, or None; warns about each newer one it skips.
+
+    Args:
+        folder: of all checkpoints. digests: of all that it holds are compared, which reads all of it.
+
+    Raises:
+        ExecutionError: a checkpoint of another version of parsim; starting anew would discard it.
+    """
+    return next(checkpoints(folder, digests=digests), None)
+
+
+def checkpoints(folder: Path, *, digests: bool = True) -> Iterator[Checkpoint]:
+    """All complete and undamaged checkpoints, the newest first; see `latest_checkpoint`."""
+    for place in reversed(step_folders(folder)):
+        entries, problem = _inspect(place, digests=digests)
+        if problem is None:
+            first = entries[0]
+            yield Checkpoint(folder=place, step=first.step, seed=first.seed, world_size=first.world_size)
+        else:
+            warnings.warn(f"checkpoint {place} is not used: {problem}", stacklevel=3)
+
+
+def checkpoint_at(folder: Path, step: int) -> Checkpoint:
+    """The checkpoint after `step` steps. Raises ExecutionError if it is not there, incomplete or damaged."""
+    place = folder / f"step-{step:08d}"
+    entries, problem = _inspect(place, digests=True)
+    if problem is not None:
+        raise ExecutionError(f"checkpoint {place} is not used: {problem}")
+    return Checkpoint(folder=place, step=step, seed=entries[0].seed, world_size=entries[0].world_size)
+
+
+def discard_unfinished(folder: Path) -> list[Path]:
+    """Remove what ranks that have ended left half written, or half removed: files that were not renamed, and checkpoints that
+    lack a part. Those that are complete and damaged stay, for whoever wants to look.
+
+    Args:
+        folder: of all checkpoints, into which no rank writes at the moment.
+
+    Returns:
+        The checkpoints that were removed.
+    """
+    removed = []
+    for path in folder.glob(f"*/.*{PARTIAL}"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+    for place in reversed(step_folders(folder)):
+        entries = [path for path in place.glob("rank-*.json") if path.is_file()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            problem = _inspect(place, digests=False)[1]
+        if problem is not None and (not entries or problem.endswith(UNFINISHED)):
+            shutil.rmtree(place, ignore_errors=True)
+            removed.append(place)
+    return removed
+
+
+def has_checkpoints(folder: Path) -> bool:
+    """Whether there is any, complete or not."""
+    return bool(step_folders(folder))
+
+
+def load_state(checkpoint: Checkpoint, names: Iterable[str] | None = None, *, rank: int | None = None) -> RankState:
+    """The weights, buffers and optimizer state of `names` (all if left out), wherever ranks wrote them, on the CPU.
+
+    Files are mapped into memory. A weight, or the state of a parameter, is read and put together when it is asked for, so that
+    whoever takes one after the other needs memory for one. Keep what is needed twice.
+
+    Args:
+        checkpoint: of `latest_checkpoint`. names: of parameters and buffers. rank: under the same plan, this rank's
+            number, whose own buffers and random state come first. Under another plan leave it out: buffers are then those
+            of the lowest rank that has them, and there is no random state.
+
+    Raises:
+        ExecutionError: a name that no rank wrote as weight or buffer, or a file that has been damaged since. Parts that do not
+            fit together raise it when they are asked for.
+    """
+    from parsim.execute.checkpoint.fragments import WHOLE, fragment_from, join, join_state
+
+    entries, problem = _inspect(checkpoint.folder, digests=False)
+    if problem is not None:
+        raise ExecutionError(f"checkpoint {checkpoint.folder} cannot be read: {problem}; resume from an older one")
+    wanted = None if names is None else set(names)
+    found: dict[str, dict[str, dict[Fragment, Any]]] = {section: {} for section in _SECTIONS}
+    for entry in sorted(entries, key=lambda entry: (entry.rank != rank, entry.rank)):
+        missing: list[tuple[str, str, Fragment]] = []
+        for section in _SECTIONS if entry.rank == rank else _SHARED:
+            for name in entry.names.get(section, ()):  # checkpoints of before have no progress
+                given = entry.fragments.get(section, {}).get(name)
+                part = WHOLE if given is None else fragment_from(given)
+                if part not in found[section].get(name, {}) and (section in _UNNAMED or wanted is None or name in wanted):
+                    missing.append((section, name, part))
+        if not missing:
+            continue
+        path = _paths(checkpoint.folder, entry.rank)[0]
+        try:
+            content = _read(path)
+        except Exception as error:  # a damaged file can raise anything
+            raise ExecutionError(
+                f"{path} is damaged or holds more than tensors ({type(error).__name__}); resume from an older checkpoint"
+            ) from error
+        try:
+            for section, name, part in missing:
+                found[section].setdefault(name, {})[part] = content[section][name]
+        except (KeyError, TypeError, IndexError) as error:
+            raise ExecutionError(f"{path} does not hold what its manifest lists; resume from an older checkpoint") from error
+    absent = sorted((wanted or set()) - found["weights"].keys() - found["buffers"].keys())
+    if absent:
+        raise ExecutionError(
+            f"checkpoint {checkpoint.folder} holds no {absent[0]!r} ({len(absent)} names are missing); "
+            "it was written by another model: resume with that model, or start again"
+        )
+    with _fitting(checkpoint):
+        return RankState(
+            weights=_Joined(checkpoint, found["weights"], join),
+            buffers={name: join(name, parts) for name, parts in found["buffers"].items()},
+            optimizer=_Joined(checkpoint, found["optimizer"], lambda name, parts: _owned(join_state(name, parts))),
+            rng={name: parts[WHOLE] for name, parts in found["rng"].items()},
+            progress={name: parts[WHOLE] for name, parts in found["progress"].items()},
+            own={name: parts[WHOLE] for name, parts in found["own"].items()},
+        )
+
+
+@contextlib.contextmanager
+def _fitting(checkpoint: Checkpoint) -> Iterator[None]:
+    """Around the joining of parts: what is wrong with them is an ExecutionError."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ExecutionError(
+            f"the parts of checkpoint {checkpoint.folder} do not fit together ({error}); resume from an older checkpoint"
+        ) from error
+
+
+T = TypeVar("T")
+
+
+class _Joined(Mapping[str, T]):
+    """By name what the parts of a checkpoint make together, put together anew whenever it is asked for."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, parts: Mapping[str, dict[Fragment, Any]], join: Callable[[str, dict[Fragment, Any]], T]
+    ) -> None:
+        self._checkpoint, self._parts, self._join = checkpoint, parts, join
+
+    def __getitem__(self, name: str) -> T:
+        parts = self._parts[name]
+        with _fitting(self._checkpoint):
+            return self._join(name, parts)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
+def _owned(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state whose arrays lie in memory of their own: an optimizer keeps them, and changes them in place."""
+    import torch
+
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The tensors of one rank: mapped into memory, or read where the file system cannot map files."""
+    import torch
+
+    try:
+        mapped: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError):
+        mapped = torch.load(path, map_location="cpu", weights_only=True)
+    return mapped
+
+
+def optimizer_state(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """The optimizer's state by parameter name; parameters without a step are left out.
+
+    Args:
+        optimizer: of this rank. parameters: by name.
+    """
+    return {name: dict(optimizer.state[value]) for name, value in parameters.items() if optimizer.state.get(value)}
+
+
+def restore_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Load the state of an optimizer's parameters. Its own hyperparameters stay; devices and dtypes follow the parameters.
+
+    Counters keep their dtype: torch takes NAdam's product to that of the parameter, and another training would follow. It takes
+    that product to a GPU, too, where every later update would wait for the device to read it: it stays on the host.
+
+    Args:
+        optimizer: of this rank. parameters: by name. state: by parameter name.
+    """
+    import torch
+
+    names = {id(value): name for name, value in parameters.items()}
+    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    document = optimizer.state_dict()
+    document["state"] = {
+        number: dict(state[names[id(parameter)]])
+        for number, parameter in enumerate(ordered)
+        if names.get(id(parameter)) in state
+    }
+    optimizer.load_state_dict(document)
+    for number, own in document["state"].items():
+        loaded = optimizer.state[ordered[number]]
+        for key in loaded.keys() & set(COUNTERS):
+            place = torch.device("cpu") if key in HOST_COUNTERS else loaded[key].device
+            if (loaded[key].dtype, loaded[key].device) != (own[key].dtype, place):
+                loaded[key] = own[key].to(place)
+
+
+def rng_state(device: str = "cpu") -> dict[str, Tensor]:
+    """torch's random states of this process: of the CPU, and of `device` if that is a GPU.
+
+    Args:
+        device: such as "cpu" or "cuda:0".
+    """
+    import torch
+
+    states = {"cpu": torch.get_rng_state()}
+    if device.startswith("cuda"):
+        states["cuda"] = torch.cuda.get_rng_state(torch.device(device))
+    return states
+
+
+def restore_rng(states: Mapping[str, Tensor], device: str = "cpu") -> None:
+    """Inverse of `rng_state`; a missing state leaves its generator as it is.
+
+    Args:
+        states: by "cpu" and "cuda". device: such as "cpu" or "cuda:0".
+    """
+    import torch
+
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if "cuda" in states and device.startswith("cuda"):
+        torch.cuda.set_rng_state(states["cuda"], torch.device(device))
+
+
+def restore_tensors(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Copy saved tensors into live parameters or buffers of the same names, in place.
+
+    Args:
+        live, saved: by name.
+
+    Raises:
+        ExecutionError: a live name is not saved, or has another shape.
+    """
+    import torch
+
+    for name, value in live.items():
+        if name not in saved:
+            raise ExecutionError(f"the checkpoint holds no {name!r}; it was written by another model")
+        check_shape(name, saved[name], value)
+    with torch.no_grad():
+        for name, value in live.items():
+            value.copy_(saved[name])
+
+
+def restore_one_by_one(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """As `restore_tensors`, of the names that are saved, each of which is read when its turn comes.
+
+    Args:
+        live: by name. saved: such as the weights of `load_state`.
+    """
+    for name, value in live.items():
+        if name in saved:
+            restore_tensors({name: value}, {name: saved[name]})
+
+
+def check_shape(name: str, saved: Tensor, live: Tensor) -> None:
+    """Check that both tensors of a name have the same shape.
+
+    Args:
+        name: for the message. saved, live: the tensors.
+
+    Raises:
+        ExecutionError: the shapes differ.
+    """
+    if saved.shape != live.shape:
+        raise ExecutionError(
+            f"{name!r} has shape {tuple(saved.shape)} in the checkpoint and {tuple(live.shape)} in the model; "
+            "resume with the model that wrote it"
+        )
+
+
+def _paths(place: Path, rank: int) -> tuple[Path, Path]:
+    return place / f"rank-{rank:04d}.pt", place / f"rank-{rank:04d}.json"
+
+
+def _plain(value: Any) -> Any:
+    """Plain dicts of CPU copies: a view saved as it is would carry the whole flat buffer it looks into."""
+    import torch
+
+    if isinstance(value, Mapping):
+        return {str(name): _plain(entry) for name, entry in value.items()}
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _writer() -> str:
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+_NAME = re.compile(r"step-([0-9]{1,18})")
+UNFINISHED = "has not finished writing it"
+
+
+def step_of(place: Path) -> int:
+    """From the folder's name; -1 for another folder."""
+    found = _NAME.fullmatch(place.name)
+    return int(found[1]) if found else -1
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """Checkpoint folders, complete or not, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted((place for place in folder.iterdir() if step_of(place) >= 0 and place.is_dir()), key=step_of)
+
+
+def _inspect(place: Path, *, digests: bool) -> tuple[Sequence[Manifest], str | None]:
+    """The manifests of all ranks, and what is wrong with the checkpoint (None: nothing). Raises as `latest_checkpoint`."""
+    entries: list[Manifest] = []
+    for path in sorted(place.glob("rank-*.json")):
+        try:
+            entries.append(read_manifest(path))
+        except (OSError, ValueError) as error:
+            return [], f"{path.name} cannot be read ({error})"
+        if path != _paths(place, entries[-1].rank)[1]:
+            return [], f"{path.name} is of rank {entries[-1].rank}"
+    if not entries:
+        return [], f"no rank {UNFINISHED.replace('not ', '')}"
+    first = entries[0]
+    if first.step != step_of(place):
+        return [], f"it holds step {first.step}"
+    entries = [entry for entry in entries if (entry.writer, entry.world_size) == (first.writer, first.world_size)]
+    if len(entries) != first.world_size:
+        absent = next(rank for rank in range(first.world_size) if rank not in {entry.rank for entry in entries})
+        return [], f"rank {absent} of {first.world_size} {UNFINISHED}"
+    other = [entry for entry in entries if entry.checkpoint != first.checkpoint]
+    if other:
+        return [], f"ranks {first.rank} and {other[0].rank} disagree on step or seed"
+    for entry in entries:
+        path = _paths(place, entry.rank)[0]
+        try:
+            size = path.stat().st_size if path.is_file() else 0
+            if size != entry.size_bytes:
+                return [], f"{path.name} has {size:,} bytes of {entry.size_bytes:,}"
+            if digests and _digest(path) != entry.sha256:
+                return [], f"{path.name} is damaged (its digest has changed)"
+        except OSError as error:
+            return [], f"{path.name} cannot be read ({error})"
+    return entries, None
+
+
+def _prune(folder: Path, keep: int) -> None:
+    """Remove what is older than the `keep` newest complete checkpoints."""
+    steps = step_folders(folder)
+    complete = [place for place in steps if _inspect(place, digests=False)[1] is None]
+    if len(complete) <= keep:
+        return
+    oldest_kept = complete[-max(keep, 1)]
+    for place in steps:
+        if step_of(place) < step_of(oldest_kept):
+            remove_checkpoint(place)
+
+
+def remove_checkpoint(place: Path) -> None:
+    """Remove the folder of a checkpoint, entries first, so that half of one never counts."""
+    for path in place.glob("rank-*.json"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+    shutil.rmtree(place, ignore_errors=True)
+
+
+# Checkpoints of a training that went on from an older one: those behind it are of a part that is trained anew.
+
+
+UNUSED = "unused-"
+"""What the name of a checkpoint begins with that no training goes on from."""
+
+
+def set_aside_newer(folder: Path, step: int) -> list[Path]:
+    """Rename the checkpoints of later steps, which could not be read when a training went on from this one.
+
+    Else they would count among those that are kept, and one that can be read again would bring back another training.
+
+    Args:
+        folder: of all checkpoints, into which no rank writes at the moment. step: that the training goes on from.
+
+    Returns:
+        Their new places.
+    """
+    moved = []
+    for place in step_folders(folder):
+        if step_of(place) > step:
+            unused = place.with_name(f"{UNUSED}{place.name}")
+            shutil.rmtree(unused, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                moved.append(place.rename(unused))
+    return moved
+
+
+def keep_only(folder: Path, steps: Collection[int]) -> None:
+    """Remove the checkpoints of all other steps.
+
+    Args:
+        folder: of all checkpoints. steps: of those that stay.
+    """
+    for place in step_folders(folder):
+        if step_of(place) not in steps:
+            remove_checkpoint(place)

@@ -1,0 +1,313 @@
+"""What follows from the validation scores of a training: the best checkpoint, and when to stop."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parsim.data.samples import Samples, StreamSamples
+from parsim.errors import ExecutionError
+from parsim.execute.checkpoint import checkpoint
+from parsim.execute.checkpoint.checkpoint import RankState, checkpoint_at, keep_only, restore_one_by_one, step_folders, step_of
+from parsim.execute.checkpoint.reshard import whole_weights
+from parsim.execute.job import EvaluationRule, RunSpec
+from parsim.execute.loading import batch_to_score
+from parsim.execute.metrics import LOSS_NAME, METRICS
+from parsim.execute.processes.exchange import done_by_rank_0, gather_values, value_of_rank_0
+from parsim.execute.processes.group import ProcessPlace
+from parsim.execute.processes.heartbeat import Doing, pulse
+from parsim.execute.processes.output import write_progress
+from parsim.execute.rank_run import RankRun, run_dataset
+from parsim.execute.stage import seeded_module
+from parsim.model.inputs import IGNORED
+from parsim.model.interface import interface_of
+from parsim.model.objective import CLASSES, TARGET, choose_output
+from parsim.model.total_loss import entries, output_kinds, total_loss
+
+# Validation on all ranks: every rank takes whole weights, scores its share of the samples, and the sums are added up.
+#
+# Between two steps a rank holds the whole weights beside its own part, and no activations of the training. Predicted as the
+# line
+# `evaluation` (`parsim.predict.memory`). The sums of batches are joined exactly (`math.fsum`), so the score depends on no
+# number of ranks.
+
+
+MOST_BATCH = 64
+Sums = dict[str, tuple[list[float], list[float]]]
+"""Numerators and denominators by metric."""
+
+
+def scores(
+    run: RunSpec,
+    weights: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    data: Samples,
+    metrics: Sequence[str],
+    *,
+    device: torch.device,
+    rank: int = 0,
+    ranks: int = 1,
+) -> dict[str, float]:
+    """The mean loss and the metrics over all samples, the same on every rank. With several, all of them call it at once.
+
+    Args:
+        weights, buffers: whole, by name. data: of the validation. metrics: rows of METRICS.
+        rank, ranks: which share of the batches is scored here.
+    """
+    random = checkpoint.rng_state(str(device))
+    try:
+        own = _own_sums(run, weights, buffers, data, metrics, device=device, rank=rank, ranks=ranks)
+    finally:
+        checkpoint.restore_rng(random, str(device))
+    everyone: list[list[Sums]] = gather_values(own) if ranks > 1 else [own]
+    batches = [batch for found in everyone for batch in found]
+    result = {}
+    for name in (LOSS_NAME, *metrics):
+        above, below = (_added([batch[name][place] for batch in batches]) for place in (0, 1))
+        result[name] = above[0] / below[0] if name == LOSS_NAME else METRICS[name].value(above, below)
+    return result
+
+
+def _added(parts: Sequence[Sequence[float]]) -> list[float]:
+    return [math.fsum(entry) if all(map(math.isfinite, entry)) else math.nan for entry in zip(*parts, strict=True)]
+
+
+def _own_sums(
+    run: RunSpec,
+    weights: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    data: Samples,
+    metrics: Sequence[str],
+    *,
+    device: torch.device,
+    rank: int,
+    ranks: int,
+) -> list[Sums]:
+    """Of every batch of this rank's share."""
+    dtype = torch.float64 if run.dtype == "float64" else torch.float32
+    module = seeded_module(run.model, run.seed, dtype, device)
+    for name, value in module.named_parameters():
+        if name in weights:
+            value.data = weights[name].to(device=device, dtype=dtype)  # not a copy: it would be one more of the whole model
+    checkpoint.restore_tensors({name: value for name, value in module.named_buffers() if name in buffers}, buffers)
+    module.eval()
+    interface = interface_of(run.model)
+    objective, names = interface.objective, [entry.name for entry in interface.inputs]
+    size = max(1, min(MOST_BATCH, run.plan.microbatch_samples))
+    found: list[Sums] = []
+    with torch.no_grad():
+        for number, start in enumerate(range(0, len(data), size)):
+            if number % ranks != rank:
+                continue
+            indices = np.arange(start, min(start + size, len(data)), dtype=np.int64)
+            values = batch_to_score(data, indices, dtype, device, doing="validating")
+            target = values.pop(TARGET, None)
+            args, kwargs = interface.arguments(dict(zip(names, values.values(), strict=True)))
+            output = module(*args, **kwargs)
+            total = float(total_loss(objective, output, target, len(indices), run.model.name))
+            sums: Sums = {LOSS_NAME: ([total], [float(len(indices))])}
+            if metrics:
+                sums |= _metric_sums(output, target, objective, run.model.name, metrics)
+            found.append(sums)
+    return found
+
+
+def _metric_sums(output: Any, target: Tensor | None, objective: Any, name: str, metrics: Sequence[str]) -> Sums:
+    tensors = entries(output)
+    read = tensors[choose_output(name, output_kinds(tensors), objective.output)]
+    classes = objective.classes_dim
+    dim = -1 if classes is None else classes + 1 if classes >= 0 else classes
+    sums: Sums = {}
+    for metric in metrics:
+        assert target is not None, "the workflow refuses metrics of a model that takes its targets itself"
+        above, below = METRICS[metric].sums(read, target, dim)
+        sums[metric] = above.double().reshape(-1).tolist(), below.double().reshape(-1).tolist()
+    return sums
+
+
+STATE = "validation"
+"""Name of the progress of the validation in a checkpoint."""
+ALL = 10**9
+"""Checkpoints that stay when one is written: which ones go is decided here."""
+KNOWN = 3
+"""Checkpoints that a training may go on from: two that are complete, and one that ranks may still write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestSoFar:
+    """Attributes: score: the best one. step: at which it was reached. since: validations after it that were not better."""
+
+    score: float = math.nan
+    step: int = 0
+    since: int = 0
+
+    def after(self, score: float, step: int, rule: EvaluationRule) -> BestSoFar:
+        """With one more score; NaN is never better."""
+        gain = (score - self.score) if rule.larger_is_better else (self.score - score)
+        if not math.isnan(score) and (math.isnan(self.score) or gain > rule.min_delta):
+            return BestSoFar(score=score, step=step, since=0)
+        return BestSoFar(score=self.score, step=self.step, since=self.since + 1)
+
+    def stops(self, rule: EvaluationRule) -> bool:
+        """Whether the training ends here."""
+        return rule.patience > 0 and self.since >= rule.patience
+
+    def to_tensor(self) -> Tensor:
+        """For a checkpoint."""
+        return torch.tensor([self.score, self.step, self.since], dtype=torch.float64)
+
+    @classmethod
+    def from_tensor(cls, saved: Tensor) -> BestSoFar:
+        """Inverse of `to_tensor`."""
+        score, step, since = saved.tolist()
+        return cls(score=score, step=int(step), since=int(since))
+
+
+@dataclass(slots=True)
+class Validation:
+    """The validation of one training on this rank.
+
+    Attributes: rule: of the run file. folder: of the best checkpoint. every: steps between two validations. steps: of the
+        whole training. seen: the scores of this part of the training, by step.
+
+    The folder holds the best checkpoint, and those that were the best when the last checkpoints of the training were written:
+    it may go on from one of these.
+    """
+
+    rule: EvaluationRule
+    folder: Path
+    every: int
+    steps: int
+    best: BestSoFar = field(default_factory=BestSoFar)
+    seen: list[dict[str, Any]] = field(default_factory=list)
+    _data: Samples | None = None
+    _known: tuple[int, ...] = ()
+
+    def begin(self, entry: RankRun, place: ProcessPlace) -> None:
+        """Go on from what the checkpoint that was resumed knows. Better ones behind it are of a part that is trained anew."""
+        saved = entry.notes.get(STATE)
+        if saved is not None:
+            self.best = BestSoFar.from_tensor(saved)
+        if not value_of_rank_0(done_by_rank_0(place, self._has_best)):
+            if place.rank == 0:
+                text = f"the best checkpoint (step {self.best.step}) cannot be read in {self.folder}"
+                warnings.warn(f"{text}: the next validation is the best so far", stacklevel=1)
+            self.best = BestSoFar(since=self.best.since)
+        entry.notes[STATE] = self.best.to_tensor()
+
+    def _has_best(self) -> bool:
+        """Remove what is not among the bests up to here; says whether the best one can be read."""
+        keep_only(self.folder, range(self.best.step + 1))
+        self._known = tuple(map(step_of, step_folders(self.folder)))[-KNOWN:]  # of checkpoints from before, which may be needed
+        if not self.best.step:
+            return True
+        try:
+            checkpoint_at(self.folder, self.best.step)
+        except ExecutionError:
+            return False
+        return True
+
+    def has_saved(self, place: ProcessPlace) -> None:
+        """After a checkpoint of the training: it knows the best one so far."""
+        self._known = (*self._known, self.best.step)[-KNOWN:]
+        if place.rank == 0:
+            keep_only(self.folder, self._known)
+
+    def due(self, done: int) -> bool:
+        """Whether to validate after `done` steps."""
+        return done % self.every == 0 or done == self.steps
+
+    def look(self, entry: RankRun, place: ProcessPlace) -> bool:
+        """Score the weights on all ranks, keep them if they are the best so far; says whether the training ends here."""
+        pulse().begin(Doing.PREPARING, "validating")
+        if self._data is None:
+            found = run_dataset(entry.run, "validation")
+            self._data = found.whole() if isinstance(found, StreamSamples) else found
+        ema = entry.run.recipe.ema
+        weights, buffers = whole_weights(entry.stage, averaged=ema is not None and ema.evaluate)
+        if entry.mixing is not None:  # those above are the first replica's
+            weights = {**weights, **entry.mixing.mean_weights()}
+        result = scores(
+            entry.run,
+            weights,
+            buffers,
+            self._data,
+            self.rule.metrics,
+            device=entry.stage.device,
+            rank=place.rank,
+            ranks=entry.layout.plan.world_size,
+        )
+        del weights, buffers
+        done, score = entry.step_number, result[self.rule.monitor]
+        if entry.rate is not None:
+            entry.rate.saw(score, done)
+        before, self.best = self.best, self.best.after(score, done, self.rule)
+        entry.notes[STATE] = self.best.to_tensor()
+        self.seen.append({"step": done, **result})
+        if self.best.step != before.step:
+            entry.save(self.folder, keep=ALL)
+            if place.rank == 0:  # other ranks may still write the new one
+                keep_only(self.folder, {*self._known, before.step, self.best.step})
+        if place.rank == 0:
+            told = {f"validation {name}": f"{value:.4f}" for name, value in result.items()}
+            write_progress({"step": f"{done}/{self.steps}", **told, "best": f"{self.best.score:.4f} at step {self.best.step}"})
+        return self.best.stops(self.rule)
+
+    def to_dict(self, stopped: int | None) -> dict[str, Any]:
+        """For the result of the run. stopped: the step at which the training ended early; None: it did not."""
+        best = {"step": self.best.step, "monitor": self.rule.monitor, "score": self.best.score, "folder": str(self.folder)}
+        return {"validation": self.seen, "best": best, "stopped_early_at": stopped}
+
+
+# How good the trained weights are: loss and accuracy on the test samples, in one process, whatever the plan was.
+
+
+BATCH = 64
+
+
+def score(run: RunSpec, state: RankState, data: Samples, device: torch.device, *, at_once: int = BATCH) -> dict[str, float]:
+    """Mean test loss, and for classes the share of right answers; other losses have no accuracy.
+
+    Running statistics are those of the first replica.
+
+    Args:
+        at_once: samples of a forward.
+    """
+    dtype = torch.float64 if run.dtype == "float64" else torch.float32
+    module = seeded_module(run.model, run.seed, dtype, device)
+    restore_one_by_one(dict(module.named_parameters()), state.weights)
+    restore_one_by_one(dict(module.named_buffers()), state.buffers)
+    module.eval()
+    interface = interface_of(run.model)
+    objective, names = interface.objective, [entry.name for entry in interface.inputs]
+    total, right, counted = 0.0, 0, 0
+    with torch.no_grad():
+        for start in range(0, len(data), at_once):
+            indices = np.arange(start, min(start + at_once, len(data)), dtype=np.int64)
+            values = batch_to_score(data, indices, dtype, device, doing="scoring")
+            target = values.pop(TARGET, None)
+            args, kwargs = interface.arguments(dict(zip(names, values.values(), strict=True)))
+            output = module(*args, **kwargs)
+            total += float(total_loss(objective, output, target, len(indices), run.model.name))
+            if target is not None and objective.row.targets == CLASSES:
+                found = entries(output)
+                logits = found[choose_output(run.model.name, output_kinds(found), objective.output)]
+                correct, all_targets = _right(logits, target, objective.classes_dim)
+                right, counted = right + correct, counted + all_targets
+    result = {"test_loss": total / len(data)}
+    return result if not counted else {**result, "test_accuracy": right / counted}
+
+
+def _right(logits: Tensor, target: Tensor, classes_dim: int | None) -> tuple[int, int]:
+    """Right answers, and targets that count."""
+    dim = -1 if classes_dim is None else classes_dim + 1 if classes_dim >= 0 else classes_dim
+    wanted = target != IGNORED
+    return int(((logits.argmax(dim) == target) & wanted).sum()), int(wanted.sum())

@@ -1,0 +1,341 @@
+"""A rank's part of mixing rounds: its weights go out, the weighted sum comes back, and an outer optimizer may move it on. Or a
+global model comes, takes some of the rank's weights, and goes on.
+
+The rounds' tasks are those of `parsim.program.passes.rounds`. A bucket's weights are packed into the flat array of its gradients,
+which nobody needs between the optimizer's step and the next backward. So sending needs no room of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parsim.errors import ExecutionError
+from parsim.execute.processes.group import Stream
+from parsim.execute.processes.heartbeat import pulse
+from parsim.execute.stage import StageReplica
+from parsim.program.buckets import Bucket
+from parsim.program.passes.rounds import MESSAGE_STREAM, mixing_peers
+from parsim.program.placed import PlanIndex
+from parsim.program.task import TURN, Task
+from parsim.program.taskgraph import TaskGraph
+from parsim.work import Collective, Mix, SendRecv
+
+GroupsByStream = Mapping[Stream, dist.ProcessGroup]
+
+MEAN = "mean"
+"""Stream of the group in which replicas take the mean of their weights for a checkpoint, and under gloo send messages."""
+
+
+def mean_groups(layout: PlanIndex) -> list[Stream]:
+    """The groups that a checkpoint of replicas with different weights needs; none for other plans.
+
+    Args:
+        layout: of the plan.
+    """
+    if not layout.plan.synchronisation.mixes:
+        return []
+    return list(
+        dict.fromkeys((MEAN, tuple(sorted(peers))) for bucket in layout.buckets for peers in mixing_peers(layout, bucket))
+    )
+
+
+def is_message(stream: Stream) -> bool:
+    """Whether a stream carries the messages of one link of gossip, or of merging in turn.
+
+    Under gloo all links share one group, where tags tell messages apart. A group per link would have a thread per link: on a
+    machine of two cores, four ranks with twelve links each way sometimes stood still for minutes.
+
+    Args:
+        stream: name and ranks.
+    """
+    return stream[0].startswith((f"{MESSAGE_STREAM}>", f"{TURN}>"))
+
+
+class MixingRounds:
+    """What a rank keeps from round to round, and how it does the tasks of one.
+
+    Args:
+        stage: the rank's parameters and buckets. groups: by stream. received: called with every buffer for what arrives.
+        used: `Streams.used`: computation reads what a communication's stream has allocated.
+
+    Attributes:
+        previous, velocity: by bucket, what the outer optimizer keeps; empty without one. Of merge `previous` is the global
+            model that was here last, which the last replica hands to the first on the way to the next round.
+    """
+
+    def __init__(
+        self,
+        stage: StageReplica,
+        groups: GroupsByStream,
+        received: Callable[[Tensor], None],
+        used: Callable[[Tensor], None],
+    ) -> None:
+        plan = stage.layout.plan
+        self._stage, self._groups, self._received, self._used = stage, groups, received, used
+        self._rule, self._replicas = plan.synchronisation, plan.mesh.dp
+        self._replica = plan.replica_of_rank(stage.rank)
+        self._arrived: dict[tuple[int, int], Tensor] = {}
+        self.previous: dict[int, Tensor] = {}
+        self.velocity: dict[int, Tensor] = {}
+        self._handed: dict[tuple[int, bool], dist.Work] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """What is kept from round to round, as before the first."""
+        outer = self._rule.outer
+        if outer is not None or self._rule.kind == "merge":
+            self.previous = {bucket.number: self._packed(bucket) for bucket in self._buckets()}
+        if outer is not None and outer.momentum:
+            self.velocity = {number: torch.zeros_like(flat) for number, flat in self.previous.items()}
+
+    def _buckets(self) -> tuple[Bucket, ...]:
+        return self._stage.layout.rank_buckets(self._stage.rank)
+
+    def _packed(self, bucket: Bucket) -> Tensor:
+        """A copy of a bucket's parameters, one after another."""
+        with torch.no_grad():
+            return torch.cat([self._stage.parameters[held.name].detach().flatten() for held in bucket.parameters])
+
+    def resident_tensors(self) -> list[Tensor]:
+        """What is alive between steps."""
+        return [*self.previous.values(), *self.velocity.values()]
+
+    def operations(self, graph: TaskGraph, number: int) -> dict[int, Callable[[], None]]:
+        """By task of this rank that belongs to round `number`, what to do.
+
+        Args:
+            graph: of the step that the round follows. number: of the round.
+        """
+        found: dict[int, Callable[[], None]] = {}
+        packed: set[int] = set()
+        for task in graph.tasks:
+            if self._stage.rank not in task.ranks or task.origin.bucket is None:
+                continue
+            bucket = task.origin.bucket
+            match task.work:
+                case Mix() if self._rule.kind == "merge":
+                    found[task.index] = self._merging(bucket, number)
+                case SendRecv() if self._rule.kind == "merge":
+                    found[task.index] = self._handing_on(task)
+                case Mix():
+                    found[task.index] = self._mixing(bucket, number) if bucket in packed else self._packing(bucket, number)
+                    packed.add(bucket)
+                case SendRecv():
+                    found[task.index] = self._message(task)
+                case Collective() if bucket in packed:
+                    found[task.index] = self._average(task)
+        return found
+
+    def _packing(self, bucket: int, number: int) -> Callable[[], None]:
+        share = 1.0 if self._rule.kind == "gossip" else float(self._rule.shares(number, self._replicas)[self._replica])
+
+        def run() -> None:
+            with torch.no_grad():
+                for parameter in self._parameters(bucket):
+                    assert parameter.grad is not None
+                    torch.mul(parameter, share, out=parameter.grad)
+
+        return run
+
+    def _parameters(self, bucket: int) -> Iterator[Tensor]:
+        for held in self._stage.layout.buckets[bucket].parameters:
+            yield self._stage.parameters[held.name]
+
+    def _average(self, task: Task) -> Callable[[], None]:
+        assert isinstance(task.work, Collective)
+        assert task.origin.bucket is not None
+        flat = self._stage.flat_gradient(task.origin.bucket)
+        group = self._groups["dp", tuple(sorted(task.work.group))]
+        return lambda: _discard(dist.all_reduce(flat, group=group))
+
+    def _link(self, task: Task) -> tuple[dist.ProcessGroup, int]:
+        """The group and the tag of a message."""
+        work, bucket = task.work, task.origin.bucket
+        assert isinstance(work, SendRecv)
+        assert bucket is not None
+        ends = (min(work.source, work.destination), max(work.source, work.destination))
+        group = self._groups.get((task.resources[0].stream, ends))
+        if group is not None:
+            return group, 0
+        layout = self._stage.layout
+        peers = next(peers for peers in mixing_peers(layout, layout.buckets[bucket]) if ends[0] in peers)
+        return self._groups[MEAN, tuple(sorted(peers))], bucket
+
+    def _message(self, task: Task) -> Callable[[], None]:
+        work, bucket = task.work, task.origin.bucket
+        assert isinstance(work, SendRecv)
+        assert bucket is not None
+        flat = self._stage.flat_gradient(bucket)
+        group, tag = self._link(task)
+        if self._stage.rank == work.source:
+            return lambda: dist.send(flat, work.destination, group=group, tag=tag)
+
+        def receive() -> None:
+            buffer = torch.empty_like(flat)
+            self._received(buffer)
+            dist.recv(buffer, work.source, group=group, tag=tag)
+            self._arrived[bucket, self._stage.layout.plan.replica_of_rank(work.source)] = buffer
+
+        return receive
+
+    def _handing_on(self, task: Task) -> Callable[[], None]:
+        """The global model goes to the next replica, which may still train. The sender and the first replica do not wait.
+
+        One array is enough at each end. A replica is handed the model again only after all others have had it, so what it
+        sent has arrived by then.
+        """
+        work, bucket = task.work, task.origin.bucket
+        assert isinstance(work, SendRecv)
+        assert bucket is not None
+        group, tag = self._link(task)
+        sends, to = self._stage.rank == work.source, work.destination
+        to_first = self._stage.layout.plan.replica_of_rank(to) == 0
+
+        def run() -> None:
+            model = self.previous[bucket]
+            if sends or to_first:
+                begin, peer = (dist.isend, to) if sends else (dist.irecv, work.source)
+                handed = begin(model, peer, group=group, tag=tag)
+                assert handed is not None
+                self._handed[bucket, sends] = handed
+            else:
+                dist.recv(model, work.source, group=group, tag=tag)
+
+        return run
+
+    def _merging(self, bucket: int, number: int) -> Callable[[], None]:
+        weight = self._rule.turn_weight(number, self._replica, self._replicas)
+
+        def run() -> None:
+            self._settle(bucket)
+            with torch.no_grad():
+                parameters = list(self._parameters(bucket))
+                for parameter, part in zip(parameters, _parts(self.previous[bucket], parameters), strict=True):
+                    part.lerp_(parameter, weight)
+                    parameter.copy_(part)
+
+        return run
+
+    def _settle(self, bucket: int) -> None:
+        """Wait for what was handed on and has come from the round before."""
+        for sends in (True, False):
+            if (handed := self._handed.pop((bucket, sends), None)) is not None:
+                handed.wait()
+
+    def settle(self) -> None:
+        """Wait until no global model is on its way to or from this rank."""
+        for bucket in {bucket for bucket, _ in self._handed}:
+            self._settle(bucket)
+
+    def _mixing(self, bucket: int, number: int) -> Callable[[], None]:
+        flat = self._stage.flat_gradient(bucket)
+        row = self._rule.matrix(number, self._replicas)[self._replica]
+
+        def run() -> None:
+            with torch.no_grad():
+                if self._rule.kind == "gossip":
+                    flat.mul_(float(row[self._replica]))
+                    for other in [other for held, other in sorted(self._arrived) if held == bucket]:
+                        arrived = self._arrived.pop((bucket, other))
+                        self._used(arrived)
+                        flat.add_(arrived, alpha=float(row[other]))
+                elif self._rule.outer is not None:
+                    self._outer_step(bucket, flat)
+                for parameter in self._parameters(bucket):
+                    assert parameter.grad is not None
+                    parameter.copy_(parameter.grad)
+                flat.zero_()
+
+        return run
+
+    def _outer_step(self, bucket: int, mean: Tensor) -> None:
+        outer = self._rule.outer
+        assert outer is not None
+        moved, velocity = outer.step(self.previous[bucket], mean, self.velocity.get(bucket))
+        if bucket in self.velocity:
+            self.velocity[bucket].copy_(velocity)
+        self.previous[bucket].copy_(moved)
+        mean.copy_(moved)
+
+    def mean_weights(self) -> dict[str, Tensor]:
+        """The mean of the replicas' weights, by name: the model that training stands for. Every rank calls it."""
+        found: dict[str, Tensor] = {}
+        for bucket in self._buckets():
+            peers = next(group for group in mixing_peers(self._stage.layout, bucket) if self._stage.rank in group)
+            flat = self._packed(bucket).mul_(1.0 / self._replicas)
+            with pulse().waiting():
+                dist.all_reduce(flat, group=self._groups[MEAN, tuple(sorted(peers))])
+            parts = _parts(flat, [self._stage.parameters[held.name] for held in bucket.parameters])
+            found |= {held.name: part for held, part in zip(bucket.parameters, parts, strict=True)}
+        return found
+
+    @property
+    def marker(self) -> str:
+        """What a checkpoint's own part must have been written by."""
+        return f"{self._stage.layout.plan.mesh} {self._rule}"
+
+    @property
+    def held(self) -> str:
+        """How this rank's parameters lie in buckets: other stages or `bucket_bytes` make it another plan."""
+        return "; ".join(f"{bucket.parameters[0].name} {bucket.elements}" for bucket in self._buckets())
+
+    def own_state(self) -> dict[str, Any]:
+        """What only this rank can go on with: its weights, its optimizer's state, and what the outer optimizer keeps."""
+        self.settle()
+        state: dict[str, Any] = {PLAN: self.marker, HELD: self.held}
+        for name, parameter in self._stage.parameters.items():
+            state[f"weights/{name}"] = parameter.detach()
+            for key, value in self._stage.optimizer_state_of(name).items():
+                state[f"optimizer/{name}/{key}"] = value
+        for kind, arrays in (("previous", self.previous), ("velocity", self.velocity)):
+            state |= {f"outer/{kind}/{number}": flat for number, flat in arrays.items()}
+        return state
+
+    def load_own(self, state: Mapping[str, Any]) -> None:
+        """Go on where this very rank stopped; from another plan's checkpoint with what that holds, and a new outer optimizer.
+
+        Raises ExecutionError where a part of the own state is missing.
+        """
+        if state.get(PLAN) != self.marker or state.get(HELD, self.held) != self.held:
+            self._begin()
+            return
+        try:
+            for name in self._stage.parameters:
+                prefix = f"optimizer/{name}/"
+                kept = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
+                self._stage.load_parameter(name, state[f"weights/{name}"], kept)
+            self._stage.finish_loading()
+            for kind, arrays in (("previous", self.previous), ("velocity", self.velocity)):
+                for number, flat in arrays.items():
+                    flat.copy_(state[f"outer/{kind}/{number}"])
+        except KeyError as error:
+            raise lacking(error, self._stage.rank) from error
+
+
+PLAN = "plan"
+"""Key in a rank's own state of what must have written it: the `marker` of MixingRounds or StaleStage."""
+
+HELD = "held"
+"""Likewise: how the parameters lay in buckets (`MixingRounds.held`). Checkpoints from before it have none."""
+
+
+def lacking(error: KeyError, rank: int) -> ExecutionError:
+    """What a checkpoint says whose own part of a rank lacks something."""
+    return ExecutionError(f"the checkpoint lacks {error} of rank {rank}; resume from an older one")
+
+
+def _parts(flat: Tensor, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Of an array that holds one parameter behind the other: the part of each, in its shape."""
+    offset = 0
+    for parameter in parameters:
+        yield flat[offset : offset + parameter.numel()].view(parameter.shape)
+        offset += parameter.numel()
+
+
+def _discard(work: object) -> None:
+    """A collective that has ended when it returns."""

@@ -1,0 +1,592 @@
+"""Loading, forwards and backwards of a rank's components.
+
+What does not change from step to step is looked up once per task, when its operation is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parsim.execute.mixing import GroupsByStream
+from parsim.execute.stage import StageReplica
+from parsim.execute.stale import StaleStage
+from parsim.execute.store import Instance, StepWatch, Store, ValueKey, batch_piece
+from parsim.execute.streams import Operation, Streams
+from parsim.model.autograd.cut import (
+    BackwardHalf,
+    Saved,
+    backward_component,
+    backward_inputs,
+    backward_weights,
+    forward_component,
+)
+from parsim.model.autograd.recompute import RecomputeInputs, forward_keeping_calls, forward_keeping_inputs, recompute
+from parsim.model.component import LOSS
+from parsim.model.shard.pieces import padded_piece
+from parsim.plans.layouts import Hop, ValueLayout
+from parsim.program.lifetimes import BucketOfMicrobatch, Room
+from parsim.program.passes.gradients import DP_STREAM, sums_norm
+from parsim.program.placed import Reading
+from parsim.program.task import Task
+from parsim.work import NORM, ClipGradients, Collective, Compute, LoadBatch, Phase, SendRecv
+
+# The communicating hops of a conversion, applied to tensors by plain torch.distributed collectives.
+#
+# Nothing is changed in place: a tensor that comes in may be another's output or gradient as well. Point-to-point hops are
+# sends
+# and receives of whole tensors or pieces of the batch and need nothing from here.
+
+
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_flat(flat: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `flat` with the equal parts `own` of all ranks, in rank order."""
+    _all_gather(flat, own, group=group)
+
+
+def reduce_scatter_flat(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `own` with this rank's part of the sum of all ranks' `flat`."""
+    _reduce_scatter(own, flat, group=group)
+
+
+def run_hop(hop: Hop, tensor: Tensor, *, ranks: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """One collective hop on one rank.
+
+    Args:
+        tensor: what this rank holds in `hop.source`; for a broadcast on the other ranks, room for the result.
+        ranks: the ranks of `group`, ascending, which is the order of their pieces.
+
+    Returns:
+        What this rank holds in `hop.target`.
+    """
+    count = len(ranks)
+    match hop.operation:
+        case "all_gather_batch":
+            own = tensor.contiguous()
+            whole = own.new_empty((count * own.shape[0], *own.shape[1:]))
+            all_gather_flat(whole.view(-1), own.view(-1), group)
+            return whole
+        case "all_gather_dim":
+            own = tensor.contiguous()
+            parts = own.new_empty((count, *own.shape))
+            all_gather_flat(parts.view(-1), own.view(-1), group)
+            return _unpadded(torch.cat(parts.unbind(), dim=hop.source.dim), hop.source)
+        case "all_reduce":
+            total = tensor.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, group=group)
+            return total
+        case "all_reduce_maximum":
+            largest = tensor.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+            return largest
+        case "reduce_scatter_batch":
+            return _reduced(tensor.contiguous(), (tensor.shape[0] // count, *tensor.shape[1:]), group)
+        case "reduce_scatter_dim":
+            pieces = _pieces(tensor, hop.target)
+            return _reduced(pieces, pieces.shape[1:], group)
+        case "all_to_all" if hop.source.form == "shard":
+            given = tensor.contiguous().view(count, tensor.shape[0] // count, *tensor.shape[1:])
+            return _unpadded(torch.cat(_exchanged(given, group).unbind(), dim=hop.source.dim), hop.source)
+        case "all_to_all":
+            received = _exchanged(_pieces(tensor, hop.target), group)
+            return received.view(count * received.shape[1], *received.shape[2:])
+        case "broadcast":
+            whole = tensor.contiguous()
+            dist.broadcast(whole, ranks[hop.source.rank], group=group)
+            return whole
+    raise ValueError(f"hop {hop} is not a collective")
+
+
+def _pieces(tensor: Tensor, layout: ValueLayout) -> Tensor:
+    """The pieces of all ranks in a layout "shard", one after the other."""
+    return torch.stack([padded_piece(tensor, layout.dim, number, layout.ways) for number in range(layout.ways)])
+
+
+def _unpadded(tensor: Tensor, layout: ValueLayout) -> Tensor:
+    """The whole of pieces that lie one after the other."""
+    return tensor.narrow(layout.dim, 0, layout.size).contiguous() if layout.size else tensor
+
+
+def _reduced(pieces: Tensor, shape: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """This rank's piece, of `shape`, of the sum: `pieces` holds those of all ranks one after the other."""
+    own = pieces.new_empty(shape)
+    reduce_scatter_flat(own.view(-1), pieces.view(-1), group)
+    return own
+
+
+def _exchanged(pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Piece i goes to rank i of the group; the result has what came from each."""
+    received = torch.empty_like(pieces)
+    dist.all_to_all_single(received, pieces, group=group)
+    return received
+
+
+# What all operations of a rank share while a step runs: the values, the room for those of other ranks, and the watch.
+
+
+class StepValues:
+    """Attributes: watch: receives the events of a step, for tools that count memory."""
+
+    def __init__(self, stage: StageReplica, store: Store, streams: Streams) -> None:
+        self.stage, self.store, self.streams = stage, store, streams
+        self.watch = StepWatch()
+
+    def take(self, instance: Instance, microbatch: int, *, lends: bool = False) -> Tensor:
+        """From the store; a gradient that no backward here has added to is zero. `lends` as for `Store.take`."""
+        tensor = self.store.take(instance, microbatch, lends=lends)
+        if tensor is None:
+            assert instance.item.reading is not None, f"{instance.item.value} was not made before it is read"
+            return self.room(instance).zero_()
+        return tensor
+
+    def room(self, instance: Instance) -> Tensor:
+        """A buffer for what another rank sends. The allocator gives it memory that no stream of `Streams.used` still reads."""
+        shape, dtype = self.stage.local_shape(instance.item.value, instance.layout)
+        buffer = torch.empty(shape, dtype=dtype, device=self.stage.device)
+        self.watch.received(buffer)
+        return buffer
+
+
+def component_of(task: Task) -> tuple[str, int]:
+    """The component and the microbatch of a computation."""
+    component, microbatch = task.origin.component, task.origin.microbatch
+    assert component is not None
+    assert microbatch is not None
+    return component, microbatch
+
+
+BatchSource = Callable[[int], Mapping[str, Tensor]]
+"""Microbatch number -> the batch values (model inputs, "target") this rank reads: its `Layout.batch_ways` share."""
+
+GATHERED = 3
+"""The ZeRO stage from which parameters come and go."""
+
+_Key = tuple[str, int]
+"""(component, microbatch)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Instances:
+    """Of one component: what it reads, each once, and where each of its inputs is among them; what it makes; per output the
+    gradients that its backward adds up; the gradients of its inputs, and which are complete behind its backward, each with
+    whether another stage wants it."""
+
+    reads: tuple[Instance, ...]
+    places: tuple[int, ...]
+    outputs: tuple[Instance, ...]
+    arriving: tuple[tuple[Instance, ...], ...]
+    growing: tuple[ValueKey, ...]
+    completed: tuple[tuple[Instance, bool], ...]
+
+
+class Computing:
+    """The computations of one rank, and what lies between them in a step.
+
+    Args:
+        values: of the step. stale: where stages are decoupled, what waits on this one between steps.
+
+    Attributes:
+        losses: of the step, as far as they count on this rank. batch: of the step, until it is loaded.
+    """
+
+    def __init__(self, values: StepValues, stale: StaleStage | None) -> None:
+        self._values, self._stage, self._stale = values, values.stage, stale
+        stage, layout = values.stage, values.stage.layout
+        self._reading: dict[tuple[str, str], Reading] = {
+            (name, value): reading
+            for value, readings in layout.readings.items()
+            for reading in readings
+            for name in reading.components
+        }
+        self._of = {name: self._instances(name) for name in stage.runnables}
+        self._batch_layout = ValueLayout("full", layout.batch_ways(stage.rank))
+        self.batch: BatchSource | None = None
+        self.reset()
+
+    def _instances(self, name: str) -> _Instances:
+        stage, layout = self._stage, self._stage.layout
+        runnable = stage.runnables[name]
+        inputs = [Instance(ValueKey(value), layout.reads_in(name, value).value) for value in runnable.input_names]
+        reads = tuple(dict.fromkeys(inputs))
+        return _Instances(
+            reads=reads,
+            places=tuple(reads.index(instance) for instance in inputs),
+            outputs=tuple(Instance(ValueKey(value), layout.source[value].value) for value in runnable.output_names),
+            arriving=tuple(tuple(self._values.store.gradients(value)) for value in runnable.output_names),
+            growing=tuple(ValueKey(value, self._reading[name, value]) for value in runnable.input_names),
+            completed=tuple(
+                (Instance(ValueKey(value, reading), reading.ends.gradient), layout.stage_of_value[value] != stage.number)
+                for value, reading in layout.completed_readings(stage.number, name)
+            ),
+        )
+
+    def reset(self) -> None:
+        """A new step begins."""
+        self._records: dict[_Key, Saved] = {}
+        self._made = self._records
+        if self._stale is not None:
+            self._made = {} if self._stale.forward is None else self._stale.forward.records
+            self._records = {} if self._stale.due is None else self._stale.due.records
+        self._kept: dict[_Key, RecomputeInputs] = {}
+        self._halves: dict[_Key, BackwardHalf] = {}
+        self._growing: dict[tuple[ValueKey, int], Tensor] = {}
+        self.losses: list[Tensor] = []
+
+    def operation(self, task: Task) -> Operation:
+        """What a task of loading or computing runs."""
+        match task.work:
+            case Compute(phase=Phase.FORWARD):
+                return self._forward(task)
+            case Compute(phase=Phase.RECOMPUTE):
+                return self._recompute(task)
+            case Compute(phase=Phase.BACKWARD_WEIGHT):
+                return self._backward_weights(task)
+            case Compute():
+                return self._backward(task)
+            case LoadBatch():
+                return self._load
+        raise AssertionError(f"{task.work} computes nothing")
+
+    # --- loading ------------------------------------------------------------------------------------------------------
+
+    def read(self, batch: BatchSource) -> list[Mapping[str, Tensor]]:
+        """The values of all microbatches."""
+        return [batch(microbatch) for microbatch in range(self._stage.layout.plan.microbatches)]
+
+    def _load(self) -> None:
+        batch, self.batch = self.batch, None
+        assert batch is not None
+        for microbatch in range(self._stage.layout.plan.microbatches):
+            self.keep(microbatch, batch(microbatch))
+
+    def keep(self, microbatch: int, values: Mapping[str, Tensor]) -> None:
+        """The values of one microbatch are there."""
+        for value, tensor in values.items():
+            self._values.watch.loaded(tensor)
+            self._values.store.put(Instance(ValueKey(value), self._batch_layout), microbatch, tensor)
+
+    # --- forwards -----------------------------------------------------------------------------------------------------
+
+    def _forward(self, task: Task) -> Operation:
+        name, microbatch = key = component_of(task)
+        own, stage, stale, layout = self._of[name], self._stage, self._stale, self._stage.layout
+        take, put = self._values.take, self._values.store.put
+        whole, counts = stage.runnables[name], name == LOSS and stage.loss_counts
+        again = forward_keeping_calls if layout.recomputes_by_operator(name) else forward_keeping_inputs
+        recomputes, differentiable = layout.recomputes(name), name in layout.differentiable
+        draws, on_host = stage.randomness.draws(name), stage.randomness.draws_on_host(name)
+        # a value that is a view of a parameter outlives the component, and gathered parameters do not
+        gathered = _storages(whole.parameters()) if layout.plan.zero_stage >= GATHERED else frozenset[int]()
+
+        def run() -> None:
+            runnable = whole if stale is None or stale.forward is None else stale.forward.runnables[name]
+            found = [take(instance, microbatch) for instance in own.reads]
+            given = [found[place] for place in own.places]
+            with stage.randomness.around(name), stage.computing():
+                if draws:
+                    stage.randomness.begin(name, microbatch)
+                if recomputes:
+                    outputs, self._kept[key] = again(runnable, given, stage.device, draws=draws, on_host=on_host)
+                else:
+                    outputs, record = forward_component(runnable, given)
+                    if differentiable:
+                        self._made[key] = record
+            if counts:
+                self.losses.append(outputs[0])
+            for instance, tensor in zip(own.outputs, outputs, strict=True):
+                put(instance, microbatch, tensor.clone() if gathered & _storages([tensor]) else tensor, computed=True)
+
+        return run
+
+    def _recompute(self, task: Task) -> Operation:
+        name, _ = key = component_of(task)
+        stage = self._stage
+
+        def run() -> None:
+            kept = self._kept.pop(key)
+            with stage.randomness.around(name), stage.computing():
+                self._records[key] = recompute(stage.runnables[name], kept)
+
+        return run
+
+    # --- backwards ----------------------------------------------------------------------------------------------------
+
+    def _backward(self, task: Task) -> Operation:
+        """Gradients of a value from readers that make it alike add up inside the backwards, see `backward_component`."""
+        assert isinstance(task.work, Compute)
+        name, microbatch = key = component_of(task)
+        own, stage, stale = self._of[name], self._stage, self._stale
+        put, unsharded = self._values.store.put, stage.unsharded_of(name)
+        halved, completes = task.work.phase is Phase.BACKWARD_INPUT, task.work.phase is stage.layout.weight_phase(name)
+        begins = completes and bool(unsharded)
+
+        def run() -> None:
+            record = self._records.pop(key)
+            if name == LOSS:
+                outputs: list[Tensor | None] = [stage.loss_gradient]
+            else:
+                outputs = [self._sum(instances, microbatch) for instances in own.arriving]
+            so_far = [self._growing.pop((item, microbatch), None) for item in own.growing]
+            if begins:
+                stage.begin_gradients(unsharded)
+            if halved:
+                runnable = stage.runnables[name] if stale is None or stale.due is None else stale.due.runnables[name]
+                gradients, self._halves[key] = backward_inputs(record, runnable.parameters(), outputs, so_far)
+            else:
+                gradients = backward_component(record, outputs, so_far)
+            for item, gradient in zip(own.growing, gradients, strict=True):
+                if gradient is not None:
+                    self._growing[item, microbatch] = gradient
+            for instance, leaves in own.completed:
+                total = self._growing.pop((instance.item, microbatch), None)
+                if total is not None:  # a piece of a larger gradient would keep all of that until it is sent
+                    put(instance, microbatch, total.contiguous() if leaves else total, computed=True)
+
+        return run
+
+    def _backward_weights(self, task: Task) -> Operation:
+        name, _ = key = component_of(task)
+        stage, unsharded = self._stage, self._stage.unsharded_of(name)
+
+        def run() -> None:
+            stage.begin_gradients(unsharded)
+            backward_weights(self._halves.pop(key))
+
+        return run
+
+    def _sum(self, instances: tuple[Instance, ...], microbatch: int) -> Tensor | None:
+        """Gradient of a value from all its readers, later ones first, as autograd would add them."""
+        total: Tensor | None = None
+        for instance in instances:
+            tensor = self._values.store.take(instance, microbatch)
+            if tensor is not None:
+                total = tensor if total is None else total + tensor
+        return total
+
+
+def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
+    """Equal entries for tensors that share memory."""
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+
+
+# Collectives and transfers of a rank: gradient buckets, conversions on the tp axis, and values between stages.
+
+
+class Communicating:
+    """The communications of one rank, and the room for them in a step.
+
+    Args:
+        values: of the step. stale: where stages are decoupled, what waits on this one between steps.
+        awaited: by number the sends to other stages that a computation waits for before it gives up what they send.
+    """
+
+    def __init__(
+        self, values: StepValues, groups: GroupsByStream, stale: StaleStage | None, awaited: frozenset[int] = frozenset()
+    ) -> None:
+        self._values, self._groups, self._stale, self._awaited = values, groups, stale, awaited
+        self._stage, self._streams, self._store = values.stage, values.streams, values.store
+        self._norm: Tensor | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """A new step begins."""
+        self._sent: dict[BucketOfMicrobatch, tuple[Tensor, Tensor]] = {}
+        self._receiving: dict[int, tuple[Tensor, Any]] = {}
+        self._leaving: dict[int, Tensor | None] = {}  # None: given up, though it may still be being sent
+
+    def ended(self) -> None:
+        """All communication of the step has ended."""
+        self._leaving.clear()
+
+    def operation(self, task: Task) -> Operation:
+        """What a task that communicates, or clips gradients, runs."""
+        match task.work:
+            case ClipGradients(part=part):
+                return self._begin_norm if part == NORM else self._scale_gradients
+            case Collective() if sums_norm(task):
+                return lambda: self._sum_norm(task)
+            case Collective() | SendRecv() if task.origin.hop is not None:
+                return lambda: self._hop(task)
+            case Collective():
+                return self._synchronise(task)
+            case SendRecv():
+                return lambda: self._transfer(task)
+        raise AssertionError(f"{task.work} communicates nothing")
+
+    # --- gradient buckets ---------------------------------------------------------------------------------------------
+
+    def begin_parameters(self, buckets: Sequence[int]) -> None:
+        """Room for all parameters of the buckets (ZeRO 3)."""
+        for bucket in buckets:
+            self._values.watch.resized(self._stage.begin_parameters(bucket))
+
+    def around(self, room: Room, operation: Operation) -> Operation:
+        """The operation, and the room for buckets that are whole for a while around it (ZeRO 2 and 3)."""
+
+        def run() -> None:
+            for key in room.forgotten:
+                del self._sent[key]
+            operation()
+            for bucket in room.ending_parameters:
+                self._stage.end_parameters(bucket)
+                self._values.watch.resized(self._stage.flat_parameters(bucket))
+            for bucket, microbatch in room.ending_gradients:
+                chunk = self._stage.gradient_chunk(bucket)
+                own = torch.empty(chunk.shape, dtype=chunk.dtype, device=chunk.device)
+                self._sent[bucket, microbatch] = self._stage.end_gradients(bucket), own
+            self.begin_parameters(room.beginning_parameters)
+
+        return run
+
+    def _synchronise(self, task: Task) -> Operation:
+        """A gradient bucket: summed whole, or with ZeRO summed in parts, which sharding groups sum with one another; and its
+        parameters put together again."""
+        assert isinstance(task.work, Collective)
+        assert task.origin.bucket is not None, "a collective without a hop belongs to a gradient bucket"
+        microbatch, stage = task.origin.microbatch, self._stage
+        number = stage.own_bucket(task.origin.bucket)
+        group = self._groups[task.resources[0].stream, tuple(sorted(task.work.group))]
+        lent = self._streams.lent
+
+        def all_reduce() -> None:
+            flat = stage.summed_gradient(number)
+            lent(flat)
+            dist.all_reduce(flat, group=group)
+
+        def scatter_of_microbatch() -> None:
+            assert microbatch is not None
+            flat, own = self._sent[number, microbatch]
+            lent(flat)
+            lent(own)
+            reduce_scatter_flat(own, flat, group)
+            stage.add_gradients(number, own)
+
+        def reduce_scatter() -> None:
+            flat, chunk = stage.flat_gradient(number), stage.gradient_chunk(number)
+            lent(flat)
+            own = torch.empty_like(chunk)  # the chunk is part of what is sent
+            reduce_scatter_flat(own, flat, group)
+            chunk.copy_(own)
+
+        def all_gather() -> None:
+            flat, chunk = stage.flat_parameters(number), stage.parameter_chunk(number)
+            lent(flat)
+            all_gather_flat(flat, chunk.clone() if microbatch is None else chunk, group)
+
+        match task.work.operation:
+            case "all_reduce":
+                return all_reduce
+            case "reduce_scatter":
+                return reduce_scatter if microbatch is None else scatter_of_microbatch
+            case "all_gather":
+                return all_gather
+        raise AssertionError(f"no gradient bucket is synchronised by {task.work.operation}")
+
+    def _begin_norm(self) -> None:
+        """This rank's share of the squared norm of all gradients."""
+        self._norm = self._stage.squared_norm()
+
+    def _sum_norm(self, task: Task) -> None:
+        assert isinstance(task.work, Collective)
+        assert self._norm is not None
+        self._streams.lent(self._norm)
+        dist.all_reduce(self._norm, group=self._groups[DP_STREAM, tuple(sorted(task.work.group))])
+
+    def _scale_gradients(self) -> None:
+        assert self._norm is not None
+        self._stage.clip_gradients(self._norm)
+
+    # --- conversions on the tp axis -----------------------------------------------------------------------------------
+
+    def _hop(self, task: Task) -> None:
+        """One step of a conversion on the tp axis."""
+        origin, store = task.origin, self._store
+        assert origin.hop is not None
+        assert origin.microbatch is not None
+        before, after = store.before(task), store.after(task)
+        if isinstance(task.work, SendRecv):
+            self._message(task, before, after)
+            return
+        assert isinstance(task.work, Collective)
+        held = store.shard in origin.hop.source.holders(store.tp)
+        tensor = self._values.take(before, origin.microbatch, lends=True) if held else self._values.room(before)
+        group = self._groups["tp", tuple(sorted(task.work.group))]
+        made = run_hop(origin.hop, tensor, ranks=task.work.group, group=group)
+        self._values.watch.received(made)
+        store.put(after, origin.microbatch, made)
+
+    def _message(self, task: Task, before: Instance, after: Instance) -> None:
+        """A point-to-point hop: a piece to or from the rank that has the whole, or the whole from one rank to another."""
+        work, origin, store = task.work, task.origin, self._store
+        assert isinstance(work, SendRecv)
+        assert origin.hop is not None
+        assert origin.microbatch is not None
+        group = self._groups["tp", tuple(sorted((work.source, work.destination)))]
+        plan = self._stage.layout.plan
+        scattered = origin.hop.operation == "scatter"
+        if self._stage.rank == work.source:
+            tensor = self._values.take(before, origin.microbatch, lends=True)
+            if scattered:
+                tensor = batch_piece(tensor, store.tp, plan.shard_of_rank(work.destination))
+            tensor = tensor.contiguous()
+            dist.send(self._streams.unowned(tensor), work.destination, group=group)
+            return
+        gathered = origin.hop.operation == "gather"
+        buffer = self._values.room(before if gathered else after)
+        dist.recv(self._streams.unowned(buffer), work.source, group=group)
+        if gathered:
+            store.put_piece(after, origin.microbatch, plan.shard_of_rank(work.source), buffer)
+        else:
+            store.put(after, origin.microbatch, buffer)
+
+    # --- values between stages ----------------------------------------------------------------------------------------
+
+    def between(self, forgotten: Sequence[int], arriving: Sequence[Task], operation: Operation) -> Operation:
+        """The operation, and around it what is given up of messages to other stages, and room for those of others."""
+
+        def run() -> None:
+            for index in forgotten:
+                self._leaving[index] = None
+            operation()
+            self.make_room(arriving)
+
+        return run
+
+    def make_room(self, receives: Sequence[Task]) -> None:
+        """Room for messages of other stages. Their stream begins when what is in this memory until now has been read."""
+        if receives:
+            self._values.watch.receiving()
+            buffers = [self._values.room(self._store.moved(task)) for task in receives]
+            fence = self._streams.fence()
+            self._receiving.update((task.index, (buffer, fence)) for task, buffer in zip(receives, buffers, strict=True))
+
+    def _transfer(self, task: Task) -> None:
+        """A value to a later stage, or a gradient to an earlier one."""
+        work, origin = task.work, task.origin
+        assert isinstance(work, SendRecv)
+        assert origin.microbatch is not None
+        moved = self._store.moved(task)
+        ranks = (min(work.source, work.destination), max(work.source, work.destination))
+        group = self._groups[f"pp>{work.destination}", ranks]
+        if self._stage.rank == work.source:
+            tensor = self._values.take(moved, origin.microbatch, lends=task.index in self._awaited).contiguous()
+            self._leaving.setdefault(task.index, tensor)
+            self._values.watch.received(tensor)
+            dist.send(self._streams.unowned(tensor), work.destination, group=group)
+            return
+        buffer, fence = self._receiving.pop(task.index)
+        self._streams.after(fence)
+        self._streams.lent(buffer)
+        dist.recv(self._streams.unowned(buffer), work.source, group=group)
+        if self._stale is not None:
+            self._stale.arrives(task, buffer)
+        else:
+            self._store.put(moved, origin.microbatch, buffer, computed=True)

@@ -1,0 +1,386 @@
+"""Optimizers of the table, made in one place for calibration, execution and the single-process reference."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from parsim.errors import ConfigError, near_matches
+from parsim.execute.checkpoint.checkpoint import RankState, restore_optimizer
+from parsim.execute.job import BIAS, KINDS, NORM, PLAIN, TrainingRecipe
+from parsim.model.optimizers import COUNTERS, OPTIMIZERS
+
+FIXED = ("lr", "foreach", "fused", "capturable", "differentiable", "amsgrad")
+"""Arguments of torch's optimizers that parsim sets: the rate has its own key, the others change the state or the kernels."""
+
+
+def make_optimizer(
+    name: str, parameters: Iterable[Tensor], lr: float, *, recipe: TrainingRecipe = PLAIN, exempt: Iterable[Tensor] = ()
+) -> torch.optim.Optimizer:
+    """The optimizer of a row of `parsim.model.optimizers.OPTIMIZERS` (or "package.module:ROW") over these parameters.
+
+    A tensor that occurs twice (tied weights) is updated once.
+
+    Args:
+        recipe: its arguments and weight decay. exempt: those of the parameters without weight decay, in a group of their own.
+
+    Raises:
+        ConfigError: an unknown name, arguments that the optimizer does not take, or a row whose state is not what it keeps.
+    """
+    check_states(name, recipe)
+    without = {id(tensor) for tensor in exempt}
+    every = distinct(parameters)
+    decayed, rest = [tensor for tensor in every if id(tensor) not in without], [t for t in every if id(t) in without]
+    optimizer = OPTIMIZERS[name].make(decayed or rest, lr)
+    if decayed and rest:
+        optimizer.add_param_group({"params": rest})
+    for group in optimizer.param_groups:
+        group.update(recipe.group_settings)
+    if rest:
+        optimizer.param_groups[-1]["weight_decay"] = 0.0
+    return optimizer
+
+
+@lru_cache(maxsize=64)
+def check_states(name: str, recipe: TrainingRecipe = PLAIN) -> None:
+    """Raise ConfigError unless the optimizer takes the recipe's arguments, and one step of it leaves the state that its row
+    lists: memory, ZeRO and checkpoints count on it."""
+    row = OPTIMIZERS[name]
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer = row.make([parameter], row.learning_rate)
+    _check_settings(name, optimizer, recipe.group_settings)
+    for group in optimizer.param_groups:
+        group.update(recipe.group_settings)
+    optimizer.step()
+    kept = {key: value for key, value in optimizer.state[parameter].items() if torch.is_tensor(value) and key not in COUNTERS}
+    wrong = [key for key, value in kept.items() if value.shape != parameter.shape]
+    if wrong:
+        raise ConfigError(
+            f"optimizer {name!r} keeps {wrong[0]!r} of shape {tuple(kept[wrong[0]].shape)} for a parameter of shape (3,). Only "
+            f"arrays like the parameter and the counters {', '.join(COUNTERS)} can be divided and resumed: keep others in "
+            "param_groups"
+        )
+    if set(kept) != set(row.states):
+        raise ConfigError(
+            f"optimizer {name!r} keeps the state {sorted(kept)}, its row says {sorted(row.states)}; correct Optimizer.states"
+        )
+    sizes = {value.element_size() for value in kept.values()}
+    if sizes - {row.state_element_bytes}:
+        raise ConfigError(
+            f"optimizer {name!r} keeps {max(sizes)} bytes per element and state array, its row says {row.state_element_bytes}; "
+            "correct Optimizer.state_element_bytes"
+        )
+
+
+def _check_settings(name: str, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> None:
+    """Raise ConfigError for arguments that the optimizer does not take, or refuses."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    free = [key for key in optimizer.defaults if key not in FIXED and key in accepted]
+    for key in settings:
+        if key == "weight_decay" and key not in free:
+            raise ConfigError(f"optimizer {name!r} has no weight decay; drop training.weight_decay, or take another optimizer")
+        if key not in free:
+            near = near_matches(key, free)
+            listing = "" if near.startswith("; known") else f" ({name} takes: {', '.join(free)})"
+            raise ConfigError(f"training.optimizer_args.{key}: optimizer {name!r} has no such argument to set{near}{listing}")
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    arguments = {**{key: optimizer.defaults[key] for key in free}, **settings}
+    make: Any = type(optimizer)
+    try:
+        make([torch.nn.Parameter(torch.ones(1))], lr=optimizer.defaults["lr"], **arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"training.optimizer_args: torch refuses the arguments of {name}: {error}") from error
+
+
+def distinct(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Every tensor once, in first-seen order."""
+    return list({id(parameter): parameter for parameter in parameters}.values())
+
+
+def flat_gradients(parameters: Sequence[Tensor]) -> Tensor:
+    """One zeroed flat array whose consecutive views become the `.grad` of `parameters` (one dtype and device).
+
+    Autograd accumulates into an existing `.grad` in place, so the array is a gradient bucket that needs no copying, and
+    `.zero_()` on it zeroes all its gradients in one pass. Zero with that, never with `optimizer.zero_grad()`, which drops
+    the views.
+    """
+    first = parameters[0]
+    flat = torch.zeros(sum(parameter.numel() for parameter in parameters), dtype=first.dtype, device=first.device)
+    offset = 0
+    for parameter in parameters:
+        parameter.grad = flat[offset : offset + parameter.numel()].view_as(parameter)
+        offset += parameter.numel()
+    return flat
+
+
+# Exponential moving averages of the weights, as `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn` keeps them.
+#
+# A rank averages what its optimizer updates: its parameters, its part of a divided bucket, or the copies in fp32. The
+# averages
+# are an entry of the optimizer's state, `EMA`. So they are divided, moved to another plan, and kept in checkpoints as
+# the optimizer's own arrays are.
+#
+# Leaves out: a step that an overflowing gradient skips is not counted.
+
+
+EMA = "ema"
+
+
+@torch.no_grad()
+def update_averages(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """After an update: ema = decay * ema + (1 - decay) * weight; the first time a copy.
+
+    Args:
+        optimizer: which has stepped: Adam takes an empty state for that of a first step. decay: in [0, 1].
+    """
+    averaged: list[Tensor] = []
+    weights: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            state = optimizer.state[tensor]
+            if EMA in state:
+                averaged.append(state[EMA])
+                weights.append(tensor.detach())
+            else:
+                state[EMA] = tensor.detach().clone(memory_format=torch.preserve_format)
+    if averaged:
+        _averaging(decay)(averaged, weights, None)
+
+
+def _averaging(decay: float) -> Callable[..., None]:
+    make: Any = get_ema_multi_avg_fn  # torch leaves it without types
+    average: Callable[..., None] = make(decay)
+    return average
+
+
+def averaged_state(state: RankState, trained: Collection[str]) -> RankState:
+    """The same with the averages that this rank contributes in place of the trained weights; frozen weights stay.
+
+    Args:
+        state: of one rank, or whole. trained: names of the parameters that are averaged.
+    """
+    averages = {name: own[EMA] for name, own in state.optimizer.items() if EMA in own}
+    frozen = {name: value for name, value in state.weights.items() if name not in trained}
+    fragments = dict(state.fragments)
+    if fragments:
+        parts = {name: part for name, part in fragments["weights"].items() if name in frozen}
+        fragments["weights"] = {**parts, **{name: fragments["optimizer"][name] for name in averages}}
+    return replace(state, weights={**frozen, **averages}, fragments=fragments)
+
+
+# Which parameters have no weight decay: norms, biases, or those that a pattern names.
+
+
+def exempt_names(module: nn.Module, exclude: Sequence[str]) -> frozenset[str]:
+    """The parameters of a module without weight decay, by every name they have.
+
+    Args:
+        exclude: "norm" (parameters of normalisations), "bias" (names that end so), or patterns of names.
+    """
+    if not exclude:
+        return frozenset()
+    named = dict(module.named_parameters(remove_duplicate=False))
+    norms = {name for name, child in module.named_modules(remove_duplicate=False) if _is_norm(child)}
+    found = {
+        id(parameter)
+        for name, parameter in named.items()
+        if any(_excludes(entry, name, norms) for entry in exclude)  # one name of tied weights is enough
+    }
+    return frozenset(name for name, parameter in named.items() if id(parameter) in found)
+
+
+def check_exempt(names: Iterable[str], exclude: Sequence[str]) -> None:
+    """Raise ConfigError for a pattern that matches no parameter.
+
+    Args:
+        names: of the model's parameters. exclude: of the run file.
+    """
+    known = list(names)
+    for entry in exclude:
+        if entry not in KINDS and not any(fnmatchcase(name, entry) for name in known):
+            raise ConfigError(
+                f"training.no_weight_decay: no parameter matches {entry!r}{near_matches(entry, [*KINDS, *known])}; "
+                f'write "{NORM}", "{BIAS}" or a pattern such as "*.bias"'
+            )
+
+
+def _excludes(entry: str, name: str, norms: set[str]) -> bool:
+    owner, _, last = name.rpartition(".")
+    if entry == NORM:
+        return owner in norms
+    if entry == BIAS:
+        return last.endswith("bias")
+    return fnmatchcase(name, entry)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """torch's own, and classes of others that are named so (LlamaRMSNorm, T5LayerNorm)."""
+    kind = type(module).__name__
+    return isinstance(module, nn.LayerNorm | nn.GroupNorm | nn.modules.batchnorm._NormBase) or kind.endswith("Norm")
+
+
+# fp32 copies of half-precision weights, which the optimizer updates.
+#
+# An update that is smaller than a weight's last digit adds up in the copy.
+#
+# The optimizer knows the copies alone. A checkpoint holds them as an entry of the optimizer's state, `MASTER`.
+
+
+MASTER = "master"
+
+
+class MasterWeights:
+    """Copies of `parameters`. Attributes: copies: in the same order."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self.copies: list[Tensor] = [nn.Parameter(parameter.detach().float()) for parameter in parameters]
+        self._copy = {id(parameter): copy for parameter, copy in zip(self._parameters, self.copies, strict=True)}
+
+    def of(self, parameter: Tensor) -> Tensor:
+        return self._copy[id(parameter)]
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """One update of the copies with the parameters' gradients; the parameters become the copies, rounded."""
+        for parameter, copy in zip(self._parameters, self.copies, strict=True):
+            copy.grad = None if parameter.grad is None else parameter.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, copy in zip(self._parameters, self.copies, strict=True):
+                parameter.copy_(copy)
+                copy.grad = None
+
+
+# The optimizers of one rank: one per group of parameters, each with its copies in fp32 if it has some.
+
+
+class Stepped(NamedTuple):
+    """A parameter, or a part of a divided bucket, that an optimizer steps. `exempt`: without weight decay."""
+
+    tensor: Tensor
+    exempt: bool
+
+
+class GroupUpdates:
+    """What a rank updates, by group of parameters; "" is the group of those that the recipe names in none.
+
+    Args:
+        optimizer, learning_rate: of the parameters in no group. recipe: of the groups, and what goes with their updates.
+        stepped: by group, in the order in which groups are updated; a rank without parameters has none.
+        master_weights: the optimizers update copies in fp32.
+
+    Attributes:
+        optimizers: by group.
+    """
+
+    def __init__(
+        self,
+        optimizer: str,
+        learning_rate: float,
+        recipe: TrainingRecipe,
+        stepped: Mapping[str, Sequence[Stepped]],
+        *,
+        master_weights: bool,
+    ) -> None:
+        self._recipe = recipe
+        self._stepped = dict(stepped)
+        self._masters = {
+            group: MasterWeights([entry.tensor for entry in entries])
+            for group, entries in (stepped.items() if master_weights else ())
+        }
+        rules = {group.name: (group.optimizer, group.learning_rate) for group in recipe.groups}
+        self.optimizers = {group: self._made(*rules.get(group, (optimizer, learning_rate)), group) for group in stepped}
+
+    @property
+    def has_masters(self) -> bool:
+        return bool(self._masters)
+
+    def another(self, name: str, learning_rate: float) -> torch.optim.Optimizer | None:
+        """Another optimizer of the parameters in no group, with separate state; None where the rank has none of them."""
+        return self._made(name, learning_rate, "") if "" in self._stepped else None
+
+    def _made(self, name: str, learning_rate: float, group: str) -> torch.optim.Optimizer:
+        entries = self._stepped[group]
+        tensors = [self._updated(entry.tensor, group) for entry in entries]
+        exempt = [tensor for tensor, entry in zip(tensors, entries, strict=True) if entry.exempt]
+        return make_optimizer(name, tensors, learning_rate, recipe=self._recipe.of(group), exempt=exempt)
+
+    def _updated(self, tensor: Tensor, group: str) -> Tensor:
+        """What the optimizer has in place of a parameter: its copy in fp32, if there is one."""
+        return self._masters[group].of(tensor) if group in self._masters else tensor
+
+    def step(self, group: str) -> None:
+        """One update of a group."""
+        optimizer = self.optimizers[group]
+        if group in self._masters:
+            self._masters[group].step(optimizer)
+        else:
+            optimizer.step()
+        if self._recipe.ema is not None:
+            update_averages(optimizer, self._recipe.ema.decay)
+
+    def state_of(self, tensor: Tensor, group: str) -> dict[str, Any]:
+        """The optimizer's state of a parameter or a part of a bucket, with its copy in fp32 where there is one."""
+        own = self._updated(tensor, group)
+        state = dict(self.optimizers[group].state.get(own) or {})
+        return {**state, MASTER: own.data} if group in self._masters else state
+
+    def restore(self, group: str, named: Mapping[str, Tensor], states: Mapping[str, dict[str, Any]]) -> None:
+        """Give the optimizer of a group the states of its parameters; one without state starts anew.
+
+        Args:
+            named: parameters and parts of buckets by name. states: by the same names; copies are taken out of them.
+        """
+        own = {name: self._updated(tensor, group) for name, tensor in named.items()}
+        with torch.no_grad():
+            for name, tensor in own.items():
+                if MASTER in states.get(name, {}):  # else nothing but padding
+                    tensor.copy_(states[name].pop(MASTER))
+        restore_optimizer(self.optimizers[group], own, {name: states[name] for name in own if states.get(name)})
+
+    def resident_tensors(self) -> list[Tensor]:
+        """What is alive of all groups between steps."""
+        held = [state for optimizer in self.optimizers.values() for state in optimizer.state.values()]
+        tensors = [entry for state in held for entry in state.values() if isinstance(entry, Tensor)]
+        return [*tensors, *(copy for masters in self._masters.values() for copy in masters.copies)]
+
+
+# The global norm of gradients and the scaling by it, as torch.nn.utils.clip_grad_norm_ does them in one process.
+
+
+EPSILON = 1e-6
+"""Added to the norm, as torch does."""
+HALF_BITS = 16
+
+
+def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The sum of squares as one float64; half precision is added up in float32.
+
+    Args:
+        gradients: flat arrays. device: of the result.
+    """
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for gradient in gradients:
+        wide = torch.float32 if torch.finfo(gradient.dtype).bits == HALF_BITS else gradient.dtype
+        total += torch.linalg.vector_norm(gradient, dtype=wide).double().square()
+    return total
+
+
+def scale_to_norm(gradients: Iterable[Tensor], norm: Tensor, most: float) -> None:
+    """Multiply by most / norm where the norm is above `most`; else by 1.
+
+    A norm that is not a finite number makes the gradients not finite either, so the divergence is seen.
+    """
+    factor = torch.clamp(most / (norm + EPSILON), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.dtype))

@@ -1,0 +1,289 @@
+"""The machine of a measurement: processor, cores, memory, versions. Loads no torch that is not loaded already."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from parsim.execute.processes.setup import available_cores, is_granted
+from parsim.hardware.profile import Profile
+from parsim.units import KIB, format_bytes, format_percent
+
+PACKAGES = (
+    "parsim",
+    "torch",
+    "numpy",
+    "scipy",
+    "numba",
+    "simpy",
+    "cvxpy",
+    "pydantic",
+    "plotly",
+    "scikit-learn",
+    "transformers",
+)
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Plain JSON: system, processor, cores, memory_bytes, affinity, whether communication may come first
+    (`parsim.execute.processes.setup`), threads, versions, and GPUs if torch is loaded.
+
+    Names no host, user or path, so that it can be published with a profile.
+    """
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": processor_name(),
+        "cores": os.cpu_count() or 1,
+        "affinity": list(available_cores()),
+        "memory_bytes": physical_memory_bytes(),
+        "memory_limit_bytes": memory_limit_bytes(),
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else [],
+        "communication_priority": is_granted(),
+        "thread_variables": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ},
+        "versions": versions(),
+        "torch": _torch_state(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages of PACKAGES that are installed, read from their metadata (nothing is imported)."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def processor_name() -> str:
+    """The processor's own name where the system tells it, else the architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def physical_memory_bytes() -> int:
+    """Memory of the whole machine; 0 if the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0
+
+
+def memory_limit_bytes() -> int:
+    """Memory this process may use: the cgroup's limit where there is one below the physical memory."""
+    physical = physical_memory_bytes()
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        file = Path(name)
+        if file.is_file():
+            text = file.read_text().strip()
+            if text.isdigit():
+                return min(physical, int(text)) if physical else int(text)
+    return physical
+
+
+def resident_bytes() -> int:
+    """Resident set of this process; 0 where /proc is not there."""
+    status = Path("/proc/self/statm")
+    return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.is_file() else 0
+
+
+def forget_peak() -> bool:
+    """Let `peak_resident_bytes` start anew; False where the system keeps no peak, or does not forget it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return peak_resident_bytes() > 0
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident set of this process so far, or since `forget_peak`; 0 where /proc does not tell."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.is_file() else []
+    return next((int(line.split()[1]) * KIB for line in lines if line.startswith("VmHWM:")), 0)
+
+
+def machine_line(environment: dict[str, Any]) -> str:
+    """`AMD EPYC, 2 cores, 23.4 GiB`."""
+    return f"{environment['processor']}, {environment['cores']} cores, {format_bytes(environment['memory_bytes'])}"
+
+
+def _torch_state() -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {"loaded": False}
+    state: dict[str, Any] = {"loaded": True, "threads": torch.get_num_threads(), "cuda": torch.cuda.is_available()}
+    if state["cuda"]:
+        state["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        state["cuda_version"] = torch.version.cuda
+        state["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return state
+
+
+# Is this the machine, and the torch, that a profile was measured with? Asked where predictions are held against real runs.
+
+
+def gpu_names() -> list[str]:
+    """Of the GPUs that torch sees, in its order."""
+    import torch
+
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def is_measured(profile: Profile) -> bool:
+    """Whether `parsim calibrate` made it: one from data sheets or papers is of no single machine."""
+    return bool(profile.compute.components)
+
+
+def is_from_here(profile: Profile) -> bool:
+    """Whether the profile was measured on a machine with this processor and so many cores, or on these GPUs."""
+    if not is_measured(profile):
+        return False
+    kinds = {profile.device_types[entry.type].kind for entry in profile.devices}
+    if "cuda" in kinds:
+        return {entry.type for entry in profile.devices} <= set(gpu_names())
+    environment = describe_environment()
+    return _processor(profile.provenance.machine) == (environment["processor"], environment["cores"])
+
+
+def profile_differences(profile: Profile, environment: Mapping[str, Any], gpus: Sequence[str] | None = None) -> tuple[str, ...]:
+    """What of this machine is not as it was when the profile was measured, one warning each; none for published profiles.
+
+    Args:
+        environment: of this machine, see `describe_environment`. gpus: their names (None: not asked).
+
+    Leaves out clocks, memory and other programs: `parsim calibrate` says what they were.
+    """
+    if not is_measured(profile):
+        return ()
+    found = []
+    then, advice = profile.provenance, "predictions are for another machine, calibrate again"
+    kinds = {profile.device_types[entry.type].kind for entry in profile.devices}
+    processor, cores = _processor(then.machine)
+    if "cpu" in kinds and processor != environment["processor"]:
+        found.append(
+            f"profile {profile.name} was measured on {processor}, this machine has {environment['processor']}: {advice}"
+        )
+    elif "cpu" in kinds and cores != environment["cores"]:
+        found.append(
+            f"profile {profile.name} was measured with {cores} cores, this machine has {environment['cores']}: {advice}"
+        )
+    priority_then, priority_now = (told.get("communication_priority") for told in (then.environment, environment))
+    if "cpu" in kinds and None not in (priority_then, priority_now) and priority_then != priority_now:
+        found.append(
+            f"profile {profile.name} was measured {'with' if priority_then else 'without'} priority for communication, this "
+            f"run has {'it' if priority_now else 'none'}: it needs root, CAP_SYS_NICE or `ulimit -r 1`; communication will be "
+            f"{'faster' if priority_now else 'slower'} than predicted"
+        )
+    if "cuda" in kinds and gpus is not None:
+        names = {entry.type for entry in profile.devices}
+        if not names <= set(gpus):
+            here = ", ".join(sorted(set(gpus))) or "no GPU"
+            found.append(
+                f"profile {profile.name} was measured on {', '.join(sorted(names))}, this machine has {here}: {advice}"
+            )
+    torch_then, torch_now = then.versions.get("torch"), environment["versions"].get("torch")
+    if torch_then != torch_now:
+        found.append(
+            f"profile {profile.name} was measured with torch {torch_then or 'unknown'}, here is {torch_now or 'none'}: "
+            "times may differ, calibrate again to be sure"
+        )
+    return tuple(found)
+
+
+def differences_from_here(profile: Profile) -> tuple[str, ...]:
+    """`profile_differences` from the machine this runs on, whose GPUs are asked for if the profile is of GPUs."""
+    cuda = profile.device_types[profile.devices[0].type].kind == "cuda"
+    gpus = gpu_names() if is_measured(profile) and cuda else None
+    return profile_differences(profile, describe_environment(), gpus)
+
+
+def _processor(machine: str) -> tuple[str, int | None]:
+    """Processor and number of cores from `AMD EPYC, 2 cores, Linux 6`."""
+    processor, _, rest = machine.partition(" cores,")
+    name, _, cores = processor.rpartition(", ")
+    return (name, int(cores)) if cores.isdigit() and rest else (machine, None)
+
+
+# The state of the machine during a measurement: clocks, governor, load, time taken by others. Read, never changed.
+#
+# Linux tells all of it below /proc and /sys, a virtual machine only some; elsewhere most of it is left out.
+
+
+PROC_STAT, CPU_INFO, CPUS = Path("/proc/stat"), Path("/proc/cpuinfo"), Path("/sys/devices/system/cpu")
+STAT_FIELDS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+
+
+def machine_state() -> dict[str, Any]:
+    """Plain JSON: core_hz by core, governors (each once), virtual, load_average, ticks by kind since the machine's start.
+
+    What the system does not tell is absent.
+    """
+    text = CPU_INFO.read_text() if CPU_INFO.is_file() else ""
+    state = {
+        "core_hz": core_clocks_hz(text),
+        "governors": governors(),
+        "virtual": "hypervisor" in text,
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else [],
+        "ticks": parse_ticks(PROC_STAT.read_text()) if PROC_STAT.is_file() else {},
+    }
+    return {key: value for key, value in state.items() if value not in ({}, [])}
+
+
+def core_clocks_hz(cpu_info: str) -> dict[str, float]:
+    """Clock of every core at this moment, from cpufreq where there is one, else from the text of /proc/cpuinfo."""
+    found = {}
+    for path in sorted(CPUS.glob("cpu[0-9]*/cpufreq/scaling_cur_freq")):
+        found[path.parts[-3].removeprefix("cpu")] = 1e3 * float(path.read_text())
+    if found:
+        return found
+    clocks = re.findall(r"^cpu MHz\s*:\s*([\d.]+)$", cpu_info, re.MULTILINE)
+    return {str(number): 1e6 * float(clock) for number, clock in enumerate(clocks)}
+
+
+def governors() -> list[str]:
+    """How the system chooses clocks; empty where it does not say, as in most virtual machines."""
+    return sorted({path.read_text().strip() for path in CPUS.glob("cpu[0-9]*/cpufreq/scaling_governor")})
+
+
+def parse_ticks(stat: str) -> dict[str, int]:
+    """Ticks of all cores together by kind, from the text of /proc/stat."""
+    for line in stat.splitlines():
+        name, *values = line.split()
+        if name == "cpu":
+            return {field: int(value) for field, value in zip(STAT_FIELDS, values, strict=False)}
+    return {}
+
+
+def stolen_share(before: dict[str, Any], after: dict[str, Any]) -> float | None:
+    """Share of the cores' time between two states that the host of this virtual machine gave to others; None: unknown."""
+    ticks = [state.get("ticks", {}) for state in (before, after)]
+    passed = float(sum(ticks[1].values()) - sum(ticks[0].values()))
+    if passed <= 0 or any("steal" not in entry for entry in ticks):
+        return None
+    return float(ticks[1]["steal"] - ticks[0]["steal"]) / passed
+
+
+def clocks_text(state: dict[str, Any]) -> str:
+    """`clock 2.45 GHz, governor performance`; unknown values are named as unknown."""
+    clocks = state.get("core_hz", {}).values()
+    low, high = (f"{1e-9 * clock:.2f}" for clock in (min(clocks), max(clocks))) if clocks else ("", "")
+    clock = "clock unknown" if not clocks else f"clock {low} GHz" if low == high else f"clocks {low} to {high} GHz"
+    return f"{clock}, governor {'/'.join(state.get('governors', [])) or 'unknown'}"
+
+
+def share_text(share: float | None) -> str:
+    return "unknown" if share is None else format_percent(share)

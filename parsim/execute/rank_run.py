@@ -1,0 +1,598 @@
+"""One run of a job on one rank: its program, its data, where it stands, and what it contributes to a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parsim.data.blocks.exchange import available_bytes
+from parsim.data.datasets import dataset_for
+from parsim.data.samples import Samples, order_of, train_and_validation
+from parsim.errors import ExecutionError
+from parsim.execute.checkpoint import checkpoint
+from parsim.execute.checkpoint.finite import check_loss, check_state
+from parsim.execute.checkpoint.reshard import reshard
+from parsim.execute.cuda.driver import TorchCudaDriver
+from parsim.execute.cuda.faults import (
+    as_the_device_says,
+    checkpoint_text,
+    failed_assertion,
+    is_failed_assertion,
+    is_lost_device,
+    is_out_of_memory,
+    lost_device,
+    out_of_memory,
+)
+from parsim.execute.cuda.gpu import STAGED, MemoryUse, counters_of, sharing
+from parsim.execute.cuda.streams import CudaStreams
+from parsim.execute.job import RunSpec
+from parsim.execute.learning_rate import LearningRates
+from parsim.execute.loading import Loader
+from parsim.execute.measurement import RankRecord
+from parsim.execute.mixing import MixingRounds, is_message, mean_groups
+from parsim.execute.numerics import numerics_of
+from parsim.execute.processes.exchange import default_device, gather_values, meet
+from parsim.execute.processes.group import ProcessPlace, Stream, StreamLink, make_groups, open_links
+from parsim.execute.processes.heartbeat import Doing, pulse
+from parsim.execute.runtime import RankProgram, required_groups, required_links
+from parsim.execute.stage import LOSS_SCALE, StageReplica, recorded_programs
+from parsim.execute.stale import StaleStage
+from parsim.execute.store import StepWatch
+from parsim.execute.streams import Streams, TaskTime, ThreadStreams
+from parsim.model.formats import number_format
+from parsim.model.trace.memory import LiveBytes
+from parsim.plans.plan import Plan
+from parsim.program.lower import lower, step_graphs
+from parsim.program.placed import PlanIndex
+from parsim.program.task import Task
+from parsim.program.taskgraph import TaskGraph
+from parsim.work import Compute, Phase
+
+# The measured peak of live tensors, in the lines in which `costs/memory/rank_memory` predicts it.
+#
+# The lines are those alive at the end of that forward at which most is alive: what a step keeps, before a backward lets go of
+# it. `workspace` is by how much the fullest moment of the step exceeds that, whenever it comes. So both sides add up to a
+# peak,
+# and mean the same by a line.
+
+
+MOVING = ("inputs", "receive_buffers")
+"""Lines of tensors that wait to be read: read by a forward, they are among its activations."""
+
+PASSING = ("workspace", "unsharded")
+"""Lines that are predicted for the fullest moment, not for the end of a forward; here both are called workspace."""
+
+
+class LineWatch(StepWatch):
+    """Attributes: live: counts while it is open. lines: bytes per line at the fullest end of a forward so far."""
+
+    def __init__(self) -> None:
+        self.live = LiveBytes(moving=MOVING)
+        self.lines: dict[str, int] = {}
+
+    def begins(self, task: Task) -> None:
+        self.live.line = "activations" if _is_forward(task) else "workspace"
+
+    def ends(self, task: Task) -> None:
+        if _is_forward(task) and self.live.current_bytes > sum(self.lines.values()):
+            self.lines = self.live.by_line()
+
+    def loading(self) -> None:
+        self.live.line = "inputs"
+
+    def loaded(self, tensor: Tensor) -> None:
+        self.live.track(tensor, "inputs")
+
+    def receiving(self) -> None:
+        self.live.line = "receive_buffers"
+
+    def received(self, tensor: Tensor) -> None:
+        self.live.track(tensor, "receive_buffers")
+
+    def resized(self, tensor: Tensor) -> None:
+        self.live.track(tensor, "unsharded")
+
+    def peak_lines(self) -> dict[str, int]:
+        """Bytes per line; they add up to the peak."""
+        kept = {line: size for line, size in self.lines.items() if line not in PASSING}
+        return {**kept, "workspace": self.live.peak_bytes - sum(kept.values())}
+
+
+@contextmanager
+def watching(stage: StageReplica) -> Iterator[LineWatch]:
+    """A watch that counts, with what is alive on a CPU rank between steps."""
+    watch = LineWatch()
+    with watch.live:
+        for line, tensors in stage.resident_tensors().items():
+            for tensor in tensors:
+                watch.live.track(tensor, line)
+        yield watch
+
+
+def _is_forward(task: Task) -> bool:
+    return isinstance(task.work, Compute) and task.work.phase is Phase.FORWARD
+
+
+# Ranks of a host build their modules at once, or in turns where the memory of the host does not hold all of them.
+
+
+T = TypeVar("T")
+
+
+def built_at_once(free_bytes: int | None, *, whole_bytes: int, kept_bytes: int, ranks: int) -> int:
+    """How many ranks of a host may build at once; at least one, which is all that can be tried.
+
+    Args:
+        free_bytes: of the host; None: unknown, so all ranks may.
+        whole_bytes: of the whole module, which a rank has while it builds. kept_bytes: what a rank keeps of it on the host.
+        ranks: of this host.
+    """
+    if free_bytes is None or whole_bytes <= 0:
+        return ranks
+    return max(1, min(ranks, (free_bytes - ranks * kept_bytes) // whole_bytes))
+
+
+def in_turns(place: ProcessPlace, build: Callable[[], T], *, whole_bytes: int, kept_bytes: int) -> T:
+    """What `build` returns. Every rank calls it; `build` calls no collective.
+
+    Args:
+        whole_bytes, kept_bytes: as of `built_at_once`.
+    """
+    if place.world_size == 1:
+        return build()
+    ranks = place.local_world_size
+    own = built_at_once(available_bytes(), whole_bytes=whole_bytes, kept_bytes=kept_bytes, ranks=ranks)
+    told = gather_values([own, ranks])
+    at_once = min(entry[0] for entry in told)
+    turns = -(-max(entry[1] for entry in told) // at_once)
+    if turns == 1:
+        return build()
+    built: list[T] = []
+    for turn in range(turns):
+        if place.local_rank // at_once == turn:
+            built.append(build())
+        meet()
+    return built[0]
+
+
+RATE = "learning_rate"
+"""Name of a schedule's state in a checkpoint."""
+OTHERS = (RATE, LOSS_SCALE)
+"""Names of progress in a checkpoint that are read where they belong; the rest are notes of the training."""
+RECORDED_STEPS = 64
+"""Task times are kept of fewer steps than this per run, spread evenly over it."""
+
+
+FILLING = 2
+"""Steps in which the allocator of a GPU takes from the driver what a step needs, once it has given back all that it had."""
+
+
+class ProcessGroups:
+    """The process groups of this launch, made as plans ask for them. Every rank asks for the same ones in the same order.
+
+    Args:
+        timeout_s: of every collective.
+
+    Attributes: mine: those this rank belongs to, by stream.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.mine: dict[Stream, dist.ProcessGroup] = {}
+        self._made: set[Stream] = set()
+        self._opened: set[StreamLink] = set()
+
+    def make(self, graph: TaskGraph, precision: str, layout: PlanIndex | None = None) -> None:
+        """Make the groups that the graph needs in that precision and that do not exist yet. Links of NCCL are open then.
+
+        Args:
+            layout: of the plan, whose steps may need more than the one of `graph`.
+        """
+        needed, links = required_groups(graph), required_links(graph)
+        if layout is not None and layout.plan.synchronisation.mixes:
+            for other in step_graphs(layout):
+                needed += required_groups(other)
+                links += required_links(other)
+            needed = list(dict.fromkeys([*needed, *mean_groups(layout)]))
+        if dist.get_backend() == "gloo":
+            needed = [stream for stream in needed if not is_message(stream)]
+        if number_format(precision).scales_loss:
+            needed.append(agreement(graph.world_size))
+        new = [stream for stream in needed if stream not in self._made]
+        self._made.update(new)
+        self.mine.update(make_groups(new, timeout_s=self._timeout_s))
+        if dist.get_backend() == "nccl":
+            closed = [link for link in dict.fromkeys(links) if link not in self._opened]
+            self._opened.update(closed)
+            open_links(closed, self.mine, default_device())
+
+
+def agreement(world_size: int) -> Stream:
+    """The stream on which all ranks of a plan agree whether any gradient has overflowed.
+
+    Args:
+        world_size: ranks of the plan.
+    """
+    return "scale", tuple(range(world_size))
+
+
+def agreeing(group: dist.ProcessGroup) -> Callable[[Tensor], None]:
+    """How the ranks of a group find the largest of their flags. The host waits for all of them, and for its device."""
+
+    def agree(flag: Tensor) -> None:
+        with pulse().waiting():
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+            flag.item()
+
+    return agree
+
+
+def built(
+    run: RunSpec, layout: PlanIndex, graph: TaskGraph, place: ProcessPlace, groups: ProcessGroups, *, steps: int
+) -> RankRun | None:
+    """One run of the job on this rank; None where its plan has no such rank. Every rank calls it.
+
+    Ranks of a host build in turns where its memory does not hold the whole module once for each of them.
+    """
+    own = place.rank < run.plan.world_size
+    widening = max(1, numerics_of(run, torch.device(place.device)).weights.itemsize // torch.float32.itemsize)
+    held = sum(parameter.size_bytes for parameter in layout.rank_parameters(place.rank)) if own and place.device == "cpu" else 0
+
+    def build() -> RankRun | None:
+        pulse().begin(Doing.PREPARING, "building the model")
+        return RankRun(run, layout, graph, place, groups.mine, steps=steps) if own else None
+
+    return in_turns(
+        place,
+        build,
+        whole_bytes=widening * layout.model.parameter_bytes,
+        kept_bytes=2 * widening * held,  # and as much for their gradients
+    )
+
+
+class RankRun:
+    """One run of the job on this rank: its program, its data, and where it stands.
+
+    Attributes:
+        losses: of every step what this rank adds to the mean loss over the samples that were trained on; None: nothing.
+        own_loss: of the last step, the sum over this rank's samples as a part of the whole batch; None: it had none.
+    """
+
+    def __init__(
+        self,
+        run: RunSpec,
+        layout: PlanIndex,
+        graph: TaskGraph,
+        place: ProcessPlace,
+        groups: Mapping[Stream, dist.ProcessGroup],
+        *,
+        steps: int,
+    ) -> None:
+        began = time.perf_counter()
+        device = torch.device(place.device)
+        numerics = numerics_of(run, device)
+        self.run = run
+        self.checkpoints: Path | None = None
+        self.layout = layout
+        self.stage = StageReplica(
+            run.model,
+            layout,
+            place.rank,
+            optimizer=run.optimizer,
+            learning_rate=run.learning_rate,
+            dtype=numerics.weights,
+            seed=run.seed,
+            device=device,
+            numerics=numerics,
+            recipe=run.recipe,
+        )
+        self.steps = steps
+        self.notes: dict[str, Tensor] = {}
+        if numerics.loss_scale is not None:
+            self.stage.agree = agreeing(groups[agreement(run.plan.world_size)])
+        self.streams = make_streams(device)
+        self.mixing: MixingRounds | None = None
+        if run.plan.synchronisation.mixes:
+            self.mixing = MixingRounds(
+                self.stage, groups, lambda buffer: self.program.watch.received(buffer), self.streams.used
+            )
+            self.stage.also_resident["outer_state"] = self.mixing.resident_tensors
+        self.stale: StaleStage | None = None
+        if run.plan.synchronisation.kind == "stale":
+            self.stale = StaleStage(self.stage)
+            self.stage.also_resident["stashed_weights"] = self.stale.copies
+        self.program = RankProgram(graph, self.stage, self.streams, groups, self.mixing, self.stale)
+        self.data = run_dataset(run, "train")
+        self.order = order = order_of(self.data, run.plan.global_batch, run.seed)
+        self.rate: LearningRates | None = None
+        if run.recipe.schedule is not None:
+            self.rate = LearningRates(run.optimizer, run.learning_rate, run.recipe, steps=steps, order=order)
+        self.loader = Loader(
+            self.data,
+            order,
+            layout,
+            place.rank,
+            dtype=numerics.weights,
+            device=device,
+            pin=(Tensor.pin_memory if run.pin_memory else torch.clone) if self.streams.loads_ahead else None,
+            workers=run.workers,
+        )
+        self.step_number = 0
+        self.losses: list[float | None] = []
+        self.own_loss: float | None = None
+        self.recorded: list[list[TaskTime]] = []
+        self._seen, self._every = 0, 1
+        self.rounds: list[tuple[float, float, int]] = []
+        self.cpu_s: list[float] = []
+        self.pace_s: list[float] = []
+        self.peak_bytes = 0
+        self.memory_lines: dict[str, int] = {}
+        self.memory: MemoryUse | None = None
+        self.counters = counters_of(device)
+        self.built_s = time.perf_counter() - began
+
+    def switched(self, plan: Plan, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
+        """The same training under another plan: weights, optimizer state, buffers, random state, data order and records stay.
+
+        Every rank calls it at the same step.
+        """
+        pulse().begin(Doing.PREPARING, "changing the plan")
+        layout = PlanIndex(plan, self.layout.model)
+        graph = lower(plan, layout.model)
+        groups.make(graph, self.run.precision, layout)
+        random = checkpoint.rng_state(str(self.stage.device))
+        after = built(replace(self.run, plan=plan), layout, graph, place, groups, steps=self.steps)
+        assert after is not None, "a change of plan keeps the ranks"
+        if self.rate is not None and after.rate is not None:
+            after.rate.load(self.rate.state())
+        reshard(self.stage, after.stage)
+        checkpoint.restore_rng(random, str(self.stage.device))
+        after.stage.randomness.go_on(self.stage.randomness.state)
+        after.checkpoints, after.notes = self.checkpoints, self.notes
+        after.step_number, after.losses, after.rounds, after.cpu_s = self.step_number, self.losses, self.rounds, self.cpu_s
+        after.own_loss = self.own_loss
+        if after.stale is not None:
+            after.stale.restart(after.step_number)
+        self.close()
+        return after
+
+    def rebuilt_s(self, place: ProcessPlace, groups: ProcessGroups) -> float:
+        """Seconds to build this again with warm libraries: what a switch takes beside the moving of weights.
+
+        A GPU may not hold it twice: there it is the seconds of the first build, which warmed libraries up, too.
+        """
+        if self.stage.device.type != "cpu":
+            return self.built_s
+        random = checkpoint.rng_state(str(self.stage.device))
+        recorded_programs.cache_clear()  # another plan has other microbatches, whose programs are recorded anew
+        again = RankRun(self.run, self.layout, lower(self.run.plan, self.layout.model), place, groups.mine, steps=self.steps)
+        again.close()
+        checkpoint.restore_rng(random, str(self.stage.device))
+        return again.built_s
+
+    def close(self) -> None:
+        """End what runs beside the rank's own thread."""
+        self.loader.close()
+        self.streams.close()
+        if self.mixing is not None:
+            self.mixing.settle()
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """Of the next step, by group of parameters; "" for those in none."""
+        if self.rate is not None:
+            return self.rate.of(min(self.step_number, self.steps - 1))
+        return {"": self.run.learning_rate, **{group.name: group.learning_rate for group in self.run.recipe.groups}}
+
+    def step(self, *, keep: bool) -> None:
+        """One training step on the next global batch; `keep` its task times and its loss."""
+        pulse().begin(Doing.WORKING, "training", self.step_number + 1)
+        if self.rate is not None:
+            self.rate.apply(min(self.step_number, self.steps - 1), self.stage.updates.optimizers)
+        if self.stale is not None:
+            self.stale.begin_step(self.step_number)
+        batch = self.loader.batch(self._batch(self.step_number))
+        following = self.loader.following(self._batch(self.step_number + 1)) if self.streams.loads_ahead else None
+        try:
+            script = self.program.script(self.step_number)
+            loss, times = self.program.step(batch, following, script=script)
+            self.loader.settle()
+        except RuntimeError as error:
+            explained = self._explained(error)
+            if explained is error:
+                raise
+            raise explained from error
+        self.step_number += 1
+        counts = self.stage.loss_counts and script.computes and (self.stale is None or self.stale.forward is not None)
+        self.own_loss = loss / self.run.plan.global_batch if counts else None
+        own = None if self.own_loss is None else self.own_loss / script.share
+        if own is not None and self.checkpoints is not None and not math.isfinite(own):
+            check_loss(own, **self._where())
+        if keep:
+            self.losses.append(own)
+            if script.is_first:
+                self._sample(times)
+
+    def _sample(self, times: list[TaskTime]) -> None:
+        """Keep the task times of every step, then of every second one, of every fourth, ..., as they become too many."""
+        if self._seen % self._every == 0:
+            self.recorded.append(times)
+        self._seen += 1
+        if len(self.recorded) >= RECORDED_STEPS:
+            del self.recorded[1::2]
+            self._every *= 2
+
+    def forget_times(self) -> None:
+        """Of tasks: those that follow are sampled anew."""
+        self.recorded.clear()
+        self._seen, self._every = 0, 1
+
+    def _batch(self, step: int) -> int:
+        """The batch that this rank loads in a step; a decoupled stage that fills loads none, whatever is named."""
+        return step if self.stale is None else max(0, self.stale.batch_of(step))
+
+    def save(self, folder: Path, *, keep: int = 2) -> None:
+        """Write this rank's part of a checkpoint. Raises DivergedError instead if what it would hold is not finite."""
+        pulse().begin(Doing.PREPARING, "writing a checkpoint")
+        state = self.state()
+        if self.checkpoints is not None:
+            check_state(state, self._trained(), **self._where())
+        plan = self.layout.plan
+        checkpoint.save_checkpoint(
+            folder, self.step_number, state, seed=self.run.seed, rank=self.stage.rank, world_size=plan.world_size, keep=keep
+        )
+
+    def _trained(self) -> list[str]:
+        return [parameter.name for parameter in self.layout.model.parameters if parameter.trainable]
+
+    def _where(self) -> dict[str, Any]:
+        """What a message about divergence names."""
+        return {
+            "step": self.step_number,
+            "rank": self.stage.rank,
+            "learning_rate": self.run.learning_rate,
+        }
+
+    def _kept(self) -> str:
+        """What is left of the training, in words. Others wait for the message, so the checkpoint is not read for it."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = None if self.checkpoints is None else checkpoint.latest_checkpoint(self.checkpoints, digests=False)
+        return checkpoint_text(None if found is None else found.step)
+
+    def _explained(self, error: RuntimeError) -> RuntimeError | ExecutionError:
+        """What a GPU's failure means for the run; any other error as it is."""
+        error = as_the_device_says(error, str(self.stage.device))
+        short, asserted = is_out_of_memory(error), is_failed_assertion(error)
+        if not short and not asserted and not is_lost_device(error):
+            return error
+        kept, rank, device = self._kept(), self.stage.rank, self.stage.device
+        if asserted:
+            return failed_assertion(rank, f"in step {self.step_number}", error, kept)
+        if not short:
+            return lost_device(rank, str(device), self.step_number, error, kept)
+        held = {line: sum(_bytes_of(tensors)) for line, tensors in self.stage.resident_tensors().items()}
+        predicted = self.run.predicted_memory[rank] if self.run.predicted_memory else {}
+        return out_of_memory(
+            rank=rank,
+            step=self.step_number,
+            predicted=predicted,
+            held=held,
+            allocated_bytes=sum(held.values()) if self.counters is None else self.counters.allocated_bytes(),
+            kept=kept,
+        )
+
+    def timed(self, steps: int) -> None:
+        """`steps` steps as one round."""
+        cpu, start = time.process_time(), time.perf_counter()
+        for _ in range(steps):
+            self.step(keep=True)
+        self.rounds.append((start, time.perf_counter(), steps))
+        self.cpu_s.append(time.process_time() - cpu)
+
+    def measure_memory(self) -> None:
+        """One step under the eyes of the live-bytes counter, and on a GPU some more under those of allocator and driver; their
+        times are not kept."""
+        with watching(self.stage) as watch:
+            self.program.watch = watch
+            for _ in range(1 if self.stale is None else 1 + self.stale.filling):  # what waits was made under no watch
+                self.step(keep=False)
+            self.peak_bytes, self.memory_lines = watch.live.peak_bytes, watch.peak_lines()
+        self.program.watch = StepWatch()
+        self.memory = MemoryUse(live_bytes=self.peak_bytes)
+        if self.counters is not None:
+            self.counters.forget_peaks()
+            for _ in range(FILLING):
+                self.step(keep=False)
+            self.memory = replace(
+                self.memory,
+                allocated_bytes=self.counters.allocated_bytes(),
+                reserved_bytes=self.counters.reserved_bytes(),
+                driver_bytes=self.counters.driver_bytes(),
+            )
+
+    def state(self) -> checkpoint.RankState:
+        """What this rank contributes to a checkpoint."""
+        own = self.stage.state()
+        rate = None if self.rate is None else self.rate.state()
+        progress = {**own.progress, **self.notes, **({} if rate is None else {RATE: rate})}
+        random = {**checkpoint.rng_state(str(self.stage.device)), "cpu": self.stage.randomness.state}
+        state = replace(own, progress=progress, rng=random)
+        if self.stale is not None:
+            return replace(state, own=self.stale.own_state())
+        if self.mixing is None:
+            return state
+        mean = self.mixing.mean_weights()
+        return replace(
+            state, weights={name: mean.get(name, value) for name, value in state.weights.items()}, own=self.mixing.own_state()
+        )
+
+    def resume(self, found: checkpoint.Checkpoint) -> None:
+        """Go on from a checkpoint of any plan of the same model."""
+        same = found.world_size == self.layout.plan.world_size
+        names = [*self.stage.parameters, *self.stage.buffers()]
+        saved = checkpoint.load_state(found, names, rank=self.stage.rank if same else None)
+        self.stage.load(saved)
+        if self.mixing is not None:
+            self.mixing.load_own(saved.own)
+        if self.stale is not None:
+            self.stale.load_own(saved.own, found.step, self.program, self.loader.batch)
+        checkpoint.restore_rng(saved.rng, str(self.stage.device))
+        if "cpu" in saved.rng:
+            self.stage.randomness.go_on(saved.rng["cpu"])
+        self.step_number = found.step
+        self.notes = {name: value for name, value in saved.progress.items() if name not in OTHERS}
+        if self.rate is not None:
+            self.rate.load(saved.progress.get(RATE))
+
+    def record(self) -> RankRecord:
+        return RankRecord(
+            rank=self.stage.rank,
+            rounds=self.rounds,
+            steps=self.recorded,
+            losses=self.losses,
+            cpu_s=self.cpu_s,
+            peak_bytes=self.peak_bytes,
+            pace_s=self.pace_s,
+            memory_lines=self.memory_lines,
+            memory=self.memory,
+        )
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Of every storage once."""
+    return list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def run_dataset(run: RunSpec, split: str) -> Samples:
+    """The run's data in the shape its model takes.
+
+    Args:
+        run: one run of the job. split: "train", "validation" (with an evaluation) or "test".
+    """
+
+    def load(name: str) -> Samples:
+        return dataset_for(run.model, run.dataset, root=run.data_root, split=name, seed=run.seed)
+
+    looks = run.recipe.evaluation
+    if looks is None or split == "test":
+        return load(split)
+    train, validation = train_and_validation(load, looks.validation, run.seed)
+    return validation if split == "validation" else train
+
+
+def make_streams(device: torch.device) -> Streams:
+    """The streams of a rank that computes on `device`."""
+    if device.type != "cuda" or sharing() == STAGED:  # staged communication blocks whoever asks for it
+        return ThreadStreams()
+    return CudaStreams(TorchCudaDriver(device))

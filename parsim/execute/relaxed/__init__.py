@@ -1,1 +1,0 @@
-"""Real training whose replicas or stages are synchronised by a relaxed rule."""

@@ -1,0 +1,415 @@
+"""The training of one rank: steps, checkpoints, changes of plan, the score at the end, and going on from a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parsim.data.samples import Samples, StreamSamples
+from parsim.errors import ExecutionError, NoSplitError
+from parsim.execute.adaptive import Steering
+from parsim.execute.checkpoint import checkpoint
+from parsim.execute.checkpoint.checkpoint import set_aside_newer
+from parsim.execute.cuda.faults import is_out_of_memory
+from parsim.execute.evaluation import BATCH, Validation, score
+from parsim.execute.job import SCORE, Job
+from parsim.execute.metrics_file import FILE
+from parsim.execute.processes.exchange import done_by_rank_0, gather_values, meet, value_of_rank_0
+from parsim.execute.processes.group import ProcessPlace
+from parsim.execute.processes.heartbeat import Doing, pulse
+from parsim.execute.processes.output import write_progress
+from parsim.execute.processes.speed_probe import SpeedProbe
+from parsim.execute.rank_run import ProcessGroups, RankRun, run_dataset
+from parsim.files import json_text, parse_json, read_json, read_regular, write_json_atomically, write_text_atomically
+from parsim.model.component import LOSS
+from parsim.numeric import keep_nothing, keep_what_is_there
+from parsim.program.placed import PlanIndex
+from parsim.units import format_seconds
+
+# What a training tells while it runs: a line of progress, and metrics.jsonl with one line per step.
+#
+# The losses of ranks are added up where ranks meet anyway: at validations, checkpoints and the end. So a step sends nothing
+# more than its graph says. A line is {"step", "loss", "learning_rate", "seconds", ...}; a resumed training first drops the
+# lines behind its checkpoint.
+
+
+BOARD = "tensorboard"
+"""Folder of event files, where the training writes them."""
+RECENT = 20
+"""Steps whose mean is shown as the measured step."""
+NORMS = 256
+"""Norms of gradients are read from the device together, at most so many: each read waits for it."""
+
+
+class TrainingLog:
+    """Of one training on this rank.
+
+    Args:
+        folder: of the run. entry: where the training stands. steps: of the whole training.
+    """
+
+    def __init__(self, folder: Path, entry: RankRun, steps: int) -> None:
+        self._path, self._steps = folder / FILE, steps
+        self._first = entry.step_number
+        self._written = 0
+        self._seconds: list[float] = []
+        self._rates: list[dict[str, float]] = []
+        self._norms: list[Any] = []
+        self._read = 0
+        self._last = time.perf_counter()
+        self._board: Any = None
+        if entry.stage.rank == 0:
+            _cut(self._path, self._first)
+            if entry.run.recipe.tensorboard:
+                self._board = _board(folder / BOARD, self._first)
+
+    def begin_step(self, entry: RankRun) -> None:
+        """Before a step: its rate, and the time from here on."""
+        self._rates.append(entry.learning_rates)
+        self._last = time.perf_counter()
+
+    def end_step(self, entry: RankRun) -> None:
+        """After a step."""
+        self._seconds.append(time.perf_counter() - self._last)
+        self._norms.append(entry.stage.gradient_norm)
+        if len(self._norms) - self._read >= NORMS:
+            self._read_norms()
+
+    def _read_norms(self) -> None:
+        """Norms as numbers: each is an array of the device until then."""
+        left = [norm for norm in self._norms[self._read :] if norm is not None]
+        if left:  # a plan clips in every step, or in none
+            self._norms[self._read :] = torch.cat(left).tolist()
+        self._read = len(self._norms)
+
+    def write(self, entry: RankRun, place: ProcessPlace, validation: dict[str, Any] | None) -> None:
+        """The steps since the last time; every rank calls it at once.
+
+        Args:
+            validation: the scores after the last step, where it had some.
+        """
+        own = entry.losses[self._written :]
+        everyone = gather_values(own)
+        self._written += len(own)
+        if place.rank != 0 or not own:
+            return
+        self._read_norms()
+        first = self._written - len(own)
+        lines = []
+        for number, losses in enumerate(zip(*everyone, strict=True), first):
+            counted = [loss for loss in losses if loss is not None]
+            line: dict[str, Any] = {
+                "step": self._first + number + 1,
+                **({"loss": math.fsum(counted)} if counted else {}),
+                "learning_rate": self._rates[number][""],
+                **{f"learning_rate.{name}": rate for name, rate in self._rates[number].items() if name},
+                "seconds": self._seconds[number],
+            }
+            norm = self._norms[number]
+            lines.append(line if norm is None else {**line, "gradient_norm": norm})
+        self._norms[first : self._written] = [None] * len(own)
+        if validation is not None:
+            lines[-1]["validation"] = {name: value for name, value in validation.items() if name != "step"}
+        if self._board is not None:
+            _show(self._board, lines)
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(json_text(line) + "\n" for line in lines)
+        except OSError as error:
+            raise ExecutionError(f"cannot write {self._path}: {error}; is the disk full?") from error
+
+    def progress(self, entry: RankRun, loss: float) -> dict[str, str]:
+        """How far the training is, for people. loss: of the rank's own samples."""
+        recent = self._seconds[-RECENT:]
+        step_s = sum(recent) / len(recent)
+        told = {
+            "step": f"{entry.step_number}/{self._steps}",
+            "loss on its last samples": f"{loss:.4f}",
+            "samples/s": f"{entry.run.plan.global_batch / step_s:.4g}",
+            "a step takes": format_seconds(step_s),
+        }
+        if entry.run.predicted_step_s:
+            told["predicted"] = format_seconds(entry.run.predicted_step_s)
+        return {**told, "ends in": format_seconds(step_s * (self._steps - entry.step_number))}
+
+
+def _board(folder: Path, steps: int) -> Any:
+    """A writer of event files; what an earlier part of the training wrote behind its checkpoint is hidden."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    board: Any = SummaryWriter  # torch leaves it without types
+    return board(str(folder), purge_step=steps + 1)
+
+
+def _show(board: Any, lines: Sequence[Mapping[str, Any]]) -> None:
+    """The numbers of metrics.jsonl as scalars; those of a validation below validation/."""
+    for line in lines:
+        scalars = {name: value for name, value in line.items() if name not in ("step", "validation")}
+        scalars |= {f"validation/{name}": value for name, value in line.get("validation", {}).items()}
+        for name, value in scalars.items():
+            board.add_scalar(name, value, line["step"])
+    board.flush()
+
+
+def _cut(path: Path, steps: int) -> None:
+    """Keep the lines of the first `steps` steps; one that cannot be read ends them."""
+    if not path.is_file():
+        return
+    kept = []
+    for text in read_regular(path).decode("utf-8", errors="replace").splitlines():
+        try:
+            if not 0 < parse_json(text, allow_nan=True)["step"] <= steps:
+                break
+        except (ValueError, KeyError, TypeError):
+            break
+        kept.append(text + "\n")
+    write_text_atomically(path, "".join(kept))
+
+
+SAY_EVERY_S = 1.0
+FEWER = 4
+"""So many times fewer samples are scored at once where the memory of a GPU does not suffice."""
+
+
+def train(
+    job: Job, entry: RankRun, place: ProcessPlace, groups: ProcessGroups, probe: SpeedProbe | None = None
+) -> RankRun | None:
+    """Train to step `job.steps`, with checkpoints and switches of plan; then score the result on the test samples.
+
+    Before and after the steps, ranks with a `probe` measure the speed of their cores.
+
+    Returns:
+        The run as it ended, perhaps under another plan; None: an earlier launch has done all that.
+    """
+    folder = Path(job.output) / "checkpoints"
+    entry.checkpoints = folder
+    if job.resume:
+        _resume(entry, folder, place)
+        if value_of_rank_0(done_by_rank_0(place, lambda: _has_ended(job, entry))):
+            if place.rank == 0:
+                text = f"the training in {job.output} has ended at step {entry.step_number}: nothing is left to do"
+                warnings.warn(text, stacklevel=1)
+            entry.close()
+            return None
+    said = time.monotonic()
+    steering: Steering | None = None
+    if job.adaptive is not None:
+        steering = Steering(job.adaptive, entry.run, job.steps, place, built_s=entry.rebuilt_s(place, groups))
+    validation = _validation(job, entry, place)
+    stopped: int | None = None
+    log = TrainingLog(Path(job.output), entry, job.steps)
+    keep_what_is_there()
+    done_by_rank_0(place, lambda: None)  # rank 0 has read the profile meanwhile
+    pace_s = _looks(probe)
+    warm, warmup_steps = 0, min(job.warmup_steps, job.steps - entry.step_number - 1)  # at least one step is timed
+    while entry.step_number < job.steps:
+        log.begin_step(entry)
+        if warm < warmup_steps:
+            entry.step(keep=True)
+            entry.forget_times()
+            warm += 1
+        else:
+            entry.timed(1)
+        log.end_step(entry)
+        done, plan = entry.step_number, entry.run.plan
+        for switch in job.switches:
+            if switch.step == done:
+                entry = entry.switched(switch.plan, place, groups)
+        if steering is not None and job.adaptive is not None and steering.due(done):
+            entry = _steer(job, steering, entry, place, groups)
+        if entry.run.plan is not plan:
+            keep_nothing()
+            keep_what_is_there()  # without what the plan before held
+            if entry.counters is not None:
+                entry.counters.give_back()  # NCCL takes memory of its own for the groups of the new plan
+        validates = validation is not None and validation.due(done)
+        if validates and validation is not None and validation.look(entry, place):
+            stopped = done
+        saves = done in (job.steps, stopped) or (job.checkpoint_every > 0 and done % job.checkpoint_every == 0)
+        if saves or validates:
+            log.write(entry, place, validation.seen[-1] if validates and validation is not None else None)
+        if saves:
+            entry.save(folder)
+            if validation is not None:
+                validation.has_saved(place)
+        speaker, share = _speaker(entry.layout)
+        if (
+            place.rank == speaker
+            and entry.own_loss is not None
+            and (time.monotonic() - said > SAY_EVERY_S or done == job.steps)
+        ):
+            said = time.monotonic()
+            write_progress(log.progress(entry, entry.own_loss / share))
+        if stopped is not None:
+            break
+    entry.pace_s = pace_s + _looks(probe)
+    looks = {} if validation is None else validation.to_dict(stopped)
+    done_by_rank_0(place, lambda: _score_last(job, entry, folder, steering, looks))
+    entry.checkpoints = None  # from here on steps are made for their times and their memory alone
+    if not entry.rounds:
+        entry.timed(1)
+        entry.losses.clear()
+    entry.measure_memory()
+    return entry
+
+
+def _looks(probe: SpeedProbe | None) -> list[float]:
+    """One look at the speed of the cores, by all ranks at once."""
+    meet()
+    found = [] if probe is None else [probe.seconds()]
+    meet()
+    return found
+
+
+def _resume(entry: RankRun, folder: Path, place: ProcessPlace) -> None:
+    """Go on from the newest checkpoint that every rank can read. Raises ExecutionError if there are some and none can be."""
+    pulse().begin(Doing.PREPARING, "reading a checkpoint")
+    if place.rank == 0:
+        checkpoint.discard_unfinished(folder)  # of ranks that were ended while they wrote: the others wait for rank 0
+    candidates = checkpoint.checkpoints(folder)
+
+    def next_step() -> int | None:
+        found = next(candidates, None)
+        return None if found is None else found.step
+
+    problem = ""
+    while (step := value_of_rank_0(done_by_rank_0(place, next_step))) is not None:
+        problem = next(filter(None, gather_values(_problem_of_resuming(entry, folder, step))), "")
+        if not problem:
+            if place.rank == 0:
+                set_aside_newer(folder, step)
+                write_progress({"resumed": f"at step {step}"})
+            return
+        if place.rank == 0:
+            warnings.warn(problem, stacklevel=1)
+    if value_of_rank_0(done_by_rank_0(place, lambda: checkpoint.has_checkpoints(folder))):
+        raise ExecutionError(
+            f"no checkpoint in {folder} can be used{f' ({problem})' if problem else ''}; the warnings say why; to start "
+            "again, give another --out, or remove that folder"
+        )
+
+
+def _has_ended(job: Job, entry: RankRun) -> bool:
+    """Whether an earlier launch has ended this training, with its score and records; removes those of an earlier part.
+
+    A launch file may be run again. `parsim run` looks for itself, before it starts any process.
+    """
+    output = Path(job.output)
+    records, result = output / entry.run.name, output / SCORE
+    try:
+        ended = read_json(result)
+        last = ended.get("stopped_early_at") or job.steps
+    except (OSError, ValueError, AttributeError):
+        last = None
+    if last == entry.step_number and all((records / f"rank{rank}.json").is_file() for rank in range(job.world_size)):
+        return True
+    result.unlink(missing_ok=True)
+    shutil.rmtree(records, ignore_errors=True)
+    return False
+
+
+def _problem_of_resuming(entry: RankRun, folder: Path, step: int) -> str:
+    """Take the checkpoint; says why this rank cannot, or ""."""
+    try:
+        entry.resume(checkpoint.checkpoint_at(folder, step))
+    except ExecutionError as error:
+        return str(error)
+    return ""
+
+
+def _validation(job: Job, entry: RankRun, place: ProcessPlace) -> Validation | None:
+    """How the training validates, if it does."""
+    rule = entry.run.recipe.evaluation
+    if rule is None:
+        return None
+    every = rule.every or entry.order.steps_per_epoch
+    found = Validation(rule=rule, folder=Path(job.output) / "best" / "checkpoints", every=every, steps=job.steps)
+    found.begin(entry, place)
+    return found
+
+
+def _score_last(job: Job, entry: RankRun, folder: Path, steering: Steering | None, looks: dict[str, Any]) -> None:
+    """Score the weights of the last checkpoint, and write down what the controller decided."""
+    result = {**_scored(entry, folder), **looks}
+    write_json_atomically(Path(job.output) / SCORE, result)
+    write_progress({name: value for name, value in result.items() if name not in looks})
+    if steering is not None:
+        decisions = [decision.to_dict() for decision in steering.decisions]
+        write_json_atomically(Path(job.output) / "decisions.json", decisions, indent=1)
+
+
+def _scored(entry: RankRun, folder: Path) -> dict[str, Any]:
+    pulse().begin(Doing.PREPARING, "scoring")
+    last = checkpoint.latest_checkpoint(folder)
+    if last is None:
+        raise ExecutionError(f"the checkpoint that was just written to {folder} cannot be read")
+    try:
+        samples = run_dataset(entry.run, "test")
+    except NoSplitError:  # of one's own: training samples are all there is
+        return {}
+    if isinstance(samples, StreamSamples):
+        samples = samples.whole()
+    return _scored_in_memory(entry, checkpoint.load_state(last), samples)
+
+
+def _scored_in_memory(entry: RankRun, state: checkpoint.RankState, samples: Samples) -> dict[str, Any]:
+    """The score, with as many samples at once as the GPU of rank 0 has memory for beside what it trains with.
+
+    A model that is trained in parts may not fit there as a whole. Its training has ended well all the same, and its weights are
+    in the checkpoint.
+    """
+    at_once = BATCH
+    while at_once:
+        try:
+            return score(entry.run, state, samples, entry.stage.device, at_once=at_once)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        at_once //= FEWER
+    reason = f"the whole model with one sample needs more memory than {entry.stage.device} has left"
+    warnings.warn(f"the test samples were not scored: {reason}", stacklevel=1)
+    return {"not_scored": reason}
+
+
+def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
+    """Show the controller the last window; change plan if it says so."""
+    assert job.adaptive is not None
+    times = entry.recorded[-job.adaptive.window_steps :]
+    step_s = mean_round_s(entry.rounds, len(times))
+    plan = steering.decide(entry.run.plan, entry.layout.model, entry.step_number, times, step_s)
+    if plan is not None or steering.ends(entry.step_number):
+        entry.forget_times()
+    if plan is None:
+        return entry
+    if place.rank == 0:
+        write_progress({"step": entry.step_number, "new plan": plan.summary(), "because": steering.decisions[-1].reason})
+    began = time.monotonic()
+    after = entry.switched(plan, place, groups)
+    steering.has_switched(time.monotonic() - began)
+    return after
+
+
+def mean_round_s(rounds: Sequence[tuple[float, float, int]], steps: int) -> float:
+    """Of the last rounds, a step each. What passes between them (a decision, a planning) is not a part of it.
+
+    Args:
+        rounds: (begin, end, steps) in seconds. steps: how many of the last ones count; 0: the mean is 0.
+    """
+    last = rounds[len(rounds) - steps :]
+    return sum(end - start for start, end, _ in last) / len(last) if last else 0.0
+
+
+def _speaker(layout: PlanIndex) -> tuple[int, float]:
+    """The last rank whose loss counts, and the share of the batch that it sees."""
+    plan, placement = layout.plan, layout.placement[LOSS]
+    mesh = plan.mesh
+    shard = {"place": placement.shard, "replicate": 0}.get(placement.kind, mesh.tp - 1)
+    share = placement.batch_ways(mesh.tp) / mesh.tp / mesh.dp
+    return plan.stages[-1].ranks[(mesh.dp - 1) * mesh.tp + shard], share

@@ -1,1 +1,0 @@
-"""What folding asks of ranks and of the communication inside replicas."""

@@ -1,1 +1,0 @@
-"""What indexes of plans share."""

@@ -1,0 +1,1 @@
+"""Models by name: the zoo, Hugging Face configs, transformers from their sizes, presets."""

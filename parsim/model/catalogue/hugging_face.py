@@ -1,0 +1,601 @@
+"""Modules from a Hugging Face config.json alone: without network, with random weights.
+
+The attention is transformers' default (sdpa where the model has it), the experts' grouped products, and the cache is off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from parsim.errors import MissingDependencyError, ModelError, near_matches
+from parsim.files import parse_json, read_text, reading
+from parsim.model.inputs import ModelInput
+from parsim.model.objective import OWN
+from parsim.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+# What a Hugging Face architecture takes and trains by: default inputs and loss, by transformers' own lists of Auto classes.
+#
+# A kind lists the Auto classes whose models it describes. An architecture belongs to the first kind with one that names it.
+
+
+DEFAULT_SEQ = 2048
+"""Tokens per sample where nobody says and the model allows as many. Configs of today allow up to a million."""
+
+LONGEST_SCAN = 256
+"""Tokens per sample of models that run token by token: tracing them takes time in proportion."""
+
+SCANS = ("mamba", "falcon_mamba", "mamba2")
+_USUAL_SEQ = {"t5": 512, "mt5": 512, "umt5": 512, **dict.fromkeys(SCANS, 64)}
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length", "seq_length")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadKind:
+    """One kind of model.
+
+    Attributes:
+        name: for messages. lists: of transformers' MODEL_FOR_..._MAPPING_NAMES the middle part.
+        inputs: (config, tokens per sample) -> what it takes. loss: a row of `parsim.model.objective`.
+        targets: what these are, for a person.
+    """
+
+    name: str
+    lists: tuple[str, ...]
+    inputs: Callable[[Any, int], tuple[ModelInput, ...]]
+    loss: str
+    targets: str
+
+
+def _tokens(config: Any, seq: int) -> tuple[ModelInput, ...]:
+    return (ModelInput("input_ids", (seq,), dtype="int64", high=int(_text(config).vocab_size)),)
+
+
+def _image(config: Any, seq: int) -> tuple[ModelInput, ...]:
+    config = getattr(config, "vision_config", None) or config
+    size = getattr(config, "image_size", None) or 224
+    height, width = (size, size) if isinstance(size, int) else size
+    return (ModelInput("pixel_values", (int(getattr(config, "num_channels", 3)), int(height), int(width))),)
+
+
+def _two_texts(config: Any, seq: int) -> tuple[ModelInput, ...]:
+    decoder = ModelInput("decoder_input_ids", (seq,), dtype="int64", high=int(_text(config).vocab_size))
+    return (*_tokens(config, seq), decoder)
+
+
+def _text_and_image(config: Any, seq: int) -> tuple[ModelInput, ...]:
+    return (*_tokens(config, seq), *_image(config, seq))
+
+
+def _speech_and_text(config: Any, seq: int) -> tuple[ModelInput, ...]:
+    bins, frames = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
+    if bins is None or frames is None:
+        raise ModelError(f"{config.model_type}: the shape of its speech input is unknown; give [model] inputs")
+    decoder = ModelInput("decoder_input_ids", (seq,), dtype="int64", high=int(config.vocab_size))
+    return (ModelInput("input_features", (int(bins), 2 * int(frames))), decoder)
+
+
+KINDS = (
+    HeadKind(
+        name="causal language model",
+        lists=("CAUSAL_LM",),
+        inputs=_tokens,
+        loss="cross_entropy",
+        targets="the next token of every position",
+    ),
+    HeadKind(
+        name="masked language model",
+        lists=("MASKED_LM",),
+        inputs=_tokens,
+        loss="cross_entropy",
+        targets="a token for every position",
+    ),
+    HeadKind(
+        name="speech to text",
+        lists=("SPEECH_SEQ_2_SEQ",),
+        inputs=_speech_and_text,
+        loss="cross_entropy",
+        targets="the next token of every position of the decoder",
+    ),
+    HeadKind(
+        name="sequence to sequence",
+        lists=("SEQ_TO_SEQ_CAUSAL_LM",),
+        inputs=_two_texts,
+        loss="cross_entropy",
+        targets="the next token of every position of the decoder",
+    ),
+    HeadKind(
+        name="text classification",
+        lists=("SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION"),
+        inputs=_tokens,
+        loss="cross_entropy",
+        targets="classes",
+    ),
+    HeadKind(
+        name="image classification",
+        lists=("IMAGE_CLASSIFICATION",),
+        inputs=_image,
+        loss="cross_entropy",
+        targets="classes",
+    ),
+    HeadKind(
+        name="image and text by contrast",
+        lists=("ZERO_SHOT_IMAGE_CLASSIFICATION",),
+        inputs=_text_and_image,
+        loss="own",
+        targets="",
+    ),
+)
+
+
+def kind_of(architecture: str) -> HeadKind | None:
+    """The kind of an architecture such as LlamaForCausalLM; None where no list names it."""
+    from transformers.models.auto import modeling_auto
+
+    for kind in KINDS:
+        for name in kind.lists:
+            if architecture in _names(getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES", {})):
+                return kind
+    return None
+
+
+def _names(mapping: Any) -> set[str]:
+    found: set[str] = set()
+    for entry in mapping.values():
+        found.update((entry,) if isinstance(entry, str) else entry)
+    return found
+
+
+def _text(config: Any) -> Any:
+    """The part of a config that describes the text model."""
+    inner = getattr(config, "text_config", None)
+    return config if inner is None else inner
+
+
+def longest(config: Any) -> int | None:
+    """Tokens per sample that the positions of a model allow; None where nothing limits them."""
+    text = _text(config)
+    if text.model_type in ("t5", "mt5", "umt5"):  # relative positions: n_positions is what it was trained with
+        return None
+    return next((int(value) for name in _LENGTHS if isinstance(value := getattr(text, name, None), int) and value > 0), None)
+
+
+def sequence_length(config: Any, given: int | None, where: str) -> int:
+    """Tokens per sample: as given, or DEFAULT_SEQ where the model allows as many.
+
+    Raises:
+        ModelError: more than the model has positions for, or than can be traced one by one.
+    """
+    most, kind = longest(config), _text(config).model_type
+    if given is None:
+        usual = _USUAL_SEQ.get(kind, DEFAULT_SEQ)
+        return usual if most is None else min(usual, most)
+    if kind in SCANS and given > LONGEST_SCAN:
+        raise ModelError(
+            f"{where}: without its own kernels transformers runs the scan of {kind} one token at a time, too long to trace for "
+            f"seq {given}; give seq <= {LONGEST_SCAN}"
+        )
+    if most is not None and given > most:
+        name = next(name for name in _LENGTHS if getattr(_text(config), name, None) == most)
+        raise ModelError(f"{where}: seq {given} exceeds {name} {most} of the config; shorten it, or raise {name} in args")
+    return given
+
+
+# Experts of a mixture as grouped products over tokens sorted by expert, in every precision and on every device.
+#
+# transformers takes torch's grouped_mm for them, whose shapes torch knows for bfloat16 alone. Its own operator for other
+# cases,
+# `transformers::grouped_mm_fallback`, multiplies the same matrices one expert at a time. So every token is multiplied with
+# the
+# experts it chose, whichever they are: the work does not depend on how tokens are routed. What an uneven routing does to the
+# time
+# of a device that holds some of the experts is left out.
+
+
+NAME = "parsim_grouped_mm"
+"""Of the implementation, as `config._experts_implementation` has it."""
+
+
+def _grouped_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
+    from transformers.integrations import moe
+
+    with patch.object(moe, "_can_use_grouped_mm", lambda *_, **__: False):
+        return moe.grouped_mm_experts_forward(self, *args, **kwargs)
+
+
+def implementation() -> str | None:
+    """The name of the implementation, registered with transformers; None where transformers has no such table."""
+    try:
+        from transformers.integrations import moe
+
+        moe.ALL_EXPERTS_FUNCTIONS.register(NAME, _grouped_experts)
+    except (ImportError, AttributeError):
+        return None
+    _set_backward()
+    return NAME
+
+
+@cache
+def _set_backward() -> None:
+    """Make the backward of the fallback one operator, where transformers walks over the experts in it (5.17 does).
+
+    Fake tensors have no numbers of tokens to walk over.
+    """
+    import torch
+
+    if not hasattr(torch.ops.transformers, "grouped_mm_fallback") or hasattr(
+        torch.ops.transformers, "grouped_mm_fallback_backward"
+    ):
+        return
+    define_backward()
+
+    def setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *torch.ops.parsim.grouped_mm_backward(*ctx.saved_tensors, gradient), None
+
+    torch.library.register_autograd("transformers::grouped_mm_fallback", backward, setup_context=setup)
+
+
+@cache
+def define_backward() -> None:
+    """`torch.ops.parsim.grouped_mm_backward`: gradients of tokens [s, k] sorted by expert and of weights [experts, k, n].
+
+    `ends` has the number of tokens of the experts up to each.
+    """
+    import torch
+
+    def backward(tokens: Tensor, weights: Tensor, ends: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        of_tokens, of_weights = torch.zeros_like(tokens), torch.zeros_like(weights)
+        start = 0
+        for expert, end in enumerate(ends.tolist()):
+            of_tokens[start:end] = gradient[start:end] @ weights[expert].T
+            of_weights[expert] = tokens[start:end].T @ gradient[start:end]
+            start = end
+        return of_tokens, of_weights
+
+    name = "parsim::grouped_mm_backward"
+    schema = "(Tensor tokens, Tensor weights, Tensor ends, Tensor gradient) -> (Tensor, Tensor)"
+    torch.library.custom_op(name, backward, mutates_args=(), schema=schema)
+    torch.library.register_fake(
+        name, lambda tokens, weights, ends, gradient: (torch.empty_like(tokens), torch.empty_like(weights))
+    )
+
+
+# CLIPModel as it trains: its forward returns the contrastive loss, taken in an order that keeps pairs of samples in the loss.
+#
+# transformers' own forward multiplies texts by images before it scales the product. Here images are scaled first. Parameters,
+# their names and the loss are the same, up to rounding.
+
+
+CONTRASTIVE = ("CLIPModel",)
+"""Architectures that can be built so."""
+
+
+def trains_by_contrast(architecture: str) -> bool:
+    """Whether `with_its_loss` knows it."""
+    return architecture in CONTRASTIVE
+
+
+@lru_cache(maxsize=8)
+def with_its_loss(kind: Any) -> Any:
+    """A class of the same name and parameters whose forward returns {"loss", "image_embeds", "text_embeds"}.
+
+    The loss is the mean of two cross-entropies, as transformers' own `image_text_contrastive_loss` takes it. It is a scalar.
+
+    Args:
+        kind: a class of transformers that `trains_by_contrast`.
+    """
+    from torch import arange
+    from torch.nn.functional import cross_entropy, normalize
+
+    def forward(self: Any, input_ids: Any, pixel_values: Any) -> dict[str, Any]:
+        images = normalize(self.get_image_features(pixel_values).pooler_output) * self.logit_scale.exp()
+        texts = normalize(self.get_text_features(input_ids).pooler_output)
+        scores = texts @ images.t()
+        own = arange(len(scores), device=scores.device)
+        loss = (cross_entropy(scores, own) + cross_entropy(scores.t(), own)) / 2
+        return {"loss": loss, "image_embeds": images, "text_embeds": texts}
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+SEQ = "seq"
+"""The argument that is not of the config: tokens per sample."""
+
+_COUNTS = frozenset(
+    """
+    hidden_size d_model n_embd intermediate_size n_inner d_ff d_kv head_dim num_hidden_layers n_layer num_layers
+    encoder_layers decoder_layers num_decoder_layers num_attention_heads n_head num_heads encoder_attention_heads
+    decoder_attention_heads num_key_value_heads vocab_size max_position_embeddings n_positions image_size patch_size
+    num_channels num_local_experts num_experts num_experts_per_tok state_size moe_intermediate_size
+    """.split()  # noqa: SIM905
+)
+
+
+_ABOUT_THE_FILE = frozenset(
+    """
+    architectures auto_map model_type torch_dtype dtype transformers_version use_cache bos_token_id eos_token_id pad_token_id
+    decoder_start_token_id sep_token_id pretraining_tp initializer_range id2label label2id finetuning_task
+    task_specific_params gradient_checkpointing quantization_config tie_word_embeddings rope_theta rope_scaling num_labels
+    problem_type is_decoder is_encoder_decoder output_attentions output_hidden_states return_dict torchscript
+    """.split()  # noqa: SIM905
+)
+"""Keys of any config.json that change neither the time nor the memory of a step, or are read elsewhere here."""
+
+
+def read_config(spec: ModelSpec) -> dict[str, Any]:
+    """The document of a config.json, with the arguments of the spec in place of its own values.
+
+    Raises:
+        ModelError: no file, no JSON, no model_type or architectures, or sizes that cannot be.
+    """
+    path = Path(spec.name)
+    with reading(f"{path} is not a Hugging Face config that can be built", ModelError, "correct its values"):
+        return _read(path, spec)
+
+
+def _read(path: Path, spec: ModelSpec) -> dict[str, Any]:
+    if not path.is_file():
+        raise ModelError(f"no Hugging Face config at {path}; give the path of a config.json")
+    try:
+        document = parse_json(read_text(path), allow_nan=True)
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}; give a Hugging Face config.json") from error
+    if not isinstance(document, dict):
+        raise ModelError(f"{path} is not a Hugging Face config with model_type and architectures: it holds no table")
+    own = {key: value for key, value in spec.args if key != SEQ}
+    if unknown := [key for key in own if key not in document]:
+        _check_known(path, str(document.get("model_type")), unknown)
+    document = {**document, **own}
+    names = document.get("architectures")
+    if not isinstance(document.get("model_type"), str) or not isinstance(names, list) or not names:
+        missing = "architectures" if isinstance(document.get("model_type"), str) else "model_type and architectures"
+        raise ModelError(
+            f"{path} is not a Hugging Face config with model_type and architectures: it lacks {missing}; add for example "
+            f'"model_type": "llama", "architectures": ["LlamaForCausalLM"]'
+        )
+    _check_sizes(path, document)
+    return document
+
+
+def _check_known(path: Path, model_type: str, names: list[str]) -> None:
+    """Arguments must be of the config, or of its class."""
+    transformers = _transformers(path)
+    try:
+        default = transformers.AutoConfig.for_model(model_type)
+    except (ValueError, KeyError):
+        return
+    known = {*default.to_dict(), *type(default).attribute_map}
+    for name in names:
+        if name not in known:
+            raise ModelError(f"{path} has no argument {name!r}{near_matches(name, [*known, SEQ])}")
+
+
+def _check_sizes(path: Path, document: dict[str, Any]) -> None:
+    for name in _COUNTS:
+        value = document.get(name)
+        numbers = value if isinstance(value, list) else [value]
+        for number in numbers:
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise ModelError(f"{path}: {name} must be a whole number >= 1, got {value!r}")
+    hidden = next((document[name] for name in ("hidden_size", "n_embd") if document.get(name)), None)
+    heads = next((document[name] for name in ("num_attention_heads", "n_head") if document.get(name)), None)
+    if hidden and heads and not document.get("head_dim") and hidden % heads:
+        raise ModelError(f"{path}: the heads ({heads}) must divide the hidden size ({hidden}); change one of them")
+    shared = document.get("num_key_value_heads")
+    if shared and heads and heads % shared:
+        raise ModelError(f"{path}: num_key_value_heads ({shared}) must divide the heads ({heads}); change one of them")
+    experts = document.get("num_local_experts") or document.get("num_experts")
+    chosen = document.get("num_experts_per_tok")
+    if experts and chosen and chosen > experts:
+        raise ModelError(f"{path}: num_experts_per_tok ({chosen}) exceeds the number of experts ({experts})")
+    size, patch = document.get("image_size"), document.get("patch_size")
+    if isinstance(size, int) and isinstance(patch, int) and size < patch:
+        raise ModelError(f"{path}: patch_size ({patch}) exceeds image_size ({size})")
+
+
+def _transformers(path: Path) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingDependencyError(f"transformers is needed to build {path}; install parsim[hf]") from error
+    return transformers
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' notes on kernels that are not installed."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def module_from_config(spec: ModelSpec) -> nn.Module:
+    """From the config alone, without network; randomly initialised.
+
+    Raises:
+        ModelError: what `read_config` raises, an unknown model_type or architecture, or a config that its class refuses.
+        MissingDependencyError: transformers is not installed.
+    """
+    document = read_config(spec)
+    path, architecture = spec.name, str(document["architectures"][0])
+    transformers = _transformers(Path(path))
+    try:
+        config = transformers.AutoConfig.for_model(**document)
+    except (ValueError, KeyError) as error:
+        known = list(transformers.CONFIG_MAPPING)
+        if document["model_type"] not in known:
+            near = near_matches(document["model_type"], known) if len(known) < 20 else ""
+            raise ModelError(
+                f"{path}: transformers {transformers.__version__} has no model_type {document['model_type']!r}{near}; correct "
+                f"it, or install a transformers that has it"
+            ) from error
+        raise ModelError(f"{path}: transformers refuses the config: {_one_line(error)}") from error
+    except Exception as error:
+        raise ModelError(f"{path}: transformers refuses the config: {_one_line(error)}") from error
+    kind = _class_of(transformers, architecture, path)
+    if not isinstance(config, kind.config_class):
+        raise ModelError(
+            f"{path}: {architecture} is not an architecture of model_type {document['model_type']!r}, but of "
+            f"{kind.config_class.model_type!r}; correct one of them"
+        )
+    if trains_by_contrast(architecture) and spec.loss in (None, OWN):
+        kind = with_its_loss(kind)
+    parts: tuple[Any, ...] = (config, getattr(config, "text_config", None))
+    for part in parts:
+        if hasattr(part, "use_cache"):
+            part.use_cache = False
+    if hasattr(getattr(config, "text_config", config), "num_experts_per_tok") and (experts := implementation()):
+        config._experts_implementation = experts
+    try:
+        with _quiet():
+            module: nn.Module = kind._from_config(config)
+    except RuntimeError:
+        raise  # without memory for weights: it is built again, with them
+    except Exception as error:
+        raise ModelError(f"{path}: {architecture} cannot be built: {_one_line(error)}; correct the sizes") from error
+    return module
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def _class_of(transformers: Any, architecture: str, path: str) -> Any:
+    found = getattr(transformers, architecture, None) if architecture.isidentifier() else None
+    if not isinstance(found, type) or not hasattr(found, "config_class") or not hasattr(found, "_from_config"):
+        raise ModelError(
+            f"{path}: architecture {architecture!r} is not in transformers {transformers.__version__}; give the name of one of "
+            f"its models, for example LlamaForCausalLM"
+        )
+    return found
+
+
+def default_inputs(spec: ModelSpec, module: nn.Module) -> tuple[ModelInput, ...]:
+    """What a model takes where [model] inputs does not say.
+
+    Args:
+        spec: of a config; `seq` in its arguments, or an input_shape of one size, is the tokens per sample.
+        module: built of it.
+
+    Raises:
+        ModelError: more tokens than the model has positions for, or a shape that does not suit its input.
+    """
+    config: Any = module.config
+    kind = _kind(spec, module)
+    shape, seq = spec.input_shape, dict(spec.args).get(SEQ)
+    if seq is not None and (isinstance(seq, bool) or not isinstance(seq, int) or seq < 1):
+        raise ModelError(f"{spec.name}: seq must be a whole number >= 1, got {seq!r}")
+    if shape is not None and len(shape) == 1:
+        if seq is not None and seq != shape[0]:
+            raise ModelError(f"{spec.name}: seq is {seq} and input_shape {list(shape)}; give one of them")
+        seq = shape[0]
+    found = kind.inputs(config, 1)
+    if any(entry.is_integer for entry in found):
+        found = kind.inputs(config, sequence_length(config, seq, spec.name))
+    if shape is None or shape == found[0].shape:
+        return found
+    if len(found) > 1 or len(shape) != len(found[0].shape):
+        taken = ", ".join(f"{entry.name} {list(entry.shape)}" for entry in found)
+        raise ModelError(f"{spec.name} takes {taken}, got input_shape {list(shape)}; give seq in args, or [model] inputs")
+    return (ModelInput(found[0].name, shape),) if not found[0].is_integer else found
+
+
+def default_loss(spec: ModelSpec, module: nn.Module) -> str:
+    """The loss that the architecture trains by where [model] loss does not say.
+
+    Raises:
+        ModelError: its own loss compares samples in a way that is not known.
+    """
+    kind, name = _kind(spec, module), type(module).__name__
+    if kind.loss == OWN and not trains_by_contrast(name):
+        raise ModelError(
+            f"{name} trains by comparing all samples of a batch with one another, which is not a sum over samples. Of such "
+            f"models only the loss of {', '.join(CONTRASTIVE)} is known. Plan one tower with inputs and a loss of your own, "
+            'or give a module that returns its loss (loss = "own")'
+        )
+    labels = getattr(module.config, "num_labels", None)
+    if kind.name == "text classification" and labels == 1:
+        return "mse"
+    return kind.loss
+
+
+def _kind(spec: ModelSpec, module: nn.Module) -> HeadKind:
+    kind = kind_of(type(module).__name__)
+    if kind is None:
+        kinds = ", ".join(kind.name for kind in KINDS)
+        raise ModelError(
+            f"{spec.name}: what {type(module).__name__} takes and trains by is unknown; give [model] inputs and loss, or an "
+            f"architecture of one of these kinds: {kinds}"
+        )
+    return kind
+
+
+def assumptions(spec: ModelSpec, module: nn.Module) -> str:
+    """What was chosen for a config, in a few words for the source of its Model.
+
+    Args:
+        spec: of a config. module: built of it.
+    """
+    config: Any = module.config
+    attention = getattr(config, "_attn_implementation", None)
+    chosen = [f"{attention} attention", "no cache"] if attention else ["no cache"]
+    if getattr(config, "_experts_implementation", None) == NAME:
+        chosen.append("experts as grouped products, whatever the routing")
+    if config.model_type in SCANS:
+        chosen.append("its scan one token at a time, without kernels of its own")
+    takes_tokens = spec.inputs is None and any(entry.is_integer for entry in default_inputs(spec, module))
+    if takes_tokens and spec.input_shape is None and SEQ not in dict(spec.args):
+        chosen.append("length assumed (give seq)")
+    kind = kind_of(type(module).__name__)
+    if spec.loss is None and kind is not None and kind.targets:
+        chosen.append(f"targets: {kind.targets}")
+    return "; ".join(chosen)
+
+
+def left_out(spec: ModelSpec) -> tuple[str, ...]:
+    """What a config asks for and a plan of its training does not follow, for the warnings of every answer.
+
+    Args:
+        spec: of a config.
+    """
+    document = read_config(spec)
+    told = []
+    if document.get("quantization_config"):
+        told.append("quantization_config is left out: weights are as training.precision says, and all of them train")
+    if (dtype := str(document.get("dtype") or document.get("torch_dtype"))) in ("bfloat16", "float16"):
+        told.append(f"torch_dtype = {dtype} is left out: weights are as training.precision says")
+    if unknown := _unknown_keys(Path(spec.name), document):
+        told.append(f"keys of {Path(spec.name).name} that its class does not list, and which may matter: {', '.join(unknown)}")
+    return tuple(told)
+
+
+def _unknown_keys(path: Path, document: Mapping[str, Any]) -> list[str]:
+    """Keys that the class of the config does not list; none where the config has code of its own beside it (auto_map)."""
+    if document.get("auto_map"):
+        return []
+    try:
+        default = _transformers(path).AutoConfig.for_model(str(document["model_type"]))
+    except (ValueError, KeyError):
+        return []
+    known = {*default.to_dict(), *type(default).attribute_map, *_ABOUT_THE_FILE, *_COUNTS}
+    return sorted(key for key, value in document.items() if value is not None and key not in known and not key.startswith("_"))

@@ -1,0 +1,419 @@
+"""The table: one row per model, with the source of its sizes. A name that is not here may be an alias (`names.ALIASES`).
+
+Sources, each read: `nemo:` NVIDIA/NeMo nemo/collections/llm/gpt/model/FILE; `titan:` pytorch/torchtitan torchtitan/models/NAME;
+`hf:` a class of transformers 5.23 and its defaults; `calculon:` calculon-ai/calculon models/FILE; `foundry:`
+mosaicml/llm-foundry scripts/train/yamls/pretrain/FILE; `bigscience:` bigscience-workshop/bigscience train/FILE; `rows:` the
+shapes that published measurements state. `parameters` counts every array once, as transformers builds the model.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields, replace
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from parsim.errors import ModelError, near_matches
+from parsim.model.catalogue.sublayers import KERNELS, SamplePart, Shape, gpt, llama, mpt
+from parsim.model.catalogue.transformer import recorded
+from parsim.units import nearest_divisors
+
+if TYPE_CHECKING:
+    from parsim.model.model import Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedModel:
+    """Attributes:
+    seq: tokens of a sample where the question does not say. source: of the sizes.
+    shape: of a transformer that parsim writes itself. config: instead of it, a file of this package for transformers.
+    parameters: as published; 0: no count was found, or the published one is of another vocabulary.
+    """
+
+    seq: int
+    source: str
+    shape: Shape | None = None
+    config: str = ""
+    parameters: int = 0
+
+
+def _row(shape: Shape, seq: int, source: str, parameters: int = 0) -> NamedModel:
+    return NamedModel(shape=shape, seq=seq, source=source, parameters=parameters)
+
+
+def _megatron(name: str, layers: int, hidden: int, heads: int, source: str, vocab: int = 51200) -> NamedModel:
+    return _row(gpt(name, layers, hidden, heads, vocab), 2048, source)
+
+
+def _qwen(name: str, *sizes: int, **rest: Any) -> Shape:
+    return llama(name, *sizes, qkv_bias=True, **rest)
+
+
+def _qwen3(name: str, *sizes: int, **rest: Any) -> Shape:
+    return llama(name, *sizes, qk_norm=True, head_dim=128, **rest)
+
+
+def _nemotron(name: str, layers: int, hidden: int, heads: int, ffn: int, kv_heads: int = 0, head_dim: int = 0) -> Shape:
+    return Shape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=256000,
+        ffn=ffn,
+        bias=False,
+        rotary=True,
+        tied=False,
+    )
+
+
+def _bert(name: str, layers: int, hidden: int, heads: int) -> Shape:
+    return Shape(name=name, layers=layers, hidden=hidden, heads=heads, vocab=30522, causal=False)
+
+
+def _oss(name: str, layers: int, experts: int) -> Shape:
+    biases = {"qkv_bias": True, "bias": True, "expert_bias": True, "sinks": True}
+    return llama(name, layers, 2880, 64, 8, 2880, 201088, experts=experts, active=4, expert_ffn=2880, head_dim=64, **biases)
+
+
+_LATENT = {"head_dim": 128, "key_rank": 512, "rope_dim": 64}
+
+FLASH_760M = "Dao-AILab/flash-attention training/configs/experiment/pile/gpt3l-flash.yaml"
+BERT_100B = "NVIDIA/NeMo-Framework-Launcher launcher_scripts/conf/training/bert/100b.yaml"
+KIMI_K2 = "NVIDIA-NeMo/Megatron-Bridge src/megatron/bridge/models/kimi/kimi_provider.py"
+
+NAMED: dict[str, NamedModel] = {
+    "transformer": _row(gpt("Transformer", 12, 768, 12, 50304), 1024, "sizes by arguments; without any, GPT-3 125M"),
+    "gpt3-125m": _megatron("GPT-3 125M", 12, 768, 12, "rows: NeMo-Framework-Launcher", 50304),
+    "gpt3-355m": _megatron("GPT-3 355M", 24, 1024, 16, "rows: NeMo-Framework-Launcher", 50304),
+    "gpt3-760m": _megatron("GPT-3 760M", 24, 1536, 16, FLASH_760M, 50304),
+    "gpt3-1.3b": _megatron("GPT-3 1.3B", 24, 2048, 16, "rows: FlashAttention", 50304),
+    "gpt3-2.7b": _megatron("GPT-3 2.7B", 32, 2560, 20, "rows: FlashAttention", 50304),
+    "gpt3-5b": _megatron("GPT 5B", 24, 4096, 32, "nemo:base.py", 50304),
+    "gpt3-20b": _megatron("GPT 20B", 44, 6144, 48, "nemo:base.py", 50304),
+    "gpt3-40b": _megatron("GPT 40B", 48, 8192, 64, "nemo:base.py", 50304),
+    "gpt3-175b": _megatron("GPT-3 175B", 96, 12288, 96, "calculon:gpt3-175B.json", 50304),
+    "gpt-5b": _megatron("GPT 5B", 24, 4096, 32, "nemo:base.py"),
+    "gpt-20b": _megatron("GPT 20B", 44, 6144, 48, "nemo:base.py"),
+    "gpt-22b": _megatron("GPT 22B", 48, 6144, 64, "calculon:megatron-22B.json"),
+    "gpt-40b": _megatron("GPT 40B", 48, 8192, 64, "nemo:base.py"),
+    "gpt-175b": _megatron("GPT-3 175B", 96, 12288, 96, "calculon:gpt3-175B.json"),
+    "gpt-530b": _megatron("GPT 530B", 105, 20480, 128, "calculon:turing-530B.json"),
+    "gpt-1t": _megatron("GPT 1T", 128, 25600, 160, "calculon:megatron-1T.json"),
+    "gpt2": _row(gpt("GPT-2", 12, 768, 12, 50257, positions=1024), 1024, "hf:GPT2Config", 124_439_808),
+    "gpt2-xl": _row(gpt("GPT-2 XL", 48, 1600, 25, 50257, positions=1024), 1024, "hf:GPT2Config, widened", 1_557_611_200),
+    "gpt-neo-2.7b": _row(gpt("GPT-Neo 2.7B", 32, 2560, 20, 50304), 2048, "hf:GPTNeoConfig, vocabulary padded to 50304"),
+    "opt-350m": _row(gpt("OPT-350M", 24, 1024, 16, 50272), 2048, "rows: Sailor"),
+    "bloom-176b": _row(
+        gpt("BLOOM 176B", 70, 14336, 112, 250880, alibi=True, embedding_norm=True),
+        2048,
+        "bigscience:tr11-176B-ml/README.md",
+        176_247_271_424,
+    ),
+    "mpt-125m": _row(mpt("MPT-125m", 12, 768, 12), 2048, "foundry:mpt-125m.yaml"),
+    "mpt-350m": _row(mpt("MPT-350m", 24, 1024, 16), 2048, "foundry:mpt-350m.yaml"),
+    "mpt-760m": _row(mpt("MPT-760m", 24, 1536, 12), 2048, "foundry:mpt-760m.yaml"),
+    "mpt-1b": _row(mpt("MPT-1b", 24, 2048, 16), 2048, "foundry:mpt-1b.yaml"),
+    "mpt-3b": _row(mpt("MPT-3b", 32, 2560, 20), 2048, "foundry:mpt-3b.yaml"),
+    "mpt-7b": _row(mpt("MPT-7b", 32, 4096, 32), 2048, "foundry:mpt-7b.yaml"),
+    "mpt-13b": _row(mpt("MPT-13b", 40, 5120, 40), 2048, "foundry:mpt-13b.yaml"),
+    "mpt-30b": _row(mpt("MPT-30b", 48, 7168, 56), 2048, "foundry:mpt-30b.yaml"),
+    "mpt-70b": _row(mpt("MPT-70b", 80, 8192, 64), 2048, "foundry:mpt-70b.yaml"),
+    "internlm-7b": _row(llama("InternLM 7B", 32, 4096, 32, 32, 10944, 103168, bias=True), 2048, "rows: InternEvo"),
+    "llama-7b": _row(llama("LLaMA 7B", 32, 4096, 32, 32, 11008, 32000), 2048, "hf:LlamaConfig", 6_738_415_616),
+    "llama-65b": _row(llama("LLaMA 65B", 80, 8192, 64, 64, 22016, 32000), 2048, "arXiv 2302.13971, Table 2", 65_285_660_672),
+    "llama2-7b": _row(llama("Llama 2 7B", 32, 4096, 32, 32, 11008, 32000), 4096, "nemo:llama.py", 6_738_415_616),
+    "llama2-13b": _row(llama("Llama 2 13B", 40, 5120, 40, 40, 13824, 32000), 4096, "nemo:llama.py", 13_015_864_320),
+    "llama2-70b": _row(llama("Llama 2 70B", 80, 8192, 64, 8, 28672, 32000), 4096, "nemo:llama.py", 68_976_648_192),
+    "codellama-34b": _row(llama("Code Llama 34B", 48, 8192, 64, 8, 22016, 32000), 16384, "nemo:llama.py", 33_743_970_304),
+    "llama3-8b": _row(llama("Llama 3 8B", 32, 4096, 32, 8, 14336, 128256), 8192, "titan:llama3", 8_030_261_248),
+    "llama3-70b": _row(llama("Llama 3 70B", 80, 8192, 64, 8, 28672, 128256), 8192, "titan:llama3", 70_553_706_496),
+    "llama3-405b": _row(llama("Llama 3 405B", 126, 16384, 128, 8, 53248, 128256), 8192, "titan:llama3", 405_853_388_800),
+    "llama3.2-1b": _row(llama("Llama 3.2 1B", 16, 2048, 32, 8, 8192, 128256, tied=True), 8192, "nemo:llama.py", 1_235_814_400),
+    "llama3.2-3b": _row(llama("Llama 3.2 3B", 28, 3072, 24, 8, 8192, 128256, tied=True), 8192, "nemo:llama.py", 3_212_749_824),
+    "mistral-7b": _row(llama("Mistral 7B", 32, 4096, 32, 8, 14336, 32000), 8192, "hf:MistralConfig", 7_241_732_096),
+    "mixtral-8x7b": _row(
+        llama("Mixtral 8x7B", 32, 4096, 32, 8, 14336, 32000, experts=8, active=2, expert_ffn=14336),
+        8192,
+        "hf:MixtralConfig",
+        46_702_792_704,
+    ),
+    "mixtral-8x22b": _row(
+        llama("Mixtral 8x22B", 56, 6144, 48, 8, 16384, 32768, experts=8, active=2, expert_ffn=16384),
+        8192,
+        "nemo:mixtral.py",
+        140_630_071_296,
+    ),
+    "nemotron-4b": _row(_nemotron("Nemotron 4B", 32, 3072, 24, 9216, 8, 128), 4096, "nemo:nemotron.py"),
+    "nemotron-8b": _row(_nemotron("Nemotron 8B", 32, 4096, 32, 16384), 4096, "nemo:nemotron.py"),
+    "nemotron-15b": _row(_nemotron("Nemotron 15B", 32, 6144, 48, 24576, 8), 4096, "nemo:nemotron.py"),
+    "nemotron-22b": _row(_nemotron("Nemotron 22B", 40, 6144, 48, 24576), 4096, "nemo:nemotron.py"),
+    "nemotron-340b": _row(_nemotron("Nemotron 340B", 96, 18432, 96, 73728, 8), 4096, "nemo:nemotron.py"),
+    "qwen2-0.5b": _row(_qwen("Qwen2 0.5B", 24, 896, 14, 2, 4864, 151936, tied=True), 4096, "nemo:qwen2.py", 494_032_768),
+    "qwen2-1.5b": _row(_qwen("Qwen2 1.5B", 28, 1536, 12, 2, 8960, 151936, tied=True), 4096, "nemo:qwen2.py", 1_543_714_304),
+    "qwen2-7b": _row(_qwen("Qwen2 7B", 28, 3584, 28, 4, 18944, 152064), 4096, "nemo:qwen2.py", 7_615_616_512),
+    "qwen2-14b": _row(_qwen("Qwen2 14B", 48, 5120, 40, 8, 13824, 152064), 4096, "nemo:qwen2.py", 14_770_033_664),
+    "qwen2-32b": _row(_qwen("Qwen2 32B", 64, 5120, 40, 8, 27648, 152064), 4096, "nemo:qwen2.py", 32_763_876_352),
+    "qwen2-72b": _row(_qwen("Qwen2 72B", 80, 8192, 64, 8, 29568, 152064), 4096, "nemo:qwen2.py", 72_706_203_648),
+    "qwen3-8b": _row(_qwen3("Qwen3 8B", 36, 4096, 32, 8, 12288, 151936), 4096, "titan:qwen3", 8_190_735_360),
+    "qwen3-14b": _row(_qwen3("Qwen3 14B", 40, 5120, 40, 8, 17408, 151936), 4096, "titan:qwen3", 14_768_307_200),
+    "qwen3-32b": _row(_qwen3("Qwen3 32B", 64, 5120, 64, 8, 25600, 151936), 4096, "titan:qwen3", 32_762_123_264),
+    "qwen3-30b-a3b": _row(
+        _qwen3("Qwen3 30B A3B", 48, 2048, 32, 4, 6144, 151936, experts=128, active=8, expert_ffn=768),
+        4096,
+        "titan:qwen3",
+        30_532_122_624,
+    ),
+    "qwen3-235b-a22b": _row(
+        _qwen3("Qwen3 235B A22B", 94, 4096, 64, 4, 12288, 151936, experts=128, active=8, expert_ffn=1536),
+        4096,
+        "titan:qwen3",
+        235_093_634_560,
+    ),
+    "gpt-oss-20b": _row(_oss("gpt-oss 20B", 24, 32), 4096, "hf:GptOssConfig, fewer layers and experts", 20_914_757_184),
+    "gpt-oss-120b": _row(_oss("gpt-oss 120B", 36, 128), 4096, "hf:GptOssConfig", 116_829_156_672),
+    "deepseek-v2": _row(
+        llama(
+            "DeepSeek V2",
+            60,
+            5120,
+            128,
+            128,
+            12288,
+            102400,
+            experts=160,
+            active=6,
+            expert_ffn=1536,
+            shared_ffn=3072,
+            dense_layers=1,
+            query_rank=1536,
+            **_LATENT,
+        ),
+        4096,
+        "titan:deepseek_v3",
+        235_741_434_880,
+    ),
+    "deepseek-v3": _row(
+        llama(
+            "DeepSeek V3",
+            61,
+            7168,
+            128,
+            128,
+            18432,
+            129280,
+            experts=256,
+            active=8,
+            expert_ffn=2048,
+            shared_ffn=2048,
+            dense_layers=3,
+            query_rank=1536,
+            **_LATENT,
+        ),
+        4096,
+        "hf:DeepseekV3Config",
+        671_026_404_352,
+    ),
+    "kimi-k2": _row(
+        llama(
+            "Kimi K2",
+            61,
+            7168,
+            64,
+            64,
+            18432,
+            163840,
+            experts=384,
+            active=8,
+            expert_ffn=2048,
+            shared_ffn=2048,
+            dense_layers=1,
+            query_rank=1536,
+            **_LATENT,
+        ),
+        4096,
+        KIMI_K2,
+    ),
+    "bert-110m": _row(_bert("BERT 110M", 12, 768, 12), 512, "hf:BertConfig"),
+    "bert-4b": _row(_bert("BERT 4B", 48, 2560, 40), 512, "rows: NeMo-Framework-Launcher"),
+    "bert-20b": _row(_bert("BERT 20B", 48, 6144, 96), 512, "rows: NeMo-Framework-Launcher"),
+    "bert-100b": _row(_bert("BERT 100B", 96, 9216, 96), 512, BERT_100B),
+    "t5-large": NamedModel(
+        config="t5-large", seq=512, source="hf:T5Config; arXiv 1910.10683, section 3.7", parameters=737_668_096
+    ),
+    "t5-3b": NamedModel(config="t5-3b", seq=512, source="hf:T5Config; arXiv 1910.10683, section 3.7", parameters=2_851_598_336),
+    "t5-11b": NamedModel(
+        config="t5-11b", seq=512, source="hf:T5Config; arXiv 1910.10683, section 3.7", parameters=11_307_321_344
+    ),
+    "vit-l-16": NamedModel(config="vit-l-16", seq=0, source="hf:ViTConfig; arXiv 2010.11929, Table 1", parameters=304_326_632),
+    "vit-h-14": NamedModel(config="vit-h-14", seq=0, source="hf:ViTConfig; arXiv 2010.11929, Table 1", parameters=632_045_800),
+}
+"""By a normalised name (`parsim.model.catalogue.names.normalised`)."""
+
+
+# A model by name: the row it stands for, its arguments, and its Model.
+#
+# `Llama-3.1-70B`, `llama3_70b` and `llama3-70b` are one name. Arguments of a transformer are the fields of its `Shape`
+# (layers = 4) and the keys of `OWN`; `seq` is the length of a sample.
+
+
+ALIASES: dict[str, str] = {
+    "22b": "gpt-22b",
+    "175b": "gpt-175b",
+    "530b": "gpt-530b",
+    "1t": "gpt-1t",
+    "megatron-22b": "gpt-22b",
+    "turing-530b": "gpt-530b",
+    "mt-nlg-530b": "gpt-530b",
+    "megatron-1t": "gpt-1t",
+    "bloom": "bloom-176b",
+    "opt-350": "opt-350m",
+    "nemotron4-15b": "nemotron-15b",
+    "nemotron4-340b": "nemotron-340b",
+    "nemotron3-22b": "nemotron-22b",
+    "nemotron3-8b": "nemotron-8b",
+    "nemotron3-4b": "nemotron-4b",
+    "llama2-34b": "codellama-34b",
+    "code-llama-34b": "codellama-34b",
+    "deepseek-v3-671b": "deepseek-v3",
+    "deepseek-v2-236b": "deepseek-v2",
+    "vit-l/16": "vit-l-16",
+    "vit-h/14": "vit-h-14",
+}
+"""Other names of the same row."""
+
+SEQ, KERNEL, SEQUENCE_PARALLEL, CASTS, SELECTIVE = "seq", "kernels", "sequence_parallel", "fp8_casts", "selective"
+DOCUMENT = "document_tokens"
+OWN: dict[str, Any] = {SEQ: 0, DOCUMENT: 0, KERNEL: "fused", SEQUENCE_PARALLEL: True, CASTS: False, SELECTIVE: False}
+"""Arguments beside the sizes, with their defaults.
+
+Tokens of a sample (left out: the row's); of a document, which attention does not leave (left out: the sample is one); a row
+of `KERNELS`; norms divided along the sequence under tensor parallelism; inputs of products cast to 8 bits; the inside of
+attention as a component of its own."""
+MOST_TOKENS = 2**33
+"""Of a sample, as of the numbers of any input."""
+SIZES = {field.name: field.type for field in fields(Shape) if field.name != "name"}
+
+
+def normalised(name: str) -> str:
+    """`Llama 3.1 70B` -> `llama3-70b`; `GPT-3 175B` -> `gpt3-175b`; `Qwen3_30B_a3B` -> `qwen3-30b-a3b`."""
+    text = re.sub(r"\s*\(.*\)$", "", name.lower())
+    text = re.sub(r"-+", "-", text.replace("_", "-").replace(" ", "-"))
+    text = re.sub(r"^(meta-)?llama-?(\d)", r"llama\2", text)
+    text = re.sub(r"^llama3\.[13]-(?=8b|70b|405b)", "llama3-", text)
+    text = re.sub(r"^llama-?1?-?(?=7b|65b)", "llama-", text)
+    text = re.sub(r"^gpt-?3-?(?=\d)", "gpt3-", text)
+    text = re.sub(r"^qwen-?2\.5-", "qwen2-", text)
+    text = re.sub(r"^qwen-(?=\d)", "qwen", text)
+    text = re.sub(r"^nemotron-?([34])-", r"nemotron\1-", text)
+    text = re.sub(r"^deepseek-?v", "deepseek-v", text)
+    text = re.sub(r"-(lora|sft|base|instruct|pretrain.*)$", "", text)
+    return ALIASES.get(text, text)
+
+
+def named(name: str) -> NamedModel | None:
+    """The row of a name or of an alias; None: not in the table."""
+    return NAMED.get(normalised(name))
+
+
+def is_transformer(name: str) -> bool:
+    """Whether a name is of a model that is written from its sizes, which plans and simulates but cannot be trained."""
+    row = named(name)
+    return row is not None and row.shape is not None
+
+
+def known_names() -> list[str]:
+    """Every name and alias, for near matches."""
+    return [*NAMED, *ALIASES]
+
+
+def config_path(row: NamedModel) -> str:
+    """The config of a row that transformers builds."""
+    return str(files("parsim.model.catalogue").joinpath("configs", f"{row.config}.json"))
+
+
+def shape_of(name: str, args: dict[str, Any]) -> Shape:
+    """The sizes of a named transformer, with those that the arguments change.
+
+    Raises:
+        ModelError: an unknown argument, or sizes that do not go together.
+    """
+    row = NAMED[normalised(name)]
+    assert row.shape is not None
+    changed: dict[str, Any] = {}
+    for key, value in args.items():
+        if key in OWN:
+            continue
+        if key not in SIZES:
+            raise ModelError(f"{name} has no argument {key!r}{near_matches(key, [*OWN, *SIZES])}")
+        default = getattr(row.shape, key)
+        if type(value) is not type(default):
+            raise ModelError(f"argument {key} of {name} must be like {default!r}, got {value!r}")
+        changed[key] = value
+    shape = replace(row.shape, **changed)
+    shape.check()
+    return shape
+
+
+def sequence_of(name: str, args: dict[str, Any]) -> int:
+    """Tokens of a sample. Raises ModelError for a number that cannot be."""
+    row = NAMED[normalised(name)]
+    seq = args.get(SEQ, row.seq)
+    if isinstance(seq, bool) or not isinstance(seq, int) or not 1 <= seq <= MOST_TOKENS:
+        raise ModelError(f"argument seq of {name} must be a whole number >= 1 and <= {MOST_TOKENS}, got {seq!r}")
+    return seq
+
+
+def document_of(name: str, args: dict[str, Any]) -> int:
+    """Tokens of a document; without the argument, those of a sample.
+
+    Raises:
+        ModelError: a number that does not divide the sample, or attention that computes the scores under a mask.
+    """
+    seq = sequence_of(name, args)
+    if DOCUMENT not in args:
+        return seq
+    tokens = args[DOCUMENT]
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        raise ModelError(f"argument {DOCUMENT} of {name} must be a whole number >= 1, got {tokens!r}")
+    if seq % tokens:
+        raise ModelError(
+            f"argument {DOCUMENT} of {name} ({tokens}) must divide the tokens of a sample ({seq}); the nearest that do: "
+            f"{nearest_divisors(seq, tokens)}"
+        )
+    if tokens < seq and not KERNELS[str(args.get(KERNEL, OWN[KERNEL]))].flash:
+        raise ModelError(
+            f"argument {DOCUMENT} of {name} changes nothing with kernels = {args[KERNEL]!r}: unfused attention computes masked "
+            'scores too; drop it, or set kernels = "fused"'
+        )
+    return tokens
+
+
+def check_own(name: str, args: dict[str, Any]) -> None:
+    """Raise ModelError for an argument beside the sizes that is of the wrong kind."""
+    for key in (SEQUENCE_PARALLEL, CASTS, SELECTIVE):
+        if not isinstance(args.get(key, False), bool):
+            raise ModelError(f"argument {key} of {name} must be true or false, got {args[key]!r}")
+    if KERNEL in args:
+        _ = KERNELS[str(args[KERNEL])]
+
+
+def named_model(name: str, args: dict[str, Any], *, granularity: str, weights: str) -> Model:
+    """The Model of a named transformer, without torch.
+
+    Args:
+        granularity: "block" for one component per layer; else such as tensor parallelism can cut. weights: torch's name.
+
+    Raises:
+        ModelError: an unknown argument, or sizes that do not go together.
+    """
+    check_own(name, args)
+    seq = sequence_of(name, args)
+    own = OWN | args
+    software = replace(KERNELS[own[KERNEL]], casts=own[CASTS], selective=own[SELECTIVE])
+    part = SamplePart(tokens=seq, context=document_of(name, args))
+    cut = "layer" if granularity == "block" else "sequence" if own[SEQUENCE_PARALLEL] else "sublayer"
+    model = recorded(shape_of(name, args), software, part, cut, weights)
+    return replace(model, granularity=granularity)

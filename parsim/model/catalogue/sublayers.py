@@ -1,0 +1,763 @@
+"""Attention, MLP, embedding and head of a transformer, each as a component.
+
+Bytes saved per token follow Korthikanti et al. (2022), section 4. Leaves out: biases of norms in memory, rotary tables, the two
+small sums of a vocabulary-parallel loss, router losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from parsim.errors import ModelError
+from parsim.model.component import (
+    ALONE,
+    BIAS,
+    BIAS_GRADIENT,
+    GRADIENT_SUM,
+    NOT_LOW,
+    PARTS,
+    UNALIGNED,
+    Component,
+    Operator,
+    OperatorShard,
+    Parameter,
+    ParameterShard,
+    Selective,
+    Sharding,
+    ShardPeak,
+    ShardSelective,
+    Value,
+)
+from parsim.registry import Registry
+from parsim.units import nearest_divisors
+
+# Operators of a transformer layer, and how tensor parallelism divides them. Sizes are of one sample.
+#
+# As in traced Models, operators count four bytes per element; the precision decides what is moved.
+
+
+FULL_BYTES = 4
+CAST_ARRAYS = 2.0
+"""Of 2 bytes per element: read, and written in 8 bits in both orders."""
+
+
+@dataclass
+class Layer:
+    """What a component under construction does.
+
+    Attributes:
+        weight_bytes: of one parameter as stored. casts: inputs of products are cast to 8 bits.
+        gradient_arrays, early_stop, bias_kernels: as in Software.
+        saved, saved_divided: bytes kept for the backward, and the part of them that a shard has its share of.
+        given, given_divided: of it what lies in the storage of the component's input.
+        again, again_divided: of it what runs again where the component is recomputed by operator; by the operators `repeated`.
+        peak, peak_fixed: bytes of gradients at the fullest moment of the backward, per sample and whatever the samples;
+            with `_divided` the part of them that is shared likewise.
+    """
+
+    prefix: str
+    weight_bytes: int = 2
+    casts: bool = False
+    gradient_arrays: float = 0.0
+    early_stop: bool = False
+    bias_kernels: bool = False
+    operators: list[Operator] = field(default_factory=list)
+    cut: list[OperatorShard] = field(default_factory=list)
+    parameters: list[Parameter] = field(default_factory=list)
+    cut_parameters: list[ParameterShard] = field(default_factory=list)
+    saved: int = 0
+    saved_divided: int = 0
+    given: int = 0
+    given_divided: int = 0
+    again: int = 0
+    again_divided: int = 0
+    repeated: list[int] = field(default_factory=list)
+    peak: int = 0
+    peak_divided: int = 0
+    peak_fixed: int = 0
+    peak_fixed_divided: int = 0
+
+    def add(self, operator: Operator, dim: str = "", divided_bytes: int = 0) -> None:
+        """One more operator; `dim` is what a shard has a part of, `divided_bytes` the activations it divides."""
+        if dim:
+            self.cut.append(OperatorShard(number=len(self.operators), dim=dim, activation_bytes=divided_bytes))
+        self.operators.append(operator)
+
+    def weight(self, name: str, elements: int, dim: int | None = None) -> None:
+        """A parameter, cut along `dim` (None: whole on every shard)."""
+        full = f"{self.prefix}.{name}"
+        self.parameters.append(Parameter(name=full, elements=elements, element_bytes=self.weight_bytes))
+        if dim is not None:
+            self.cut_parameters.append(ParameterShard(name=full, dim=dim))
+
+    def keep(self, size: int, *, divided: bool) -> None:
+        """Bytes per sample that the backward needs."""
+        self.saved += size
+        self.saved_divided += size if divided else 0
+
+    def reads(self, size: int, *, divided: bool) -> None:
+        """Bytes per sample of what is kept that are the component's input."""
+        self.given += size
+        self.given_divided += size if divided else 0
+
+    def repeat(self, begin: int, size: int = 0, *, divided: bool) -> None:
+        """By operator, all operators from number `begin` on run again, and so many bytes of what is kept are made by them."""
+        self.repeated += range(begin, len(self.operators))
+        self.again += size
+        self.again_divided += size if divided else 0
+
+    def stop_early(self) -> None:
+        """Everything up to the last product runs again, and makes all that is kept beside the component's input.
+
+        Leaves out: nothing of the memory. The last product saves its input before it runs, and its result is not kept.
+        """
+        last = max(number for number, operator in enumerate(self.operators) if operator.kind == "matmul")
+        self.repeated = list(range(last))
+        self.again, self.again_divided = self.saved - self.given, self.saved_divided - self.given_divided
+
+    def linear(
+        self,
+        name: str,
+        rows: int,
+        outputs: int,
+        inputs: int,
+        *,
+        split: str,
+        bias: bool = False,
+        problems: int = 1,
+        added: str = BIAS_GRADIENT,
+        low: bool = True,
+    ) -> None:
+        """A product with a weight: split "column" (its outputs), "row" (its inputs) or "" (whole on every shard).
+
+        `problems`: of so many experts, each with its own weight and `rows` rows. `added`: as `bias_kernel` has it; with "row"
+        the residual's kernel adds the bias. `low`: training in 8 or 4 bits multiplies in them.
+        """
+        whole = problems * rows
+        shape = (("m", rows), ("n", outputs), ("k", inputs))
+        operator = Operator(
+            kind="matmul",
+            shape=shape if problems == 1 else (*shape, ("problems", problems)),
+            batch="rows",
+            forward_flop=2.0 * whole * outputs * inputs,
+            activation_bytes=FULL_BYTES * whole * (outputs + inputs),
+            parameter_bytes=FULL_BYTES * problems * outputs * inputs,
+            function="" if low else NOT_LOW,
+        )
+        if self.casts and low:
+            self.moved(whole * inputs, CAST_ARRAYS, divided=split == "row")
+        part = {"column": ("n", outputs), "row": ("k", inputs)}.get(split)
+        self.add(operator, *((part[0], FULL_BYTES * whole * part[1]) if part else ()))
+        self.weight(f"{name}.weight", problems * outputs * inputs, {"column": 0, "row": 1}.get(split))
+        gradient = self.weight_bytes * problems * outputs * inputs
+        if split:
+            self.peak_fixed_divided = max(self.peak_fixed_divided, gradient)
+        else:
+            self.peak_fixed = max(self.peak_fixed, gradient)
+        if bias:
+            self.weight(f"{name}.bias", problems * outputs, 0 if split == "column" else None)
+            if split == "column":
+                self.bias_kernel(whole * outputs, added, divided=True)
+
+    def qkv(self, tokens: int, queries: int, keys: int, hidden: int, *, bias: bool) -> None:
+        """The product that makes queries, keys and values; its bias has no other kernel that could add it.
+
+        The gradients of the three, which are views of one array, are copied together before the product's backward.
+        """
+        self.linear("qkv", tokens, queries + 2 * keys, hidden, split="column", bias=bias, added=BIAS)
+        if self.bias_kernels:
+            self.moved(tokens * (queries + 2 * keys), 0.0, divided=True, function=PARTS)
+
+    def bias_kernel(self, elements: int, function: str, *, divided: bool) -> None:
+        """What a bias costs beside fused kernels, `BIAS` or `BIAS_GRADIENT`, where the product's kernel does not do it."""
+        if self.bias_kernels:
+            self.moved(elements, 2.0 if function == BIAS else 0.0, divided=divided, function=function)
+
+    def moved(
+        self,
+        elements: int,
+        arrays: float,
+        *,
+        divided: bool,
+        parameters: int = 0,
+        function: str = "",
+        batch: str = "batch",
+    ) -> None:
+        """A fused pointwise kernel over `elements` that moves so many arrays in its forward; `batch`: as of Operator."""
+        size = round(FULL_BYTES * elements * arrays)
+        operator = Operator(
+            kind="memory_bound",
+            shape=(("elements", elements),),
+            batch=batch,
+            forward_flop=0.0,
+            activation_bytes=size,
+            parameter_bytes=FULL_BYTES * parameters,
+            function=function,
+        )
+        self.add(operator, *(("elements", size) if divided else ()))
+
+    def sum_gradients(self) -> None:
+        """The last operator: every microbatch adds its gradients of the parameters to those before it.
+
+        Leaves out: experts, whose share of a rank depends on the plan.
+        """
+        if not self.gradient_arrays:
+            return
+        cut = {part.name for part in self.cut_parameters}
+        for divided in (True, False):
+            elements = sum(
+                entry.elements for entry in self.parameters if (entry.name in cut) == divided and ".experts." not in entry.name
+            )
+            if elements:
+                self.moved(elements, self.gradient_arrays, divided=divided, function=GRADIENT_SUM, batch="none")
+
+    def norm(self, name: str, tokens: int, hidden: int, *, divided: bool, kind: str = "layer", arrays: float = 2.0) -> None:
+        """A normalisation; a fused one is read and written once."""
+        elements = 2 * hidden if kind == "layer" else hidden
+        self.moved(tokens * hidden, arrays, divided=divided, parameters=elements)
+        self.weight(f"{name}.weight", hidden)
+        if kind == "layer":
+            self.weight(f"{name}.bias", hidden)
+
+
+# The sizes of a transformer.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Sizes of a decoder-only or encoder-only transformer.
+
+    Attributes:
+        ffn: inside of the MLP; 0: 4 hidden. kv_heads: fewer than heads: grouped queries; 0: heads. head_dim: 0: hidden / heads.
+        gated: SwiGLU with three products; else two and GELU. norm: "layer" or "rms". bias: of linear layers.
+        qkv_bias: of queries, keys and values alone. qk_norm: a norm per head of queries and of keys.
+        rotary: rotated queries and keys instead of learned positions. alibi: neither of both, but biases of scores.
+        positions: learned ones; 0: as many as a sample has tokens. tied: the output matrix is the embedding.
+        embedding_norm: a norm behind the embedding. sinks: a learned score per head.
+        experts: of a mixture; active: that each token visits; expert_ffn: of one. shared_ffn: of experts that all tokens visit.
+        expert_bias: of experts and router. dense_layers: first layers without experts.
+        query_rank, key_rank, rope_dim: of multi-head latent attention; 0: none.
+        causal: a query sees no later key.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    ffn: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    gated: bool = False
+    norm: str = "layer"
+    bias: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rotary: bool = False
+    alibi: bool = False
+    positions: int = 0
+    tied: bool = True
+    embedding_norm: bool = False
+    sinks: bool = False
+    experts: int = 0
+    active: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    expert_bias: bool = False
+    dense_layers: int = 0
+    query_rank: int = 0
+    key_rank: int = 0
+    rope_dim: int = 0
+    causal: bool = True
+
+    @property
+    def inner(self) -> int:
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def keys(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def dim(self) -> int:
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def learned_positions(self) -> bool:
+        return not (self.rotary or self.alibi)
+
+    def check(self) -> None:
+        """Raise ModelError, with the nearest sizes that go together, for those that do not."""
+        for key in ("layers", "hidden", "heads", "vocab"):
+            if getattr(self, key) < 1:
+                raise ModelError(f"{self.name}: {key} must be >= 1, got {getattr(self, key)}")
+        if not self.head_dim and self.hidden % self.heads:
+            fitting = nearest_divisors(self.hidden, self.heads)
+            raise ModelError(
+                f"{self.name}: the heads ({self.heads}) must divide the hidden size ({self.hidden}); the nearest that do: "
+                f"{fitting}; or give head_dim"
+            )
+        if self.heads % self.keys:
+            raise ModelError(
+                f"{self.name}: kv_heads ({self.kv_heads}) must divide the heads ({self.heads}); the nearest that do: "
+                f"{nearest_divisors(self.heads, self.kv_heads)}"
+            )
+        if self.experts and not 1 <= self.active <= self.experts:
+            raise ModelError(f"{self.name}: active = {self.active} experts per token must be 1 to experts = {self.experts}")
+
+
+def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int = 51200, **rest: Any) -> Shape:
+    """GPT as Megatron trains it."""
+    return replace(Shape(name=name, layers=layers, hidden=hidden, heads=heads, vocab=vocab), **rest)
+
+
+def mpt(name: str, layers: int, hidden: int, heads: int) -> Shape:
+    """MPT as its pretraining files have it: no biases, learned positions, tied output."""
+    return Shape(name=name, layers=layers, hidden=hidden, heads=heads, vocab=50368, bias=False)
+
+
+def llama(name: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **rest: Any) -> Shape:
+    """Llama and its relatives."""
+    base = Shape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        vocab=vocab,
+        gated=True,
+        norm="rms",
+        bias=False,
+        rotary=True,
+        tied=False,
+    )
+    return replace(base, **rest)
+
+
+# What a framework runs besides the products of a transformer.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """What a framework runs besides the products.
+
+    Attributes:
+        flash: attention is one kernel. dropout: after attention, after the two sublayers and inside attention.
+        activation_arrays: moved by the activation function's kernels per element of the MLP's inside, gated or not.
+        residual_arrays: moved by the addition of the residual. activation_saved: copies of the MLP's inside that are kept.
+        score_arrays: moved between the two products of unfused attention; 2 where scale, mask and softmax are one kernel.
+        norm_arrays: moved by a norm. selective: the inside of attention is computed again.
+        loss_bytes: kept per logit. loss_peak: of gradients per logit at the fullest moment.
+        loss_arrays: of 2 bytes per logit that the loss moves in its forward.
+        gradient_arrays: of 2 bytes per parameter that a microbatch moves to add its gradients to those of the ones before.
+        aligned: channels of a head by a multiple of which unfused attention keeps its tensor cores; 0: by any number.
+        attention_work: seconds of its flash attention over those of the kernel that parts know (FlashAttention-2, cuDNN).
+        casts: inputs of products are cast to 8 bits, in both orders.
+        early_stop: a second forward ends once the backward has all that it reads, so the last product of a layer does not run
+            again: torch's checkpoint without reentry, from torch 2.1 on (`torch.utils.checkpoint.set_checkpoint_early_stop`).
+        bias_kernels: gradients of biases are sums of their own, the bias of queries, keys and values is added by a kernel of
+            its own, and the gradients of the three are copied together. Newer libraries do the first two in the product.
+    """
+
+    flash: bool = False
+    dropout: bool = True
+    residual_arrays: float = 3.5
+    activation_arrays: float = 2.0
+    activation_saved: float = 2.0
+    rope_arrays: float = 2.0
+    norm_arrays: float = 2.0
+    score_arrays: float = 2.0
+    attention_work: float = 1.0
+    casts: bool = False
+    selective: bool = False
+    loss_bytes: int = 6
+    loss_peak: int = 4
+    loss_arrays: float = 8.0
+    gradient_arrays: float = 0.0
+    aligned: int = 0
+    early_stop: bool = False
+    bias_kernels: bool = False
+
+
+UNFUSED = Software(flash=False, dropout=True, bias_kernels=True, loss_arrays=10.4)
+"""Megatron-LM before flash attention: fused scale, mask and softmax; fused bias, dropout and addition; fused GELU.
+
+Biases: `output = output + bias` and `grad_output.sum(dim=0)` beside the products (NVIDIA/Megatron-LM megatron/mpu/layers.py
+@02bb1f5c86fc). Loss: megatron/mpu/cross_entropy.py @34ed99d1f09d moves 38 bytes of a logit forward (cast to fp32 6, maximum
+4, difference 8, exp 8, sum 4, quotient 8) and 14 backward (product 8, cast 6). That is 26 arrays of 2 bytes; the backward is
+priced at 1.5 times the forward.
+"""
+
+TORCH_SOFTMAX_ARRAYS = 16.4
+"""`score_arrays` where Megatron's fused softmax does not run: heads times samples of a rank are no multiple of 4, or there are
+more than 2048 keys. Scale, mask and softmax then run in fp32 (forward_torch_softmax, bigscience-workshop/Megatron-DeepSpeed
+megatron/model/fused_softmax.py @038bddcb6dfb): cast 6 bytes of a score, scale 8, mask 9, softmax 12, cast 6, and as many
+backward; 82 bytes by 2 bytes and 2.5."""
+FUSED_SOFTMAX_BATCH = 4
+FUSED_SOFTMAX_KEYS = 2048
+
+
+def softmax_is_fused(heads: int, keys: int) -> bool:
+    """Whether Megatron's kernel for scale, mask and softmax runs.
+
+    Args:
+        heads: of all samples of a microbatch on one rank. keys: that a query attends to.
+    """
+    return heads % FUSED_SOFTMAX_BATCH == 0 and keys <= FUSED_SOFTMAX_KEYS
+
+
+EAGER = Software(flash=True, dropout=False, residual_arrays=3.0, loss_bytes=6, loss_arrays=10.0)
+"""Eager PyTorch with flash attention: nothing else is fused."""
+
+EAGER_LLAMA = replace(EAGER, rope_arrays=10.0, norm_arrays=18.0, activation_arrays=4.0, activation_saved=3.0)
+"""Eager Llama: rotation and RMSNorm in fp32, operation by operation (bytes of each pass added up)."""
+
+COMPILED = Software(flash=True, dropout=False, residual_arrays=2.0, rope_arrays=2.0, activation_saved=2.0, loss_bytes=6)
+"""torch.compile, or the fused kernels of Transformer Engine."""
+
+KERNELS: Registry[Software] = Registry(
+    "kernels", Software, {"fused": COMPILED, "eager": EAGER_LLAMA, "unfused-attention": UNFUSED}, error=ModelError
+)
+"""What `args = { kernels = ... }` of a model by name chooses."""
+
+
+RULE = "tensor"
+SEQUENCE = "sequence"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplePart:
+    """The tokens that a rank sees of a sample.
+
+    Attributes:
+        tokens: of a sample. context: keys that attention sees, which divides the tokens: of several documents each token
+            sees its own. element_bytes: of an activation and of a parameter.
+    """
+
+    tokens: int
+    context: int
+    element_bytes: int = 2
+
+    def operand_bytes(self, software: Software) -> int:
+        """Of an input of a product that is kept for the backward."""
+        return 1 if software.casts else self.element_bytes
+
+
+def new_layer(prefix: str, software: Software, part: SamplePart) -> Layer:
+    """A component under construction."""
+    return Layer(
+        prefix,
+        weight_bytes=part.element_bytes,
+        casts=software.casts,
+        gradient_arrays=software.gradient_arrays,
+        early_stop=software.early_stop,
+        bias_kernels=software.bias_kernels,
+    )
+
+
+def attention(layer: Layer, shape: Shape, software: Software, part: SamplePart, *, norm: bool, residual: bool) -> None:
+    """From the stream to the product after attention; with the norm before and the residual after it, if they belong here."""
+    n, h, d = part.tokens, shape.hidden, shape.dim
+    queries, keys = shape.heads * d, shape.keys * d
+    if norm:
+        _entering_norm(layer, "norm1", shape, software, part)
+    if shape.key_rank:
+        _latent_products(layer, shape, part)
+        width = shape.heads * (d + shape.rope_dim)
+        layer.keep(part.element_bytes * n * (2 * width + 2 * queries + shape.query_rank + shape.key_rank), divided=True)
+    else:
+        layer.qkv(n, queries, keys, h, bias=shape.bias or shape.qkv_bias)
+        layer.keep(part.element_bytes * n * (2 * queries + 2 * keys), divided=True)
+        width = queries
+    begin = len(layer.operators)
+    if shape.qk_norm:
+        layer.norm("q_norm", n * shape.heads, d, divided=True, kind="rms", arrays=software.norm_arrays)
+        layer.norm("k_norm", n * shape.keys, d, divided=True, kind="rms", arrays=software.norm_arrays)
+        layer.keep(part.element_bytes * n * (queries + keys), divided=True)
+    if shape.sinks:
+        layer.weight("sinks", shape.heads, 0)
+    if shape.rotary:
+        layer.moved(n * (queries + keys), software.rope_arrays, divided=True)
+    if software.flash:
+        layer.repeat(begin, part.element_bytes * n * (queries + keys) if shape.qk_norm else 0, divided=True)
+    scores_of(layer, shape, software, part, width // shape.heads)
+    layer.linear("proj", n, h, queries, split="row", bias=shape.bias)
+    layer.peak, layer.peak_divided = part.element_bytes * n * h, part.element_bytes * n * (queries + 2 * keys)
+    if residual:
+        residual_of(layer, shape, software, n * h, divided=False)
+
+
+def _entering_norm(layer: Layer, name: str, shape: Shape, software: Software, part: SamplePart) -> None:
+    """The norm of the stream before a sublayer; it keeps the stream and what it makes."""
+    n, h, begin = part.tokens, shape.hidden, len(layer.operators)
+    layer.norm(name, n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
+    layer.keep((part.element_bytes + part.operand_bytes(software)) * n * h, divided=False)
+    if name != "norm2" or not layer.given:  # a layer's second norm reads what its own attention has made
+        layer.reads(part.element_bytes * n * h, divided=False)
+    if software.flash:
+        layer.repeat(begin, part.operand_bytes(software) * n * h, divided=False)
+
+
+def _latent_products(layer: Layer, shape: Shape, part: SamplePart) -> None:
+    """Multi-head latent attention: low-rank queries, and keys and values from one latent array."""
+    n, h, d = part.tokens, shape.hidden, shape.dim
+    layer.linear("q_down", n, shape.query_rank, h, split="")
+    layer.norm("q_norm", n, shape.query_rank, divided=False, kind="rms")
+    layer.linear("q_up", n, shape.heads * (d + shape.rope_dim), shape.query_rank, split="column")
+    layer.linear("kv_down", n, shape.key_rank + shape.rope_dim, h, split="")
+    layer.norm("kv_norm", n, shape.key_rank, divided=False, kind="rms")
+    layer.linear("kv_up", n, 2 * shape.heads * d, shape.key_rank, split="column")
+
+
+def scores_of(layer: Layer, shape: Shape, software: Software, part: SamplePart, dim: int) -> None:
+    n, keys, heads = part.tokens, part.context, shape.heads
+    scores = heads * n * keys
+    if software.flash:
+        documents = n // keys
+        heads, queries = round(heads * documents * software.attention_work), n // documents
+        scores = heads * queries * keys
+        operator = Operator(
+            kind="attention",
+            shape=(("heads", heads), ("q", queries), ("kv", keys), ("d", dim), ("kv_heads", shape.keys * documents)),
+            batch="batch",
+            forward_flop=4.0 * scores * dim,
+            activation_bytes=FULL_BYTES * heads * dim * 2 * (queries + keys),
+            parameter_bytes=0,
+            function="causal" if shape.causal else "",
+        )
+        layer.add(operator, "heads", operator.activation_bytes)
+        layer.keep(FULL_BYTES * shape.heads * n, divided=True)
+        return
+    begin = len(layer.operators)
+    whole = not software.aligned or dim % software.aligned == 0
+    first = _batched(heads, n, keys, dim, whole)
+    layer.add(first, "problems", first.activation_bytes)
+    layer.moved(scores, software.score_arrays, divided=True)
+    if software.dropout:
+        layer.moved(scores, 2.5, divided=True)
+    second = _batched(heads, n, dim, keys, whole)
+    layer.add(second, "problems", second.activation_bytes)
+    layer.moved(heads * n * dim, 2, divided=True)
+    size = ((2 * part.element_bytes + 1) if software.dropout else part.element_bytes) * scores
+    layer.keep(size, divided=True)
+    layer.repeat(begin, size, divided=True)
+    layer.peak_divided = part.element_bytes * 2 * scores
+
+
+def _batched(problems: int, m: int, n: int, k: int, aligned: bool) -> Operator:
+    return Operator(
+        kind="matmul",
+        shape=(("problems", problems), ("m", m), ("n", n), ("k", k)),
+        batch="batch",
+        forward_flop=2.0 * problems * m * n * k,
+        activation_bytes=FULL_BYTES * problems * (m * n + m * k + n * k),
+        parameter_bytes=0,
+        function="" if aligned else UNALIGNED,
+    )
+
+
+def residual_of(layer: Layer, shape: Shape, software: Software, elements: int, *, divided: bool) -> None:
+    """The addition to the stream, of the last product's bias too."""
+    layer.moved(elements, software.residual_arrays, divided=divided)
+    if shape.bias:
+        layer.bias_kernel(elements, BIAS_GRADIENT, divided=divided)
+    if software.dropout:
+        layer.keep(elements, divided=divided)
+
+
+def mlp(layer: Layer, shape: Shape, software: Software, part: SamplePart, *, experts: bool, norm: bool, residual: bool) -> None:
+    """From the stream to the product after the MLP; likewise."""
+    n, h = part.tokens, shape.hidden
+    if norm:
+        _entering_norm(layer, "norm2", shape, software, part)
+    if experts:
+        layer.linear("router", n, shape.experts, h, split="", bias=shape.expert_bias, low=False)
+        visits = n * shape.active
+        layer.moved(visits * h, 4, divided=False)
+        _feed(layer, shape, software, part, max(1, visits // shape.experts), shape.expert_ffn, "experts", shape.experts)
+        layer.keep(2 * part.element_bytes * visits * h, divided=False)
+        if shape.shared_ffn:
+            _feed(layer, shape, software, part, n, shape.shared_ffn, "shared")
+    else:
+        _feed(layer, shape, software, part, n, shape.inner, "mlp")
+    if residual:
+        residual_of(layer, shape, software, n * h, divided=False)
+
+
+def _feed(
+    layer: Layer, shape: Shape, software: Software, part: SamplePart, rows: int, inner: int, name: str, problems: int = 1
+) -> None:
+    arms = 2 if shape.gated else 1
+    bias = shape.expert_bias if name == "experts" else shape.bias
+    layer.linear(f"{name}.up", rows, arms * inner, shape.hidden, split="column", bias=bias, problems=problems)
+    arrays = software.activation_arrays + (1 if shape.gated else 0)
+    begin = len(layer.operators)
+    layer.moved(problems * rows * inner, arrays, divided=True)
+    activation = range(begin, len(layer.operators))
+    layer.linear(f"{name}.down", rows, shape.hidden, inner, split="row", bias=bias, problems=problems)
+    saved = software.activation_saved - 1 + (1 if shape.gated else 0)
+    size = round(problems * rows * inner * (part.element_bytes * saved + part.operand_bytes(software)))
+    layer.keep(size, divided=True)
+    if software.flash:
+        layer.repeated += activation
+        again = max(0, size - problems * rows * inner * part.element_bytes * arms)  # what the product made stays
+        layer.again, layer.again_divided = layer.again + again, layer.again_divided + again
+    layer.peak = max(layer.peak, part.element_bytes * problems * rows * shape.hidden)
+    layer.peak_divided = max(layer.peak_divided, part.element_bytes * problems * rows * inner * (arms + 1))
+
+
+def embed(shape: Shape, software: Software, part: SamplePart) -> Component:
+    n, h = part.tokens, shape.hidden
+    layer = new_layer("wte" if shape.tied else "embed", software, part)
+    lookup = Operator(
+        kind="embedding",
+        shape=(("rows", n), ("width", h)),
+        batch="batch",
+        forward_flop=0.0,
+        activation_bytes=FULL_BYTES * 2 * n * h,
+        parameter_bytes=0,
+    )
+    layer.add(lookup)
+    layer.weight("weight", shape.vocab * h, 0)
+    if shape.learned_positions:
+        positions = (shape.positions or n) * h
+        layer.parameters.append(Parameter(name="wpe.weight", elements=positions, element_bytes=part.element_bytes))
+        layer.moved(n * h, 3, divided=False)
+    if software.dropout:
+        layer.moved(n * h, 2.5, divided=False)
+        layer.keep(n * h, divided=False)
+    if shape.embedding_norm:
+        layer.norm("embedding_norm", n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
+        layer.keep(part.element_bytes * n * h, divided=False)
+    layer.peak_fixed_divided = part.element_bytes * shape.vocab * h
+    return component_of("embed", layer, ("tokens",), ("x0",), {RULE: (("full",), ("partial",))}, limit=_even(shape.vocab))
+
+
+def head(shape: Shape, software: Software, part: SamplePart, reads: str, *, norm: bool) -> Component:
+    """The last norm, logits and loss.
+
+    Training in 8 bits leaves the product in 16 (`low`). Megatron-LM's head is not a layer of Transformer Engine unless
+    `fp8_output_proj` is set (pull request 4825). torchao's example of float8 training leaves the last layer out.
+    """
+    n, h, v = part.tokens, shape.hidden, shape.vocab
+    layer = new_layer("wte" if shape.tied else "lm_head", software, part)
+    layer.linear("", n, v, h, split="column", low=False)
+    layer.parameters.clear()
+    layer.cut_parameters.clear()
+    layer.weight("weight", v * h, 0)
+    if norm:
+        begin = len(layer.operators)
+        layer.norm("norm", n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
+        layer.keep(part.element_bytes * n * h, divided=False)
+        layer.reads(part.element_bytes * n * h, divided=False)
+        if software.flash:
+            layer.repeat(begin, part.element_bytes * n * h, divided=False)
+    layer.keep(part.element_bytes * n * h, divided=False)
+    layer.moved(n * v, software.loss_arrays, divided=True)
+    wider = part.element_bytes - 2  # the sizes of Software are those of half precision
+    layer.keep((software.loss_bytes + wider) * n * v, divided=True)
+    layer.peak, layer.peak_divided = part.element_bytes * n * h, (software.loss_peak + wider) * n * v
+    return component_of(
+        "head", layer, (reads, "target"), ("loss",), {RULE: (("full", "full"), ("partial",))}, limit=_even(shape.vocab)
+    )
+
+
+def _even(vocab: int) -> int:
+    """Frameworks pad the vocabulary so that it divides; every power of two up to 128 does."""
+    return vocab * 128
+
+
+def component_of(
+    name: str,
+    layer: Layer,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    rules: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]],
+    *,
+    limit: int,
+) -> Component:
+    layer.sum_gradients()
+    peak = (layer.peak + layer.peak_divided, layer.peak_fixed + layer.peak_fixed_divided)
+    forward = (layer.saved + layer.peak + layer.peak_divided, 0)
+    selective, shard_selective = _by_operator(layer, inputs)
+    shardings = tuple(
+        Sharding(
+            rule=rule,
+            limit=limit,
+            inputs=needs,
+            outputs=makes,
+            parameters=tuple(layer.cut_parameters) if rule == RULE else (),
+            operators=tuple(layer.cut),
+            saved_activation_bytes=layer.saved_divided,
+            forward_peaks=(
+                _shard_peak(layer.saved - layer.saved_divided + layer.peak, 0, layer.saved_divided + layer.peak_divided, 0),
+            ),
+            backward_peaks=(_shard_peak(layer.peak, layer.peak_fixed, layer.peak_divided, layer.peak_fixed_divided),),
+            selective=shard_selective,
+        )
+        for rule, (needs, makes) in rules.items()
+    )
+    return Component(
+        name=name,
+        inputs=inputs,
+        outputs=outputs,
+        parameters=tuple(layer.parameters),
+        saved_activation_bytes=layer.saved,
+        forward_peaks=(forward,),
+        backward_peaks=(peak,),
+        operators=tuple(layer.operators),
+        shardings=shardings,
+        selective=selective,
+    )
+
+
+def _by_operator(layer: Layer, inputs: tuple[str, ...]) -> tuple[Selective | None, ShardSelective | None]:
+    """With unfused attention its core runs again, as in Megatron-LM; else norms, activation functions and rotations do.
+
+    A second forward that stops early runs again whole, up to its last product (`Layer.stop_early`).
+
+    Leaves out: gradients beside what the second forward makes, and what it makes and lets go of.
+    """
+    if layer.early_stop and layer.given:
+        layer.stop_early()
+    if not layer.again:
+        return None, None
+    kept = _shard_peak(
+        layer.saved - layer.saved_divided - (layer.given - layer.given_divided) - (layer.again - layer.again_divided),
+        0,
+        layer.saved_divided - layer.given_divided - layer.again_divided,
+        0,
+    )
+    again = _shard_peak(layer.again - layer.again_divided, 0, layer.again_divided, 0)
+    first = _shard_peak(kept.bytes_per_sample + layer.peak, 0, kept.divided_bytes_per_sample + layer.peak_divided, 0)
+    shard = ShardSelective(kept=kept, again=again, first_peaks=(first,), second_peaks=(again,))
+    whole = Selective(
+        values=inputs[:1] if layer.given else (),
+        kept=kept.at(ALONE),
+        again=again.at(ALONE),
+        first_peaks=(first.at(ALONE),),
+        second_peaks=(again.at(ALONE),),
+        operators=tuple((number, 1) for number in sorted(layer.repeated)),
+    )
+    return whole, shard
+
+
+def _shard_peak(rate: int, fixed: int, divided: int, divided_fixed: int) -> ShardPeak:
+    return ShardPeak(rate, fixed, divided, divided_fixed)
+
+
+def limit_of(shape: Shape) -> int:
+    return shape.heads * 128 if shape.experts else shape.heads
+
+
+def stream_value(name: str, producer: str, shape: Shape, part: SamplePart, savers: Sequence[str]) -> Value:
+    return Value(
+        name=name, producer=producer, bytes_per_sample=part.element_bytes * part.tokens * shape.hidden, savers=tuple(savers)
+    )
+
+
+def is_mixture(shape: Shape, number: int) -> bool:
+    return bool(shape.experts) and number >= shape.dense_layers

@@ -1,0 +1,267 @@
+"""Whether a loss is a sum over samples, found out on a few samples of the real module.
+
+Gradients of microbatches and replicas add up only if the loss of a batch is the mean of the losses of its samples. A loss that
+compares samples with each other (contrastive losses, statistics over the batch) is none: dividing the batch changes it. So
+does a module that mixes samples, as one over the nodes of a graph, under any loss.
+Leaves out: modules of more than `MOST_ELEMENTS` parameters, and losses that draw random numbers; these stay unchecked. So do
+modules with more than `MOST_FLOP` under a loss of parsim's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parsim.model.model import ADDED_UP, COUPLED, MIXING
+from parsim.model.objective import Objective
+from parsim.model.total_loss import MEAN, total_loss
+
+MOST_ELEMENTS = 30_000_000
+SAMPLES = 4
+LEAST_SAMPLES = 2
+"""Where a sample takes more than `MOST_FLOP`: enough to compare one with another."""
+TOLERANCE = 1e-9
+"""Relative, of losses in float64."""
+ROUNDINGS = 100.0
+"""Relative tolerance over the rounding of the least exact type that a forward computes in: `.float()` is common at its end."""
+MOST_TOLERANCE = 0.05
+GRADIENT_TOLERANCE = 1e-6
+"""Relative, of gradients in float64."""
+UNCHECKED = "unchecked"
+MOST_FLOP = 1e9
+"""Of the forward of a sample, for the check of a module under one of parsim's losses: most of these mix nothing."""
+
+_EVALUATED = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+"""Parts whose training is known: BatchNorm is that of a rank, and dropout draws for every sample."""
+
+ArgumentsOf = Callable[[Mapping[str, Tensor]], tuple[tuple[Any, ...], Mapping[str, Any]]]
+
+
+def loss_form(
+    module: nn.Module,
+    objective: Objective,
+    form: str,
+    inputs: Mapping[str, Tensor],
+    target: Tensor | None,
+    *,
+    constants: frozenset[str] = frozenset(),
+    call: ArgumentsOf,
+) -> str:
+    """Whether the loss is a sum over the samples: `form` where it is.
+
+    COUPLED where it is no such sum, ADDED_UP where it is one and was taken as a mean, `form` and UNCHECKED where that is open.
+    Under a loss of parsim's: MIXING where the module is seen to mix samples, else `form`.
+
+    Args:
+        module: with real weights; it stays as it is. form: what the loss gave, see `total`.
+        inputs, target: a batch by name. constants: names of inputs without a batch.
+        call: makes the arguments of the module of such inputs.
+    """
+    unchecked = form if objective.adds_up else f"{form} {UNCHECKED}".strip()
+    if sum(parameter.numel() for parameter in module.parameters()) > MOST_ELEMENTS:
+        return unchecked
+    samples = next(len(tensor) for name, tensor in inputs.items() if name not in constants)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            total = _Totals(module, objective, inputs, target, constants, call)
+            whole = total(0, samples, 0)
+            if not math.isfinite(whole):
+                return unchecked
+            found = _form(total, whole, samples, objective, form)
+            draws = found != form and whole != total(0, samples, 1)
+            if found == form:
+                trains = _Totals(module, objective, inputs, target, constants, call, training=True)
+                if _mixes_in_training(trains, whole, samples):
+                    found = MIXING
+                elif total.own_backwards and not _gradients_add_up(total, samples):
+                    found = MIXING if objective.adds_up else COUPLED
+        except Exception:  # the user's module, in a mode, type or batch that it may not be made for
+            return unchecked
+    return unchecked if draws else found
+
+
+def samples_judged(flop: float) -> int:
+    """How many samples of a batch to judge by. Args: flop: of the forward of one."""
+    return SAMPLES if flop <= MOST_FLOP else LEAST_SAMPLES
+
+
+def _form(total: _Totals, whole: float, samples: int, objective: Objective, form: str) -> str:
+    """`loss_form`, as if no random numbers were drawn."""
+    if objective.adds_up:
+        return MIXING if _mixes(total, whole, samples) else form
+    single = sum(total(place, place + 1, 0) for place in range(samples))
+    if total.are_close(whole, single):
+        return form
+    return ADDED_UP if form == MEAN and total.are_close(whole, samples * single) else COUPLED
+
+
+def _mixes(total: _Totals, whole: float, samples: int) -> bool:
+    """Whether the batch's loss is another one in parts. A batch that runs whole and in no part mixes, too.
+
+    Of two samples that run in no part, each is taken twice: the module may only squeeze a batch of one.
+    """
+    for size in [1, samples // 2] if samples <= SAMPLES else [samples // 2]:
+        with contextlib.suppress(Exception):  # a module may squeeze a batch of one, or index into the whole one
+            parts = (total(first, min(first + size, samples), 0) for first in range(0, samples, size))
+            return not total.are_close(whole, sum(parts))
+    if samples == LEAST_SAMPLES:
+        return not total.are_close(2 * whole, sum(total(place, place + 1, 0, times=2) for place in range(samples)))
+    return True
+
+
+def _mixes_in_training(total: _Totals, evaluated: float, samples: int) -> bool:
+    """Whether a module mixes samples in training alone, as batch statistics of one's own do. Open where it draws numbers.
+
+    Args:
+        total: in training mode. evaluated: the loss in eval mode: where it is the same, nothing else is done in training.
+    """
+    with contextlib.suppress(Exception):  # a module may need another batch, or have no loss in this type
+        whole = total(0, samples, 0)
+        if not math.isfinite(whole) or total.are_close(whole, evaluated) or whole != total(0, samples, 1):
+            return False
+        return _mixes(total, whole, samples)
+    return False
+
+
+def _gradients_add_up(total: _Totals, samples: int) -> bool:
+    """Whether the gradient of a batch is the sum of those of its samples, where the user's own backward makes it."""
+    with contextlib.suppress(Exception):  # as above
+        whole = total.gradient(0, samples)
+        if bool(whole.isfinite().all()):
+            rest = float((whole - sum(total.gradient(place, place + 1) for place in range(samples))).norm())
+            size = float(whole.norm())
+            return total.are_close(size + rest, size, least=GRADIENT_TOLERANCE)
+    return True
+
+
+@contextlib.contextmanager
+def _own_backwards(found: list[bool]) -> Iterator[None]:
+    """Inside, the use of a torch.autograd.Function is noted in `found`."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(True)
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+class _Totals:
+    """The loss of some samples, added up, of a copy in float64 and eval mode.
+
+    `training`: in training mode, but for BatchNorm and dropout of torch. Each loss is that of the first state. `own_backwards`
+    has entries where a forward has used a torch.autograd.Function.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        objective: Objective,
+        inputs: Mapping[str, Tensor],
+        target: Tensor | None,
+        constants: frozenset[str],
+        call: ArgumentsOf,
+        *,
+        training: bool = False,
+    ) -> None:
+        self._judge = copy.deepcopy(module).double().train(training)
+        for part in self._judge.modules():
+            if isinstance(part, _EVALUATED):
+                part.eval()
+        self._first = _changing(self._judge) if training else []
+        self._objective, self._inputs, self._target = objective, inputs, target
+        self._constants, self._call = constants, call
+        self._types = _Types()
+        self.own_backwards: list[bool] = []
+
+    def __call__(self, first: int, last: int, seed: int, *, times: int = 1) -> float:
+        """Of the samples from `first` to `last`, all of them `times` times."""
+        given = {name: _of(tensor, name in self._constants, first, last, times) for name, tensor in self._inputs.items()}
+        wanted = None if self._target is None else _of(self._target, False, first, last, times)
+
+        def once() -> float:
+            args, kwargs = self._call(given)
+            torch.manual_seed(seed)
+            with torch.no_grad(), self._types, _own_backwards(self.own_backwards):
+                self._put_back()
+                return float(total_loss(self._objective, self._judge(*args, **kwargs), wanted, times * (last - first)))
+
+        with contextlib.suppress(Exception), _made_in_float64():
+            return once()
+        return once()  # a forward that names float32 itself may need it throughout
+
+    def gradient(self, first: int, last: int) -> Tensor:
+        """Of the loss of these samples, all parameters in one row."""
+        given = {name: _of(tensor, name in self._constants, first, last, 1) for name, tensor in self._inputs.items()}
+        wanted = None if self._target is None else _of(self._target, False, first, last, 1)
+        args, kwargs = self._call(given)
+        torch.manual_seed(0)
+        with torch.enable_grad(), _made_in_float64():
+            loss = total_loss(self._objective, self._judge(*args, **kwargs), wanted, last - first)
+        weights = [parameter for parameter in self._judge.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(loss, weights, materialize_grads=True)
+        return torch.cat([gradient.flatten() for gradient in gradients])
+
+    def _put_back(self) -> None:
+        """What an earlier forward has changed."""
+        for holder, name, tensor, value in self._first:
+            tensor.data = value.clone()
+            holder[name] = tensor
+
+    def are_close(self, one: float, other: float, *, least: float = TOLERANCE) -> bool:
+        """Whether two losses differ by no more than the types leave open that were computed in."""
+        rounding = max(least, min(MOST_TOLERANCE, ROUNDINGS * self._types.rounding)) if self._types.rounding else least
+        return abs(one - other) <= rounding * max(abs(one), abs(other), 1e-12)
+
+
+class _Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The rounding of the least exact type of what was computed; 0 where all was in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rounding = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for value in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
+                self.rounding = max(self.rounding, torch.finfo(value.dtype).eps)
+        return found
+
+
+@contextlib.contextmanager
+def _made_in_float64() -> Iterator[None]:
+    """Tensors that a forward makes, such as torch.zeros(3), get the type of the copy's weights."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _changing(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]:
+    """Where a forward may write: the buffers and frozen parameters of a module, and their values."""
+    return [
+        (holder, name, tensor, tensor.detach().clone())
+        for part in module.modules()
+        for holder in (part._buffers, part._parameters)
+        for name, tensor in holder.items()
+        if tensor is not None and not tensor.requires_grad
+    ]
+
+
+def _of(tensor: Tensor, constant: bool, first: int, last: int, times: int) -> Tensor:
+    part = tensor if constant else torch.cat([tensor[first:last]] * times)
+    return part.double() if part.dtype == torch.float32 else part

@@ -1,0 +1,394 @@
+"""Components and values as they are under a precision: in fp32 as recorded, under autocast as recorded there.
+
+For memory, and for the bytes that are sent. Computation is priced by the precision of the measurement or the fit; here is said
+only which product of a recorded Model is left out of 8 and 4 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TypeVar
+
+from parsim.errors import CostError, ExecutionError
+from parsim.model.component import (
+    NOT_LOW,
+    Component,
+    HalfComponent,
+    HalfSharding,
+    HalfValue,
+    Sharding,
+    ShardPeak,
+    ShardSelective,
+    Value,
+)
+from parsim.model.model import Model
+from parsim.registry import Registry
+
+# The precisions of training: the types of storage and of computation, and the devices that support them.
+#
+# A new one is one row. Its name, which may be "package.module:ROW", is the one under which profiles keep peaks and fits.
+#
+# fp32, fp64    everything in that type; fp32 is IEEE's: no TF32 in matmuls and convolutions.
+# tf32          as fp32, but matmuls and convolutions of a GPU round their operands to 10 bits of mantissa.
+# amp_fp16      weights, gradients and optimizer state in fp32; PyTorch's autocast computes what it can in half precision;
+# amp_bf16      fp16 scales the loss, so that small gradients do not vanish (`parsim.execute.numerics`).
+# bf16          weights, gradients and activations in bf16; with master weights the optimizer updates copies in fp32.
+# fp16          the same in fp16, with a scaled loss: Megatron-LM's and DeepSpeed's fp16. Priced where a profile knows it;
+# nothing
+#               here runs it.
+# fp8           products with a weight in fp8, all else in bf16. Priced where a profile knows it; nothing here runs it.
+# nvfp4         the same in 4 bits: NVIDIA's, with a scale of 8 bits for every 16 elements. Kept activations count a whole
+# byte
+#               each. Leaves out the rotation of operands (random Hadamard transform) and layers that a recipe keeps in bf16.
+
+
+RECORDED_WEIGHTS = {2: "bfloat16", 4: "float32"}
+"""By bytes per element, the type in which Models are recorded, as torch names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberFormat:
+    """One precision.
+
+    Attributes:
+        element_bytes: of an activation, and of an operand of a matmul.
+        weight_bytes: of a parameter and of its gradient.
+        autocast: the type autocast computes in, as torch names it; "" without autocast.
+        scales_loss: the loss is multiplied before the backward, and the gradients divided after it.
+        devices: the kinds that can run it; none: it is priced only.
+        beside: the precision of whatever is not a product (convolutions, norms, attention, additions); "": the same.
+    """
+
+    element_bytes: int
+    weight_bytes: int
+    autocast: str = ""
+    scales_loss: bool = False
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    beside: str = ""
+
+    def __post_init__(self) -> None:
+        if min(self.element_bytes, self.weight_bytes) < 1:
+            raise CostError(f"a precision needs bytes >= 1, got {self.element_bytes} and {self.weight_bytes}")
+        if self.element_bytes < self.weight_bytes and self.weight_bytes == 4 and not self.autocast:
+            raise CostError(
+                f"activations of {self.element_bytes} bytes beside weights of {self.weight_bytes} come from autocast; say to "
+                'which type, e.g. autocast = "bfloat16"'
+            )
+
+
+FORMATS: Registry[NumberFormat] = Registry(
+    "precision",
+    NumberFormat,
+    {
+        "fp32": NumberFormat(element_bytes=4, weight_bytes=4),
+        "fp64": NumberFormat(element_bytes=8, weight_bytes=8),
+        "tf32": NumberFormat(element_bytes=4, weight_bytes=4, devices=("cuda",)),
+        "amp_fp16": NumberFormat(element_bytes=2, weight_bytes=4, autocast="float16", scales_loss=True),
+        "amp_bf16": NumberFormat(element_bytes=2, weight_bytes=4, autocast="bfloat16"),
+        "bf16": NumberFormat(element_bytes=2, weight_bytes=2),
+        "fp16": NumberFormat(element_bytes=2, weight_bytes=2, scales_loss=True, devices=()),
+        "fp8": NumberFormat(element_bytes=1, weight_bytes=2, devices=(), beside="bf16"),
+        "nvfp4": NumberFormat(element_bytes=1, weight_bytes=2, devices=(), beside="bf16"),
+    },
+    error=CostError,
+)
+
+
+def number_format(precision: str) -> NumberFormat:
+    """What a precision means. Raises CostError for an unknown one."""
+    return FORMATS[precision]
+
+
+def operator_precision(precision: str, kind: str, *, low: bool = True) -> str:
+    """The precision in which an operator of that kind runs: under fp8 and nvfp4 only products are in them.
+
+    PyTorch has no convolution in 8 or 4 bits that trains, and Transformer Engine and torchao convert linear layers alone.
+
+    Args:
+        precision: of the training. kind: of the operator (`parsim.model.component.OPERATOR_KINDS`).
+        low: False for a product that is left out of that (`parsim.model.component.NOT_LOW`).
+    """
+    return precision if kind == "matmul" and low else number_format(precision).beside or precision
+
+
+def check_planned(precision: str) -> None:
+    """Raise CostError for a precision in whose weights no Model is recorded."""
+    weight_bytes = number_format(precision).weight_bytes
+    if weight_bytes not in RECORDED_WEIGHTS:
+        planned = ", ".join(name for name, row in FORMATS.items() if row.weight_bytes in RECORDED_WEIGHTS)
+        raise CostError(
+            f"precision {precision!r} stores weights in {weight_bytes} bytes per element, and models are recorded with "
+            f"{' or '.join(map(str, RECORDED_WEIGHTS))}; use one of {planned}"
+        )
+
+
+def check_executable(precision: str, dtype: str, device_kind: str) -> None:
+    """Raise ExecutionError unless a device of that kind can train in `precision`, with weights of `dtype` where fp32 is asked.
+
+    Args:
+        dtype: "float32" or "float64" (training.dtype). device_kind: "cpu" or "cuda".
+    """
+    devices = number_format(precision).devices
+    if not devices:
+        raise ExecutionError(
+            f"training.precision = {precision!r} can be priced, not run: PyTorch has no training in it that parsim drives; set "
+            'precision = "bf16" or "amp_bf16" to train'
+        )
+    if device_kind not in devices:
+        raise ExecutionError(
+            f"training.precision = {precision!r} needs a device of kind {' or '.join(devices)}, and the ranks compute on "
+            f'{device_kind}; set precision = "fp32", "amp_bf16", "amp_fp16" or "bf16"'
+        )
+    if dtype != "float32" and precision != "fp32":
+        raise ExecutionError(
+            f'training.dtype = {dtype!r} and training.precision = {precision!r} contradict each other; set dtype = "float32", '
+            'or precision = "fp32"'
+        )
+
+
+def recorded_weights(precision: str) -> str:
+    """The type, as torch names it, in which a Model of this precision is recorded. Raises CostError as `check_planned`."""
+    check_planned(precision)
+    return RECORDED_WEIGHTS[number_format(precision).weight_bytes]
+
+
+HalfSizes = TypeVar("HalfSizes")
+
+RECORDED_BYTES = 2
+"""Per element under the autocast that Models are recorded under."""
+
+FULL_BYTES = 4
+
+
+@lru_cache(maxsize=65536)
+def component_in(component: Component, precision: str) -> Component:
+    """A component's kept bytes under `precision`; its work is unchanged. What a sharding divides of them is recorded as well.
+
+    A Model may not have been recorded under autocast, or only at other than 2 bytes per element. Then all its bytes are assumed
+    to shrink in proportion, with a cast of every weight under autocast.
+    """
+    size = _reduced_bytes(precision)
+    if size is None:
+        return component
+    half = _recorded(component.half, size) or _assumed_component(component, size)
+    return replace(
+        component,
+        saved_activation_bytes=half.saved_activation_bytes,
+        saved_fixed_bytes=half.saved_fixed_bytes,
+        forward_peaks=half.forward_peaks,
+        backward_peaks=half.backward_peaks,
+        shardings=tuple(_sharding(entry, component, half, size) for entry in component.shardings),
+        half=half,
+        selective=component.selective and (half.selective or component.selective),
+        split_backward=half.split_backward,
+    )
+
+
+def value_in(value: Value, precision: str) -> Value:
+    """Its size and its keepers under `precision`."""
+    size = _reduced_bytes(precision)
+    if size is None:
+        return value
+    half = _recorded(value.half, size) or _assumed_value(value, size)
+    return replace(
+        value,
+        bytes_per_sample=half.bytes_per_sample,
+        storage_bytes_per_sample=value.storage_bytes_per_sample * half.bytes_per_sample // max(1, value.bytes_per_sample),
+        fixed_bytes=half.fixed_bytes,
+        saved=half.saved,
+        savers=half.savers,
+        half=half,
+    )
+
+
+def model_in(model: Model, precision: str) -> Model:
+    """The model as `precision` trains it: values as wide as they are sent, the head in 16 bits; the same object if it is so."""
+    return model_as_sent(_with_wide_head(model) if number_format(precision).beside else model, precision)
+
+
+def _with_wide_head(model: Model) -> Model:
+    """The model whose last product with a weight stays in 16 bits where others are in 8 or 4.
+
+    Which layers a training converts is not recorded when a module is traced. Described transformers say it themselves
+    (`parsim.model.catalogue.sublayers.head`), and are left as they are.
+    """
+    known = model.remembered(_WideHead)
+    if known.model is None:
+        known.model = _wide_head_of(model)
+    return known.model
+
+
+@dataclass
+class _WideHead:
+    """A model whose head stays in 16 bits, once asked for."""
+
+    model: Model | None = None
+
+
+def _wide_head_of(model: Model) -> Model:
+    last: tuple[int, int] | None = None
+    for place, component in enumerate(model.components):
+        for number, operator in enumerate(component.operators):
+            if operator.function == NOT_LOW:
+                return model
+            if operator.kind == "matmul" and operator.parameter_bytes:
+                last = place, number
+    if last is None:
+        return model
+    place, number = last
+    head = model.components[place]
+    operators = list(head.operators)
+    if operators[number].count > 1 or operators[number].function:  # one of several alike, as in a loop: no layer of its own
+        return model
+    operators[number] = replace(operators[number], function=NOT_LOW)
+    changed = replace(head, operators=tuple(operators))
+    return replace(model, components=(*model.components[:place], changed, *model.components[place + 1 :]))
+
+
+def model_as_sent(model: Model, precision: str) -> Model:
+    """The model with its values as wide as they are sent under `precision`; the same object where nothing changes.
+
+    Who keeps a value stays as recorded, for `value_in`, which leaves these sizes as they are.
+    """
+    size = _reduced_bytes(precision)
+    if size is None:
+        return model
+    known = model.remembered(_Sent).models
+    if size not in known:
+        values = tuple(_as_sent(value, precision) for value in model.values)
+        known[size] = model if values == model.values else replace(model, values=values)
+    return known[size]
+
+
+@dataclass
+class _Sent:
+    """A model as it is sent, by bytes of an activation's element."""
+
+    models: dict[int, Model] = field(default_factory=dict)
+
+
+def _as_sent(value: Value, precision: str) -> Value:
+    seen = value_in(value, precision)
+    return replace(seen, saved=value.saved, savers=value.savers)
+
+
+def cast_bytes(component: Component, precision: str) -> int:
+    """Copies of the weights in fewer bytes that a component (or a shard of it) keeps for its backward; 0 without autocast."""
+    size = _reduced_bytes(precision)
+    if size is None:
+        return 0
+    return (_recorded(component.half, size) or _assumed_component(component, size)).cast_bytes
+
+
+def is_half(precision: str) -> bool:
+    """Whether it means autocast to fewer bytes. (A Model for bf16 is recorded in bf16.)"""
+    return bool(number_format(precision).autocast)
+
+
+def check_recorded(model: Model, precision: str) -> None:
+    """Raise CostError where a Model cannot tell of a precision.
+
+    Its parameters are of another width than the precision stores, or its forward fails under the autocast of the precision.
+    """
+    if model.half_refused and is_half(precision):
+        raise CostError(
+            f"precision {precision!r} runs the forward under autocast, and that of {model.name} fails there: "
+            f'{model.half_refused}; cast the operands of that call to one type, or set precision = "fp32"'
+        )
+    wanted = number_format(precision).weight_bytes
+    for parameter in model.parameters if wanted == RECORDED_BYTES else ():
+        if parameter.element_bytes != wanted:
+            raise CostError(
+                f"precision {precision!r} stores weights in {wanted} bytes, and {model.name} was recorded with "
+                f"{parameter.element_bytes} bytes each ({parameter.name}); name the module, not a saved Model, or set "
+                'precision = "amp_bf16"'
+            )
+
+
+def _reduced_bytes(precision: str) -> int | None:
+    """Of an activation's element under autocast; None where it is as recorded."""
+    kind = number_format(precision)
+    return kind.element_bytes if kind.autocast else None
+
+
+def _recorded(half: HalfSizes | None, element_bytes: int) -> HalfSizes | None:
+    """The values recorded under autocast, if they have that many bytes per element."""
+    return half if element_bytes == RECORDED_BYTES else None
+
+
+def _sharding(sharding: Sharding, whole: Component, half: HalfComponent, element_bytes: int) -> Sharding:
+    def scaled(part: int, of: int, now: int) -> int:
+        return part * now // of if of else 0
+
+    seen = _recorded(sharding.half, element_bytes) or _assumed_sharding(sharding, element_bytes)
+    rate = scaled(sharding.saved_activation_bytes, whole.saved_activation_bytes, half.saved_activation_bytes)
+    fixed = scaled(sharding.saved_fixed_bytes, whole.saved_fixed_bytes, half.saved_fixed_bytes)
+    if seen.divided is not None:  # the residual stream, which is not divided, stays as wide as it was
+        rate, fixed = seen.divided.activation_bytes, seen.divided.fixed_bytes
+    return replace(
+        sharding,
+        saved_activation_bytes=rate,
+        saved_fixed_bytes=fixed,
+        forward_peaks=seen.forward_peaks,
+        backward_peaks=seen.backward_peaks,
+        half=seen,
+        selective=sharding.selective and (seen.selective or sharding.selective),
+    )
+
+
+def _assumed_sharding(sharding: Sharding, element_bytes: int) -> HalfSharding:
+    def halved(peaks: tuple[ShardPeak, ...]) -> tuple[ShardPeak, ...]:
+        return tuple(
+            peak._replace(
+                bytes_per_sample=peak.bytes_per_sample * element_bytes // FULL_BYTES,
+                divided_bytes_per_sample=peak.divided_bytes_per_sample * element_bytes // FULL_BYTES,
+            )
+            for peak in peaks
+        )
+
+    own = sharding.selective
+    return HalfSharding(
+        forward_peaks=halved(sharding.forward_peaks),
+        backward_peaks=halved(sharding.backward_peaks),
+        selective=None
+        if own is None
+        else ShardSelective(
+            kept=halved((own.kept,))[0],
+            again=halved((own.again,))[0],
+            first_peaks=halved(own.first_peaks),
+            second_peaks=halved(own.second_peaks),
+        ),
+    )
+
+
+def _assumed_component(component: Component, element_bytes: int) -> HalfComponent:
+    def halved(peaks: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        return tuple((rate * element_bytes // FULL_BYTES, fixed) for rate, fixed in peaks)
+
+    return HalfComponent(
+        saved_activation_bytes=component.saved_activation_bytes * element_bytes // FULL_BYTES,
+        saved_fixed_bytes=component.saved_fixed_bytes * element_bytes // FULL_BYTES,
+        cast_bytes=element_bytes * sum(parameter.elements for parameter in component.parameters),
+        forward_peaks=halved(component.forward_peaks),
+        backward_peaks=halved(component.backward_peaks),
+        selective=None
+        if component.selective is None
+        else replace(
+            component.selective,
+            kept=halved((component.selective.kept,))[0],
+            again=halved((component.selective.again,))[0],
+            first_peaks=halved(component.selective.first_peaks),
+            second_peaks=halved(component.selective.second_peaks),
+        ),
+    )
+
+
+def _assumed_value(value: Value, element_bytes: int) -> HalfValue:
+    size = element_bytes if value.differentiable else FULL_BYTES
+    return HalfValue(
+        bytes_per_sample=value.bytes_per_sample * size // FULL_BYTES,
+        fixed_bytes=value.fixed_bytes * size // FULL_BYTES,
+        saved=value.saved,
+        savers=value.savers,
+    )

@@ -1,0 +1,214 @@
+"""One shard of a runnable component: the same calls on pieces, summands and full tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parsim.errors import ModelError
+from parsim.model.component import FULL, ParameterShard, Sharding
+from parsim.model.runnable import PLAIN, CallProgram, Nested, Op, Ref, Runnable, run_op
+from parsim.model.shard.content import SHARD, WHOLE, Content, First, Piece, Refused, ShardNumber, cut_along, operands_of
+from parsim.model.shard.narrow import check_ways
+from parsim.model.shard.pieces import piece
+from parsim.model.shard.propagate import Propagation, drawing_calls, propagate
+
+
+def shard_runnable(runnable: Runnable, sharding: Sharding, shard: int, ways: int) -> Runnable:
+    """Shard `shard` of `ways` of a component; it runs (and goes through `autograd_cut`) like any Runnable.
+
+    It reads the parameters and buffers of the same live module under the same names, where those that `sharding` divides
+    must have been replaced by their pieces (`pieces.piece`). Inputs come as `sharding.inputs` says, outputs leave as
+    `sharding.outputs` says. Gradients: of a full input and of an undivided parameter a summand; of a piece its own.
+
+    Args:
+        runnable: recorded with whole shapes, at the number of samples the shard sees.
+
+    Raises:
+        ModelError: if `ways` does not divide the sharding's limit, or the component has no such sharding.
+    """
+    return Runnable(shard_program(runnable.program, sharding, shard, ways), runnable.module)
+
+
+def shard_program(program: CallProgram, sharding: Sharding, shard: int, ways: int) -> CallProgram:
+    """The calls of shard `shard` of `ways`; arguments and errors as for `shard_runnable`."""
+    check_ways(program.name, sharding, ways)
+    if not 0 <= shard < ways:
+        raise ModelError(f"{program.name} has shards 0 to {ways - 1} of {ways}, got {shard}")
+    parts = (*sharding.parameters, *sharding.buffers)
+    given = {part.name: replace(part, size=0) for part in parts}
+    mismatch = f"{program.name} as recorded does not have the sharding {sharding.rule}"
+    try:
+        found = _propagated(program, sharding.inputs, parts, ways)
+    except Refused as error:
+        raise ModelError(f"{mismatch}: {error}; trace the model again") from error
+    if found.outputs != sharding.outputs or dict(found.parts) != given:
+        raise ModelError(
+            f"{mismatch}: it divides {sorted(found.parts)} to make {found.outputs}, the sharding {sorted(given)} to make "
+            f"{sharding.outputs}; trace the model again"
+        )
+    return localise(program, found, shard, ways)[0]
+
+
+@lru_cache(maxsize=32)
+def _propagated(program: CallProgram, inputs: tuple[str, ...], parts: tuple[ParameterShard, ...], ways: int) -> Propagation:
+    """What the calls of every shard work on. Counting asks for each of a few programs, batches and ways several times."""
+    decided: dict[str, ParameterShard | None] = {key.name: None for key, _ in program.state}
+    decided.update({part.name: part for part in parts})
+    return propagate(program, tuple(map(content_of, inputs)), decided, ways)
+
+
+def content_of(text: str) -> Content:
+    """From the text of `Sharding.inputs`: "full" or "shard:d"."""
+    return WHOLE if text == FULL else cut_along(int(text.removeprefix(f"{SHARD}:")))
+
+
+def localise(program: CallProgram, found: Propagation, shard: int, ways: int) -> tuple[CallProgram, tuple[int | None, ...]]:
+    """The calls of one shard, and per call the number of the recorded one it stands for (None: it converts an operand)."""
+    ops: list[Op] = []
+    origins: list[int | None] = []
+    slots = program.slots
+    state = {slot for _, slot in program.state}
+    for number, (op, outcome) in enumerate(zip(program.ops, found.outcomes, strict=True)):
+        swap: dict[int, int] = {}
+        for slot in operands_of(op):
+            how = outcome.converted.get(slot)
+            converter = _converter(how, slot in state, shard, ways)
+            if converter is not None:
+                ops.append(
+                    replace(op, function=converter, arguments=(Ref(slot),), keywords=(), outputs=(((), slots),), drop=())
+                )
+                origins.append(None)
+                swap[slot] = slots
+                slots += 1
+        rewritten = outcome.arguments is not None
+        if not (swap or rewritten or outcome.function):
+            ops.append(op)
+            origins.append(number)
+            continue
+        ops.append(
+            replace(
+                op,
+                function=outcome.function or op.function,
+                arguments=tuple(_local(item, swap, shard) for item in outcome.arguments or op.arguments),
+                keywords=() if rewritten else tuple((name, _local(item, swap, shard)) for name, item in op.keywords),
+                drop=(*op.drop, *swap.values()),
+            )
+        )
+        origins.append(number)
+    moved: dict[int, int] = {}
+    full = [slot for (_, slot, flows), made in zip(program.outputs, found.outputs, strict=True) if flows and made == FULL]
+    for slot in full if shard else ():
+        ops.append(Op(without_gradient, (Ref(slot),), (), (((), slots),), PLAIN, (slot,)))
+        origins.append(None)
+        moved[slot] = slots
+        slots += 1
+    outputs = tuple((name, moved.get(slot, slot), flows) for name, slot, flows in program.outputs)
+    return replace(program, ops=tuple(ops), slots=slots, outputs=outputs), tuple(origins)
+
+
+def _converter(how: First | Piece | None, is_state: bool, shard: int, ways: int) -> Any:
+    """What makes the operand; None if the shard has it as it is."""
+    if type(how) is First:
+        return nothing_like if shard else None
+    if type(how) is Piece and not is_state:
+        part = ParameterShard(name="operand", dim=how.dim, blocks=how.blocks, runs=how.runs)
+        return partial(piece, part=part, shard=shard, ways=ways)
+    return None
+
+
+def _local(template: Any, swap: Mapping[int, int], shard: int) -> Any:
+    if type(template) is Ref:
+        return Ref(swap.get(template.slot, template.slot))
+    if type(template) is Nested:
+        return Nested(template.rebuild, tuple(_local(item, swap, shard) for item in template.items))
+    return shard if type(template) is ShardNumber else template
+
+
+class _Nothing(torch.autograd.Function):
+    """Zeros in place of a tensor that another shard contributes; its gradient is one zero seen as many, not absent."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return torch.zeros_like(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0].new_zeros(()).expand_as(gradients[0])
+
+
+def nothing_like(value: Tensor) -> Tensor:
+    """Zeros of the same shape, through which a gradient of zeros flows back."""
+    result: Tensor = _Nothing.apply(value)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """The same tensor, of whose gradient another shard takes care; zeros flow back, one zero seen as many."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0].new_zeros(()).expand_as(gradients[0])
+
+
+def without_gradient(value: Tensor) -> Tensor:
+    """A value that every shard makes whole, with a gradient of zeros: shard 0 takes the whole one."""
+    result: Tensor = _WithoutGradient.apply(value)  # type: ignore[no-untyped-call]
+    return result
+
+
+# Whether a component of a GPU draws random numbers from the generator of the host, as `torch.rand(3).to(x.device)` does.
+
+
+def may_draw_on_host(program: CallProgram) -> bool:
+    """Whether any call does, or may for all that can be seen: one that is no operator of torch's own.
+
+    Masks of dropout are drawn where the values are, which is on the GPU.
+    """
+    return any(_may_draw(program, program.ops[number]) for number in drawing_calls(program))
+
+
+def _may_draw(program: CallProgram, op: Op) -> bool:
+    """Meta tensors stand for those of the GPU, so a call that asks for none of them there makes its own on the host."""
+    environment: list[Any] = [None] * program.slots
+    for slot in operands_of(op):
+        kind = program.tensors[slot]
+        environment[slot] = torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device="meta")
+    keywords = tuple((name, _on_meta(value) if name == "device" else value) for name, value in op.keywords)
+    watch = _HostDraws()
+    try:
+        with torch.no_grad(), watch:
+            run_op(Op(op.function, op.arguments, keywords, op.outputs, op.context, ()), environment)
+    except Exception:  # nothing is known of it
+        return True
+    return watch.found
+
+
+def _on_meta(device: Any) -> Any:
+    return device if device is None or torch.device(device).type == "cpu" else torch.device("meta")
+
+
+class _HostDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Whether an operator draws random numbers for a tensor of the host, or does what torch does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [entry for entry in (result if isinstance(result, list | tuple) else [result]) if isinstance(entry, Tensor)]
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        hidden = func.namespace not in ("aten", "prims", "prim")
+        self.found |= hidden or (draws and any(entry.device.type == "cpu" for entry in made))
+        return result

@@ -1,0 +1,723 @@
+"""Work and memory of each component of a module per sample, counted on fake tensors at two batches.
+
+Saved activations are the tensors that autograd keeps for the backward, found by saved-tensor hooks on the real autograd
+nodes. Each storage counts once, in the first component that saves it. Parameters and buffers are not activations. Leaves
+out what an allocator rounds up, and workspaces of kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from parsim.errors import TraceError, first_few
+from parsim.model.component import (
+    LOSS,
+    MAXIMUM,
+    PARTIAL,
+    Component,
+    HalfComponent,
+    HalfDivided,
+    HalfSharding,
+    HalfValue,
+    Parameter,
+    Selective,
+    Sharding,
+    ShardSelective,
+    SplitBackward,
+    Value,
+)
+from parsim.model.loops.repeated_calls import Shortened, shortened
+from parsim.model.model import SUBLAYER, Model
+from parsim.model.objective import OpenLoss
+from parsim.model.runnable import CallProgram, StateKey
+from parsim.model.shard.measure import Division, WholeComponent, divide, half_divided
+from parsim.model.total_loss import MAXIMUM as MAXIMUM_OF_LOGITS
+from parsim.model.trace.cut import CallInterval, cut, final_values, programs, value_names
+from parsim.model.trace.data_dependent import assumptions, call_module, collapse, whole_modules
+from parsim.model.trace.memory import (
+    CountedPeaks,
+    Peaks,
+    Recorded,
+    ShardPeaks,
+    autocast_as,
+    compares_samples,
+    component_peaks,
+    gains,
+    selective_of,
+    shard_peaks,
+    shard_selective,
+    square_peaks,
+    square_size,
+)
+from parsim.model.trace.messages import backward_message
+from parsim.model.trace.operators import RawOperator, Watch, grow
+from parsim.model.trace.record import run_recorded
+from parsim.model.trace.recorder import Recorder, Recording, storage_key
+from parsim.model.tracing.repeats.canonical import calls_key, program_key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedForward:
+    """One fake forward at `batch` samples, cut; lists run along `intervals`.
+
+    Attributes:
+        programs: per interval. operators_in: per interval, their calls counted from its first.
+        atomic: modules that run as a whole, each call of which is one in `collapsed`, cut into `collapsed_intervals`.
+        saved_in: per interval (storage, bytes) of what is first saved in it. savers: by storage the components that save it,
+            in the order in which they run. state: storages of parameters and buffers. casts: storages that hold parameters in
+            another precision. autocast: the half-precision type it ran under, or None.
+        loops: programs with fewer groups of a loop, of the intervals that were asked for.
+    """
+
+    batch: int
+    recording: Recording
+    intervals: list[CallInterval]
+    atomic: frozenset[str]
+    collapsed: Recording
+    collapsed_intervals: list[CallInterval]
+    programs: tuple[CallProgram, ...]
+    operators_in: list[list[RawOperator]]
+    saved_in: list[list[tuple[int, int]]]
+    savers: Mapping[int, tuple[str, ...]]
+    state: frozenset[int]
+    fakes: FakeTensorMode
+    casts: frozenset[int]
+    autocast: torch.dtype | None
+    loops: dict[int, Shortened | None] = field(default_factory=dict)
+
+    @property
+    def even_batches(self) -> int:
+        """Experts get equally many tokens at multiples of this batch."""
+        return math.lcm(*(routing.divisor(self.batch) for routing in self.recording.routings.values()))
+
+    def saved_bytes(self, place: int, *, casts: bool = False) -> int:
+        """Of activations, or of the casts of parameters, in one component."""
+        return sum(size for key, size in self.saved_in[place] if (key in self.casts) == casts)
+
+    @property
+    def loss_place(self) -> int | None:
+        """Of the component that takes the loss."""
+        return len(self.intervals) - 1 if self.intervals and self.intervals[-1].name == LOSS else None
+
+    def paged_arrays(self, place: int) -> list[int]:
+        """Bytes of what its kernels keep on pages of their own."""
+        return [size for raw in self.operators_in[place] for size in raw.paged_arrays]
+
+    def counts(self, storage: int) -> bool:
+        """Whether it is among some component's saved activations."""
+        return storage in self.savers and storage not in self.state
+
+    def recorded(self, place: int) -> Recorded:
+        """One component."""
+        counted = tuple(number for number, own in enumerate(self.whole(place).counted_inputs) if own)
+        program = self.programs[place]
+        if place not in self.loops:
+            self.loops[place] = shortened(program)
+        return Recorded(program, self.fakes, self.batch, self.autocast, counted, self.loops[place])
+
+    def whole(self, place: int) -> WholeComponent:
+        """One component, its calls counted from its first."""
+        saved = {key for key, _ in self.saved_in[place]}
+        tensors = self.recording.tensors
+        return WholeComponent(
+            program=self.programs[place],
+            fakes=self.fakes,
+            operators=self.operators_in[place],
+            counted_inputs=tuple(storage_key(tensors[number]) in saved for number in self.intervals[place].inputs),
+        )
+
+
+def measure(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    granularity: str,
+    loss: str | OpenLoss | None,
+    autocast: torch.dtype | None = None,
+    example: bool = False,
+    answers: Sequence[bool] | None = None,
+    repeats: bool = True,
+    trusted: frozenset[Hashable] = frozenset(),
+) -> TracedForward:
+    """One fake forward of `module` in the mode it is in, under the CPU's autocast to a half-precision type if one is given.
+
+    `example`, `answers`, `trusted`: as for `run_recorded`.
+    """
+    whole: frozenset[str] = frozenset()
+    watchers: list[Watch] = []
+
+    def watch(recorder: Recorder) -> Watch:
+        watchers.append(Watch(recorder))
+        return watchers[-1]
+
+    with autocast_as(autocast):
+        recording = run_recorded(
+            module,
+            args,
+            kwargs,
+            loss=loss,
+            loss_in_parts=granularity == SUBLAYER,
+            watch=watch,
+            example=example,
+            answers=answers,
+            repeats=repeats,
+            trusted=trusted,
+        )
+        if recording.decisions:
+            parts = granularity == SUBLAYER
+            other = run_recorded(module, args, kwargs, loss=loss, loss_in_parts=parts, skew=True, example=example)
+            whole = whole_modules(recording, other, module)
+    first = recording.tensors[recording.inputs[0][1]]
+    collapsed = collapse(recording, whole, module)
+    cuts = cut(collapsed.recording, module, granularity, whole)
+    intervals = [replace(entry, start=collapsed.starts[entry.start], end=collapsed.starts[entry.end]) for entry in cuts]
+    watcher = watchers[-1]
+    starts = [interval.start for interval in intervals]
+    operators = _per_interval(intervals, watcher.mode.operators, lambda raw: raw.op)
+    savers: dict[int, set[int]] = {}
+    for place, part in enumerate(_per_interval(intervals, watcher.saves, _call_of)):
+        for _, key, _ in part:
+            savers.setdefault(key, set()).add(place)
+    return TracedForward(
+        batch=first.shape[0],
+        recording=recording,
+        intervals=intervals,
+        atomic=whole,
+        collapsed=collapsed.recording,
+        collapsed_intervals=cuts,
+        programs=programs(recording, intervals),
+        operators_in=[[raw.moved(raw.op - start) for raw in part] for start, part in zip(starts, operators, strict=True)],
+        saved_in=[[(key, size) for _, key, size in part] for part in _per_interval(intervals, watcher.saved(), _call_of)],
+        savers={key: tuple(intervals[place].name for place in sorted(places)) for key, places in savers.items()},
+        state=frozenset(watcher.state),
+        fakes=watcher.recorder.fakes,
+        casts=frozenset(watcher.mode.casts),
+        autocast=autocast,
+    )
+
+
+Entry = TypeVar("Entry")
+
+
+def _per_interval(
+    intervals: Sequence[CallInterval], entries: Iterable[Entry], call_of: Callable[[Entry], int]
+) -> list[list[Entry]]:
+    """Entries by the interval in which their call lies."""
+    starts = [interval.start for interval in intervals]
+    found: list[list[Entry]] = [[] for _ in intervals]
+    for entry in entries:
+        place = bisect_right(starts, call_of(entry)) - 1
+        if place >= 0 and call_of(entry) < intervals[place].end:
+            found[place].append(entry)
+    return found
+
+
+def _call_of(save: tuple[int, int, int]) -> int:
+    return save[0]
+
+
+def has_pairs(small: TracedForward, large: TracedForward) -> bool:
+    """Whether the loss compares every sample with every other."""
+    if small.loss_place is None or large.loss_place is None:
+        return False
+    less, more = (
+        [size for _, size in run.saved_in[place]] for run, place in ((small, small.loss_place), (large, large.loss_place))
+    )
+    return compares_samples(less, more, (small.batch, large.batch))
+
+
+def combine(
+    small: TracedForward,
+    large: TracedForward,
+    *,
+    name: str,
+    granularity: str,
+    source: str,
+    largest: TracedForward | None = None,
+    untrained: frozenset[str] = frozenset(),
+) -> Model:
+    """Numbers per sample, and what does not grow, from two measurements at different batches.
+
+    Args:
+        largest: at a third batch, where the loss compares samples. untrained: parameters that get no gradient.
+
+    Raises TraceError if a size is not linear in the batch.
+    """
+    if [entry.name for entry in small.intervals] != [entry.name for entry in large.intervals]:
+        raise TraceError(
+            f"{name} calls its parts otherwise for {large.batch} samples than for {small.batch} (a loop over the samples?), so "
+            "nothing can be counted per sample; compute on the whole batch at once"
+        )
+    values = _values(small, large)
+    counted_buffers: set[int] = set()
+    peaks = Counted(small, large)
+    names = value_names(small.recording, small.intervals)
+    compared = small.loss_place if largest is not None else None
+    components = tuple(
+        _component(
+            small, large, place, values, names, counted_buffers, peaks, largest if place == compared else None, untrained
+        )
+        for place in range(len(small.intervals))
+    )
+    used = {value for component in components for value in component.inputs}
+    return Model(
+        name=name,
+        granularity=granularity,
+        components=components,
+        values=tuple(values.values()),
+        inputs=tuple(input_name for input_name, _ in small.recording.inputs if input_name in used),
+        outputs=tuple(names[number] for number in final_values(small.recording) if number in names),
+        source=source,
+        assumptions=(*assumptions(small.recording), *([] if largest is None else [_left_out(small, large, largest)])),
+    )
+
+
+def _left_out(small: TracedForward, large: TracedForward, largest: TracedForward) -> str:
+    """What a loss over pairs of samples costs beyond the numbers per sample."""
+    place = small.loss_place
+    assert place is not None
+    flop = [sum(raw.flop * raw.count for raw in run.operators_in[place]) for run in (small, large, largest)]
+    pairs = square_size(flop, [small.batch, large.batch, largest.batch], "the loss").pairs
+    return (
+        "contrastive: no sum over samples. Replicas and microbatches change the loss, because each compares its own samples. "
+        f"Memory counts every pair; time counts {small.batch + large.batch} pairs per sample, and each has {pairs} flop"
+    )
+
+
+def _can_leave(sharding: Sharding, outputs: Sequence[Value]) -> bool:
+    """Whether every output can go on as shards make it: one without samples along dim 0 is never converted."""
+    return all(
+        value.batch_first or makes not in (PARTIAL, MAXIMUM) for value, makes in zip(outputs, sharding.outputs, strict=True)
+    )
+
+
+class Counted:
+    """Operators, shardings and the fullest moments of components, counted once for all that are alike."""
+
+    def __init__(self, small: TracedForward, large: TracedForward) -> None:
+        self._small, self._large = small, large
+        self._logits = {name for part in small.programs if part.name == MAXIMUM_OF_LOGITS for name, _, _ in part.inputs}
+        self._divisions: dict[Hashable, tuple[tuple[StateKey, ...], Division]] = {}
+        self._calls: dict[tuple[int, int], int] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._selective: dict[str, Selective | None] = {}
+        self._names: dict[str, tuple[str, ...]] = {}
+        self._shards_selective: dict[tuple[str, str], ShardSelective | None] = {}
+        self._components: dict[str, CountedPeaks] = {}
+        self._shards: dict[tuple[str, str], tuple[ShardPeaks, ShardPeaks]] = {}
+        self._half_divided: dict[Hashable, HalfDivided] = {}
+
+    def division(self, place: int, saved: tuple[int, int], cuttable: tuple[bool, ...]) -> Division:
+        """The component at that place by its operators.
+
+        Args:
+            place: of the component. saved: bytes that it saves, per sample and fixed. cuttable: per input whether dim 0 is the
+                batch.
+        """
+        small, large = self._small.whole(place), self._large.whole(place)
+        batches = (self._small.batch, self._large.batch)
+        logits = self._logits & {name for name, _, _ in (*small.program.inputs, *small.program.outputs)}
+        key = (
+            saved,
+            cuttable,
+            tuple(number for number, (name, _, _) in enumerate(small.program.outputs) if name in logits),
+            *((self._program_key(whole.program), tuple(whole.operators), whole.counted_inputs) for whole in (small, large)),
+        )
+        state = tuple(entry for entry, _ in small.program.state)
+        if key not in self._divisions:
+            split_here = partial(_split_at, batches, bool(self._small.recording.decisions))
+            self._divisions[key] = state, divide(small, large, batches[1] - batches[0], split_here, saved, cuttable, logits)
+        known, found = self._divisions[key]
+        renamed = {old.name: new.name for old, new in zip(known, state, strict=True)}
+        return found._replace(shardings=tuple(_with_names(sharding, renamed) for sharding in found.shardings))
+
+    def _program_key(self, program: CallProgram) -> Hashable:
+        """As `program_key`, with a number for the calls, which copied blocks share. (The forwards keep them alive.)"""
+        own = id(program.ops), id(program.tensors)
+        if own not in self._calls:
+            self._calls[own] = self._numbers.setdefault(calls_key(program), len(self._numbers))
+        return program_key(program, self._calls[own])
+
+    def of_component(self, component: Component, place: int) -> tuple[Peaks, Peaks, SplitBackward | None]:
+        """Forward and backward of the component at that place, and its backward in halves."""
+        found = self._counted(component, place)
+        return found.forward, found.backward, found.split
+
+    def gradient_views(self, component: Component, place: int) -> tuple[tuple[str, str], ...]:
+        """Of the component at that place, as `Component.gradient_views` has them."""
+        views = self._counted(component, place).views
+        return tuple((component.inputs[number], component.outputs[whole]) for number, whole in views)
+
+    def _counted(self, component: Component, place: int) -> CountedPeaks:
+        key = component.fingerprint
+        if key not in self._components:
+            try:
+                self._components[key] = component_peaks(self._small.recorded(place), self._large.recorded(place))
+            except RuntimeError as error:
+                half = self._small.autocast is not None
+                raise TraceError(backward_message(self._small.intervals[place].name, error, half=half)) from error
+        return self._components[key]
+
+    def of_shards(self, component: Component, place: int, sharding: Sharding) -> tuple[ShardPeaks, ShardPeaks]:
+        """The same of its shards under one rule."""
+        key = component.fingerprint, sharding.rule
+        if key not in self._shards:
+            self._shards[key] = shard_peaks(self._small.recorded(place), self._large.recorded(place), sharding)
+        return self._shards[key]
+
+    def half_divided(self, component: Component, half: HalfComponent, place: int, sharding: Sharding) -> HalfDivided:
+        """What its shards divide of that which it saves under the autocast that both forwards ran under."""
+        key = component.fingerprint, half.saved_activation_bytes, half.saved_fixed_bytes, half.cast_bytes, sharding.rule
+        if key not in self._half_divided:
+            small, large = self._small, self._large
+            assert small.autocast is not None, "a forward under autocast"
+            split_here = partial(_split_at, (small.batch, large.batch), bool(small.recording.decisions))
+            wholes = small.whole(place), large.whole(place)
+            self._half_divided[key] = half_divided(*wholes, sharding, half, small.autocast, split_here)
+        return self._half_divided[key]
+
+    def selective(
+        self, component: Component, place: int, numbers: Sequence[int] | None, values: Mapping[str, Value]
+    ) -> Selective | None:
+        """How the component at that place is recomputed by operator; None where that keeps no less.
+
+        Args:
+            component: as counted so far. place: of it. numbers: of its calls, as in Division; None: it gains, and its
+                operators are known. values: of the model.
+        """
+        key = component.fingerprint
+        if key not in self._selective:
+            functions = [raw.function for raw in self._small.operators_in[place]]
+            found = selective_of(self._small.recorded(place), self._large.recorded(place), functions, numbers)
+            self._selective[key] = found if numbers is None or gains(found, component, values) else None
+            self._names[key] = (*component.inputs, *component.outputs)
+        first = self._selective[key]
+        if first is None:
+            return None
+        names = dict(zip(self._names[key], (*component.inputs, *component.outputs), strict=True))
+        return replace(first, values=tuple(names[name] for name in first.values))
+
+    def shard_selective(self, component: Component, place: int, sharding: Sharding) -> ShardSelective | None:
+        """The same of its shards under one rule."""
+        key = component.fingerprint, sharding.rule
+        if key not in self._shards_selective:
+            small, large = self._small.recorded(place), self._large.recorded(place)
+            self._shards_selective[key] = shard_selective(small, large, sharding)
+        return self._shards_selective[key]
+
+
+def _with_names(sharding: Sharding, renamed: Mapping[str, str]) -> Sharding:
+    """The same of other parameters and buffers."""
+    return replace(
+        sharding,
+        parameters=tuple(replace(part, name=renamed[part.name]) for part in sharding.parameters),
+        buffers=tuple(replace(part, name=renamed[part.name]) for part in sharding.buffers),
+    )
+
+
+def _split_at(batches: tuple[int, int], rounded: bool, small: int, large: int, what: str) -> tuple[int, int]:
+    return split(small, large, batches, what, rounded=rounded)
+
+
+def split(small: int, large: int, batches: tuple[int, int], what: str, *, rounded: bool = False) -> tuple[int, int]:
+    """(per sample, fixed) of a size at two batches. `rounded`: sizes that rest on assumptions need not be linear exactly."""
+    if rounded:
+        rate = max(0, round((large - small) / (batches[1] - batches[0])))
+        return rate, max(0, small - rate * batches[0])
+    rate, rest = divmod(large - small, batches[1] - batches[0])
+    fixed = small - rate * batches[0]
+    if rest or rate < 0 or fixed < 0:
+        raise TraceError(
+            f"{what} takes {small} bytes at batch {batches[0]} and {large} at {batches[1]}: not linear in the batch, so "
+            f"there is no number per sample. Keep samples independent of one another in the forward"
+        )
+    return rate, fixed
+
+
+def _values(small: TracedForward, large: TracedForward) -> dict[str, Value]:
+    names = value_names(small.recording, small.intervals)
+    others = {name: number for number, name in value_names(large.recording, large.intervals).items()}
+    producer = {number: interval.name for interval in small.intervals for number in interval.outputs}
+    found: dict[str, Value] = {}
+    for number, name in names.items():
+        one, other = small.recording.tensors[number], large.recording.tensors[others[name]]
+        batches = (small.batch, large.batch)
+        rate, fixed = split(nbytes(one), nbytes(other), batches, f"value {name}")
+        storage, _ = split(one.untyped_storage().nbytes(), other.untyped_storage().nbytes(), batches, f"what {name} lies in")
+        found[name] = Value(
+            name=name,
+            producer=producer.get(number),
+            bytes_per_sample=rate,
+            fixed_bytes=fixed,
+            differentiable=small.recording.differentiable.get(number, False),
+            batch_first=_is_batch_first(one, other, batches),
+            storage_bytes_per_sample=storage if storage > rate else 0,
+            saved=small.counts(storage_key(one)),
+            savers=small.savers.get(storage_key(one), ()),
+        )
+    return found
+
+
+def _is_batch_first(small: Tensor, large: Tensor, batches: tuple[int, int]) -> bool:
+    """Dim 0 is the batch and no other dim grows with it."""
+    return small.dim() > 0 and (small.shape[0], large.shape[0]) == batches and small.shape[1:] == large.shape[1:]
+
+
+def _parameter(name: str, tensor: Tensor, untrained: frozenset[str]) -> Parameter:
+    """A complex one counts as the pairs of real numbers that an optimizer updates."""
+    parts = 2 if tensor.is_complex() else 1
+    return Parameter(
+        name=name,
+        elements=parts * tensor.numel(),
+        element_bytes=tensor.element_size() // parts,
+        trainable=tensor.requires_grad and name not in untrained,
+    )
+
+
+def nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _component(
+    small: TracedForward,
+    large: TracedForward,
+    place: int,
+    values: dict[str, Value],
+    names: Mapping[int, str],
+    counted_buffers: set[int],
+    peaks: Counted,
+    largest: TracedForward | None,
+    untrained: frozenset[str],
+) -> Component:
+    """The numbers of one component. `largest`: a third measurement, if it compares samples. `untrained`: as `combine`."""
+    one = small.intervals[place]
+    batches = (small.batch, large.batch)
+    recording = small.recording
+    cut_one = small.collapsed_intervals[place]
+    calls = small.collapsed.ops[cut_one.start : cut_one.end]
+    read = dict.fromkeys(number for op in calls for number in op.reads)
+    state = [number for number in read if number in recording.state]
+    buffers = [number for number in state if recording.state[number].kind == "buffer" and number not in counted_buffers]
+    counted_buffers.update(buffers)
+    rounded = bool(recording.decisions)
+    what, pairs = f"what {one.name} saves", (0, 0, 0)
+    if largest is None:
+        rate, fixed = split(small.saved_bytes(place), large.saved_bytes(place), batches, what, rounded=rounded)
+        cuttable = tuple(values[names[number]].batch_first for number in one.inputs)
+        division = peaks.division(place, (rate, fixed), cuttable)
+    else:
+        runs = (small, large, largest)
+        fixed, rate, saved = square_size([run.saved_bytes(place) for run in runs], [run.batch for run in runs], what)
+        grown = grow(small.operators_in[place], large.operators_in[place], batches[1] - batches[0])
+        division = Division(tuple(operator for _, operator in grown), (), ())
+    shardings = division.shardings
+    outputs = [values[names[number]] for number in one.outputs]
+    shardings = tuple(sharding for sharding in shardings if _can_leave(sharding, outputs))
+    if one.name == LOSS or any(op.function is call_module for op in calls):
+        shardings = ()
+    component = Component(
+        name=one.name,
+        inputs=tuple(names[number] for number in one.inputs),
+        outputs=tuple(names[number] for number in one.outputs),
+        parameters=tuple(
+            _parameter(recording.state[number].name, recording.tensors[number], untrained)
+            for number in state
+            if recording.state[number].kind == "parameter"
+        ),
+        buffer_bytes=sum(nbytes(recording.tensors[number]) for number in buffers),
+        saved_activation_bytes=rate,
+        saved_fixed_bytes=fixed,
+        operators=division.operators,
+        shardings=shardings,
+        paged_bytes=tuple(
+            split(less, more, batches, f"an array that {one.name} saves")[0]
+            for less, more in zip(small.paged_arrays(place), large.paged_arrays(place), strict=True)
+        ),
+    )
+    if largest is None:
+        forward, backward, split_backward = peaks.of_component(component, place)
+        views = peaks.gradient_views(component, place)
+        selective = peaks.selective(component, place, division.numbers, values)
+    else:
+        forward, backward, most = square_peaks([run.recorded(place) for run in (small, large, largest)], one.name)
+        pairs, selective, views, split_backward = (saved, *most), None, (), None
+    counted = (peaks.of_shards(component, place, sharding) for sharding in shardings)
+    return replace(
+        component,
+        forward_peaks=forward,
+        backward_peaks=backward,
+        pair_bytes=pairs,
+        selective=selective,
+        gradient_views=views,
+        split_backward=split_backward,
+        shardings=tuple(
+            replace(
+                sharding,
+                forward_peaks=first,
+                backward_peaks=second,
+                selective=None if selective is None else peaks.shard_selective(component, place, sharding),
+            )
+            for sharding, (first, second) in zip(shardings, counted, strict=True)
+        ),
+    )
+
+
+# Saved activations of components under autocast to half precision, recorded on fake tensors.
+#
+# Autocast keeps the weights in fp32 and casts them where an operator runs in half precision; the casts that its backward
+# needs
+# stay until then. Which operators do so is PyTorch's list for the CPU: matmul, convolution and attention in half precision,
+# and
+# what follows in the type it is given. Leaves out: CUDA's own list, which takes normalisations, softmax and losses in fp32,
+# so
+# that what these save there is up to twice as large.
+
+
+HALF = torch.bfloat16
+"""As large as float16, and the type the CPU's autocast casts to."""
+
+
+def with_half_precision(model: Model, small: TracedForward, large: TracedForward) -> Model:
+    """The model with what two forwards under autocast, at different batches, say of its components and values.
+
+    Raises TraceError if a size is not linear in the batch.
+    """
+    peaks = Counted(small, large)
+    return replace(
+        model,
+        components=tuple(_half_component(entry, small, large, place, peaks) for place, entry in enumerate(model.components)),
+        values=_half_values(model.values, small, large),
+    )
+
+
+def _half_component(component: Component, small: TracedForward, large: TracedForward, place: int, peaks: Counted) -> Component:
+    name = small.intervals[place].name
+    batches = (small.batch, large.batch)
+    rounded = bool(small.recording.decisions) or any(component.pair_bytes)
+    rate, fixed = split(small.saved_bytes(place), large.saved_bytes(place), batches, f"what {name} saves", rounded=rounded)
+    forward, backward, split_backward = peaks.of_component(component, place)
+    half = HalfComponent(
+        saved_activation_bytes=rate,
+        saved_fixed_bytes=fixed,
+        cast_bytes=small.saved_bytes(place, casts=True),
+        forward_peaks=forward,
+        backward_peaks=backward,
+        selective=_selective(component, small, place, peaks),
+        split_backward=split_backward,
+    )
+    shardings = tuple(_sharding(entry, component, half, place, peaks) for entry in component.shardings)
+    return replace(component, half=half, shardings=shardings)
+
+
+def _selective(component: Component, small: TracedForward, place: int, peaks: Counted) -> Selective | None:
+    """As under autocast, if it keeps less without; the casts of weights that it makes again are `cast_bytes` already."""
+    if component.selective is None:
+        return None
+    found = peaks.selective(component, place, None, {})
+    if found is None:
+        return None
+    rate, fixed = found.again
+    casts = small.saved_bytes(place, casts=True)
+    return replace(found, again=(rate, fixed - casts), operators=component.selective.operators)
+
+
+def _sharding(sharding: Sharding, component: Component, half: HalfComponent, place: int, peaks: Counted) -> Sharding:
+    forward, backward = peaks.of_shards(component, place, sharding)
+    selective = sharding.selective and peaks.shard_selective(component, place, sharding)
+    found = HalfSharding(
+        forward_peaks=forward,
+        backward_peaks=backward,
+        selective=selective,
+        divided=peaks.half_divided(component, half, place, sharding),
+    )
+    return replace(sharding, half=found)
+
+
+def _half_values(values: tuple[Value, ...], small: TracedForward, large: TracedForward) -> tuple[Value, ...]:
+    numbers, others = (
+        {name: number for number, name in value_names(run.recording, run.intervals).items()} for run in (small, large)
+    )
+    found = []
+    for value in values:
+        one = small.recording.tensors[numbers[value.name]]
+        other = large.recording.tensors[others[value.name]]
+        rate, fixed = split(nbytes(one), nbytes(other), (small.batch, large.batch), f"value {value.name}")
+        key = storage_key(one)
+        half = HalfValue(bytes_per_sample=rate, fixed_bytes=fixed, saved=small.counts(key), savers=small.savers.get(key, ()))
+        found.append(replace(value, half=half))
+    return tuple(found)
+
+
+# Parameters that a loss is not reached from: a pooler beside the head that is trained, the head of another task.
+#
+# Autograd gives them no gradient, so torch's optimizers leave them as they are, weight decay included. They are planned as
+# frozen
+# ones are: without gradient, optimizer state or communication.
+
+
+def may_be_untrained(recording: Recording) -> bool:
+    """Whether a parameter seems not to reach the loss, by the calls that were recorded; storages stand for values.
+
+    Args:
+        recording: with its loss. Where the forward depends on data, another batch may reach what this one does not.
+    """
+    if recording.decisions or recording.loss_value is None:
+        return False
+    tensors = recording.tensors
+    reached = {storage_key(tensors[recording.loss_value])}
+    numbers = {recording.loss_value}
+    for op in reversed(recording.ops):
+        made = [*(number for _, number in op.outputs), *op.mutated]
+        if any(number in numbers or storage_key(tensors[number]) in reached for number in made):
+            flows = [number for number in op.reads if tensors[number].requires_grad]
+            numbers.update(flows)
+            reached.update(storage_key(tensors[number]) for number in flows)
+    return any(number not in numbers for number in _trainable(recording))
+
+
+def untrained(recording: Recording) -> tuple[str, ...]:
+    """Names of the trainable parameters that autograd finds no way to from the loss.
+
+    Args:
+        recording: with its loss, and without copies of blocks, which autograd has not seen.
+    """
+    assert recording.loss_value is not None
+    assert not recording.copies
+    reached = _leaves(recording.tensors[recording.loss_value])
+    return tuple(
+        recording.state[number].name for number in _trainable(recording) if id(recording.tensors[number]) not in reached
+    )
+
+
+def _trainable(recording: Recording) -> Iterable[int]:
+    kinds = ((number, key) for number, key in recording.state.items() if key.kind == "parameter")
+    return [number for number, _ in kinds if recording.tensors[number].requires_grad]
+
+
+def _leaves(loss: Tensor) -> set[int]:
+    """Identities of the tensors in which a backward from `loss` leaves a gradient."""
+    waiting, seen, found = [loss.grad_fn], set[object](), set[int]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+def untrained_note(names: Sequence[str]) -> str:
+    """What the answer says."""
+    return f"no gradient of the loss reaches {first_few(names)}: not trained, as if frozen"

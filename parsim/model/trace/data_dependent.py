@@ -1,0 +1,317 @@
+"""Modules whose Python code depends on the data run as a whole: each call of one becomes a single recorded call.
+
+A mixture of experts sends every token to other experts with every batch, so a list of its torch calls holds for one batch only.
+A component that contains such a module calls the module itself, with its own Python code: what it does then is right for
+any data. Its work is counted on the recording in which the choices are taken as balanced
+(`parsim.model.trace.recorder`).
+
+Which modules these are follows from two recordings with different choices: every module that looked at a value, or in which a
+size depended on a choice. A module whose sizes reach the code around it is joined by the module around it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path
+
+from parsim.errors import TraceError
+from parsim.model.runnable import Nested, Ref, StateKey
+from parsim.model.trace.checks import change_note
+from parsim.model.trace.recorder import Call, RecordedOp, Recording, tensors_in
+
+MODULE = "module"
+"""Kind of a StateKey that stands for a whole module."""
+
+
+class _EscapesError(Exception):
+    """A value inside a whole call is read outside it, or one outside is read inside without being an argument."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collapsed:
+    """A recording in which some calls of modules are one call each.
+
+    Attributes:
+        starts: of every call of it, where its own begin in the recording that it was made of; one more for the end.
+    """
+
+    recording: Recording
+    starts: tuple[int, ...]
+
+
+def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a module with its own code and hooks."""
+    return module(*args, **kwargs)
+
+
+def decided_modules(recording: Recording) -> frozenset[str]:
+    """The modules whose code looked at values, outermost ones only."""
+    return outermost({_module_of(recording.calls, decision.call) for decision in recording.decisions})
+
+
+def outermost(modules: set[str] | frozenset[str]) -> frozenset[str]:
+    """Those inside no other one."""
+    return frozenset(
+        name for name in modules if not any(other != name and (not other or name.startswith(f"{other}.")) for other in modules)
+    )
+
+
+def _module_of(calls: list[Call], call: int | None) -> str:
+    return "" if call is None else calls[call].module
+
+
+def whole_modules(first: Recording, second: Recording, root: nn.Module) -> frozenset[str]:
+    """The modules that have to run as a whole.
+
+    Args:
+        first, second: of one forward under different choices. root: the module.
+    """
+    whole = decided_modules(first) | decided_modules(second)
+    while True:
+        whole = outermost(whole)
+        wider = _escape(first, whole, root) or _difference(first, second, whole, root)
+        if wider is None:
+            return whole
+        if "" in whole:
+            return frozenset({""})
+        whole |= {wider}
+
+
+def _escape(recording: Recording, whole: frozenset[str], root: nn.Module) -> str | None:
+    """The module around the first whole one whose values are read elsewhere."""
+    for number, call in enumerate(recording.calls):
+        if call.module in whole and not _inside(recording, call.parent, whole):
+            try:
+                _collapse_call(recording, number, *_span(recording, number), root)
+            except _EscapesError:
+                return _around(recording, number)
+    return None
+
+
+def _difference(first: Recording, second: Recording, whole: frozenset[str], root: nn.Module) -> str | None:
+    """The module in which two recordings differ first; None if they are equal outside whole calls."""
+    one, other = collapse(first, whole, root).recording, collapse(second, whole, root).recording
+    for left, right in zip(one.ops, other.ops, strict=False):
+        if _signature(one, left) != _signature(other, right):
+            # what made the difference is the call before it: join it with what is around it
+            return _wider(one, left.call, whole)
+    if len(one.ops) != len(other.ops):
+        return _wider(one, one.ops[-1].call, whole)
+    return None
+
+
+def _wider(recording: Recording, call: int | None, whole: frozenset[str]) -> str:
+    path = _module_of(recording.calls, call)
+    near = [name for name in whole if name == path or path.startswith(f"{name}.")]
+    if near:  # it is whole already: its results depend on the choice
+        return near[0].rpartition(".")[0]
+    return path
+
+
+def _signature(recording: Recording, op: RecordedOp) -> tuple[Any, ...]:
+    shapes = tuple(tuple(recording.tensors[number].shape) for _, number in op.outputs)
+    return op.function, _plain(op.arguments), _plain(op.keywords), shapes, op.context, _module_of(recording.calls, op.call)
+
+
+def _plain(template: Any) -> Any:
+    """Constants of the arguments; tensors are places."""
+    if type(template) is Ref:
+        return "tensor"
+    if type(template) is Nested:
+        return tuple(_plain(item) for item in template.items)
+    if isinstance(template, tuple | list):
+        return tuple(_plain(item) for item in template)
+    return template if isinstance(template, bool | int | float | str | type(None) | torch.dtype) else repr(type(template))
+
+
+def _around(recording: Recording, call: int) -> str:
+    return _module_of(recording.calls, recording.calls[call].parent)
+
+
+def _inside(recording: Recording, call: int | None, whole: frozenset[str]) -> bool:
+    while call is not None:
+        if recording.calls[call].module in whole:
+            return True
+        call = recording.calls[call].parent
+    return False
+
+
+def _span(recording: Recording, call: int) -> tuple[int, int]:
+    """The recorded calls inside a call of a module."""
+    inside = {call}
+    for number in range(call + 1, len(recording.calls)):
+        if recording.calls[number].parent in inside:
+            inside.add(number)
+    places = [place for place, op in enumerate(recording.ops) if op.call in inside]
+    return (places[0], places[-1] + 1) if places else (0, 0)
+
+
+def collapse(recording: Recording, whole: frozenset[str], root: nn.Module) -> Collapsed:
+    """The recording with one call for each call of the modules `whole`.
+
+    Args:
+        recording: of a forward. whole: names of modules, none inside another. root: the module that was recorded.
+
+    Raises:
+        TraceError: what such a module hands on besides its result leaves the whole model.
+    """
+    if not whole:
+        return Collapsed(recording, tuple(range(len(recording.ops) + 1)))
+    last = len(recording.ops) if recording.loss_start is None else recording.loss_start
+    spans: dict[int, tuple[int, RecordedOp]] = {}
+    state, tensors = dict(recording.state), list(recording.tensors)
+    for number, call in enumerate(recording.calls):
+        if call.module in whole and not _inside(recording, call.parent, whole):
+            start, end = _span(recording, number)
+            if start == end:
+                continue
+            key = len(tensors)
+            tensors.append(torch.empty(0))
+            state[key] = StateKey(MODULE, call.module)
+            try:
+                op = _collapse_call(recording, number, start, end, root)
+            except _EscapesError as error:
+                raise TraceError(
+                    f"{call.module or type(root).__name__} depends on the data and cannot run as a whole: {error}; return "
+                    "what it makes instead of keeping it in attributes"
+                ) from error
+            spans[start] = end, replace(op, arguments=(Ref(key), *op.arguments), reads=(*op.reads, key))
+    ops: list[RecordedOp] = []
+    starts: list[int] = []
+    place = 0
+    loss_start = None
+    while place < len(recording.ops):
+        if place >= last and loss_start is None:
+            loss_start = len(ops)
+        starts.append(place)
+        end, op = spans.get(place, (place + 1, recording.ops[place]))
+        ops.append(op)
+        place = end
+    starts.append(len(recording.ops))
+    if recording.loss_start is not None and loss_start is None:
+        where = ", ".join(sorted(whole)) or "its forward"
+        raise TraceError(
+            f"{type(root).__name__} computes its own loss inside {where}, whose code depends on the data; put that "
+            "code into a module of its own"
+        )
+    made = {number for op in ops for _, number in op.outputs}
+    collapsed = replace(
+        recording,
+        ops=ops,
+        state=state,
+        tensors=tensors,
+        loss_start=loss_start,
+        buffer_writes={name: number for name, number in recording.buffer_writes.items() if number in made},
+    )
+    return Collapsed(collapsed, tuple(starts))
+
+
+def _collapse_call(recording: Recording, call: int, start: int, end: int, root: nn.Module) -> RecordedOp:
+    """One call of a module as one recorded call. Raises _EscapesError if values enter or leave it beside its arguments."""
+    ends, path = recording.ends[call], recording.calls[call].module
+    number_of = {id(tensor): number for number, tensor in enumerate(recording.tensors)}
+    inner = recording.ops[start:end]
+    made = {number for op in inner for _, number in op.outputs}
+
+    def template(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) not in number_of:
+                raise _EscapesError("an argument was not made by a recorded call")
+            return Ref(number_of[id(value)])
+        if isinstance(value, tuple | list | dict) and next(tensors_in(value), None) is not None:
+            if isinstance(value, dict):
+                keys = list(value)
+                return Nested(
+                    lambda items: dict(zip(keys, items, strict=True)), tuple(template(item) for item in value.values())
+                )
+            kind = type(value) if hasattr(type(value), "_fields") else None
+            rebuild = (lambda items: kind(*items)) if kind else (list if isinstance(value, list) else tuple)
+            return Nested(rebuild, tuple(template(item) for item in value))
+        return value
+
+    arguments = tuple(template(item) for item in ends.args)
+    keywords = tuple((key, template(item)) for key, item in ends.kwargs.items())
+    given = {number_of[id(tensor)] for _, tensor in tensors_in((ends.args, ends.kwargs)) if id(tensor) in number_of}
+    outputs = []
+    for keys, leaf in tree_flatten_with_path(ends.output)[0]:
+        if isinstance(leaf, Tensor):
+            if id(leaf) not in number_of:
+                raise _EscapesError("a result was not made by a recorded call")
+            outputs.append((tuple(_step(key) for key in keys), number_of[id(leaf)]))
+    own = dict.fromkeys(number for op in inner for number in op.reads if number not in made and number not in given)
+    for number in own:
+        if number not in recording.state and number not in recording.constants:
+            raise _EscapesError("it reads a value that is not an argument")
+    put_out = {number for _, number in outputs}
+    later = {number for op in (*recording.ops[:start], *recording.ops[end:]) for number in op.reads}
+    later |= {leaf.slot for leaf in recording.output_leaves if type(leaf) is Ref}
+    if (made - put_out) & later:
+        raise _EscapesError("a value that it makes is read outside, and is not its result")
+    buffers = [
+        number
+        for number, key in recording.state.items()
+        if key.kind in ("parameter", "buffer") and (not path or key.name.startswith(f"{path}."))
+    ]
+    reads = dict.fromkeys([*given, *(number for number in own if number in recording.state), *buffers])
+    return RecordedOp(
+        function=call_module,
+        arguments=arguments,
+        keywords=keywords,
+        outputs=tuple(outputs),
+        context=ends.context,
+        call=call,
+        reads=tuple(reads),
+        mutated=tuple(dict.fromkeys(number for op in inner for number in op.mutated if number not in made)),
+    )
+
+
+def _step(key: Any) -> Any:
+    """An index or key of a path into a result. Raises _EscapesError for anything else."""
+    for name in ("idx", "key"):
+        if hasattr(key, name):
+            return getattr(key, name)
+    raise _EscapesError(f"a tensor lies in its result at {key}, which is not a place in a tuple, list or dict")
+
+
+def assumptions(recording: Recording) -> tuple[str, ...]:
+    """What the numbers of a recording assume about the data and about later steps, for people.
+
+    Args:
+        recording: with its decisions and the attributes that it has changed.
+    """
+    changed = recording.changed_attributes
+    return (*_assumptions_on_data(recording), *_full_lengths(recording), *([change_note(changed)] if changed else []))
+
+
+def _full_lengths(recording: Recording) -> tuple[str, ...]:
+    """Of CTC losses, whose work grows with the lengths of a batch."""
+    calls = [op.call for op in recording.ops if getattr(op.function, "__name__", "") == "ctc_loss"]
+    if not calls:
+        return ()
+    where = "the loss" if calls[0] is None else _module_of(recording.calls, calls[0]) or "the root module"
+    return (f"CTC counted as if every target were as long as its row ({where})",)
+
+
+def _assumptions_on_data(recording: Recording) -> tuple[str, ...]:
+    if not recording.decisions:
+        return ()
+    if recording.is_example:
+        places = dict.fromkeys(
+            f"{_module_of(recording.calls, entry.call) or 'the root module'}{entry.line}" for entry in recording.decisions
+        )
+        listing = "; ".join(list(places)[:3]) + ("; ..." if len(places) > 3 else "")
+        return (f"control flow that depends on data follows the example batch: {listing}",)
+    kinds: dict[tuple[int, int, int], list[str]] = {}
+    for routing in recording.routings.values():
+        key = (routing.experts, routing.chosen, routing.positions // recording.samples)
+        kinds.setdefault(key, []).append(_module_of(recording.calls, recording.ops[routing.op].call))
+    return tuple(
+        f"routing traced with balanced experts: {chosen} of {experts} for each of {tokens} tokens per sample, "
+        f"{tokens * chosen / experts:g} tokens each ({names[0] or 'the root module'}"
+        f"{f' and {len(names) - 1} more' if len(names) > 1 else ''})"
+        for (experts, chosen, tokens), names in kinds.items()
+    )

@@ -1,0 +1,442 @@
+"""The kernel-sized operations below a forward: a dispatch mode that writes down every aten call that moves data.
+
+What a call computes and moves stands in `parsim.model.operator_table`; torch's own flop counter decides the flop wherever it
+has the operator. Views and other calls that copy nothing are not operators. Shapes are those of the whole batch here; `grow` of
+two recordings at different batches says how each operator grows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from parsim.model.autograd.cut import tensors_among
+from parsim.model.component import Operator
+from parsim.model.operator_table import UNLISTED, Dims, KernelPiece, OperatorRow, TracedCall, row_of
+from parsim.model.trace.fakes import paged_arrays, with_workspace
+from parsim.model.trace.recorder import Recorder, storage_key
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class RawOperator:
+    """One kernel over the whole batch, or `count` equal ones; `op` is the recorded torch-level call it happened in.
+
+    Attributes:
+        flop, activation_bytes, parameter_bytes: of one. made_elements: of its largest output.
+        gradients: as in `Operator`. paged_arrays: bytes of what it keeps on pages of their own.
+    """
+
+    op: int
+    function: str
+    kind: str
+    shape: Dims
+    flop: int
+    activation_bytes: int
+    parameter_bytes: int
+    count: int = 1
+    made_elements: int = 0
+    gradients: str = ""
+    paged_arrays: tuple[int, ...] = ()
+
+    def moved(self, op: int) -> RawOperator:
+        """The same in another call; `dataclasses.replace` takes several times as long, and there are tens of thousands."""
+        return RawOperator(
+            op,
+            self.function,
+            self.kind,
+            self.shape,
+            self.flop,
+            self.activation_bytes,
+            self.parameter_bytes,
+            self.count,
+            self.made_elements,
+            self.gradients,
+            self.paged_arrays,
+        )
+
+
+# The dim a sample multiplies, in the order tried, and what Operator.batch calls that. The dim "batch" leaves the shape.
+_GROWTH = (("batch", "batch"), ("problems", "batch"), ("m", "rows"), ("rows", "rows"), ("elements", "batch"))
+_PASSES_OVER = tuple(getattr(torch.Tag, name) for name in ("pointwise", "reduction") if hasattr(torch.Tag, name))
+_NO_KERNEL = tuple(
+    getattr(aten, name)
+    for name in (
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "detach",
+        "lift_fresh",
+        "alias",
+    )
+)
+
+
+_BIAS = {"addmm": 0, "baddbmm": 0, "addbmm": 0, "addmv": 0, "convolution": 2, "linear": 2}
+"""Where the bias stands among the arguments of a product."""
+_PRODUCTS = (*_BIAS, "mm", "bmm")
+
+
+def _bias(func: Any, args: tuple[Any, ...]) -> Any:
+    place = _BIAS.get(str(func._overloadpacket).removeprefix("aten."))
+    return None if place is None or place >= len(args) else args[place]
+
+
+_DEVICE = torch.ops.prim.device.default
+
+
+class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects RawOperators while calls run on fake tensors.
+
+    Attributes:
+        casts: parameters in another precision, by storage. frozen: some parameter takes no gradient.
+    """
+
+    def __init__(
+        self,
+        current: Callable[[], int],
+        state: set[int],
+        has_gradients: Callable[[], bool] = lambda: True,
+        *,
+        frozen: bool = False,
+    ) -> None:
+        """
+        Args:
+            current: tells the number of the torch-level call that is running. state: storages of parameters and buffers.
+            has_gradients: tells whether gradients were enabled at that call. frozen: some parameter takes none.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._has_gradients = has_gradients
+        self.frozen = frozen
+        self.casts: dict[int, Tensor] = {}
+        self.current = current
+        self.operators: list[RawOperator] = []
+        self._state = state
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled inside, and the guard against it costs as much as what is done here
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # asked of a fake tensor several times per call
+            return args[0].device
+        kwargs = kwargs or {}
+        out = with_workspace(func, args, func(*args, **kwargs))
+        packet = func._overloadpacket
+        given = _unique(tensors_among((args, kwargs)))
+        made = _unique(tensors_among((out,)))
+        if packet is aten.detach and any(storage_key(tensor) in self._state for tensor in given):
+            self.frozen = True  # from here on a weight may be used as if it were
+        if packet in _NO_KERNEL or not made:
+            return out
+        known = {storage_key(tensor) for tensor in given}
+        if given and not func._schema.is_mutable and all(storage_key(tensor) in known for tensor in made):
+            return out
+        parameters = [tensor for tensor in given if storage_key(tensor) in self._state]
+        if packet is aten._to_copy and parameters:
+            self.casts.update((storage_key(tensor), tensor) for tensor in made)
+        made_of = operators_of(func, args, kwargs, out, self._state, self.current())
+        if arrays := paged_arrays(func, args):
+            made_of = [replace(made_of[0], paged_arrays=arrays), *made_of[1:]]
+        gradients = self._gradients(func, args, given)
+        self.operators += [replace(raw, gradients=gradients) for raw in made_of] if gradients else made_of
+        return out
+
+    def _gradients(self, func: Any, args: tuple[Any, ...], given: list[Tensor]) -> str:
+        """What the backward of a call computes, where it is not the usual: gradients are off, or something is frozen.
+
+        A custom autograd function runs with gradients off and has a backward all the same. A bias counts with nothing: its
+        gradient is a sum.
+        """
+        if not self._has_gradients():
+            return "none"
+        if not self.frozen or not torch.is_grad_enabled() or not given:
+            return ""
+        operands = [tensor for tensor in given if tensor is not _bias(func, args)]
+        weights = [tensor for tensor in operands if storage_key(tensor) in self._state]
+        others = [tensor for tensor in operands if storage_key(tensor) not in self._state]
+        if not (weights and others) and str(func._overloadpacket).removeprefix("aten.") in _PRODUCTS:
+            others, weights = operands[:1], operands[1:]
+        wanted = any(tensor.requires_grad for tensor in others), any(tensor.requires_grad for tensor in weights)
+        if not any(wanted):
+            return "none"
+        return {(True, False): "input" if weights else "", (False, True): "weight"}.get(wanted, "")
+
+
+def operators_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, state: set[int], op: int
+) -> list[RawOperator]:
+    """The kernels of one aten call by the operator table.
+
+    Args:
+        out: what the call returned. state: storages of parameters and buffers. op: the number to give the kernels.
+    """
+    packet = func._overloadpacket
+    given = _unique(tensors_among((args, kwargs)))
+    made = _unique(tensors_among((out,)))
+    call = TracedCall(
+        name=str(packet),
+        arguments=_arguments(func, args, kwargs),
+        outputs=tuple(made),
+        size_bytes=_size_bytes,
+        is_state=lambda tensor: storage_key(tensor) in state,
+    )
+    row = row_of(call.name)
+    activations, parameters = _moved_bytes(call, row, given, made)
+    counted = int(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else None
+    whole = (("elements", _elements(given, made)),)
+    pieces: tuple[KernelPiece, ...] = (KernelPiece(kind="memory_bound", shape=whole, flop=0),)
+    if row is not None and row.pieces is not None:
+        pieces = row.pieces(call)
+    elif row is not None and row.flop is not None:
+        pieces = (KernelPiece(kind="memory_bound", shape=whole, flop=int(row.flop(call))),)
+    name = call.name if row is not None or counted is not None or _is_tagged(func) else f"{UNLISTED}{call.name}"
+    if packet is aten.gelu and kwargs.get("approximate") == "tanh":
+        name = "aten.gelu_tanh"
+    return [
+        RawOperator(
+            op=op,
+            function=piece.function or name,
+            kind=piece.kind,
+            shape=piece.shape,
+            flop=counted if counted is not None and len(pieces) == 1 else piece.flop or 0,
+            activation_bytes=activations if piece.activation_bytes is None else piece.activation_bytes,
+            parameter_bytes=parameters if piece.parameter_bytes is None else piece.parameter_bytes,
+            count=piece.count,
+            made_elements=max(tensor.numel() for tensor in made),
+        )
+        for piece in pieces
+    ]
+
+
+def _moved_bytes(call: TracedCall, row: OperatorRow | None, given: list[Tensor], made: list[Tensor]) -> tuple[int, int]:
+    """Of activations, read and written, and of parameters read; every tensor once."""
+    written = sum(map(_size_bytes, made))
+    read = {True: 0, False: 0}
+    for tensor in given:
+        part = row is not None and row.reads_part and tensor is given[0]
+        read[call.is_state(tensor) and not part] += min(_size_bytes(tensor), written) if part else _size_bytes(tensor)
+    return written + read[False], read[True]
+
+
+def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """By the names of the schema."""
+    found = {}
+    for number, argument in enumerate(func._schema.arguments):
+        if number < len(args):
+            found[argument.name] = args[number]
+        else:
+            found[argument.name] = kwargs.get(argument.name, argument.default_value)
+    return found
+
+
+def _is_tagged(func: Any) -> bool:
+    """Torch says that it works element by element or reduces."""
+    return any(tag in func.tags for tag in _PASSES_OVER)
+
+
+def _unique(tensors: Any) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _size_bytes(tensor: Tensor) -> int:
+    """An expanded tensor is no larger than its storage."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _elements(given: list[Tensor], made: list[Tensor]) -> int:
+    """Of the output; of the largest input for a reduction to less than a tenth."""
+    largest = max((tensor.numel() for tensor in made), default=0)
+    read = max((tensor.numel() for tensor in given), default=0)
+    return largest if 10 * largest >= read else read
+
+
+def grow(small: list[RawOperator], large: list[RawOperator], step: int) -> list[tuple[RawOperator | None, Operator]]:
+    """Operators per sample from the calls at two batches that differ by `step` samples, each with its call at the small one.
+
+    They come in the order of the large batch. A function called more often at the larger batch (a loop over the samples)
+    becomes one memory-bound operator with the right flop and bytes, and no call.
+    """
+    grown: list[tuple[int, RawOperator | None, Operator]] = []
+    place = {id(raw): number for number, raw in enumerate(large)}
+    for function in dict.fromkeys(raw.function for raw in (*small, *large)):
+        ones = [raw for raw in small if raw.function == function]
+        others = [raw for raw in large if raw.function == function]
+        if len(ones) == len(others):
+            grown += [(place[id(other)], one, _grown(one, other, step)) for one, other in zip(ones, others, strict=True)]
+        else:
+            grown.append((place[id(others[0])] if others else len(large), None, _lump(ones, others, step)))
+    return [(raw, operator) for _, raw, operator in sorted(grown, key=lambda entry: entry[0])]
+
+
+def _lump(ones: list[RawOperator], others: list[RawOperator], step: int) -> Operator:
+    """What the larger batch has more of. Equal products become independent problems, all else one memory-bound operator."""
+    more = others[len(ones) :]
+    alike = {(raw.kind, raw.shape, raw.flop, raw.count) for raw in (*ones, *others)}
+    if len(alike) == 1 and others[0].kind == "matmul" and more and len(more) % step == 0:
+        first, per_sample = others[0], len(more) // step
+        shape = dict(first.shape)
+        shape["problems"] = per_sample * shape.get("problems", 1)
+        return Operator(
+            kind="matmul",
+            shape=tuple(shape.items()),
+            batch="batch",
+            forward_flop=float(per_sample * first.flop),
+            activation_bytes=per_sample * (first.activation_bytes + first.parameter_bytes),
+            parameter_bytes=0,
+            count=first.count,
+            gradients=first.gradients,
+        )
+    moved = max(0, _total(others, "activation_bytes") - _total(ones, "activation_bytes")) // step
+    function = others[0].function if others else ones[0].function
+    return Operator(
+        kind="memory_bound",
+        shape=(("elements", max(1, moved // 8)),),
+        batch="batch",
+        forward_flop=float(max(0, _total(others, "flop") - _total(ones, "flop")) // step),
+        activation_bytes=moved,
+        parameter_bytes=0,
+        function=function if function.startswith(UNLISTED) else "",
+        gradients=(others or ones)[0].gradients,
+    )
+
+
+def _total(operators: list[RawOperator], name: str) -> int:
+    return sum(raw.count * int(getattr(raw, name)) for raw in operators)
+
+
+def _grown(one: RawOperator, other: RawOperator, step: int) -> Operator:
+    if one.count != other.count or dict(one.shape).keys() != dict(other.shape).keys():
+        return _lump([one], [other], step)
+    before, after = dict(one.shape), dict(other.shape)
+    if one.kind == "memory_bound" and _counts_output(one) != _counts_output(other):
+        before["elements"], after["elements"] = one.made_elements, other.made_elements
+    rates = {name: _rate(after[name] - before[name], step) for name in before}
+    shape = dict(before)
+    batch = "none"
+    growing = next(((name, growth) for name, growth in _GROWTH if rates.get(name)), None)
+    if growing is not None:
+        shape[growing[0]] = rates[growing[0]]
+        batch = growing[1]
+    elif one.kind == "matmul" and (rates["n"] or rates["k"]):  # the samples lie along the other side: count it transposed
+        side = "n" if rates["n"] else "k"
+        shape["m"], shape[side], batch = rates[side], before["m"], "rows"
+    elif one.kind == "memory_bound" and other.activation_bytes != one.activation_bytes:  # a sum over the batch, say
+        shape["elements"], batch = max(1, (other.activation_bytes - one.activation_bytes) // (4 * step)), "batch"
+    shape.pop("batch", None)
+    causal = "causal" if shape.pop("causal", 0) else ""
+    grown = batch != "none"
+    return Operator(
+        kind=one.kind,
+        shape=tuple(shape.items()),
+        batch=batch,
+        forward_flop=float(_rate(other.flop - one.flop, step) if grown else one.flop),
+        activation_bytes=_rate(other.activation_bytes - one.activation_bytes, step) if grown else one.activation_bytes,
+        parameter_bytes=one.parameter_bytes,
+        count=one.count,
+        function=one.function.removeprefix("aten.") if one.kind == "memory_bound" else causal,
+        gradients=one.gradients,
+    )
+
+
+def _rate(growth: int, step: int) -> int:
+    """Per sample; a fraction where only several samples together have a whole token for every expert."""
+    rate, rest = divmod(growth, step)
+    return rate if not rest else growth / step  # type: ignore[return-value]
+
+
+def _counts_output(raw: RawOperator) -> bool:
+    return dict(raw.shape)["elements"] == raw.made_elements
+
+
+# What is counted while a forward is recorded: operators, and the tensors that autograd saves for the backward.
+
+
+class _Marks(NamedTuple):
+    operators: int
+    saves: int
+    casts: int
+
+
+class Watch:
+    """Operators and saved tensors of a forward, by the number of the recorded call they happen in.
+
+    Attributes:
+        saves: (number of the call, storage, bytes), in order.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        tensors = recorder.recording.tensors
+        self.state = {storage_key(tensors[number]) for number in recorder.recording.state}
+        frozen = any(
+            key.kind == "parameter" and not tensors[number].requires_grad for number, key in recorder.recording.state.items()
+        )
+        self.mode = OperatorMode(lambda: recorder.current, self.state, lambda: recorder.has_gradients, frozen=frozen)
+        self.saves: list[tuple[int, int, int]] = []
+        self._alive: dict[int, Tensor] = {}
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Inside, statistics are taken."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept), self.mode:
+            yield
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        key = storage_key(tensor)
+        self._alive.setdefault(key, tensor)
+        self.saves.append((self.recorder.current, key, tensor.untyped_storage().nbytes()))
+        return tensor
+
+    def saved(self) -> list[tuple[int, int, int]]:
+        """Every storage but those of parameters and buffers, where it is saved first."""
+        first: dict[int, tuple[int, int, int]] = {}
+        for save in self.saves:
+            first.setdefault(save[1], save)
+        return [save for key, save in first.items() if key not in self.state]
+
+    def setting(self) -> bool:
+        """Whether operators are counted as with frozen parameters."""
+        return self.mode.frozen
+
+    def mark(self) -> _Marks:
+        """The position now."""
+        return _Marks(len(self.mode.operators), len(self.saves), len(self.mode.casts))
+
+    def forget(self, start: _Marks) -> None:
+        """Drop what was noted since a position."""
+        del self.mode.operators[start.operators :]
+        del self.saves[start.saves :]
+
+    def storages(self, start: _Marks | None, stop: _Marks) -> list[int]:
+        """The memory that was noted between two positions."""
+        start = start or _Marks(0, 0, 0)
+        keys = [key for _, key, _ in self.saves[start.saves : stop.saves]]
+        return [*keys, *list(self.mode.casts)[start.casts : stop.casts]]
+
+    def form(self, start: _Marks, stop: _Marks, first_op: int, storage: Callable[[int], Hashable]) -> Hashable:
+        """What was noted between two positions, comparable."""
+        return (
+            tuple(raw.moved(raw.op - first_op) for raw in self.mode.operators[start.operators : stop.operators]),
+            tuple((op - first_op, storage(key), size) for op, key, size in self.saves[start.saves : stop.saves]),
+            tuple(map(storage, list(self.mode.casts)[start.casts : stop.casts])),
+        )
+
+    def copy(self, start: _Marks, stop: _Marks, shift: int, storage: Mapping[int, int]) -> None:
+        """Note the same again, for calls `shift` further on and other memory."""
+        own = self.mode
+        own.operators += [raw.moved(raw.op + shift) for raw in own.operators[start.operators : stop.operators]]
+        self.saves += [(op + shift, storage[key], size) for op, key, size in self.saves[start.saves : stop.saves]]
+        for key in list(own.casts)[start.casts : stop.casts]:
+            own.casts.setdefault(storage[key], own.casts[key])

@@ -1,0 +1,536 @@
+"""Record a module: one forward on fake tensors, with every torch-level call.
+
+Fake tensors have shapes and no data, so nothing is computed, no buffer changes and no random number is drawn. A module
+whose Python code looks at the *values* of tensors cannot be recorded: what it decided would be wrong for other data.
+State that a module keeps in plain attributes from one forward to the next is undone, and noted (registered buffers are kept).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import TreeSpec, register_dataclass, tree_flatten
+
+from parsim.errors import ModelError, TraceError, first_few
+from parsim.model.inputs import ModelInput
+from parsim.model.objective import TARGET, OpenLoss, parse_objective, settle
+from parsim.model.runnable import Ref, StateKey
+from parsim.model.total_loss import entries, output_kinds, total_and_form
+from parsim.model.trace.checks import Generators, changed_attributes, check_supported, draw_message, eager, hint, without_log
+from parsim.model.trace.fakes import QuickFakeMode
+from parsim.model.trace.messages import at_line, value_message
+from parsim.model.trace.recorder import SET_DATA, RecordedOp, Recorder, Recording, storage_key, tensors_in
+from parsim.model.tracing.repeats.block_record import Watcher
+from parsim.model.tracing.repeats.blocks import Repeats
+
+# What a forward hands on to the next one: buffers, frozen parameters and attributes that it writes and that its loss reads.
+#
+# A step divides its batch among replicas and microbatches, and each part is one forward. So state that is computed from
+# samples
+# differs between replicas, and state that is computed from weights alone moves once per microbatch. BatchNorm's running
+# statistics do not count: training does not read them. Tensors that share memory count as one.
+
+
+_NORMS = ("batch_norm", "instance_norm")
+_OVERWRITING = ("copy_", "zero_", "fill_")
+"""Nothing of what was there before is left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CarriedState:
+    """Names of parameters and buffers that a forward writes and its loss reads, by what they are computed from.
+
+    Attributes:
+        from_samples: from the samples of a batch. from_weights: from weights and state alone.
+    """
+
+    from_samples: tuple[str, ...] = ()
+    from_weights: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the answer says."""
+        told = []
+        if self.from_samples:
+            told.append(
+                f"computed from the samples of a step and used in later ones: {first_few(self.from_samples)}. Each replica and "
+                "microbatch takes its own samples for that"
+            )
+        if self.from_weights:
+            told.append(
+                f"the forward itself updates {first_few(self.from_weights)}: once per microbatch, so their number changes what "
+                "is trained"
+            )
+        return tuple(told)
+
+
+class _Flow:
+    """Memory that holds something of a sample, and the state whose first value a piece of memory holds something of.
+
+    Attributes:
+        written: by the name of a state that has been written, whether something of a sample was.
+    """
+
+    def __init__(self, recording: Recording, named: Mapping[int, str], samples: Iterable[int]) -> None:
+        self._key = {number: storage_key(tensor) for number, tensor in enumerate(recording.tensors)}
+        self._named = dict(named)
+        self._states = {self._key[number]: name for number, name in named.items()}
+        self._carried = {key: frozenset({name}) for key, name in self._states.items()}
+        self._samples = {self._key[number] for number in samples}
+        self.written: dict[str, bool] = {}
+
+    def is_sampled(self, number: int) -> bool:
+        """Whether a value holds something of a sample."""
+        return self._key[number] in self._samples
+
+    def held(self, number: int) -> frozenset[str]:
+        """The state whose first value a value holds something of."""
+        found = self._carried.get(self._key[number], frozenset())
+        return found | {self._named[number]} if number in self._named else found
+
+    def follow(self, op: RecordedOp) -> None:
+        """One call."""
+        name = getattr(op.function, "__name__", "")
+        changed, read = (op.reads[:1], op.reads[1:]) if op.function == SET_DATA else (op.mutated, op.reads)
+        if name in _NORMS:
+            read, changed = tuple(number for number in read if number not in changed), ()
+        overwritten = changed[:1] if name in _OVERWRITING or op.function == SET_DATA else ()
+        read = tuple(number for number in read if number not in overwritten)
+        sampled = any(self.is_sampled(number) for number in read)
+        held = frozenset[str]().union(*map(self.held, read))
+        for number in overwritten:
+            if number in self._named:
+                self._forget(number, {self._key[other] for other in read})
+        for number in (*(number for _, number in op.outputs), *changed):
+            key = self._key[number]
+            if sampled:
+                self._samples.add(key)
+            if held:
+                self._carried[key] = self._carried.get(key, frozenset()) | held
+        for number in changed:
+            if (state := self._states.get(self._key[number])) is not None:
+                self.written[state] = self.written.get(state, False) or sampled
+
+    def _forget(self, number: int, sources: set[int]) -> None:
+        """A state is overwritten. `sources`: storages of what with; after `tensor.data = other` both have one storage."""
+        del self._named[number]
+        if self._key[number] not in sources:
+            self._carried.pop(self._key[number], None)
+            self._samples.discard(self._key[number])
+
+
+def carried(recording: Recording) -> CarriedState:
+    """What a recording with its loss hands on."""
+    named = {number: key.name for number, key in recording.state.items()}
+    writes = any(op.mutated or op.function == SET_DATA for op in recording.ops)
+    if not (writes or recording.buffer_writes) or recording.loss_value is None:
+        return CarriedState()
+    flow = _Flow(recording, named, (number for _, number in recording.inputs))
+    for op in recording.ops:
+        flow.follow(op)
+    for name, number in recording.buffer_writes.items():
+        flow.written[name] = flow.is_sampled(number)
+    read = flow.held(recording.loss_value)
+    found = {name: sampled for name, sampled in flow.written.items() if name in read}
+    return CarriedState(
+        from_samples=tuple(name for name, sampled in found.items() if sampled),
+        from_weights=tuple(name for name, sampled in found.items() if not sampled),
+    )
+
+
+def read_again(recording: Recording, first_ops: int, first_tensors: int) -> set[int]:
+    """Value numbers of a first forward that the forward after it, in the same recording, reads and that depend on its data.
+
+    Args:
+        first_ops, first_tensors: calls and values of the first forward.
+    """
+    tensors = recording.tensors
+    weights = (number for number in recording.state if tensors[number].requires_grad)
+    flow = _Flow(recording, {}, (*(number for _, number in recording.inputs), *weights))
+    for op in recording.ops[:first_ops]:
+        flow.follow(op)
+    own = {number for _, number in recording.inputs} | set(recording.state) | set(recording.constants)
+    read = {number for op in recording.ops[first_ops:] for number in op.reads if number < first_tensors} - own
+    return {number for number in read if flow.is_sampled(number)}
+
+
+def kept_note(names: Iterable[str]) -> str:
+    """What the answer says of attributes whose tensors the next forward reads."""
+    return (
+        f"the forward keeps a tensor that it computes from its data in {first_few(tuple(names))}, and the next one reads it. "
+        "Every step is taken as the first one, also in training; keep it in a buffer"
+    )
+
+
+@contextlib.contextmanager
+def _fake_state(recorder: Recorder) -> Iterator[None]:
+    """Put fake parameters and buffers in the module's place; afterwards everything the forward set is undone."""
+    module = recorder.module
+    kept = [(m, dict(m.__dict__), dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+    known: dict[int, Tensor] = {}
+    try:
+        for path, owner in module.named_modules():
+            for kind, holder in (("parameter", owner._parameters), ("buffer", owner._buffers)):
+                entries: dict[str, Tensor | None] = holder
+                for key, real in entries.items():
+                    if real is None:
+                        continue
+                    if id(real) not in known:
+                        fake = real if isinstance(real, FakeTensor) else _fake_of(recorder, real)
+                        known[id(real)] = fake
+                        number = recorder.add(fake)
+                        recorder.alias(real, number)
+                        recorder.real_state[number] = real
+                        recorder.recording.state[number] = StateKey(kind, f"{path}.{key}" if path else key)
+                    entries[key] = known[id(real)]
+        yield
+        _note_buffer_writes(recorder, kept)
+        parts = ((owner, attributes) for owner, attributes, _, _ in kept)
+        recorder.recording.changed_attributes = changed_attributes(recorder.module, parts)
+        recorder.recording.kept_tensors = _kept_tensors(recorder)
+    finally:
+        for owner, attributes, parameters, buffers in kept:
+            owner.__dict__.clear()
+            owner.__dict__.update(attributes)
+            owner._parameters.clear()
+            owner._parameters.update(parameters)
+            owner._buffers.clear()
+            owner._buffers.update(buffers)
+
+
+def _fake_of(recorder: Recorder, real: Tensor) -> Tensor:
+    """Its fake; that of a tensor without data (`parsim.model.build.move_hollow`) is as if it had some."""
+    fake = recorder.fakes.from_tensor(real)
+    if (
+        type(real) in (Tensor, nn.Parameter)
+        and real.layout is torch.strided
+        and real.numel()
+        and not real.untyped_storage().nbytes()
+    ):
+        last = sum((size - 1) * stride for size, stride in zip(real.shape, real.stride(), strict=True))
+        fake.untyped_storage().resize_(int((real.storage_offset() + last + 1) * real.element_size()))
+    return fake
+
+
+def _kept_tensors(recorder: Recorder) -> dict[int, str]:
+    """Attributes of modules, other than parameters and buffers, that hold a tensor which a recorded call made."""
+    made = {number for op in recorder.recording.ops for _, number in op.outputs}
+    return {
+        number: f"{path}.{name}" if path else name
+        for path, owner in recorder.module.named_modules()
+        for name, value in owner.__dict__.items()
+        if name not in _REGISTERED
+        for _, tensor in tensors_in(value)
+        if (number := recorder.known_number(tensor)) in made and number is not None
+    }
+
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+def _note_buffer_writes(recorder: Recorder, kept: list[Any]) -> None:
+    names = {id(owner): path for path, owner in recorder.module.named_modules()}
+    state = recorder.recording.state
+    for owner, _, _, buffers in kept:
+        for key, real in buffers.items():
+            now = owner._buffers.get(key)
+            if real is None or now is None:
+                continue
+            number = recorder.number_of(now)
+            if number not in state:
+                path = names[id(owner)]
+                recorder.recording.buffer_writes[f"{path}.{key}" if path else key] = number
+
+
+def _enter(recorder: Recorder, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    recorder.enter(name, args, kwargs)
+
+
+def _leave(
+    recorder: Recorder, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    recorder.leave(name, output)
+
+
+@contextlib.contextmanager
+def _module_hooks(recorder: Recorder) -> Iterator[None]:
+    handles = []
+    try:
+        for name, module in recorder.module.named_modules():
+            handles.append(module.register_forward_pre_hook(partial(_enter, recorder, name), prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(_leave, recorder, name), with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _autograd_functions(recorder: Recorder) -> Iterator[None]:
+    """While recording, `SomeFunction.apply(...)` of a custom torch.autograd.Function is one call, with its own backward."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = original.__get__(None, cls)
+        return bound(*args, **kwargs) if recorder.suspended else recorder.call(bound, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], TreeSpec]:
+    """Leaves and structure of a module's arguments."""
+    return flatten((tuple(args), dict(kwargs)))
+
+
+def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
+    """Leaves and structure. A dataclass is a structure, too: its class is registered with torch when one is met."""
+    while True:
+        leaves, spec = tree_flatten(value)
+        unknown = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)}
+        if not unknown:
+            return leaves, spec
+        for kind in unknown:
+            register_dataclass(kind)
+
+
+def run_recorded(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    loss: str | OpenLoss | None,
+    loss_in_parts: bool = False,
+    watch: Callable[[Recorder], Watcher] | None = None,
+    skew: bool = False,
+    example: bool = False,
+    answers: Sequence[bool] | None = None,
+    repeats: bool = False,
+    trusted: frozenset[Hashable] = frozenset(),
+    twice: bool = False,
+) -> Recording:
+    """One forward of `module` on fakes of the given inputs, then the loss on its output.
+
+    Args:
+        watch: makes what is open during the forward, inside the fake mode (statistics hang there); called again where the
+            forward is.
+        loss_in_parts: where a loss can be taken in parts (`parsim.model.total_loss`), so that shards need not gather.
+        skew: take choices of experts that are not balanced, or another example, to find what depends on them.
+        example: code that depends on data follows the data given. answers: to its questions, as another recording gave them.
+        repeats: copy the records of equal blocks (`parsim.model.tracing.repeats.blocks`), unless the forward depends on data;
+            the recording is for counting only. trusted: `Recording.confirmed` of another batch.
+        twice: a second forward follows, to find what it reads of the first (`Recording.read_again`).
+
+    Raises:
+        TraceError: if the forward fails, looks at tensor values, draws from generators that are not torch's, or returns
+            something a tensor cannot be found in.
+    """
+    check_supported(module)
+    whole = partial(
+        _run_recorded,
+        module,
+        args,
+        kwargs,
+        loss,
+        watch,
+        loss_in_parts,
+        skew=skew,
+        example=example,
+        answers=answers,
+        twice=twice,
+    )
+    generators = Generators(module)
+    recording: Recording | None = None
+    if repeats and not example:
+        with contextlib.suppress(TraceError):  # whatever is wrong, the forward without copies says it best
+            recording = _run_recorded(
+                module, args, kwargs, loss, watch, loss_in_parts, skew=skew, answers=answers, repeats=True, trusted=trusted
+            )
+    if recording is None or recording.decisions:
+        recording = whole()
+    if drawn := generators.drawn():
+        message = draw_message(type(module).__name__, drawn, whole)
+        generators.put_back()
+        raise TraceError(message)
+    return recording
+
+
+def _run_recorded(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    loss: str | OpenLoss | None,
+    watch: Callable[[Recorder], Watcher] | None,
+    loss_in_parts: bool,
+    *,
+    skew: bool = False,
+    example: bool = False,
+    answers: Sequence[bool] | None = None,
+    repeats: bool = False,
+    trusted: frozenset[Hashable] = frozenset(),
+    twice: bool = False,
+) -> Recording:
+    leaves, spec = flatten_inputs(args, kwargs)
+    existing = [leaf for leaf in (*module.parameters(), *module.buffers(), *leaves) if isinstance(leaf, Tensor)]
+    fakes = detect_fake_mode(existing) or QuickFakeMode()
+    recorder = Recorder(module, fakes, skew=skew, answers=answers)
+    recording = recorder.recording
+    rng = torch.get_rng_state()
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(without_log())
+            stack.enter_context(_fake_state(recorder))
+            fake_leaves = [_fake_input(recorder, leaf) for leaf in leaves]
+            recorder.count_samples()
+            if example:
+                recorder.known.follow(_example_values(recorder, leaves, other=skew))
+            watcher = None if watch is None else watch(recorder)
+            if repeats:
+                stack.enter_context(Repeats(recorder, watcher, trusted).open())
+            stack.enter_context(_module_hooks(recorder))
+            stack.enter_context(_autograd_functions(recorder))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(eager())
+            stack.enter_context(fakes)
+            if watcher is not None:
+                stack.enter_context(watcher.open())
+            stack.enter_context(recorder)
+            fake_args, fake_kwargs = spec.unflatten(fake_leaves)
+            output = module(*fake_args, **fake_kwargs)
+            _note_output(recorder, output)
+            if loss is not None:
+                _note_loss(recorder, output, loss, in_parts=loss_in_parts)
+            if twice:
+                _note_read_again(recorder, lambda: module(*fake_args, **fake_kwargs))
+    except ModelError:  # of parsim itself: a TraceError, or an output that leaves the loss open
+        raise
+    except (Exception, SystemExit) as error:
+        raise TraceError(_explain(recorder, error)) from error
+    finally:
+        torch.set_rng_state(rng)
+    return recording
+
+
+def _note_read_again(recorder: Recorder, forward: Callable[[], object]) -> None:
+    """Note the attributes whose tensors the next forward reads. One that fails reads what it finds before that."""
+    recording = recorder.recording
+    names, first = _kept_tensors(recorder), (len(recording.ops), len(recording.tensors))
+    with contextlib.suppress(Exception):
+        forward()
+    recording.read_again = tuple(dict.fromkeys(names[number] for number in read_again(recording, *first) if number in names))
+
+
+def _example_values(recorder: Recorder, leaves: list[Any], *, other: bool) -> dict[int, Tensor]:
+    """Real tensors of inputs, parameters and buffers. `other`: of another example, with all signs changed."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    values: dict[int, Tensor] = {}
+    for leaf, (_, number) in zip(dict.fromkeys(tensors), recorder.recording.inputs, strict=True):
+        values[number] = -leaf if other and leaf.is_floating_point() else leaf
+    values |= recorder.real_state
+    if any(isinstance(value, FakeTensor) for value in values.values()):
+        raise TraceError(
+            f'control_flow="example" runs {type(recorder.module).__name__} on real data, and its weights or the example have '
+            "none (fake tensors or the meta device); build the module with memory and give example_inputs with data"
+        )
+    return values
+
+
+def _explain(recorder: Recorder, error: BaseException) -> str:
+    kind, line = type(error).__name__, at_line(traceback.extract_tb(error.__traceback__))
+    if kind in ("DataDependentOutputException", "DynamicOutputShapeException"):
+        return value_message(recorder.where, error, line) + hint(recorder.innermost, "")
+    under = " under autocast to half precision" if torch.is_autocast_enabled("cpu") else ""
+    advice = hint(recorder.innermost, str(error))
+    return f"the forward of {recorder.where} failed on the example inputs{under}{line}: {kind}: {error}{advice}"
+
+
+def _fake_input(recorder: Recorder, leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    fake = (
+        leaf if isinstance(leaf, FakeTensor) else recorder.fakes.from_tensor(leaf.detach().requires_grad_(leaf.requires_grad))
+    )
+    if id(fake) in recorder._number:
+        return fake
+    number = recorder.add(fake)
+    recorder.recording.inputs.append((f"input:{len(recorder.recording.inputs)}", number))
+    recorder.recording.differentiable[number] = fake.requires_grad
+    return fake
+
+
+def _note_output(recorder: Recorder, output: Any) -> None:
+    leaves, spec = flatten(output)
+    noted: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            noted.append(Ref(recorder.number_of(leaf)))
+        elif leaf is None or isinstance(leaf, bool | int | float | str):
+            noted.append(leaf)
+        else:
+            raise TraceError(
+                f"{type(recorder.module).__name__} returns a {type(leaf).__name__}, which may hide tensors; return tensors in "
+                f"tuples or dicts (for a Hugging Face model set config.use_cache = False)"
+            )
+    recorder.recording.output_leaves = tuple(noted)
+    recorder.recording.output_spec = spec
+    recorder.recording.outputs = {name: recorder.number_of(tensor) for name, tensor in entries(output).items()}
+
+
+def _note_loss(recorder: Recorder, output: Any, loss: str | OpenLoss, *, in_parts: bool) -> None:
+    """The loss becomes the last component, or several if it is taken in parts.
+
+    Its second input is called "target", unless the module takes its targets itself.
+    """
+    recording, name = recorder.recording, type(recorder.module).__name__
+    samples = int(recording.tensors[recording.inputs[0][1]].shape[0])
+    kinds = output_kinds({entry: recording.tensors[number] for entry, number in recording.outputs.items()})
+    if isinstance(loss, OpenLoss):
+        settled = settle(loss.name, kinds, samples, loss.objective, tokens=loss.tokens, output=loss.output)
+    try:
+        if not isinstance(loss, OpenLoss):
+            settled = settle(name, kinds, samples, parse_objective(loss), tokens=False)
+        objective, recording.settled = settled.objective, settled
+        target = None if settled.target is None else _fake_target(recorder, settled.target, settled.entry, samples)
+        recording.loss_start = recorder.current if settled.target is not None else _end_of_parameters(recording)
+        begin = (lambda part: recording.loss_parts.append((part, recorder.current))) if in_parts else None
+        value, recording.loss_form = total_and_form(objective, output, target, samples, name, begin=begin)
+    except ModelError as error:
+        raise TraceError(str(error)) from error
+    recording.loss_value = recorder.number_of(value)
+
+
+def _end_of_parameters(recording: Recording) -> int:
+    """The call after the last one that uses a parameter: from there on a module that returns its loss computes it.
+
+    So the values that the loss component reads have samples along dim 0, and a sum over them is its own.
+    """
+    parameters = {number for number, key in recording.state.items() if key.kind == "parameter"}
+    last = [place for place, op in enumerate(recording.ops) if not parameters.isdisjoint(op.reads)]
+    return last[-1] + 1 if last else 0
+
+
+def _fake_target(recorder: Recorder, target: ModelInput, entry: str | None, samples: int) -> Tensor:
+    """Of the type of the output that the loss reads, where it is a number that follows the weights."""
+    recording = recorder.recording
+    dtype = torch.get_default_dtype() if entry is None else recording.tensors[recording.outputs[entry]].dtype
+    suspended, recorder.suspended = recorder.suspended, True
+    try:
+        fake = target.zeros(samples, dtype).to(recording.tensors[recording.inputs[0][1]].device)
+    finally:
+        recorder.suspended = suspended
+    number = recorder.add(fake)
+    recording.inputs.append((TARGET, number))
+    recording.differentiable[number] = False
+    return fake

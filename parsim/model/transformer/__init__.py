@@ -1,1 +1,0 @@
-"""Models of transformers from their sizes, without torch: for models by name, frameworks' files and published runs."""

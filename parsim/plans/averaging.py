@@ -1,0 +1,349 @@
+"""Averaging of whole models: means with weights, merges in arrival order, and the outer optimizer.
+
+Written with +, - and * by a float alone, so the same functions take NumPy arrays, torch tensors and, in the tests, exact
+fractions. A new merge is a function and a row of MERGES.
+
+Source of `half`: `aggregate_parameters_async` of bsc-wdc/dislib, dislib/pytorch/pytorch_distributed.py. The others are the
+rules known as FedAvg (`sample_weights`), FedAsync (`staleness`), FedBuff (`buffered`) and DiLoCo (`OuterOptimizer`), from
+general knowledge of those papers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsim.errors import AlgorithmError, near_matches
+
+
+class Linear(Protocol):
+    """What can be added, subtracted and scaled."""
+
+    def __add__(self, other: Any, /) -> Any: ...
+    def __sub__(self, other: Any, /) -> Any: ...
+    def __mul__(self, other: Any, /) -> Any: ...
+
+
+V = TypeVar("V", bound=Linear)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeRule:
+    """A row of MERGES with its numbers.
+
+    Attributes:
+        kind: half, running, staleness or buffered. workers: P, how many arrivals make a round (`running`).
+        rate: omega_0 of `staleness`, and what `buffered` multiplies its mean change by. exponent: a of `staleness`.
+        buffer: m, the arrivals `buffered` waits for.
+    """
+
+    kind: str = "half"
+    workers: int
+    rate: float = 1.0
+    exponent: float = 0.5
+    buffer: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in MERGES:
+            raise AlgorithmError(f"unknown merge {self.kind!r}{near_matches(self.kind, MERGES)}")
+        if self.workers < 1 or not 1 <= self.buffer <= self.workers:
+            raise AlgorithmError(
+                f"a merge needs workers >= 1 and a buffer between 1 and workers, got {self.workers} and {self.buffer}"
+            )
+        if not 0 < self.rate <= 1 or self.exponent < 0:
+            raise AlgorithmError(f"rate must be in (0, 1] and exponent >= 0, got {self.rate} and {self.exponent}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival(Generic[V]):
+    """A worker's model as it reaches the global one.
+
+    Attributes:
+        weights: w_j. start: the global model it began its local work from.
+        staleness: merges of other workers since it read `start`.
+        share: its number of samples over the mean of all workers; 1 where shards are equal.
+    """
+
+    weights: V
+    start: V
+    staleness: int = 0
+    share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged(Generic[V]):
+    """The global model and what its merge remembers: merges so far, shares in the current round or buffer, buffered change."""
+
+    weights: V
+    merges: int = 0
+    in_round: int = 0
+    share_in_round: float = 0.0
+    buffered: V | None = None
+
+
+def merge_half(state: Merged[V], arrival: Arrival[V], rule: MergeRule) -> Merged[V]:
+    """g <- (g + w)/2, as the reference does. The last arrival weighs 1/2, the first of P 2^-P: about 3 workers count.
+
+    Knows no sample counts. With one worker it halves every epoch's progress.
+    """
+    return replace(state, weights=(state.weights + arrival.weights) * 0.5)
+
+
+def merge_running(state: Merged[V], arrival: Arrival[V], rule: MergeRule) -> Merged[V]:
+    """g <- g + s/(S + s) (w - g), s the arrival's share, S the shares before it in this round of P arrivals.
+
+    After a round g is the exact mean of its P arrivals, weighted by samples.
+    """
+    fresh = state.in_round % rule.workers == 0
+    before = 0.0 if fresh else state.share_in_round
+    weight = arrival.share / (before + arrival.share)
+    merged = arrival.weights if fresh else state.weights + (arrival.weights - state.weights) * weight
+    in_round = 1 if fresh else state.in_round + 1
+    return replace(state, weights=merged, in_round=in_round, share_in_round=before + arrival.share)
+
+
+def merge_staleness(state: Merged[V], arrival: Arrival[V], rule: MergeRule) -> Merged[V]:
+    """g <- g + omega (w - g), omega = min(1, rate * share * (1 + staleness)^-exponent): late work counts less (FedAsync)."""
+    weight = min(1.0, rule.rate * arrival.share * (1.0 + arrival.staleness) ** -rule.exponent)
+    return replace(state, weights=state.weights + (arrival.weights - state.weights) * weight)
+
+
+def merge_buffered(state: Merged[V], arrival: Arrival[V], rule: MergeRule) -> Merged[V]:
+    """Collect the changes w - start of m arrivals, then g <- g + rate * their mean weighted by share (FedBuff)."""
+    change = (arrival.weights - arrival.start) * arrival.share
+    total: V = change if state.buffered is None else state.buffered + change
+    shares, count = state.share_in_round + arrival.share, state.in_round + 1
+    if count < rule.buffer:
+        return replace(state, buffered=total, in_round=count, share_in_round=shares)
+    merged = state.weights + total * (rule.rate / shares)
+    return replace(state, weights=merged, buffered=None, in_round=0, share_in_round=0.0)
+
+
+MERGES: dict[str, Callable[[Merged[Any], Arrival[Any], MergeRule], Merged[Any]]] = {
+    "half": merge_half,
+    "running": merge_running,
+    "staleness": merge_staleness,
+    "buffered": merge_buffered,
+}
+
+
+def merge(state: Merged[V], arrival: Arrival[V], rule: MergeRule) -> Merged[V]:
+    """The global model after one arrival. Order matters; the arrivals are exclusive."""
+    after = MERGES[rule.kind](state, arrival, rule)
+    return replace(after, merges=state.merges + 1)
+
+
+def arrival_weights(rule: MergeRule, arrivals: int) -> NDArray[np.float64]:
+    """How much of g counts after `arrivals` workers that all began from g_0 merged in turn: float64 [1 + arrivals], of g_0
+    and of each arrival in order. Half: 2^-P of g_0, then 2^-P ... 1/4, 1/2. They sum to 1."""
+    unit = np.eye(1 + arrivals)
+    state = Merged(weights=unit[0])
+    for number in range(arrivals):
+        state = merge(state, Arrival(weights=unit[1 + number], start=unit[0], staleness=number), rule)
+    return np.asarray(state.weights, dtype=np.float64)
+
+
+def turn_weight(rule: MergeRule, number: int, worker: int) -> float:
+    """omega of g <- g + omega (w - g), where workers 0, 1, ... merge in turn and each goes on from the global model.
+
+    Args:
+        rule: half, running or staleness; `workers` take part in every round. number: of the round, from 0. worker: whose turn.
+    """
+    read = 0 if number == 0 else (number - 1) * rule.workers + worker + 1
+    staleness = number * rule.workers + worker - read
+    state = Merged(weights=0.0, in_round=worker, share_in_round=float(worker))
+    return float(merge(state, Arrival(weights=1.0, start=0.0, staleness=staleness), rule).weights)
+
+
+def turns_matrix(rule: MergeRule, number: int) -> NDArray[np.float64]:
+    """A round in which workers merge in turn: float64 [workers, 1 + workers].
+
+    Row i is what worker i takes of the global model before the round (column 0) and of every worker. The last row is the
+    global model after the round.
+
+    Args:
+        rule: half, running or staleness. number: of the round, from 0.
+    """
+    rows = np.zeros((rule.workers, 1 + rule.workers))
+    model = np.eye(1 + rule.workers)[0]
+    for worker in range(rule.workers):
+        weight = turn_weight(rule, number, worker)
+        model = model * (1.0 - weight)
+        model[1 + worker] += weight
+        rows[worker] = model
+    return rows
+
+
+def effective_workers(weights: NDArray[np.float64]) -> float:
+    """1 / sum omega^2 of weights that sum to 1: how many equal workers would average the noise as well."""
+    return float(1.0 / np.square(weights).sum())
+
+
+def sample_weights(samples: Sequence[int]) -> NDArray[np.float64]:
+    """FedAvg's weights n_j / n: float64 [P], summing to 1."""
+    counts = np.asarray(samples, dtype=np.float64)
+    if counts.ndim != 1 or not len(counts) or (counts <= 0).any():
+        raise AlgorithmError(f"every worker needs at least one sample to be weighted by, got {list(samples)}")
+    weights: NDArray[np.float64] = counts / counts.sum()
+    return weights
+
+
+def averaging_matrix(workers: int, weights: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
+    """Averaging as a mixing matrix [P, P]: each row holds the weights (None: 1/P, the complete graph)."""
+    row = np.full(workers, 1.0 / workers) if weights is None else np.asarray(weights, dtype=np.float64)
+    if row.shape != (workers,):
+        raise AlgorithmError(f"averaging needs {workers} weights, one per replica, got {row.size}: {row.tolist()}")
+    if not (row >= 0).all() or not abs(row.sum() - 1.0) <= 1e-12:
+        raise AlgorithmError(f"averaging needs weights >= 0 that sum to 1, and the sum of {row.tolist()} is {row.sum():.6g}")
+    return np.tile(row, (workers, 1))
+
+
+def participation_weights(
+    workers: int, fraction: float, round_number: int, *, seed: int = 0, weights: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
+    """Partial participation: max(1, round(fraction * P)) workers drawn for this round, their weights scaled to sum to 1.
+
+    A pure function of (seed, round_number). Workers that do not take part have weight 0: they do no local work in the round
+    and begin the next from the average, as all do. Those with weight 0 are not drawn: a round needs weights to scale.
+    """
+    if not 0 < fraction <= 1:
+        raise AlgorithmError(f"the participating fraction must be in (0, 1], got {fraction}")
+    count = max(1, round(fraction * workers))
+    base = np.full(workers, 1.0 / workers) if weights is None else np.asarray(weights, dtype=np.float64)
+    order = np.random.default_rng([seed, round_number, workers]).permutation(workers)
+    chosen = order[base[order] > 0][:count]
+    drawn = np.zeros(workers)
+    drawn[chosen] = base[chosen]
+    scaled: NDArray[np.float64] = drawn / drawn.sum()
+    return scaled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterOptimizer:
+    """SGD over rounds: the change of a round, previous - mean, is its gradient (DiLoCo's usual: lr 0.7, Nesterov 0.9).
+
+    lr 1 and momentum 0 is plain averaging.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or not 0 <= self.momentum < 1:
+            raise AlgorithmError(f"an outer optimizer needs lr > 0 and momentum in [0, 1), got {self.lr} and {self.momentum}")
+
+    def step(self, previous: V, mean: V, velocity: V | None) -> tuple[V, V]:
+        """The next global model and velocity; `velocity` is None before the first round."""
+        gradient: V = previous - mean
+        moved: V = gradient if velocity is None else velocity * self.momentum + gradient
+        direction = gradient + moved * self.momentum if self.nesterov else moved
+        return previous - direction * self.lr, moved
+
+
+# Partition of samples among workers: which worker trains on which samples.
+#
+# Every rule returns one int64 array of sample numbers per worker; together they hold every sample exactly once. A new rule is
+# a function and a row of SHARDINGS.
+
+
+Shards = tuple[NDArray[np.int64], ...]
+
+
+def iid_shards(targets: NDArray[np.generic], sizes: NDArray[np.int64], rng: np.random.Generator, _: float) -> Shards:
+    """A random permutation cut into pieces of `sizes`: every worker sees the same distribution."""
+    return _cut(rng.permutation(len(targets)).astype(np.int64), sizes)
+
+
+def label_sorted_shards(targets: NDArray[np.generic], sizes: NDArray[np.int64], _: np.random.Generator, __: float) -> Shards:
+    """Samples sorted by target (stable), cut into pieces of `sizes`: each worker sees one or two classes, the hardest case."""
+    return _cut(np.argsort(targets, kind="stable").astype(np.int64), sizes)
+
+
+def dirichlet_shards(
+    targets: NDArray[np.generic], sizes: NDArray[np.int64], rng: np.random.Generator, concentration: float
+) -> Shards:
+    """Each class is dealt out in proportions drawn from Dirichlet(concentration * sizes/mean size): unequal sizes follow.
+
+    Large concentrations approach IID, small ones give each class to one worker. A worker that would stay empty takes one
+    sample of the largest shard, so every worker can train. Needs classes, not real-valued targets: a value that occurs once
+    goes whole to one worker.
+    """
+    if concentration <= 0:
+        raise AlgorithmError(
+            f"the Dirichlet concentration must be > 0, got {concentration}; 0.1 is very uneven, 100 nearly even"
+        )
+    prior = concentration * sizes / sizes.mean()
+    pieces: list[list[NDArray[np.int64]]] = [[] for _ in sizes]
+    for value in np.unique(targets):
+        members = rng.permutation(np.flatnonzero(targets == value))
+        edges = np.round(np.cumsum(rng.dirichlet(prior))[:-1] * len(members)).astype(np.int64)
+        for worker, piece in enumerate(np.split(members, edges)):
+            pieces[worker].append(piece.astype(np.int64))
+    shards = [rng.permutation(np.concatenate(piece)) for piece in pieces]
+    while min(map(len, shards)) == 0:
+        empty, largest = int(np.argmin([*map(len, shards)])), int(np.argmax([*map(len, shards)]))
+        shards[empty], shards[largest] = shards[largest][:1], shards[largest][1:]
+    return tuple(shards)
+
+
+ShardingRule = Callable[[NDArray[np.generic], NDArray[np.int64], np.random.Generator, float], Shards]
+
+SHARDINGS: dict[str, ShardingRule] = {
+    "iid": iid_shards,
+    "label_sorted": label_sorted_shards,
+    "dirichlet": dirichlet_shards,
+}
+
+
+def shard_samples(
+    kind: str,
+    targets: NDArray[np.generic],
+    workers: int,
+    *,
+    seed: int = 0,
+    concentration: float = 0.5,
+    proportions: Sequence[float] | None = None,
+) -> Shards:
+    """Deal the samples of `targets` ([n]) to `workers` by the rule `kind` of SHARDINGS.
+
+    Args:
+        concentration: of the Dirichlet rule alone.
+        proportions: the relative size of each worker's shard (a mean, for Dirichlet); None for equal ones, which differ
+            by one sample where n does not divide.
+
+    Raises:
+        AlgorithmError: more workers than samples, an unknown rule, proportions that are not positive or not one per worker.
+    """
+    if kind not in SHARDINGS:
+        raise AlgorithmError(f"unknown sharding {kind!r}{near_matches(kind, SHARDINGS)}")
+    if not 1 <= workers <= len(targets):
+        raise AlgorithmError(
+            f"{workers} workers cannot share {len(targets)} samples; use between 1 and {len(targets)} workers, or more samples"
+        )
+    sizes = shard_sizes(len(targets), workers, proportions)
+    return SHARDINGS[kind](targets, sizes, np.random.default_rng([seed, workers]), concentration)
+
+
+def shard_sizes(samples: int, workers: int, proportions: Sequence[float] | None = None) -> NDArray[np.int64]:
+    """int64 [workers], each >= 1, summing to `samples`, as near to the proportions as whole samples allow."""
+    share = np.full(workers, 1.0) if proportions is None else np.asarray(proportions, dtype=np.float64)
+    if share.shape != (workers,) or not (share > 0).all():
+        raise AlgorithmError(f"proportions must be {workers} positive numbers, one per worker; got {proportions}")
+    exact = share / share.sum() * samples
+    sizes: NDArray[np.int64] = np.maximum(np.floor(exact).astype(np.int64), 1)
+    by_need = np.argsort(-(exact - sizes), kind="stable")
+    short = samples - int(sizes.sum())
+    if short >= 0:
+        sizes[by_need[:short]] += 1
+    while sizes.sum() > samples:
+        sizes[np.argmax(sizes)] -= 1
+    return sizes
+
+
+def _cut(order: NDArray[np.int64], sizes: NDArray[np.int64]) -> Shards:
+    return tuple(np.split(order, np.cumsum(sizes)[:-1]))

@@ -1,0 +1,529 @@
+"""Mixing graphs: the weight with which each worker sends to each other in round t, as a matrix W_t of n workers.
+
+Row i of W_t holds what worker i takes of each: x_i <- sum_j W_ij x_j. Worker j sends to the i with W_ij > 0. A new graph is a
+function of (n, t, settings) and a row of GRAPHS; it repeats after `period` rounds, so training never unrolls it. Every row is
+doubly stochastic, which keeps the mean of the workers; directed or failing links that cannot be are `pushsum`'s.
+
+Source: weights and offsets as this project's specification of the decentralised systems states them; Metropolis-Hastings
+weights, and the exponential graphs of D-PSGD, SGP and BlueFog, from general knowledge of those works.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsim.errors import AlgorithmError, near_matches
+
+Matrix = NDArray[np.float64]
+Settings = dict[str, int]
+
+STOCHASTIC_TOLERANCE = 1e-9
+"""How far sums of rows and columns may be from 1 before a matrix is refused."""
+
+
+def circulant(n: int, offsets: dict[int, float]) -> Matrix:
+    """W_ij = offsets[(i - j) mod n]: worker j sends to j + offset, with that weight. Offsets that coincide mod n add up."""
+    row = np.zeros(n)
+    for offset, weight in offsets.items():
+        row[offset % n] += weight
+    index = np.arange(n)
+    matrix: Matrix = row[(index[:, None] - index[None, :]) % n]
+    return matrix
+
+
+def uniform_circulant(n: int, offsets: set[int]) -> Matrix:
+    """`circulant` with equal weights, 1/(number of different offsets) each; 0 is the worker itself and always among them."""
+    distinct = {offset % n for offset in offsets} | {0}
+    return circulant(n, dict.fromkeys(distinct, 1.0 / len(distinct)))
+
+
+def metropolis_hastings(adjacency: NDArray[np.bool_]) -> Matrix:
+    """W_ij = 1/max(d_i + 1, d_j + 1) over the edges of an undirected graph, the rest on the diagonal: doubly stochastic.
+
+    Args:
+        adjacency: bool [n, n], symmetric; its diagonal does not count.
+
+    Raises:
+        AlgorithmError: an adjacency that is not symmetric.
+    """
+    edges = adjacency & ~np.eye(len(adjacency), dtype=bool)
+    if (edges != edges.T).any():
+        raise AlgorithmError(
+            "Metropolis-Hastings weights need an undirected graph: make the adjacency symmetric, or use pushsum"
+        )
+    degree = edges.sum(1)
+    weights: Matrix = edges / (np.maximum(degree[:, None], degree[None, :]) + 1.0)
+    weights[np.diag_indices_from(weights)] = 1.0 - weights.sum(1)
+    return weights
+
+
+def closest_factors(n: int) -> tuple[int, int]:
+    """r <= c with r c = n and r as large as can be: 4 x 8 for 32, 28 x 36 for 1008, 1 x n for a prime."""
+    rows = max(divisor for divisor in range(1, math.isqrt(n) + 1) if n % divisor == 0)
+    return rows, n // rows
+
+
+def _complete(n: int, t: int, settings: Settings) -> Matrix:
+    """Everyone to everyone, 1/n."""
+    return np.full((n, n), 1.0 / n)
+
+
+def _alone(n: int, t: int, settings: Settings) -> Matrix:
+    """W = I: independent training (not connected, on purpose)."""
+    return np.eye(n)
+
+
+def _ring(n: int, t: int, settings: Settings) -> Matrix:
+    """Neighbours +-1, 1/3 each (n = 2: 1/2)."""
+    return uniform_circulant(n, {-1, 1})
+
+
+def _lattice(n: int, t: int, settings: Settings) -> Matrix:
+    """Ring lattice: neighbours +-1 .. +-k/2, 1/(k+1) each; k >= n-1 is the complete graph."""
+    neighbours = settings["neighbours"]
+    if neighbours >= n - 1:
+        return np.full((n, n), 1.0 / n)
+    if neighbours < 2 or neighbours % 2:
+        raise AlgorithmError(
+            f"a ring lattice needs an even number of neighbours >= 2 (half on either side), got {neighbours} for {n} workers; "
+            f"use {max(2, neighbours - neighbours % 2)}, or {n - 1} for the complete graph"
+        )
+    half = neighbours // 2
+    return uniform_circulant(n, set(range(-half, half + 1)))
+
+
+def _torus(n: int, t: int, settings: Settings) -> Matrix:
+    """r x c with the closest factors, four neighbours, 1/5 each; neighbours that coincide (r or c = 2) count once."""
+    rows, columns = closest_factors(n)
+    place = np.arange(n)
+    row, column = place // columns, place % columns
+    adjacency = np.eye(n, dtype=bool)
+    for down, right in ((1, 0), (-1, 0), (0, 1), (0, -1)):
+        adjacency[place, (row + down) % rows * columns + (column + right) % columns] = True
+    matrix: Matrix = adjacency / adjacency.sum(1)[:, None]
+    return matrix
+
+
+def _exponential(n: int, t: int, settings: Settings) -> Matrix:
+    """i sends to i + 2^p for p = 0 .. tau-1, tau = ceil(log2 n), 1/(tau+1) each: directed."""
+    return uniform_circulant(n, {2**power for power in range(rounds_of_one_peer(n))})
+
+
+def _one_peer_exponential(n: int, t: int, settings: Settings) -> Matrix:
+    """In round t, i sends to i + 2^(t mod tau), weights 1/2 and 1/2; n = 2^tau: tau rounds average exactly."""
+    if n == 1:
+        return np.eye(1)
+    return circulant(n, {0: 0.5, 2 ** (t % rounds_of_one_peer(n)): 0.5})
+
+
+def _hierarchical_one_peer(n: int, t: int, settings: Settings) -> Matrix:
+    """Machines of `per_node` workers average inside, and exchange as one-peer exponential among themselves."""
+    per_node = settings["per_node"]
+    if per_node < 1 or n % per_node:
+        raise AlgorithmError(f"per_node ({per_node}) must divide the workers ({n})")
+    nodes = _one_peer_exponential(n // per_node, t, settings)
+    matrix: Matrix = np.kron(nodes, np.full((per_node, per_node), 1.0 / per_node))
+    return matrix
+
+
+def _star(n: int, t: int, settings: Settings) -> Matrix:
+    """Worker 0 with each other one, Metropolis-Hastings weights: 1/n on every edge."""
+    adjacency = np.zeros((n, n), dtype=bool)
+    adjacency[0, 1:] = adjacency[1:, 0] = True
+    return metropolis_hastings(adjacency)
+
+
+def _mesh(n: int, t: int, settings: Settings) -> Matrix:
+    """r x c grid without wrapping (closest factors), Metropolis-Hastings weights."""
+    rows, columns = closest_factors(n)
+    place = np.arange(n).reshape(rows, columns)
+    adjacency = np.zeros((n, n), dtype=bool)
+    for first, second in ((place[:-1], place[1:]), (place[:, :-1], place[:, 1:])):
+        adjacency[first.ravel(), second.ravel()] = adjacency[second.ravel(), first.ravel()] = True
+    return metropolis_hastings(adjacency)
+
+
+def rounds_of_one_peer(n: int) -> int:
+    """tau = ceil(log2 n), at least 1: rounds after which a one-peer exponential graph repeats."""
+    return max(1, math.ceil(math.log2(n)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphFamily:
+    """A row of GRAPHS: the matrix of (n, t, settings), after how many rounds it repeats, and the settings it takes."""
+
+    matrix: Callable[[int, int, Settings], Matrix]
+    period: Callable[[int, Settings], int] = lambda n, settings: 1
+    defaults: Settings = field(default_factory=dict)
+
+
+GRAPHS: dict[str, GraphFamily] = {
+    "alone": GraphFamily(matrix=_alone),
+    "complete": GraphFamily(matrix=_complete),
+    "exponential": GraphFamily(matrix=_exponential),
+    "hierarchical_one_peer": GraphFamily(
+        matrix=_hierarchical_one_peer,
+        period=lambda n, settings: rounds_of_one_peer(max(1, n // settings["per_node"])),
+        defaults={"per_node": 1},
+    ),
+    "lattice": GraphFamily(matrix=_lattice, defaults={"neighbours": 4}),
+    "mesh": GraphFamily(matrix=_mesh),
+    "one_peer_exponential": GraphFamily(matrix=_one_peer_exponential, period=lambda n, settings: rounds_of_one_peer(n)),
+    "ring": GraphFamily(matrix=_ring),
+    "star": GraphFamily(matrix=_star),
+    "torus": GraphFamily(matrix=_torus),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixingGraph:
+    """A graph of GRAPHS over n workers; called with a round number it gives W_t.
+
+    Attributes:
+        name: the row. n: workers. settings: the family's own, sorted pairs (neighbours of a lattice, per_node).
+        period: rounds after which it repeats.
+    """
+
+    name: str
+    n: int
+    settings: tuple[tuple[str, int], ...] = ()
+    period: int = 1
+
+    def __call__(self, t: int) -> Matrix:
+        """W_t, float64 [n, n]; read-only, shared between calls."""
+        return _cached_matrix(self.name, self.n, t % self.period, self.settings)
+
+    def __str__(self) -> str:
+        inside = ", ".join([str(self.n), *(f"{key}={value}" for key, value in self.settings)])
+        return f"{self.name}({inside})"
+
+    def connections(self, t: int) -> int:
+        """The most messages that one worker sends in round t."""
+        return connections(self(t))
+
+    def sent_bytes(self, weight_bytes: float, t: int) -> float:
+        """Bytes that the busiest worker sends in round t: connections * |w|."""
+        return self.connections(t) * weight_bytes
+
+
+@lru_cache(maxsize=64)
+def _cached_matrix(name: str, n: int, t: int, settings: tuple[tuple[str, int], ...]) -> Matrix:
+    matrix = GRAPHS[name].matrix(n, t, dict(settings))
+    matrix.setflags(write=False)
+    return matrix
+
+
+def mixing_graph(name: str, n: int, **settings: int) -> MixingGraph:
+    """The graph `name` of GRAPHS over n workers.
+
+    Raises:
+        AlgorithmError: an unknown graph or setting, n < 1, or settings that contradict n.
+    """
+    if name not in GRAPHS:
+        raise AlgorithmError(f"unknown mixing graph {name!r}{near_matches(name, GRAPHS)}")
+    if n < 1:
+        raise AlgorithmError(f"a mixing graph needs at least one worker, got {n}")
+    family = GRAPHS[name]
+    for key in settings:
+        if key not in family.defaults:
+            known = ", ".join(family.defaults) or "none"
+            raise AlgorithmError(f"the graph {name} has no setting {key!r}; its settings: {known}")
+    chosen = {**family.defaults, **settings}
+    ordered = tuple(sorted(chosen.items()))
+    _cached_matrix(name, n, 0, ordered)  # refuses settings that contradict n
+    return MixingGraph(name=name, n=n, settings=ordered, period=family.period(n, chosen))
+
+
+def connections(matrix: Matrix) -> int:
+    """The most other workers that one worker sends to: the largest number of entries off the diagonal in a column."""
+    links = matrix != 0
+    return int((links.sum(0) - links.diagonal()).max())
+
+
+def stochastic_error(matrix: Matrix) -> tuple[float, float]:
+    """The largest distance from 1 of a row's sum and of a column's sum."""
+    return float(np.abs(matrix.sum(1) - 1.0).max()), float(np.abs(matrix.sum(0) - 1.0).max())
+
+
+def check_doubly_stochastic(matrix: Matrix, *, tolerance: float = STOCHASTIC_TOLERANCE) -> None:
+    """Raise AlgorithmError unless the matrix is square, without negative entries, and rows and columns sum to 1.
+
+    Rows that do not lose or invent weight; columns that do not keep the mean of the workers: those need `pushsum`.
+    """
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+        raise AlgorithmError(f"a mixing matrix must be square [n, n], got shape {list(matrix.shape)}")
+    rows, columns = stochastic_error(matrix)
+    if not (rows <= tolerance and columns <= tolerance) or (matrix < 0).any():
+        raise AlgorithmError(
+            f"a mixing matrix must be doubly stochastic: entries >= 0 (least {matrix.min():.3g}), sums of rows and columns 1 "
+            f"(off by up to {rows:.3g} and {columns:.3g}). Use metropolis_hastings, or pushsum for directed links"
+        )
+
+
+def check_column_stochastic(matrix: Matrix, *, tolerance: float = STOCHASTIC_TOLERANCE) -> None:
+    """Raise AlgorithmError unless entries are >= 0 and columns sum to 1: what each worker sends is all it has."""
+    columns = stochastic_error(matrix)[1]
+    if not columns <= tolerance or (matrix < 0).any():
+        raise AlgorithmError(
+            f"push-sum needs a column-stochastic matrix: entries >= 0 and columns that sum to 1, off by up to {columns:.3g}; "
+            "divide each column by its sum"
+        )
+
+
+def unreached(matrices: list[Matrix]) -> tuple[int, ...]:
+    """Workers that do not hear of worker 0, or that worker 0 does not hear of, however long the matrices repeat."""
+    links = np.zeros(matrices[0].shape, dtype=bool)
+    for matrix in matrices:
+        links |= matrix != 0
+    return tuple(np.flatnonzero(~(_reached(links) & _reached(links.T))).tolist())
+
+
+def check_connected(graph: Callable[[int], Matrix], *, period: int = 1) -> None:
+    """Raise AlgorithmError unless every worker's weights reach every other within repetitions of W_0 .. W_(period-1)."""
+    _refuse(unreached([graph(t) for t in range(period)]))
+
+
+def check_connected_within(graph: Callable[[int], Matrix], rounds: int) -> None:
+    """The same for a function of t without a period: everyone reached by the links of W_0 .. W_(rounds-1) taken together.
+
+    Looks only as far as it has to: a graph that is connected at once costs one matrix.
+    """
+    together: Matrix | None = None
+    apart: tuple[int, ...] = ()
+    for t in range(rounds):
+        matrix = np.abs(graph(t))
+        together = matrix if together is None else together + matrix
+        apart = unreached([together])
+        if not apart:
+            return
+    _refuse(apart)
+
+
+def _refuse(apart: tuple[int, ...]) -> None:
+    if apart:
+        shown = ", ".join(map(str, apart[:8])) + (", ..." if len(apart) > 8 else "")
+        others = ", ".join(sorted(set(GRAPHS) - {"alone"}))
+        raise AlgorithmError(
+            f"the mixing graph is not connected: {len(apart)} workers exchange nothing with worker 0, not even through others "
+            f"({shown}); add links or use another graph ({others}); independent training on purpose is the graph alone"
+        )
+
+
+def _reached(links: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Workers that worker 0's weights reach along links[to, from]."""
+    reached = np.zeros(len(links), dtype=bool)
+    reached[0] = True
+    frontier = reached.copy()
+    while frontier.any():
+        frontier = links[:, frontier].any(1) & ~reached
+        reached |= frontier
+    return reached
+
+
+# How fast a mixing graph brings workers together: spectral gap, contraction, and closed forms of circulant graphs.
+#
+# One mixing shrinks the distance from the mean, |X - mean|, by at least rho = ||W - 11^T/n||_2. The gap is 1 - |lambda_2|,
+# the
+# second largest modulus of an eigenvalue; for symmetric and for circulant W, rho = 1 - gap.
+
+
+def is_circulant(matrix: Matrix) -> bool:
+    """Whether W_ij depends on (i - j) mod n alone."""
+    n = len(matrix)
+    index = np.arange(n)
+    return bool((matrix == matrix[:, 0][(index[:, None] - index[None, :]) % n]).all())
+
+
+def eigenvalue_moduli(matrix: Matrix) -> Matrix:
+    """|lambda| of every eigenvalue, largest first, float64 [n].
+
+    A circulant's are the FFT of its first column, a symmetric matrix's come from eigvalsh, both exact to rounding. Others come
+    from the general solver, which for a defective matrix is good to about the square root of that.
+    """
+    if is_circulant(matrix):
+        values = np.abs(np.fft.fft(matrix[:, 0]))
+    elif np.array_equal(matrix, matrix.T):
+        values = np.abs(np.linalg.eigvalsh(matrix))
+    else:
+        values = np.abs(np.linalg.eigvals(matrix))
+    moduli: Matrix = np.sort(values)[::-1]
+    return moduli
+
+
+def spectral_gap(matrix: Matrix) -> float:
+    """1 - |lambda_2| of a doubly stochastic W; 1 for a single worker and for the complete graph."""
+    return 1.0 if len(matrix) == 1 else float(1.0 - eigenvalue_moduli(matrix)[1])
+
+
+def contraction(matrix: Matrix) -> float:
+    """rho = ||W - 11^T/n||_2: the most of the distance from the mean that one mixing leaves."""
+    if is_circulant(matrix):
+        return 1.0 - spectral_gap(matrix)
+    return float(np.linalg.norm(matrix - 1.0 / len(matrix), ord=2))
+
+
+def period_contraction(graph: MixingGraph) -> float:
+    """rho of the product W_(p-1) .. W_0 of one period: 0 for a one-peer exponential graph of 2^tau workers."""
+    product = np.eye(graph.n)
+    for t in range(graph.period):
+        product = graph(t) @ product
+    return contraction(product)
+
+
+def ring_gap(n: int) -> float:
+    """(2/3)(1 - cos(2 pi / n)) for n >= 4; n = 2, 3 average exactly, so 1. Theta(1/n^2)."""
+    return 1.0 if n <= 3 else 2.0 / 3.0 * (1.0 - math.cos(2.0 * math.pi / n))
+
+
+def lattice_gap(n: int, neighbours: int) -> float:
+    """1 - max_m |1 + 2 sum_(d=1..k/2) cos(2 pi m d / n)| / (k+1), m = 1 .. n-1; 1 when k >= n-1."""
+    if neighbours >= n - 1:
+        return 1.0
+    m = np.arange(1, n)[:, None]
+    d = np.arange(1, neighbours // 2 + 1)[None, :]
+    values = (1.0 + 2.0 * np.cos(2.0 * np.pi * m * d / n).sum(1)) / (neighbours + 1)
+    return float(1.0 - np.abs(values).max())
+
+
+def exponential_gap(tau: int) -> float:
+    """2/(tau+1) of the static exponential graph of n = 2^tau workers (tau >= 1)."""
+    if tau < 1:
+        raise AlgorithmError(f"the closed form holds for n = 2^tau with tau >= 1, got tau = {tau}")
+    return 2.0 / (tau + 1)
+
+
+# Ada: the mixing graph adapts during training, dense early and sparse late, as a ring lattice of k_e neighbours in epoch e.
+#
+# A schedule says k for an epoch, from the epoch alone (linear, exponential, step) or from what was measured (closed_loop). A
+# new
+# one is a function and a row of ADA_SCHEDULES. k is rounded to even and kept between k_min and n-1 (complete).
+#
+# Source: the idea is the Ada paper's (arXiv 2509.12213, abstract); its schedule and constants could not be obtained. So the
+# schedules and the controller are ours, as this project's specification states them.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsensusMeasured:
+    """Means over an epoch of the distance D = (1/n) sum_i |x_i - mean|^2, before and after each mixing; and k then."""
+
+    before: float
+    after: float
+    neighbours: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ada:
+    """A row of ADA_SCHEDULES with its numbers.
+
+    Attributes:
+        kind: linear, exponential, step or closed_loop. n: workers.
+        start: k_0. least: k_min. rate: gamma; neighbours less per epoch (linear), factor per epoch (exponential),
+            factor at each of `milestones` (step).
+        target: of closed_loop, the D after mixing that it keeps below.
+    """
+
+    n: int
+    kind: str = "linear"
+    start: int | None = None
+    least: int = 2
+    rate: float = 1.0
+    milestones: tuple[int, ...] = ()
+    target: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ADA_SCHEDULES:
+            raise AlgorithmError(f"unknown Ada schedule {self.kind!r}{near_matches(self.kind, ADA_SCHEDULES)}")
+        if self.n < 3 or self.least < 2 or self.first < self.least:
+            raise AlgorithmError(
+                f"Ada needs n >= 3 workers and 2 <= least <= start, got n {self.n}, least {self.least}, start {self.first}"
+            )
+        if not 0 <= self.rate < math.inf or (self.kind in ("exponential", "step") and not 0 < self.rate <= 1):
+            raise AlgorithmError(
+                f"rate must be >= 0 neighbours per epoch (linear) or a factor in (0, 1] (exponential, step), got {self.rate}"
+            )
+        if self.kind == "closed_loop" and self.target <= 0:
+            raise AlgorithmError(f"closed_loop needs a target > 0 for the consensus distance, got {self.target}")
+
+    @property
+    def first(self) -> int:
+        """k_0; n-1 when `start` is None."""
+        return self.n - 1 if self.start is None else self.start
+
+    def neighbours(self, epoch: int, measured: ConsensusMeasured | None = None) -> int:
+        """k for `epoch` (from 0), given what the epoch before measured: even, or n-1."""
+        return allowed_neighbours(ADA_SCHEDULES[self.kind](self, epoch, measured), self.n, self.least)
+
+    def graph(self, epoch: int, measured: ConsensusMeasured | None = None) -> MixingGraph:
+        """The ring lattice of `neighbours`."""
+        return mixing_graph("lattice", self.n, neighbours=self.neighbours(epoch, measured))
+
+
+def linear(ada: Ada, epoch: int, measured: ConsensusMeasured | None) -> float:
+    """k_0 - floor(gamma e)."""
+    return ada.first - math.floor(ada.rate * epoch)
+
+
+def exponential(ada: Ada, epoch: int, measured: ConsensusMeasured | None) -> float:
+    """k_0 gamma^e."""
+    return ada.first * ada.rate**epoch
+
+
+def step(ada: Ada, epoch: int, measured: ConsensusMeasured | None) -> float:
+    """k_0 gamma^(milestones passed)."""
+    return float(ada.first * ada.rate ** sum(milestone <= epoch for milestone in ada.milestones))
+
+
+def closed_loop(ada: Ada, epoch: int, measured: ConsensusMeasured | None) -> float:
+    """The smallest k whose predicted D stays at or below the target; k_0 before anything was measured."""
+    if measured is None:
+        return ada.first
+    drift = max(measured.before - measured.after, 0.0)
+    even = range(ada.least + ada.least % 2, ada.n - 1, 2)
+    for k in even:
+        if predicted_consensus(drift, 1.0 - lattice_gap(ada.n, k)) <= ada.target:
+            return k
+    return ada.n - 1
+
+
+ADA_SCHEDULES: dict[str, Callable[[Ada, int, ConsensusMeasured | None], float]] = {
+    "closed_loop": closed_loop,
+    "exponential": exponential,
+    "linear": linear,
+    "step": step,
+}
+
+
+def predicted_consensus(drift: float, rho: float) -> float:
+    """D = drift rho^2 / (1 - rho^2) after mixing, in the steady state.
+
+    From D = rho^2 (D + drift): each local step adds `drift`, independent between steps and workers, and each mixing leaves
+    rho^2 of the distance. Too high where the distance is spread over modes that mix faster than the slowest; too low where
+    the drift points the same way at every step (shards of different distributions).
+    """
+    if not 0 <= rho < 1 or drift < 0:
+        raise AlgorithmError(f"a prediction needs 0 <= rho < 1 and drift >= 0, got {rho} and {drift}")
+    return drift * rho**2 / (1.0 - rho**2)
+
+
+def allowed_neighbours(wanted: float, n: int, least: int = 2) -> int:
+    """The largest even k <= wanted, but at least `least`; n-1 (complete) where it reaches that, or no lattice is left."""
+    whole = math.floor(wanted)
+    even = max(2, whole - whole % 2, least + least % 2)
+    return n - 1 if max(whole, even) >= n - 1 else even
+
+
+def ada_graphs(ada: Ada, epochs: int) -> tuple[MixingGraph, ...]:
+    """The graph of each epoch, of a schedule that needs no measurement.
+
+    Raises:
+        AlgorithmError: a closed loop, whose graphs are known only as training goes.
+    """
+    if ada.kind == "closed_loop":
+        raise AlgorithmError("the graphs of closed_loop depend on what training measures; ask for one epoch at a time")
+    return tuple(ada.graph(epoch) for epoch in range(epochs))

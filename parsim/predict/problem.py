@@ -1,0 +1,278 @@
+"""The question a scheduler answers: this model, on this cluster, with this batch, precision and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Literal
+
+from parsim.costs.adjustments import AS_IT_IS, HardwareScale
+from parsim.costs.costs import Costs, Priced, price
+from parsim.costs.estimate import Estimate
+from parsim.costs.history import NO_HISTORY, History
+from parsim.costs.loading import MeasuredLoading, OwnLoading
+from parsim.costs.observed import NO_RUN_CORRECTIONS, RunCorrections
+from parsim.hardware.cluster import Cluster
+from parsim.model.divided import divided_model
+from parsim.model.formats import check_recorded, model_in, number_format
+from parsim.model.model import Model
+from parsim.model.optimizers import optimizer_bytes
+from parsim.plans.constraints import FREE, PlanConstraints
+from parsim.plans.layouts import Placement
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import AUTO, ActivationOffload, Plan, Recompute
+from parsim.plans.stages import concurrent_with
+from parsim.predict.memory import FIT_PROBABILITY, RankMemory, Scored, of_every_rank, unlike_memory, with_offloaded
+from parsim.program.columns import Units
+from parsim.program.placed import PlanIndex
+from parsim.records import Remembering
+
+
+@dataclass
+class _Divided:
+    """Models of one rank, made of a whole one by what divides it."""
+
+    models: dict[tuple[object, ...], Model] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningProblem(Remembering):
+    """Attributes:
+    model: its values are as wide as the precision sends them. global_batch: samples per step.
+    precision, optimizer, master_weights: as in RUN.toml. ema: moving averages of the weights are kept.
+    update_calls: of the optimizer's operations in an update; 2 where some parameters have no weight decay.
+    scored: what is validated during the training. fit_probability: with which the memory of a plan must suffice.
+    corrections: learnt from a run. scale: of hardware that would be faster.
+    zero_stage: that plans are to have; "auto": any. recompute: likewise; "auto": where a plan would not fit, as little as
+        makes it fit. segments: whether plans may recompute layers as a whole (`Plan.segments`), which only the simulator can.
+        constraints: what else plans must keep.
+    loading: of a dataset of the user's own, measured or not; None: of another one, which the profile prices.
+    history: of the profile's validations, by which intervals are corrected.
+    capacity_factor: of experts, visits that one has room for over their mean; 0: as many as come.
+    is_divided: the model is already that of a rank (`on`). clip_gradients: that plans are to clip by the global norm.
+    optimizer_offload, activation_offload: what plans are to keep in the host's memory.
+    pins: (component, the placement it must have). forbids: (component, a placement or kind of placement it must not have).
+    """
+
+    model: Model
+    cluster: Cluster
+    global_batch: int
+    precision: str = "fp32"
+    optimizer: str = "sgd_momentum"
+    master_weights: bool = True
+    ema: bool = False
+    update_calls: int = 1
+    scored: Scored = ""
+    fit_probability: float = FIT_PROBABILITY
+    corrections: RunCorrections = NO_RUN_CORRECTIONS
+    scale: HardwareScale = AS_IT_IS
+    loading: OwnLoading | None = None
+    history: History = NO_HISTORY
+    zero_stage: int | Literal["auto"] = AUTO
+    recompute: Recompute = AUTO
+    segments: bool = False
+    constraints: PlanConstraints = FREE
+    pins: tuple[tuple[str, Placement], ...] = ()
+    capacity_factor: float = 0.0
+    forbids: tuple[tuple[str, str], ...] = ()
+    is_divided: bool = False
+    clip_gradients: bool = False
+    optimizer_offload: bool = False
+    activation_offload: ActivationOffload = False
+
+    def __post_init__(self) -> None:
+        check_recorded(self.model, self.precision)
+        object.__setattr__(self, "model", model_in(self.model, self.precision))
+
+    @property
+    def fixed_zero_stage(self) -> int:
+        """The ZeRO stage of a plan that is not searched for: 0 where it is left open."""
+        return self.zero_stage if isinstance(self.zero_stage, int) else 0
+
+    def state_bytes_per_element(self, optimizer: str = "") -> int:
+        """What an optimizer keeps of a parameter.
+
+        Args:
+            optimizer: of a `Parameter`; "": the problem's.
+        """
+        if optimizer not in self._state_bytes:
+            name = optimizer or self.optimizer
+            found = optimizer_bytes(name, self.precision, master_weights=self.master_weights, ema=self.ema)
+            self._state_bytes[optimizer] = found[0]
+        return self._state_bytes[optimizer]
+
+    @cached_property
+    def _state_bytes(self) -> dict[str, int]:
+        return {}
+
+    @property
+    def offloads(self) -> bool:
+        """Whether plans keep anything in the host's memory."""
+        return self.optimizer_offload or bool(self.activation_offload)
+
+    def device_bytes_per_element(self, optimizer: str = "") -> int:
+        """The part of `state_bytes_per_element` that lies on a device."""
+        return 0 if self.optimizer_offload else self.state_bytes_per_element(optimizer)
+
+    def allows(self, component: str, placement: Placement) -> bool:
+        """Whether pins and forbids leave the component this placement."""
+        pinned = self._pinned.get(component, placement)
+        forbidden = self._forbidden.get(component, frozenset())
+        return placement == pinned and placement.kind not in forbidden and str(placement) not in forbidden
+
+    @cached_property
+    def _pinned(self) -> dict[str, Placement]:
+        return dict(self.pins)
+
+    @cached_property
+    def _forbidden(self) -> dict[str, frozenset[str]]:
+        names = {component for component, _ in self.forbids}
+        return {name: frozenset(text for component, text in self.forbids if component == name) for name in names}
+
+    def layout(self, plan: Plan) -> PlanIndex:
+        """The plan over this model; made once. Raises PlanError if they do not match."""
+        if plan not in self._layouts:
+            found = PlanIndex(plan, self.model_on(plan.mesh, plan.context_exchange))
+            self._layouts[plan] = with_offloaded(found, self.precision)
+        return self._layouts[plan]
+
+    def model_on(self, mesh: Mesh, exchange: str = "ring") -> Model:
+        """The model as one rank of a mesh has it: a piece of the sequence (cp), its part of the experts (ep).
+
+        Args:
+            mesh: of the plan. exchange: of `Plan.context_exchange`; it changes what is held of keys and values, and no price.
+
+        Raises:
+            PlanError: the model has no sequence or experts that parsim knows, or sizes do not divide.
+        """
+        return self._divided_by(mesh.cp, mesh.ep, exchange)
+
+    def _divided_by(self, cp: int, ep: int, exchange: str = "ring") -> Model:
+        if self.is_divided:
+            return self.model
+        kind, ring = number_format(self.precision), exchange == "ring" or cp == 1
+        element_bytes = kind.element_bytes if kind.autocast else kind.weight_bytes
+        key = (cp, ep, element_bytes, ring, self.capacity_factor)
+        known = self.model.remembered(_Divided).models
+        if key not in known:
+            known[key] = divided_model(
+                self.model, cp=cp, ep=ep, element_bytes=element_bytes, ring=ring, capacity_factor=self.capacity_factor
+            )
+        return known[key]
+
+    def on(self, mesh: Mesh) -> PlanningProblem:
+        """The same question with the model that a rank of this mesh has: for whoever compares plans of the same cp and ep.
+
+        Args:
+            mesh: its cp and ep count.
+        """
+        if self.is_divided or mesh.cp == mesh.ep == 1:
+            return self
+        return replace(self, model=self.model_on(mesh), is_divided=True)
+
+    def corrected(self, corrections: RunCorrections) -> PlanningProblem:
+        """The same question where the machine runs otherwise. What does not depend on it, layouts and memory, is shared.
+
+        Args:
+            corrections: in place of the problem's own.
+        """
+        made = replace(self, corrections=corrections)
+        for name in ("_layouts", "_memories", "_unlike_memories", "_state_bytes"):
+            made.__dict__[name] = getattr(self, name)
+        return made
+
+    @cached_property
+    def _layouts(self) -> dict[Plan, PlanIndex]:
+        return {}
+
+    def memory(self, plan: Plan) -> tuple[RankMemory, ...]:
+        """Peak memory of every rank of a plan."""
+        if plan not in self._memories:
+            self._memories[plan] = of_every_rank(self.layout(plan), self.cluster, self.unlike_memory(plan))
+        return self._memories[plan]
+
+    def unlike_memory(self, plan: Plan) -> tuple[RankMemory, ...]:
+        """The same of the first of all ranks that hold as much as one another: what to ask whether a plan fits."""
+        if plan not in self._unlike_memories:
+            self._unlike_memories[plan] = unlike_memory(
+                self.layout(plan),
+                self.cluster,
+                precision=self.precision,
+                optimizer=self.optimizer,
+                master_weights=self.master_weights,
+                ema=self.ema,
+                scored=self.scored,
+                fit_probability=self.fit_probability,
+            )
+        return self._unlike_memories[plan]
+
+    @cached_property
+    def _unlike_memories(self) -> dict[Plan, tuple[RankMemory, ...]]:
+        return {}
+
+    @cached_property
+    def _memories(self) -> dict[Plan, tuple[RankMemory, ...]]:
+        return {}
+
+    def costs(self, ranks: int) -> Costs:
+        """Prices under the load of `ranks` ranks that compute at once, but of at most one rank per core. The engines
+        model how ranks on one core take turns.
+        """
+        return self._costs_of(ranks)[1]
+
+    def cost_group(self, ranks: int) -> int:
+        """The same for numbers of ranks that have the same prices.
+
+        Args:
+            ranks: that compute at once.
+        """
+        return self._costs_of(ranks)[0]
+
+    def _costs_of(self, ranks: int, cp: int = 1, ep: int = 1) -> tuple[int, Costs]:
+        key = (ranks, cp, ep)
+        if key not in self._costs:
+            own = Costs(
+                model=self._divided_by(cp, ep),
+                cluster=self.cluster,
+                precision=self.precision,
+                optimizer=self.optimizer,
+                master_weights=self.master_weights,
+                ema=self.ema,
+                update_calls=self.update_calls,
+                ranks_active=len(set(self.cluster.core_of_rank(ranks))),
+                ranks=ranks,
+                corrections=self.corrections,
+                scale=self.scale,
+                loading=self.loading if isinstance(self.loading, MeasuredLoading) else None,
+            )
+            others = (entry for other, entry in self._costs.items() if other[1:] == key[1:])
+            alike = (
+                entry
+                for entry in others  # the ranks of a node share its links to the host
+                if own.priced_alike(entry[1]) and (entry[1].ranks == ranks or not self.offloads)
+            )
+            self._costs[key] = next(alike, (len(self._costs), own))
+        return self._costs[key]
+
+    def price(self, work_of_ranks: Iterable[Priced], mesh: Mesh) -> list[Estimate]:
+        """Estimates in order, for a plan on a mesh whose groups slow one another where they share links; what one plan has
+        asked is known for the next. Raises CostError."""
+        group, costs = self._costs_of(mesh.size, mesh.cp, mesh.ep)
+        return price(work_of_ranks, costs, self._known.setdefault(group, {}), partial(concurrent_with, mesh))
+
+    def price_units(self, units: Units, mesh: Mesh) -> list[Estimate]:
+        """Estimates of the units of a program, in their order. Of those that are alike one is priced. Raises CostError.
+
+        Args:
+            units: of the program of a plan on this mesh.
+        """
+        return units.each(self.price(units.kinds, mesh))
+
+    @cached_property
+    def _known(self) -> dict[int, dict[Hashable, Estimate]]:
+        return {}
+
+    @cached_property
+    def _costs(self) -> dict[tuple[int, int, int], tuple[int, Costs]]:
+        return {}

@@ -1,0 +1,527 @@
+"""The steps of a plan that mixes weights in rounds, as a Program, and their mean.
+
+    Program = for every round of a cycle: (period - 1) local steps, then a step with the round behind it; W_t by round
+
+A cycle is one period of the graph, one round of every graph that Ada comes to, or `DRAWN_ROUNDS` rounds where replicas are
+drawn. Merging in turn is a cycle of one round, which may outlast its step. Local steps in a row repeat exactly, so at most
+`UNROLLED_STEPS` of a period are simulated in one graph. Each further one takes as long as a local step in a row of its own.
+
+Leaves out: that the slowest of unequal replicas need not be the same one in a long row of local steps and in a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from operator import attrgetter
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsim.costs.communication.internode import exchange_seconds
+from parsim.costs.costs import Costs, price
+from parsim.costs.draws import medians_s, sample_durations_s
+from parsim.costs.estimate import Estimate, OverlapFactors, Term
+from parsim.engines import static
+from parsim.engines.program import DurationsOf, Part, Program, carried_by_steps, mean_step_s, unrolled
+from parsim.engines.static import CompiledGraph, compile_graph
+from parsim.hardware.cluster import Cluster
+from parsim.model.component import Component
+from parsim.model.model import Model
+from parsim.numeric import Floats, Ints
+from parsim.plans.plan import Plan
+from parsim.predict.breakdown import RankBreakdown, breakdown, busiest_resource_s
+from parsim.predict.problem import PlanningProblem
+from parsim.program.columns import Columns, Unit, Units, columns_of
+from parsim.program.fold import Folding
+from parsim.program.lower import lower
+from parsim.program.placed import PlanIndex
+from parsim.program.taskgraph import TaskGraph
+from parsim.program.templates import lower_columns
+from parsim.work import Collective, Compute, Phase, SendRecv
+
+# Programs priced by Costs: seconds for every task of a part; and tensor-parallel communication beside products.
+#
+# With `Plan.tensor_overlap` an all_gather or reduce_scatter over n shards runs in n pieces. While one piece is sent, the
+# product of another runs, so of its T seconds at most n - 1 pieces hide behind a product of m seconds:
+#
+#     exposed = max(T / n, T - (n - 1) / n * m)
+#
+# m is the mean forward of the plan's cut components with products. Source: what Transformer Engine calls tp_comm_overlap.
+#
+# With `Plan.tensor_backward_overlap` the gradient of the input of a product that is cut by columns is summed over the shards
+# (all_reduce or reduce_scatter) beside the gradient of its weight, w seconds, taken to be those of its forward:
+#
+#     exposed = T - min(T, w)
+#
+# Forwards and backwards send the same, so they share a price: the mean over them. Source: the backward of
+# ColumnParallelLinearWithAsyncAllreduce and ColumnParallelLinearWithSequenceParallelism, NVIDIA/Megatron-LM
+# megatron/mpu/layers.py @02bb1f5c86fc.
+#
+# Leaves out: that products of pieces are less efficient than whole ones, and the multiprocessors that communication takes
+# from
+# products; in pieces, sums (all_reduce), which no product waits for piece by piece; beside gradients of weights, components
+# that were measured as a whole, whose products are not known apart: they hide nothing.
+
+
+IN_PIECES = ("all_gather", "reduce_scatter")
+SUMS = ("all_reduce", "reduce_scatter")
+
+
+def priced(costs: Costs) -> DurationsOf:
+    """Make a function that prices every task of a part: medians by `costs`, rank r on `costs.cluster.devices[r]`.
+
+    It assumes that the transfers of a part run at the same time: those of one size share links and cards
+    (`parsim.costs.communication.internode`). This is exact for a round of gossip, and too slow for parts whose transfers
+    follow one another.
+
+    Args:
+        costs: of one model on one cluster.
+
+    Returns:
+        A function (part, step) -> float64 [tasks] seconds; it raises CostError as the estimates do. Leaves out that waiting
+        ranks give their links to others, and the slowdown of computation by communication.
+    """
+
+    def seconds(part: Part, t: int) -> NDArray[np.float64]:
+        tasks = part.graph.tasks
+        sends: dict[int, dict[tuple[int, int], list[int]]] = {}
+        local: list[int] = []
+        for task in tasks:
+            if isinstance(task.work, SendRecv):
+                pair = (task.work.source, task.work.destination)
+                sends.setdefault(task.work.size_bytes, {}).setdefault(pair, []).append(task.index)
+            else:
+                local.append(task.index)
+        found = np.zeros(len(tasks))
+        estimates = price([(tasks[index].work, tasks[index].ranks[0]) for index in local], costs)
+        found[local] = [estimate.median_s for estimate in estimates]
+        for size_bytes, pairs in sends.items():
+            for place, value in zip(pairs.values(), exchange_seconds(list(pairs), size_bytes, costs.cluster), strict=True):
+                found[place] = value
+        return found
+
+    return seconds
+
+
+def beside_products(model: Model, plan: Plan, units: Sequence[Unit], estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Estimates of a program's units with tensor-parallel communication as far as products do not hide it.
+
+    Args:
+        model, plan: of the program. units: its work. estimates: of the units alone, in their order.
+
+    Returns:
+        The same estimates if the plan does not overlap.
+    """
+    if plan.tensor_backward_overlap:
+        return _beside_weight_gradients(model, plan, units, estimates)
+    if not plan.tensor_overlap:
+        return list(estimates)
+    products = {component.name for component in model.components if any(op.kind == "matmul" for op in component.operators)}
+    forwards = [
+        estimate.median_s
+        for unit, estimate in zip(units, estimates, strict=True)
+        if isinstance(unit.work, Compute)
+        and (unit.work.phase, unit.work.ways > 1) == (Phase.FORWARD, True)
+        and unit.work.component in products
+    ]
+    if not forwards:
+        return list(estimates)
+    product_s = fmean(forwards)
+    return [
+        _exposed(estimate, product_s, plan.mesh.tp) if _among_shards(plan, unit, IN_PIECES) else estimate
+        for unit, estimate in zip(units, estimates, strict=True)
+    ]
+
+
+def _among_shards(plan: Plan, unit: Unit, operations: Sequence[str]) -> bool:
+    """Whether it is one of these operations among the shards of one copy of a stage."""
+    work, tp = unit.work, plan.mesh.tp
+    if not isinstance(work, Collective) or work.operation not in operations or len(work.group) != tp:
+        return False
+    return len({rank // tp for rank in work.group}) == 1
+
+
+def _exposed(estimate: Estimate, product_s: float, pieces: int) -> Estimate:
+    if not estimate.median_s:
+        return estimate
+    hidden = (pieces - 1) / pieces
+    share = max(1 - hidden, 1 - hidden * product_s / estimate.median_s)
+    return _exposed_share(estimate, share, f"{pieces} pieces beside products")
+
+
+def _exposed_share(estimate: Estimate, share: float, detail: str) -> Estimate:
+    return replace(
+        estimate.then(Term("exposed share", "times", share, "assumed", detail)), detail=f"{estimate.detail}; {detail}"
+    )
+
+
+def _beside_weight_gradients(model: Model, plan: Plan, units: Sequence[Unit], estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Sums over shards, as far as gradients of weights do not hide those of the backward."""
+    by_columns = {component.name: share for component in model.components if (share := _column_share(component))}
+    weight_s = [
+        by_columns[unit.work.component] * sum(term.value for term in estimate.terms if term.name == "matmul")
+        for unit, estimate in zip(units, estimates, strict=True)
+        if isinstance(unit.work, Compute)
+        and (unit.work.phase, unit.work.ways > 1) == (Phase.FORWARD, True)
+        and unit.work.component in by_columns
+    ]
+    if not weight_s:
+        return list(estimates)
+    again = sum(name in by_columns for names in plan.segments for name in names) / len(by_columns)
+    backward = 1 / (2 + again)  # of the runs of a component: its forward, its backward, and its forward again
+    return [
+        _hidden(estimate, weight_s, backward) if _among_shards(plan, unit, SUMS) else estimate
+        for unit, estimate in zip(units, estimates, strict=True)
+    ]
+
+
+def _column_share(component: Component) -> float:
+    """Flop of the products that shards cut by columns, over those of all its products; 0 without any."""
+    cut = {entry.number for sharding in component.shardings for entry in sharding.operators if entry.dim == "n"}
+    products = {number: op.forward_flop for number, op in enumerate(component.operators) if op.kind == "matmul"}
+    return sum(flop for number, flop in products.items() if number in cut) / (sum(products.values()) or 1.0)
+
+
+def _hidden(estimate: Estimate, weight_s: Sequence[float], backward: float) -> Estimate:
+    if not estimate.median_s:
+        return estimate
+    share = 1 - backward * fmean(min(1.0, seconds / estimate.median_s) for seconds in weight_s)
+    return _exposed_share(estimate, share, "in the backward beside gradients of weights")
+
+
+UNROLLED_STEPS = 3
+PERIODS = 3
+"""Cycles in a row, over which the mean is taken."""
+
+
+def is_one_step(plan: Plan) -> bool:
+    """Whether every step is like the next: synchronous and stale plans, and one equal round behind every step.
+
+    Merging in turn is not: its rounds outlast their steps.
+    """
+    rule = plan.synchronisation
+    return not rule.mixes or (
+        rule.kind != "merge"
+        and rule.period_steps == 1
+        and len(plan.synchronisation.cycle(plan.mesh.dp)) == 1
+        and rule.participation == 1.0
+    )
+
+
+def folds(problem: PlanningProblem, plan: Plan) -> bool:
+    """Whether interchangeable ranks of a relaxed plan may be simulated once: all replicas average, or gossip.
+
+    Args:
+        problem: of the plan. plan: of any synchronisation.
+
+    Of gossip `folding_of` finds which replicas are alike. Leaves out merging in turn, drawn replicas, stages with stale
+    gradients, noise of single ranks, and machines on which computation and communication slow one another.
+    """
+    rule, profile = plan.synchronisation, problem.cluster.profile
+    if not rule.is_relaxed:
+        return True
+    noisy = profile.noise is not None and profile.noise.rank_sigma > 0
+    return rule.kind in ("average", "gossip") and rule.participation == 1.0 and not noisy and profile.overlap is None
+
+
+def step_program(
+    layout: PlanIndex,
+    overlap: OverlapFactors,
+    *,
+    local_steps: int | None = None,
+    repeat: int = 1,
+    folding: Folding | None = None,
+) -> Program:
+    """The steps of one cycle of a plan that mixes.
+
+    Args:
+        layout: of the plan. overlap: tells whether loading runs ahead. folding: which ranks stand for which; None: all
+            for themselves.
+        local_steps: before each round (None: as the plan says, less the step that the round follows). repeat: cycles.
+
+    Returns:
+        A Program whose `parameters(t)` is W of round t, in which a rank begins a step as `parsim.engines.program` says.
+    """
+    plan, rule = layout.plan, layout.plan.synchronisation
+    cycle = rule.cycle(plan.mesh.dp)
+    alone = rule.period_steps - 1 if local_steps is None else local_steps
+    parts: list[Part] = []
+    for number in cycle:
+        if alone:
+            parts.append(_part(_graph(layout, folding, number, local=True), overlap, repeat=alone))
+        parts.append(_part(_graph(layout, folding, number), overlap, rounds=1))
+    replicas = plan.mesh.dp
+    return Program(parts=tuple(parts), repeat=repeat, parameters=lambda t: rule.matrix(cycle[t % len(cycle)], replicas))
+
+
+def _graph(layout: PlanIndex, folding: Folding | None, number: int, *, local: bool = False) -> TaskGraph:
+    """A step with round `number` behind it, or (local) without."""
+    if folding is None or not folding.is_folded:
+        return lower(layout.plan, layout.model, layout, mixing_round=number, local=local)
+    return lower_columns(layout.plan, layout.model, layout, folding, mixing_round=number, local=local).graph
+
+
+def _part(graph: TaskGraph, overlap: OverlapFactors, *, repeat: int = 1, rounds: int = 0) -> Part:
+    makes, reads = carried_by_steps(columns_of(graph), overlap)
+    return Part(graph=graph, repeat=repeat, makes=makes, reads=reads, rounds=rounds)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MixingPeriod:
+    """A cycle of rounds, simulated as one graph.
+
+    Attributes:
+        cycle: the rounds, each behind at most `UNROLLED_STEPS` steps. local: one local step; None where none is left out.
+        estimates: of the units of both. unit: int64 [tasks of the cycle], local_unit: those of the local step, in `estimates`.
+        rounds: in the cycle. steps: from one round to the next. simulated: of these, in the graph.
+        staggers: replicas begin together and then keep a distance, as when they merge in turn. The mean leaves out the first
+            cycle, in which they come to it.
+        ranks: that are simulated; None: all.
+    """
+
+    cycle: CompiledGraph
+    local: CompiledGraph | None
+    estimates: tuple[Estimate, ...]
+    unit: Ints
+    local_unit: Ints
+    overlap: OverlapFactors
+    rounds: int
+    steps: int
+    simulated: int
+    staggers: bool = False
+    ranks: tuple[int, ...] | None = None
+
+    def mean_s(self, cycle_s: Floats, local_s: Floats) -> Floats:
+        """The mean step, from seconds of a cycle and of a local step."""
+        found: Floats = (cycle_s / self.rounds + (self.steps - self.simulated) * local_s) / self.steps
+        return found
+
+    def steps_s(self, rows_s: Floats) -> Floats:
+        """float64 [rows]: the mean step for every row of durations, float64 [rows, estimates]."""
+        durations = rows_s[:, self.unit]
+        cycle = mean_step_s(self.cycle, durations, self.overlap, steps=PERIODS)
+        if self.staggers:
+            cycle = self._one_more(self.cycle, durations)
+        return self.mean_s(cycle, self._local(rows_s))
+
+    def _local(self, rows_s: Floats) -> Floats:
+        """Seconds of one more local step in a row of them."""
+        if self.local is None:
+            return np.zeros(len(rows_s))
+        return self._one_more(self.local, rows_s[:, self.local_unit])
+
+    def _one_more(self, compiled: CompiledGraph, durations_s: Floats) -> Floats:
+        """Seconds by which one more repeat makes a row of repeats longer."""
+        more, fewer = (
+            steps * mean_step_s(compiled, durations_s, self.overlap, steps=steps) for steps in (PERIODS + 1, PERIODS)
+        )
+        found: Floats = more - fewer
+        return found
+
+    def unsteady_s(self, cycle_s: Callable[[CompiledGraph, Floats], float], rows_s: Floats) -> float:
+        """The mean step where the seconds of a cycle include noise of single ranks.
+
+        Args:
+            cycle_s: seconds of a compiled cycle, from rows of durations. rows_s: float64 [rows, estimates].
+        """
+        local_s = self._local(rows_s).mean()
+        return float(self.mean_s(np.array(cycle_s(self.cycle, rows_s[:, self.unit])), local_s))
+
+    @property
+    def medians_s(self) -> Floats:
+        """float64 [1, estimates]."""
+        return medians_s(self.estimates)[None, :]
+
+    def drawn_s(self, samples: int, seed: int) -> Floats:
+        """float64 [samples]: the mean step under draws of the cost parameters.
+
+        Args:
+            samples: draws. seed: of the draws. Noise of single tasks is drawn once per unit of work.
+        """
+        return self.steps_s(sample_durations_s(self.estimates, samples, seed))
+
+    @property
+    def lower_bound_s(self) -> float:
+        """Work of the busiest resource over the mean step."""
+        medians = self.medians_s[0]
+        cycle = busiest_resource_s(self.cycle, medians[self.unit])
+        local = 0.0 if self.local is None else busiest_resource_s(self.local, medians[self.local_unit])
+        return float(self.mean_s(np.array(cycle), np.array(local)))
+
+    def breakdown(self) -> tuple[RankBreakdown, ...]:
+        """Where the mean step of each simulated rank goes."""
+        medians = self.medians_s[0]
+        timeline = static.simulate(self.cycle, medians[self.unit], overlap=self.overlap)
+        parts = breakdown(self.cycle, timeline, ranks=self.ranks)
+        if self.local is None:
+            return tuple(self._mean_breakdown(part, None) for part in parts)
+        own = static.simulate(self.local, medians[self.local_unit], overlap=self.overlap)
+        alone = breakdown(self.local, own, ranks=self.ranks)
+        return tuple(self._mean_breakdown(part, own) for part, own in zip(parts, alone, strict=True))
+
+    def _mean_breakdown(self, cycle: RankBreakdown, local: RankBreakdown | None) -> RankBreakdown:
+        names = [entry.name for entry in fields(RankBreakdown) if entry.name != "rank"]
+        mean = {
+            name: float(self.mean_s(np.array(getattr(cycle, name)), np.array(0.0 if local is None else getattr(local, name))))
+            for name in names
+        }
+        return RankBreakdown(rank=cycle.rank, **mean)
+
+
+def mixing_period(
+    problem: PlanningProblem,
+    layout: PlanIndex,
+    overlap: OverlapFactors | None = None,
+    *,
+    folding: Folding | None = None,
+    lowest: bool = False,
+) -> MixingPeriod:
+    """The cycle of a plan that mixes, priced.
+
+    Args:
+        problem: of the plan. layout: of the plan. overlap: factors to use in place of the program's own.
+        folding: which ranks stand for which, of a plan that `folds`; None: all for themselves. lowest: as of `priced_units`.
+
+    Raises:
+        CostError: a task without a price.
+    """
+    plan, rule = layout.plan, layout.plan.synchronisation
+    costs = problem.costs(plan.world_size)
+    simulated = min(rule.period_steps, UNROLLED_STEPS)
+    ahead = costs.overlap([], [])
+    program = step_program(layout, ahead, local_steps=simulated - 1, folding=folding)
+    cycle = _resuming(_apart_by_round(columns_of(unrolled(program)), program), problem, plan)
+    local = None
+    if simulated < rule.period_steps:
+        local = _resuming(columns_of(_graph(layout, folding, 0, local=True)), problem, plan)
+    units = Units.of((*cycle.units, *(() if local is None else local.units)))
+    rounds = _rounds_of_units(cycle, program, len(units))
+    estimates = tuple(priced_units(problem, plan, units, rounds=rounds, folding=folding, lowest=lowest))
+    seconds = medians_s(estimates)[cycle.unit]
+    factors = overlap or costs.overlap([cycle.units[number].work for number in cycle.unit.tolist()], seconds)
+    return MixingPeriod(
+        cycle=compile_graph(cycle),
+        local=None if local is None else compile_graph(local),
+        estimates=estimates,
+        unit=cycle.unit,
+        local_unit=np.empty(0, dtype=np.int64) if local is None else local.unit + len(cycle.units),
+        overlap=factors,
+        rounds=len(plan.synchronisation.cycle(plan.mesh.dp)),
+        steps=rule.period_steps,
+        simulated=simulated,
+        staggers=rule.kind == "merge",
+        ranks=None if folding is None else folding.ranks,
+    )
+
+
+def _rounds_of_tasks(program: Program) -> Ints:
+    """int64 [tasks of the cycle written out]: the number of the part that a task belongs to; parts repeat alike."""
+    parts = {id(part): number for number, part in enumerate(program.parts)}
+    steps = [np.full(len(part.graph.tasks), parts[id(part)], dtype=np.int64) for part in program.steps]
+    return np.concatenate(steps)
+
+
+def _apart_by_round(columns: Columns, program: Program) -> Columns:
+    """The same program, in which a message of two rounds has a unit for each: other messages share its links there."""
+    messages = np.array([isinstance(unit.work, SendRecv) for unit in columns.units], dtype=np.int64)
+    rounds = 1 + len(program.parts)
+    keys = columns.unit * rounds + messages[columns.unit] * (1 + _rounds_of_tasks(program))
+    found, numbers = np.unique(keys, return_inverse=True)
+    units = tuple(columns.units[key // rounds] for key in found.tolist())
+    return replace(columns, unit=np.asarray(numbers, dtype=np.int64).reshape(columns.size), units=Units.of(units))
+
+
+def _rounds_of_units(cycle: Columns, program: Program, count: int) -> Ints:
+    """int64 [count]: of the units of a cycle the part that they belong to, 0 for those behind them. Only messages need it."""
+    found = np.zeros(count, dtype=np.int64)
+    found[cycle.unit] = _rounds_of_tasks(program)
+    return found
+
+
+def _resuming(columns: Columns, problem: PlanningProblem, plan: Plan) -> Columns:
+    return columns.resuming() if problem.costs(plan.world_size).post_wait_s else columns
+
+
+def priced_units(
+    problem: PlanningProblem,
+    plan: Plan,
+    units: Units,
+    *,
+    rounds: Ints | None = None,
+    folding: Folding | None = None,
+    lowest: bool = False,
+) -> list[Estimate]:
+    """Prices of the units of a plan: overlapped where it says so, and the messages of a round of mixing share links.
+
+    Args:
+        problem: of the plan. plan: with synchronisation average, gossip or merge. units: of its columns.
+        rounds: per unit the round that it belongs to; None: all to one.
+        folding: as of the columns; None: not folded. Of messages that a simulated one stands for the highest price is taken.
+        lowest: take the lowest instead.
+
+    Returns:
+        One Estimate per unit. Leaves out, on machines without a link model, what messages of one round cost one another.
+    """
+    estimates = beside_products(problem.model, plan, units, problem.price_units(units, plan.mesh))
+    rule, cluster = plan.synchronisation, problem.cluster
+    if rule.kind != "gossip" or cluster.profile.communication.link_model is None:
+        return estimates
+    messages = {
+        number: unit.work
+        for number, unit in enumerate(units)
+        if isinstance(unit.work, SendRecv)
+        and plan.replica_of_rank(unit.work.source) != plan.replica_of_rank(unit.work.destination)
+    }
+    together: dict[tuple[int, int], list[int]] = {}
+    for number, work in messages.items():
+        together.setdefault((work.size_bytes, 0 if rounds is None else int(rounds[number])), []).append(number)
+    steps = range(1) if folding is None else range(0, plan.mesh.copies, len(folding.replicas))
+    end = min if lowest else max
+    for (size_bytes, _), numbers in together.items():
+        pairs = {(messages[number].source, messages[number].destination): number for number in numbers}
+        every = _all_moved_on(tuple(pairs), steps, plan.world_size)
+        alone = exchange_seconds(every, size_bytes, cluster).reshape(len(steps), len(pairs))
+        nearly = folding is not None and not folding.is_exact
+        unlike = _unlike_steps(cluster, tuple(pairs), steps, plan.world_size) if nearly else []
+        for place, (pair, number) in enumerate(pairs.items()):
+            if nearly:
+                likes = [_moved_on(pair, step, plan.world_size) for step in unlike[place]]
+                works = [replace(messages[number], source=source, destination=to) for source, to in likes]
+                paid = problem.price([(work, 0) for work in works], plan.mesh)
+                estimates[number] = end(paid, key=attrgetter("median_s"))
+            more = float(end(alone[:, place])) - estimates[number].median_s
+            if more > 0:
+                detail = f"{len(every)} messages of a round at once"
+                estimates[number] = estimates[number].then(Term("other messages", "plus", more, "assumed", detail))
+    return estimates
+
+
+def _moved_on(pair: tuple[int, int], step: int, ranks: int) -> tuple[int, int]:
+    """The same message between ranks further on; a replica that is folded is one rank."""
+    return (pair[0] + step) % ranks, (pair[1] + step) % ranks
+
+
+@lru_cache(maxsize=4)
+def _all_moved_on(pairs: tuple[tuple[int, int], ...], steps: range, ranks: int) -> tuple[tuple[int, int], ...]:
+    """All messages of a round, once for all of its buckets."""
+    return tuple(_moved_on(pair, step, ranks) for step in steps for pair in pairs)
+
+
+@lru_cache(maxsize=4)
+def _unlike_steps(cluster: Cluster, pairs: tuple[tuple[int, int], ...], steps: range, ranks: int) -> list[tuple[int, ...]]:
+    """Per message the steps on which its like passes other leaf switches, one for each way through these."""
+    names = [cluster.nodes.leaf[node] for node, _ in cluster.places[:ranks]]
+    kinds = dict.fromkeys(cluster.nodes.leaves.get(name) for name in names)
+    number = {kind: place for place, kind in enumerate(kinds)}
+    leaf = np.unique(names, return_inverse=True)[1]
+    kind = np.array([number[cluster.nodes.leaves.get(name)] for name in names], dtype=np.int64)
+    moves = np.array(steps, dtype=np.int64)
+    found = []
+    for pair in pairs:
+        source, to = ((rank + moves) % ranks for rank in pair)
+        ways = ((leaf[source] == leaf[to]) * len(kinds) + kind[source]) * len(kinds) + kind[to]
+        found.append(tuple(moves[np.unique(ways, return_index=True)[1]].tolist()))
+    return found

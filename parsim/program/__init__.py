@@ -1,0 +1,1 @@
+"""A plan lowered to tasks, and when each value lives."""

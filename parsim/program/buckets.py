@@ -1,0 +1,364 @@
+"""Who holds which part of which parameter, and over which ranks its gradient is summed: gradient buckets."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, overload
+
+from parsim.model.component import Component, Parameter, ParameterShard, share_of
+from parsim.model.model import Model
+from parsim.plans.layouts import Placement
+from parsim.plans.plan import Plan, holding
+
+
+class HeldParameter(NamedTuple):
+    """What one rank holds of a parameter: all of it, or piece `shard` of `ways` as `part` cuts it. `elements` are its own."""
+
+    name: str
+    elements: int
+    element_bytes: int
+    part: ParameterShard | None = None
+    shard: int = 0
+    ways: int = 1
+    trainable: bool = True
+    group: str = ""
+    optimizer: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.elements * self.element_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Gradients summed together over `group`: all ranks that hold these very parameters, or pieces. Known by its number.
+
+    With sharding groups (`Mesh.dp_shard`) the group is that of one of them, and the sums of the others are still to be added.
+
+    Attributes:
+        family: of the buckets of the same parameters. shard: the first tp rank of the group.
+    """
+
+    number: int
+    family: BucketFamily
+    shard: int
+    group: tuple[int, ...]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return self.family.stages
+
+    @property
+    def first(self) -> tuple[HeldParameter, ...]:
+        """What tp rank 0 holds of the parameters, or of those in the same places of another shard's bucket."""
+        return self.family.first
+
+    @property
+    def elements(self) -> int:
+        """What every shard holds, the same for all."""
+        return self.family.elements
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the elements."""
+        return self.family.size_bytes
+
+    @property
+    def chunk_elements(self) -> int:
+        """Of each rank's part when the bucket is divided over its group, padded to equal parts (ZeRO)."""
+        return -(-self.family.elements // len(self.group))
+
+    @property
+    def padded_bytes(self) -> int:
+        """Of all these parts."""
+        return self.family.padded_bytes(len(self.group))
+
+    @cached_property
+    def parameters(self) -> tuple[HeldParameter, ...]:
+        """What the first rank of the group holds."""
+        return tuple(_held_by(self.shard, entry) for entry in self.first) if self.shard else self.first
+
+
+Ranks = tuple[int, ...]
+
+
+class BucketFamily(NamedTuple):
+    """Buckets of the same parameters: one for every set of ranks that holds the same pieces of them.
+
+    Attributes:
+        begin: number of the first one. stages, first, elements, size_bytes: as of each of its buckets.
+        groups: of each bucket the first tp rank, and the ranks; equal ones are one tuple.
+        replicas: so many neighbours among the groups hold the same: one per sharding group.
+    """
+
+    begin: int
+    stages: tuple[int, ...]
+    groups: tuple[tuple[int, Ranks], ...]
+    first: tuple[HeldParameter, ...]
+    elements: int
+    size_bytes: int
+    replicas: int = 1
+
+    def first_alike(self, place: int) -> int:
+        """The place among the groups of the first that holds the same as the one at `place`."""
+        return place - place % self.replicas
+
+    def padded_bytes(self, ranks: int) -> int:
+        """Of a bucket in as many equal parts as it has ranks."""
+        return -(-self.elements // ranks) * ranks * self.first[0].element_bytes
+
+
+class Buckets(Sequence[Bucket]):
+    """The buckets of a plan by number. Each is made when somebody asks for it: most ranks are interchangeable with others.
+
+    Args:
+        families: in their order; the first begins at 0.
+    """
+
+    def __init__(self, families: Sequence[BucketFamily]) -> None:
+        self.families = tuple(families)
+        self._begins = [family.begin for family in families]
+        self._count = self._begins[-1] + len(families[-1].groups) if families else 0
+        self._made: dict[int, Bucket] = {}
+
+    def of(self, family: BucketFamily, place: int) -> Bucket:
+        """The bucket of a family at a place among its groups."""
+        number = family.begin + place
+        if number not in self._made:
+            self._made[number] = Bucket(number, family, *family.groups[place])
+        return self._made[number]
+
+    def having(self, test: Callable[[Ranks], object]) -> list[Bucket]:
+        """The buckets whose ranks pass a test.
+
+        Args:
+            test: of a bucket's group.
+        """
+        return [self.of(family, place) for family, place in self.places(test)]
+
+    def places(self, test: Callable[[Ranks], object]) -> list[tuple[BucketFamily, int]]:
+        """The same, unmade: family, and place among its groups. The test is asked once for all buckets of the same ranks."""
+        passed = {number for number, group in self.groups.items() if test(group)}
+        places: dict[int, list[int]] = {}
+        for family in self.families:
+            if id(family.groups) not in places:
+                places[id(family.groups)] = [n for n, (_, group) in enumerate(family.groups) if id(group) in passed]
+        return [(family, place) for family in self.families for place in places[id(family.groups)]]
+
+    @cached_property
+    def groups(self) -> dict[int, Ranks]:
+        """The ranks of all buckets by their identity: buckets of the same ranks share one tuple."""
+        distinct = {id(family.groups): family.groups for family in self.families}
+        return {id(group): group for groups in distinct.values() for _, group in groups}
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, number: int) -> Bucket: ...
+    @overload
+    def __getitem__(self, number: slice) -> tuple[Bucket, ...]: ...
+    def __getitem__(self, number: int | slice) -> Bucket | tuple[Bucket, ...]:
+        if isinstance(number, slice):
+            return tuple(self[place] for place in range(*number.indices(self._count)))
+        if not -self._count <= number < self._count:
+            raise IndexError(f"bucket {number} of {self._count}")
+        number %= self._count
+        family = self.families[bisect_right(self._begins, number) - 1]
+        return self.of(family, number - family.begin)
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return (self.of(family, place) for family in self.families for place in range(len(family.groups)))
+
+
+def hold(component: Component, placement: Placement, parameter: Parameter, shard: int) -> HeldParameter:
+    """What tp rank `shard` holds of a parameter of one of its components."""
+    parts = component.sharding(placement.rule).parameters if placement.kind == "shard" else ()
+    own = next((part for part in parts if part.name == parameter.name), None)
+    return _hold(parameter, own, placement.ways, shard)
+
+
+def _hold(parameter: Parameter, part: ParameterShard | None, ways: int, shard: int) -> HeldParameter:
+    """`part`: how the parameter is cut; None: it is held whole."""
+    updated = parameter.trainable, parameter.group, parameter.optimizer
+    if part is None:
+        return HeldParameter(parameter.name, parameter.elements, parameter.element_bytes, None, 0, 1, *updated)
+    elements = share_of(part.size, ways).of(parameter.elements)
+    return HeldParameter(parameter.name, elements, parameter.element_bytes, part, shard % ways, ways, *updated)
+
+
+def _held_by(shard: int, first: HeldParameter) -> HeldParameter:
+    """What a tp rank holds, from what the first one does."""
+    if first.part is None:
+        return first
+    name, elements, element_bytes, part, _, ways, trainable, group, optimizer = first
+    return HeldParameter(name, elements, element_bytes, part, shard % ways, ways, trainable, group, optimizer)
+
+
+def alike(component: Component, placement: Placement, parameter: str, tp: int) -> tuple[tuple[int, ...], ...]:
+    """The tp ranks that hold the parameter, grouped into those whose gradients add up.
+
+    Batch-sharded: all together, each has seen other samples. Cut over `ways`: those with the same piece. Whole in a sharded
+    component: all together, each has summands only. Replicated: each alone, since all have computed the same.
+    """
+    kind = holding(component, placement, parameter)[0]
+    match kind:
+        case "shard":
+            ways = placement.ways
+            return tuple(tuple(range(shard, tp, ways)) for shard in range(ways))
+        case "replicate":
+            return tuple((shard,) for shard in range(tp))
+        case "place":
+            return ((placement.shard,),)
+    return (tuple(range(tp)),)
+
+
+class _Held(NamedTuple):
+    """How the tp ranks of a component hold one of its parameters.
+
+    Attributes:
+        first: what tp rank 0 holds. size_bytes: of that.
+        kind: equal for parameters whose gradients are summed over the same ranks of the same stages.
+    """
+
+    parameter: Parameter
+    component: Component
+    first: HeldParameter
+    size_bytes: int
+    kind: tuple[object, ...]
+
+
+class _HeldBy:
+    """How components hold their parameters under their placements. A Model keeps it, for it depends on nothing else."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, Placement], dict[str, _Held]] = {}
+
+    def of(self, component: Component, placement: Placement) -> Mapping[str, _Held]:
+        """By parameter.
+
+        Args:
+            component: of the model. placement: of the component.
+        """
+        key = component.name, placement
+        if key not in self._known:
+            self._known[key] = {own.name: _held_in(component, placement, own) for own in component.parameters}
+        return self._known[key]
+
+
+def _held_in(component: Component, placement: Placement, parameter: Parameter) -> _Held:
+    parts = component.sharding(placement.rule).parameters if placement.kind == "shard" else ()
+    part = next((part for part in parts if part.name == parameter.name), None)
+    kind = ("shard", placement.ways) if part is not None else holding(component, placement, parameter.name)[:2]
+    first = _hold(parameter, part, placement.ways, 0)
+    return _Held(parameter, component, first, first.size_bytes, (*kind, parameter.expert_ways, parameter.group))
+
+
+class _Closed:
+    """Families of buckets as they are closed, one after the other."""
+
+    def __init__(self, plan: Plan, placements: Mapping[str, Placement], group_copies: int) -> None:
+        self.families: list[BucketFamily] = []
+        self._plan = plan
+        self._placements = placements
+        self._group_copies = group_copies
+        self._count = 0
+        self._ranks: dict[tuple[object, ...], Ranks] = {}
+        self._groups: dict[tuple[object, ...], tuple[tuple[int, Ranks], ...]] = {}
+
+    def fill(self, entries: Sequence[_Held], stages: tuple[int, ...]) -> None:
+        """Parameters of stages in the order in which their gradients are complete, into buckets of the plan's size."""
+        limit, open_by_kind = self._plan.bucket_bytes, dict[tuple[object, ...], list[_Held]]()
+        held_bytes: dict[tuple[object, ...], int] = {}
+        for entry in entries:
+            key = entry.kind
+            held = held_bytes.get(key, 0) + entry.size_bytes
+            if held < limit:
+                open_by_kind.setdefault(key, []).append(entry)
+                held_bytes[key] = held
+            else:
+                self.close([*open_by_kind.pop(key, ()), entry], stages, held)
+                held_bytes[key] = 0
+        for key, rest in open_by_kind.items():
+            self.close(rest, stages, held_bytes[key])
+
+    def close(self, entries: Sequence[_Held], stages: tuple[int, ...], size_bytes: int) -> None:
+        """One bucket for every set of ranks of the stages that holds these parameters, which are of one kind."""
+        held = tuple([entry.first for entry in entries])
+        groups = self._groups_of(entries[0], stages)
+        elements, replicas = sum([one.elements for one in held]), self._plan.mesh.copies // self._group_copies
+        self.families.append(BucketFamily(self._count, stages, groups, held, elements, size_bytes, replicas))
+        self._count += len(groups)
+
+    def _groups_of(self, lead: _Held, stages: tuple[int, ...]) -> tuple[tuple[int, Ranks], ...]:
+        """Of every bucket the first tp rank and the ranks: of each stage each `expert_ways`-th copy of a sharding group, and
+        these shards. Those of several sharding groups that hold the same are neighbours."""
+        key = (lead.kind, stages)
+        if key not in self._groups:
+            placement, mesh = self._placements[lead.component.name], self._plan.mesh
+            ways, found = lead.parameter.expert_ways, []
+            for shards in alike(lead.component, placement, lead.parameter.name, mesh.tp):
+                begins = (copy + begin for copy in range(ways) for begin in range(0, mesh.copies, self._group_copies))
+                for first_copy in begins:
+                    end = first_copy // self._group_copies * self._group_copies + self._group_copies
+                    ranks = tuple(
+                        mesh.rank(stage=stage, replica=replica, shard=shard)
+                        for stage in stages
+                        for replica in range(first_copy, end, ways)
+                        for shard in shards
+                    )
+                    found.append((shards[0], self._ranks.setdefault((stages, shards, first_copy, ways), ranks)))
+            self._groups[key] = tuple(found)
+        return self._groups[key]
+
+
+def gradient_buckets(
+    plan: Plan,
+    model: Model,
+    placements: Mapping[str, Placement],
+    holders: Mapping[str, tuple[int, ...]],
+    *,
+    frozen: bool = False,
+) -> Buckets:
+    """Buckets in the order their gradients are complete: backwards through each stage, those tied across stages last.
+
+    Parameters held alike and of one update group share buckets; a bucket is closed once it holds `bucket_bytes`. A parameter
+    is ready when the *first* component that uses it has run its backward. Where buckets come and go with every microbatch (ZeRO
+    2 and 3) none holds parameters of two chunks. Frozen parameters have no gradients and are in none. Every sharding group has
+    buckets of its own.
+
+    Args:
+        frozen: group the frozen parameters instead, by the ranks that hold them.
+    """
+    chunk_of = {name: number for number, stage in enumerate(plan.stages) for name in stage.components}
+    places, held_by = plan.stage_places, model.remembered(_HeldBy)
+    first: dict[tuple[str, int], _Held] = {}
+    chunks: dict[str, dict[int, None]] = {}
+    for component in model.components:
+        chunk = chunk_of[component.name]
+        for name, held in held_by.of(component, placements[component.name]).items():
+            if held.parameter.trainable is not frozen:
+                chunks.setdefault(name, {})[chunk] = None
+                first.setdefault((name, places[chunk]), held)
+    closed = _Closed(plan, placements, plan.mesh.copies if frozen else plan.mesh.group_copies)
+    own: dict[tuple[int, ...], list[str]] = {}
+    for name in chunks:
+        own.setdefault(holders[name], []).append(name)
+    for stage in range(plan.mesh.pp):
+        runs: dict[tuple[int, ...], list[_Held]] = {}
+        for name in reversed(own.get((stage,), [])):
+            run = tuple(chunks[name]) if plan.zero_stage >= 2 else ()
+            runs.setdefault(run, []).append(first[name, stage])
+        for entries in runs.values():
+            closed.fill(entries, (stage,))
+    for stages, names in own.items():
+        kinds: dict[tuple[object, ...], list[_Held]] = {}
+        for name in names if len(stages) > 1 else ():
+            entry = first[name, stages[0]]
+            kinds.setdefault(entry.kind, []).append(entry)
+        for rest in kinds.values():
+            closed.close(rest, stages, sum([entry.size_bytes for entry in rest]))
+    return Buckets(closed.families)

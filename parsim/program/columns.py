@@ -1,0 +1,204 @@
+"""A program as columns, read by the simulator and the scheduler; made from a TaskGraph or directly from a plan.
+
+Tasks that do the same work on the same rank are one *unit*, priced once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple, SupportsIndex, TypeVar, overload
+
+import numpy as np
+
+from parsim.numeric import Bools, Ints
+from parsim.program.task import COMPUTE, Resource
+from parsim.program.taskgraph import TaskGraph
+from parsim.work import LoadBatch, SendRecv, Work, is_communication
+
+T = TypeVar("T")
+
+
+class RaggedTable(NamedTuple):
+    """Rows of varying length in one array: row i is `values[offsets[i]:offsets[i + 1]]`."""
+
+    offsets: Ints
+    values: Ints
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[int]]) -> RaggedTable:
+        lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
+        values = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum()))
+        return cls(_offsets(lengths), values)
+
+    @classmethod
+    def from_pairs(cls, rows: Ints, values: Ints, count: int) -> RaggedTable:
+        """`values[k]` belongs to row `rows[k]` < count; the order within a row is kept."""
+        return cls(_offsets(np.bincount(rows, minlength=count)), values[stable_order(rows, count)])
+
+    @property
+    def row_numbers(self) -> Ints:
+        """For every value the row it stands in."""
+        return np.repeat(np.arange(len(self.offsets) - 1, dtype=np.int64), np.diff(self.offsets))
+
+    def inverted(self, count: int) -> RaggedTable:
+        """Row v lists the rows of this table that hold v, for v < count."""
+        return RaggedTable.from_pairs(self.values, self.row_numbers, count)
+
+    def row(self, number: int) -> Ints:
+        return self.values[self.offsets[number] : self.offsets[number + 1]]
+
+
+def stable_order(numbers: Ints, count: int) -> Ints:
+    """The stable order of numbers < count, 16 bits at a time: numpy sorts those by counting, wider ones by comparing."""
+    order = np.argsort(numbers.astype(np.uint16), kind="stable")
+    if count > 2**16:
+        order = order[stable_order((numbers >> 16)[order], ((count - 1) >> 16) + 1)]
+    return order
+
+
+def _offsets(lengths: Ints) -> Ints:
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+class Unit(NamedTuple):
+    """Work that some tasks have in common, and the first of the ranks that do it.
+
+    Attributes: resumes: it is computation that goes on after its rank has waited for communication (`Columns.resuming`).
+    """
+
+    work: Work
+    rank: int
+    resumes: bool = False
+
+
+class Units(Sequence[Unit]):
+    """The units of a program, in their order. Of many that differ by the name of a component alone each is made when asked for.
+
+    Args:
+        kinds: units that cost what others do; one of each kind. kind: int64 [units], the kind of each. make: all units.
+    """
+
+    def __init__(self, kinds: tuple[Unit, ...], kind: Ints, make: Callable[[], tuple[Unit, ...]]) -> None:
+        self.kinds = kinds
+        self.kind = kind
+        self._make = make
+
+    @classmethod
+    def of(cls, units: Iterable[Unit]) -> Units:
+        """Units of which each is a kind of its own."""
+        every = tuple(units)
+        return cls(every, np.arange(len(every), dtype=np.int64), lambda: every)
+
+    def each(self, of_kinds: Sequence[T]) -> list[T]:
+        """The kinds' entries, repeated for every unit."""
+        return [of_kinds[number] for number in self.kind.tolist()]
+
+    @cached_property
+    def _every(self) -> tuple[Unit, ...]:
+        return self._make()
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @overload
+    def __getitem__(self, number: SupportsIndex) -> Unit: ...
+    @overload
+    def __getitem__(self, number: slice) -> tuple[Unit, ...]: ...
+    def __getitem__(self, number: SupportsIndex | slice) -> Unit | tuple[Unit, ...]:
+        return self._every[number]
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self._every)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Columns:
+    """Attributes:
+    resources: in numbered order. uses: per task the numbers of its resources. issued: per resource its tasks, in issue order.
+    dependencies: per task. unit: int64 [n], the number of each task's work in `units`.
+    view: makes the TaskGraph, for people and for the executor.
+    """
+
+    world_size: int
+    resources: tuple[Resource, ...]
+    uses: RaggedTable
+    issued: RaggedTable
+    dependencies: RaggedTable
+    unit: Ints
+    units: Units
+    view: Callable[[], TaskGraph]
+
+    @property
+    def size(self) -> int:
+        """Number of tasks."""
+        return len(self.unit)
+
+    @cached_property
+    def graph(self) -> TaskGraph:
+        """The same program as tasks."""
+        return self.view()
+
+    @cached_property
+    def resource_rank(self) -> Ints:
+        return np.array([resource.rank for resource in self.resources], dtype=np.int64)
+
+    @cached_property
+    def resource_computes(self) -> Bools:
+        return np.array([resource.stream == COMPUTE for resource in self.resources], dtype=np.bool_)
+
+    def is_work(self, test: Callable[[Work], bool]) -> Bools:
+        """bool [n]: which tasks' work passes the test (asked once per kind of unit, so not of the names of components)."""
+        return np.array([test(unit.work) for unit in self.units.kinds], dtype=np.bool_)[self.units.kind[self.unit]]
+
+    @cached_property
+    def communicates(self) -> Bools:
+        return self.is_work(is_communication)
+
+    @cached_property
+    def loads(self) -> Bools:
+        return self.is_work(lambda work: isinstance(work, LoadBatch))
+
+    @cached_property
+    def transfers(self) -> Bools:
+        return self.is_work(lambda work: isinstance(work, SendRecv))
+
+    def resuming(self) -> Columns:
+        """The same program, in which units know whether their tasks resume computation: depend on communication."""
+        rows = self.dependencies.row_numbers
+        waits = np.zeros(self.size, dtype=np.bool_)
+        waits[rows[self.communicates[self.dependencies.values]]] = True
+        waits &= ~self.communicates & ~self.loads
+        found, numbers = np.unique(2 * self.unit + waits, return_inverse=True)
+        units = tuple(self.units[key // 2]._replace(resumes=bool(key % 2)) for key in found.tolist())
+        return replace(self, unit=np.asarray(numbers, dtype=np.int64).reshape(self.size), units=Units.of(units))
+
+    @cached_property
+    def first_rank(self) -> Ints:
+        """int64 [n]: the rank of each task's first resource."""
+        return self.resource_rank[self.uses.values[self.uses.offsets[:-1]]]
+
+
+def columns_of(graph: TaskGraph) -> Columns:
+    """The columns of a graph that exists as tasks.
+
+    Args:
+        graph: of one step.
+    """
+    number = {resource: place for place, resource in enumerate(graph.resources)}
+    units: dict[Unit, int] = {}
+    unit = [units.setdefault(Unit(task.work, task.resources[0].rank), len(units)) for task in graph.tasks]
+    return Columns(
+        world_size=graph.world_size,
+        resources=graph.resources,
+        uses=RaggedTable.from_rows([[number[resource] for resource in task.resources] for task in graph.tasks]),
+        issued=RaggedTable.from_rows([graph.issue_order[resource] for resource in graph.resources]),
+        dependencies=RaggedTable.from_rows([task.dependencies for task in graph.tasks]),
+        unit=np.array(unit, dtype=np.int64),
+        units=Units.of(units),
+        view=lambda: graph,
+    )

@@ -1,0 +1,273 @@
+"""ZeRO 2 and 3: the buckets that lie whole on a rank for a while only, and come and go with every microbatch.
+
+A bucket's gradients are whole from the first backward that adds to them to the last one of the microbatch. Then one
+reduce_scatter leaves every rank its part of the sum, which it accumulates over the microbatches. At most one lot of
+buckets is being sent while the next fills: a backward that begins a bucket waits until those closed before the last ones
+are gone.
+
+With ZeRO 3 a bucket's parameters are whole from an all_gather before the first forward or backward that needs them to the
+last one before others are needed. They are gathered while the previous computation runs on other parameters, and not
+earlier. The all_gather waits for the computation before that one, so at most two sets of parameters are whole. Without
+`backward_prefetch` it waits, in the backward, for all computation before, and stands behind the last reduce_scatter.
+
+Why it cannot deadlock: all ranks of a place on the pp axis have the same list of computation, and all_gathers and
+reduce_scatters follow one order along it. Whatever one of them waits for comes earlier in both, and a computation waits
+only for those that stand before it.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), stages 2 and 3.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from heapq import merge
+from operator import attrgetter
+from typing import NamedTuple
+
+from parsim.plans.pipeline import Action, pipeline_actions
+from parsim.program.buckets import Bucket
+from parsim.program.draft import Draft, TaskKey
+from parsim.program.passes.compute import computations
+from parsim.program.passes.gradients import DP_STREAM, bucket_work, gathering_work, reduction_key
+from parsim.program.passes.inside import first_key
+from parsim.program.placed import PlanIndex
+from parsim.program.task import Origin, Resource
+from parsim.work import Collective, Phase
+
+
+class Use(NamedTuple):
+    """A computation on the ranks of a place on the pp axis."""
+
+    phase: Phase
+    component: str
+    microbatch: int
+
+    def key(self, rank: int) -> TaskKey:
+        return (self.phase, rank, self.component, self.microbatch)
+
+
+class Window(NamedTuple):
+    """The uses, by number, during which the gradients of a bucket, or its `parameters`, lie whole on its ranks.
+
+    `first` and `last` are the first and last that need it. `ahead`: the one at which it may be gathered (parameters); `freed`:
+    the last during which it may still be being sent (gradients).
+    """
+
+    bucket: Bucket
+    parameters: bool
+    ahead: int
+    first: int
+    last: int
+    freed: int
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Where its collective stands along the computation, and among its like."""
+        return (2 * self.ahead if self.parameters else 2 * self.last + 1, self.first, self.bucket.number)
+
+
+def uses_of(layout: PlanIndex, place: int, actions: Sequence[Action] | None = None) -> tuple[Use, ...]:
+    """All computations at a place on the pp axis, in order; those of some actions, where these are given."""
+    plan = layout.plan
+    if actions is None:
+        actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
+    known: dict[tuple[int, Phase], list[tuple[Phase, str]]] = {}
+    found: list[Use] = []
+    for action in actions:
+        key = action.stage, action.phase
+        if key not in known:
+            known[key] = list(computations(layout, *key))
+        found += [Use(phase, name, action.microbatch) for phase, name in known[key]]
+    return tuple(found)
+
+
+def gradient_windows(
+    layout: PlanIndex, uses: Sequence[Use], kept: Collection[int] | None = None, *, in_order: bool = True
+) -> list[Window]:
+    """When gradients are whole.
+
+    Args:
+        layout, uses: of a place. kept: numbers of the buckets that are asked for, with all others of their groups (None: all).
+        in_order: by the order in which they are complete.
+    """
+    spans: dict[tuple[int, int], tuple[Bucket, int, int]] = {}
+    known: dict[str, tuple[Phase, tuple[Bucket, ...]]] = {}
+    for number, (phase, name, microbatch) in enumerate(uses):
+        if name not in known:
+            every = layout.unsharded_buckets(name)
+            own_buckets = tuple(bucket for bucket in every if kept is None or bucket.number in kept)
+            known[name] = layout.weight_phase(name), own_buckets
+        own, buckets = known[name]
+        if phase is own:
+            for bucket in buckets:
+                key = (bucket.number, microbatch)
+                span = spans.get(key)
+                spans[key] = (bucket, number if span is None else span[1], number)
+    ends: dict[int, list[int]] = {}
+    begins: dict[int, list[int]] = {}
+    for bucket, first, last in spans.values():  # buckets of the same ranks share one tuple: thousands are not compared
+        begins.setdefault(id(bucket.group), []).append(first)
+        ends.setdefault(id(bucket.group), []).append(last)
+    ends = {group: sorted(set(numbers)) for group, numbers in ends.items()}
+    begins = {group: sorted(set(numbers)) for group, numbers in begins.items()}
+    windows = []
+    for bucket, first, last in spans.values():
+        closed, opened = ends[id(bucket.group)], begins[id(bucket.group)]
+        after = bisect_left(closed, last) + 1
+        freed = len(uses) - 1
+        if after < len(closed):  # whoever begins a bucket once the next lot is closed waits for this one
+            later = bisect_left(opened, closed[after] + 1)
+            freed = opened[later] - 1 if later < len(opened) else freed
+        windows.append(Window(bucket, False, first, first, last, freed))
+    return sorted(windows, key=lambda window: window.place) if in_order else windows
+
+
+def parameter_windows(
+    layout: PlanIndex, uses: Sequence[Use], kept: Collection[int] | None = None, *, in_order: bool = True
+) -> list[Window]:
+    """When parameters are whole (ZeRO 3).
+
+    Args:
+        layout, uses: of a place. kept: numbers of the buckets that are asked for (None: all).
+        in_order: by the order in which they are gathered.
+    """
+    if layout.plan.zero_stage < 3:
+        return []
+    windows: list[Window] = []
+    whole: dict[int, tuple[Bucket, int, int]] = {}
+    needed: frozenset[int] = frozenset()
+    before, current = -1, -1  # the last uses of the lot before the current one, and of the current one
+
+    def release(numbers: Sequence[int], last: int) -> None:
+        for number in numbers:
+            bucket, ahead, first = whole.pop(number)
+            windows.append(Window(bucket, True, ahead, first, last, last))
+
+    changes: dict[tuple[frozenset[int], frozenset[int]], tuple[list[int], list[int]]] = {}
+
+    def change(old: frozenset[int], new: frozenset[int]) -> tuple[list[int], list[int]]:
+        """Of the buckets asked for those that leave and those that enter."""
+        if (old, new) not in changes:
+            both = sorted(old - new), sorted(new - old)
+            leaving, entering = ([number for number in some if kept is None or number in kept] for some in both)
+            changes[old, new] = leaving, entering
+        return changes[old, new]
+
+    known: dict[str, tuple[dict[int, Bucket], frozenset[int]]] = {}
+    for number, use in enumerate(uses):
+        if use.component not in known:
+            own = {bucket.number: bucket for bucket in layout.unsharded_buckets(use.component)}
+            known[use.component] = own, frozenset(own)
+        buckets, numbers = known[use.component]
+        if not buckets:
+            continue
+        if needed != numbers:
+            leaving, entering = change(needed, numbers)
+            release(leaving, current)
+            for each in entering:
+                ahead = before + 1 if use.phase is Phase.FORWARD or layout.plan.backward_prefetch else number
+                whole[each] = (buckets[each], ahead, number)
+            before, needed = current, numbers
+        current = number
+    release(change(needed, frozenset())[0], current)
+    return sorted(windows, key=lambda window: window.place) if in_order else windows
+
+
+def add_unsharded_buckets(draft: Draft, layout: PlanIndex) -> None:
+    """The collectives of all buckets that come and go, place by place."""
+    if layout.plan.zero_stage < 2:
+        return
+    ranks = {number: draft.kept(group) for number, group in layout.buckets.groups.items()}
+    for place in range(layout.plan.mesh.pp):
+        uses = uses_of(layout, place)
+        every = (bucket for name in dict.fromkeys(use.component for use in uses) for bucket in layout.unsharded_buckets(name))
+        kept = {bucket.number for bucket in every if ranks[id(bucket.group)]}
+        gradients = gradient_windows(layout, uses, kept)
+        collectives = _Collectives(draft, layout, uses, ranks)
+        for window in merge(gradients, parameter_windows(layout, uses, kept), key=attrgetter("place")):
+            collectives.add(window)
+        _wait_for_room(draft, layout, uses, gradients, ranks)
+
+
+class _Collectives:
+    """What a place on the pp axis sends of its buckets, window by window.
+
+    `kept`: by the identity of a group, which all its buckets share, those of its ranks that are lowered.
+    """
+
+    def __init__(self, draft: Draft, layout: PlanIndex, uses: Sequence[Use], kept: Mapping[int, list[int]]) -> None:
+        self._draft = draft
+        self._layout = layout
+        self._uses = uses
+        self._kept = kept
+        self._streams = {group: tuple(Resource(rank, DP_STREAM) for rank in ranks) for group, ranks in kept.items()}
+        self._works: dict[tuple[int, bool], Collective] = {}
+        self._needing: dict[str, frozenset[int]] = {}
+        names = dict.fromkeys(use.component for use in uses)
+        self._everywhere = all(layout.placement[name].kind != "place" for name in names)
+        self._keys: dict[int, list[TaskKey]] = {}
+        self._first: dict[int, list[TaskKey]] = {}
+
+    def add(self, window: Window) -> None:
+        layout, uses, bucket = self._layout, self._uses, window.bucket
+        ranks, microbatch = self._kept[id(bucket.group)], uses[window.first].microbatch
+        if window.parameters:
+            key: TaskKey = ("gather", bucket.number, window.first)
+            after = tuple([entry for rank in ranks for entry in self._latest(rank, window.ahead)])
+        else:
+            key = reduction_key(layout, bucket, microbatch)
+            after = tuple([self._of(rank)[window.last] for rank in ranks])
+        origin = partial(Origin, stage=bucket.stages[0], bucket=bucket.number, microbatch=microbatch)
+        self._draft.add_alike(key, (self._work(window), self._streams[id(bucket.group)], after), origin)
+        if window.parameters:
+            for number in range(window.first, window.last + 1):
+                if bucket.number in self._buckets_of(uses[number].component):
+                    for rank in ranks:
+                        self._draft.wait(self._first_of(rank)[number], key)
+
+    def _work(self, window: Window) -> Collective:
+        kind = (window.bucket.number, window.parameters)
+        if kind not in self._works:
+            self._works[kind] = gathering_work(window.bucket) if window.parameters else bucket_work(self._layout, window.bucket)
+        return self._works[kind]
+
+    def _buckets_of(self, component: str) -> frozenset[int]:
+        if component not in self._needing:
+            self._needing[component] = frozenset(bucket.number for bucket in self._layout.unsharded_buckets(component))
+        return self._needing[component]
+
+    def _of(self, rank: int) -> list[TaskKey]:
+        """By number of the use its key on a rank: many buckets wait for one, and are waited for by one."""
+        if rank not in self._keys:
+            self._keys[rank] = [use.key(rank) for use in self._uses]
+        return self._keys[rank]
+
+    def _first_of(self, rank: int) -> list[TaskKey]:
+        """The same of the task with which each begins."""
+        if rank not in self._first:
+            self._first[rank] = [first_key(self._layout, use.phase, rank, use.component, use.microbatch) for use in self._uses]
+        return self._first[rank]
+
+    def _latest(self, rank: int, ahead: int) -> list[TaskKey]:
+        """The last thing the rank computes before use `ahead`, if anything."""
+        layout, uses = self._layout, self._uses
+        for number in range(ahead - 1, -1, -1):
+            if self._everywhere or layout.placement[uses[number].component].runs_on(layout.plan.shard_of_rank(rank)):
+                return [self._of(rank)[number]]
+        return []
+
+
+def _wait_for_room(
+    draft: Draft, layout: PlanIndex, uses: Sequence[Use], windows: Sequence[Window], kept: Mapping[int, list[int]]
+) -> None:
+    """Of every group, whoever begins a bucket waits for the last of those that are not to outlast this."""
+    freed = {(id(window.bucket.group), window.freed): window for window in windows}
+    for group, first in dict.fromkeys((id(window.bucket.group), window.first) for window in windows):
+        sent = freed.get((group, first - 1))
+        if sent is not None:
+            for rank in kept[group]:
+                key = reduction_key(layout, sent.bucket, uses[sent.last].microbatch)
+                use = uses[first]
+                draft.wait(first_key(layout, use.phase, rank, use.component, use.microbatch), key)

@@ -1,0 +1,781 @@
+"""A plan laid over its model: which rank runs each component, and which makes and reads each value, in which layout.
+
+"Stage" here is a place on the pp axis, because the place decides which ranks exchange values. All chunks of a rank are
+one stage here. Only the pipeline's actions (`Plan.stages`) distinguish them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
+
+from parsim.errors import PlanError
+from parsim.model.component import Component, InnerExchange, Value
+from parsim.model.model import Model
+from parsim.model.shard.narrow import narrow
+from parsim.plans.layouts import Hop, Placement, ValueAndGradientLayout, ValueLayout, conversion, input_ends, output_ends
+from parsim.plans.pipeline import PIPELINE_ORDERS, check_order
+from parsim.plans.plan import Plan, check_plan
+from parsim.program.buckets import Bucket, BucketFamily, Buckets, HeldParameter, gradient_buckets, hold
+from parsim.work import OptimizerStep, Phase
+
+# What indexes of plans have worked out and other plans of the same model do not change, kept on the Model.
+#
+# Most of an index follows from a part of the plan alone: from how the model is divided over ranks, from what is recomputed
+# besides, or from how gradients are put into buckets. So a plan that differs in microbatches or ZeRO finds it there, and so
+# does
+# a question about another batch.
+
+
+T = TypeVar("T")
+
+MOST = 128
+"""Divisions that a Model keeps: those that were asked for last."""
+
+FollowsFrom = Literal["division", "recomputed", "buckets", "zero"]
+"""What a result follows from: mesh, stages, placements and order; what is recomputed too; how buckets are filled; and the ZeRO
+stage too."""
+
+
+class Divisions:
+    """The results of the indexes of a Model, by the part of a plan from which they follow."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Hashable, dict[Hashable, dict[str, object]]] = OrderedDict()
+
+    def of(self, plan: Plan) -> dict[FollowsFrom, dict[str, object]]:
+        """By part of the plan and by name; whoever works something out puts it there.
+
+        Args:
+            plan: of the model that keeps this.
+        """
+        stages = tuple([(stage.components, stage.placements) for stage in plan.stages])
+        division = plan.mesh, plan.pipeline_order, stages
+        known = self._known.setdefault(division, {})
+        self._known.move_to_end(division)
+        if len(self._known) > MOST:
+            self._known.popitem(last=False)
+        in_microbatches = plan.zero_stage >= 2
+        return {
+            "division": known.setdefault((), {}),
+            "recomputed": known.setdefault((plan.recompute, plan.segments), {}),
+            "buckets": known.setdefault((plan.bucket_bytes, in_microbatches), {}),
+            "zero": known.setdefault((plan.bucket_bytes, in_microbatches, plan.zero_stage), {}),
+        }
+
+    def forget(self) -> None:
+        """As if no plan had been indexed."""
+        self._known.clear()
+
+    def __reduce__(self) -> tuple[type[Divisions], tuple[()]]:
+        """Not sent to other processes."""
+        return Divisions, ()
+
+
+def divisions_of(model: Model, plan: Plan) -> dict[FollowsFrom, dict[str, object]]:
+    """What earlier indexes of the model have worked out for this plan."""
+    return model.remembered(Divisions).of(plan)
+
+
+class shared:
+    """A property of an index that is worked out once for all plans of a Model that agree in a part.
+
+    Args:
+        part: from which it follows, and from the Model, and nothing else.
+    """
+
+    def __init__(self, part: FollowsFrom) -> None:
+        self._part: FollowsFrom = part
+
+    def __call__(self, work_out: Callable[[Any], T]) -> SharedProperty[T]:
+        return SharedProperty(self._part, work_out)
+
+
+class SharedProperty(Generic[T]):
+    """See `shared`.
+
+    Attributes: part: of the plan from which it follows. work_out: from an index.
+    """
+
+    def __init__(self, part: FollowsFrom, work_out: Callable[[Any], T]) -> None:
+        self.part: FollowsFrom = part
+        self.work_out = work_out
+        self.__doc__ = work_out.__doc__
+
+    def __set_name__(self, owner: type[object], name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, index: None, owner: type[object]) -> SharedProperty[T]: ...
+    @overload
+    def __get__(self, index: PlacedModel, owner: type[object]) -> T: ...
+    def __get__(self, index: PlacedModel | None, owner: type[object]) -> T | SharedProperty[T]:
+        if index is None:
+            return self
+        known = index.worked_out[self.part]
+        if self._name not in known:
+            known[self._name] = self.work_out(index)
+        found: Any = known[self._name]
+        index.__dict__[self._name] = found  # the next one who asks this index does not come here
+        return found  # type: ignore[no-any-return]
+
+
+class Reading(NamedTuple):
+    """Some components of one stage that read a value alike: in one layout, making its gradient in one layout."""
+
+    stage: int
+    ends: ValueAndGradientLayout
+    components: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PlacedModel:
+    """What follows from mesh, stages and placements of a plan, and from what it recomputes."""
+
+    plan: Plan
+    model: Model
+
+    @cached_property
+    def worked_out(self) -> dict[FollowsFrom, dict[str, object]]:
+        """What indexes of the same model have worked out for plans that agree with this one, by what it follows from."""
+        return divisions_of(self.model, self.plan)
+
+    def rank(self, stage: int, replica: int, shard: int = 0) -> int:
+        return self.plan.mesh.rank(stage=stage, replica=replica, shard=shard)
+
+    @shared("division")
+    def placement(self) -> dict[str, Placement]:
+        return {name: placement for stage in self.plan.stages for name, placement in stage.placed()}
+
+    def runs_on(self, rank: int, component: str) -> bool:
+        """Whether the rank runs the component."""
+        if self.stage_of[component] != self.plan.stage_of_rank(rank):
+            return False
+        return self.placement[component].runs_on(self.plan.shard_of_rank(rank))
+
+    @shared("division")
+    def shards_alike(self) -> bool:
+        """Whether every component runs on all tp ranks: none is placed on one of them."""
+        return all(placement.kind != "place" for placement in self.placement.values())
+
+    def runners(self, component: str, replica: int) -> tuple[int, ...]:
+        """The ranks of a replica that run the component."""
+        stage, tp = self.stage_of[component], self.plan.mesh.tp
+        return tuple(self.rank(stage, replica, shard) for shard in range(tp) if self.placement[component].runs_on(shard))
+
+    @shared("division")
+    def _rank_components(self) -> dict[tuple[int, int], tuple[str, ...]]:
+        return {
+            (place, shard): tuple(
+                name
+                for number in self.plan.place_stages(place)
+                for name, placement in self.plan.stages[number].placed()
+                if placement.runs_on(shard)
+            )
+            for place in range(self.plan.mesh.pp)
+            for shard in range(self.plan.mesh.tp)
+        }
+
+    def rank_components(self, rank: int) -> tuple[str, ...]:
+        """What the rank runs, in execution order."""
+        return self._rank_components[self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank)]
+
+    def inside(self, component: str) -> InnerExchange | None:
+        """What a rank exchanges while it runs the component; None: nothing, so it is one task."""
+        if component not in self._inside:
+            placement, whole = self.placement[component], self.model.component(component)
+            shard = None if whole.inside is None else narrow(whole, placement.rule, placement.ways)
+            self._inside[component] = None if shard is None else shard.inside
+        return self._inside[component]
+
+    @shared("division")
+    def _inside(self) -> dict[str, InnerExchange | None]:
+        return {}
+
+    def inner_group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks with which a rank exchanges keys and values (axis "cp") or tokens ("ep"): neighbouring copies."""
+        plan, ways = self.plan, getattr(self.plan.mesh, axis)
+        stage, copy, shard = plan.stage_of_rank(rank), plan.replica_of_rank(rank), plan.shard_of_rank(rank)
+        return tuple(self.rank(stage, copy // ways * ways + place, shard) for place in range(ways))
+
+    @cached_property
+    def microbatch_samples(self) -> int:
+        """Samples of one microbatch on one replica."""
+        return self.plan.microbatch_samples
+
+    def local_share(self, how: ValueLayout) -> float:
+        """Bytes that a rank has of a value in a layout, as a share of the value of the whole microbatch."""
+        if how not in self._shares:
+            self._shares[how] = how.local_share(self.plan.mesh.tp)
+        return self._shares[how]
+
+    @shared("division")
+    def _shares(self) -> dict[ValueLayout, float]:
+        return {}
+
+    def local_samples(self, component: str) -> int:
+        """Samples of one microbatch each rank that runs the component sees."""
+        tp = self.plan.mesh.tp
+        return self.microbatch_samples * self.placement[component].batch_ways(tp) // tp
+
+    @shared("division")
+    def stage_of(self) -> dict[str, int]:
+        """Place on the pp axis by component."""
+        places = self.plan.stage_places
+        return {name: places[number] for name, number in self.chunk_of.items()}
+
+    @shared("division")
+    def chunk_of(self) -> dict[str, int]:
+        """Number in `Plan.stages` by component."""
+        return {name: number for number, stage in enumerate(self.plan.stages) for name in stage.components}
+
+    def gradient_phase(self, component: str) -> Phase:
+        """The phase whose task hands on the gradients of the component's inputs."""
+        return Phase.BACKWARD_INPUT if self.is_halved(component) else Phase.BACKWARD
+
+    def weight_phase(self, component: str) -> Phase:
+        """The phase whose task completes the gradients of the component's parameters: its last."""
+        return Phase.BACKWARD_WEIGHT if self.is_halved(component) else Phase.BACKWARD
+
+    def is_halved(self, component: str) -> bool:
+        """Whether its backward runs in halves: if the order does so, and there is something to do in both."""
+        return component in self._halved
+
+    @shared("division")
+    def _halved(self) -> frozenset[str]:
+        if not PIPELINE_ORDERS[self.plan.pipeline_order].halves:
+            return frozenset()
+        return frozenset(
+            component.name
+            for component in self.model.components
+            if component.name in self.differentiable
+            and component.trainable_parameters
+            and self.wants_input_gradient(component.name)
+        )
+
+    def recomputes(self, component: str) -> bool:
+        """Whether its forward runs again before its backward, or a part of it."""
+        return component in self._recomputed or component in self._by_operator
+
+    def recomputes_by_operator(self, component: str) -> bool:
+        """Whether only some of its operators run again."""
+        return component in self._by_operator
+
+    @shared("recomputed")
+    def _recomputed(self) -> frozenset[str]:
+        return self.plan.recomputed & self.differentiable
+
+    @shared("recomputed")
+    def _by_operator(self) -> frozenset[str]:
+        """Those that keep less so, as they are placed."""
+        return frozenset(
+            name for name in self.plan.recomputed_by_operator & self.differentiable if self._keeps_less_by_operator(name)
+        )
+
+    def _keeps_less_by_operator(self, name: str) -> bool:
+        component, placement = self.model.component(name), self.placement[name]
+        cut = placement.rule and placement.ways > 1
+        return component.selective is not None and (not cut or component.sharding(placement.rule).selective is not None)
+
+    def segment_of(self, component: str) -> tuple[str, ...]:
+        """The components that are recomputed together with this one, those with a backward; none if it is not in a segment."""
+        return self._segments.get(component, ())
+
+    @shared("recomputed")
+    def _segments(self) -> dict[str, tuple[str, ...]]:
+        kept = (tuple(name for name in segment if name in self.differentiable) for segment in self.plan.segments)
+        return {name: segment for segment in kept for name in segment}
+
+    def is_remade(self, value: str, reader: str) -> bool:
+        """Whether a recomputed reader gets the value from the second forward of its own segment."""
+        return self.model.value[value].producer in self.segment_of(reader)
+
+    def wants_input_gradient(self, component: str) -> bool:
+        """Whether its backward hands a gradient on."""
+        values = (self.model.value[name] for name in self.model.component(component).inputs)
+        return any(value.producer is not None and value.differentiable for value in values)
+
+    @shared("division")
+    def stage_of_value(self) -> dict[str, int | None]:
+        """Stage that makes a value; None for the batch itself."""
+        return {v.name: None if v.producer is None else self.stage_of[v.producer] for v in self.model.values}
+
+    @property
+    def consumers(self) -> Mapping[str, tuple[str, ...]]:
+        """Components that read a value, in execution order."""
+        return self.model.readers
+
+    @property
+    def differentiable(self) -> frozenset[str]:
+        """Components that have a backward."""
+        return self.model.differentiable_components
+
+    @shared("division")
+    def source(self) -> dict[str, ValueAndGradientLayout]:
+        """In what layout each value that a component makes is made, and in what layout its gradient is wanted there."""
+        tp = self.plan.mesh.tp
+        return {
+            value: output_ends(component, self.placement[component.name], tp, number)
+            for component in self.model.components
+            for number, value in enumerate(component.outputs)
+        }
+
+    @shared("division")
+    def _input_ends(self) -> dict[tuple[str, str], ValueAndGradientLayout]:
+        tp = self.plan.mesh.tp
+        return {
+            (component.name, value): input_ends(component, self.placement[component.name], tp, number)
+            for component in self.model.components
+            for number, value in enumerate(component.inputs)
+        }
+
+    def reads_in(self, component: str, value: str) -> ValueAndGradientLayout:
+        """The layouts of a value and its gradient at one of its readers."""
+        return self._input_ends[component, value]
+
+    @shared("division")
+    def readings(self) -> dict[str, tuple[Reading, ...]]:
+        """Per value its readers, grouped by stage and layouts, in execution order of the first of each group."""
+        found: dict[str, tuple[Reading, ...]] = {}
+        for value, names in self.consumers.items():
+            groups: dict[tuple[int, ValueAndGradientLayout], list[str]] = {}
+            for name in names:
+                groups.setdefault((self.stage_of[name], self.reads_in(name, value)), []).append(name)
+            found[value] = tuple(Reading(stage, ends, tuple(group)) for (stage, ends), group in groups.items())
+        return found
+
+    def first_reader(self, value: str, reading: Reading) -> str:
+        """The first component of a stage that reads a value in the layout of a reading, whatever gradient it makes."""
+        alike = [
+            other.components[0]
+            for other in self.readings[value]
+            if (other.stage, other.ends.value) == (reading.stage, reading.ends.value)
+        ]
+        return min(alike, key=self.model.component_index.__getitem__)
+
+    @shared("division")
+    def values_at(self) -> dict[int, tuple[str, ...]]:
+        """Per place on the pp axis the values that are made or read there, in the order of the model."""
+        found: dict[int, list[str]] = {place: [] for place in range(self.plan.mesh.pp)}
+        for value in self.model.values:
+            home = self.stage_of_value[value.name]
+            for place in {reading.stage for reading in self.readings[value.name]} | ({home} if home is not None else set()):
+                found[place].append(value.name)
+        return {place: tuple(names) for place, names in found.items()}
+
+    def batch_layouts(self, rank: int) -> dict[str, tuple[ValueLayout, ...]]:
+        """The values of the batch that a rank's components read, and in which layouts."""
+        stage, shard, tp = self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank), self.plan.mesh.tp
+        found: dict[str, tuple[ValueLayout, ...]] = {}
+        for value in self.values_at[stage]:
+            if self.stage_of_value[value] is None:
+                layouts = dict.fromkeys(
+                    reading.ends.value
+                    for reading in self.readings[value]
+                    if reading.stage == stage and shard in reading.ends.value.holders(tp)
+                )
+                if layouts:
+                    found[value] = tuple(layouts)
+        return found
+
+    def batch_ways(self, rank: int) -> int:
+        """How many neighbouring tp ranks load the same samples: enough for all that this rank's components read."""
+        layouts = [layout for found in self.batch_layouts(rank).values() for layout in found]
+        ways = max((layout.ways for layout in layouts), default=1)
+        nested = all(ways % layout.ways == 0 for layout in layouts)
+        return ways if nested else self.plan.mesh.tp
+
+    def completed_readings(self, stage: int, name: str) -> tuple[tuple[str, Reading], ...]:
+        """The values, each with the reading, whose gradient is complete once the backward of `name` has run in `stage`."""
+        found = []
+        for value in dict.fromkeys(self.model.component(name).inputs):
+            if self.stage_of_value[value] is None or not self.model.value[value].differentiable:
+                continue
+            for reading in self.readings[value]:
+                backward = [reader for reader in reading.components if reader in self.differentiable]
+                if reading.stage == stage and backward and backward[0] == name:
+                    found.append((value, reading))
+        return tuple(found)
+
+
+# Components of a plan whose tasks differ by names and ranks alone, so that one of each kind is lowered.
+#
+# Two components are of one kind if they do the same work and all that the passes of computation and conversion look at is
+# equal. That is how they are placed, what is done with them again, and how each value that they read or make is laid out and
+# sent. Neighbours count by their distance in the model, and places on the pp axis by their difference. What a task waits for
+# lies
+# in the tasks of neighbours, so these have to be equal too, one by one.
+#
+# A value with many readers (a mask, rotary positions, the output of an encoder) is known by its name instead. So its readers
+# are
+# alike in spite of their distance, but for the first of each reading. That one converts the value or its gradient for the
+# others.
+
+
+MANY_READERS = 4
+"""From more readers on a value is known by its name."""
+
+
+class ComponentKinds:
+    """The kinds of a plan's components, by number of the component in the model.
+
+    Args:
+        layout: the plan and its model.
+    """
+
+    def __init__(self, layout: PlacedModel) -> None:
+        self._layout = layout
+        self._number = layout.model.component_index
+        alone: dict[Hashable, int] = {}
+        own = [
+            alone.setdefault(self._signature(number, component), len(alone))
+            for number, component in enumerate(layout.model.components)
+        ]
+        among: dict[Hashable, int] = {}
+        self.of = [
+            among.setdefault((own[number], *(own[other] for other in self._neighbours(number, component))), len(among))
+            for number, component in enumerate(layout.model.components)
+        ]
+
+    def is_far(self, value: str) -> bool:
+        """Whether a value is known by its name: it has many readers."""
+        return len(self._layout.consumers[value]) > MANY_READERS
+
+    @cached_property
+    def _places(self) -> list[int]:
+        return [self._layout.stage_of[component.name] for component in self._layout.model.components]
+
+    def known_by_number(self, number: int) -> frozenset[int]:
+        """Components in whose pieces a component waits for a value with many readers, unless they are its neighbours too."""
+        component = self._layout.model.components[number]
+        far = {
+            other
+            for value in component.inputs
+            if self._layout.stage_of_value[value] is not None and self.is_far(value)
+            for other in self._ways_to(number, component, value)
+        }
+        return frozenset(far.difference(self._neighbours(number, component)) if far else ())
+
+    def _ways_to(self, number: int, component: Component, value: str) -> list[int]:
+        """Who makes a value, and who puts its parts together for all that read it so, beside the reader itself."""
+        producer = self._layout.model.value[value].producer
+        assert producer is not None
+        found = [self._number[producer], self._number[self._layout.first_reader(value, self._reading(component, value))]]
+        return [other for other in found if other != number]
+
+    def _neighbours(self, number: int, component: Component) -> Iterator[int]:
+        """Components in whose tasks those of this one wait, or may; one several times where several values lead to it."""
+        layout = self._layout
+        for name in component.inputs:
+            value = layout.model.value[name]
+            if value.producer is None:
+                continue
+            if self.is_far(name):
+                if number in self._first_of(value):
+                    yield from (self._number[reader] for reader in self._reading(component, name).components)
+                continue
+            yield self._number[value.producer]
+            yield from (self._number[reader] for reader in layout.consumers[name])
+        for name in component.outputs:
+            yield from (self._number[reader] for reader in layout.consumers[name])
+
+    def _signature(self, number: int, component: Component) -> Hashable:
+        layout, name, place = self._layout, component.name, self._places[number]
+        by_operator = component.selective if layout.recomputes_by_operator(name) else None
+        own = (
+            layout.model.work_kind[name],
+            layout.placement[name],
+            name in layout.differentiable,
+            layout.is_halved(name),
+            layout.recomputes(name),
+            by_operator is not None and by_operator.operators,
+            tuple(self._number[other] - number for other in layout.segment_of(name)),
+            None if component.inside is None else layout.inside(name),
+        )
+        reads = tuple([self._read(number, component, value, place) for value in component.inputs])
+        makes = tuple([value if self.is_far(value) else self._laid_out(value) for value in component.outputs])
+        return own, reads, makes
+
+    def _read(self, number: int, component: Component, name: str, place: int) -> Hashable:
+        layout, value = self._layout, self._layout.model.value[name]
+        if value.producer is None:
+            return self._loading[place]
+        maker = self._number[value.producer]
+        remade = bool(layout.plan.segments) and layout.is_remade(name, component.name)
+        if not self.is_far(name):
+            output = layout.model.components[maker].outputs.index(name)
+            return number - maker, place - self._places[maker], output, self._laid_out(name), remade
+        reading = self._reading(component, name)
+        first = self._readers(number, reading) if number in self._first_of(value) else ()
+        neighbours = frozenset(self._neighbours(number, component))
+        near = tuple(number - other for other in self._ways_to(number, component, name) if other in neighbours)
+        return name, place, reading.ends, first, near, remade
+
+    def _laid_out(self, name: str) -> int:
+        """A number, equal for values with few readers that are laid out alike: seen from their makers, all that is theirs."""
+        if name not in self._known:
+            value, layout = self._layout.model.value[name], self._layout
+            assert value.producer is not None
+            maker = self._number[value.producer]
+            readings = tuple(
+                (reading.stage - self._places[maker], reading.ends, self._readers(maker, reading))
+                for reading in layout.readings[name]
+            )
+            shape = value.bytes_per_sample, value.fixed_bytes, value.differentiable, layout.source[name], readings
+            self._known[name] = self._shapes.setdefault(shape, len(self._shapes))
+        return self._known[name]
+
+    @cached_property
+    def _loading(self) -> dict[int, frozenset[int]]:
+        """Per place on the pp axis, which of its tp ranks load a batch."""
+        found: dict[int, set[int]] = {}
+        for value in self._layout.model.values:
+            for reading in self._layout.readings[value.name] if value.producer is None else ():
+                found.setdefault(reading.stage, set()).update(reading.ends.value.holders(self._layout.plan.mesh.tp))
+        return {place: frozenset(ranks) for place, ranks in found.items()}
+
+    @cached_property
+    def _known(self) -> dict[str, int]:
+        return {}
+
+    @cached_property
+    def _shapes(self) -> dict[Hashable, int]:
+        return {}
+
+    def _readers(self, number: int, reading: Reading) -> tuple[tuple[int, bool], ...]:
+        """How far each reader is away, and whether it has a backward."""
+        differentiable = self._layout.differentiable
+        return tuple([(self._number[reader] - number, reader in differentiable) for reader in reading.components])
+
+    def _reading(self, component: Component, value: str) -> Reading:
+        return next(reading for reading in self._layout.readings[value] if component.name in reading.components)
+
+    def _first_of(self, value: Value) -> frozenset[int]:
+        """Of every reading the first reader, and the first with a backward. Who puts parts together is such a first reader."""
+        if value.name not in self._firsts:
+            found: set[int] = set()
+            for reading in self._layout.readings[value.name]:
+                backward = [reader for reader in reading.components if reader in self._layout.differentiable]
+                found.update(self._number[reader] for reader in (reading.components[0], *backward[:1]))
+            self._firsts[value.name] = frozenset(found)
+        return self._firsts[value.name]
+
+    @cached_property
+    def _firsts(self) -> dict[str, frozenset[int]]:
+        return {}
+
+
+# An index of one plan of one model: what `PlacedModel` says, and who holds parameters and sums their gradients.
+#
+# Lowering, memory and the executor use it.
+
+
+@dataclass(frozen=True)
+class PlanIndex(PlacedModel):
+    """A plan laid over its model. Raises PlanError if they do not match.
+
+    Attributes: offloaded: with `activation_offload`, bytes of a microbatch that are copied to the host behind each component's
+        forward, on a rank that runs it (`parsim.predict.memory`); None: nobody has said.
+    """
+
+    offloaded: Mapping[str, int] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        check_plan(plan, self.model)
+        check_order(plan.pipeline_order, plan.mesh.pp, plan.microbatches, plan.chunks)
+        if self.plan.is_mixed:
+            self._check_conversions()
+
+    def _check_conversions(self) -> None:
+        """Every value can be cut as its way from layout to layout asks."""
+        samples = self.plan.microbatch_samples
+        for value, reading, pieces in self._cuts:
+            if pieces is None:
+                raise PlanError(
+                    f"value {value.name} has no samples along dim 0, so {', '.join(reading.components)} cannot read it in "
+                    f"another layout than {value.producer} makes it in; place them alike"
+                )
+            if samples % pieces:
+                raise PlanError(
+                    f"value {value.name} is cut into {pieces} pieces of the batch on its way to {reading.components[0]}, "
+                    f"which a microbatch of {samples} samples does not divide into. Use fewer microbatches, or place "
+                    f"{value.producer} and {reading.components[0]} the same way"
+                )
+
+    @shared("division")
+    def _cuts(self) -> tuple[tuple[Value, Reading, int | None], ...]:
+        """Values that are cut on the way to a reading, and into how many pieces of the batch; None: it cannot be cut."""
+        tp, found = self.plan.mesh.tp, list[tuple[Value, Reading, int | None]]()
+        for value in self.model.values:
+            for reading in self.readings[value.name]:
+                hops = self._hops_of(value.name, reading)
+                if value.batch_first and value.bytes_per_sample:
+                    pieces = max((tp // layout.ways for hop in hops for layout in (hop.source, hop.target)), default=1)
+                    if pieces > 1:
+                        found.append((value, reading, pieces))
+                elif any(hop.operation != "all_reduce" or hop.source.ways != tp for hop in hops):
+                    found.append((value, reading, None))  # no summands of a gradient that all ranks hold whole
+        return tuple(found)
+
+    def _hops_of(self, value: str, reading: Reading) -> tuple[Hop, ...]:
+        """All that changes the layout of a value and of its gradient between its maker and a reading."""
+        if value not in self.source:
+            return ()
+        made, tp = self.source[value], self.plan.mesh.tp
+        hops = conversion(made.value, reading.ends.value, tp)
+        if self.model.value[value].differentiable:
+            hops = hops + conversion(reading.ends.gradient, made.gradient, tp)
+        return hops
+
+    @shared("recomputed")
+    def kinds(self) -> ComponentKinds:
+        """Which components differ by names and ranks alone."""
+        return ComponentKinds(self)
+
+    @shared("division")
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Stages that hold a parameter, by its name: more than one if it is tied across stages."""
+        stages: dict[str, dict[int, None]] = {}
+        for component in self.model.components:
+            for parameter in component.parameters:
+                stages.setdefault(parameter.name, {})[self.stage_of[component.name]] = None
+        return {name: tuple(numbers) for name, numbers in stages.items()}
+
+    @shared("division")
+    def _held(self) -> dict[tuple[int, int], tuple[HeldParameter, ...]]:
+        return {}
+
+    def rank_parameters(self, rank: int) -> tuple[HeldParameter, ...]:
+        """What the rank holds of every parameter it has, each once."""
+        place, shard = self.plan.stage_of_rank(rank), self.plan.shard_of_rank(rank)
+        if (place, shard) not in self._held:
+            found: dict[str, HeldParameter] = {}
+            for name in self._rank_components[place, shard]:
+                component = self.model.component(name)
+                for parameter in component.parameters:
+                    if parameter.name not in found:
+                        found[parameter.name] = hold(component, self.placement[name], parameter, shard)
+            self._held[place, shard] = tuple(found.values())
+        return self._held[place, shard]
+
+    @shared("buckets")
+    def buckets(self) -> Buckets:
+        """See `gradient_buckets`."""
+        return gradient_buckets(self.plan, self.model, self.placement, self.holders)
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether the model has frozen parameters."""
+        return len(self.model.trainable_parameters) < len(self.model.parameters)
+
+    @shared("buckets")
+    def frozen(self) -> dict[int, tuple[HeldParameter, ...]]:
+        """By rank the frozen parameters, or pieces, of which it is the first holder."""
+        found: dict[int, list[HeldParameter]] = {rank: [] for rank in range(self.plan.world_size)}
+        for group in gradient_buckets(self.plan, self.model, self.placement, self.holders, frozen=True):
+            found[group.group[0]] += group.parameters
+        return {rank: tuple(parameters) for rank, parameters in found.items()}
+
+    @shared("buckets")
+    def _rank_buckets(self) -> dict[int, tuple[Bucket, ...]]:
+        """Of ranks that were asked for."""
+        return {}
+
+    def rank_buckets(self, rank: int) -> tuple[Bucket, ...]:
+        """The buckets that hold the gradients of a rank's parameters."""
+        if rank not in self._rank_buckets:
+            self._rank_buckets[rank] = tuple(self.buckets.having(lambda group: rank in group))
+        return self._rank_buckets[rank]
+
+    def is_divided(self, bucket: Bucket) -> bool:
+        """Whether the optimizer state of these parameters is spread over the group (ZeRO 1 and above)."""
+        return self.zero_stage_of(bucket) >= 1
+
+    def zero_stage_of(self, bucket: Bucket) -> int:
+        """See `zero_stage`."""
+        return self.zero_stage(bucket.family, len(bucket.group))
+
+    def zero_stage(self, family: BucketFamily, ranks: int) -> int:
+        """The ZeRO stage of a bucket: that of `Plan.zero_stage`, with two exceptions. It is 0 if one rank holds the
+        bucket alone. It is at most 1 (the optimizer state) if several stages of the plan, or no backward, use its
+        parameters.
+        """
+        if ranks == 1:
+            return 0
+        if self.plan.zero_stage < 2:
+            return self.plan.zero_stage
+        if family.begin not in self._zero_stages:
+            users = [name for parameter in family.first for name in self._users[parameter.name]]
+            alone = len({self.chunk_of[name] for name in users}) == 1
+            divided = alone and not self.differentiable.isdisjoint(users)
+            self._zero_stages[family.begin] = self.plan.zero_stage if divided else 1
+        return self._zero_stages[family.begin]
+
+    def updated_elements(self, family: BucketFamily, ranks: int) -> int:
+        """How many of a bucket's parameters each of the ranks that share it updates: a part of them under ZeRO, or all."""
+        return -(-family.elements // ranks) if self.zero_stage(family, ranks) else family.elements
+
+    def updated_bytes(self, family: BucketFamily, ranks: int) -> int:
+        """Of the gradients that each of these ranks updates with, and of the parameters that it then has."""
+        return family.padded_bytes(ranks) // ranks if self.zero_stage(family, ranks) else family.size_bytes
+
+    @shared("zero")
+    def _zero_stages(self) -> dict[int, int]:
+        """Of families that were asked for, by their first bucket."""
+        return {}
+
+    @shared("zero")
+    def rank_updates(self) -> dict[int, tuple[OptimizerStep, ...]]:
+        """What ranks that were asked for update."""
+        return {}
+
+    @shared("zero")
+    def _unsharded(self) -> dict[str, tuple[Bucket, ...]]:
+        found: dict[str, dict[int, Bucket]] = {component.name: {} for component in self.model.components}
+        for bucket in self.buckets if self.plan.zero_stage >= 2 else ():
+            if self.zero_stage_of(bucket) >= 2:
+                for parameter in bucket.first:
+                    for name in self._users[parameter.name]:
+                        found[name][bucket.number] = bucket
+        return {name: tuple(buckets.values()) for name, buckets in found.items()}
+
+    def unsharded_buckets(self, component: str) -> tuple[Bucket, ...]:
+        """The buckets, of all shards, of the component's parameters that lie whole (unsharded) on a rank for a while only. With
+        ZeRO 2 these are gradients, with ZeRO 3 parameters too."""
+        return self._unsharded[component]
+
+    def completes(self, family: BucketFamily, stage: int) -> tuple[str, ...]:
+        """The components whose backward is the last of their chunk in `stage` to add to the buckets of a family."""
+        key = family.begin, stage
+        if key not in self._completing:
+            self._completing[key] = self._completed_by(family, stage)
+        return self._completing[key]
+
+    @shared("buckets")
+    def _completing(self) -> dict[tuple[int, int], tuple[str, ...]]:
+        """Of families that were asked for, by their first bucket and stage."""
+        return {}
+
+    def _completed_by(self, family: BucketFamily, stage: int) -> tuple[str, ...]:
+        found: dict[int, str] = {}
+        users, stage_of, differentiable, order = self._users, self.stage_of, self.differentiable, self.model.component_index
+        for parameter in family.first:
+            for name in users[parameter.name]:
+                if stage_of[name] == stage and name in differentiable:
+                    first = found.setdefault(self.chunk_of[name], name)
+                    if first != name and order[name] < order[first]:
+                        found[self.chunk_of[name]] = name
+        return tuple(found.values()) if len(found) < 2 else tuple(found[chunk] for chunk in sorted(found))
+
+    def users_of(self, bucket: Bucket) -> tuple[str, ...]:
+        """The components that use a bucket's parameters, each once."""
+        return tuple(dict.fromkeys(name for parameter in bucket.first for name in self._users[parameter.name]))
+
+    @property
+    def _users(self) -> Mapping[str, tuple[str, ...]]:
+        """Components that use a parameter, in execution order."""
+        return self.model.parameter_users

@@ -1,0 +1,316 @@
+"""The program of one training step: tasks, and the order in which every resource issues its own.
+
+Holds no durations. The executor interprets it as it is; the simulator asks Costs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import singledispatch
+from typing import Any
+
+from parsim.errors import GraphError, PlanError
+from parsim.plans.layouts import parse_hop, parse_layout
+from parsim.program.task import Origin, Resource, Task, parse_resource
+from parsim.work import (
+    ClipGradients,
+    Collective,
+    Compute,
+    HostCopy,
+    HostUpdate,
+    LoadBatch,
+    Mix,
+    OptimizerStep,
+    Phase,
+    SendRecv,
+    Work,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskGraph:
+    """Tasks numbered 0..n-1, and per resource the indices of its tasks in issue order.
+
+    A task starts when its dependencies have ended and it is at the head of *every* resource it needs; it holds them all
+    until it ends. `issue_order` left out means the order of `tasks`.
+    """
+
+    tasks: tuple[Task, ...]
+    world_size: int
+    issue_order: Mapping[Resource, tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        listed: dict[Resource, list[int]] = {}
+        for position, task in enumerate(self.tasks):
+            if task.index != position:
+                raise GraphError(f"task number {task.index} stands at place {position}; number tasks by their place")
+            if not task.resources:
+                raise GraphError(f"task {position} uses no resource; every task runs somewhere")
+            if len(set(task.resources)) != len(task.resources):
+                raise GraphError(f"task {position} lists a resource twice: {', '.join(map(str, task.resources))}")
+            for dependency in task.dependencies:
+                if not 0 <= dependency < len(self.tasks) or dependency == position:
+                    raise GraphError(
+                        f"task {position} depends on {dependency}; use the numbers 0..{len(self.tasks) - 1} of other tasks"
+                    )
+            for resource in task.resources:
+                if not 0 <= resource.rank < self.world_size:
+                    raise GraphError(f"task {position} uses {resource}, but ranks go from 0 to {self.world_size - 1}")
+                listed.setdefault(resource, []).append(position)
+        if not self.issue_order:
+            object.__setattr__(self, "issue_order", {key: tuple(value) for key, value in listed.items()})
+            return
+        for resource in listed.keys() | self.issue_order.keys():
+            given, needed = self.issue_order.get(resource, ()), listed.get(resource, [])
+            if sorted(given) != sorted(needed):
+                raise GraphError(f"{resource} issues tasks {sorted(given)}, but the tasks that use it are {needed}")
+
+    @property
+    def resources(self) -> tuple[Resource, ...]:
+        return tuple(self.issue_order)
+
+    def predecessors(self) -> list[list[int]]:
+        """Dependencies and, for every resource, the task issued just before; deduplicated, sorted."""
+        before: list[set[int]] = [set(task.dependencies) for task in self.tasks]
+        for order in self.issue_order.values():
+            for earlier, later in itertools.pairwise(order):
+                before[later].add(earlier)
+        return [sorted(entry) for entry in before]
+
+
+@singledispatch
+def work_text(work: Work) -> str:
+    """The short text of a piece of work in printed graphs; `parse_work` reads it back.
+
+    Args:
+        work: of any kind with a registered text form.
+
+    Raises:
+        GraphError: the kind has no text form.
+    """
+    raise GraphError(f"no text form for {type(work).__name__}; register one with work_text.register")
+
+
+@work_text.register
+def _(work: Compute) -> str:
+    shard = f" {work.rule}/{work.ways}" if work.rule else ""
+    part = f" {work.part}:{work.parts}" if work.part else ""
+    return f"{work.phase.value} {work.component}{shard} x{work.samples}{part}"
+
+
+@work_text.register
+def _(work: OptimizerStep) -> str:
+    group = f" of {work.update_group} by {work.optimizer}" if work.update_group else ""
+    return f"optimizer {work.elements} elements in {work.tensors}{group}"
+
+
+@work_text.register
+def _(work: ClipGradients) -> str:
+    return f"clip {work.part} {work.elements} elements in {work.tensors}"
+
+
+@work_text.register
+def _(work: Collective) -> str:
+    packed = " packed" if work.packed else ""
+    return f"{work.operation} {work.size_bytes} B over {','.join(map(str, work.group))}{packed}"
+
+
+@work_text.register
+def _(work: SendRecv) -> str:
+    return f"send_recv {work.size_bytes} B {work.source}>{work.destination}"
+
+
+@work_text.register
+def _(work: LoadBatch) -> str:
+    parts = f" in {work.parts}" if work.parts > 1 else ""
+    return f"load x{work.samples} {work.size_bytes} B{parts}"
+
+
+@work_text.register
+def _(work: Mix) -> str:
+    spread = f" in {work.tensors} by {work.accesses}" if work.accesses else ""
+    return f"mix {work.elements} elements of {work.copies}{spread}"
+
+
+@work_text.register
+def _(work: HostCopy) -> str:
+    return f"copy {work.size_bytes} B {'to' if work.to_host else 'from'} host"
+
+
+@work_text.register
+def _(work: HostUpdate) -> str:
+    return f"host update {work.elements} elements{f' by {work.optimizer}' if work.optimizer else ''}"
+
+
+def parse_work(text: str) -> Work:
+    """Inverse of `work_text`.
+
+    Args:
+        text: of one piece of work.
+
+    Raises:
+        GraphError: the text is not a piece of work.
+    """
+    if match := re.fullmatch(r"optimizer (\d+) elements in (\d+)(?: of (\S+) by (\S+))?", text):
+        elements, tensors, whose, optimizer = match.groups(default="")
+        return OptimizerStep(elements=int(elements), tensors=int(tensors), update_group=whose, optimizer=optimizer)
+    if match := re.fullmatch(r"clip (norm|scale) (\d+) elements in (\d+)", text):
+        return ClipGradients(part=match[1], elements=int(match[2]), tensors=int(match[3]))
+    phase = r"(forward|recompute|backward(?:_input|_weight)?)"
+    if match := re.fullmatch(phase + r" (\S+)(?: (\S+)/(\d+))? x(\d+)(?: (\w+):(\d+))?", text):
+        phase, component, rule, ways, samples, part, parts = match.groups()
+        return Compute(
+            phase=Phase(phase),
+            component=component,
+            samples=int(samples),
+            rule=rule or "",
+            ways=int(ways or 1),
+            part=part or "",
+            parts=int(parts or 1),
+        )
+    if match := re.fullmatch(r"send_recv (\d+) B (\d+)>(\d+)", text):
+        return SendRecv(size_bytes=int(match[1]), source=int(match[2]), destination=int(match[3]))
+    if match := re.fullmatch(r"mix (\d+) elements of (\d+)(?: in (\d+) by (\d+))?", text):
+        return Mix(elements=int(match[1]), copies=int(match[2]), tensors=int(match[3] or 1), accesses=int(match[4] or 0))
+    if match := re.fullmatch(r"load x(\d+) (\d+) B(?: in (\d+))?", text):
+        return LoadBatch(samples=int(match[1]), size_bytes=int(match[2]), parts=int(match[3] or 1))
+    if match := re.fullmatch(r"copy (\d+) B (to|from) host", text):
+        return HostCopy(size_bytes=int(match[1]), to_host=match[2] == "to")
+    if match := re.fullmatch(r"host update (\d+) elements(?: by (\S+))?", text):
+        return HostUpdate(elements=int(match[1]), optimizer=match[2] or "")
+    if match := re.fullmatch(r"(\w+) (\d+) B over ([\d,]+)( packed)?", text):
+        group = tuple(int(rank) for rank in match[3].split(","))
+        return Collective(operation=match[1], size_bytes=int(match[2]), group=group, packed=match[4] is not None)
+    raise GraphError(f"cannot read work {text!r}; write it as work_text prints it")
+
+
+_ORIGIN_FIELDS: dict[str, Callable[[str], Any]] = {
+    "stage": int,
+    "replica": int,
+    "component": str,
+    "microbatch": int,
+    "value": str,
+    "bucket": int,
+    "gradient": lambda text: text == "True",
+    "layout": parse_layout,
+    "hop": parse_hop,
+}
+"""What a printed task says of its origin, and how it is read back; what is None or False is left out."""
+
+
+def to_text(graph: TaskGraph) -> str:
+    """One line per task: `3 r0.compute | forward layer1.0 x16 | 1,2 | stage=0 microbatch=1`.
+
+    Issue orders that differ from the list order follow as lines `order r0.compute 2,1`.
+
+    Args:
+        graph: to print.
+    """
+    lines = [f"world_size {graph.world_size}"]
+    listed: dict[Resource, list[int]] = {}
+    for task in graph.tasks:
+        origin = " ".join(
+            f"{name}={getattr(task.origin, name)}"
+            for name in _ORIGIN_FIELDS
+            if getattr(task.origin, name) is not None and getattr(task.origin, name) is not False
+        )
+        where = " ".join(map(str, task.resources))
+        after = ",".join(map(str, task.dependencies)) or "-"
+        lines.append(f"{task.index} {where} | {work_text(task.work)} | {after} | {origin}")
+        for resource in task.resources:
+            listed.setdefault(resource, []).append(task.index)
+    for resource, in_list in listed.items():
+        order = graph.issue_order[resource]
+        if list(order) != in_list:
+            lines.append(f"order {resource} {','.join(map(str, order))}")
+    return "\n".join(lines) + "\n"
+
+
+def from_text(text: str) -> TaskGraph:
+    """Inverse of `to_text`.
+
+    Args:
+        text: of a graph.
+
+    Raises:
+        GraphError: a line that cannot be read; the message shows it.
+    """
+    tasks: list[Task] = []
+    order: dict[Resource, tuple[int, ...]] = {}
+    world_size = 0
+    for line in text.strip().splitlines():
+        try:
+            if line.startswith("world_size "):
+                world_size = int(line.split()[1])
+            elif line.startswith("order "):
+                _, resource, listing = line.split()
+                order[parse_resource(resource)] = tuple(int(index) for index in listing.split(","))
+            else:
+                tasks.append(_parse_task(line))
+        except (ValueError, TypeError, IndexError, KeyError, PlanError) as error:
+            raise GraphError(f"cannot read line {line!r}: {error}; write it as to_text prints it") from error
+    default = TaskGraph(tasks=tuple(tasks), world_size=world_size)
+    return (
+        TaskGraph(tasks=tuple(tasks), world_size=world_size, issue_order={**default.issue_order, **order}) if order else default
+    )
+
+
+def _parse_task(line: str) -> Task:
+    parts = [part.strip() for part in line.split("|")]
+    if len(parts) != 4:
+        raise GraphError(f"cannot read task {line!r}; four parts separated by | are needed")
+    head, work, after, origin = parts
+    index, *resources = head.split()
+    fields: dict[str, Any] = {}
+    for item in origin.split():
+        name, _, value = item.partition("=")
+        fields[name] = _ORIGIN_FIELDS[name](value)
+    return Task(
+        index=int(index),
+        work=parse_work(work),
+        resources=tuple(parse_resource(resource) for resource in resources),
+        dependencies=() if after == "-" else tuple(int(number) for number in after.split(",")),
+        origin=Origin(**fields),
+    )
+
+
+def in_order(before: Sequence[Sequence[int]]) -> list[int]:
+    """Sort indices so that all of `before[i]` come earlier than i; those on a cycle, or behind one, are left out.
+
+    Args:
+        before: per index the indices that precede it.
+    """
+    waiting = [len(entry) for entry in before]
+    after: list[list[int]] = [[] for _ in before]
+    for index, entry in enumerate(before):
+        for earlier in entry:
+            after[earlier].append(index)
+    ready = [index for index, count in enumerate(waiting) if count == 0]
+    for index in ready:
+        for later in after[index]:
+            waiting[later] -= 1
+            if waiting[later] == 0:
+                ready.append(later)
+    return ready
+
+
+RankTasks = list[tuple[Task, str, tuple[int, ...]]]
+"""In issue order: a task, its stream on the rank, and the tasks of the rank that it waits for."""
+
+
+def rank_tasks(graph: TaskGraph, rank: int) -> RankTasks:
+    """The tasks of one rank, in issue order.
+
+    Args:
+        graph: of all ranks. rank: global number.
+    """
+    local = [task for task in graph.tasks if rank in task.ranks]
+    indices = {task.index for task in local}
+    found: RankTasks = []
+    for task in local:
+        stream = next(resource.stream for resource in task.resources if resource.rank == rank)
+        found.append((task, stream, tuple(index for index in task.dependencies if index in indices)))
+    return found

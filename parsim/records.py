@@ -1,0 +1,159 @@
+"""Whether a record that was read from a file holds what its annotations say. A file may hold anything.
+
+A checker is made once per class from its annotations. Whole numbers are no booleans and fit 64 bits; other numbers are finite.
+Leaves out: annotations that exist for the type checker alone, and anything beside plain values, containers and dataclasses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache, cached_property
+from typing import Any, Literal, TypeVar, Union
+
+LARGEST = 2**63
+Problem = str
+"""What is wrong, beginning with where: `components.3.name: expected a text, got 7`; "" if nothing is."""
+TypeCheck = Callable[[Any], Problem]
+
+
+def check_types(record: Any, what: str) -> None:
+    """Raise ValueError with the first field of a dataclass, however deep, that is not of its annotated type."""
+    if problem := _checker(typing.cast(Hashable, type(record)))(record):
+        raise ValueError(f"{what}{problem}")
+
+
+@cache
+def _checker(kind: Hashable) -> TypeCheck:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _one_of(arguments)
+    if origin is Literal:
+        return lambda value: "" if value in arguments else _expected(f"one of {', '.join(map(repr, arguments))}", value)
+    if origin is typing.Annotated:
+        return _checker(arguments[0])
+    if origin is tuple:
+        return _tuple(arguments)
+    if origin in (list, Sequence, frozenset, set):
+        return _all(list if origin is list else tuple if origin is Sequence else origin, _checker(arguments[0]))
+    if origin in (dict, Mapping):
+        return _mapping(*map(_checker, arguments))
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return _record(kind)
+    return _PLAIN.get(kind, lambda value: "")
+
+
+def _expected(what: str, value: object) -> Problem:
+    return f": expected {what}, got {repr(value)[:60]}"
+
+
+def _is_whole(value: Any) -> Problem:
+    return "" if type(value) is int and -LARGEST <= value < LARGEST else _expected("a whole number", value)
+
+
+def _is_number(value: Any) -> Problem:
+    if type(value) is int:
+        return _is_whole(value)
+    return "" if isinstance(value, float) and math.isfinite(value) else _expected("a finite number", value)
+
+
+_PLAIN: dict[Any, TypeCheck] = {
+    int: _is_whole,
+    float: _is_number,
+    str: lambda value: "" if isinstance(value, str) else _expected("a text", value),
+    bool: lambda value: "" if isinstance(value, bool) else _expected("true or false", value),
+    type(None): lambda value: "" if value is None else _expected("nothing", value),
+}
+
+
+def _one_of(kinds: Sequence[Any]) -> TypeCheck:
+    checks = [_checker(kind) for kind in kinds]
+
+    def check(value: Any) -> Problem:
+        problems = [check(value) for check in checks]
+        return "" if "" in problems else problems[0]
+
+    return check
+
+
+def _tuple(kinds: Sequence[Any]) -> TypeCheck:
+    if len(kinds) == 2 and kinds[1] is Ellipsis:
+        return _all(tuple, _checker(kinds[0]))
+    checks = [_checker(kind) for kind in kinds]
+
+    def check(value: Any) -> Problem:
+        if not isinstance(value, tuple) or len(value) != len(checks):
+            return _expected(f"{len(checks)} values", value)
+        return _first((number, check(entry)) for number, (check, entry) in enumerate(zip(checks, value, strict=True)))
+
+    return check
+
+
+def _all(kind: Any, check_entry: TypeCheck) -> TypeCheck:
+    def check(value: Any) -> Problem:
+        if not isinstance(value, kind):
+            return _expected("a list", value)
+        return _first((number, check_entry(entry)) for number, entry in enumerate(value))
+
+    return check
+
+
+def _mapping(check_key: TypeCheck, check_value: TypeCheck) -> TypeCheck:
+    def check(value: Any) -> Problem:
+        if not isinstance(value, Mapping):
+            return _expected("a table", value)
+        return _first((key, check_key(key) or check_value(entry)) for key, entry in value.items())
+
+    return check
+
+
+def _record(kind: type) -> TypeCheck:
+    try:
+        hints = typing.get_type_hints(kind)
+    except NameError:  # names that only the type checker imports
+        hints = {}
+    checks = [(field.name, _checker(hints[field.name])) for field in dataclasses.fields(kind) if field.name in hints]
+
+    def check(value: Any) -> Problem:
+        if not isinstance(value, kind):
+            return _expected(f"a {kind.__name__}", value)
+        return _first((name, check(getattr(value, name))) for name, check in checks)
+
+    return check
+
+
+def _first(problems: typing.Iterable[tuple[object, Problem]]) -> Problem:
+    for place, problem in problems:
+        if problem:
+            return f".{place}{problem}"
+    return ""
+
+
+# Results that belong to a value and that others work out: kept with it, so that they are worked out once and end with it.
+
+
+Kept = TypeVar("Kept")
+
+
+class Remembering:
+    """A value that keeps one object for every class that asks. The objects hold nothing that the value does not determine."""
+
+    def remembered(self, kind: type[Kept]) -> Kept:
+        """The one object of this class, made empty at the first request.
+
+        Args:
+            kind: of the object, which takes no arguments.
+        """
+        stores = self._stores
+        if kind not in stores:
+            stores[kind] = kind()
+        found = stores[kind]
+        assert isinstance(found, kind)
+        return found
+
+    @cached_property
+    def _stores(self) -> dict[type[object], object]:
+        return {}

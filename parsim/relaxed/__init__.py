@@ -1,0 +1,1 @@
+"""Replicas trained in one process by the programs that plans run."""

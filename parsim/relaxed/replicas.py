@@ -1,0 +1,496 @@
+"""Local steps of many workers at once: their weights as rows of one matrix, their gradients by torch.func.
+
+Worker i's weights are row i, all parameters flattened in the module's order, so mixing is a matrix product and averaging a mean
+over rows. Batches of different sizes are padded with samples of weight 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+
+from parsim.data.blocks.exchange import BlockGrid, Processes, available_bytes, balanced_sizes, in_one_process
+from parsim.data.blocks.tensor import BlockTensor, from_array, take
+from parsim.data.samples import BatchOrder, part
+from parsim.errors import AlgorithmError, near_matches
+from parsim.numeric import Floats, Ints
+from parsim.plans.averaging import Shards
+from parsim.plans.plan import Plan
+from parsim.plans.synchronisation import Synchronisation
+from parsim.relaxed.problems import LearningProblem
+from parsim.units import format_bytes
+
+# What workers train on: block tensors whose rows are dealt to their owners, and batches of a worker's own rows.
+#
+# The rows of a worker's shard become blocks on its rank (`shuffling.take`). One process that plays all workers holds all
+# shards.
+# On a process group each process holds its worker's shard alone. Batches are the same, bit for bit, in both cases.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WorkerBatch:
+    """Samples of m workers: inputs and targets [m, batch, ...]. real: bool [m, batch], false where there is no sample."""
+
+    inputs: Tensor
+    targets: Tensor
+    real: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Feed:
+    """The rows of the workers whose blocks this process holds, one worker after the other.
+
+    Attributes:
+        begins: where each of these workers' rows begin. sizes: the samples of every worker.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    begins: Mapping[int, int]
+    sizes: tuple[int, ...]
+
+    def rows(self, worker: int) -> Ints:
+        """The numbers of a worker's samples: 0, 1, ..., counted within its shard."""
+        return np.arange(self.sizes[worker], dtype=np.int64)
+
+    def batch(self, workers: Sequence[int], rows: NDArray[np.int64]) -> WorkerBatch:
+        """Rows int64 [m, batch] of these m workers' own shards, padded with -1.
+
+        Raises:
+            AlgorithmError: a worker whose blocks another process holds.
+        """
+        missing = [worker for worker in workers if worker not in self.begins]
+        if missing:
+            raise AlgorithmError(
+                f"the samples of workers {missing} are on other processes; here are those of {list(self.begins)}"
+            )
+        wanted = torch.from_numpy(rows)
+        begins = torch.tensor([self.begins[worker] for worker in workers])[:, None]
+        index = wanted.clamp(min=0) + begins
+        return WorkerBatch(inputs=self.inputs[index], targets=self.targets[index], real=wanted >= 0)
+
+
+def feed_workers(inputs: BlockTensor, targets: BlockTensor, shards: Shards, *, blocks_per_worker: int = 1) -> Feed:
+    """Send every worker the rows of its shard; worker j is rank j of the block tensors' processes.
+
+    Args:
+        inputs, targets: [n, ...], rows in the same order. shards: row numbers per worker.
+        blocks_per_worker: pieces of each shard (as many as it has rows, if they are fewer); changes no batch.
+
+    Raises:
+        AlgorithmError: other processes than workers, or fewer than one block per worker.
+        DataError: a row that is not there, more than there is memory for.
+    """
+    if len(shards) != inputs.processes.ranks or blocks_per_worker < 1:
+        raise AlgorithmError(
+            f"each worker is one rank with at least one block: got {len(shards)} workers, {inputs.processes.ranks} ranks and "
+            f"{blocks_per_worker} blocks per worker"
+        )
+    pieces = [balanced_sizes(len(shard), max(1, min(blocks_per_worker, len(shard)))) for shard in shards]
+    sizes = [size for worker in pieces for size in worker]
+    owners = [worker for worker, sizes_of in enumerate(pieces) for _ in sizes_of]
+    order = np.concatenate(shards)
+    rows = [_own_rows(take(tensor, order, sizes=sizes, owners=_by_row(tensor, owners))) for tensor in (inputs, targets)]
+    lengths = tuple(len(shard) for shard in shards)
+    own = [worker for worker in range(len(shards)) if inputs.processes.holds(worker)]
+    begins = dict(zip(own, [0, *itertools.accumulate(lengths[worker] for worker in own)], strict=False))
+    return Feed(inputs=rows[0], targets=rows[1], begins=begins, sizes=lengths)
+
+
+def feed_problem(problem: LearningProblem, shards: Shards, *, processes: Processes | None = None) -> Feed:
+    """The training samples of a problem for workers that one process plays, or for a process group of as many ranks."""
+    where = processes or in_one_process(len(shards))
+
+    def cut(array: Tensor) -> BlockTensor:
+        grid = BlockGrid.balanced(array.shape, (min(where.ranks, len(array)),))
+        return from_array(array, grid=grid, processes=where)
+
+    return feed_workers(cut(problem.inputs), cut(problem.targets), shards)
+
+
+def _by_row(tensor: BlockTensor, owners: Sequence[int]) -> list[int]:
+    """The owner of each row of blocks, for all blocks of the row."""
+    return [owner for owner in owners for _ in range(math.prod(tensor.grid.counts[1:]))]
+
+
+def _own_rows(tensor: BlockTensor) -> Tensor:
+    """The rows of the blocks that this process holds, in their order. Blocks that lie side by side are joined."""
+    across = math.prod(tensor.grid.counts[1:])
+    grid = BlockGrid(sizes=(tensor.grid.sizes[0], *((size,) for size in tensor.shape[1:])))
+    rows = tensor.rechunk(grid, owners=tensor.owners[::across])
+    return torch.cat([rows.blocks[number] for number in sorted(rows.blocks)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalOptimizer:
+    """What a worker does with its gradient: a row of LOCAL_OPTIMIZERS and its numbers (as in torch.optim)."""
+
+    kind: str = "sgd"
+    learning_rate: float = 0.1
+    momentum: float = 0.9
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if self.kind not in LOCAL_OPTIMIZERS:
+            raise AlgorithmError(f"unknown local optimizer {self.kind!r}{near_matches(self.kind, LOCAL_OPTIMIZERS)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Workers:
+    """Weights [m, D] and optimizer state of m workers: moments of shape [m, D] (none before the first step), steps made [m]."""
+
+    weights: Tensor
+    moments: tuple[Tensor, ...] = ()
+    steps: Tensor
+
+    @classmethod
+    def fresh(cls, weights: Tensor) -> Workers:
+        """Workers with these weights [m, D] and new optimizers."""
+        return cls(weights=weights, steps=torch.zeros(len(weights), dtype=torch.int64))
+
+    def take(self, rows: Sequence[int]) -> Workers:
+        """The workers of these rows."""
+        index = torch.tensor(list(rows))
+        moments = tuple(moment[index] for moment in self.moments)
+        return Workers(weights=self.weights[index], moments=moments, steps=self.steps[index])
+
+
+def sgd(workers: Workers, gradient: Tensor, optimizer: LocalOptimizer) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """w - lr g."""
+    return workers.weights - optimizer.learning_rate * gradient, ()
+
+
+def sgd_momentum(workers: Workers, gradient: Tensor, optimizer: LocalOptimizer) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """v <- momentum v + g; w - lr v."""
+    velocity = workers.moments[0] * optimizer.momentum + gradient if workers.moments else gradient
+    return workers.weights - optimizer.learning_rate * velocity, (velocity,)
+
+
+def adam(workers: Workers, gradient: Tensor, optimizer: LocalOptimizer) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Adam with bias correction by each worker's own count of steps."""
+    first, second = workers.moments or (torch.zeros_like(gradient), torch.zeros_like(gradient))
+    beta1, beta2 = optimizer.betas
+    first, second = first.lerp(gradient, 1 - beta1), second.lerp(gradient * gradient, 1 - beta2)
+    count = (workers.steps + 1).to(gradient.dtype)[:, None]
+    scale = (second / (1 - beta2**count)).sqrt() + optimizer.epsilon
+    return workers.weights - optimizer.learning_rate * (first / (1 - beta1**count)) / scale, (first, second)
+
+
+LOCAL_OPTIMIZERS: dict[str, Callable[[Workers, Tensor, LocalOptimizer], tuple[Tensor, tuple[Tensor, ...]]]] = {
+    "sgd": sgd,
+    "sgd_momentum": sgd_momentum,
+    "adam": adam,
+}
+
+
+class LocalTraining:
+    """Gradients and steps of workers that all train `model` (its structure; its weights are the start) on `problem`.
+
+    The module must be a pure function of its parameters: no buffers that training changes, no randomness.
+    """
+
+    def __init__(self, model: nn.Module, problem: LearningProblem, optimizer: LocalOptimizer) -> None:
+        if any(True for _ in model.buffers()):
+            raise AlgorithmError("virtual workers need a model without buffers (no BatchNorm): rows hold parameters alone")
+        self.problem, self.optimizer, self._model = problem, optimizer, model
+        self._shapes = [(name, value.shape) for name, value in model.named_parameters()]
+        self.start = torch.cat([value.detach().flatten() for value in model.parameters()])
+        self._gradient = vmap(grad_and_value(self._loss))
+
+    @property
+    def tensors(self) -> tuple[tuple[str, int], ...]:
+        """Name and size of each parameter tensor, in the order of a row of weights."""
+        return tuple((name, shape.numel()) for name, shape in self._shapes)
+
+    @property
+    def weight_bytes(self) -> int:
+        """|w|: bytes of one worker's parameters."""
+        return self.start.numel() * self.start.element_size()
+
+    def outputs(self, weights: Tensor, inputs: Tensor) -> Tensor:
+        """The model's outputs for one row of weights [D]."""
+        pieces = torch.split(weights, [shape.numel() for _, shape in self._shapes])
+        named = {name: piece.view(shape) for (name, shape), piece in zip(self._shapes, pieces, strict=True)}
+        result: Tensor = functional_call(self._model, named, (inputs,))
+        return result
+
+    def score(self, weights: Tensor) -> float:
+        """Of one row of weights on the test samples: accuracy or R^2."""
+        with torch.no_grad():
+            return self.problem.score(self.outputs(weights, self.problem.test_inputs))
+
+    def _loss(self, weights: Tensor, inputs: Tensor, targets: Tensor, share: Tensor) -> Tensor:
+        return (self.problem.losses(self.outputs(weights, inputs), targets) * share).sum()
+
+    def step(self, workers: Workers, samples: NDArray[np.int64]) -> Workers:
+        """One local step of each worker on its own samples: int64 [m, batch], padded with -1; a row of -1 makes no step."""
+        wanted = torch.from_numpy(samples)
+        index = wanted.clamp(min=0)
+        return self.step_on(
+            workers, WorkerBatch(inputs=self.problem.inputs[index], targets=self.problem.targets[index], real=wanted >= 0)
+        )
+
+    def step_on(self, workers: Workers, batch: WorkerBatch) -> Workers:
+        """One local step of each worker on its samples of the batch; a worker without a real sample makes no step."""
+        count = batch.real.sum(1)
+        moved = self.updated(workers, self._gradient_on(workers.weights, batch))
+        steps = (count > 0).to(torch.int64)
+        if bool(steps.all()):
+            return moved
+        still = (steps == 0)[:, None]
+        before = workers.moments or tuple(torch.zeros_like(moment) for moment in moved.moments)
+        return Workers(
+            weights=torch.where(still, workers.weights, moved.weights),
+            moments=tuple(torch.where(still, old, new) for old, new in zip(before, moved.moments, strict=True)),
+            steps=workers.steps + steps,
+        )
+
+    def gradient(self, weights: Tensor, samples: NDArray[np.int64]) -> Tensor:
+        """Of the mean loss, [m, D], for weights [m, D] on samples int64 [m, batch]."""
+        index = torch.tensor(samples)
+        real = torch.ones(index.shape, dtype=torch.bool)
+        return self._gradient_on(
+            weights, WorkerBatch(inputs=self.problem.inputs[index], targets=self.problem.targets[index], real=real)
+        )
+
+    def updated(self, workers: Workers, gradient: Tensor) -> Workers:
+        """Every worker after one update of its optimizer by a gradient [m, D]."""
+        weights, moments = LOCAL_OPTIMIZERS[self.optimizer.kind](workers, gradient, self.optimizer)
+        return Workers(weights=weights, moments=moments, steps=workers.steps + 1)
+
+    def _gradient_on(self, weights: Tensor, batch: WorkerBatch) -> Tensor:
+        share = batch.real.to(weights.dtype) / batch.real.sum(1).clamp(min=1)[:, None]
+        gradient: Tensor = self._gradient(weights, batch.inputs, batch.targets, share)[0]
+        return gradient
+
+
+COPIES = 6
+"""Arrays as large as all weights that a step holds at once: weights, gradients, two moments, what is mixed, a temporary."""
+
+
+def check_room(replicas: int, weight_bytes: int) -> None:
+    """Raise AlgorithmError with how many replicas fit, where so many do not.
+
+    Args:
+        replicas: whose weights and states are held at once. weight_bytes: of one. Leaves out activations.
+    """
+    available = available_bytes()
+    each = COPIES * weight_bytes
+    if available is not None and replicas * each > available:
+        raise AlgorithmError(
+            f"{replicas} virtual replicas of {format_bytes(weight_bytes)} need {format_bytes(replicas * each)}, and "
+            f"{format_bytes(available)} are free: {available // each} fit; use fewer replicas or a smaller model"
+        )
+
+
+def epoch_batches(
+    shard: NDArray[np.int64], batch: int, *, seed: int, worker: int, epoch: int, keep_remainder: bool = False
+) -> NDArray[np.int64]:
+    """int64 [steps, batch]: a worker's shard in the order of (seed, worker, epoch).
+
+    The samples left over are dropped, or make a last short batch (padded with -1). A shard smaller than the batch makes
+    one step on all of it.
+    """
+    order = shard[np.random.default_rng([seed, worker, epoch]).permutation(len(shard))]
+    steps = batches_in(len(order), batch, keep_remainder)
+    order = order[: steps * batch]
+    padding = np.full(steps * batch - len(order), -1, dtype=np.int64)
+    return np.concatenate([order, padding]).reshape(steps, batch)
+
+
+def batches_in(samples: int, batch: int, keep_remainder: bool) -> int:
+    """Steps of one epoch over a shard: samples / batch, rounded up with the remainder, else down but at least one."""
+    return -(-samples // batch) if keep_remainder else max(1, samples // batch)
+
+
+def stack_batches(batches: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """[steps_j, batch] of m workers as [max steps, m, batch], padded with rows of -1."""
+    longest = max(len(entry) for entry in batches)
+    stacked = np.full((longest, len(batches), batches[0].shape[1]), -1, dtype=np.int64)
+    for worker, entry in enumerate(batches):
+        stacked[: len(entry), worker] = entry
+    return stacked
+
+
+# Decoupled stages with gradients that are late, on one row of weights.
+#
+# The gradient of stage k for batch b is block k of the ordinary gradient at the weights with which batch b ran forward: those
+# that stage k had in step b + k. So one gradient of the whole model per step is enough. Its blocks wait until their stage is
+# due: stage k of K applies that of batch b in step b + 2 (K - 1) - k. Equal to the tick engine (`parsim.virtual.ticks`,
+# order "concurrent", stashed weights) to rounding. Replicas sum gradients in every step, so one stands for all.
+#
+# Leaves out: BatchNorm and dropout, as all virtual replicas do.
+
+
+def stale_steps(training: LocalTraining, order: BatchOrder, stages: Sequence[Sequence[str]]) -> Iterator[Workers]:
+    """Step after step without end: the weights of all stages behind each, as one worker.
+
+    Args:
+        training: of the model. order: of the samples. stages: names of the parameters of each stage, first to last.
+
+    Raises:
+        AlgorithmError: the stages do not divide the parameters of the model among them.
+    """
+    places = _places(training, stages)
+    last = len(stages) - 1
+    live = [Workers.fresh(training.start[None, place]) for place in places]
+    forward: dict[int, Tensor] = {}
+    waiting: list[dict[int, Tensor]] = [{} for _ in stages]
+    for step in itertools.count():
+        forward[step] = torch.empty_like(training.start)[None]
+        for stage, place in enumerate(places):
+            if step >= stage:
+                forward[step - stage][:, place] = live[stage].weights
+        if step >= last:
+            batch = step - last
+            gradient = training.gradient(forward.pop(batch), order.indices(batch)[None])
+            for stage, place in enumerate(places):
+                waiting[stage][batch + 2 * last - stage] = gradient[:, place]
+        for stage, due in enumerate(waiting):
+            if step in due:
+                live[stage] = training.updated(live[stage], due.pop(step))
+        weights = torch.empty_like(training.start)[None]
+        for stage, place in enumerate(places):
+            weights[:, place] = live[stage].weights
+        yield Workers(weights=weights, steps=torch.full((1,), step + 1, dtype=torch.int64))
+
+
+def _places(training: LocalTraining, stages: Sequence[Sequence[str]]) -> list[Tensor]:
+    """Where in a row of weights the parameters of each stage are."""
+    names = [name for name, _ in training.tensors]
+    ends = np.cumsum([size for _, size in training.tensors])
+    given = [name for stage in stages for name in stage]
+    if sorted(given) != sorted(names):
+        odd = sorted(set(names) ^ set(given)) or sorted({name for name in given if given.count(name) > 1})
+        raise AlgorithmError(
+            f"{len(stages)} stages have to divide all parameters among them, each in one stage; look at {', '.join(odd[:4])}"
+        )
+    where = {name: torch.arange(end - size, end) for (name, size), end in zip(training.tensors, ends, strict=True)}
+    return [torch.cat([where[name] for name in stage] or [torch.arange(0)]) for stage in stages]
+
+
+# Virtual replicas under a plan: the same rule, samples and order of steps as the real run, and the plan's own seconds.
+#
+# What the replicas learn is measured here; how long a step takes is what `parsim simulate` says of the plan, from the same
+# rounds. So a curve over simulated seconds has one clock.
+
+
+SPARSE = 0.1
+"""Share of weights that are not zero, below which a sparse product is faster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedOutcome:
+    """What the replicas of a plan learnt.
+
+    Attributes:
+        workers: weights of every replica [P, D]. weights: their mean [D], which a checkpoint of the real run holds.
+        seconds: simulated, of all steps. rounds: in which weights were mixed. scores: (step, score of the mean weights).
+    """
+
+    workers: Tensor
+    weights: Tensor
+    seconds: float
+    rounds: int
+    scores: tuple[tuple[int, float], ...] = ()
+
+
+def train_planned(
+    plan: Plan,
+    training: LocalTraining,
+    order: BatchOrder,
+    steps: int,
+    *,
+    step_s: float = 0.0,
+    score_every: int = 0,
+    on_step: Callable[[int, Tensor], None] | None = None,
+) -> PlannedOutcome:
+    """Train one virtual replica per replica of the plan, as the executor would.
+
+    Args:
+        plan: with synchronisation average, gossip or merge. training: of the model; its weights are the start.
+        order: of the samples; replicas take equal parts of every global batch. steps: to train.
+        step_s: seconds of the plan's mean step, as simulated. score_every: steps between two scores; 0: none.
+        on_step: sees (steps done, weights [P, D]).
+
+    Raises:
+        AlgorithmError: the plan does not mix, its batches are not those of the order, or so many replicas do not fit.
+    """
+    rule, replicas = plan.synchronisation, plan.mesh.dp
+    if not rule.mixes:
+        raise AlgorithmError(
+            f"virtual replicas mix in rounds, and the plan has synchronisation {rule}; use average, gossip or merge"
+        )
+    if order.global_batch != plan.global_batch:
+        raise AlgorithmError(f"the plan has batches of {plan.global_batch} samples, and the order of {order.global_batch}")
+    if steps < 1:
+        raise AlgorithmError(f"virtual replicas train at least one step, got {steps}")
+    scores: list[tuple[int, float]] = []
+    for step, state in enumerate(itertools.islice(steps_of(rule, replicas, training, order), steps), 1):
+        workers, rounds = state
+        if on_step is not None:
+            on_step(step, workers.weights)
+        if score_every and step % score_every == 0:
+            scores.append((step, training.score(workers.weights.mean(0))))
+    return PlannedOutcome(
+        workers=workers.weights,
+        weights=workers.weights.mean(0),
+        seconds=steps * step_s,
+        rounds=rounds,
+        scores=tuple(scores),
+    )
+
+
+def _mixing(matrix: Floats, dtype: torch.dtype) -> Tensor:
+    """W as a tensor, sparse where few replicas mix: 1,008 on a lattice of six neighbours have 7,056 weights of a million."""
+    dense = torch.tensor(matrix, dtype=dtype)
+    return dense.to_sparse() if np.count_nonzero(matrix) < SPARSE * matrix.size else dense
+
+
+def steps_of(
+    rule: Synchronisation, replicas: int, training: LocalTraining, order: BatchOrder, stages: Sequence[Sequence[str]] = ()
+) -> Iterator[tuple[Workers, int]]:
+    """Step after step without end: the replicas behind each, and the rounds so far.
+
+    Args:
+        rule: any; under all_reduce and stale one replica takes the whole batch, which learns the same.
+        replicas: that mix, 1 under all_reduce and stale. training: of the model. order: of the samples.
+        stages: of stale, the parameters of each.
+
+    Raises:
+        AlgorithmError: so many replicas do not fit.
+    """
+    if rule.kind == "stale":
+        check_room(len(stages), training.weight_bytes)  # waiting batches keep weights and gradients of their own
+        yield from ((workers, 0) for workers in stale_steps(training, order, stages))
+        return
+    check_room(replicas, training.weight_bytes)
+    workers = Workers.fresh(training.start.repeat(replicas, 1))
+    previous, velocity, rounds = training.start.clone(), None, 0
+    for step in itertools.count():
+        samples = np.stack([part(order.indices(step), replica=replica, dp=replicas) for replica in range(replicas)])
+        if rule.mixes:
+            samples[~np.array(rule.takes_part(rounds, replicas))] = -1
+        workers = training.step(workers, samples)
+        if rule.mixes and rule.due(step):
+            matrix = _mixing(rule.matrix(rounds, replicas), workers.weights.dtype)
+            if rule.kind == "merge":
+                mixed = matrix @ torch.cat([previous[None], workers.weights])
+                previous = mixed[-1]
+            else:
+                mixed = matrix @ workers.weights
+            if rule.outer is not None:
+                previous, velocity = rule.outer.step(previous, mixed[0], velocity)
+                mixed = previous.repeat(replicas, 1)
+            workers = Workers(weights=mixed, moments=workers.moments, steps=workers.steps)
+            rounds += 1
+        yield workers, rounds

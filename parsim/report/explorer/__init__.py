@@ -1,1 +1,0 @@
-"""The explorer: one page of a sweep that needs no network."""

@@ -1,0 +1,247 @@
+"""The table of a hardware profile's contents, as a value (see `parsim.report.tables`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from parsim.execute.cuda.gpu import MemoryUse
+from parsim.hardware.profile import Profile
+from parsim.hardware.records import OperatorFit, OperatorSurface
+from parsim.hardware.speed_factor import speed_since
+from parsim.predict.memory import RankMemory
+from parsim.report.tables import NOTHING, Column, ReportTable, interval_texts
+from parsim.units import format_bytes, format_count, format_percent, format_seconds
+
+
+def calibration_table(profile: Profile, *, title: str | None = None) -> ReportTable:
+    """What a profile holds: measured points with their range and spread, and the fits made of them."""
+    rows: list[tuple[str, str, str, str]] = []
+    for phase in ("forward", "backward"):
+        points = [point for point in profile.compute.components if point.phase == phase]
+        if points:
+            names = len({(point.model, point.component) for point in points})
+            samples = sorted({point.samples for point in points})
+            what = f"{names} components at {', '.join(map(str, samples))} samples"
+            rows.append((phase, str(len(points)), what, _spread([point.spread for point in points])))
+    if profile.compute.optimizers:
+        optimizers = profile.compute.optimizers
+        names_text = ", ".join(sorted({point.optimizer for point in optimizers}))
+        what = f"{names_text}: {_range([point.elements for point in optimizers], format_count)} elements"
+        rows.append(("optimizer", str(len(optimizers)), what, _spread([point.spread for point in optimizers])))
+    if profile.compute.operator_points or profile.compute.operator_fits:
+        fits: list[OperatorFit | OperatorSurface] = [*profile.compute.operator_fits, *profile.compute.operator_surfaces]
+        kinds = ", ".join(dict.fromkeys(f"{fit.kind} {fit.phase}" for fit in fits))
+        what = f"fitted: {kinds}; the spread is about the fit" if fits else "not fitted"
+        spread = _spread([fit.relative_sigma for fit in fits])
+        rows.append(("operators", str(len(profile.compute.operator_points)), what, spread))
+    collectives = profile.communication.points
+    for operation, group_size in dict.fromkeys((point.operation, len(point.group)) for point in collectives):
+        points_of = [p for p in collectives if p.operation == operation and len(p.group) == group_size]
+        what = f"{_range([point.size_bytes for point in points_of], format_bytes)} over {group_size} ranks"
+        spreads = [point.spread for point in points_of if point.spread is not None]
+        rows.append((operation, str(len(points_of)), what, _spread(spreads)))
+    if profile.noise is not None:
+        rows.append(("drift", NOTHING, "of the whole machine from run to run", f"±{format_percent(profile.noise.drift_sigma)}"))
+        if profile.noise.rank_sigma:
+            rows.append(
+                ("ranks", NOTHING, "of one rank's step against the others'", f"±{format_percent(profile.noise.rank_sigma)}")
+            )
+    if profile.overlap is not None:
+        factors = (
+            f"compute x{profile.overlap.compute_factor:.3g}, communication x{profile.overlap.communication_factor:.3g} "
+            "while both run"
+        )
+        rows.append(("overlap", NOTHING, factors, NOTHING))
+    if profile.host is not None:
+        host = f"{format_seconds(profile.host.task_s)} per task, {format_seconds(profile.host.step_s)} per step"
+        if profile.host.post_wait_s:
+            host += f", {format_seconds(profile.host.post_wait_s)} after a wait"
+        if profile.host.launch_s:
+            host += f", {format_seconds(profile.host.launch_s)} per launch"
+        if profile.host.core_sharing > 1:
+            host += f"; computing x{profile.host.core_sharing:.3g} where ranks share a core"
+        rows.append(("host", NOTHING, host, NOTHING))
+    if profile.today is not None:
+        what = f"{speed_since(profile).text} for the same work, as of {profile.today.created}"
+        rows.append(("today", NOTHING, what, NOTHING))
+    columns = (
+        Column(name="kind"),
+        Column(name="points", numeric=True),
+        Column(name="what", wraps=True),
+        Column(name="spread", numeric=True),
+    )
+    notes = (f"{profile.provenance.machine}; {profile.provenance.created}; {profile.provenance.command}",)
+    return ReportTable(title=title or f"Calibration {profile.name}", columns=columns, rows=tuple(rows), notes=notes)
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"±{format_percent(median(values))}" if values else NOTHING
+
+
+def _range(values: Sequence[float], text: Any) -> str:
+    low, high = min(values), max(values)
+    return str(text(low)) if low == high else f"{text(low)} to {text(high)}"
+
+
+# The tables of a plan in a scenario: the step under every state of the machine, the whole run, the checkpoint interval.
+
+
+MOST_STATES = 24
+
+
+def states_table(states: Sequence[Mapping[str, Any]]) -> ReportTable:
+    """One row per state of the machine, in order of time."""
+    rows = [
+        (
+            format_seconds(state["from_s"]),
+            NOTHING if state["until_s"] is None else format_seconds(state["until_s"]),
+            "stands still" if math.isinf(state["step_s"]) else format_seconds(state["step_s"]),
+            NOTHING if math.isinf(state["step_s"]) else f"{state['slowdown']:.3f}",
+        )
+        for state in states[:MOST_STATES]
+    ]
+    more = len(states) - MOST_STATES
+    return ReportTable(
+        title="The step in every state of the machine",
+        columns=tuple(Column(name=name, numeric=True) for name in ("from", "until", "step", "times the quiet one")),
+        rows=tuple(rows),
+        notes=(f"{more} more states",) if more > 0 else (),
+    )
+
+
+def run_table(run: Mapping[str, Any]) -> ReportTable:
+    """A whole run: each figure with its median and 90% interval."""
+    names = {
+        "total_s": "time",
+        "training_s": "of it training",
+        "lost_s": "of that undone by failures",
+        "checkpoint_s": "checkpoints",
+        "evaluation_s": "evaluation",
+        "epoch_start_s": "starts of epochs",
+        "down_s": "starting and restarting",
+    }
+    rows = [(title, *interval_texts(run[key])) for key, title in names.items()]
+    rows.append(("failures", *_texts(run["failures"], lambda value: f"{value:.3g}")))
+    rows.append(("useful share of the time", *_texts(run["useful_fraction"], format_percent)))
+    if run["price"]["median"]:
+        rows.append((f"price, {run['currency']}", *_texts(run["price"], lambda value: f"{value:,.2f}")))
+    if run["energy_j"]["median"]:
+        rows.append(("energy, kWh", *_texts(run["energy_j"], lambda value: f"{value / 3.6e6:,.4g}")))
+    return ReportTable(
+        title=f"The whole run: {run['epochs']} epochs, {run['steps']} steps, {run['draws']} draws",
+        columns=(Column(name="figure", wraps=True), Column(name="median", numeric=True), Column(name="90%", numeric=True)),
+        rows=tuple(rows),
+    )
+
+
+def interval_table(choice: Mapping[str, Any]) -> ReportTable:
+    """The mean run under every checkpoint interval, the best one marked, beside the formulas."""
+    best = min(row["mean_s"] for row in choice["rows"])
+    rows = [
+        (format_seconds(row["interval_s"]), format_seconds(row["mean_s"]), f"+{100 * (row['mean_s'] / best - 1):.2f}%")
+        for row in choice["rows"]
+    ]
+    return ReportTable(
+        title="Checkpoint interval",
+        columns=tuple(Column(name=name, numeric=True) for name in ("interval", "mean time", "longer than the best")),
+        rows=tuple(rows),
+        emphasised=tuple(number for number, row in enumerate(choice["rows"]) if row["mean_s"] == best),
+        notes=(
+            f"simulated optimum {format_seconds(choice['simulated_s'])}; Young {format_seconds(choice['young_s'])}, Daly "
+            f"{format_seconds(choice['daly_s'])} (a failure every {format_seconds(choice['mtbf_s'])}, "
+            f"{format_seconds(choice['write_s'])} to write)",
+        ),
+    )
+
+
+def _texts(interval: Mapping[str, float], text: Any) -> tuple[str, str]:
+    return text(interval["median"]), f"{text(interval['p05'])}–{text(interval['p95'])}"
+
+
+# Predicted and measured memory of every rank, like with like: each counter beside the lines of the prediction that it sees.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLevel:
+    """Attributes: level: "live", "allocated", "reserved" or "driver". relative_error: (predicted - measured) / measured."""
+
+    rank: int
+    level: str
+    predicted_bytes: int
+    measured_bytes: int
+    relative_error: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def memory_levels(predicted: Sequence[RankMemory], measured: Sequence[MemoryUse | None]) -> tuple[MemoryLevel, ...]:
+    """Up to four rows per rank; none for a counter that was not there.
+
+    Live and allocated are held against the lines of tensors, reserved against these and the line `allocator`, what the driver
+    no longer has against all lines.
+    """
+    rows = []
+    for memory, use in zip(predicted, measured, strict=True):
+        if use is None:
+            continue
+        tensors = sum(memory.tensor_lines.values())
+        for level, foreseen, seen in (
+            ("live", tensors, use.live_bytes),
+            ("allocated", tensors, use.allocated_bytes),
+            ("reserved", tensors + memory.line("allocator"), use.reserved_bytes),
+            ("driver", memory.total_bytes, use.driver_bytes),
+        ):
+            if seen:
+                error = (foreseen - seen) / seen
+                rows.append(
+                    MemoryLevel(
+                        rank=memory.rank, level=level, predicted_bytes=foreseen, measured_bytes=seen, relative_error=error
+                    )
+                )
+    return tuple(rows)
+
+
+# Tables of how prices were computed: `parsim cost --explain`.
+
+
+def price_tables(rows: Sequence[Mapping[str, Any]]) -> list[ReportTable]:
+    """One table per row of `parsim cost`: its terms in the order in which they make the price.
+
+    Args:
+        rows: with the key "terms", as `parsim.costs.estimate.Estimate.term_rows` gives them.
+    """
+    return [terms_table(row["terms"], title=f"How {_what(row)} is priced") for row in rows]
+
+
+def terms_table(terms: Sequence[Mapping[str, Any]], *, title: str) -> ReportTable:
+    """Terms of one price: name, operation, value, running total, where from."""
+    columns = (
+        Column(name="term"),
+        Column(name="operation"),
+        Column(name="value", numeric=True),
+        Column(name="running total", numeric=True),
+        Column(name="from", wraps=True),
+    )
+    body = tuple(
+        (
+            str(term["term"]),
+            str(term["operation"]),
+            format_seconds(term["value"]) if term["unit"] == "s" else f"{term['value']:.4g}",
+            format_seconds(term["running_total_s"]),
+            ": ".join(text for text in (str(term["origin"]), str(term["detail"])) if text),
+        )
+        for term in terms
+    )
+    return ReportTable(title=title, columns=columns, rows=body)
+
+
+def _what(row: Mapping[str, Any]) -> str:
+    if "component" not in row:
+        return str(row["operation"])
+    shard = f" (1/{row['ways']} by {row['rule']})" if "ways" in row else ""
+    return f"{row['component']} {row['phase']}{shard}"

@@ -1,1 +1,0 @@
-"""Plans of relaxed synchronisation: they are few, so all of them are simulated."""

@@ -1,0 +1,1 @@
+"""Which plan: enumerate, estimate, simulate the best, refine."""

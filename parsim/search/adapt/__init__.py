@@ -1,0 +1,1 @@
+"""The controller that changes plans while a run goes on."""

@@ -1,0 +1,1146 @@
+"""The computation of a plan in closed form: what no place on the pp axis can do faster, conversions and transfers included.
+
+Part of the lower bound of a step: `parsim.search.bound`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from parsim.costs.draws import rank_noise
+from parsim.engines.noise import FEWEST_DRAWS
+from parsim.model.component import Component, Value
+from parsim.model.shard.narrow import ways_of
+from parsim.numeric import Floats
+from parsim.plans.layouts import BATCH, LOCAL_HOPS, Placement, ValueLayout, conversion, hop_groups, hop_pairs
+from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import few_rounds, pipeline_actions
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
+from parsim.predict.evaluate import NOISY_STEPS, SEED
+from parsim.predict.problem import PlanningProblem
+from parsim.program.passes.compute import computations
+from parsim.program.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message
+from parsim.program.passes.gradients import bucket_work, gathering_work, replica_sum_work, updates_of
+from parsim.program.placed import PlanIndex
+from parsim.search.prices import Prices, device_kinds
+from parsim.units import divisors
+from parsim.work import BY_OPERATOR_PART, HostUpdate, Phase, SendRecv, Work
+
+# One microbatch through a whole model on one stage, conversions included: what all cuts into stages have in common.
+#
+# A component takes what it adds to the end of the forward, and of the backward: its own computation, and what it waits for of
+# the conversions before it. A stage that begins with a later component takes the sum of its own components, less at most the
+# dearest conversion of a value that crosses its cut. (By induction: every component of the stage ends at most so much later
+# in
+# the whole model, counted from the end of what comes before the stage.)
+#
+# Leaves out: components placed on single ranks, and backwards in halves, whose conversions count nothing.
+
+
+Waits = list[list[tuple[int, int]]]
+"""By component what it waits for: the number of another component, and that of the conversion in between."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainSeconds:
+    """Seconds of one microbatch on one stage.
+
+    Attributes:
+        forward_s, backward_s: float64 [n], what every component adds. computing_s, longest_s: computation alone, of all
+            components and of the longest one.
+        crossing_s: float64 [n], by first component of a later stage, what a cut there may save.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    computing_s: float
+    longest_s: float
+    crossing_s: Floats
+
+    @property
+    def seconds(self) -> Floats:
+        """Of both, by component."""
+        return self.forward_s + self.backward_s
+
+    def least_s(self, stages: int) -> float:
+        """What so many stages take together at least, whatever the cut.
+
+        Args:
+            stages: at least 1.
+        """
+        saved = np.sort(self.crossing_s)[len(self.crossing_s) - (stages - 1) :].sum() if stages > 1 else 0.0
+        return float(self.seconds.sum() - saved)
+
+
+@dataclass(frozen=True)
+class PlacedChain:
+    """A model under one placement of every component: what waits for what.
+
+    Attributes:
+        kinds: distinct components with their placement. kind_of: by component its number among them.
+        conversions: distinct ones, of a value from one layout to another.
+        ahead: of the forwards, the maker. back: of the backwards, the first reader.
+    """
+
+    kinds: tuple[tuple[Component, Placement], ...]
+    kind_of: tuple[int, ...]
+    conversions: tuple[tuple[Value, ValueLayout, ValueLayout], ...]
+    ahead: Waits
+    back: Waits
+
+
+@dataclass
+class _Known:
+    """Of one problem, by ways and placements."""
+
+    placed: dict[tuple[Mesh, tuple[Placement, ...]], PlacedChain] = field(default_factory=dict)
+    seconds: dict[tuple[Mesh, int, tuple[Placement, ...]], ChainSeconds] = field(default_factory=dict)
+
+
+def placed_chain(problem: PlanningProblem, mesh: Mesh, count: int, placements: Mapping[str, Placement]) -> PlacedChain:
+    """What waits for what where a stage holds all components.
+
+    Args:
+        problem: model, cluster and batch. mesh: of the plans. count: microbatches per replica.
+        placements: by component; what is left out is batch-sharded.
+
+    Raises:
+        PlanError: a value cannot be cut as its way from layout to layout asks.
+    """
+    placed = _placed(problem, placements)
+    key = replace(mesh, pp=1, dp=mesh.ep), placed
+    known = problem.remembered(_Known).placed
+    if key not in known:
+        known[key] = _made(problem, problem.layout(_whole_plan(problem, mesh, count, placed)), placed)
+    return known[key]
+
+
+def chain_seconds(problem: PlanningProblem, mesh: Mesh, count: int, placements: Mapping[str, Placement]) -> ChainSeconds:
+    """The least seconds of one microbatch, on the fastest device and the fastest links of any place.
+
+    Args:
+        problem, mesh, count, placements: as `placed_chain` takes them.
+
+    Raises:
+        PlanError: as `placed_chain`. CostError: a component without a price.
+    """
+    placed = _placed(problem, placements)
+    key = mesh, count, placed
+    known = problem.remembered(_Known).seconds
+    if key not in known:
+        known[key] = _seconds(problem, mesh, count, placed_chain(problem, mesh, count, placements))
+    return known[key]
+
+
+def _placed(problem: PlanningProblem, placements: Mapping[str, Placement]) -> tuple[Placement, ...]:
+    return tuple(placements.get(component.name, BATCH) for component in problem.model.components)
+
+
+def _whole_plan(problem: PlanningProblem, mesh: Mesh, count: int, placed: tuple[Placement, ...]) -> Plan:
+    """All components on one stage."""
+    one = replace(mesh.undivided(), pp=1)
+    names = tuple(component.name for component in problem.model.components)
+    return Plan(
+        strategy="custom",
+        mesh=one,
+        stages=(Stage(components=names, ranks=one.stage_ranks(0), placements=placed if mesh.tp > 1 else ()),),
+        global_batch=problem.global_batch,
+        microbatches=count,
+        clip_gradients=problem.clip_gradients,
+    )
+
+
+def _made(problem: PlanningProblem, layout: PlanIndex, placed: tuple[Placement, ...]) -> PlacedChain:
+    model, order = problem.model, problem.model.component_index
+    alone = any(placement.kind == "place" for placement in placed)
+    kinds: dict[tuple[str, Placement], int] = {}
+    shown: list[tuple[Component, Placement]] = []
+    kind_of = []
+    for component, placement in zip(model.components, placed, strict=True):
+        reads = any(model.value[name].producer is not None for name in component.inputs)
+        key = (f"{component.fingerprint} {reads} {component.name in layout.differentiable}", placement)
+        if key not in kinds:
+            kinds[key] = len(shown)
+            shown.append((component, placement))
+        kind_of.append(kinds[key])
+    numbers: dict[tuple[int, int, ValueLayout, ValueLayout], int] = {}
+    conversions: list[tuple[Value, ValueLayout, ValueLayout]] = []
+
+    def converted(value: Value, source: ValueLayout, target: ValueLayout) -> int:
+        key = value.bytes_per_sample, value.fixed_bytes, source, target
+        if key not in numbers:
+            numbers[key] = len(conversions)
+            conversions.append((value, source, target))
+        return numbers[key]
+
+    ahead: Waits = [[] for _ in model.components]
+    back: Waits = [[] for _ in model.components]
+    for value in model.values:
+        if value.producer is None or alone:
+            continue
+        made, maker = layout.source[value.name], order[value.producer]
+        for reading in layout.readings[value.name]:
+            if reading.ends.value != made.value:
+                way = converted(value, made.value, reading.ends.value)
+                for name in reading.components:
+                    ahead[order[name]].append((maker, way))
+            first = next((name for name in reading.components if name in layout.differentiable), None)
+            if value.differentiable and first is not None and reading.ends.gradient != made.gradient:
+                back[maker].append((order[first], converted(value, reading.ends.gradient, made.gradient)))
+    return PlacedChain(tuple(shown), tuple(kind_of), tuple(conversions), ahead, back)
+
+
+def _seconds(problem: PlanningProblem, mesh: Mesh, count: int, chain: PlacedChain) -> ChainSeconds:
+    samples = problem.global_batch // (mesh.dp * count)
+    prices = Prices(problem=problem, mesh=mesh, samples=samples, bucket_bytes=DEFAULT_BUCKET_BYTES)
+    forward, backward = [], []
+    for component, placement in chain.kinds:
+        share = 1 / mesh.tp if placement.kind == "place" else 1.0
+        forward.append(share * prices.compute_s(component, placement, Phase.FORWARD, fastest=True))
+        has_backward = component.name in prices.differentiable
+        backward.append(share * prices.compute_s(component, placement, Phase.BACKWARD, fastest=True) if has_backward else 0.0)
+    moving = [_least_conversion_s(problem, mesh, samples, *each) for each in chain.conversions]
+    n = len(chain.kind_of)
+    order = range(n)
+    forward_s = _added(order, [forward[kind] for kind in chain.kind_of], chain.ahead, moving)
+    backward_s = _added(order[::-1], [backward[kind] for kind in chain.kind_of], chain.back, moving)
+    crossing = _crossing(chain.ahead, moving, n) + _crossing(chain.back, moving, n)
+    own_s = [one + two for one, two in zip(forward, backward, strict=True)]
+    computing_s = sum(own_s[kind] for kind in chain.kind_of)
+    return ChainSeconds(forward_s, backward_s, computing_s, max(own_s, default=0.0), crossing)
+
+
+def _added(order: Sequence[int], own_s: Sequence[float], waits: Waits, moving_s: Sequence[float]) -> Floats:
+    """What every component adds to the end, in the order in which they run."""
+    clock, ends, added = 0.0, [0.0] * len(own_s), np.zeros(len(own_s))
+    for number in order:
+        begun = clock
+        for other, way in waits[number]:
+            clock = max(clock, ends[other] + moving_s[way])
+        clock += own_s[number]
+        ends[number], added[number] = clock, clock - begun
+    return added
+
+
+def _crossing(waits: Waits, moving_s: Sequence[float], n: int) -> Floats:
+    """By cut before a component, the dearest conversion between both sides of it."""
+    found = np.zeros(n)
+    pairs = np.array([(number, other, way) for number, own in enumerate(waits) for other, way in own], dtype=np.int64)
+    if not len(pairs):
+        return found
+    first, last = pairs[:, :2].min(axis=1) + 1, pairs[:, :2].max(axis=1) + 1
+    seconds = np.array(moving_s)[pairs[:, 2]]
+    alone = last - first == 1  # between neighbours
+    np.maximum.at(found, first[alone], seconds[alone])
+    for begin, end, moving in zip(first[~alone], last[~alone], seconds[~alone], strict=True):
+        found[begin:end] = np.maximum(found[begin:end], moving)
+    return found
+
+
+def _least_conversion_s(
+    problem: PlanningProblem, mesh: Mesh, samples: int, value: Value, source: ValueLayout, target: ValueLayout
+) -> float:
+    """In the first replica, at the place where it takes least."""
+    size_bytes, tp = value.size_bytes(samples), mesh.tp
+    hops = [hop for hop in conversion(source, target, tp) if hop.operation not in LOCAL_HOPS]
+    found = []
+    for base in _unlike_bases(problem, mesh) if hops else ():
+        total = 0.0
+        for hop in hops:
+            if hop.operation in POINT_TO_POINT_HOPS:
+                works: list[Work] = [hop_message(hop, base + a, base + b, size_bytes, tp) for a, b in hop_pairs(hop, tp)]
+            else:
+                groups = [tuple(base + rank for rank in group) for group in hop_groups(hop, tp)]
+                works = [hop_collective(hop, group, size_bytes, tp) for group in groups]
+            total += min(problem.price([(work, base)], mesh)[0].median_s for work in works)
+        found.append(total)
+    return min(found, default=0.0)
+
+
+def _unlike_bases(problem: PlanningProblem, mesh: Mesh) -> list[int]:
+    """The first ranks of all places in the first replica; of those that lie alike within their nodes one."""
+    cluster, width = problem.cluster, mesh.copies * mesh.tp
+    found: dict[object, int] = {}
+    for place in range(mesh.pp):
+        base = place * width
+        ranks = range(base, base + mesh.tp)
+        within = len({cluster.places[rank][0] for rank in ranks}) == 1
+        kinds = tuple((cluster.places[rank][1], cluster.devices[rank].type.name) for rank in ranks)
+        found.setdefault(kinds if within else base, base)
+    return list(found.values())
+
+
+# The blocks of one step in the order of a pipeline: a lower bound that knows where they wait for one another.
+#
+# A block is the forward or the backward of one microbatch on one stage. It begins when the block before it on its place has
+# ended, and when what its first component reads has come from other stages. The step at place 0 ends with its last block.
+#
+# Between two stages one message follows the other, each as long as its transfer takes. The microbatches of one phase pass
+# from a
+# stage to another in their order, and share a stream.
+#
+# Leaves out what later components of a block wait for, messages of other stages on the same stream, and work of the step
+# before
+# at the other places. All of them make a step longer.
+
+
+MOST_BLOCKS = 4096
+"""Of a step. Longer ones are bounded without their order."""
+
+Lags = Mapping[int, Sequence[tuple[int, float, float]]]
+"""By stage, the stages from which its block gets what it begins with, how long after their beginning that is made, and how long
+it is on the way."""
+
+
+def is_small(plan: Plan) -> bool:
+    """Whether the blocks of a plan are few enough."""
+    return 2 * len(plan.stages) * plan.microbatches <= MOST_BLOCKS
+
+
+def last_block_s(
+    plan: Plan,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    ahead: Lags,
+    back: Lags,
+    early_s: Sequence[float],
+) -> float:
+    """When the last block of place 0 ends, after the beginning of the step there.
+
+    Args:
+        plan: a pipeline whose order has no halves. forward_s, backward_s: by stage, of one block.
+        ahead: of the forwards. back: of the backwards; none for a stage where the loss lies.
+        early_s: by stage, what a backward does at its beginning without the gradient: it runs a forward again.
+
+    Returns:
+        0 where a stage of another place waits for nothing: it may begin its step before place 0 does.
+    """
+    places, count = plan.stage_places, plan.microbatches
+    if any(place and not ahead.get(stage) for stage, place in enumerate(places)):
+        return 0.0
+    order, ranks = plan.pipeline_order, plan.mesh.pp
+    actions = [pipeline_actions(order, place, ranks, count, plan.chunks) for place in range(ranks)]
+    sending = _sending(ahead, len(places)), _sending(back, len(places))
+    awaited = [[len(lags.get(stage, ())) for stage in range(len(places))] for lags in (ahead, back)]
+    arrived: dict[tuple[bool, int, int], tuple[int, float]] = {}  # of a block: how many messages have come, and the last
+    passed: dict[tuple[bool, int, int], float] = {}
+    free, following = [0.0] * ranks, [0] * ranks
+    moved = True
+    while moved:
+        moved = False
+        for place, own in enumerate(actions):
+            for action in own[following[place] :]:
+                forwards, stage = action.phase is Phase.FORWARD, action.stage
+                come, ready = arrived.get((forwards, stage, action.microbatch), (0, 0.0))
+                if come < awaited[not forwards][stage]:
+                    break
+                ready = max(ready if forwards else ready - early_s[stage], free[place])
+                free[place] = ready + (forward_s if forwards else backward_s)[stage]
+                for target, made_s, way_s in sending[not forwards][stage]:
+                    there = max(ready + made_s, passed.get((forwards, stage, target), 0.0) if way_s else 0.0) + way_s
+                    passed[forwards, stage, target] = there
+                    key = forwards, target, action.microbatch
+                    come, last = arrived.get(key, (0, 0.0))
+                    arrived[key] = come + 1, max(last, there)
+                following[place] += 1
+                moved = True
+    return free[0]
+
+
+def _sending(waits: Lags, stages: int) -> list[list[tuple[int, float, float]]]:
+    """By stage the stages that wait for it, with when it has made what they wait for, and how long that is on the way."""
+    found: list[list[tuple[int, float, float]]] = [[] for _ in range(stages)]
+    for target, own in waits.items():
+        for source, made_s, way_s in own:
+            found[source].append((target, made_s, way_s))
+    return found
+
+
+def lags(
+    stages: Sequence[Sequence[str]],
+    ends: Mapping[str, float],
+    arriving: Callable[[str], Sequence[tuple[int, str, float]]],
+) -> Lags:
+    """How long after the beginning of other blocks each block gets what its first component waits for.
+
+    Args:
+        stages: by stage its components, in the order in which the block runs them. ends: of each, after the beginning of its
+            block, at least. arriving: by component what it waits for from other stages: (stage, component, seconds on the way).
+    """
+    found = {}
+    for number, names in enumerate(stages):
+        if names:
+            of_stage: dict[int, tuple[float, float]] = {}
+            for stage, maker, way_s in arriving(names[0]):
+                made_s = ends[maker]
+                before = of_stage.get(stage)
+                if before is None or made_s + way_s > sum(before):
+                    of_stage[stage] = made_s, way_s
+            found[number] = [(stage, made_s, way_s) for stage, (made_s, way_s) in of_stage.items()]
+    return found
+
+
+SOME_BYTES, SOME_REPLICAS = 2**20, 8
+"""The transfers by which the links of replicas are compared, and how many replicas are."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceWork:
+    """The computation of one step at a place on the pp axis, in seconds.
+
+    Attributes:
+        busy_s: of all microbatches on its slowest rank.
+        done_s: until its last block can have ended, after the beginning of the step at place 0.
+        after_s: from its last block to the end of the last block of place 0; None if no gradient goes there.
+        remaining_s: by component, what its place computes after the last backward of the component.
+    """
+
+    busy_s: float
+    done_s: float
+    after_s: float | None
+    remaining_s: Mapping[str, float]
+
+
+@dataclass
+class KnownBounds:
+    """Of one problem: the computation of plans that differ in buckets and ZeRO stage only, and prices by mesh and samples."""
+
+    work: dict[Plan, tuple[PlaceWork, ...]] = field(default_factory=dict)
+    prices: dict[tuple[object, int], Prices] = field(default_factory=dict)
+    orders: dict[Plan, float] = field(default_factory=dict)
+
+
+def computation_of(problem: PlanningProblem, plan: Plan) -> tuple[PlaceWork, ...]:
+    """The computation of every place of the plan.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model.
+    """
+    known = problem.remembered(KnownBounds).work
+    program = plan.without_zero()
+    if program not in known:
+        known[program] = _Computation(problem, problem.layout(plan)).places()
+    return known[program]
+
+
+def order_s(problem: PlanningProblem, plan: Plan, *, anew: bool = True) -> float:
+    """The end of the last block of place 0 of a pipeline, by the order of its blocks; 0 where that is not known.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model. anew: whether to work it out.
+    """
+    known = problem.remembered(KnownBounds).orders
+    program = plan.without_zero()
+    if program not in known and anew:
+        known[program] = _Computation(problem, problem.layout(plan)).order_s()
+    return known.get(program, 0.0)
+
+
+def prices_of(problem: PlanningProblem, plan: Plan) -> Prices:
+    """Prices on the plan's mesh, for its microbatch.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model.
+    """
+    known = problem.remembered(KnownBounds).prices
+    key = plan.mesh, plan.microbatch_samples
+    if key not in known:
+        known[key] = Prices(problem=problem, mesh=plan.mesh, samples=plan.microbatch_samples, bucket_bytes=DEFAULT_BUCKET_BYTES)
+    return known[key]
+
+
+@dataclass(frozen=True)
+class _Computation:
+    problem: PlanningProblem
+    layout: PlanIndex
+
+    @property
+    def plan(self) -> Plan:
+        return self.layout.plan
+
+    @cached_property
+    def prices(self) -> Prices:
+        return prices_of(self.problem, self.plan)
+
+    @cached_property
+    def converts(self) -> bool:
+        """Whether conversions are counted: not where components are placed on single ranks, which run beside one another, nor
+        where they run beside the second halves of backwards."""
+        return self.plan.is_mixed and not self._placed_alone and not self._halved
+
+    @cached_property
+    def _placed_alone(self) -> bool:
+        return any(placement.kind == "place" for stage in self.plan.stages for placement in stage.placements)
+
+    @cached_property
+    def _halved(self) -> bool:
+        return any(self.layout.is_halved(name) for name in self.plan.components)
+
+    def places(self) -> tuple[PlaceWork, ...]:
+        (before, turned), after = self._begins_s(), self._after_s()
+        found = []
+        for place in range(self.plan.mesh.pp):
+            chunks = self.plan.place_stages(place)
+            ranks = self._unlike_ranks(place)
+            busiest = max(
+                ((self._blocks(chunks, rank), rank) for rank in ranks), key=lambda entry: sum(map(sum, entry[0][0].values()))
+            )[0]
+            seconds, within = busiest
+            late = [after[chunk] for chunk in chunks]
+            reached = [value for value in late if value is not None]
+            busy_s = self.plan.microbatches * sum(map(sum, seconds.values()))
+            back_s = self.plan.microbatches * sum(backward for _, backward in seconds.values())
+            back_s -= max(map(self._ahead_s, chunks))
+            found.append(
+                PlaceWork(
+                    busy_s=busy_s,
+                    done_s=max(
+                        min(before[chunk] for chunk in chunks) + busy_s, min(turned[chunk] for chunk in chunks) + back_s
+                    ),
+                    after_s=min(reached) if len(reached) == len(late) else None,
+                    remaining_s=self._remaining_s(place, seconds, within),
+                )
+            )
+        return tuple(found)
+
+    def _unlike_ranks(self, place: int) -> Sequence[int]:
+        """One rank of each kind of device; where components are placed on single ranks, every shard of the first replica."""
+        if self._placed_alone:
+            return [self.layout.rank(place, 0, shard) for shard in range(self.plan.mesh.tp)]
+        costs = self.problem.costs(self.plan.world_size)
+        return costs.unlike_ranks(self.plan.mesh.stage_range(place))
+
+    def _ahead_s(self, chunk: int) -> float:
+        """What a backward of a stage may do before the gradient has come: the second forward of its first component, or of the
+        segment that this one belongs to."""
+        backwards = (name for name in reversed(self.plan.stages[chunk].components) if name in self.layout.differentiable)
+        first = next(backwards, None)
+        if first is None or not self.layout.recomputes(first):
+            return 0.0
+        again = self.layout.segment_of(first) or (first,)
+        ranks = self._unlike_ranks(self.plan.stage_places[chunk])
+        of = {name: (self.problem.model.component(name), self.layout.placement[name]) for name in again}
+        return max(sum(self.prices.compute_on_s(*own, Phase.RECOMPUTE, rank) for own in of.values()) for rank in ranks)
+
+    def _compute_s(self, name: str, phase: Phase, rank: int) -> float:
+        component = self.problem.model.component(name)
+        return self.prices.compute_on_s(component, self.layout.placement[name], phase, rank, self._part(name, phase))
+
+    def _part(self, name: str, phase: Phase) -> str:
+        return BY_OPERATOR_PART if phase is Phase.RECOMPUTE and self.layout.recomputes_by_operator(name) else ""
+
+    def _least_s(self, name: str, phase: Phase) -> float:
+        """On the fastest kind of device of its stage."""
+        component, placement = self.problem.model.component(name), self.layout.placement[name]
+        ranks = self._unlike_ranks(self.layout.stage_of[name])
+        if self._placed_alone:
+            ranks = [rank for rank in ranks if self.layout.runs_on(rank, name)]
+        return min(self.prices.compute_on_s(component, placement, phase, rank, self._part(name, phase)) for rank in ranks)
+
+    def _backward_s(self, name: str, rank: int) -> float:
+        halves = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT) if self.layout.is_halved(name) else (Phase.BACKWARD,)
+        return sum(self._compute_s(name, phase, rank) for phase in halves)
+
+    def _blocks(self, chunks: Sequence[int], rank: int) -> tuple[dict[int, tuple[float, float]], dict[str, float]]:
+        """By chunk the forward and backward of one microbatch on a rank; by component what of the backward follows its own."""
+        seconds: dict[int, tuple[float, float]] = {}
+        within: dict[str, float] = {}
+        for chunk in chunks:
+            names = [name for name in self.plan.stages[chunk].components if self.layout.runs_on(rank, name)]
+            forward = max(self._forward_ends(chunk, names, rank).values(), default=0.0)
+            ends, clock = self._backward_ends(chunk, names, rank)
+            seconds[chunk] = (forward, clock)
+            within.update({name: clock - end for name, end in ends.items()})
+        return seconds, within
+
+    def _forward_ends(self, chunk: int, names: Sequence[str], rank: int) -> dict[str, float]:
+        clock = 0.0
+        ends: dict[str, float] = {}
+        for name in names:
+            for value in self._made_in(chunk, name) if self.converts else ():
+                producer = value.producer
+                assert producer is not None
+                made, read = self.layout.source[value.name].value, self.layout.reads_in(name, value.name).value
+                clock = max(clock, ends[producer] + self._conversion_s(value, chunk, made, read))
+            clock += self._compute_s(name, Phase.FORWARD, rank)
+            ends[name] = clock
+        return ends
+
+    def _made_in(self, chunk: int, name: str) -> list[Value]:
+        """The inputs of a component that its own chunk makes."""
+        model = self.problem.model
+        values = (model.value[value] for value in dict.fromkeys(model.component(name).inputs))
+        return [value for value in values if value.producer is not None and self.layout.chunk_of[value.producer] == chunk]
+
+    def _backward_ends(self, chunk: int, names: Sequence[str], rank: int) -> tuple[dict[str, float], float]:
+        clock = 0.0
+        ends: dict[str, float] = {}
+        for name in reversed(names):
+            if name not in self.layout.differentiable:
+                continue
+            ready = 0.0
+            for output in self.problem.model.component(name).outputs if self.converts else ():
+                ready = max(ready, self._gradient_ready_s(chunk, output, ends))
+            if self.layout.recomputes(name):
+                clock += self._compute_s(name, Phase.RECOMPUTE, rank)
+            clock = max(clock, ready) + self._backward_s(name, rank)
+            ends[name] = clock
+        return ends, clock
+
+    def _gradient_ready_s(self, chunk: int, output: str, ends: Mapping[str, float]) -> float:
+        """When the gradients of a value that come from this chunk have the layout in which its maker wants them."""
+        value, ready = self.problem.model.value[output], 0.0
+        if not value.differentiable:
+            return ready
+        wanted = self.layout.source[output].gradient
+        for reading in self.layout.readings[output]:
+            first = next((name for name in reading.components if name in self.layout.differentiable), None)
+            if first is not None and self.layout.chunk_of[first] == chunk and first in ends:
+                ready = max(ready, ends[first] + self._conversion_s(value, chunk, reading.ends.gradient, wanted))
+        return ready
+
+    def _conversion_s(self, value: Value, chunk: int, source: ValueLayout, target: ValueLayout) -> float:
+        if source == target:
+            return 0.0
+        place = self.plan.stage_places[chunk]
+        key = (value.bytes_per_sample, value.fixed_bytes, place, source, target)
+        if key not in self._converted:
+            self._converted[key] = self._hops_s(value, self.layout.rank(place, 0), source, target)
+        return self._converted[key]
+
+    @cached_property
+    def _converted(self) -> dict[tuple[object, ...], float]:
+        return {}
+
+    def _hops_s(self, value: Value, base: int, source: ValueLayout, target: ValueLayout) -> float:
+        total, tp = 0.0, self.plan.mesh.tp
+        size_bytes = value.size_bytes(self.plan.microbatch_samples)
+        for hop in conversion(source, target, tp):
+            if hop.operation in LOCAL_HOPS:
+                continue
+            if hop.operation in POINT_TO_POINT_HOPS:
+                works: list[Work] = [hop_message(hop, base + a, base + b, size_bytes, tp) for a, b in hop_pairs(hop, tp)]
+            else:
+                groups = [tuple(base + rank for rank in group) for group in hop_groups(hop, tp)]
+                works = [hop_collective(hop, group, size_bytes, tp) for group in groups]
+            total += min(self._work_s(work, base) for work in works)
+        return total
+
+    def _work_s(self, work: Work, rank: int) -> float:
+        return self.problem.price([(work, rank)], self.plan.mesh)[0].median_s
+
+    def _transfer_s(self, value: Value, home: int, stage: int, moved: ValueLayout) -> float:
+        """From place to place, in the replica whose links are slowest."""
+        size_bytes = round(value.size_bytes(self.plan.microbatch_samples) * moved.local_share(self.plan.mesh.tp))
+        ends = self.layout.rank(home, self._replica), self.layout.rank(stage, self._replica)
+        return self._work_s(SendRecv(source=ends[0], destination=ends[1], size_bytes=size_bytes), ends[0])
+
+    @cached_property
+    def _replica(self) -> int:
+        """Of the first few. Any replica gives a bound, since all of them take part in every step."""
+
+        def passing_s(replica: int) -> float:
+            ranks = [self.layout.rank(place, replica) for place in range(self.plan.mesh.pp)]
+            works = (SendRecv(source=one, destination=two, size_bytes=SOME_BYTES) for one, two in pairwise(ranks))
+            return sum(self._work_s(work, work.source) for work in works)
+
+        return max(range(min(self.plan.mesh.copies, SOME_REPLICAS)), key=passing_s)
+
+    def _begins_s(self) -> tuple[list[float], list[float]]:
+        """Per stage of the plan when its first forward and its first backward can begin, after the beginning of the step at
+        place 0: as one microbatch alone would find every place free."""
+        count = len(self.plan.stages)
+        if self.plan.mesh.pp == 1 or self._placed_alone:
+            return [0.0] * count, [0.0] * count
+        clocks, begins = [0.0] * count, [0.0] * count
+        ends: dict[str, float] = {}
+        for chunk, stage in enumerate(self.plan.stages):
+            for number, name in enumerate(stage.components):
+                ready = clocks[chunk]
+                for input_name in self.problem.model.component(name).inputs:
+                    value = self.problem.model.value[input_name]
+                    if value.producer is not None:
+                        ready = max(ready, ends[value.producer] + self._coming_s(value, name))
+                if not number:
+                    begins[chunk] = ready
+                clocks[chunk] = ends[name] = ready + self._least_s(name, Phase.FORWARD)
+        return begins, self._turns_s(clocks)
+
+    def _turns_s(self, forwards: Sequence[float]) -> list[float]:
+        """Per stage when its first backward can begin, given when the forward of one microbatch ends there."""
+        clocks, begins = list(forwards), list(forwards)
+        ends: dict[str, float] = {}
+        for chunk in range(len(self.plan.stages) - 1, -1, -1):
+            names = [name for name in reversed(self.plan.stages[chunk].components) if name in self.layout.differentiable]
+            for number, name in enumerate(names):
+                ready = clocks[chunk]
+                for output in self.problem.model.component(name).outputs:
+                    value = self.problem.model.value[output]
+                    for reading in self.layout.readings[output] if value.differentiable else ():
+                        first = next((each for each in reading.components if each in ends), None)
+                        if first is not None:
+                            ready = max(ready, ends[first] + self._going_s(value, reading.stage, reading.ends.gradient))
+                if not number:
+                    begins[chunk] = ready
+                own = 0.0 if self._halved else self._least_s(name, Phase.BACKWARD)
+                clocks[chunk] = ends[name] = ready + own
+        return begins
+
+    def _going_s(self, value: Value, stage: int, moved: ValueLayout) -> float:
+        assert value.producer is not None
+        home = self.layout.stage_of[value.producer]
+        return 0.0 if home == stage else self._transfer_s(value, stage, home, moved)
+
+    def _coming_s(self, value: Value, name: str) -> float:
+        assert value.producer is not None
+        home, stage = self.layout.stage_of[value.producer], self.layout.stage_of[name]
+        return 0.0 if home == stage else self._transfer_s(value, home, stage, self.layout.reads_in(name, value.name).value)
+
+    def _after_s(self) -> list[float | None]:
+        """Per stage of the plan from the end of its last block to the end of a block at place 0 that waits for it."""
+        found: list[float | None] = [0.0 if place == 0 else None for place in self.plan.stage_places]
+        if self.plan.mesh.pp == 1 or self._placed_alone:
+            return found
+        if self._halved:
+            return found  # the last task of a place may be the half that nobody waits for
+        rest: dict[str, float] = {}
+        for chunk, stage in enumerate(self.plan.stages):
+            names = [name for name in stage.components if name in self.layout.differentiable]
+            total = 0.0
+            for name in names:
+                total += self._least_s(name, Phase.BACKWARD)
+                rest[name] = total
+            if names and (going := self._returning_s(chunk, names[0], rest, found)) is not None:
+                found[chunk] = max(going, found[chunk] or 0.0)
+        return found
+
+    def _returning_s(self, chunk: int, first: str, rest: Mapping[str, float], found: Sequence[float | None]) -> float | None:
+        """From the backward of a stage's first component by way of its inputs to place 0, the longest way."""
+        model, longest = self.problem.model, None
+        for input_name in model.component(first).inputs:
+            value = model.value[input_name]
+            if value.producer is None or not value.differentiable or value.producer not in rest:
+                continue
+            home = self.layout.chunk_of[value.producer]
+            onwards = found[home]
+            mine = next(entry for entry in self.layout.readings[input_name] if first in entry.components)
+            leading = next((name for name in mine.components if name in self.layout.differentiable), None)
+            if home == chunk or onwards is None or leading != first:
+                continue
+            places = self.plan.stage_places[chunk], self.plan.stage_places[home]
+            moving = 0.0 if places[0] == places[1] else self._transfer_s(value, *places, mine.ends.gradient)
+            longest = max(longest or 0.0, moving + rest[value.producer] + onwards)
+        return longest
+
+    def order_s(self) -> float:
+        """As `parsim.search.bound` bounds it."""
+        if self.plan.mesh.pp == 1 or self._placed_alone or self._halved or not is_small(self.plan):
+            return 0.0
+        stages = [stage.components for stage in self.plan.stages]
+        turned = [[name for name in reversed(names) if name in self.layout.differentiable] for names in stages]
+        forward_s, made = self._least_ends(stages, self._forward_ends)
+        backward_s, made_back = self._least_ends(stages, lambda *block: self._backward_ends(*block)[0])
+        ahead = lags(stages, made, self._inputs_from_others)
+        back = lags(turned, made_back, self._gradients_from_others)
+        early_s = [self._ahead_s(chunk) for chunk in range(len(stages))]
+        return last_block_s(self.plan, forward_s, backward_s, ahead, back, early_s)
+
+    def _least_ends(
+        self, stages: Sequence[Sequence[str]], ends_of: Callable[[int, Sequence[str], int], Mapping[str, float]]
+    ) -> tuple[list[float], dict[str, float]]:
+        """Per stage the seconds of its block; by component its end after the block begins, on the fastest rank."""
+        seconds, ends = [], dict[str, float]()
+        for chunk, names in enumerate(stages):
+            found = [ends_of(chunk, names, rank) for rank in self._unlike_ranks(self.plan.stage_places[chunk])]
+            ends |= {name: min(each[name] for each in found) for name in found[0]}
+            seconds.append(min(max(each.values(), default=0.0) for each in found))
+        return seconds, ends
+
+    def _inputs_from_others(self, name: str) -> list[tuple[int, str, float]]:
+        """What a component reads from other stages of the plan: the stage, the maker, the seconds on the way."""
+        values = [self.problem.model.value[value] for value in dict.fromkeys(self.problem.model.component(name).inputs)]
+        chunk_of = self.layout.chunk_of
+        return [
+            (chunk_of[value.producer], value.producer, self._coming_s(value, name))
+            for value in values
+            if value.producer is not None and chunk_of[value.producer] != chunk_of[name]
+        ]
+
+    def _gradients_from_others(self, name: str) -> list[tuple[int, str, float]]:
+        """The same for its backward: the last of each stage to add to the gradients of what it makes."""
+        found = []
+        for output in self.problem.model.component(name).outputs:
+            value = self.problem.model.value[output]
+            for reading in self.layout.readings[output] if value.differentiable else ():
+                last = next((each for each in reading.components if each in self.layout.differentiable), None)
+                if last is not None and self.layout.chunk_of[last] != self.layout.chunk_of[name]:
+                    going = self._going_s(value, reading.stage, reading.ends.gradient)
+                    found.append((self.layout.chunk_of[last], last, going))
+        return found
+
+    def _remaining_s(
+        self, place: int, seconds: Mapping[int, tuple[float, float]], within: Mapping[str, float]
+    ) -> dict[str, float]:
+        """By component, what the place computes after its last backward."""
+        plan = self.plan
+        later = 0.0
+        behind: dict[int, float] = {}
+        count = few_rounds(plan.pipeline_order, plan.mesh.pp, plan.microbatches)
+        actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, count, plan.chunks)
+        for action in reversed(actions):
+            forward, backward = seconds[action.stage]
+            if action.phase is not Phase.FORWARD:
+                behind.setdefault(action.stage, later)
+                if len(behind) == len(seconds):
+                    break
+            later += forward if action.phase is Phase.FORWARD else backward
+        return {name: behind[self.layout.chunk_of[name]] + own for name, own in within.items()}
+
+
+# ZeRO 3: what a place on the pp axis waits for at least, because parameters are gathered at most one lot ahead.
+#
+# A lot is what runs on the same gathered parameters. Those of a lot are gathered from the end of the lot before the previous
+# one
+# on (`parsim.program.passes.unsharded`). A backward without prefetch gathers them from the end of the previous one on. So
+# lots that
+# compute little leave the gathers of the next ones uncovered.
+#
+# Leaves out: the first two lots of a block, which may be gathered before it begins; conversions; sums of gradients, which
+# share
+# the stream.
+
+
+def gathered_s(problem: PlanningProblem, layout: PlanIndex, place: int, rank: int) -> tuple[float, float]:
+    """Of one microbatch: seconds of all gathers, and of computation that waits for them.
+
+    Args:
+        problem: model, cluster and batch. layout: of a plan with ZeRO 3. place: on the pp axis. rank: the first one there.
+
+    Returns:
+        Without the gathers of what is whole from the block before. The second is 0 where backwards run in halves.
+    """
+    total = waiting = 0.0
+    whole = not any(map(layout.is_halved, layout.plan.components))
+    for chunk in layout.plan.place_stages(place):
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            block = [own for own in computations(layout, chunk, phase) if layout.runs_on(rank, own[1])]
+            lots = _lots(problem, layout, rank, block)
+            total += sum(gathered for gathered, *_ in lots)
+            waiting += _block_s(lots, ahead=phase is Phase.FORWARD or layout.plan.backward_prefetch) if whole else 0.0
+    return total, waiting
+
+
+def _lots(
+    problem: PlanningProblem, layout: PlanIndex, rank: int, block: list[tuple[Phase, str]]
+) -> list[tuple[float, float, float]]:
+    """Of a block's lots: seconds of the gathers that one begins with (none of the first), of computation before it that needs
+    no parameters, and of its own."""
+    lots: list[tuple[float, float, float]] = []
+    needed: dict[int, None] | None = None
+    between, prices = 0.0, prices_of(problem, layout.plan)
+    for phase, name in block:
+        buckets = {bucket.number: bucket for bucket in layout.unsharded_buckets(name) if rank in bucket.group}
+        own = _compute_s(prices, layout, rank, name, phase)
+        if not buckets:
+            between += own
+            continue
+        if needed is None or needed.keys() != buckets.keys():
+            entering = [bucket for number, bucket in buckets.items() if needed is not None and number not in needed]
+            gathering = sum(
+                problem.price([(gathering_work(bucket), rank)], layout.plan.mesh)[0].median_s for bucket in entering
+            )
+            lots.append((gathering, between, own))
+        else:
+            gathering, before, others = lots[-1]
+            lots[-1] = (gathering, before, others + between + own)
+        needed, between = dict.fromkeys(buckets), 0.0
+    return lots
+
+
+def _block_s(lots: list[tuple[float, float, float]], *, ahead: bool) -> float:
+    """When a block's last lot ends, after the block has begun."""
+    ends: list[float] = []
+    for number, (gathering, between, own) in enumerate(lots):
+        ready = (ends[-1] if ends else 0.0) + between
+        if number >= 2:
+            ready = max(ready, (ends[-2] if ahead else ends[-1]) + gathering)
+        ends.append(ready + own)
+    return ends[-1] if ends else 0.0
+
+
+def _compute_s(prices: Prices, layout: PlanIndex, rank: int, name: str, phase: Phase) -> float:
+    """Of one computation of a microbatch."""
+    part = BY_OPERATOR_PART if phase is Phase.RECOMPUTE and layout.recomputes_by_operator(name) else ""
+    return prices.compute_on_s(prices.problem.model.component(name), layout.placement[name], phase, rank, part)
+
+
+# Lower bounds of a plan's step: what the simulation of the plan cannot go below, without lowering or simulating it.
+#
+# Every rank issues its computation in order, and begins a step when its own tasks of the step before have ended. So with
+# F and B the computation of one microbatch on a place of the pp axis (a block), conversions between its components included:
+#
+#     own       M * (F + B), then every bucket whose gradients are complete k seconds before the end, then the optimizer
+#     round     place 0 begins the step; place p cannot begin before the first microbatch has come to it (E), and after the
+#     last
+#               backward of p a gradient still goes back to place 0 (D): E + M * (F + B) + D, then the last buckets of place
+#               0;
+#               nor can its backwards begin before one microbatch has come to the loss and back (L): L + M * B + D
+#     order     the last block of place 0 by the order of all blocks (`parsim.search.bound`), then its last buckets
+#     sending   all collectives on the stream of the gradients, which takes one at a time (sums over sharding groups are not
+#     on
+#               it); with ZeRO 3 also what waits for parameters that are gathered late (`parsim.search.bound`)
+#
+# The bound is the largest of these over the places. All prices are those of the simulation.
+#
+# Leaves out: loading, overlap factors, cores that ranks share, waiting between blocks. All of them make a step longer.
+
+
+ROUNDING = 1 - 1e-9
+"""Sums in another order differ by rounding: a bound is lowered by that much."""
+
+
+@dataclass
+class KnownNoise:
+    """Of one problem, by number of ranks: the mean of the least noisy core over the draws of the simulation, at most 1."""
+
+    means: dict[int, float] = field(default_factory=dict)
+
+
+def step_bound_s(problem: PlanningProblem, plan: Plan) -> float:
+    """Seconds that no simulation of the plan goes below.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model.
+
+    Raises:
+        PlanError: the plan does not match the model. CostError: a component without a price.
+    """
+    layout = problem.layout(plan)
+    places = computation_of(problem, plan)
+    ends = [_place_end_s(problem, layout, place, work) for place, work in enumerate(places)]
+    rounds = [work.done_s + work.after_s for work in places if work.after_s is not None]
+    rounds.append(order_s(problem, plan, anew=False))
+    last = _last_buckets_s(problem, layout, places[0])
+    bound = max(*ends, max(rounds, default=0.0) + last)
+    return (bound * least_noise(problem, plan.world_size) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
+
+
+def computation_bound_s(problem: PlanningProblem, plan: Plan) -> float:
+    """The same for all ZeRO stages and bucket sizes at once: computation, conversions and transfers alone.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model.
+    """
+    places = computation_of(problem, plan)
+    own = max(work.busy_s for work in places)
+    rounds = [work.done_s + work.after_s for work in places if work.after_s is not None]
+    bound = max(own, *rounds) if rounds else own
+    return (bound * least_noise(problem, plan.world_size) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
+
+
+def order_bound_s(problem: PlanningProblem, plan: Plan) -> float:
+    """As `computation_bound_s`, by the order of the pipeline's blocks: sharper, and slower to find. Later bounds of plans that
+    differ in ZeRO stage and bucket size alone include it.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model.
+    """
+    bound = order_s(problem, plan)
+    return (bound * least_noise(problem, plan.world_size) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
+
+
+def least_noise(problem: PlanningProblem, ranks: int) -> float:
+    """The mean of the least noisy core over the draws with which a step is simulated, however many, at most 1.
+
+    Args:
+        problem: whose profile may hold noise of single ranks. ranks: of the plan.
+    """
+    noise = problem.cluster.profile.noise
+    if noise is None or not noise.rank_sigma or ranks == 1:
+        return 1.0
+    known = problem.remembered(KnownNoise).means
+    if ranks not in known:
+        cores = np.arange(1 + max(problem.cluster.core_of_rank(ranks), default=0))
+        means = rank_noise(np.arange(max(len(cores), ranks)), noise.rank_sigma, NOISY_STEPS, SEED)
+        own = rank_noise(cores, noise.rank_sigma, NOISY_STEPS, SEED)
+        known[ranks] = min(1.0, _least_mean(means), _least_mean(own))
+    return known[ranks]
+
+
+def _least_mean(draws: Floats) -> float:
+    """Over the cores, and over the numbers of draws from `FEWEST_DRAWS` on."""
+    means = np.cumsum(draws, axis=0) / np.arange(1, len(draws) + 1)[:, None]
+    return float(means[FEWEST_DRAWS - 1 :].min())
+
+
+# --- gradients and parameters -----------------------------------------------------------------------------------------
+
+
+def _place_end_s(problem: PlanningProblem, layout: PlanIndex, place: int, work: PlaceWork) -> float:
+    """When the first rank of a place is done with its own step, or its gradients' stream is."""
+    mesh, microbatches = layout.plan.mesh, layout.plan.microbatches
+    rank = layout.rank(place, 0)
+
+    def seconds(of: Work) -> float:
+        return problem.price([(of, rank)], mesh)[0].median_s
+
+    sending, gathering, done, late = 0.0, 0.0, work.busy_s, []
+    for bucket in layout.rank_buckets(rank):
+        across = replica_sum_work(layout, bucket, rank)
+        across_s = 0.0 if across is None else seconds(across)
+        if len(bucket.group) == 1:
+            if across is not None:
+                late.append((_remaining(work, layout.completes(bucket.family, place)), 0.0, across_s))
+            continue
+        stage = layout.zero_stage_of(bucket)
+        summed = seconds(bucket_work(layout, bucket))
+        sending += summed * (microbatches if stage >= 2 else 1)
+        if stage in (1, 2):
+            gathering += seconds(gathering_work(bucket))
+        late.append((_remaining(work, layout.completes(bucket.family, place)), summed, across_s))
+    if layout.plan.zero_stage >= 3:
+        gathered, waiting = gathered_s(problem, layout, place, rank)
+        sending += microbatches * gathered
+        done = max(done, microbatches * waiting)
+    last = _Sums()
+    for remaining, summed, across_s in sorted(late):
+        last.add(summed, across_s)
+        done = max(done, work.busy_s - remaining + last.end_s)
+    return max(done + _after_s(_update_s(problem, layout, rank), gathering, layout), sending + gathering)
+
+
+def _after_s(update_s: float, gathering_s: float, layout: PlanIndex) -> float:
+    """What follows the last gradients. A host's update goes bucket by bucket, and buckets are gathered beside later ones."""
+    return max(update_s, gathering_s) if layout.plan.optimizer_offload else update_s + gathering_s
+
+
+@dataclass
+class _Sums:
+    """Of buckets that are complete at one moment or later: what passes at least until their sums have ended.
+
+    Sums of a sharding group run one after the other. Sums over all groups do too, each behind the first sum of its bucket.
+    """
+
+    summed_s: float = 0.0
+    across_s: float = 0.0
+    least_summed_s: float = float("inf")
+    least_across_s: float = float("inf")
+
+    def add(self, summed_s: float, across_s: float) -> None:
+        """One more bucket."""
+        self.summed_s += summed_s
+        self.across_s += across_s
+        self.least_summed_s = min(self.least_summed_s, summed_s)
+        self.least_across_s = min(self.least_across_s, across_s)
+
+    @property
+    def end_s(self) -> float:
+        if self.least_summed_s == float("inf"):
+            return 0.0
+        return max(self.summed_s + self.least_across_s, self.least_summed_s + self.across_s)
+
+
+def _remaining(work: PlaceWork, completing: Sequence[str]) -> float:
+    """Seconds that the place computes after the gradients of a bucket are complete; of tied parameters at any of its places."""
+    known = [work.remaining_s[name] for name in completing if name in work.remaining_s]
+    return min(known, default=work.busy_s)
+
+
+def _last_buckets_s(problem: PlanningProblem, layout: PlanIndex, work: PlaceWork) -> float:
+    """What follows the last backward of place 0: the buckets that it completes, the optimizer, gathered parameters."""
+    rank, last, gathering = layout.rank(0, 0), _Sums(), 0.0
+
+    def seconds(of: Work) -> float:
+        return problem.price([(of, rank)], layout.plan.mesh)[0].median_s
+
+    for bucket in layout.rank_buckets(rank):
+        across, several = replica_sum_work(layout, bucket, rank), len(bucket.group) > 1
+        if (several or across is not None) and _remaining(work, layout.completes(bucket.family, 0)) <= 0.0:
+            last.add(seconds(bucket_work(layout, bucket)) if several else 0.0, 0.0 if across is None else seconds(across))
+        if several and layout.zero_stage_of(bucket) in (1, 2):
+            gathering += seconds(gathering_work(bucket))
+    return last.end_s + _after_s(_update_s(problem, layout, rank), gathering, layout)
+
+
+def _update_s(problem: PlanningProblem, layout: PlanIndex, rank: int) -> float:
+    steps: list[tuple[Work, int]] = [(step, rank) for step in updates_of(layout, rank)]
+    if layout.plan.optimizer_offload:
+        steps = [(HostUpdate(elements=own.elements, optimizer=own.optimizer), rank) for own in updates_of(layout, rank)]
+    return sum(price.median_s for price in problem.price(steps, layout.plan.mesh)) if steps else 0.0
+
+
+# A lower bound of the step on so many devices, whatever the mesh: all computation of the batch, divided evenly.
+#
+# A component computes its samples in portions: m samples at a time on a device, or on w devices that hold a shard each. Every
+# portion divides the batch. So the least device-seconds per sample, over all portions and shardings, bound every plan.
+
+
+@dataclass
+class DeviceSeconds:
+    """Of one problem, by prices and kinds of devices: the least device-seconds of one batch."""
+
+    known: dict[tuple[int, tuple[str, ...]], float] = field(default_factory=dict)
+
+    def step_s(self, problem: PlanningProblem, devices: int) -> float:
+        """Seconds that no step on so many devices goes below.
+
+        Args:
+            problem: model, cluster and batch. devices: the first ones of the cluster.
+        """
+        kinds = tuple(sorted(device_kinds(problem, devices)))
+        key = problem.cost_group(devices), kinds
+        if key not in self.known:
+            self.known[key] = _batch_s(problem, devices)
+        return self.known[key] / devices * least_noise(problem, devices) * ROUNDING
+
+    def are_alike(self, problem: PlanningProblem) -> bool:
+        """Whether prices do not depend on how many ranks compute: then fewer devices never have a lower bound."""
+        noise = problem.cluster.profile.noise
+        return problem.cost_group(1) == problem.cost_group(problem.cluster.size) and (noise is None or not noise.rank_sigma)
+
+
+def _batch_s(problem: PlanningProblem, devices: int) -> float:
+    known: dict[object, float] = {}
+    total = 0.0
+    for component in problem.model.components:
+        prices = _prices(problem, devices, 1)
+        ways = _ways(component, devices)
+        key = prices.same_work(component), component.name in prices.differentiable, tuple(ways)
+        if key not in known:
+            known[key] = min(
+                _device_seconds(_prices(problem, devices, samples), component, placement) / samples
+                for samples in divisors(problem.global_batch)
+                for placement in ways
+            )
+        total += known[key]
+    return total * problem.global_batch
+
+
+def _prices(problem: PlanningProblem, devices: int, samples: int) -> Prices:
+    return Prices(problem=problem, mesh=Mesh(dp=devices), samples=samples, bucket_bytes=DEFAULT_BUCKET_BYTES)
+
+
+def _ways(component: Component, devices: int) -> list[Placement]:
+    """Whole, and every rule with every number of shards."""
+    return [
+        BATCH,
+        *(
+            Placement("shard", rule=each.rule, ways=ways)
+            for each in component.shardings
+            for ways in ways_of(each)
+            if ways <= devices
+        ),
+    ]
+
+
+def _device_seconds(prices: Prices, component: Component, placement: Placement) -> float:
+    """Forward and backward of so many samples, times the devices that share them."""
+    phases = (Phase.FORWARD, Phase.BACKWARD) if component.name in prices.differentiable else (Phase.FORWARD,)
+    ranks = device_kinds(prices.problem, prices.mesh.size).values()
+    whole = [sum(prices.local_s(component, placement, phase, rank) for phase in phases) for rank in ranks]
+    return placement.ways * min(whole)

@@ -1,0 +1,266 @@
+"""Plans and constraints written by hand: patterns of component names with placements, and the plan of strategy "custom".
+
+A pattern is a shell pattern over component names: "layers.*.attention" means that part of every layer, "*" all components.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from parsim.errors import ConfigError, ModelError, PlanError, near_matches
+from parsim.model.component import Component
+from parsim.model.model import Model
+from parsim.model.shard.narrow import check_ways
+from parsim.plans.layouts import BATCH, KINDS, Placement, parse_placement
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import (
+    BY_OPERATOR,
+    DEFAULT_BUCKET_BYTES,
+    NONE,
+    SELECTIVE,
+    ActivationOffload,
+    Plan,
+    Recompute,
+    check_plan,
+    holding,
+)
+from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
+from parsim.predict.problem import PlanningProblem
+from parsim.search.stages import balanced_plan
+
+Pins = tuple[tuple[str, Placement], ...]
+Forbids = tuple[tuple[str, str], ...]
+
+
+def components_of(pattern: str, model: Model, key: str) -> tuple[str, ...]:
+    """The components a pattern means, in execution order. Raises ConfigError if there are none; `key` says where it stands."""
+    names = tuple(component.name for component in model.components)
+    found = tuple(name for name in names if fnmatchcase(name, pattern))
+    if not found:
+        alike = {re.sub(r"[0-9]+", "*", name) for name in names}  # of 100 layers one pattern, where no name is near
+        near = near_matches(pattern, names if get_close_matches(pattern, names, cutoff=0.5) else alike)
+        raise ConfigError(f"{key}.{pattern!r} means no component of {model.name} at granularity {model.granularity}{near}")
+    return found
+
+
+def placements_by_pattern(patterns: Mapping[str, Placement], model: Model) -> dict[str, Placement]:
+    """A placement for every component: that of the first pattern it matches, else batch.
+
+    Raises:
+        ConfigError: a pattern without a component, or whose components all belong to earlier patterns; a placement that its
+            component cannot have.
+    """
+    found: dict[str, Placement] = {}
+    for pattern, placement in patterns.items():
+        names = components_of(pattern, model, "plan.placements")
+        free = [name for name in names if name not in found]
+        if not free:
+            raise ConfigError(
+                f"plan.placements.{pattern!r} = {str(placement)!r} never applies: an earlier pattern has placed each of its "
+                f"components ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); move it up or drop it"
+            )
+        for name in free:
+            _check_rule(model, name, placement, f"plan.placements.{pattern!r}")
+            found[name] = placement
+    return {component.name: found.get(component.name, BATCH) for component in model.components}
+
+
+def pins_by_pattern(patterns: Mapping[str, Placement], model: Model, devices: int) -> Pins:
+    """(component, placement) of every pinned component, in execution order.
+
+    Raises:
+        ConfigError: a pattern without a component, two pins that contradict each other, a placement that its component cannot
+            have on any mesh of so many devices.
+    """
+    found: dict[str, tuple[str, Placement]] = {}
+    for pattern, placement in patterns.items():
+        for name in components_of(pattern, model, "plan.pin"):
+            earlier, other = found.setdefault(name, (pattern, placement))
+            if other != placement:
+                raise ConfigError(
+                    f"plan.pin contradicts itself: {name} is {other} by {earlier!r} and {placement} by {pattern!r}; drop one"
+                )
+            _check_rule(model, name, placement, f"plan.pin.{pattern!r}")
+            _check_devices(placement, devices, f"plan.pin.{pattern!r}")
+    _check_tied(model, found)
+    return tuple((component.name, found[component.name][1]) for component in model.components if component.name in found)
+
+
+def forbids_by_pattern(patterns: Mapping[str, Sequence[str]], model: Model, pins: Pins = ()) -> Forbids:
+    """(component, forbidden placement or kind) of every component that has any.
+
+    Raises:
+        ConfigError: a pattern without a component, a pin that is forbidden, a component that is left no kind of placement.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for pattern, texts in patterns.items():
+        for name in components_of(pattern, model, "plan.forbid"):
+            found.setdefault(name, {}).update(dict.fromkeys(texts, pattern))
+    for name, pinned in pins:
+        for text in (pinned.kind, str(pinned)):
+            if text in found.get(name, {}):
+                raise ConfigError(
+                    f"plan.pin and plan.forbid contradict each other: {name} is pinned to {pinned}, and {text} is forbidden by "
+                    f"{found[name][text]!r}; drop one"
+                )
+    for name, forbidden in found.items():
+        possible = [kind for kind in KINDS if kind != "shard" or model.component(name).shardings]
+        if all(kind in forbidden for kind in possible):
+            raise ConfigError(
+                f"plan.forbid leaves {name} no placement: {', '.join(possible)} are all it can have, and all are forbidden; "
+                "allow one of them"
+            )
+    return tuple((name, text) for name, forbidden in found.items() for text in forbidden)
+
+
+def parse_placements(texts: Mapping[str, str]) -> dict[str, Placement]:
+    """Raises PlanError for a text that is not a placement."""
+    return {pattern: parse_placement(text) for pattern, text in texts.items()}
+
+
+def recompute_by_pattern(recompute: Recompute, model: Model) -> Recompute:
+    """The same with every pattern of names as the components that it means.
+
+    Args:
+        recompute: "auto", "none", "selective", "full", or names, which may begin with "selective:". model: whose components are
+            meant.
+
+    Raises:
+        ConfigError: a pattern means none, or no component that it means keeps less by operator.
+    """
+    if isinstance(recompute, str):
+        if recompute == SELECTIVE:
+            _check_by_operator(model, model.components, recompute)
+        return recompute
+    found: dict[str, None] = {}
+    for entry in recompute:
+        pattern = entry.removeprefix(BY_OPERATOR)
+        names = components_of(pattern, model, "plan.recompute")
+        if entry != pattern:
+            _check_by_operator(model, [model.component(name) for name in names], entry)
+        found.update((entry.removesuffix(pattern) + name, None) for name in names)
+    return tuple(found)
+
+
+def offload_by_pattern(offload: ActivationOffload, model: Model) -> ActivationOffload:
+    """The same with every pattern of names as the components that it means.
+
+    Args:
+        offload: of activations. model: whose components are meant.
+
+    Raises:
+        ConfigError: a pattern means none.
+    """
+    if isinstance(offload, bool):
+        return offload
+    return tuple({name: None for pattern in offload for name in components_of(pattern, model, "plan.activation_offload")})
+
+
+def _check_by_operator(model: Model, components: Sequence[Component], asked: str) -> None:
+    """Raise ConfigError where none of the components keeps less by operator."""
+    if any(component.selective is not None for component in components):
+        return
+    raise ConfigError(
+        f"plan.recompute = {asked!r} would change nothing: it keeps the outputs of products, convolutions and fused attention "
+        f"and computes the rest again. No such component of {model.name} keeps less so than it does anyway. (A Model saved "
+        'by an earlier version does not tell; trace it again.) Set recompute = "auto", "full" or a list of components'
+    )
+
+
+def _check_rule(model: Model, name: str, placement: Placement, where: str) -> None:
+    """The component has the rule, and it divides."""
+    if placement.kind != "shard":
+        return
+    component = model.component(name)
+    try:
+        check_ways(name, component.sharding(placement.rule), placement.ways, component.shardings)
+    except ModelError as error:
+        rules = {sharding.rule: sharding.limit for sharding in component.shardings}
+        fix = f"choose ways that divide {rules[placement.rule]}" if placement.rule in rules else "choose one of its rules"
+        raise ConfigError(
+            f"{where} = {str(placement)!r}: {error}; {fix if rules else 'choose'}{', or' if rules else ''} batch, replicate or "
+            "place:J"
+        ) from error
+
+
+def _check_devices(placement: Placement, devices: int, where: str) -> None:
+    """Some mesh of so many devices has a tp axis for it."""
+    if placement.kind == "shard" and (placement.ways < 2 or devices % placement.ways):
+        raise ConfigError(
+            f"{where} = {str(placement)!r}: ways ({placement.ways}) must be at least 2 and divide the devices ({devices})"
+        )
+    if placement.kind == "place" and placement.shard >= devices:
+        raise ConfigError(f"{where} = {str(placement)!r}: there is no tp rank {placement.shard} on {devices} devices")
+    if placement.kind == "replicate" and devices == 1:
+        raise ConfigError(f"{where} = {str(placement)!r}: there is nothing to replicate over on one device")
+
+
+def _check_tied(model: Model, pinned: Mapping[str, tuple[str, Placement]]) -> None:
+    """Pinned components that share a parameter hold it alike."""
+    held: dict[str, tuple[str, object]] = {}
+    for component in model.components:
+        if component.name in pinned:
+            placement = pinned[component.name][1]
+            for parameter in component.parameters:
+                how = holding(component, placement, parameter.name)
+                first, other = held.setdefault(parameter.name, (component.name, how))
+                if other != how:
+                    raise ConfigError(
+                        f"plan.pin contradicts itself: {first} ({pinned[first][1]}) and {component.name} ({placement}) share "
+                        f"the parameter {parameter.name} and would hold it differently; pin them alike, or only one of them"
+                    )
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def custom_plan(
+    problem: PlanningProblem,
+    mesh: Mesh,
+    *,
+    placements: Mapping[str, Placement] | None = None,
+    microbatches: int = 1,
+    pipeline_order: str = "1f1b",
+    chunks: int = 1,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    recompute: Recompute = NONE,
+    context_exchange: str = "ring",
+    synchronisation: Synchronisation = ALL_REDUCE,
+    switches: Mapping[str, bool] | None = None,
+) -> Plan:
+    """The plan on `mesh` with these placements; its stages are cut so that the slowest is as fast as can be.
+
+    Args:
+        placements: by component; None: all batch-sharded. context_exchange, synchronisation: as in Plan.
+        switches: keys of Plan that are true or false, by name.
+
+    Raises:
+        PlanError: the placements, the batch and the mesh do not go together. ScheduleError: more stages than components.
+        CostError: stages cannot be balanced where a component has no cost.
+    """
+    parts = mesh.dp * microbatches
+    if problem.global_batch % parts:
+        raise PlanError(
+            f"global_batch ({problem.global_batch}) must be divisible by dp ({mesh.dp}) * microbatches ({microbatches}) = "
+            f"{parts}; the nearest that is: {max(1, round(problem.global_batch / parts)) * parts}"
+        )
+    problem = problem.on(mesh)
+    plan = balanced_plan(
+        problem,
+        "custom",
+        mesh,
+        microbatches=microbatches,
+        pipeline_order=pipeline_order,
+        chunks=chunks,
+        bucket_bytes=bucket_bytes,
+        placements=placements,
+    )
+    given: dict[str, Any] = dict(switches or {})
+    plan = replace(plan, recompute=recompute, context_exchange=context_exchange, synchronisation=synchronisation, **given)
+    check_plan(plan, problem.model)
+    return plan

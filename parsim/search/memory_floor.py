@@ -1,0 +1,854 @@
+"""A lower bound of the memory of a rank, whatever is recomputed: what the search leaves out without working out its memory.
+
+    weights       parameters, gradients and optimizer state, divided by as much as tp and ZeRO can
+    activations   of one microbatch, as often as the order holds it: what components save. Where it is free what is recomputed:
+                  the values that some reader needs for its backward. Recomputed or not, such a reader keeps them
+    largest       what one component saves of one microbatch: it lies on a rank during the backward of the component
+
+Bytes are the mean over the tp ranks of a place, and the fullest rank holds at least that. Leaves out everything else, so a plan
+above the bound may still not fit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from operator import mul
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsim.model.component import Component, Parameter
+from parsim.model.formats import component_in, value_in
+from parsim.model.model import Model
+from parsim.model.shard.narrow import narrow
+from parsim.numeric import Floats
+from parsim.plans.layouts import BATCH, Placement
+from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import PIPELINE_ORDERS, moments
+from parsim.plans.plan import AUTO, BY_OPERATOR, NONE, ZERO_STAGES, Plan, Recompute
+from parsim.predict.problem import PlanningProblem
+from parsim.program.buckets import alike, hold
+from parsim.search.bound import ROUNDING, computation_of, least_noise, prices_of
+from parsim.search.stages import Segments, segments_of
+from parsim.work import Phase
+
+# Which components to recompute so that a rank keeps least between forward and backward, and what each keeps then.
+#
+# A recomputed component keeps its inputs. One that is not keeps what it saves, which may stand for the inputs of others: a
+# normalisation that stays as it is keeps one value for two that it reads. So recomputing all components need not keep least.
+# Components of one kind are treated alike: kind by kind, as long as that keeps less. Components of a segment keep what enters
+# it.
+#
+# Leaves out: fixed bytes, layouts of values between shards. It decides what is tried, never what is left out.
+
+
+MOST_KINDS = 24
+"""Kinds of components of which more and less recomputation is tried, the most frequent first."""
+
+AS_IT_IS, SOME, WHOLE = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastKept:
+    """Attributes:
+    recompute, segments: of a plan, of which stages may cut segments in two.
+    kept: float64 [n], bytes per sample that each component keeps. whole: bool [n], whether all of its forward runs again.
+    """
+
+    recompute: Recompute
+    kept: Floats
+    whole: NDArray[np.bool_]
+    segments: Segments = ()
+
+
+@dataclass
+class _LeastKept:
+    """Of one problem."""
+
+    alone: LeastKept | None = None
+    together: tuple[LeastKept, ...] | None = None
+
+
+def least_kept(problem: PlanningProblem) -> LeastKept:
+    """The choice that keeps least of those that treat components of one kind alike, without segments.
+
+    Args:
+        problem: model and precision.
+    """
+    known = problem.remembered(_LeastKept)
+    if known.alone is None:
+        known.alone = _found(problem.model, _Ledger(problem.model, problem.precision))
+    return known.alone
+
+
+def kept_together(problem: PlanningProblem) -> tuple[LeastKept, ...]:
+    """The same with layers as segments, the shortest segments first; none where a problem has no segments.
+
+    Args:
+        problem: model, precision and what plans may have.
+    """
+    known = problem.remembered(_LeastKept)
+    if known.together is None:
+        ways = segments_of(problem)
+        ledger = _Ledger(problem.model, problem.precision) if ways else None
+        known.together = tuple(_together(problem, ledger, segments) for segments in ways) if ledger is not None else ()
+    return known.together
+
+
+def tightest(problem: PlanningProblem) -> LeastKept:
+    """What keeps least: single components, or segments of one block, which are hardly more than these while they are whole.
+
+    Args:
+        problem: model, precision and what plans may have.
+    """
+    return min([least_kept(problem), *kept_together(problem)[:1]], key=lambda way: float(way.kept.sum()))
+
+
+def _together(problem: PlanningProblem, ledger: _Ledger, segments: Segments) -> LeastKept:
+    """Layers as segments, and all else as it keeps least alone."""
+    alone, names = least_kept(problem), problem.model.component_index
+    number_of = {name: number for number, segment in enumerate(segments) for name in segment}
+    entries = () if alone.recompute == NONE else alone.recompute
+    levels = dict.fromkeys(names, AS_IT_IS)
+    rest = [entry for entry in entries if entry.removeprefix(BY_OPERATOR) not in number_of]
+    levels |= {entry.removeprefix(BY_OPERATOR): SOME if entry.startswith(BY_OPERATOR) else WHOLE for entry in rest}
+    backwards = problem.model.differentiable_components
+    levels |= {name: WHOLE for name in number_of if name in backwards}
+    own = list(levels.values())
+    return LeastKept(
+        recompute=tuple(rest) or NONE,
+        kept=ledger.kept(own, [number_of.get(name, -1) for name in names]),
+        whole=np.array(own) == WHOLE,
+        segments=segments,
+    )
+
+
+def _found(model: Model, ledger: _Ledger) -> LeastKept:
+    backwards = model.differentiable_components
+    kinds: dict[str, list[int]] = {}
+    for number, component in enumerate(model.components):
+        if component.name in backwards:
+            kinds.setdefault(component.fingerprint, []).append(number)
+    levels = [WHOLE if component.name in backwards else AS_IT_IS for component in model.components]
+    least = ledger.kept(levels).sum()
+    frequent = Counter({kind: len(numbers) for kind, numbers in kinds.items()}).most_common(MOST_KINDS)
+    for kind, _ in frequent:
+        numbers = kinds[kind]
+        ways = (AS_IT_IS, SOME) if model.components[numbers[0]].selective is not None else (AS_IT_IS,)
+        for level in ways:
+            tried = list(levels)
+            for number in numbers:
+                tried[number] = level
+            if (total := ledger.kept(tried).sum()) < least:
+                least, levels = total, tried
+    entries = tuple(
+        component.name if level == WHOLE else BY_OPERATOR + component.name
+        for component, level in zip(model.components, levels, strict=True)
+        if level != AS_IT_IS
+    )
+    return LeastKept(recompute=entries or NONE, kept=ledger.kept(levels), whole=np.array(levels) == WHOLE)
+
+
+class _Ledger:
+    """By value the components that may keep it and when, by component what it keeps beside values."""
+
+    def __init__(self, model: Model, precision: str) -> None:
+        order = model.component_index
+        components = [component_in(component, precision) for component in model.components]
+        self._own = [
+            (float(one.saved_activation_bytes), float(one.selective.kept[0]) if one.selective else 0.0, 0.0)
+            for one in components
+        ]
+        keepers: dict[str, dict[int, set[int]]] = {}
+        for number, component in enumerate(components):
+            for name in dict.fromkeys(component.inputs):
+                keepers.setdefault(name, {}).setdefault(number, set()).add(WHOLE)
+            for name in component.selective.values if component.selective else ():
+                keepers.setdefault(name, {}).setdefault(number, set()).add(SOME)
+        self._values: list[tuple[float, int, list[tuple[int, set[int]]]]] = []
+        for value in (value_in(value, precision) for value in model.values):
+            savers = sorted(order[name] for name in value.savers or ())
+            size = float(value.bytes_per_sample)
+            if savers:
+                saved, some, whole = self._own[savers[0]]
+                self._own[savers[0]] = max(0.0, saved - size), some, whole
+            if value.producer is None:
+                continue
+            found = keepers.get(value.name, {})
+            for number in savers:
+                found.setdefault(number, set()).add(AS_IT_IS)
+            self._values.append((size, order[value.producer], sorted(found.items())))
+
+    def kept(self, levels: list[int], segments: Sequence[int] = ()) -> Floats:
+        """float64 [n], bytes per sample: a value counts with the first component that keeps it.
+
+        Args:
+            levels: by component. segments: by component the number of its segment, -1 for none.
+        """
+        total = np.array([own[level] for own, level in zip(self._own, levels, strict=True)])
+        for size, maker, keepers in self._values:
+            for number, when in keepers:
+                remade = segments and segments[number] >= 0 and segments[number] == segments[maker]
+                if levels[number] in when and not remade:
+                    total[number] += size
+                    break
+        return total
+
+
+# Bytes of parameters, gradients and optimizer state that the components hold at least, by ZeRO stage.
+#
+# Divided by as much as tp and ZeRO can. A tied parameter counts with the first component that has it.
+
+
+Options = Sequence[tuple[Placement, ...]]
+
+
+@dataclass
+class _KnownWeights:
+    """Of one problem."""
+
+    untied: tuple[Component, ...] | None = None
+    parts: dict[tuple[str, Placement, int], WeightParts] = field(default_factory=dict)
+    prints: tuple[tuple[str, str], ...] = ()
+    total_bytes: float | None = None
+    alike: dict[tuple[tuple[Placement, ...], ...], AlikeComponents] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LeastWeights:
+    """By ZeRO stage and component, a tied parameter with the first that has it; a stage is worked out when it is asked for."""
+
+    problem: PlanningProblem
+    mesh: Mesh
+    options: Options
+    stages: dict[int, Floats] = field(default_factory=dict)
+
+    def of(self, stage: int) -> Floats:
+        if stage not in self.stages:
+            self.stages[stage] = self._of(stage)
+        return self.stages[stage]
+
+    def _of(self, stage: int) -> Floats:
+        alike = alike_components(self.problem, self.options)
+        parts, copies = self.problem.remembered(_KnownWeights).parts, self.mesh.group_copies
+        untied, found = untied_components(self.problem), []
+        for number in alike.first:
+            component, least = untied[number], float("inf")
+            for choice in self.options[number]:
+                held = component.fingerprint, choice, self.mesh.tp
+                if held not in parts:
+                    parts[held] = weight_parts(self.problem, self.mesh.tp, component, choice)
+                least = min(least, parts[held].bytes_at(stage, copies))
+            found.append(least if self.options[number] else 0.0)
+        own: Floats = np.array(found)[alike.kinds]
+        return own
+
+
+class AlikeComponents(NamedTuple):
+    """Components that do the same work, have the same parameters to themselves, and have the same options.
+
+    Attributes: first: by kind the number of its first component. kinds: int64 [n], by component.
+    """
+
+    first: tuple[int, ...]
+    kinds: NDArray[np.int64]
+
+
+def alike_components(problem: PlanningProblem, options: Options) -> AlikeComponents:
+    """Which components are alike; worked out once for the same options.
+
+    Args:
+        problem: model, cluster and batch. options: per component the placements that it may have.
+    """
+    known = problem.remembered(_KnownWeights)
+    key = tuple(options)
+    if key not in known.alike:
+        if not known.prints:
+            own = [component.fingerprint for component in untied_components(problem)]
+            known.prints = tuple(zip(problem.model.fingerprints, own, strict=True))
+        numbers: dict[object, int] = {}
+        kinds = [numbers.setdefault(each, len(numbers)) for each in zip(known.prints, key, strict=True)]
+        first = np.unique(kinds, return_index=True)[1]
+        known.alike[key] = AlikeComponents(tuple(first.tolist()), np.array(kinds, dtype=np.int64))
+    return known.alike[key]
+
+
+class WeightParts(NamedTuple):
+    """Of the mean tp rank: bytes that every rank holds, and bytes per number of tp ranks that hold the same. The latter are the
+    optimizer state, the gradients and the parameters, which ZeRO divides over these ranks and their copies."""
+
+    whole: float
+    divided: tuple[tuple[int, tuple[float, float, float]], ...]
+
+    def bytes_at(self, stage: int, copies: int) -> float:
+        return self.whole + sum(
+            size / (copies * ranks) if number <= stage else size
+            for ranks, sizes in self.divided
+            for number, size in enumerate(sizes, start=1)
+        )
+
+
+def untied_components(problem: PlanningProblem) -> tuple[Component, ...]:
+    """The components, each without the parameters that an earlier one has.
+
+    Args:
+        problem: with the model.
+    """
+    known = problem.remembered(_KnownWeights)
+    if known.untied is None:
+        seen: set[str] = set()
+        found = []
+        for component in problem.model.components:
+            own = tuple(each for each in component.parameters if each.name not in seen)
+            seen.update(each.name for each in own)
+            found.append(component if own == component.parameters else replace(component, parameters=own))
+        known.untied = tuple(found)
+    return known.untied
+
+
+def weights_are_too_many(problem: PlanningProblem, devices: int) -> bool:
+    """Whether parameters, gradients and optimizer state do not fit, whatever divides them over so many devices, or fewer.
+
+    Args:
+        problem: model, cluster and optimizer. devices: the first ones of the cluster.
+    """
+    known = problem.remembered(_KnownWeights)
+    if known.total_bytes is None:
+        known.total_bytes = sum(
+            _held_once(problem, parameter) for one in untied_components(problem) for parameter in one.parameters
+        )
+    rooms = (device.type.memory_bytes - device.type.context_bytes for device in problem.cluster.devices[:devices])
+    return known.total_bytes > devices * max(rooms)
+
+
+def _held_once(problem: PlanningProblem, parameter: Parameter) -> float:
+    if not parameter.trainable:
+        return parameter.size_bytes
+    return problem.device_bytes_per_element(parameter.optimizer) * parameter.elements + 2 * parameter.size_bytes
+
+
+def weight_parts(problem: PlanningProblem, tp: int, component: Component, placement: Placement) -> WeightParts:
+    """Of one component of the mean tp rank.
+
+    Args:
+        problem: with the optimizer. tp: ways of the mesh. component: of the model. placement: how it lies.
+    """
+    whole, divided = 0.0, dict[int, list[float]]()
+    for parameter in component.parameters:
+        held = hold(component, placement, parameter, 0)
+        groups = alike(component, placement, parameter.name, tp)
+        holders = sum(len(group) for group in groups) / tp
+        if not parameter.trainable:
+            whole += holders * held.size_bytes
+            continue
+        sizes = divided.setdefault(len(groups[0]), [0.0, 0.0, 0.0])
+        state = problem.device_bytes_per_element(parameter.optimizer) * held.elements
+        for number, size in enumerate((state, held.size_bytes, held.size_bytes)):
+            sizes[number] += holders * size
+    return WeightParts(whole, tuple((ranks, (state, gradients, own)) for ranks, (state, gradients, own) in divided.items()))
+
+
+# Bytes of one microbatch that the components keep at least for their backward.
+
+
+@dataclass
+class _KnownKept:
+    """Of one problem: what one component saves of so many samples, and the rates that are always kept."""
+
+    saved: dict[tuple[str, tuple[Placement, ...], int, int], tuple[float, float]] = field(default_factory=dict)
+    rates: Floats | None = None
+
+
+def least_saved(problem: PlanningProblem, mesh: Mesh, samples: int, options: Options) -> tuple[Floats, float]:
+    """By component what it saves of one microbatch on the mean tp rank; and the most that one saves on a rank that has it.
+
+    Args:
+        problem: model, cluster and batch. mesh: of the plans. samples: of one replica's microbatch.
+        options: per component the placements that it may have.
+
+    Returns:
+        Bytes, float64 [n] and one number.
+    """
+    known, alike = problem.remembered(_KnownKept).saved, alike_components(problem, options)
+    found = []
+    for number in alike.first:
+        component, choices = problem.model.components[number], options[number]
+        key = component.fingerprint, choices, mesh.tp, samples
+        if key not in known:
+            every = [saved_bytes(problem, mesh, samples, component, choice) for choice in choices]
+            means = [size / mesh.tp if choice.kind == "place" else size for size, choice in zip(every, choices, strict=True)]
+            known[key] = min(means, default=0.0), min(every, default=0.0)
+        found.append(known[key])
+    saved: Floats = np.array([mean for mean, _ in found])[alike.kinds]
+    return saved, max((alone for _, alone in found), default=0.0)
+
+
+def saved_bytes(problem: PlanningProblem, mesh: Mesh, samples: int, component: Component, placement: Placement) -> float:
+    """What one component saves of one microbatch on a rank that has it.
+
+    Args:
+        problem: with the precision. mesh: of the plans. samples: of one replica's microbatch.
+        component: of the model. placement: how it lies.
+    """
+    own = narrow(component_in(component, problem.precision), placement.rule, placement.ways)
+    local = samples * placement.batch_ways(mesh.tp) // mesh.tp
+    return float(own.saved_activation_bytes * local)
+
+
+def always_kept(problem: PlanningProblem, mesh: Mesh, samples: int) -> Floats:
+    """By component, of one microbatch: what is kept whatever is recomputed. A shard has at least its part of each value.
+
+    Args:
+        problem: model, cluster and batch. mesh: of the plans. samples: of one replica's microbatch.
+
+    Returns:
+        Bytes, float64 [n].
+    """
+    known = problem.remembered(_KnownKept)
+    if known.rates is None:
+        known.rates = _kept_rates(problem)
+    rounded = np.maximum(0.0, known.rates / mesh.tp - ROUNDED_VALUES)
+    kept: Floats = rounded * samples
+    return kept
+
+
+ROUNDED_VALUES = 16
+"""Bytes per sample by which the values of one component in shards are rounded down together: they are whole numbers."""
+
+
+def _kept_rates(problem: PlanningProblem) -> Floats:
+    """Bytes per sample that are kept whatever is recomputed, by component.
+
+    A value is kept in any case if a reader needs it for its backward; it counts with the first such reader. Beside these, a
+    component keeps either what it saves and no value stands for, or, recomputed, what it reads: of that its share among all
+    readers. The less of both counts. Values that share storage count together as no more than what their first saver saves.
+    """
+    model, precision = problem.model, problem.precision
+    order = model.component_index
+    saved = [float(component_in(component, precision).saved_activation_bytes) for component in model.components]
+    values = [value for value in (value_in(value, precision) for value in model.values) if value.producer is not None]
+    savers = {value.name: sorted(value.savers or (), key=order.__getitem__) for value in values}
+    stood_for = [0.0] * len(saved)
+    for value in values:
+        for first in savers[value.name][:1]:
+            stood_for[order[first]] += value.bytes_per_sample
+    rates, read = np.zeros(len(saved)), np.zeros(len(saved))
+    readers: dict[str, list[str]] = {}
+    for component in model.components:
+        for name in dict.fromkeys(component.inputs):
+            readers.setdefault(name, []).append(component.name)
+    for value in values:
+        size = float(value.bytes_per_sample)
+        for first in savers[value.name][:1]:
+            size *= min(1.0, saved[order[first]] / max(stood_for[order[first]], 1.0))
+        reading = readers.get(value.name, [])
+        needing = next((name for name in savers[value.name] if name in reading), None)
+        if needing is not None:
+            rates[order[needing]] += size
+        else:
+            for name in reading:
+                read[order[name]] += size / len(reading)
+    inside = np.maximum(0.0, np.array(saved) - np.array(stood_for))
+    least: Floats = rates + np.minimum(read, inside)
+    return least
+
+
+ROUNDED = 1 - 1e-9
+
+
+class HeldRuns(NamedTuple):
+    """A place on the pp axis: its runs of components (first, one past the last), and at some moments how many microbatches it
+    holds of each."""
+
+    runs: tuple[tuple[int, int], ...]
+    moments: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFloor:
+    """What the components hold at least on a mesh, float64 [n] bytes of the mean tp rank.
+
+    Attributes:
+        weights: by ZeRO stage. kept: of one microbatch, whatever is recomputed. saved: of one microbatch, nothing recomputed.
+        largest_bytes: what one component saves of one microbatch. rooms: by place on the pp axis, of its largest device.
+    """
+
+    weights: LeastWeights
+    kept: Floats
+    saved: Floats
+    largest_bytes: float
+    rooms: Floats
+
+    def missing_bytes(
+        self,
+        stage: int,
+        pipeline: Sequence[tuple[str, int]],
+        microbatches: int,
+        *,
+        recomputing: bool = True,
+        segments: bool = False,
+    ) -> float:
+        """By how much no plan can fit, whatever the cut into stages; 0 where some might.
+
+        Args:
+            stage: of ZeRO. pipeline: orders with their stages per rank. microbatches: per replica.
+            recomputing: whether plans may recompute what they like. segments: and in segments, within which nothing is kept.
+        """
+        own = self._kept_at_least(recomputing=recomputing, segments=segments)
+        weights, room = self.weights.of(stage), float(self.rooms.max())
+        places = len(self.rooms)
+        held = float(weights.sum())
+        if max(held / places, self.largest_bytes) * ROUNDED > room:  # beside the weights of all there is the largest, or all
+            beside = max(self.largest_bytes, float(own.sum()))
+            return max((held + beside) / places, self.largest_bytes) * ROUNDED - room
+        least = float("inf")
+        for order, chunks in pipeline:
+            least = min(least, self._missing_of(self.weights.of(stage), own, order, chunks, microbatches))
+            if not least:
+                break
+        return least
+
+    def _missing_of(self, weights: Floats, own: Floats, order: str, chunks: int, microbatches: int) -> float:
+        places = len(self.rooms)
+        if chunks > 1 or PIPELINE_ORDERS[order].halves:  # several runs of components per place: one microbatch of all
+            total = float(weights.sum() + own.sum())
+            return max(0.0, (total * ROUNDED - float(self.rooms.sum())) / places)
+        up_to = np.concatenate([np.zeros((2, 1)), np.cumsum([weights, own], axis=1)], axis=1)
+        taken, count = 0, len(own)
+        for place in range(places):  # as many as may fit: what is left is least
+            alive = moments(order, place, places, microbatches)[-1][0]
+            held = (up_to[0] - up_to[0][taken] + alive * (up_to[1] - up_to[1][taken])) * ROUNDED
+            taken = int(np.searchsorted(held, self.rooms[place], side="right")) - 1
+            if taken >= count:
+                return 0.0
+        return float(up_to[0][count] - up_to[0][taken] + up_to[1][count] - up_to[1][taken]) / places
+
+    def _kept_at_least(self, *, recomputing: bool, segments: bool) -> Floats:
+        """Per component. A segment may be as long as a stage, so of its components nothing is counted."""
+        if segments:
+            return np.zeros_like(self.kept)
+        return self.kept if recomputing else self.saved
+
+    def of_places(self, stage: int, places: Sequence[HeldRuns], *, recomputing: bool, segments: bool = False) -> Floats:
+        """float64 [places]: by how much each holds more than it has room for, at least; negative where there is room.
+
+        Args:
+            stage: of ZeRO. places: what they run. recomputing, segments: as above.
+        """
+        weights, own = self.weights.of(stage), self._kept_at_least(recomputing=recomputing, segments=segments)
+        held = []
+        for place in places:
+            kept = [float(own[first:last].sum()) for first, last in place.runs]
+            most = max(sum(map(mul, alive, kept)) for alive in place.moments)
+            held.append(most + sum(float(weights[first:last].sum()) for first, last in place.runs))
+        found: Floats = np.array(held) * ROUNDED - self.rooms
+        return found
+
+
+def memory_floor(problem: PlanningProblem, mesh: Mesh, samples: int, options: Options) -> MemoryFloor:
+    """What the components of a model hold at least.
+
+    Args:
+        problem: model, cluster and batch. mesh: of the plans. samples: of one replica's microbatch.
+        options: per component the placements that it may have.
+    """
+    known = problem.remembered(_KnownFloors)
+    held = tuple(options), mesh
+    key = (*held, samples)
+    if key not in known.floors:
+        if held not in known.weights:
+            known.weights[held] = LeastWeights(problem, mesh, held[0])
+        devices = problem.cluster.devices
+        rooms = [
+            max(devices[rank].type.memory_bytes - devices[rank].type.context_bytes for rank in mesh.stage_ranks(place))
+            for place in range(mesh.pp)
+        ]
+        saved, largest_bytes = least_saved(problem, mesh, samples, held[0])
+        if problem.activation_offload:  # what a component saves may all be away, but for its own backward
+            saved = np.zeros_like(saved)
+        known.floors[key] = MemoryFloor(
+            weights=known.weights[held],
+            kept=saved if problem.recompute == NONE or problem.activation_offload else always_kept(problem, mesh, samples),
+            saved=saved,
+            largest_bytes=largest_bytes,
+            rooms=np.array(rooms, dtype=np.float64),
+        )
+    return known.floors[key]
+
+
+def missing_bytes(
+    problem: PlanningProblem,
+    mesh: Mesh,
+    count: int,
+    options: Options,
+    pipeline: Sequence[tuple[str, int]] = (("1f1b", 1),),
+) -> float:
+    """By how much no plan can fit; 0 where some might.
+
+    Args:
+        problem: model, cluster and batch. mesh: of the plans. count: microbatches per replica.
+        options: per component the placements that it may have. pipeline: orders of the plans, with their stages per rank.
+    """
+    floor = memory_floor(problem, mesh, problem.global_batch // (mesh.dp * count), options)
+    stages = (problem.zero_stage,) if isinstance(problem.zero_stage, int) else ZERO_STAGES[-1:]  # the most divided
+    return floor.missing_bytes(stages[0], pipeline, count, segments=problem.segments and problem.recompute == AUTO)
+
+
+_Kind = tuple[int, Component, Placement, WeightParts]
+"""How many components are alike, one of them, and how they lie."""
+
+
+@dataclass
+class _KnownFloors:
+    """Of one problem: weights and floors on a mesh, and components that are alike."""
+
+    weights: dict[tuple[tuple[tuple[Placement, ...], ...], Mesh], LeastWeights] = field(default_factory=dict)
+    floors: dict[tuple[tuple[tuple[Placement, ...], ...], Mesh, int], MemoryFloor] = field(default_factory=dict)
+    kinds: dict[tuple[int, tuple[Placement, ...]], list[_Kind]] = field(default_factory=dict)
+
+
+class HeldTotals(NamedTuple):
+    """Bytes of the mean tp rank that holds the whole model.
+
+    Attributes: weights: by ZeRO stage. parameters: trainable ones alone. saved: of one microbatch. kept: likewise, whatever is
+        recomputed.
+    """
+
+    weights: tuple[float, ...]
+    parameters: float
+    saved: float
+    kept: float
+
+
+def held_totals(problem: PlanningProblem, mesh: Mesh, samples: int, placed: Sequence[Placement]) -> HeldTotals:
+    """What the components hold together, each kind worked out once.
+
+    Args:
+        problem: model, cluster and batch. mesh: of the plans. samples: of one replica's microbatch. placed: by component.
+    """
+    known = problem.remembered(_KnownFloors)
+    key = (mesh.tp, tuple(placed))
+    if key not in known.kinds:
+        kinds: dict[tuple[str, Placement], tuple[Component, int]] = {}
+        untied, alike = untied_components(problem), alike_components(problem, [(placement,) for placement in placed])
+        for kind, of_kind in zip(alike.first, np.bincount(alike.kinds).tolist(), strict=True):
+            component, placement = untied[kind], placed[kind]
+            first, number = kinds.get((component.fingerprint, placement), (component, 0))
+            kinds[component.fingerprint, placement] = first, number + of_kind
+        known.kinds[key] = [
+            (number, component, placement, weight_parts(problem, mesh.tp, component, placement))
+            for (_, placement), (component, number) in kinds.items()
+        ]
+    every = known.kinds[key]
+    copies = mesh.group_copies
+    weights = tuple(sum(number * parts.bytes_at(stage, copies) for number, *_, parts in every) for stage in ZERO_STAGES)
+    parameters = sum(number * sizes[2] for number, *_, parts in every for _, sizes in parts.divided)
+    if problem.activation_offload:
+        return HeldTotals(weights=weights, parameters=parameters, saved=0.0, kept=0.0)
+    saved = sum(
+        number * saved_bytes(problem, mesh, samples, component, placement) / (mesh.tp if placement.kind == "place" else 1)
+        for number, component, placement, _ in every
+    )
+    return HeldTotals(
+        weights=weights,
+        parameters=parameters,
+        saved=saved,
+        kept=saved if problem.recompute == NONE else float(always_kept(problem, mesh, samples).sum()),
+    )
+
+
+# What a plan holds at least, and what it must recompute at least to fit: known without working out its memory.
+#
+# A place that holds too much must free it: a recomputed component frees at most what it saves, of every microbatch that is
+# held.
+# The least seconds for that are those of a knapsack whose items may be divided.
+
+
+MOST_FORWARDS = 256
+"""Of a place. Beyond, no more microbatches are counted, and of several runs of components one microbatch each."""
+
+
+@dataclass(frozen=True)
+class PlanFloor:
+    """Of the plans of one cut into stages: the floor of its mesh and placements, and what its places run.
+
+    Attributes: plan: with any ZeRO stage, buckets and recomputation.
+    """
+
+    problem: PlanningProblem
+    plan: Plan
+    floor: MemoryFloor
+    places: tuple[HeldRuns, ...]
+
+    def excess_bytes(self, stage: int, *, recomputing: bool, segments: bool = False) -> float:
+        """By how much the plan does not fit at least; 0 where it might.
+
+        Args:
+            stage: of ZeRO. recomputing: whether it may recompute what it likes. segments: and whole runs of components.
+        """
+        over = max(0.0, self.floor.largest_bytes - float(self.floor.rooms.max()))
+        held = self.floor.of_places(stage, self.places, recomputing=recomputing, segments=segments)
+        return max(over, float(held.max()))
+
+    def may_fit_with(self, stage: int, whole: Set[str], some: Set[str]) -> bool:
+        """Whether a place may fit where just these components are recomputed; false only where none of the plans does.
+
+        What they save is freed until their own backward. In that, what runs whole is whole again, beside what earlier
+        components save.
+
+        Args:
+            stage: of ZeRO. whole, some: components whose forward runs again, or some operators of it; not as segments.
+        """
+        over = self.floor.of_places(stage, self.places, recomputing=False).tolist()
+        return all(
+            excess <= 0
+            or (self._frees(place, whole | some) >= excess * ROUNDED and self._holds_again(stage, place, room, whole, some))
+            for place, excess, room in zip(self.places, over, self.floor.rooms.tolist(), strict=True)
+        )
+
+    def _frees(self, place: HeldRuns, again: Set[str]) -> float:
+        alive = np.max(np.array(place.moments), axis=0).tolist()
+        names, saved = self._names, self.floor.saved.tolist()
+        return sum(
+            float(count * saved[number])
+            for (first, last), count in zip(place.runs, alive, strict=True)
+            for number in range(first, last)
+            if names[number] in again
+        )
+
+    def _holds_again(self, stage: int, place: HeldRuns, room: float, whole: Set[str], some: Set[str]) -> bool:
+        """Whether each component may be whole in its backward. Not known of components on single ranks, which run beside one
+        another."""
+        if self._placed_alone:
+            return True
+        names, saved, weights = self._names, self.floor.saved.tolist(), self.floor.weights.of(stage)
+        left = room / ROUNDED - sum(float(weights[first:last].sum()) for first, last in place.runs)
+        for first, last in place.runs:
+            earlier = 0.0
+            for number in range(first, last):
+                if names[number] not in some and earlier + saved[number] > left:
+                    return False
+                if names[number] not in whole and names[number] not in some:
+                    earlier += saved[number]
+        return True
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return [component.name for component in self.problem.model.components]
+
+    @cached_property
+    def _placed_alone(self) -> bool:
+        return any(placement.kind == "place" for stage in self.plan.stages for _, placement in stage.placed())
+
+    def excess_of_any_cut(self, stage: int, *, recomputing: bool) -> float:
+        """The same whatever the cut into stages.
+
+        Args:
+            stage, recomputing: as above.
+        """
+        pipeline = ((self.plan.pipeline_order, self.plan.chunks),)
+        return self.floor.missing_bytes(stage, pipeline, self.plan.microbatches, recomputing=recomputing)
+
+    def recomputing_bound_s(self, stage: int) -> float:
+        """Seconds that no step goes below which recomputes as much as the plan must.
+
+        Args:
+            stage: of ZeRO.
+        """
+        problem, plan = self.problem, self.plan
+        over = self.floor.of_places(stage, self.places, recomputing=False)
+        bound = 0.0
+        for work, place, excess in zip(computation_of(problem, plan), self.places, over.tolist(), strict=True):
+            again = self._freeing_s(place, excess)
+            bound = max(bound, work.busy_s + plan.microbatches * again)
+            if work.after_s is not None:  # the first second forward may run before the first gradient has come
+                bound = max(bound, work.done_s + work.after_s + (plan.microbatches - 1) * again)
+        return (bound * least_noise(problem, plan.world_size) + problem.costs(plan.world_size).between_steps_s) * ROUNDING
+
+    def _freeing_s(self, place: HeldRuns, excess: float) -> float:
+        """The least seconds per microbatch of forwards that free so much."""
+        if excess <= 0:
+            return 0.0
+        alive = np.max(np.array(place.moments), axis=0)
+        frees = np.concatenate(
+            [count * self.floor.saved[first:last] for (first, last), count in zip(place.runs, alive, strict=True)]
+        )
+        seconds = np.concatenate([self._forward_s[first:last] for first, last in place.runs])
+        useful = frees > 0
+        frees, seconds = frees[useful], seconds[useful]
+        best = np.argsort(seconds / frees)
+        freed = np.cumsum(frees[best])
+        whole = int(np.searchsorted(freed, excess))
+        if whole >= len(freed):
+            return float(seconds.sum())
+        before = float(freed[whole - 1]) if whole else 0.0
+        return float(seconds[best][:whole].sum() + seconds[best][whole] * (excess - before) / frees[best][whole])
+
+    @cached_property
+    def _forward_s(self) -> Floats:
+        """By component, of one microbatch on the fastest device."""
+        prices = prices_of(self.problem, self.plan)
+        placed = dict(pair for stage in self.plan.stages for pair in stage.placed())
+        return np.array(
+            [
+                prices.compute_s(component, placed.get(component.name, BATCH), Phase.FORWARD, fastest=True)
+                for component in self.problem.model.components
+            ]
+        )
+
+
+@dataclass
+class _Known:
+    """Of one problem, by plan without ZeRO stage, buckets and recomputation."""
+
+    floors: dict[Plan, PlanFloor | None] = field(default_factory=dict)
+
+
+def plan_floor(problem: PlanningProblem, plan: Plan) -> PlanFloor | None:
+    """What a plan holds at least; None where its stages are no runs of components.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model.
+    """
+    known = problem.remembered(_Known).floors
+    program = plan.without_zero()
+    if program not in known:
+        known[program] = _made(problem, program)
+    return known[program]
+
+
+def floor_excess_bytes(problem: PlanningProblem, plan: Plan, *, recomputing: bool, segments: bool = False) -> float:
+    """By how much a plan does not fit at least; 0 where it might.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model. recomputing: whether it may recompute what it likes.
+        segments: and whole runs of components.
+    """
+    floor = plan_floor(problem, plan)
+    if floor is None:
+        return 0.0
+    return max(0.0, floor.excess_bytes(plan.zero_stage, recomputing=recomputing, segments=segments))
+
+
+def _made(problem: PlanningProblem, plan: Plan) -> PlanFloor | None:
+    order, mesh = problem.model.component_index, plan.mesh
+    runs = [(order[stage.components[0]], order[stage.components[-1]] + 1) for stage in plan.stages if stage.components]
+    lengths = [len(stage.components) for stage in plan.stages]
+    if len(runs) < len(plan.stages) or [last - first for first, last in runs] != lengths:
+        return None
+    placed = dict(pair for stage in plan.stages for pair in stage.placed())
+    options = tuple((placed.get(component.name, BATCH),) for component in problem.model.components)
+    halves = PIPELINE_ORDERS[plan.pipeline_order].halves
+    places = []
+    for place in range(mesh.pp):
+        stages = plan.place_stages(place)
+        every: tuple[tuple[int, ...], ...] = ((1,) * len(stages),)
+        if not halves and (plan.chunks == 1 or plan.microbatches * plan.chunks <= MOST_FORWARDS):
+            every = moments(plan.pipeline_order, place, mesh.pp, min(plan.microbatches, MOST_FORWARDS), plan.chunks)
+        places.append(HeldRuns(tuple(runs[stage] for stage in stages), every))
+    floor = memory_floor(problem, mesh, plan.microbatch_samples, options)
+    return PlanFloor(problem, plan, floor, tuple(places))

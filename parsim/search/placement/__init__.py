@@ -1,0 +1,1 @@
+"""A placement for each component, solved exactly or certified by a MILP."""

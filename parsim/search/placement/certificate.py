@@ -1,0 +1,326 @@
+"""A certificate for the placements that a search chose: its exact solver and a MILP solver, on the same problem.
+
+The two share no algorithm (labels over frontiers, `exact`; branch and cut in HiGHS, `milp`), so equal optima vouch for both.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import sparse
+
+from parsim.errors import ScheduleError
+from parsim.predict.problem import PlanningProblem
+from parsim.search.placement.exact import solve_exactly
+from parsim.search.placement.problem import PlacementProblem, Solution, fits, step_s, why_infeasible
+from parsim.search.search import Search
+from parsim.search.tensor import posed_placement
+from parsim.units import format_percent, format_seconds
+
+# The placement problem as a mixed-integer linear programme, solved by HiGHS through cvxpy: the certified answer.
+#
+#     x[i, k]        component i takes option k (binary; one option each)
+#     z[i, k, j, l]  both ends of an edge (continuous; its sums over either end are the other's x, so it is binary as well)
+#     e              what of the gradient synchronisation outlasts the backward: at least
+#                    sum of sync over components <= i  -  sum of backward over components < i, for every i
+#
+# Every choice returned is evaluated again by `parsim.search.placement.problem`. A status of the solver
+# that is not "optimal" is passed on unchanged.
+
+
+AGREEMENT = 1e-6
+"""The solver's objective and the choice's own step may differ by this share before the answer counts as inaccurate."""
+
+
+def solve_milp(placing: PlacementProblem, *, time_limit_s: float = 60.0) -> Solution:
+    """Find the fitting choice with the shortest step by branch and cut (HiGHS through cvxpy).
+
+    Args:
+        placing: the problem. time_limit_s: of the solver.
+
+    Returns:
+        A Solution; its status tells whether optimality is proven. Leaves out what `PlacementProblem` leaves out.
+
+    Raises:
+        ScheduleError: cvxpy has no HiGHS.
+    """
+    import cvxpy as cp
+
+    cvxpy: Any = cp  # it types neither its operators nor its functions
+
+    if "HIGHS" not in cvxpy.installed_solvers():
+        raise ScheduleError("cvxpy finds no HiGHS solver; install the package highspy")
+    unit_s = _unit_s(placing)
+    model: Any = _Columns(placing.in_units(unit_s))
+    x = cvxpy.Variable(model.choices, boolean=True)
+    constraints = [model.one_each @ x == 1]
+    late = cvxpy.Variable(nonneg=True)
+    ahead, back = model.forward @ x, model.backward_of @ x
+    if model.pairs:
+        z = cvxpy.Variable(model.pairs, nonneg=True)
+        constraints += [model.sums_z @ z == model.sums_x @ x]
+        if model.forbidden.size:
+            constraints += [z[model.forbidden] == 0]
+        ahead = ahead + model.pair_forward @ z
+        back = back + model.pair_backward_of @ z
+    scale = np.maximum(placing.limit_bytes, 1.0)
+    constraints += [sparse.diags(1 / scale) @ model.memory @ x <= placing.limit_bytes / scale]
+    before = model.earlier  # strictly lower triangular: sums over earlier components
+    constraints += [late >= (before + sparse.eye(model.components)) @ (model.synchronisation_of @ x) - before @ back]
+    objective = ahead + cvxpy.sum(back) + late
+    problem = cvxpy.Problem(cvxpy.Minimize(objective), constraints)
+    try:
+        problem.solve(solver="HIGHS", highs_options={"time_limit": time_limit_s, "mip_rel_gap": 1e-9, "mip_abs_gap": 1e-12})
+    except cvxpy.SolverError as error:
+        return Solution(choice=(), seconds=np.inf, lower_bound_s=0.0, status="inaccurate", reason=f"HiGHS: {error}")
+    if problem.status in ("infeasible", "infeasible_or_unbounded"):
+        return Solution(choice=(), seconds=np.inf, lower_bound_s=np.inf, status="infeasible", reason=why_infeasible(placing))
+    if x.value is None:
+        return Solution(choice=(), seconds=np.inf, lower_bound_s=0.0, status="inaccurate", reason=f"HiGHS: {problem.status}")
+    choice = model.choice(np.asarray(x.value))
+    seconds = step_s(placing, choice)
+    optimum_s = unit_s * float(problem.value)
+    agrees = abs(seconds - optimum_s) <= AGREEMENT * max(seconds, 1e-12) and fits(placing, choice)
+    if problem.status != "optimal" or not agrees:
+        return Solution(
+            choice=choice, seconds=seconds, lower_bound_s=0.0, status="inaccurate", reason=f"HiGHS: {problem.status}"
+        )
+    return Solution(choice=choice, seconds=seconds, lower_bound_s=min(seconds, optimum_s), status="optimal")
+
+
+def _unit_s(placing: PlacementProblem) -> float:
+    """The mean seconds of a component: HiGHS' tolerances are absolute, made for coefficients around 1."""
+    seconds = [float((ahead + back).mean()) for ahead, back in zip(placing.forward_s, placing.backward_s, strict=True)]
+    return float(np.mean(seconds)) or 1.0
+
+
+class _Columns:
+    """The programme's coefficients as sparse matrices over the columns x and z."""
+
+    def __init__(self, placing: PlacementProblem) -> None:
+        sizes = [len(options) for options in placing.options]
+        self._first = np.concatenate([[0], np.cumsum(sizes)]).astype(int)
+        self.components = len(sizes)
+        self.choices = int(self._first[-1])
+        owner = np.repeat(np.arange(self.components), sizes)
+        columns = np.arange(self.choices)
+
+        def by_component(values: NDArray[np.float64]) -> Any:
+            return sparse.csr_array((values, (owner, columns)), shape=(self.components, self.choices))
+
+        self.one_each = by_component(np.ones(self.choices))
+        self.forward = np.concatenate(placing.forward_s)
+        self.backward_of = by_component(np.concatenate(placing.backward_s))
+        self.synchronisation_of = by_component(np.concatenate(placing.synchronisation_s))
+        self.memory = sparse.csr_array(np.concatenate(placing.memory_bytes, axis=0).T)
+        self.earlier = sparse.csr_array(np.tri(self.components, k=-1))
+        self._pairs(placing)
+
+    def _pairs(self, placing: PlacementProblem) -> None:
+        edges = list(dict.fromkeys([*placing.conversion_s, *placing.allowed]))
+        forward, backward, makers, forbidden = [], [], [], []
+        rows_z, columns_z, rows_x, columns_x = [], [], [], []
+        row = start = 0
+        for one, two in edges:
+            many, few = len(placing.options[one]), len(placing.options[two])
+            zero = np.zeros((many, few))
+            ahead, back = placing.conversion_s.get((one, two), (zero, zero))
+            allowed = placing.allowed.get((one, two), np.ones((many, few), dtype=bool))
+            number = start + np.arange(many * few).reshape(many, few)
+            for side, count, component in ((number, many, one), (number.T, few, two)):
+                for option in range(count):
+                    rows_z += [row] * side.shape[1]
+                    columns_z += side[option].tolist()
+                    rows_x.append(row)
+                    columns_x.append(int(self._first[component]) + option)
+                    row += 1
+            forward.append(ahead.ravel())
+            backward.append(back.ravel())
+            makers.append(np.full(many * few, one))
+            forbidden.append(number[~allowed].ravel())
+            start += many * few
+        self.pairs = start
+        if not start:
+            return
+        self.pair_forward = np.concatenate(forward)
+        self.pair_backward_of = sparse.csr_array(
+            (np.concatenate(backward), (np.concatenate(makers), np.arange(start))), shape=(self.components, start)
+        )
+        self.forbidden = np.concatenate(forbidden).astype(int)
+        self.sums_z = sparse.csr_array((np.ones(len(rows_z)), (rows_z, columns_z)), shape=(row, start))
+        self.sums_x = sparse.csr_array((np.ones(len(rows_x)), (rows_x, columns_x)), shape=(row, self.choices))
+
+    def choice(self, x: NDArray[np.float64]) -> tuple[int, ...]:
+        """The option of each component with the largest x."""
+        return tuple(int(x[first:last].argmax()) for first, last in zip(self._first[:-1], self._first[1:], strict=True))
+
+
+MOST_LABELS = 20_000
+"""Of the exact solver; beyond, its answer is "feasible" with a bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverRun:
+    """The answer of one solver, and the seconds it took."""
+
+    solution: Solution
+    taken_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.solution.to_dict(), "taken_s": self.taken_s}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """Both answers to one placement problem.
+
+    Attributes:
+        microbatches: of the problem. components, choices: how many it has; `choices` counts every component's options.
+    """
+
+    microbatches: int
+    components: int
+    choices: int
+    exact: SolverRun
+    milp: SolverRun
+
+    @property
+    def relative_difference(self) -> float | None:
+        """|exact - MILP| over the larger one; None unless both found a choice."""
+        return relative_difference(self.exact.solution, self.milp.solution)
+
+    @property
+    def verdict(self) -> str:
+        """One of agree (both proved the same optimum, or that there is none), disagree (different answers) and unproven."""
+        return verdict_of(self.exact.solution, self.milp.solution)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict,
+            "microbatches": self.microbatches,
+            "components": self.components,
+            "choices": self.choices,
+            "exact": self.exact.to_dict(),
+            "milp": self.milp.to_dict(),
+            "relative_difference": self.relative_difference,
+        }
+
+
+def relative_difference(one: Solution, other: Solution) -> float | None:
+    """|one - other| over the larger one; None unless both hold a choice.
+
+    Args:
+        one, other: answers to one problem.
+    """
+    if not one.choice or not other.choice:
+        return None
+    larger = max(one.seconds, other.seconds)
+    return abs(one.seconds - other.seconds) / larger if larger else 0.0
+
+
+def verdict_of(one: Solution, other: Solution) -> str:
+    """ "agree" (both proved the same optimum, or that there is none), "disagree" (different answers) or "unproven".
+
+    Args:
+        one, other: answers of two solvers to one problem.
+    """
+    if not {one.status, other.status} <= {"optimal", "infeasible"}:
+        return "unproven"
+    difference = relative_difference(one, other)
+    if difference is None:
+        return "agree" if one.status == other.status else "disagree"
+    return "agree" if difference <= AGREEMENT else "disagree"
+
+
+def certify(placing: PlacementProblem, microbatches: int, *, hints: Sequence[Sequence[int]] = ()) -> Certificate:
+    """Solve the problem twice. A solver that fails is a result: its status is "inaccurate", with the reason.
+
+    Args:
+        placing: the problem. microbatches: of its plan.
+        hints: choices from which the exact solver may begin.
+    """
+    return Certificate(
+        microbatches=microbatches,
+        components=len(placing.components),
+        choices=sum(len(options) for options in placing.options),
+        exact=timed(lambda: solve_exactly(placing, hints=hints, most_labels=MOST_LABELS)),
+        milp=timed(lambda: solve_milp(placing)),
+    )
+
+
+def timed(solve: Callable[[], Solution]) -> SolverRun:
+    """The answer of a solver; "inaccurate", with the reason, where it fails.
+
+    Args:
+        solve: the solver, with its problem.
+    """
+    begin_s = time.perf_counter()
+    try:
+        solution = solve()
+    except ScheduleError as error:
+        solution = Solution(choice=(), seconds=math.inf, lower_bound_s=0.0, status="inaccurate", reason=str(error))
+    return SolverRun(solution=solution, taken_s=time.perf_counter() - begin_s)
+
+
+def certificate_text(certificate: dict[str, Any]) -> str:
+    """`Certificate.to_dict()` as text for people, or the reason why there is none.
+
+    Args:
+        certificate: the dictionary.
+    """
+    paper = certificate.get("paper")
+    after = [] if paper is None else _lines("the paper's formulation", paper)
+    if "exact" not in certificate:
+        return "\n".join([f"Certificate: none. {certificate['reason']}", *after])
+    return "\n".join([*_lines("the placement problem", certificate), *after])
+
+
+def _lines(what: str, certificate: dict[str, Any]) -> list[str]:
+    lines = [
+        f"Certificate of {what} ({certificate['components']} components, {certificate['choices']} choices, "
+        f"{certificate['microbatches']} microbatches): {_VERDICTS[certificate['verdict']]}"
+    ]
+    for name, title in (("exact", "exact solver"), ("milp", "MILP (HiGHS)")):
+        run = certificate[name]
+        found = "no choice" if run["seconds"] is None else f"{format_seconds(run['seconds'])}, gap {format_percent(run['gap'])}"
+        why = f" ({run['reason']})" if run["reason"] else ""
+        lines.append(f"  {title}: {run['status']}, {found}; took {format_seconds(run['taken_s'])}{why}")
+    if certificate["relative_difference"] is not None:
+        lines.append(f"  relative difference of the two: {certificate['relative_difference']:.1e}")
+    return lines
+
+
+_VERDICTS = {
+    "agree": "both solvers prove the same answer.",
+    "disagree": "THE SOLVERS DISAGREE; please report this problem.",
+    "unproven": "at least one solver does not prove its answer.",
+}
+
+
+# The certificate of a search: the placement problem of the user's own model and cluster, solved by two solvers.
+
+
+def certificate_of(problem: PlanningProblem, found: Search | None, strategy: str) -> dict[str, Any]:
+    """Of the number of microbatches with the best placement that the search found.
+
+    Args:
+        found: the search; None for a plan that was given.
+
+    Returns:
+        `Certificate.to_dict()`, or {"reason"} where there is no placement problem.
+    """
+    if found is None or strategy != "adaptive":
+        what = "the plan is given by hand" if found is None else f'strategy "{strategy}" places all components by one rule'
+        return {"reason": f'{what}, so no placement is chosen; plan with strategy = "adaptive"'}
+    if not found.placements:
+        return {"reason": f"no placement problem was posed: {dict(found.skipped).get('adaptive', 'no number of microbatches')}"}
+    posed = [entry for entry in found.placements if entry.mesh.pp == 1] or found.placements
+    best = min(posed, key=lambda entry: entry.solution.seconds)
+    placing, hints = posed_placement(problem, best.microbatches, best.mesh)
+    return certify(placing, best.microbatches, hints=hints).to_dict()

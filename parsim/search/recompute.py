@@ -1,0 +1,288 @@
+"""Steps of recomputation on every place of the pp axis, in the order of the bytes that a second of recomputing frees.
+
+A step recomputes a component by operator, or whole, or goes from the one to the other, or recomputes a run of components as a
+whole (`Plan.segments`). What a place does not fit is the excess of its worst rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+from parsim.plans.plan import BY_OPERATOR, FULL, NONE, SELECTIVE, Plan, Recompute
+from parsim.predict.memory import BUFFERS
+from parsim.predict.problem import PlanningProblem
+from parsim.program.lifetimes import KeptActivations
+from parsim.search.bound import prices_of
+from parsim.search.memory_floor import kept_together, least_kept
+from parsim.search.space import is_large
+from parsim.search.stages import Segments, is_long, within_stages
+from parsim.work import BY_OPERATOR_PART, Phase
+
+FREED = ("activations", "casts", "boundary_values", "inputs", BUFFERS, "allocator")
+"""Lines of memory of which recomputation may free something."""
+
+SOME, WHOLE = 1, 2
+"""How a component is recomputed: by operator, or all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relief:
+    """A component and how it is recomputed from then on, SOME or WHOLE; or several components, which are one segment."""
+
+    names: tuple[str, ...]
+    level: int
+
+
+def backwards_of(problem: PlanningProblem, plan: Plan) -> list[str]:
+    """The components of a plan that have a backward, in execution order.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model.
+    """
+    backwards = problem.layout(plan).differentiable
+    return [name for name in plan.components if name in backwards]
+
+
+def recompute_of(levels: Iterable[tuple[str, int]]) -> Recompute:
+    """Of a plan.
+
+    Args:
+        levels: components with SOME, WHOLE or 0, which is neither.
+    """
+    return tuple(name if level == WHOLE else BY_OPERATOR + name for name, level in levels if level) or NONE
+
+
+def recomputing(plan: Plan, by_place: Sequence[Sequence[Relief]], counts: Sequence[int]) -> Plan:
+    """The plan with the first steps of every place; a later step of a component replaces an earlier one.
+
+    Args:
+        plan: without recomputation. by_place: steps. counts: how many are taken.
+    """
+    taken = [step for steps, count in zip(by_place, counts, strict=True) for step in steps[:count]]
+    levels = {step.names[0]: step.level for step in taken if len(step.names) == 1}
+    return replace(
+        plan, recompute=recompute_of(levels.items()), segments=tuple(step.names for step in taken if len(step.names) > 1)
+    )
+
+
+def place_excess_bytes(problem: PlanningProblem, plan: Plan) -> list[float]:
+    """Per place on the pp axis by how much its worst rank does not fit.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model.
+    """
+    worst = [0.0] * plan.mesh.pp
+    for entry in problem.unlike_memory(plan):
+        if not entry.fits:
+            place = plan.stage_of_rank(entry.rank)
+            worst[place] = max(worst[place], float(entry.excess_bytes), 1.0)
+    return worst
+
+
+def may_fit_recomputing(problem: PlanningProblem, plan: Plan) -> bool:
+    """Whether a plan may fit if it recomputes what it likes; false only where none of these plans does.
+
+    Recomputation frees at most what is kept for backwards. Weights, communicators and the workspace of the fullest moment stay.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model, without recomputation.
+    """
+    return all(
+        sum(size for name, size in entry.lines if name not in FREED) <= entry.limit_bytes
+        for entry in problem.unlike_memory(plan)
+    )
+
+
+def most_worthwhile_first(problem: PlanningProblem, plan: Plan, segments: Segments = ()) -> list[list[Relief]]:
+    """Per place the steps of components that have a backward, by bytes that each frees per second that it adds.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model, without recomputation.
+        segments: runs within stages whose components are recomputed together or not at all.
+    """
+    whole = KeptActivations(problem.layout(replace(plan, recompute=FULL)), problem.precision)
+    some = KeptActivations(problem.layout(replace(plan, recompute=SELECTIVE)), problem.precision)
+    prices = prices_of(problem, plan)
+    together = {name: segment for segment in segments for name in segment}
+    sums: dict[tuple[str, ...], tuple[float, float]] = {}
+    worth: list[tuple[float, int, Relief]] = []
+    for component in problem.model.components:
+        name, placement = component.name, whole.layout.placement[component.name]
+        if not whole.layout.recomputes(name):
+            continue
+        freed, seconds = float(whole.again(name).saved_bytes), prices.compute_s(component, placement, Phase.FORWARD)
+        if name in together:
+            bytes_so_far, seconds_so_far = sums.get(together[name], (0.0, 0.0))
+            sums[together[name]] = bytes_so_far + freed, seconds_so_far + seconds
+            continue
+        steps = [(Relief((name,), WHOLE), freed, seconds)]
+        if some.layout.recomputes_by_operator(name):
+            part = prices.compute_s(component, placement, Phase.RECOMPUTE, part=BY_OPERATOR_PART)
+            less = float(some.again(name).saved_bytes)
+            if part < seconds and less * seconds > freed * part:  # dearer per second than all of it: no step of its own
+                steps = [
+                    (Relief((name,), SOME), less, part),
+                    (Relief((name,), WHOLE), freed - less, seconds - part),
+                ]
+        stage = whole.layout.stage_of[name]
+        worth += [(size / max(more, 1e-12), stage, step) for step, size, more in steps]
+    worth += [
+        (size / max(more, 1e-12), whole.layout.stage_of[run[0]], Relief(run, WHOLE)) for run, (size, more) in sums.items()
+    ]
+    found: list[list[Relief]] = [[] for _ in range(plan.mesh.pp)]
+    for _, stage, step in sorted(worth, key=lambda entry: (-entry[0], entry[2].level)):
+        found[stage].append(step)
+    return found
+
+
+# The cheapest recomputation that makes a plan fit: memory bought with forwards run twice.
+#
+# At every place on the pp axis, steps are taken in the order of what a second of recomputing each frees, the best first. As
+# few
+# are taken as make its ranks fit (`parsim.search.recompute`).
+#
+# Leaves out: other sets of components than the first of that order, some of which may be cheaper. Of a model of few
+# components
+# all sets are tried (`every_set`).
+
+
+MOST_HALVINGS, FEW_HALVINGS = 64, 4
+"""How often the number of recomputed components is narrowed down at most, and for long models."""
+
+
+def recomputed_to_fit(problem: PlanningProblem, plan: Plan) -> Plan | None:
+    """The plan with as few of each place's components recomputed as make it fit, the most worthwhile first.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model, without recomputation.
+
+    Returns:
+        None if it fits with none of the sets that are likely to hold least. Raises CostError where a forward has no price.
+    """
+    everything = next((each for each in _holding_least(problem, plan) if _fits(problem, each)), None)
+    if everything is None:
+        return None
+    return _fewest_steps(problem, plan, most_worthwhile_first(problem, plan), everything)
+
+
+def segmented_to_fit(problem: PlanningProblem, plan: Plan) -> Plan | None:
+    """The same with layers recomputed as segments: as few as make the plan fit, and as short ones.
+
+    Args:
+        problem: model, cluster and batch, and whether plans may have segments. plan: of this model, without recomputation.
+
+    Returns:
+        None if it does not fit so. Raises CostError where a forward has no price.
+    """
+    for way in kept_together(problem):
+        segments = within_stages(plan, way.segments)
+        everything = replace(plan, recompute=way.recompute, segments=segments)
+        if segments and _fits(problem, everything):
+            return _fewest_steps(problem, plan, most_worthwhile_first(problem, plan, segments), everything)
+    return None
+
+
+def _fits(problem: PlanningProblem, plan: Plan) -> bool:
+    return not any(place_excess_bytes(problem, plan))
+
+
+def _fewest_steps(problem: PlanningProblem, plan: Plan, by_place: Sequence[Sequence[Relief]], everything: Plan) -> Plan:
+    """The plan with as few of the first steps of every place as make it fit, or else a plan that is known to fit."""
+    too_few, enough = [-1] * len(by_place), [len(steps) for steps in by_place]
+    left = FEW_HALVINGS if is_long(problem.model) else MOST_HALVINGS
+    while left and any(most - few > 1 for few, most in zip(too_few, enough, strict=True)):
+        left -= 1
+        tried = [(few + most) // 2 if most - few > 1 else most for few, most in zip(too_few, enough, strict=True)]
+        for place, over in enumerate(place_excess_bytes(problem, recomputing(plan, by_place, tried))):
+            if over and tried[place] < enough[place]:
+                too_few[place] = tried[place]
+            elif not over:
+                enough[place] = tried[place]
+    least = recomputing(plan, by_place, enough)
+    return least if _fits(problem, least) else everything
+
+
+def _holding_least(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
+    """The plan with the sets of which one holds least: all components, all by operator, and all but those at either end.
+
+    A recomputed component keeps its inputs. The first one may so keep another copy of the batch, and the last ones logits that
+    nobody would keep.
+    """
+    if is_large(problem):
+        yield replace(plan, recompute=least_kept(problem).recompute)
+        if is_long(problem.model):
+            return
+    yield replace(plan, recompute=FULL)
+    if any(component.selective is not None for component in problem.model.components):
+        yield replace(plan, recompute=SELECTIVE)
+    if not is_large(problem):
+        names = backwards_of(problem, plan)
+        for some in (names[1:], names[:-2], names[1:-2]):
+            if some:
+                yield replace(plan, recompute=tuple(some))
+
+
+# Every set of recomputed components of a model of few components, the smallest sets first.
+
+
+FEW_COMPONENTS = 6
+"""Of a model with at most so many backwards every set is tried."""
+
+MOST_SETS = 2**FEW_COMPONENTS
+"""Beyond so many, components are recomputed whole alone in the sets that are tried."""
+
+
+def every_set(problem: PlanningProblem, plan: Plan) -> list[Plan]:
+    """The plan with every set of recomputed components, the smallest sets first. By operator, too, where these are few.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model, without recomputation.
+
+    Returns:
+        None for larger models.
+    """
+    if not are_few(problem, plan):
+        return []
+    backwards, ways = backwards_of(problem, plan), _ways(problem, plan)
+    if prod(map(len, ways)) > MOST_SETS:
+        ways = [(0, WHOLE)] * len(backwards)
+    levels = sorted(product(*ways), key=sum)
+    return [replace(plan, recompute=recompute_of(zip(backwards, each, strict=True))) for each in levels]
+
+
+def tries_all_of(problem: PlanningProblem, plan: Plan) -> bool:
+    """Whether `every_set` holds every set, those by operator too.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model, without recomputation.
+    """
+    return are_few(problem, plan) and prod(map(len, _ways(problem, plan))) <= MOST_SETS
+
+
+def _ways(problem: PlanningProblem, plan: Plan) -> list[tuple[int, ...]]:
+    """By component that has a backward how it may be recomputed."""
+    some = problem.layout(replace(plan, recompute=SELECTIVE))
+    every = backwards_of(problem, plan)
+    return [(0, SOME, WHOLE) if some.recomputes_by_operator(name) else (0, WHOLE) for name in every]
+
+
+def recomputes_more(one: Plan, other: Plan) -> bool:
+    """Whether a plan recomputes all that another one does.
+
+    Args:
+        one, other: plans of `every_set`, which differ in nothing else.
+    """
+    whole, some = set(one.recomputed), set(one.recomputed_by_operator)
+    return set(other.recomputed) <= whole and set(other.recomputed_by_operator) <= whole | some
+
+
+def are_few(problem: PlanningProblem, plan: Plan) -> bool:
+    """Whether every set of recomputed components is tried.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model.
+    """
+    return len(backwards_of(problem, plan)) <= FEW_COMPONENTS

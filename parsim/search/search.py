@@ -1,0 +1,497 @@
+"""Choose among plans: bound, simulate and rank every family's members, and record why each lost."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+from parsim.costs.draws import medians_s
+from parsim.errors import PlanError, ScheduleError, near_matches
+from parsim.numeric import rare_collections
+from parsim.plans.constraints import PlanConstraints
+from parsim.plans.layouts import BATCH
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, FULL, Plan, Recompute
+from parsim.plans.stages import without_idle_ranks
+from parsim.predict.breakdown import busiest_resource_s
+from parsim.predict.evaluate import SAMPLES, Evaluation, SimulatedStep, evaluate, simulated_step, with_interval
+from parsim.predict.problem import PlanningProblem
+from parsim.predict.result import PlanResult
+from parsim.registry import is_reference
+from parsim.search.families import FAMILIES, Strategy, mixed_meshes, nodes_of
+from parsim.search.refine import way_out
+from parsim.search.space import Allowance, Node, PosedPlacement, allowance, is_large, most_late, most_singles, zero_stages
+from parsim.search.tree import Incumbents, JudgedPlan, Members, Tally, Variants, judged_best_first, open_one_by_one
+from parsim.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Attributes:
+    candidates: the best of each family, fastest fitting first.
+    chosen: the winner; None if nothing fits.
+    status: "best_of_candidates" (the families were searched, optimality is not claimed) or "infeasible".
+    lower_bound_s: the least of the bounds of all plans considered: none of them can be faster under these costs.
+    judged: plans that were simulated. tally: what became of all plans.
+    skipped: families without a member, and why.
+    placements: the solver's answers to the placement problems (strategy "adaptive").
+    unrefined: families that lost before their late parts were opened: a separate search may find faster plans.
+    """
+
+    candidates: tuple[Evaluation, ...]
+    chosen: Evaluation | None
+    status: str
+    lower_bound_s: float
+    judged: int
+    skipped: tuple[tuple[str, str], ...]
+    tally: Tally = field(default_factory=Tally)
+    placements: tuple[PosedPlacement, ...] = ()
+    unrefined: tuple[str, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """(chosen - lower bound) / chosen; 1 where nothing was chosen."""
+        if self.chosen is None:
+            return 1.0
+        median = self.chosen.result.step_s.median
+        return max(0.0, (median - self.lower_bound_s) / median)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "candidates": [candidate.result.to_dict() for candidate in self.candidates],
+            "chosen": None if self.chosen is None else self.chosen.result.to_dict(),
+            "status": self.status,
+            "lower_bound_s": self.lower_bound_s,
+            "gap": self.gap,
+            "judged": self.judged,
+            "considered": self.tally.to_dict(),
+            "unrefined": list(self.unrefined),
+            "skipped": dict(self.skipped),
+            "placements": [solution.to_dict() for solution in self.placements],
+        }
+
+
+@rare_collections()
+def search(
+    problem: PlanningProblem, strategies: Sequence[str] = tuple(FAMILIES), *, samples: int = SAMPLES, top: int | None = None
+) -> Search:
+    """Find the best plan of each named family, rank them, and choose the fastest that fits.
+
+    Args:
+        problem: model, cluster, batch and constraints: what it leaves open is free.
+        strategies: keys of FAMILIES or "package.module:ROW"; "adaptive" stands for all of FAMILIES. Its candidate is the best
+            of all plans considered, so no other candidate is predicted faster.
+        samples: draws for the intervals. top: keep this many plans over all families instead of the best of each.
+
+    Returns:
+        A Search. A plan that was not simulated has a lower bound that is not below the best of its family. Leaves out plans
+        outside the families: it claims no optimality beyond them.
+
+    Raises:
+        ScheduleError: an unknown strategy, or no family has any member. CostError: nothing can be priced.
+    """
+    asked = problem.constraints
+    problem = problem.on(Mesh(dp=asked.ep or 1, cp=asked.cp or 1, ep=asked.ep or 1))
+    mixes = "adaptive" in strategies
+    wanted = _known_names(strategies)
+    families = {name: FAMILIES[name] for name in wanted if name != "adaptive"}
+    posed: list[PosedPlacement] = []
+    full = dict[Plan, Evaluation]()
+    skipped: dict[str, str] = {}
+    together = Incumbents(wanted=top or 1)
+    opening = _Opening(problem)
+    parts: dict[str, list[Node]] = {}
+    owners: dict[str, Incumbents] = {}
+    for name in wanted:
+        if name != "single" and problem.cluster.size == 1:
+            skipped[name] = "one device: there is nothing to distribute"
+            continue
+        members = Members(problem, name, mixed=name == "adaptive", placements=posed)
+        try:
+            parts[name] = _nodes(members, None if name == "adaptive" else families[name])
+        except ScheduleError as error:
+            skipped[name] = str(error)
+            continue
+        shared = name == "adaptive" or top is not None
+        owners[name] = together if shared else Incumbents(rival_s=together.best_s if mixes else float("inf"))
+        if opening.spare is None:
+            opening.early(name, parts[name], owners[name])
+            together.steps_s.update(owners[name].steps_s)
+    if opening.spare is not None:
+        opening.tally.add(open_one_by_one(parts, owners, together, opening.spare, opening.early, rivals=mixes))
+    # each family opens as many late parts as it would alone, so adaptive is never slower than any of them
+    unrefined = [name for name, own in owners.items() if opening.late[name] and own is not together and mixes]
+    for name, own in owners.items():
+        opening.later(name, own if not mixes and top is None else Incumbents(steps_s=together.steps_s))
+    for own in owners.values():
+        opening.misfit(own)
+    steps, tally = opening.steps, opening.tally
+    judged = opening.judged
+    if all(problem.allows(component.name, BATCH) for component in problem.model.components):
+        judged = [_without_idle_ranks(problem, entry, steps) for entry in judged]
+    found = {entry.plan.strategy for entry in judged}
+    for name in [name for name in owners if parts[name] and name not in found and not (found and name == "adaptive")]:
+        skipped[name] = most_frequent(opening.impossible[name]) if opening.impossible[name] else NOT_TRIED
+    if not judged:
+        raise _nothing_to_choose(tally, skipped)
+    skipped.pop("adaptive", None)  # its plan is then the best one of the families
+    ranked = sorted(judged, key=_rank)
+    best_mixes = mixes and problem.cluster.size > 1
+    if top is not None:
+        ranked = _distinct([_renamed(ranked[0], "adaptive"), *ranked[1:]] if best_mixes else ranked)
+    elif best_mixes and ranked[0].plan.strategy != "adaptive":
+        ranked = sorted([*ranked, _renamed(ranked[0], "adaptive")], key=_rank)
+    shown = ranked[:top] if top is not None else _best_of_each(ranked)
+    kept = [_evaluated(problem, entry.plan, full, steps) for entry in shown]
+    candidates = _with_intervals(problem, kept, samples)
+    chosen = candidates[0] if candidates[0].result.fits else None
+    if mixes and chosen is not None:
+        chosen = replace(chosen, result=_result_named(chosen, "adaptive"))
+    return Search(
+        candidates=candidates,
+        chosen=chosen,
+        status="best_of_candidates" if chosen is not None else "infeasible",
+        lower_bound_s=min(steps.bounds_s),
+        judged=len(judged),
+        skipped=tuple(skipped.items()),
+        tally=tally,
+        placements=tuple(posed),
+        unrefined=tuple(name for name in unrefined if _lost(name, candidates)),
+    )
+
+
+def _lost(name: str, candidates: Sequence[Evaluation]) -> bool:
+    first = candidates[0].result.plan
+    return any(each.result.strategy == name and not same_program(each.result.plan, first) for each in candidates)
+
+
+NOT_TRIED = "none of its plans that were tried fits; others were more promising, and not all plans of a large problem are tried"
+
+MOST_DRAWN = 2**25
+"""Durations that are drawn for the interval of a plan: a program of more than 168,000 tasks gets fewer than 200 draws."""
+
+FEWEST_DRAWS, OF_A_LOSER = 64, 40
+"""Draws at least, for the plan that is chosen and for one that lost."""
+
+
+def most_frequent(reasons: Mapping[str, int], where: str = "") -> str:
+    """The reason that was met most often, and how many others there are.
+
+    Args:
+        reasons: at least one, with how often each was met. where: the others can be read.
+    """
+    reason = max(reasons, key=reasons.__getitem__)
+    others = len(reasons) - 1
+    return f"{reason}; {others} more reason{'s' if others > 1 else ''}{where}" if others else reason
+
+
+def _without_idle_ranks(problem: PlanningProblem, entry: JudgedPlan, steps: _Steps) -> JudgedPlan:
+    """The plan on fewer devices where its tp axis divides nothing, unless these are slower or hold less than its own."""
+    other = without_idle_ranks(entry.plan)
+    if other is entry.plan or (entry.fits and _excess_bytes(problem, other)):
+        return entry
+    step_s = steps.of(other)
+    return replace(entry, plan=other, step_s=step_s) if step_s <= entry.step_s * (1 + 1e-12) else entry
+
+
+def _nothing_to_choose(tally: Tally, skipped: Mapping[str, str]) -> Exception:
+    if tally.unpriced is not None:
+        return tally.unpriced
+    return ScheduleError("no plan to choose from: " + "; ".join(f"{name}: {why}" for name, why in skipped.items()))
+
+
+def _known_names(strategies: Sequence[str]) -> tuple[str, ...]:
+    """Every name once; "adaptive" stands for all families. Raises ScheduleError for an unknown one."""
+    wanted = (*FAMILIES, "adaptive") if "adaptive" in strategies else tuple(dict.fromkeys(strategies))
+    for name in wanted:
+        if name not in (*FAMILIES, "adaptive") and not is_reference(name):
+            raise ScheduleError(f"unknown strategy {name!r}{near_matches(name, [*FAMILIES, 'adaptive'])}")
+    return wanted
+
+
+def _nodes(members: Members, strategy: Strategy | None) -> list[Node]:
+    """The family as parts with lower bounds; "adaptive" (None): all placements of single components."""
+    problem = members.problem
+    if strategy is None:
+        some = mixed_meshes(problem)
+        return nodes_of(members, some) if some else []
+    if strategy.plans is None:
+        return strategy.nodes(problem, members.strategy)
+    plans = (replace(plan, strategy=members.strategy) for plan in strategy.plans(problem))
+    if problem.recompute != AUTO:
+        plans = (replace(plan, recompute=problem.recompute) for plan in plans)
+    listed = list(plans)
+    kept = [plan for plan in listed if _keeps(problem.constraints, plan)]
+    if listed and not kept:
+        raise ScheduleError(f"no plan of {members.strategy} satisfies [plan]: {problem.constraints}")
+    return members.given(kept)
+
+
+def _keeps(asked: PlanConstraints, plan: Plan) -> bool:
+    pairs = (
+        (asked.microbatches, plan.microbatches),
+        (asked.bucket_bytes, plan.bucket_bytes),
+        (asked.pipeline_order, plan.pipeline_order),
+        (asked.chunks, plan.chunks),
+    )
+    return asked.allow(plan.mesh) and all(given in (None, own) for given, own in pairs)
+
+
+def _excess_bytes(problem: PlanningProblem, plan: Plan) -> int:
+    return max((entry.excess_bytes for entry in problem.unlike_memory(plan) if not entry.fits), default=0)
+
+
+def _rank(entry: JudgedPlan) -> tuple[bool, float]:
+    """The order of the candidates: plans that fit first, the fastest of them first."""
+    return not entry.fits, entry.step_s
+
+
+def _renamed(entry: JudgedPlan, strategy: str) -> JudgedPlan:
+    """The same plan and the same figures under another strategy's name."""
+    return replace(entry, plan=replace(entry.plan, strategy=strategy))
+
+
+def _result_named(entry: Evaluation, strategy: str) -> PlanResult:
+    return replace(entry.result, plan=replace(entry.result.plan, strategy=strategy), strategy=strategy)
+
+
+def _evaluated(problem: PlanningProblem, plan: Plan, known: dict[Plan, Evaluation], steps: _Steps) -> Evaluation:
+    """The evaluation of a plan under its own strategy's name, made once per program."""
+    program = replace(plan, strategy="custom")
+    if program not in known:
+        known[program] = evaluate(problem, plan, samples=0, fold=True, run=steps.simulated(program))
+    return replace(known[program], result=_result_named(known[program], plan.strategy))
+
+
+@dataclass
+class _Steps:
+    """Of one search: the step of every program that was simulated, and a bound of the mean of many such steps."""
+
+    problem: PlanningProblem
+    seconds: dict[Plan, float] = field(default_factory=dict)
+    bounds_s: list[float] = field(default_factory=list)
+    runs: dict[str, dict[Plan, SimulatedStep]] = field(default_factory=dict)
+
+    def simulated(self, program: Plan) -> SimulatedStep | None:
+        """The simulation of a program, where it is kept."""
+        return next((own[program] for own in self.runs.values() if program in own), None)
+
+    def of(self, plan: Plan) -> float:
+        """Simulated once, whatever the strategy is called."""
+        program = replace(plan, strategy="custom")
+        if program not in self.seconds:
+            run = simulated_step(self.problem, plan, fold=True)
+            self.bounds_s.append(busiest_resource_s(run.compiled, medians_s(run.estimates)[run.compiled.columns.unit]))
+            if run.step_s < min((known.step_s for known in self.runs.get(plan.strategy, {}).values()), default=float("inf")):
+                self.runs[plan.strategy] = {program: run}  # of each family the fastest, which is to be evaluated
+            self.seconds[program] = run.step_s
+        return self.seconds[program]
+
+
+@dataclass
+class _Opening:
+    """Of one search: what was opened, and what became of it.
+
+    Attributes: late: by family the parts that are put aside. impossible: by family the reasons of impossible plans.
+        spare: what may be spent on a large problem.
+    """
+
+    problem: PlanningProblem
+    judged: list[JudgedPlan] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
+    late: defaultdict[str, list[Node]] = field(default_factory=lambda: defaultdict(list))
+    impossible: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+
+    @cached_property
+    def steps(self) -> _Steps:
+        return _Steps(self.problem)
+
+    @cached_property
+    def spare(self) -> Allowance | None:
+        return allowance(self.problem) if is_large(self.problem) else None
+
+    def early(self, name: str, nodes: list[Node], incumbents: Incumbents) -> None:
+        """Open parts of a family."""
+        self._open(name, nodes, incumbents, self.late[name], float("inf"))
+
+    def later(self, name: str, incumbents: Incumbents) -> None:
+        """Open the late parts of a family, as many as may be."""
+        self._open(name, self.late.pop(name, []), incumbents, None, most_late(self.problem))
+
+    def misfit(self, incumbents: Incumbents) -> None:
+        """Judge the plan of a family that is closest to fitting, where none of it fits."""
+        if not incumbents.steps_s:
+            self.judged += incumbents.closest.judged(self.steps.of, partial(_excess_bytes, self.problem), self._variants)
+
+    @property
+    def _variants(self) -> Variants:
+        return (self._recomputed, self._divided)
+
+    def _recomputed(self, plan: Plan) -> list[Plan]:
+        """The plan, and with all recomputed where the question leaves that open."""
+        free = self.problem.recompute == AUTO and not plan.recomputes
+        return [plan, replace(plan, recompute=FULL)] if free else [plan]
+
+    def _divided(self, plan: Plan) -> list[Plan]:
+        """The plan, and with every other ZeRO stage that the question leaves open: whole parameters may be the most of one."""
+        stages = zero_stages(self.problem, self.problem.layout(plan))
+        return [plan, *(replace(plan, zero_stage=stage) for stage in stages if stage != plan.zero_stage)]
+
+    def _open(self, name: str, nodes: list[Node], incumbents: Incumbents, late: list[Node] | None, most: float) -> None:
+        found, counted = judged_best_first(
+            nodes,
+            excess_bytes=partial(_excess_bytes, self.problem),
+            judge=self.steps.of,
+            variants=self._variants,
+            incumbents=incumbents,
+            late=late,
+            most=most,
+            singles=most_singles(self.problem),
+            spare=self.spare,
+        )
+        self.judged.extend(found)
+        self.tally.add(counted)
+        self.impossible[name].update(counted.infeasible)
+
+
+def _best_of_each(ranked: Sequence[JudgedPlan]) -> list[JudgedPlan]:
+    best: dict[str, JudgedPlan] = {}
+    for entry in ranked:
+        best.setdefault(entry.plan.strategy, entry)
+    return list(best.values())
+
+
+def _distinct(ranked: Sequence[JudgedPlan]) -> list[JudgedPlan]:
+    """Each program once, under the first of its names, with the fastest of its cuts into stages."""
+    found: dict[object, JudgedPlan] = {}
+    for entry in ranked:
+        plan = entry.plan
+        placed = tuple(pair for stage in plan.stages for pair in stage.placed())
+        pipeline = plan.mesh, plan.microbatches, plan.pipeline_order, plan.chunks
+        found.setdefault((pipeline, placed, plan.zero_stage, plan.bucket_bytes, plan.recompute, plan.segments), entry)
+    return list(found.values())
+
+
+def _with_intervals(problem: PlanningProblem, kept: Sequence[Evaluation], samples: int) -> tuple[Evaluation, ...]:
+    """With draws, and why each plan won or lost against the first of the ranking.
+
+    A program that has several names is drawn once. Large programs get fewer draws, above all those of plans that lost.
+    """
+    first, found = kept[0], list[Evaluation]()
+    ways_out: dict[Plan, str] = {}
+    for entry in kept:
+        reason = _reason(entry, first, problem.recompute)
+        if not first.result.fits:
+            program = replace(entry.result.plan, strategy="custom")
+            if program not in ways_out:
+                ways_out[program] = way_out(problem, program)
+            reason += ways_out[program]
+        drawn = next((other.result for other in found if other.compiled is entry.compiled), None)
+        if drawn is not None:
+            result = replace(
+                entry.result,
+                reason=reason,
+                step_s=drawn.step_s,
+                throughput_samples_per_s=drawn.throughput_samples_per_s,
+                interval_correction=drawn.interval_correction,
+            )
+            found.append(replace(entry, result=result))
+            continue
+        fewest = FEWEST_DRAWS if entry.compiled is first.compiled else OF_A_LOSER
+        most = max(fewest, MOST_DRAWN // max(1, entry.compiled.size))
+        found.append(with_interval(problem, entry, samples=min(samples, most), reason=reason))
+    return tuple(found)
+
+
+def _recomputed_text(plan: Plan) -> str:
+    """`3 of 12 components`, `5 of 12 components, 2 of them by operator`, `8 of 12 components, in 2 segments`."""
+    whole, some = len(plan.recomputed), len(plan.recomputed_by_operator)
+    by_operator = f", {some if whole else 'all'} of them by operator" if some else ""
+    together = f", in {len(plan.segments)} segments" if plan.segments else ""
+    return f"{whole + some} of {len(plan.components)} components{by_operator}{together}"
+
+
+def _reason(entry: Evaluation, first: Evaluation, recompute: Recompute) -> str:
+    if not entry.result.fits:
+        worst = max(entry.memory, key=lambda memory: memory.excess_bytes)
+        line, size = worst.worst
+        tried = ", even with all recomputed" if recompute == AUTO else ""
+        over = format_bytes(worst.excess_bytes)
+        return f"does not fit{tried}: rank {worst.rank} by {over}, mostly {line} ({format_bytes(size)})"
+    plan = entry.result.plan
+    again = f"; recomputes {_recomputed_text(plan)}" if plan.recomputes else ""
+    if entry is first:
+        return f"fastest plan that fits{again}"
+    if same_program(entry.result.plan, first.result.plan):
+        return f"the same plan as {first.result.strategy}"
+    slower = entry.result.step_s.median - first.result.step_s.median
+    return f"slower by {format_seconds(slower)} ({100 * slower / first.result.step_s.median:.0f}%){_where(entry, first)}{again}"
+
+
+def same_program(one: Plan, other: Plan) -> bool:
+    """Whether two plans differ at most in the name of their strategy.
+
+    Args:
+        one, other: plans of one model.
+    """
+    return replace(one, strategy=other.strategy) == other
+
+
+def _where(entry: Evaluation, first: Evaluation) -> str:
+    """The category of a step that costs the most more than in the first plan, averaged over each plan's own ranks."""
+    names = ("compute_s", "exposed_communication_s", "bubble_s", "idle_s", "load_s", "host_s")
+
+    def mean(evaluation: Evaluation, name: str) -> float:
+        return float(sum(getattr(rank, name) for rank in evaluation.breakdown)) / len(evaluation.breakdown)
+
+    more = {name: mean(entry, name) - mean(first, name) for name in names}
+    name = max(more, key=lambda key: more[key])
+    return f"; mostly {name.removesuffix('_s').replace('_', ' ')} (+{format_seconds(more[name])} per rank)"
+
+
+# Plans that are closer to the choice than a measurement can tell.
+
+
+TIE = 0.035
+"""Of the step. Two measurements of one program differ by so much in the median (the A/A floor of `experiments/this_machine`).
+So a single run of each would not show which of two closer plans is faster."""
+
+
+def is_tie(step_s: float, best_s: float) -> bool:
+    """Whether a step is at most `TIE` longer than the best one. Seconds."""
+    return step_s <= best_s * (1 + TIE)
+
+
+def simpler_tie(problem: PlanningProblem, chosen: Evaluation) -> Evaluation | None:
+    """The simplest plan on the mesh of the choice that fits and ties with it; None where the choice is as simple.
+
+    Simpler means: no ZeRO, and buckets as PyTorch's DDP has them. Keys that the question gives stay.
+
+    Args:
+        problem: model, cluster and batch. chosen: the evaluation of the plan that the search chose for it.
+    """
+    for plan in _simpler(problem, chosen.result.plan):
+        try:
+            found = evaluate(problem, plan, samples=0, reason="simpler than the choice")
+        except PlanError:  # the rules of this plan forbid the variant, as gathering ahead does without ZeRO
+            continue
+        if found.result.fits and is_tie(found.result.step_s.median, chosen.result.step_s.median):
+            return found
+    return None
+
+
+def _simpler(problem: PlanningProblem, plan: Plan) -> Iterator[Plan]:
+    """The simplest first."""
+    is_free = not isinstance(problem.zero_stage, int) and problem.constraints.dp_shard in (None, plan.mesh.dp)
+    stages = [0, plan.zero_stage] if plan.zero_stage and is_free else [plan.zero_stage]
+    sizes = [plan.bucket_bytes]
+    if problem.constraints.bucket_bytes is None and plan.bucket_bytes != DEFAULT_BUCKET_BYTES:
+        sizes.insert(0, DEFAULT_BUCKET_BYTES)
+    for stage in stages:
+        for size in sizes:
+            if (stage, size) != (plan.zero_stage, plan.bucket_bytes):
+                mesh = plan.mesh if stage else plan.mesh.undivided()
+                yield replace(plan, mesh=mesh, zero_stage=stage, bucket_bytes=size)

@@ -1,0 +1,571 @@
+"""What a search is free to choose: meshes, microbatches, pipeline orders, ZeRO stages and bucket sizes under the constraints.
+
+Every key that the question gives has one value here, every other all that make sense.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsim.errors import ScheduleError
+from parsim.numeric import Floats
+from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import PIPELINE_ORDERS
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, ZERO_STAGES, Plan
+from parsim.predict.problem import PlanningProblem
+from parsim.program.placed import PlanIndex
+from parsim.search.placement.problem import Solution
+from parsim.units import divisors
+
+MIB = 1024 * 1024
+BUCKET_BYTES = (DEFAULT_BUCKET_BYTES, 4 * MIB, 100 * MIB)
+
+SMALL_BUCKET_BYTES = (MIB, MIB // 4, MIB // 16)
+"""Tried where the plans with larger ones leave room for a faster step."""
+
+MOST_SMALL_BUCKETS = 128
+"""Of a rank. Sizes that make more are not tried."""
+
+MOST_BUCKET_SIZES = 64
+"""Of a plan whose parameters have fewer sums than this, every size that makes other buckets is tried."""
+
+FREE_ORDERS = ("1f1b", "gpipe", "interleaved")
+"""Not zero-bubble: no calibration has measured a backward's halves yet, so what it would gain over 1f1b rests on an assumed
+split. It can be asked for."""
+
+FREE_CHUNKS = (1, 2, 3, 4, 6, 8)
+"""Stages per rank that are tried where their number is free."""
+
+
+def meshes(problem: PlanningProblem, wanted: Callable[[int, int, int], bool] | None = None) -> Iterator[Mesh]:
+    """Every mesh over the first devices of the cluster that keeps the constraints, most devices and fewest stages first.
+
+    Those that leave devices idle are among them: the batch, or what shards divide by, may not divide over all, and one more
+    device must not make the answer slower.
+
+    Args:
+        problem: cluster, model and constraints. wanted: of pp, dp and tp, whether to make the mesh; None: all.
+    """
+    asked, most = problem.constraints, len(problem.model.components)
+    for devices in range(problem.cluster.size, 0, -1):
+        context = asked.cp or 1
+        if devices % context:
+            continue
+        for pp in divisors(devices // context):
+            if asked.pp not in (None, pp) or (pp > most and not asked.pp):
+                continue
+            for tp in divisors(devices // context // pp):
+                dp = devices // context // (pp * tp)
+                if wanted is not None and not wanted(pp, dp, tp):
+                    continue  # of 16,384 devices there are 377,000
+                if asked.tp in (None, tp) and asked.dp in (None, dp) and dp * context % (asked.ep or 1) == 0:
+                    yield from _sharded(problem, Mesh(pp=pp, dp=dp, tp=tp, cp=context, ep=asked.ep or 1))
+
+
+def _sharded(problem: PlanningProblem, mesh: Mesh) -> Iterator[Mesh]:
+    """The mesh, and with sharding groups of one node each where replicas span several; with the groups that are asked for."""
+    asked, width = problem.constraints.dp_shard, mesh.tp * mesh.cp
+    if asked is not None:
+        if mesh.dp % asked == 0 and asked * mesh.cp % mesh.ep == 0 and asked * mesh.cp > 1:
+            yield replace(mesh, dp_shard=asked)
+        return
+    yield mesh
+    if problem.zero_stage == 0 or problem.constraints.synchronisation.is_relaxed:
+        return
+    on_a_node = devices_on_a_node(problem)
+    size, rest = divmod(on_a_node, width)
+    spans = on_a_node < problem.cluster.size and not rest and 1 < size < mesh.dp
+    if spans and mesh.dp % size == 0 and size * mesh.cp % mesh.ep == 0:
+        yield replace(mesh, dp_shard=size)
+
+
+@dataclass
+class _Nodes:
+    """Of one problem: devices on each node; 0: not known yet."""
+
+    devices: int = 0
+
+
+def devices_on_a_node(problem: PlanningProblem) -> int:
+    """How many devices every node has, if ranks fill one node after the other; else all, for there are no nodes to speak of.
+
+    Args:
+        problem: with the cluster.
+    """
+    known = problem.remembered(_Nodes)
+    if not known.devices:
+        cluster = problem.cluster
+        known.devices = cluster.size
+        if cluster.profile.communication.link_model is not None:
+            most = cluster.most_on_a_node
+            if all(node == rank // most for rank, (node, _) in enumerate(cluster.places)):
+                known.devices = most
+    return known.devices
+
+
+def microbatch_counts(problem: PlanningProblem, mesh: Mesh) -> list[int]:
+    """Every number of microbatches into which a replica's samples divide, ascending.
+
+    Args:
+        problem: model, cluster, batch and constraints. mesh: its dp are the replicas.
+
+    Raises:
+        ScheduleError: the batch does not divide over the replicas, or not into the microbatches that are asked for.
+    """
+    samples, rest = divmod(problem.global_batch, mesh.dp)
+    if rest:
+        nearest = max(1, round(problem.global_batch / mesh.dp)) * mesh.dp
+        raise ScheduleError(
+            f"global_batch ({problem.global_batch}) is not divisible by dp ({mesh.dp}); use a multiple of {mesh.dp}, "
+            f"e.g. {nearest}"
+        )
+    asked = problem.constraints.microbatches
+    if asked is None:
+        return list(divisors(samples))
+    if samples % asked:
+        parts = mesh.dp * asked
+        nearest = max(1, round(problem.global_batch / parts)) * parts
+        raise ScheduleError(
+            f"global_batch ({problem.global_batch}) is not divisible by dp ({mesh.dp}) * microbatches ({asked}) = {parts}; "
+            f"use a multiple of it, e.g. {nearest}"
+        )
+    return [asked]
+
+
+def orders(problem: PlanningProblem, mesh: Mesh) -> list[tuple[str, int]]:
+    """Pipeline orders with the stages per rank that they take; one of them where there is no pipeline.
+
+    Args:
+        problem: model and constraints. mesh: its pp are the ranks of the pipeline.
+
+    Raises:
+        ScheduleError: the model has too few components.
+    """
+    asked = problem.constraints
+    names = FREE_ORDERS if asked.pipeline_order is None else (asked.pipeline_order,)
+    most = len(problem.model.components) // mesh.pp
+    if mesh.pp == 1:
+        return [(asked.pipeline_order or "1f1b", 1)]
+    counts = FREE_CHUNKS if asked.chunks is None else (asked.chunks,)
+    found = []
+    for name in names:
+        row = PIPELINE_ORDERS[name]
+        own = {row.fewest_chunks, *counts} if asked.chunks is None else set(counts)
+        found += [(name, count) for count in sorted(own) if row.takes(count) and count <= most]
+    if not found:
+        raise ScheduleError(
+            f"{problem.model.name} has {len(problem.model.components)} components for {mesh.pp} ranks of a pipeline"
+            f'{"" if asked.chunks is None else f" with {asked.chunks} chunks each"}; use fewer stages or granularity "layer"'
+        )
+    return found
+
+
+def bucket_sizes(problem: PlanningProblem) -> tuple[int, ...]:
+    """Bucket sizes that differ for this model: of those that hold it whole the first."""
+    if problem.constraints.bucket_bytes is not None:
+        return (problem.constraints.bucket_bytes,)
+    whole = sum(parameter.size_bytes for parameter in problem.model.trainable_parameters)
+    useful = tuple(size for size in BUCKET_BYTES if size < whole)
+    holding = (size for size in BUCKET_BYTES if size >= whole)  # the default first
+    return (*useful, *list(holding)[:1])
+
+
+def other_bucket_sizes(problem: PlanningProblem, layout: PlanIndex) -> list[int]:
+    """Further bucket sizes worth trying: every one that makes other buckets, or some small ones where these are too many.
+
+    A bucket is closed once it holds `bucket_bytes`. So buckets change only where it passes the sum of a run of parameters.
+
+    Args:
+        problem: model and constraints. layout: of a plan, whatever its bucket size.
+    """
+    if problem.constraints.bucket_bytes is not None:
+        return []
+    plan = layout.plan
+    whole = problem.layout(replace(plan, bucket_bytes=2**62))
+    runs = [[each.size_bytes for each in bucket.parameters] for bucket in whole.buckets if len(bucket.group) > 1]
+    if not runs:
+        return []
+    known = bucket_sizes(problem)
+    if sum(len(run) * (len(run) + 1) // 2 for run in runs) > MOST_BUCKET_SIZES:
+        most = max(map(sum, runs))
+        return [size for size in SMALL_BUCKET_BYTES if size < most <= size * MOST_SMALL_BUCKETS]
+    sums = {sum(run[first:last]) for run in runs for last in range(1, len(run) + 1) for first in range(last)}
+    found: dict[tuple[tuple[int, ...], ...], int] = {_closings(runs, size): 0 for size in known}
+    for size in sorted(sums - {0}, reverse=True):
+        found.setdefault(_closings(runs, size), size)
+    return [size for size in found.values() if size]
+
+
+def _closings(runs: Sequence[Sequence[int]], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """Per run of parameters after which of them a bucket is closed."""
+    found = []
+    for run in runs:
+        held, closed = 0, []
+        for number, size in enumerate(run):
+            held += size
+            if held >= bucket_bytes or number == len(run) - 1:
+                closed.append(number)
+                held = 0
+        found.append(tuple(closed))
+    return tuple(found)
+
+
+def zero_stages(problem: PlanningProblem, layout: PlanIndex) -> tuple[int, ...]:
+    """Every stage that is asked for; 0 alone where no two ranks hold the same parameters, and not with sharding groups."""
+    if isinstance(problem.zero_stage, int):
+        return (problem.zero_stage,)
+    if layout.plan.mesh.dp_shard:
+        return ZERO_STAGES[1:]
+    shared = layout.plan.mesh.copies > 1 or any(len(group) > 1 for group in layout.buckets.groups.values())
+    return ZERO_STAGES if shared else (0,)
+
+
+# Of large problems, the parts that are opened first: what people choose, on all devices, the most promising first.
+#
+# Every usual part has an estimate beside its bound (`parsim.search.estimate`). They are opened in the order of the
+# estimates, as far as their bounds are below the best plan and the search's allowance lasts. All other parts follow. The
+# answer
+# counts what is left then as "not tried". Problems that are not large are searched without this.
+
+
+LARGE = 4096
+"""Devices times components from which a problem is large."""
+
+USUAL_ORDERS = (("1f1b", 1), ("interleaved", 2))
+"""With their stages per rank."""
+
+MOST_LATE = 2000
+"""Parts that refine what was found (other cuts, other bucket sizes), of which so many are opened."""
+
+FEW_COMPONENTS = 6
+"""Up to so many, all joint choices of placements may be listed."""
+
+MOST_SINGLES = 500
+"""Single plans that are judged beyond these parts, of models of few components: a plan of them is cheap."""
+
+FEWEST_LATE = 20
+"""The same of the largest problems, whose parts cost more to open."""
+
+MOST_VISITS = 90_000
+"""Components that a search of a large problem visits, about 10 CPU-seconds. What a part costs its `Node.visits` says."""
+
+MICROBATCHES_PER_VISIT = 20
+"""A simulation takes as long as visiting its components once for so many microbatches, and once beside."""
+
+MOST_MISSES = 10
+"""So many times the allowance may be spent until any plan fits."""
+
+
+@dataclass
+class Allowance:
+    """What a search may still spend: visits of components. It knows no clock, so one question has one answer.
+
+    Attributes: components: of the model. left: visits.
+    """
+
+    components: int
+    left: float
+
+    def lasts(self, *, known: bool) -> bool:
+        """Whether another part may be opened.
+
+        Args:
+            known: whether a plan is known that fits. Without one the search goes on for longer.
+        """
+        return self.left > (0 if known else -MOST_MISSES * MOST_VISITS)
+
+    def open(self, visits: int) -> None:
+        """A part was opened that costs so many visits of all components."""
+        self.left -= visits * self.components
+
+    def simulate(self, plan: Plan) -> None:
+        """A plan was simulated."""
+        self.left -= self.components * (1 + plan.microbatches / MICROBATCHES_PER_VISIT)
+
+
+def allowance(problem: PlanningProblem) -> Allowance:
+    """What a search of the problem may spend.
+
+    Args:
+        problem: model and cluster.
+    """
+    return Allowance(len(problem.model.components), float(MOST_VISITS))
+
+
+def is_large(problem: PlanningProblem) -> bool:
+    """Whether some parts of a search are opened before others.
+
+    Args:
+        problem: model and cluster.
+    """
+    return _size(problem) > LARGE
+
+
+def most_late(problem: PlanningProblem) -> int:
+    """How many parts are opened that refine what was found.
+
+    Args:
+        problem: model and cluster.
+    """
+    return max(FEWEST_LATE, int(MOST_LATE * min(1.0, LARGE / _size(problem)) ** 2))
+
+
+def most_singles(problem: PlanningProblem) -> int:
+    """How many plans are judged that have a bound when no more of these parts may be opened.
+
+    Args:
+        problem: with the model.
+    """
+    return MOST_SINGLES if len(problem.model.components) <= FEW_COMPONENTS else 0
+
+
+def is_usual(problem: PlanningProblem, mesh: Mesh, order: tuple[str, int]) -> bool:
+    """Whether a part of a large problem is opened first.
+
+    Args:
+        problem: model, cluster and constraints. mesh, order: of its plans; the order with its stages per rank.
+    """
+    asked = problem.constraints
+    within = asked.tp is not None or problem.cluster.most_on_a_node % mesh.tp == 0
+    ordered = asked.pipeline_order is not None or asked.chunks is not None or mesh.pp == 1 or order in USUAL_ORDERS
+    return within and ordered
+
+
+def _size(problem: PlanningProblem) -> int:
+    return problem.cluster.size * len(problem.model.components)
+
+
+# Uneven pipeline stages, chosen by cost: contiguous runs of components whose slowest stage is as fast as can be.
+#
+# Exact dynamic programme over (stages, components). Ties are broken towards the smaller sum of transfers. Leaves out the
+# fill and drain of the pipeline, which the simulator adds when the candidates are judged.
+
+
+INFINITE = float("inf")
+
+
+def partition(
+    components: int,
+    stages: int,
+    stage_s: Callable[[int], Floats],
+    cut_s: Sequence[float],
+) -> tuple[tuple[int, int], ...]:
+    """Bounds (first, one past the last) of each stage.
+
+    Args:
+        components: n >= stages >= 1.
+        stage_s: stage_s(stage) is float64 [n + 1, n + 1]: at [last, first] the time of components first..last-1 on that
+            stage's devices, in seconds; infinite where they do not fit its memory, and for first >= last.
+        cut_s: cut_s[i] is the transfer across the cut before component i (0 < i < n), in seconds.
+
+    Raises:
+        ScheduleError: fewer components than stages, or no partition fits the memory.
+    """
+    if stages > components:
+        raise ScheduleError(f"{components} components cannot fill {stages} pipeline stages; use at most {components} stages")
+    transfer_s = np.array([0.0, *cut_s[1:components], 0.0])
+    slowest = np.full(components + 1, INFINITE)
+    moved = np.zeros(components + 1)
+    slowest[0] = 0.0
+    cuts: list[NDArray[np.int64]] = []
+    for stage in range(stages):
+        reached = np.maximum(slowest, stage_s(stage))
+        least = reached.min(axis=1)
+        sums = np.where(reached == least[:, None], moved + transfer_s, INFINITE)
+        cuts.append(sums.argmin(axis=1))
+        slowest, moved = least, sums.min(axis=1)
+    if slowest[components] == INFINITE:
+        raise ScheduleError(f"no cut into {stages} stages fits the devices' memory; use more devices or a smaller batch")
+    bounds: list[tuple[int, int]] = []
+    end = components
+    for starts in reversed(cuts):
+        start = int(starts[end])
+        bounds.append((start, end))
+        end = start
+    return tuple(reversed(bounds))
+
+
+def least_round_s(seconds: Floats, stages: int, microbatches: int, *, saved_s: float = 0.0) -> float:
+    """A lower bound of the step of a pipeline, whatever the cut into stages: one stage per rank.
+
+    With t_s the time of one microbatch on stage s, a step takes at least sum_{j < s} t_j + M t_s for every s. Stage s can begin
+    only when a microbatch has come to it, and its last gradient still goes back to the first stage. The bound is the least x
+    for which some cut keeps all of these at or below x. For a given x a stage that takes as much as it may leaves later stages
+    no less room in the end, so the longest runs decide.
+
+    Args:
+        seconds: float64 [n], forward and backward of one microbatch by component. stages: 1 to n. microbatches: M.
+        saved_s: what a cut may save at most, of both its sides together.
+    """
+    up_to = np.concatenate([[0.0], np.cumsum(seconds)])
+    whole = float(up_to[-1])
+
+    def reaches(bound_s: float) -> bool:
+        taken = 0
+        for stage in range(stages):
+            before = max(0.0, float(up_to[taken]) - stage * saved_s)
+            room = float(up_to[taken]) + 2 * saved_s + (bound_s - before) / microbatches
+            taken = int(np.searchsorted(up_to, room, side="right")) - 1
+        return taken >= len(seconds)
+
+    low, high = max(0.0, whole - (stages - 1) * saved_s) * microbatches / stages, whole * microbatches
+    if reaches(low):
+        return low
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if reaches(middle) else (middle, high)
+    return low
+
+
+def sums_between(up_to: Floats) -> Floats:
+    """float64 [n + 1, n + 1]: at [last, first] the sum of entries first..last-1, from running sums (`up_to[0]` is 0)."""
+    sums: Floats = up_to[:, None] - up_to[None, :]
+    return sums
+
+
+# Every cut of a chain into pipeline stages, the one with the least bound first.
+#
+# Let t_s be the time of one microbatch on stage s, and e_s the least time of what comes before it. No pipeline takes less
+# than
+# e_s + M t_s for any s. The largest of these is the bound of a cut. A best-first search over (stage, first component) finds
+# the
+# cuts in its order: what the remaining stages take at least is known exactly, by a dynamic programme from the last stage on.
+
+
+Bounds = tuple[tuple[int, int], ...]
+
+MOST_ENTRIES = 2**21
+"""Of the tables of all stages together. Beyond, only the cut whose slowest stage is fastest is known."""
+
+
+def count_cuts(components: int, stages: int) -> int:
+    """Cuts of so many components into so many runs, none of them empty."""
+    return comb(components - 1, stages - 1)
+
+
+def every_cut(components: int, stages: int) -> Iterator[Bounds]:
+    """All of them.
+
+    Args:
+        components, stages: of which `count_cuts` are few.
+    """
+    for inner in combinations(range(1, components), stages - 1):
+        yield tuple(pairwise((0, *inner, components)))
+
+
+def are_listed(components: int, stages: int) -> bool:
+    """Whether `cuts_by_bound` takes a problem of this size."""
+    return (components + 1) ** 2 * stages <= MOST_ENTRIES
+
+
+def cuts_by_bound(
+    components: int, stages: int, stage_s: Callable[[int], Floats], before_s: Floats, microbatches: int
+) -> Iterator[tuple[float, Bounds]]:
+    """Pairs of bound and cut, bounds ascending.
+
+    Args:
+        components, stages: `are_listed`.
+        stage_s: as `partition` takes it. before_s: float64 [n + 1], what comes before a stage at least, by its first component.
+        microbatches: M.
+
+    Yields:
+        Seconds that no pipeline with the cut goes below, and per stage its first component and one past its last. Cuts with a
+        stage that is infinite are left out.
+    """
+    rounds = [microbatches * stage_s(stage) + before_s[None, :] for stage in range(stages)]
+    to_go = [np.full(components + 1, INFINITE) for _ in range(stages + 1)]
+    to_go[stages][components] = 0.0
+    for stage in range(stages - 1, -1, -1):
+        to_go[stage] = np.maximum(rounds[stage], to_go[stage + 1][:, None]).min(axis=0)
+    heap: list[tuple[float, int, tuple[int, ...]]] = [(float(to_go[0][0]), 0, (0,))]
+    while heap:
+        bound, depth, starts = heapq.heappop(heap)
+        if bound == INFINITE:
+            return
+        stage = -depth
+        if stage == stages:
+            yield bound, tuple(pairwise(starts))
+            continue
+        reached = np.maximum(_decided_s(rounds, starts), np.maximum(rounds[stage][:, starts[-1]], to_go[stage + 1]))
+        for last in np.flatnonzero(np.isfinite(reached)).tolist():
+            heapq.heappush(heap, (float(reached[last]), depth - 1, (*starts, last)))
+
+
+def _decided_s(rounds: list[Floats], starts: tuple[int, ...]) -> float:
+    """The bound of the stages that are decided.
+
+    Args:
+        rounds: by stage, seconds at [last, first]. starts: first components of the decided stages, and of the next one.
+    """
+    return max((float(rounds[stage][last, first]) for stage, (first, last) in enumerate(pairwise(starts))), default=0.0)
+
+
+# A part of a family of plans, with a lower bound of the steps of its plans.
+
+
+LOOKED_AT, CUT, BOUNDED, REMEMBERED, TRIED = 1, 2, 6, 4, 16
+"""What parts cost to open, in visits of all components: a root; the bound of a cut; those of its ZeRO stages; the memory of a
+plan; and of several plans."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A part of a family.
+
+    Attributes:
+        bound_s: no plan of it is simulated to take less. size: plans in it.
+        opened: the parts it consists of; None for a single plan. Raises PlanError or ScheduleError if it has none.
+        plan: the single plan. instead: what may be judged in its place if it does not fit.
+        missing_bytes: by how much none of its plans can fit; 0 where some might. None: not known.
+            Infinite: other parts are closer.
+        over_bytes: by how much the single plan is known not to fit; 0 where it might.
+        late: to be opened once the best plan of all other parts is known, and only if it may be faster than that one.
+        promise_s: what its best plan is likely to take; it decides nothing but the order of the parts of large problems.
+        fits: whether the single plan is known to fit.
+        covered: whether late parts beside it hold all its plans that may win: it is left out where these are opened.
+        instead_of_one: whether it is judged in place of a single plan that does not fit.
+        visits: what opening it costs, in visits of all components (`parsim.search.space.Allowance`).
+    """
+
+    bound_s: float
+    size: int
+    opened: Callable[[], list[Node]] | None = None
+    plan: Plan | None = None
+    instead: Callable[[], Iterator[Node]] | None = None
+    missing_bytes: Callable[[], float] | None = None
+    over_bytes: float = 0.0
+    late: bool = False
+    promise_s: float = float("inf")
+    fits: bool = False
+    covered: bool = False
+    instead_of_one: bool = False
+    visits: int = 1
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is a single plan, or is judged in place of one."""
+        return self.plan is not None or self.instead_of_one
+
+    def promising(self, promise_s: float) -> Node:
+        """The same with an estimate."""
+        return replace(self, promise_s=promise_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PosedPlacement:
+    """A solution of the placement problem, and where it was posed."""
+
+    mesh: Mesh
+    microbatches: int
+    solution: Solution
+
+    def to_dict(self) -> dict[str, object]:
+        mesh = {"pp": self.mesh.pp, "dp": self.mesh.dp, "tp": self.mesh.tp}
+        return {**self.solution.to_dict(), "microbatches": self.microbatches, "mesh": mesh}

@@ -1,0 +1,637 @@
+"""Seconds and bytes of runs of components as stages of a pipeline, and where a model may be cut into stages."""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import groupby, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parsim.costs.costs import Costs
+from parsim.errors import ScheduleError
+from parsim.model.model import Model
+from parsim.numeric import Floats
+from parsim.plans.layouts import BATCH, Placement
+from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks, moments, rank_of_stage, stages_by_rank
+from parsim.plans.plan import AUTO, BY_OPERATOR, DEFAULT_BUCKET_BYTES, NONE, Plan, Recompute
+from parsim.plans.stages import concurrent_with, stages_of
+from parsim.predict.problem import PlanningProblem
+from parsim.search.placement.problem import is_chain
+from parsim.search.prices import Prices
+from parsim.search.space import INFINITE, Bounds, are_listed, count_cuts, cuts_by_bound, partition, sums_between
+from parsim.work import Phase, SendRecv
+
+MOST_PLACES = 1024
+"""Components beyond which stages are cut between repeated blocks alone."""
+
+LONGEST_BLOCK, MOSTLY = 64, 0.9
+"""Components of a repeated block at most, and the share of a model that blocks must be."""
+
+
+@dataclass
+class _KnownStages:
+    """Of one problem, by mesh and samples: seconds of all runs of components (by placements too), and of transfers."""
+
+    seconds: dict[tuple[Mesh, int, tuple[tuple[str, Placement], ...], int], dict[str, Floats]] = field(default_factory=dict)
+    up_to_s: dict[tuple[Mesh, int, tuple[tuple[str, Placement], ...]], dict[str, Floats]] = field(default_factory=dict)
+    places: tuple[int, ...] = ()
+    cuts_s: dict[tuple[Mesh, int], list[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Time and memory of a run of components on the devices of one stage."""
+
+    problem: PlanningProblem
+    mesh: Mesh
+    samples: int
+    microbatches: int
+    order: str
+    chunks: int
+    placements: Mapping[str, Placement]
+    zero_stage: int
+
+    @cached_property
+    def _costs(self) -> Costs:
+        return self.problem.costs(self.mesh.size)
+
+    @cached_property
+    def _known(self) -> _KnownStages:
+        return self.problem.remembered(_KnownStages)
+
+    @cached_property
+    def _up_to_s(self) -> dict[str, Floats]:
+        """Per device kind: forward and backward of one microbatch of the first i components."""
+        known, key = self._known.up_to_s, (self.mesh, self.samples, tuple(self.placements.items()))
+        if key not in known:
+            known[key] = self._found_up_to_s()
+        return known[key]
+
+    def _found_up_to_s(self) -> dict[str, Floats]:
+        prices = self._prices(in_flight=1)
+        chosen = [(component, self.placements.get(component.name, BATCH)) for component in self.problem.model.components]
+        found: dict[str, Floats] = {}
+        for rank in range(self.mesh.size):
+            kind = self._costs.device_kind(rank)
+            if kind in found:
+                continue
+            own = []
+            for component, placement in chosen:
+                seconds = prices.compute_on_s(component, placement, Phase.FORWARD, rank)
+                if component.name in prices.differentiable:
+                    seconds += prices.compute_on_s(component, placement, Phase.BACKWARD, rank)
+                own.append(seconds)
+            found[kind] = _running(own)
+        return found
+
+    @cached_property
+    def _seconds(self) -> dict[str, Floats]:
+        """Per device kind: forward and backward of one microbatch of components first..last-1, at [last, first]."""
+        known, key = self._known.seconds, (self.mesh, self.samples, tuple(self.placements.items()), len(self.places))
+        if key not in known:
+            places = list(self.places)
+            known[key] = {
+                kind: np.where(_some_components(len(places) - 1), sums_between(running[places]), INFINITE)
+                for kind, running in self._up_to_s.items()
+            }
+        return known[key]
+
+    def runs_s(self, cut: Bounds) -> list[float]:
+        """By stage the seconds of one microbatch on the slowest device of the stage.
+
+        Args:
+            cut: by stage its first component and one past its last.
+        """
+        return [
+            max(float(self._up_to_s[kind][last] - self._up_to_s[kind][first]) for kind in kinds)
+            for (first, last), kinds in zip(cut, self._kinds, strict=True)
+        ]
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where stages may begin and end, ascending, 0 and the number of components included."""
+        if not self._known.places:
+            self._known.places = cut_places(self.problem.model)
+        enough = len(self._known.places) > self.mesh.pp * self.chunks
+        return self._known.places if enough else tuple(range(len(self.problem.model.components) + 1))
+
+    @cached_property
+    def _kinds(self) -> list[set[str]]:
+        """Per stage its kinds of devices."""
+        return [
+            {self._costs.device_kind(rank) for rank in self._costs.unlike_ranks(self.mesh.stage_range(place))}
+            for place in rank_of_stage(self.order, self.mesh.pp, self.chunks)
+        ]
+
+    def seconds(self, stage: int) -> Floats:
+        """At [last, first]: forward and backward of one microbatch on the slowest device of the stage; infinite where empty."""
+        slowest: Floats = np.max([self._seconds[kind] for kind in self._kinds[stage]], axis=0)
+        return slowest
+
+    @cached_property
+    def before_s(self) -> Floats:
+        """By first component of a stage, what a microbatch takes before it and, going back, behind it at least.
+
+        Each component on the fastest kind of device; nothing where stages do not wait for one another, or for halves alone.
+        """
+        alone = PIPELINE_ORDERS[self.order].halves or not is_chain(self.problem)
+        least: Floats = np.min([np.diff(of_kind) for of_kind in self._up_to_s.values()], axis=0)
+        return _running([0.0] * len(least) if alone else least.tolist())
+
+    def _prices(self, *, in_flight: int) -> Prices:
+        return Prices(
+            problem=self.problem,
+            mesh=self.mesh,
+            samples=self.samples,
+            bucket_bytes=DEFAULT_BUCKET_BYTES,
+            in_flight=in_flight,
+            zero_stage=self.zero_stage,
+        )
+
+    @cached_property
+    def _up_to_bytes(self) -> tuple[Floats, Floats]:
+        """Bytes of the first i components: a fixed part, and a part per microbatch in flight."""
+        running = []
+        for alive in (0, 1):
+            prices = self._prices(in_flight=alive)
+            running.append(
+                _running(
+                    [
+                        prices.memory_bytes(component, self.placements.get(component.name, BATCH), 0)
+                        for component in self.problem.model.components
+                    ]
+                )
+            )
+        return running[0], running[1] - running[0]
+
+    def limits_bytes(self) -> list[float]:
+        """Per stage what its smallest device has for components of one chunk."""
+        devices = self.problem.cluster.devices
+        return [
+            float(
+                min(devices[rank].type.memory_bytes - devices[rank].type.context_bytes for rank in self.mesh.stage_ranks(place))
+            )
+            / self.chunks
+            for place in rank_of_stage(self.order, self.mesh.pp, self.chunks)
+        ]
+
+    def fitting_s(self, limits_bytes: Sequence[float], stage: int, kept_bytes: Floats | None = None) -> Floats:
+        """As `seconds`, infinite where the stage would hold more than its limit.
+
+        Args:
+            limits_bytes: by stage. kept_bytes: float64 [n], of one microbatch, where components are recomputed.
+        """
+        held = sums_between(self._held_up_to(stage, kept_bytes)[list(self.places)])
+        return np.where(held <= limits_bytes[stage], self.seconds(stage), INFINITE)
+
+    def held_bytes(self, stage: int, run: tuple[int, int], kept_bytes: Floats) -> float:
+        """What a run of components (first, one past the last) is taken to hold as a stage; the other arguments as above."""
+        up_to = self._held_up_to(stage, kept_bytes)
+        return float(up_to[run[1]] - up_to[run[0]])
+
+    def _held_up_to(self, stage: int, kept_bytes: Floats | None) -> Floats:
+        """By number of components what the first so many hold as a part of the stage."""
+        fixed, alone = self._up_to_bytes
+        of_one = alone if kept_bytes is None else _running(kept_bytes.tolist())
+        pp = self.mesh.pp
+        place = rank_of_stage(self.order, pp, self.chunks)[stage]
+        chunk = stages_by_rank(self.order, pp, self.chunks)[place].index(stage)
+        alive = max(moment[chunk] for moment in moments(self.order, place, pp, self.microbatches, self.chunks))
+        held: Floats = fixed + alive * of_one
+        return held
+
+    def cuts_s(self) -> list[float]:
+        """Per place the transfer of everything that crosses the cut before it, forward, between the first two stages."""
+        key = self.mesh, self.samples
+        if key not in self._known.cuts_s:
+            self._known.cuts_s[key] = self._found_cuts_s()
+        return self._known.cuts_s[key]
+
+    def _found_cuts_s(self) -> list[float]:
+        known: dict[int, float] = {}
+        found = []
+        for size_bytes in crossing_bytes(self.problem, self.samples):
+            if size_bytes not in known:
+                work = SendRecv(source=0, destination=self.mesh.copies * self.mesh.tp, size_bytes=size_bytes)
+                beside = concurrent_with(self.mesh, work) if self._costs.shares_links else ()
+                known[size_bytes] = self._costs.estimate(work, 0, beside).median_s
+            found.append(known[size_bytes])
+        return found
+
+
+def is_long(model: Model) -> bool:
+    """Whether a model has so many components that its repeated blocks are planned alike.
+
+    Args:
+        model: traced or from sizes.
+    """
+    return len(model.components) > MOST_PLACES
+
+
+def cut_places(model: Model) -> tuple[int, ...]:
+    """Where stages may begin and end, ascending: anywhere, but in models of many components between repeated blocks alone.
+
+    Args:
+        model: whose repeated blocks are found by what their components do.
+    """
+    prints = [component.fingerprint for component in model.components]
+    count = len(prints)
+    if not is_long(model):
+        return tuple(range(count + 1))
+    for period in range(1, LONGEST_BLOCK + 1):
+        alike = [one == two for one, two in zip(prints, prints[period:], strict=False)]
+        if sum(alike) >= MOSTLY * count:
+            first = alike.index(True)
+            last = count - alike[::-1].index(True)
+            return tuple(sorted({*range(first), *range(first, last, period), *range(last, count + 1)}))
+    return tuple(range(count + 1))
+
+
+def _some_components(count: int) -> NDArray[np.bool_]:
+    """bool [n + 1, n + 1]: at [last, first] whether first < last."""
+    return np.tri(count + 1, k=-1, dtype=bool)
+
+
+def _running(values: Sequence[float]) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])
+
+
+def crossing_bytes(problem: PlanningProblem, samples: int) -> list[int]:
+    """Per place the bytes of one microbatch that cross the cut before it: every value once, however many read it."""
+    model = problem.model
+    place = model.component_index
+    last_reader: dict[str, int] = {}
+    for number, component in enumerate(model.components):
+        for value in component.inputs:
+            last_reader[value] = number
+    crossing = np.zeros(len(model.components) + 1, dtype=np.int64)
+    for value, reader in last_reader.items():
+        producer = model.value[value].producer
+        if producer is not None:
+            crossing[place[producer] + 1] += model.value[value].size_bytes(samples)
+            crossing[reader + 1] -= model.value[value].size_bytes(samples)
+    return [int(size) for size in np.cumsum(crossing)[: len(model.components)]]
+
+
+# Runs of components that repeat, as the layers of a transformer do, whatever they are called.
+#
+# Two components are alike if they do the same work. A model is divided where the longest repetition begins and ends, and what
+# lies before and behind it again. Blocks are counted from the end of a repetition. The first one may begin with components
+# that
+# are like no others: the first norm of a transformer has no sum to make.
+#
+# A repetition may end within a block: the last norm of a transformer is like those of its layers. So blocks can also end with
+# the
+# component that holds most parameters. A block that runs again does so right before its backward, which begins with its last
+# component. Under ZeRO 3 the parameters that are gathered for that one serve both, and those of the others are gathered
+# twice.
+
+
+LONGEST_RECOMPUTED_BLOCK = 64
+"""Components of a repeated block at most."""
+
+
+def repeated_blocks(prints: Sequence[str], held: Sequence[int] = ()) -> Bounds:
+    """The blocks of several components, in order: of each the first component, and one past the last.
+
+    Args:
+        prints: of every component, equal for those that are alike.
+        held: the parameters of every component; none: a block ends where its repetition does.
+    """
+    found = _longest_repetition(prints)
+    if found is None:
+        return ()
+    first, last, period = found
+    if held:
+        last = max(range(last, last - period, -1), key=lambda end: held[end - 1])
+    starts = list(range(last, first, -period))
+    begin = max(0, starts[-1] - period) if starts[-1] > first else first
+    bounds = sorted({begin, *starts})
+    before = repeated_blocks(prints[:begin], held[:begin])
+    behind = repeated_blocks(prints[last:], held[last:])
+    return (*before, *pairwise(bounds), *((one + last, two + last) for one, two in behind))
+
+
+def _longest_repetition(prints: Sequence[str]) -> tuple[int, int, int] | None:
+    """First component, one past the last, and length of the block that is repeated; the shortest block where several do."""
+    best: tuple[int, int, int] | None = None
+    for period in range(2, min(LONGEST_RECOMPUTED_BLOCK, len(prints) // 2) + 1):
+        first = None
+        for number in range(len(prints) - period + 1):
+            same = number < len(prints) - period and prints[number] == prints[number + period]
+            if same and first is None:
+                first = number
+            if not same and first is not None:
+                last = number + period
+                if last - first >= 2 * period - 1 and (best is None or last - first > best[1] - best[0]):
+                    best = first, last, period
+                first = None
+    return best
+
+
+# Whole layers recomputed together: what a plan's `segments` may be where the model is cut more finely than its layers.
+#
+# A segment keeps what enters it alone, and the components within it nothing. So a model at granularity "sublayer" can keep as
+# little as the same model by blocks. The executor cannot run segments, so they are tried where a problem says so
+# (`PlanningProblem.segments`) and leaves open what is recomputed.
+#
+# Leaves out: segments that are no runs of repeated blocks, and plans with segments of several lengths.
+
+
+BLOCKS_TOGETHER = (1, 2, 4)
+"""Blocks that are one segment, in the order in which they are tried: longer ones keep less, and are whole for a while."""
+
+
+@dataclass
+class _Known:
+    """Of one problem."""
+
+    found: tuple[Segments, ...] | None = None
+    back_by: Mapping[str, int] | None = None
+
+
+def segments_of(problem: PlanningProblem) -> tuple[Segments, ...]:
+    """The ways in which a problem's layers may be segments, the shortest first; none where they may not be.
+
+    Args:
+        problem: model and what plans may have.
+    """
+    known = problem.remembered(_Known)
+    if known.found is None:
+        allowed = problem.segments and problem.recompute == AUTO
+        known.found = tuple(_ways(problem)) if allowed else ()
+    return known.found
+
+
+def _ways(problem: PlanningProblem) -> Iterator[Segments]:
+    components, backwards = problem.model.components, problem.model.differentiable_components
+    blocks = repeated_blocks(problem.model.fingerprints)
+    for together in BLOCKS_TOGETHER:
+        joined = (blocks[first : first + together] for first in range(0, len(blocks), together))
+        names = (tuple(component.name for first, last in some for component in components[first:last]) for some in joined)
+        yield tuple(segment for segment in names if sum(name in backwards for name in segment) > 1)
+
+
+def within_stages(plan: Plan, segments: Segments) -> Segments:
+    """Segments cut where the stages of a plan begin; what is left of them of one component is none.
+
+    Args:
+        plan: whose stages are meant. segments: of its model.
+    """
+    stage_of = {name: number for number, stage in enumerate(plan.stages) for name in stage.components}
+    parts = (tuple(part) for segment in segments for _, part in groupby(segment, key=stage_of.__getitem__))
+    return tuple(part for part in parts if len(part) > 1)
+
+
+def ending_with_most(problem: PlanningProblem, plan: Plan) -> Plan | None:
+    """The plan with its segments moved back until each ends with the component of its block that holds most parameters.
+
+    Under ZeRO 3 that may hide gathers or not, so it is for the simulator to say.
+
+    Args:
+        problem: model. plan: with segments, as `segments_of` begins them.
+
+    Returns:
+        None where they end so already, or where the plan recomputes all else by a word. It may hold more, or less.
+    """
+    shift, model = _back_by(problem), problem.model
+    if not any(shift.get(segment[-1]) for segment in plan.segments) or (
+        isinstance(plan.recompute, str) and plan.recompute != NONE
+    ):
+        return None
+    moved: list[tuple[str, ...]] = []
+    behind = 0
+    for segment in plan.segments:
+        back = shift.get(segment[-1], 0)
+        first, last = (max(behind, model.component_index[name] - back) for name in (segment[0], segment[-1]))
+        behind = last + 1
+        moved.append(tuple(component.name for component in model.components[first:behind]))
+    segments = within_stages(plan, tuple(moved))
+    inside = {name for segment in segments for name in segment}
+    alone = () if isinstance(plan.recompute, str) else plan.recompute
+    kept = tuple(entry for entry in alone if entry.removeprefix(BY_OPERATOR) not in inside)
+    return replace(plan, segments=segments, recompute=kept or NONE)
+
+
+def _back_by(problem: PlanningProblem) -> Mapping[str, int]:
+    """By component of a block, how far the block's heaviest component lies before its end."""
+    known, components = problem.remembered(_Known), problem.model.components
+    if known.back_by is None:
+        held = [sum(parameter.elements for parameter in component.parameters) for component in components]
+        prints = problem.model.fingerprints
+        ends = [end for _, end in repeated_blocks(prints, held)]
+        known.back_by = {
+            component.name: last - ends[bisect_right(ends, last) - 1] if bisect_right(ends, last) else 0
+            for first, last in repeated_blocks(prints)
+            for component in components[first:last]
+        }
+    return known.back_by
+
+
+# Pipeline stages of one mesh, cut by cost: the plan whose slowest stage is fastest among those whose stages fit.
+
+
+TIGHTENINGS = 4
+"""How often stages that do not fit after all (workspace, boundary values) are cut again with that much less memory."""
+
+USUALLY_LEFT = 0.94
+"""Of a device's memory, beside workspace and buffers: with what cuts under recomputation begin."""
+
+
+def balanced_plan(
+    problem: PlanningProblem,
+    strategy: str,
+    mesh: Mesh,
+    *,
+    microbatches: int,
+    pipeline_order: str,
+    chunks: int = 1,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    placements: Mapping[str, Placement] | None = None,
+    zero_stage: int | None = None,
+) -> Plan:
+    """The plan whose slowest stage is fastest among those whose stages fit; among all, where none fits.
+
+    Args:
+        chunks: stages per rank, of which each may take an equal part of its memory.
+        placements: by component; None: all batch-sharded. zero_stage: None: that of the problem.
+
+    Raises:
+        ScheduleError: more stages than components. PlanError: the batch, the placements and the mesh do not go together.
+        CostError: stages cannot be balanced where a component has no cost.
+    """
+    cutting = Cutting(
+        problem=problem,
+        strategy=strategy,
+        mesh=mesh,
+        microbatches=microbatches,
+        order=pipeline_order,
+        chunks=chunks,
+        placements=placements or {},
+        bucket_bytes=bucket_bytes,
+        zero_stage=problem.fixed_zero_stage if zero_stage is None else zero_stage,
+    )
+    return cutting.fitting() or cutting.fastest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cutting:
+    """The plans that differ in the cut into stages alone.
+
+    Attributes: placements: by component; what is left out is batch-sharded. Others: as `balanced_plan` takes them.
+    """
+
+    problem: PlanningProblem
+    strategy: str
+    mesh: Mesh
+    microbatches: int
+    order: str
+    chunks: int = 1
+    placements: Mapping[str, Placement]
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    zero_stage: int = 0
+
+    def __post_init__(self) -> None:
+        check_chunks(self.order, self.chunks)
+
+    def plan(self, bounds: Bounds) -> Plan:
+        """With these stages: of each its first component, and one past its last."""
+        components = self.problem.model.components
+        parts = ([component.name for component in components[first:last]] for first, last in bounds)
+        return Plan(
+            strategy=self.strategy,
+            mesh=self.mesh,
+            stages=stages_of(
+                self.mesh, parts, lambda name: self.placements.get(name, BATCH), order=self.order, chunks=self.chunks
+            ),
+            global_batch=self.problem.global_batch,
+            microbatches=self.microbatches,
+            pipeline_order=self.order,
+            bucket_bytes=self.bucket_bytes,
+            zero_stage=max(self.zero_stage, self.mesh.least_zero_stage),
+            clip_gradients=self.problem.clip_gradients,
+            optimizer_offload=self.problem.optimizer_offload,
+            activation_offload=self.problem.activation_offload,
+        )
+
+    def fastest(self) -> Plan:
+        """The plan whose slowest stage is fastest, whatever memory it takes. Raises ScheduleError, PlanError, CostError."""
+        return self.plan(self.fastest_cut)
+
+    @cached_property
+    def fastest_cut(self) -> Bounds:
+        """By stage its first component and one past its last. Raises ScheduleError, CostError."""
+        if self.mesh.pp * self.chunks == 1:
+            return ((0, len(self.problem.model.components)),)
+        return self._cut(self._costs.seconds)
+
+    def _cut(self, stage_s: Callable[[int], Floats]) -> Bounds:
+        places = self._costs.places
+        crossing_s = self._costs.cuts_s()
+        cut = partition(len(places) - 1, self.mesh.pp * self.chunks, stage_s, [crossing_s[place] for place in places[:-1]])
+        return tuple((places[first], places[last]) for first, last in cut)
+
+    def placing(self, placements: Mapping[str, Placement]) -> Cutting:
+        """The same with other placements, by component."""
+        return replace(self, placements=placements)
+
+    @property
+    def others(self) -> int:
+        """How many cuts there are beside the fastest; 0 where they are too many to be listed."""
+        count, components = self.mesh.pp * self.chunks, len(self.problem.model.components)
+        if count > components or not are_listed(components, count) or len(self._costs.places) <= components:
+            return 0
+        return count_cuts(components, count) - 1
+
+    def others_by_bound(self) -> Iterator[tuple[float, Bounds]]:
+        """Every cut but the fastest, with a lower bound of the pipeline without transfers; bounds ascending."""
+        count, components = self.mesh.pp * self.chunks, len(self.problem.model.components)
+        before = self._costs.before_s
+        first = self.fastest_cut
+        for bound, cut in cuts_by_bound(components, count, self._costs.seconds, before, self.microbatches):
+            if cut != first:
+                yield bound, cut
+
+    def least_s(self, cut: Bounds | None = None) -> float:
+        """A lower bound of a pipeline without conversions and transfers: a place computes its stages, after what comes before.
+
+        Args:
+            cut: by stage its first component and one past its last; None: the cut whose slowest stage is fastest.
+
+        Raises:
+            ScheduleError: there is no such cut. CostError: a component without a price.
+        """
+        if any(placement.kind == "place" for placement in self.placements.values()):
+            return 0.0
+        runs = self.fastest_cut if cut is None else cut
+        seconds = self._costs.runs_s(runs)
+        before = self._costs.before_s
+        return max(
+            float(before[runs[own[0]][0]]) + self.microbatches * sum(seconds[stage] for stage in own)
+            for own in stages_by_rank(self.order, self.mesh.pp, self.chunks)
+        )
+
+    def fitting(self) -> Plan | None:
+        """The plan whose slowest stage is fastest among those whose stages fit; None where none was found."""
+        tried = self.fastest()
+        count = self.mesh.pp * self.chunks
+        limits = self._costs.limits_bytes()
+        with contextlib.suppress(ScheduleError):  # where no cut fits
+            for _ in range(TIGHTENINGS):
+                excess = _excess_bytes(self.problem, tried)
+                if not any(excess):
+                    return tried
+                if count == 1:
+                    return None
+                limits = [limit - 1.02 * over / self.chunks for limit, over in zip(limits, excess, strict=True)]
+                tried = self.plan(self._cut(partial(self._costs.fitting_s, limits)))
+            return None if any(_excess_bytes(self.problem, tried)) else tried
+        return None
+
+    def fitting_recomputed(self, recompute: Recompute, kept_bytes: Floats, segments: Segments = ()) -> Plan | None:
+        """The plan that recomputes these components, with the fastest stages found that fit; None where none was.
+
+        Args:
+            recompute: of the plan. kept_bytes: float64 [n], what each component then keeps of one microbatch.
+            segments: of the model, which stages may cut in two.
+        """
+        if self.chunks > 1:
+            return None
+        limits = [USUALLY_LEFT * limit for limit in self._costs.limits_bytes()]
+        with contextlib.suppress(ScheduleError):
+            for _ in range(TIGHTENINGS):
+                cut = self._cut(partial(self._costs.fitting_s, limits, kept_bytes=kept_bytes))
+                whole = self.plan(cut)
+                tried = replace(whole, recompute=recompute, segments=within_stages(whole, segments))
+                excess = _excess_bytes(self.problem, tried)
+                if not any(excess):
+                    return tried
+                for stage, (run, over) in enumerate(zip(cut, excess, strict=True)):
+                    if over:  # less than what it was taken to hold, which leaves out buffers
+                        limits[stage] = min(limits[stage], self._costs.held_bytes(stage, run, kept_bytes)) - 1.02 * over
+        return None
+
+    @cached_property
+    def _costs(self) -> StageCosts:
+        samples = self.problem.global_batch // (self.mesh.dp * self.microbatches)
+        return StageCosts(
+            self.problem, self.mesh, samples, self.microbatches, self.order, self.chunks, self.placements, self.zero_stage
+        )
+
+
+def _excess_bytes(problem: PlanningProblem, plan: Plan) -> list[float]:
+    """Per stage by how much its worst rank does not fit."""
+    worst = [0.0] * plan.mesh.pp
+    for entry in problem.unlike_memory(plan):
+        place = plan.stage_of_rank(entry.rank)
+        worst[place] = max(worst[place], float(entry.excess_bytes))
+    return [worst[place] for place in plan.stage_places]
+
+
+Segments = tuple[tuple[str, ...], ...]

@@ -1,0 +1,355 @@
+"""Placements on a tp axis: the same for every component (mp, hp), or the best one for each (adaptive).
+
+uniform    every component is cut over all tp ranks where one of its rules allows it, and batch-sharded or replicated where
+           none does; which of its rules, a shortest path over the conversions between them decides
+adaptive   every component takes any placement, by `parsim.search.placement.exact`; batch over all ranks (dp), cut over all
+           (mp) and over some (hp) are among them, so mixing costs nothing in generality
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, product
+from typing import NamedTuple
+
+import numpy as np
+
+from parsim.errors import ScheduleError
+from parsim.model.component import Component
+from parsim.plans.layouts import BATCH, REPLICATE, Placement
+from parsim.plans.mesh import Mesh
+from parsim.plans.plan import DEFAULT_BUCKET_BYTES, Plan, Stage
+from parsim.predict.problem import PlanningProblem
+from parsim.search.placement.exact import Frontiers, Relaxation, numbers_among, options_in_reach, solve_exactly
+from parsim.search.placement.problem import PlacementProblem, Solution, converted, placement_problem_of, step_s, unconverted
+from parsim.search.prices import Prices, placements_of
+from parsim.units import divisors
+
+TIGHTENINGS = 6
+"""How often a choice that does not fit after all is sought again with the room that it leaves for its parts."""
+
+MOST_LABELS = 20_000
+"""Of one exact search for placements. Beyond it the best choice known is taken, with the bound that is proven."""
+
+MOST_PLACES = 4
+"""Up to so many tp ranks a component may also be placed on one of them alone; beyond, on the first alone."""
+
+
+def can_be_cut(problem: PlanningProblem, ways: int) -> bool:
+    """Whether any component can be cut into that many shards."""
+    return any(limit % ways == 0 for _, limit in limits_of(problem))
+
+
+@dataclass
+class _Limits:
+    """Of one problem: what its sharding rules divide by."""
+
+    found: frozenset[tuple[str, int]] | None = None
+
+
+def limits_of(problem: PlanningProblem) -> frozenset[tuple[str, int]]:
+    """Every rule by which a component can be cut, with the size that it cuts."""
+    known = problem.remembered(_Limits)
+    if known.found is None:
+        rows = (each for component in problem.model.components for each in component.shardings)
+        known.found = frozenset((each.rule, each.limit) for each in rows)
+    return known.found
+
+
+def uniform_placements(problem: PlanningProblem, mesh: Mesh, *, divides: bool = False) -> dict[str, Placement]:
+    """Every component cut over all tp ranks where it can be; the cheapest such choice.
+
+    What cannot be cut is replicated, or batch-sharded if that is cheaper. Pins and forbids are kept.
+
+    Args:
+        problem: model, cluster and batch. mesh: of one stage. divides: whether a microbatch divides over the tp ranks, so that
+            components can be batch-sharded.
+
+    Raises:
+        ScheduleError: pins and forbids leave a component no such placement.
+
+    It is sought once per mesh, for a replica's whole batch: which rules go together hardly depends on the samples.
+    """
+    found = problem.remembered(_Cuts).by_mesh
+    if (mesh, divides) not in found:
+        found[mesh, divides] = _cheapest_cut(problem, mesh, divides=divides)
+    return found[mesh, divides]
+
+
+@dataclass
+class _Cuts:
+    """Of one problem, the cheapest uniform placements of the meshes seen."""
+
+    by_mesh: dict[tuple[Mesh, bool], dict[str, Placement]] = field(default_factory=dict)
+
+
+def _cheapest_cut(problem: PlanningProblem, mesh: Mesh, *, divides: bool) -> dict[str, Placement]:
+    """The uniform placements of a mesh of one stage, for a whole batch of one replica."""
+    options = [uniform_options(problem, component, mesh.tp, divides=divides) for component in problem.model.components]
+    prices = Prices(problem=problem, mesh=mesh, samples=problem.global_batch // mesh.dp, bucket_bytes=DEFAULT_BUCKET_BYTES)
+    placing = placement_problem_of(prices, options, microbatches=1, limit_bytes=[0.0] * mesh.tp)
+    nothing = tuple(np.zeros_like(own) for own in placing.synchronisation_s)
+    frontiers = Frontiers(replace(placing, synchronisation_s=nothing))  # of the gradients: it may hide behind the backward
+    relaxation = Relaxation(frontiers, np.zeros(mesh.tp))
+    if not np.isfinite(relaxation.value):
+        return {component.name: own[-1] for component, own in zip(problem.model.components, options, strict=True)}
+    return _named(placing, relaxation.choice())
+
+
+def uniform_options(problem: PlanningProblem, component: Component, tp: int, *, divides: bool) -> tuple[Placement, ...]:
+    """Every rule that cuts the component over all tp ranks; batch-sharded or replicated where none does.
+
+    Args:
+        problem: its pins and forbids are kept. component: of its model. tp: ranks.
+        divides: whether a microbatch divides over them.
+
+    Raises:
+        ScheduleError: none is left.
+    """
+    if tp == 1:
+        return (BATCH,)
+    pinned = dict(problem.pins).get(component.name)
+    if pinned is not None:
+        if pinned == BATCH and not divides:
+            raise ScheduleError(f"{component.name} is pinned to batch, and its microbatch does not divide over tp = {tp}")
+        return (pinned,)
+    cut = [Placement("shard", rule=each.rule, ways=tp) for each in component.shardings if each.allows(tp)]
+    whole = [BATCH, REPLICATE] if divides else [REPLICATE]
+    padded = not any(each.limit % tp == 0 for each in component.shardings)  # a table tied to it may have no such rule
+    for options in ([*cut, *(whole if padded else ())], whole):
+        allowed = tuple(placement for placement in options if problem.allows(component.name, placement))
+        if allowed:
+            return allowed
+    raise ScheduleError(f"pin and forbid leave {component.name} no placement on tp = {tp}; drop one of them")
+
+
+def _named(placing: PlacementProblem, choice: Sequence[int]) -> dict[str, Placement]:
+    return {name: options[option] for name, options, option in zip(placing.components, placing.options, choice, strict=True)}
+
+
+def posed_placement(
+    problem: PlanningProblem, microbatches: int, mesh: Mesh | None = None, *, zero_stage: int | None = None
+) -> tuple[PlacementProblem, list[tuple[int, ...]]]:
+    """The placement problem on the tp axis of a mesh, and the uniform choices, which a solver may begin with.
+
+    With several stages it is that of one stage with as much memory as all have together.
+
+    Args:
+        problem: model, cluster and batch. microbatches: per replica.
+        mesh: None: `tp` = all devices. zero_stage: None: that of the problem.
+
+    Raises:
+        ScheduleError: pins and forbids leave a component no placement.
+    """
+    prices, placing, hints = _unconverted(problem, microbatches, mesh or Mesh(tp=problem.cluster.size), zero_stage)
+    return converted(placing, prices, microbatches), hints
+
+
+def _unconverted(
+    problem: PlanningProblem, microbatches: int, mesh: Mesh, zero_stage: int | None
+) -> tuple[Prices, PlacementProblem, list[tuple[int, ...]]]:
+    """The same without conversions, with the prices that it was made by. Raises ScheduleError."""
+    stages, mesh = mesh.pp, Mesh(dp=mesh.dp, tp=mesh.tp)
+    samples = problem.global_batch // (mesh.dp * microbatches)
+    prices = Prices(
+        problem=problem,
+        mesh=mesh,
+        samples=samples,
+        bucket_bytes=DEFAULT_BUCKET_BYTES,
+        zero_stage=problem.fixed_zero_stage if zero_stage is None else zero_stage,
+    )
+    options = [_allowed(problem, component, mesh, samples) for component in problem.model.components]
+    devices = problem.cluster.devices[: mesh.tp]
+    limits = [stages * float(device.type.memory_bytes - device.type.context_bytes) for device in devices]
+    placing = unconverted(prices, options, microbatches=microbatches, limit_bytes=limits)
+    return prices, placing, list(_uniform_choices(placing, problem, mesh))
+
+
+def best_placement(
+    problem: PlanningProblem, microbatches: int, mesh: Mesh | None = None, *, zero_stage: int | None = None
+) -> BestPlacement:
+    """The best placement of every component on the tp axis of a mesh.
+
+    Args:
+        problem: model, cluster and batch. microbatches: per replica.
+        mesh: None: `tp` = all devices. zero_stage: None: that of the problem.
+    """
+    mesh = mesh or Mesh(tp=problem.cluster.size)
+    stage = problem.fixed_zero_stage if zero_stage is None else zero_stage
+    prices, every, hints = _unconverted(problem, microbatches, mesh, stage)
+    limited = bool((np.sum([own.max(axis=0) for own in every.memory_bytes], axis=0) > every.limit_bytes).any())
+    kept = options_in_reach(every, hints, lambda some: converted(some, prices, microbatches))
+    some = converted(every.restricted(kept), prices, microbatches)
+    solution = solve_exactly(some, hints=numbers_among(kept, hints), most_labels=MOST_LABELS)
+    if not solution.choice:
+        return BestPlacement(solution, None, limited)
+    solution = replace(solution, choice=tuple(own[number] for own, number in zip(kept, solution.choice, strict=True)))
+    placements = _named(every, solution.choice)
+    if mesh.pp > 1 or mesh.dp > 1 or fits(problem, _plan(problem, mesh, placements, microbatches, stage)):
+        return BestPlacement(solution, placements, limited)
+    placing = converted(every, prices, microbatches)
+    return BestPlacement(*_within_memory(problem, mesh, placing, microbatches, solution.lower_bound_s, stage), limited=True)
+
+
+class BestPlacement(NamedTuple):
+    """A solution and its placements by component, None where none fits. `limited`: whether memory rules out any choice."""
+
+    solution: Solution
+    placements: dict[str, Placement] | None
+    limited: bool
+
+
+def fits(problem: PlanningProblem, plan: Plan) -> bool:
+    """Whether every rank has the memory.
+
+    Args:
+        problem: model, cluster and batch. plan: of this model.
+    """
+    return all(entry.fits for entry in problem.unlike_memory(plan))
+
+
+def _within_memory(
+    problem: PlanningProblem,
+    mesh: Mesh,
+    placing: PlacementProblem,
+    microbatches: int,
+    lower_bound_s: float,
+    zero_stage: int,
+) -> tuple[Solution, dict[str, Placement] | None]:
+    """The best choice that fits as a whole, where the best one does so only by its parts.
+
+    The overhead of a plan beyond its components is mostly one communicator per set of ranks that exchange data. So it
+    depends on the numbers of ways that the plan uses. Each set of ways is solved alone, with the memory that its last
+    solution left.
+    """
+    best: tuple[Solution, dict[str, Placement]] | None = None
+    for choice in _evenly_cut(placing):
+        seconds = step_s(placing, choice)
+        if seconds >= (np.inf if best is None else best[0].seconds):
+            continue
+        named = _named(placing, choice)
+        if fits(problem, _plan(problem, mesh, named, microbatches, zero_stage)):
+            best = Solution(choice=choice, seconds=seconds, lower_bound_s=lower_bound_s, status="feasible"), named
+    for ways, alone in product(_ways_sets(placing), (False, True)):
+        some = placing.restricted(
+            [
+                [number for number, option in enumerate(options) if option.ways in ways and (alone or option.kind != "place")]
+                for options in placing.options
+            ]
+        )
+        if not all(some.options):
+            continue
+        too_little = np.minimum(0.0, placing.limit_bytes)
+        too_much = room = placing.limit_bytes
+        for _ in range(TIGHTENINGS):
+            solution = solve_exactly(replace(some, limit_bytes=room), most_labels=MOST_LABELS)
+            if best is not None and solution.choice and solution.seconds >= best[0].seconds:
+                break
+            if not solution.choice:
+                too_little, room = room, (room + too_much) / 2
+                continue
+            named = _named(some, solution.choice)
+            memory = problem.memory(_plan(problem, mesh, named, microbatches, zero_stage))
+            if all(entry.fits for entry in memory):
+                best = replace(solution, lower_bound_s=lower_bound_s, status="feasible"), named
+                break
+            parts = sum(own[option] for own, option in zip(some.memory_bytes, solution.choice, strict=True))
+            left = np.array([entry.limit_bytes - entry.needed_bytes for entry in memory]) + parts
+            too_much, room = room, np.maximum(np.minimum(left, room), (too_little + room) / 2)
+    if best is not None:
+        return best
+    reason = "what fits by its parts does not fit as a whole, with its communicators, conversions and workspace"
+    return Solution(choice=(), seconds=np.inf, lower_bound_s=lower_bound_s, status="inaccurate", reason=reason), None
+
+
+def _evenly_cut(placing: PlacementProblem) -> Iterator[tuple[int, ...]]:
+    """Every component cut in the same number of ways where it can be, by its cheapest rule, and whole where not."""
+    for ways in {option.ways for options in placing.options for option in options} - {1}:
+        choice = []
+        for number, options in enumerate(placing.options):
+            fitting = [place for place, option in enumerate(options) if option.ways == ways]
+            whole = [place for place, option in enumerate(options) if option.kind in ("batch", "replicate")]
+            choice.append(min(fitting or whole, key=placing.forward_s[number].__getitem__, default=0))
+        yield tuple(choice)
+
+
+def _ways_sets(placing: PlacementProblem) -> Iterator[frozenset[int]]:
+    """Sets of ways that any option has, few ways first; whole components (1 way) belong to each."""
+    known = sorted({option.ways for options in placing.options for option in options} - {1}, reverse=True)
+    for size in range(len(known) + 1):
+        for some in combinations(known, size):
+            yield frozenset((1, *some))
+
+
+def _allowed(problem: PlanningProblem, component: Component, mesh: Mesh, samples: int) -> tuple[Placement, ...]:
+    places = range(mesh.tp) if mesh.tp <= MOST_PLACES else (0,)
+    found = tuple(
+        placement
+        for placement in placements_of(component, mesh, samples, places=tuple(places))
+        if problem.allows(component.name, placement)
+    )
+    if not found:
+        raise ScheduleError(
+            f"pin and forbid leave {component.name} no placement on tp = {mesh.tp} with microbatches of {samples} samples; "
+            "drop one of them"
+        )
+    return found
+
+
+def _uniform_choices(placing: PlacementProblem, problem: PlanningProblem, mesh: Mesh) -> Iterator[tuple[int, ...]]:
+    """Batch everywhere, replicate everywhere, cut everywhere: as far as the options hold them."""
+    divides = problem.global_batch // mesh.dp % mesh.tp == 0
+    cut: Mapping[str, Placement] = {}
+    if can_be_cut(problem, mesh.tp):
+        with contextlib.suppress(ScheduleError):  # pins and forbids leave no uniform choice
+            cut = uniform_placements(problem, mesh, divides=divides)
+    wishes: list[Mapping[str, Placement]] = [
+        dict.fromkeys(placing.components, BATCH),
+        dict.fromkeys(placing.components, REPLICATE),
+        cut,
+    ]
+    for wish in wishes:
+        try:
+            yield tuple(options.index(wish[name]) for name, options in zip(placing.components, placing.options, strict=True))
+        except (KeyError, ValueError):  # pinned, forbidden, or not divisible: this uniform choice is none
+            continue
+
+
+def _plan(
+    problem: PlanningProblem, mesh: Mesh, placements: Mapping[str, Placement], microbatches: int, zero_stage: int
+) -> Plan:
+    names = tuple(component.name for component in problem.model.components)
+    stage = Stage(
+        components=names,
+        ranks=mesh.stage_ranks(0),
+        placements=tuple(placements[name] for name in names) if mesh.tp > 1 else (),
+    )
+    return Plan(
+        strategy="adaptive",
+        mesh=mesh,
+        stages=(stage,),
+        global_batch=problem.global_batch,
+        microbatches=microbatches,
+        bucket_bytes=DEFAULT_BUCKET_BYTES,
+        zero_stage=max(zero_stage, mesh.least_zero_stage),
+        clip_gradients=problem.clip_gradients,
+        optimizer_offload=problem.optimizer_offload,
+        activation_offload=problem.activation_offload,
+    )
+
+
+def uncut_text(problem: PlanningProblem, tp: int) -> str:
+    """Why no component can be cut into `tp` shards: what the rules divide by."""
+    limits = sorted(limits_of(problem))
+    if not limits:
+        return f"no component of {problem.model.name} can be cut into shards, so tp = {tp} shards nothing; use pp and dp"
+    texts = ", ".join(f"{rule} ({limit})" for rule, limit in limits[:6])
+    every = sorted({ways for _, limit in limits for ways in divisors(limit)})
+    possible = [ways for ways in every if 1 < ways <= problem.cluster.size]
+    return (
+        f"no component of {problem.model.name} can be cut into tp = {tp} shards: tp must divide the size that a rule cuts: "
+        f"{texts}; "
+        f"{'use tp = ' + ', '.join(map(str, possible)) if possible else 'use pp and dp'}, or another granularity"
+    )

@@ -1,0 +1,766 @@
+"""The members of a family as a tree: every node has a lower bound of the plans below it, and opens into smaller parts.
+
+    mesh and microbatches     least computation of any cut into stages
+    order, chunks, stages     computation, conversions and transfers of these stages
+    ZeRO stage, buckets       collectives of the gradients and parameters too: `bounds.step_bound_s`
+    recomputation             the plan as it fits
+
+A node's bound is at most that of the nodes it opens into. So a search that opens the least bound first may stop once that bound
+is above a plan it has simulated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import accumulate
+from itertools import count as counter
+from operator import itemgetter
+from typing import Any
+
+from parsim.errors import CostError, ParsimError, PlanError, ScheduleError
+from parsim.plans.layouts import BATCH, Placement
+from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import PIPELINE_ORDERS
+from parsim.plans.plan import AUTO, ZERO_STAGES, Plan
+from parsim.predict.problem import PlanningProblem
+from parsim.search.bound import (
+    ROUNDING,
+    ChainSeconds,
+    DeviceSeconds,
+    chain_seconds,
+    computation_bound_s,
+    least_noise,
+    order_bound_s,
+    step_bound_s,
+)
+from parsim.search.estimate import estimated_s, least_missing_bytes, least_seconds
+from parsim.search.memory_floor import floor_excess_bytes, weights_are_too_many
+from parsim.search.placement.problem import is_chain
+from parsim.search.refine import every_choice, instead_of, may_fit, missing_of_cut, other_cuts
+from parsim.search.space import (
+    BOUNDED,
+    CUT,
+    LOOKED_AT,
+    REMEMBERED,
+    Allowance,
+    Bounds,
+    Node,
+    PosedPlacement,
+    bucket_sizes,
+    is_large,
+    is_usual,
+    least_round_s,
+    microbatch_counts,
+    orders,
+    other_bucket_sizes,
+    zero_stages,
+)
+from parsim.search.stages import Cutting, is_long
+from parsim.search.tensor import best_placement, can_be_cut, uncut_text, uniform_placements
+
+# Best first: open the part of a family with the least bound, simulate single plans, stop where no bound is below the best.
+#
+# Every plan that is not simulated either does not fit, is impossible, or has a lower bound that is not below the best plan
+# found. So the best of the family is found, among its members.
+#
+# Late parts are put aside. They refine what the others stand for (other cuts into stages, other bucket sizes), so they are
+# opened
+# last, when the best plan is known: few of their bounds are below it.
+
+
+@dataclass
+class Tally:
+    """What became of the plans of a search.
+
+    Attributes: simulated, too_large (do not fit), slower (their lower bound is above the best plan), untried
+        (parts of the search beyond its limit): numbers of plans.
+        infeasible: numbers of plans by the reason why they are impossible. unpriced: the first error of a price.
+    """
+
+    simulated: int = 0
+    too_large: int = 0
+    slower: int = 0
+    untried: int = 0
+    infeasible: Counter[str] = field(default_factory=Counter)
+    unpriced: CostError | None = None
+
+    @property
+    def considered(self) -> int:
+        """All plans."""
+        return self.simulated + self.too_large + self.slower + self.untried + sum(self.infeasible.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "plans": self.considered,
+            "simulated": self.simulated,
+            "slower_by_a_lower_bound": self.slower,
+            "do_not_fit": self.too_large,
+            "not_tried": self.untried,
+            "infeasible": dict(self.infeasible),
+        }
+
+    def leave(self, parts: Iterable[tuple[float, int]], bar_s: float) -> None:
+        """Count the plans of parts that are not opened.
+
+        Args:
+            parts: bounds, and numbers of plans. bar_s: a plan whose bound is at or above this is not wanted.
+        """
+        for bound_s, size in parts:
+            if bound_s < bar_s:
+                self.untried += size
+            else:
+                self.slower += size
+
+    def add(self, other: Tally) -> None:
+        """Count the plans of another family too."""
+        self.simulated += other.simulated
+        self.too_large += other.too_large
+        self.slower += other.slower
+        self.untried += other.untried
+        self.infeasible.update(other.infeasible)
+        self.unpriced = self.unpriced or other.unpriced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedPlan:
+    """A plan that was simulated, its step, and whether it fits."""
+
+    plan: Plan
+    step_s: float
+    fits: bool = True
+
+
+MOST_BOUNDED = 8
+"""Parts of which the plans are compared where none fits: bounds of weights are alike on many meshes."""
+
+MOST_ACTIONS = 2**13
+"""Actions of the pipelines of these plans together, on all ranks: memory is worked out action by action."""
+
+HARDLY_MORE = 3e-3
+"""Of what a plan exceeds the memory by: no reason for more microbatches, which take longer."""
+
+Variants = Sequence[Callable[[Plan], Iterable[Plan]]]
+"""Each takes a plan to what may stand for it, itself included: the first all plans, each further one the best so far."""
+
+
+@dataclass
+class Closest:
+    """Of what does not fit, what is closest to it.
+
+    Attributes: exact: the single plan that needs least beyond the memory, and how many bytes. bounded: the parts and plans
+        with the least bounds of them. A bound may be far below what any plan needs, so all are compared by their plans.
+    """
+
+    exact: tuple[float, Node] | None = None
+    bounded: tuple[tuple[float, Node], ...] = ()
+
+    def add(self, other: Closest) -> None:
+        """What is closest of both."""
+        self.exact = min(filter(None, (self.exact, other.exact)), key=itemgetter(0), default=None)
+        self.bounded = tuple(sorted(self.bounded + other.bounded, key=itemgetter(0))[:MOST_BOUNDED])
+
+    def judged(
+        self, judge: Callable[[Plan], float], excess_bytes: Callable[[Plan], int], variants: Variants
+    ) -> list[JudgedPlan]:
+        """The plan that is closest; of each part its first one that is possible.
+
+        Args:
+            judge: seconds of a plan's step. excess_bytes: by how much a plan does not fit. variants: of plans.
+        """
+        found = self._plans()
+        if not found:
+            return []
+        for variants_of in variants:
+            found = [_closest([each for plan in found for each in variants_of(plan)], excess_bytes)]
+        plan = _closest(found, excess_bytes)
+        return [JudgedPlan(plan=plan, step_s=judge(plan), fits=not excess_bytes(plan))]
+
+    def _plans(self) -> list[Plan]:
+        """Those to compare: the exact one, and of the bounded ones first those of the shortest pipelines."""
+        exact = None if self.exact is None else _first_plan(self.exact[1])
+        near = [node for missing, node in self.bounded if missing < float("inf")] or [node for _, node in self.bounded]
+        bounded = sorted(filter(None, map(_first_plan, near)), key=_actions)
+        up_to = list(accumulate(map(_actions, bounded)))
+        few = max(1, bisect_right(up_to, MOST_ACTIONS))
+        return [*filter(None, (exact,)), *bounded[:few]]
+
+
+def _closest(plans: Sequence[Plan], excess_bytes: Callable[[Plan], int]) -> Plan:
+    """The first that exceeds the memory by the least, or by hardly more."""
+    excess = [excess_bytes(plan) for plan in plans]
+    most = min(excess) * (1 + HARDLY_MORE)
+    return next(plan for plan, own in zip(plans, excess, strict=True) if own <= most)
+
+
+def _actions(plan: Plan) -> int:
+    return plan.mesh.pp * plan.chunks * plan.microbatches
+
+
+LOSERS_WITHIN = 0.02
+"""A family that has lost to a plan of another one is known this well: its best may take so much less than the one shown."""
+
+
+@dataclass
+class Incumbents:
+    """The steps of the best plans of a family so far, of which `wanted` are kept.
+
+    Attributes: rival_s: of the best plan of other families. A family that no longer can be faster is left at a plan of which
+        its best is within `LOSERS_WITHIN`. closest: of parts that are opened one by one, what exceeds the memory least.
+    """
+
+    wanted: int = 1
+    steps_s: dict[Plan, float] = field(default_factory=dict)
+    rival_s: float = float("inf")
+    closest: Closest = field(default_factory=Closest)
+
+    @property
+    def best_s(self) -> float:
+        """Of all plans so far."""
+        return min(self.steps_s.values(), default=float("inf"))
+
+    @property
+    def bar_s(self) -> float:
+        """A plan whose bound is at or above this is not wanted."""
+        best = sorted(self.steps_s.values())
+        if len(best) < self.wanted:
+            return float("inf")
+        bar = best[self.wanted - 1]
+        return min(bar, max(self.rival_s, (1 - LOSERS_WITHIN) * bar))
+
+
+def judged_best_first(
+    nodes: Iterable[Node],
+    *,
+    excess_bytes: Callable[[Plan], int],
+    judge: Callable[[Plan], float],
+    variants: Variants = (),
+    incumbents: Incumbents,
+    late: list[Node] | None = None,
+    most: float = float("inf"),
+    singles: int = 0,
+    spare: Allowance | None = None,
+) -> tuple[list[JudgedPlan], Tally]:
+    """All plans of a family that could be its best.
+
+    Args:
+        nodes: the family. excess_bytes: by how much a plan does not fit. judge: seconds of a plan's step.
+        variants: as `Closest.judged` takes them. incumbents: the best so far, read and added to.
+        late: receives the parts that are put aside; None: none are. most: parts that are opened, once some plan fits; those
+            that cost nothing apart. singles: how many more if they are single plans, which wait behind parts of lower bounds.
+        spare: of a large problem, what may be spent: the parts come one by one, and none that does not fit is judged.
+
+    Returns:
+        Of plans that do not fit one is judged, the one closest to fitting, and only if none fits and `late` is given.
+    """
+    tally, number = Tally(), counter()
+    queue: list[tuple[float, int, Node]] = []
+    judged, passed = list[JudgedPlan](), list[tuple[float, int]]()
+    closest = Closest()
+
+    def push(node: Node, least_s: float = 0.0) -> None:
+        if node.late and late is not None:
+            late.append(node if node.bound_s >= least_s else replace(node, bound_s=least_s))
+        else:
+            first = node.fits and spare is not None and not incumbents.steps_s  # then the search knows when to stop
+            heapq.heappush(queue, (0.0 if first else max(node.bound_s, least_s), next(number), node))
+
+    for node in nodes:
+        push(node)
+    taken = 0
+    while queue and queue[0][0] < incumbents.bar_s:
+        known = bool(incumbents.steps_s) or incumbents.rival_s < float("inf")
+        if _is_spent(taken, most + singles if spare is None else most, spare, known=known):
+            break
+        bound_s, _, node = heapq.heappop(queue)
+        if spare is None and taken >= most and not node.is_one:
+            passed.append((bound_s, node.size))
+            continue
+        taken += node.visits > 0
+        if spare is not None:
+            spare.open(node.visits)
+        try:
+            missing = 0.0 if node.missing_bytes is None else node.missing_bytes()
+            if missing:
+                tally.too_large += node.size
+                closest.add(Closest(bounded=((missing, node),)))
+                continue
+            if node.opened is not None:
+                for part in node.opened():
+                    push(part, node.bound_s)
+                continue
+            assert node.plan is not None
+            over = node.over_bytes or excess_bytes(node.plan)
+            if over:
+                others = list(node.instead()) if node.instead is not None else []
+                others = [other for other in others if late is not None or not other.covered]
+                tally.too_large += all(other.late for other in others)
+                closest.add(Closest(bounded=((over, node),)) if node.over_bytes else Closest(exact=(over, node)))
+                for other in others:
+                    push(other, node.bound_s)
+                continue
+            if spare is not None:
+                spare.simulate(node.plan)
+            step_s = judge(node.plan)
+        except (PlanError, ScheduleError) as error:
+            tally.infeasible[str(error)] += node.size
+            continue
+        except CostError as error:
+            tally.infeasible[str(error)] += node.size
+            tally.unpriced = tally.unpriced or error
+            continue
+        tally.simulated += 1
+        judged.append(JudgedPlan(plan=node.plan, step_s=step_s))
+        incumbents.steps_s[replace(node.plan, strategy="custom")] = step_s
+    tally.leave([*passed, *((bound_s, node.size) for bound_s, _, node in queue)], incumbents.bar_s)
+    if spare is not None:
+        incumbents.closest.add(closest)
+    elif late is not None and not judged and not incumbents.steps_s:
+        judged += closest.judged(judge, excess_bytes, variants)
+    return judged, tally
+
+
+def _is_spent(taken: int, most: float, spare: Allowance | None, *, known: bool) -> bool:
+    """Whether no more may be opened; `known`: whether some plan fits, without which the search of a large problem goes on."""
+    if spare is None:
+        return taken >= most
+    return (taken >= most and known) or not spare.lasts(known=known)
+
+
+def _first_plan(node: Node) -> Plan | None:
+    """The first plan of a part that is possible."""
+    if node.plan is not None or node.opened is None:
+        return node.plan
+    with contextlib.suppress(PlanError, ScheduleError, CostError):
+        for part in node.opened():
+            if (plan := _first_plan(part)) is not None:
+                return plan
+    return None
+
+
+# The parts of one mesh of a large problem: an outline per number of microbatches and usual order, all else in a late part.
+
+
+OrderAndChunks = tuple[str, int]
+
+
+def outlines(
+    problem: PlanningProblem,
+    mesh: Mesh,
+    ways: int,
+    *,
+    placed: Callable[[int], Mapping[str, Placement]],
+    part: Callable[[int, OrderAndChunks, float], Node],
+    others: Callable[[tuple[OrderAndChunks, ...]], list[Node]],
+) -> list[Node]:
+    """The parts of one mesh whose components are all placed alike.
+
+    Args:
+        problem, mesh: of the plans. ways: ZeRO stages and bucket sizes of one cut. placed: the placements, by number of
+            microbatches. part: the part of some microbatches and an order, with its bound. others: the parts of some orders.
+
+    Raises:
+        ScheduleError: the batch or the components do not divide so far.
+    """
+    counts, every = microbatch_counts(problem, mesh), orders(problem, mesh)
+    usual = [order for order in every if is_usual(problem, mesh, order)]
+    least_s = problem.remembered(DeviceSeconds).step_s(problem, mesh.size)
+    found = []
+    for count in counts:
+        for order in usual:
+            bound_s, promise_s = _figures(problem, mesh, count, order, placed)
+            found.append(part(count, order, max(least_s, bound_s)).promising(promise_s))
+    unusual = tuple(order for order in every if order not in usual)
+    if unusual:
+        found.append(Node(least_s, len(counts) * len(unusual) * ways, lambda: others(unusual), late=True))
+    return found
+
+
+def _figures(
+    problem: PlanningProblem, mesh: Mesh, count: int, order: OrderAndChunks, placed: Callable[[int], Mapping[str, Placement]]
+) -> tuple[float, float]:
+    """Bound and estimate. Of what is impossible or has no price neither is known: it says so when it is opened."""
+    try:
+        placements = placed(count)
+        chain = chain_seconds(problem, mesh, count, placements)
+        return outline_bound_s(problem, mesh, count, order, chain), estimated_s(problem, mesh, count, order, placements, chain)
+    except (PlanError, ScheduleError, CostError):
+        return 0.0, float("inf")
+
+
+def outline_bound_s(problem: PlanningProblem, mesh: Mesh, count: int, order: OrderAndChunks, chain: ChainSeconds) -> float:
+    """Seconds that no step goes below, whatever the cut, the ZeRO stage, the buckets and what is recomputed.
+
+    Args:
+        problem, mesh: of the plans. count: microbatches per replica. order: with its stages per rank. chain: of one microbatch.
+    """
+    halves = PIPELINE_ORDERS[order[0]].halves
+    whole_s = chain.computing_s if halves else chain.least_s(mesh.pp * order[1])
+    bound_s = max(count * whole_s / mesh.pp, count * chain.longest_s)
+    if is_chain(problem) and not halves:
+        bound_s = max(bound_s, whole_s)  # one microbatch alone
+        if order[1] == 1 and mesh.pp > 1:
+            bound_s = max(bound_s, least_round_s(chain.seconds, mesh.pp, count, saved_s=float(chain.crossing_s.max())))
+    return bound_s * least_noise(problem, mesh.size) * ROUNDING
+
+
+@dataclass(frozen=True)
+class Members:
+    """The tree of one family of one problem.
+
+    Attributes: strategy: name that the plans get. mixed: whether every component has a placement of its own.
+        placements: receives the solutions of the placement problems.
+    """
+
+    problem: PlanningProblem
+    strategy: str
+    mixed: bool = False
+    placements: list[PosedPlacement] = field(default_factory=list)
+
+    def of_mesh(self, mesh: Mesh) -> list[Node]:
+        """One node per number of microbatches, and per kind of pipeline order.
+
+        Args:
+            mesh: of all devices, or of one.
+
+        Raises:
+            ScheduleError: the batch or the components do not divide so far, or nothing can be cut.
+        """
+        if mesh.pp > len(self.problem.model.components):
+            raise ScheduleError(
+                f"{self.strategy} wants {mesh.pp} stages and {self.problem.model.name} has "
+                f'{len(self.problem.model.components)} components; use fewer devices or granularity "layer"'
+            )
+        if mesh.tp > 1 and not self.mixed and not can_be_cut(self.problem, mesh.tp):
+            raise ScheduleError(uncut_text(self.problem, mesh.tp))
+        if not is_large(self.problem):
+            return self._by_counts(mesh, orders(self.problem, mesh))
+        if self.mixed:
+            least_s = self.problem.remembered(DeviceSeconds).step_s(self.problem, mesh.size)
+            every = partial(self._by_counts, mesh, orders(self.problem, mesh))
+            return [Node(least_s, self._plans_on(mesh), every, late=True)]
+
+        def part(count: int, order: tuple[str, int], bound_s: float) -> Node:
+            missing = partial(least_missing_bytes, self.problem, mesh, count, (order,), mixed=False)
+            return Node(
+                bound_s, self._ways(mesh), self._opening(mesh, count, [order], bound_s), missing_bytes=missing, visits=LOOKED_AT
+            )
+
+        return outlines(
+            self.problem,
+            mesh,
+            self._ways(mesh),
+            placed=lambda count: next(iter(self._placed(mesh, count))),
+            part=part,
+            others=partial(self._by_counts, mesh),
+        )
+
+    def _by_counts(self, mesh: Mesh, every: Sequence[tuple[str, int]]) -> list[Node]:
+        """The parts with some pipeline orders."""
+        found = []
+        for count in microbatch_counts(self.problem, mesh):
+            if self.mixed:
+                least = least_seconds(self.problem, mesh, count, mixed=True)
+                found += every_choice(self.problem, self.strategy, mesh, count, least, self._ways(mesh), self._of_cut)
+            if self.mixed and mesh.dp != (self.problem.constraints.dp or 1):
+                continue  # the tp axis makes replicas too
+            by_chunks: dict[bool, list[tuple[str, int]]] = {}
+            for order in every:
+                by_chunks.setdefault(self._outruns(order), []).append(order)
+            least, noise = least_seconds(self.problem, mesh, count, mixed=self.mixed), least_noise(self.problem, mesh.size)
+            for several, some in by_chunks.items():
+                bound = max(count * least.sum_s / mesh.pp, count * least.longest_s) * noise
+                if is_chain(self.problem) and not PIPELINE_ORDERS[some[0][0]].halves:
+                    bound = max(bound, least.sum_s * noise)  # one microbatch alone
+                if not several:
+                    bound = max(bound, least.sum_s / (1 - (1 - 1 / count) ** mesh.pp) * noise)
+                found.append(self._root(mesh, count, some, bound))
+        return found
+
+    def of_fewer_devices(
+        self, by_size: Sequence[Sequence[Mesh]], opened: Callable[[Members, Sequence[Mesh], dict[str, None]], list[Node]]
+    ) -> list[Node]:
+        """Parts of the meshes that leave devices idle, opened only as far as so few devices may be faster.
+
+        Args:
+            by_size: meshes of equal size, the largest first. opened: the parts on some meshes.
+        """
+        counts = [{mesh: self._plans_on(mesh) for mesh in some} for some in by_size]
+        by_size = [kept for some in counts if (kept := [mesh for mesh, plans in some.items() if plans])]
+        sizes = [total for some in counts if (total := sum(some.values()))]
+        if not by_size:
+            return []
+        bounds = self.problem.remembered(DeviceSeconds)
+        if is_large(self.problem) and weights_are_too_many(self.problem, by_size[0][0].size):
+            never = float("inf")  # nor are they close to it, beside plans on more devices
+            return [Node(0.0, sum(sizes), partial(opened, self, by_size[0], {}), missing_bytes=lambda: never)]
+
+        def of_size(number: int) -> list[Node]:
+            return opened(self, by_size[number], {})
+
+        def rest(number: int) -> list[Node]:
+            if number == len(by_size):
+                return []
+            bound_s = bounds.step_s(self.problem, by_size[number][0].size)
+            return [Node(bound_s, sum(sizes[number:]), lambda: [*of_size(number), *rest(number + 1)])]
+
+        if bounds.are_alike(self.problem):
+            return rest(0)
+        bounds_s = [bounds.step_s(self.problem, some[0].size) for some in by_size]
+        return [Node(bound_s, sizes[number], partial(of_size, number)) for number, bound_s in enumerate(bounds_s)]
+
+    def divides(self, mesh: Mesh) -> bool:
+        """Whether the batch divides over the replicas."""
+        return self.problem.global_batch % mesh.dp == 0
+
+    def _plans_on(self, mesh: Mesh) -> int:
+        """How many plans a mesh has, cuts into stages apart; 0 where it is impossible."""
+        if mesh.pp > len(self.problem.model.components) or not self.divides(mesh):
+            return 0
+        if mesh.tp > 1 and not self.mixed and not can_be_cut(self.problem, mesh.tp):
+            return 0
+        with contextlib.suppress(ScheduleError):
+            counts = len(microbatch_counts(self.problem, mesh))
+            return counts * self._ways(mesh) * len(orders(self.problem, mesh))
+        return 0
+
+    def _root(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]], bound_s: float) -> Node:
+        """With a bound that is made sharper when it is opened first."""
+        size = self._ways(mesh) * len(some)
+        missing = partial(least_missing_bytes, self.problem, mesh, count, tuple(some), mixed=self.mixed)
+        if mesh.pp == 1 or self._outruns(some[0]):
+            return Node(bound_s, size, self._opening(mesh, count, some, bound_s), missing_bytes=missing)
+
+        def opened() -> list[Node]:
+            least_s = least_round_s(least_seconds(self.problem, mesh, count, mixed=self.mixed).seconds, mesh.pp, count)
+            sharper = max(bound_s, least_s * least_noise(self.problem, mesh.size) * ROUNDING)
+            return [Node(sharper, size, self._opening(mesh, count, some, sharper))]
+
+        return Node(bound_s * ROUNDING, size, opened, missing_bytes=missing)
+
+    def _outruns(self, order: tuple[str, int]) -> bool:
+        """Whether the bound of a round does not hold. It does not with several stages per rank, where gradients do not wait for
+        all of a backward, or where stages do not wait for one another."""
+        return order[1] > 1 or PIPELINE_ORDERS[order[0]].halves or not is_chain(self.problem)
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        return bucket_sizes(self.problem)
+
+    def _ways(self, mesh: Mesh) -> int:
+        """Combinations of ZeRO stages and bucket sizes."""
+        if mesh.copies * mesh.tp == 1:
+            return 1
+        stages = 1 if isinstance(self.problem.zero_stage, int) else len(ZERO_STAGES) - mesh.least_zero_stage
+        return len(self._sizes) * stages
+
+    def _opening(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]], bound_s: float) -> Callable[[], list[Node]]:
+        def opened() -> list[Node]:
+            found = []
+            for cutting in self._cuttings(mesh, count, some):
+                found.append(Node(bound_s, self._ways(mesh), partial(self._of_cut, cutting), visits=CUT))
+                found += other_cuts(cutting, self._ways(mesh), bound_s, self._of_cut)
+            return found
+
+        return opened
+
+    def _cuttings(self, mesh: Mesh, count: int, some: Sequence[tuple[str, int]]) -> Iterator[Cutting]:
+        for placements in self._placed(mesh, count):
+            for order, chunks in some:
+                yield Cutting(
+                    problem=self.problem,
+                    strategy=self.strategy,
+                    mesh=mesh,
+                    microbatches=count,
+                    order=order,
+                    chunks=chunks,
+                    placements=placements,
+                )
+
+    def plans(self, mesh: Mesh) -> Iterator[Plan]:
+        """Every plan on a mesh, those that are impossible left out; with recomputation only where it is asked for.
+
+        Args:
+            mesh: of all devices, or of fewer.
+        """
+        with contextlib.suppress(ScheduleError):
+            self.of_mesh(mesh)
+            for count in microbatch_counts(self.problem, mesh):
+                for cutting in self._cuttings(mesh, count, orders(self.problem, mesh)):
+                    with contextlib.suppress(PlanError, ScheduleError):
+                        yield from self._of_ways(self._fastest(cutting))
+
+    def _fastest(self, cutting: Cutting, bounds: Bounds | None = None) -> Plan:
+        """With recomputation as the question has it. Raises PlanError, ScheduleError, CostError."""
+        plan = cutting.fastest() if bounds is None else cutting.plan(bounds)
+        if self.problem.recompute != AUTO:
+            plan = replace(plan, recompute=self.problem.recompute)
+        self._check_asked(plan)
+        return plan
+
+    def _of_ways(self, plan: Plan, sizes: Sequence[int] = ()) -> list[Plan]:
+        """With every ZeRO stage and every bucket size, those that are tried first where none are given."""
+        layout = self.problem.layout(plan)
+        if all(len(group) == 1 for group in layout.buckets.groups.values()):
+            sizes = self._sizes[:1]
+        stages = zero_stages(self.problem, layout)
+        return [replace(plan, zero_stage=stage, bucket_bytes=size) for stage in stages for size in sizes or self._sizes]
+
+    def _placed(self, mesh: Mesh, count: int) -> list[Mapping[str, Placement]]:
+        """The placements worth judging with so many microbatches. Raises ScheduleError if there are none."""
+        if (mesh, count) not in self._found:
+            self._found[mesh, count] = list(self._worth_judging(mesh, count))
+        return self._found[mesh, count]
+
+    @cached_property
+    def _found(self) -> dict[tuple[Mesh, int], list[Mapping[str, Placement]]]:
+        return {}
+
+    def _worth_judging(self, mesh: Mesh, count: int) -> Iterator[Mapping[str, Placement]]:
+        samples = self.problem.global_batch // (mesh.dp * count)
+        if not self.mixed:
+            chosen = (
+                {} if mesh.tp == 1 else uniform_placements(self.problem, self._cut_mesh(mesh), divides=samples % mesh.tp == 0)
+            )
+            yield chosen
+            return
+        stages = (self.problem.zero_stage,) if isinstance(self.problem.zero_stage, int) else (0, 3)
+        seen: list[Mapping[str, Placement]] = []
+        reason = ""
+        for stage in stages:
+            solution, placements, limited = best_placement(self.problem, count, mesh, zero_stage=stage)
+            self.placements.append(PosedPlacement(mesh=mesh, microbatches=count, solution=solution))
+            reason = solution.reason
+            if placements is None:
+                continue
+            if placements not in seen and any(placement != BATCH for placement in placements.values()):
+                yield placements  # all batch-sharded is data parallelism by another name
+            seen.append(placements)
+            if not limited:
+                return  # more room would change nothing
+        if not seen:
+            raise ScheduleError(f"no choice of placements fits: {reason}")
+
+    def _cut_mesh(self, mesh: Mesh) -> Mesh:
+        """On which uniform placements are sought: of long models once for all numbers of replicas."""
+        return Mesh(dp=1 if is_long(self.problem.model) else mesh.dp, tp=mesh.tp)
+
+    def _of_cut(self, cutting: Cutting, bounds: Bounds | None = None) -> list[Node]:
+        """The plans of one cut behind bounds that cost more and more: of its stages alone, of the plan, of its memory."""
+        least_s = cutting.least_s(bounds) * least_noise(self.problem, cutting.mesh.size) * ROUNDING
+        return [Node(least_s, self._ways(cutting.mesh), lambda: self._placed_cut(cutting, bounds), visits=0)]
+
+    def _placed_cut(self, cutting: Cutting, bounds: Bounds | None) -> list[Node]:
+        plan, size = self._fastest(cutting, bounds), self._ways(cutting.mesh)
+        whole = None if bounds is not None else cutting
+        bound_s = computation_bound_s(self.problem, plan)
+        return [Node(bound_s, size, lambda: self._of_ways_that_fit(plan, whole, bound_s), visits=0)]
+
+    def _of_ways_that_fit(self, plan: Plan, cutting: Cutting | None, bound_s: float) -> list[Node]:
+        """The ZeRO stages and bucket sizes of one cut; where none can fit, the plan that is closest to fitting."""
+        size = self._ways(plan.mesh)
+        missing, closest = missing_of_cut(self.problem, plan, cutting)
+        if missing:
+            return [Node(0.0, size, plan=closest, missing_bytes=lambda: missing)]
+        first = self._sizes[:1] if is_large(self.problem) else self._sizes
+
+        def resized() -> list[Node]:
+            sizes = other_bucket_sizes(self.problem, self.problem.layout(plan))
+            sizes = [*self._sizes[len(first) :], *sizes]
+            return [self._counted(each, cutting, bound_s) for each in self._of_ways(plan, sizes)] if sizes else []
+
+        def in_order() -> list[Node]:
+            least_s = max(bound_s, order_bound_s(self.problem, plan))
+            tried = size * len(first) // len(self._sizes) if size > 1 else size
+
+            def every_way() -> list[Node]:
+                return [self._counted(each, cutting, least_s) for each in self._of_ways(plan, first)]
+
+            return [Node(least_s, tried, every_way, visits=BOUNDED), Node(least_s, size - tried, resized, late=True)]
+
+        return in_order() if plan.mesh.pp == 1 else [Node(bound_s, size, in_order)]
+
+    def _counted(self, plan: Plan, cutting: Cutting | None, bound_s: float) -> Node:
+        """One plan; one that is impossible or has no price says so when it is opened, and its neighbours stay."""
+        try:
+            return self.of_plan(plan, cutting)
+        except (PlanError, ScheduleError, CostError) as error:
+            return Node(bound_s, 1, partial(_refuse, error))
+
+    def _check_asked(self, plan: Plan) -> None:
+        for stage in plan.stages:
+            for name, placement in stage.placed():
+                if not self.problem.allows(name, placement):
+                    raise ScheduleError("no plan satisfies plan.pin and plan.forbid")
+
+    def given(self, plans: Iterable[Plan]) -> list[Node]:
+        """One node per plan that a strategy lists; what is impossible about one is counted when it is opened."""
+        return [Node(0.0, 1, partial(lambda plan: [self.of_plan(plan)], plan)) for plan in plans]
+
+    def of_plan(self, plan: Plan, cutting: Cutting | None = None) -> Node:
+        """One plan; where it does not fit, with recomputation, or with stages that fit without.
+
+        Args:
+            plan: of the problem's model. cutting: where its stages may be cut otherwise.
+
+        Raises:
+            PlanError: it does not match the model. ScheduleError: it does not keep pins and forbids.
+        """
+        self._check_asked(plan)
+        over = floor_excess_bytes(self.problem, plan, recomputing=False) if not plan.recomputes else 0.0
+        if over and not may_fit(self.problem, plan, cutting):
+            return Node(0.0, 1, plan=plan, missing_bytes=lambda: over)
+        bound_s = step_bound_s(self.problem, plan)
+        return Node(bound_s, 1, None, plan, lambda: instead_of(self.problem, plan, cutting), over_bytes=over, visits=REMEMBERED)
+
+
+def _refuse(error: ParsimError) -> list[Node]:
+    raise error
+
+
+# The parts of all families of a large problem, one by one: the most promising first, as far as the allowance lasts.
+#
+# Two families are not searched one after the other, because the first would spend what the better one needs.
+
+
+def open_one_by_one(
+    parts: Mapping[str, list[Node]],
+    owners: Mapping[str, Incumbents],
+    together: Incumbents,
+    spare: Allowance,
+    opened: Callable[[str, list[Node], Incumbents], None],
+    *,
+    rivals: bool,
+) -> Tally:
+    """Open the parts of all families.
+
+    Args:
+        parts: by family. owners: the best plans of each family so far. together: of all families. spare: what may be spent.
+        opened: opens parts of a family. rivals: whether a family is left that can no longer be faster than another one.
+
+    Returns:
+        What became of the plans of parts that were not opened.
+    """
+    queue = [(node.promise_s, node.bound_s, name, node) for name, some in parts.items() for node in some]
+    left = []
+    for _, bound_s, name, node in sorted(queue, key=lambda entry: entry[:2]):
+        own = owners[name]
+        if own is not together and rivals:
+            own.rival_s = together.best_s
+        known = bool(own.steps_s) or own.rival_s < float("inf")
+        if bound_s >= own.bar_s or not spare.lasts(known=known):
+            left.append((bound_s, own, node))
+            continue
+        opened(name, [node], own)
+        if own is not together:
+            together.steps_s.update(own.steps_s)
+    tally = Tally()
+    for bound_s, own, node in left:
+        tally.leave([(bound_s, node.size)], own.bar_s)
+    return tally

@@ -1,1 +1,0 @@
-"""Questions about large models: the defaults that models by name take, and the figures that people quote."""

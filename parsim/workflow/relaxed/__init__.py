@@ -1,1 +1,0 @@
-"""What commands and notebooks share about relaxed synchronisation."""
