@@ -11,7 +11,8 @@ from calibration.parts.catalog import LLM_PROF
 from calibration.parts.gpus import digits
 from calibration.parts.part_files import expanded
 from calibration.parts.robust import named
-from parsim.hardware.profile import LinkProtocol, Profile, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import LinkProtocol, Profile
 
 SWITCHES: Mapping[str, tuple[str, int, float, int, bool, tuple[str, ...]]] = {
     "nvswitch-3": (

@@ -8,7 +8,8 @@ from typing import Any
 from calibration.parts.catalog import V100_FORMS, ZEUS_ROWS
 from calibration.parts.gpus import HALF_PRECISIONS
 from calibration.parts.part_files import zeus_watts
-from parsim.hardware.profile import Profile, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile
 
 UNITS = "github sitar-lab/NeuSight scripts/asplos/data/device_configs/Tesla_V100-PCIE-32GB.json @6945927d9afc, Num_Sm"
 CHIP = ("peak_flop_per_s", "memory_bandwidth_bytes_per_s")

@@ -25,6 +25,7 @@ from calibration.published.v100_links import SOURCES as LINK_SOURCES
 from calibration.published.v100_links import fit_link_model
 from calibration.published.v100_throughput import with_efficiencies
 from parsim.errors import DataError, ParsimError, ProfileError
+from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import (
     CollectivePoint,
     Communication,
@@ -38,7 +39,6 @@ from parsim.hardware.profile import (
     Provenance,
     Sourced,
     SourceEntry,
-    load_profile,
     save_profile,
 )
 from parsim.hardware.records import ComputeRecords, OperatorPoint

@@ -20,7 +20,7 @@ from measuring import Seen, measure
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.setup import SWITCH, is_granted
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.predict.compare import task_durations_s
 from parsim.work import Collective
 

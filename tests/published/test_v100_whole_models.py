@@ -26,7 +26,8 @@ from calibration.published.v100_throughput import (
     without_efficiency,
 )
 from parsim.errors import DataError
-from parsim.hardware.profile import Profile, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile
 from parsim.units import MIB
 
 DATA = Path(os.environ.get("PARSIM_V100_DATA") or Path(__file__).parents[3] / "shared/data/v100")

@@ -16,8 +16,8 @@ from parsim.cli import main
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.errors import ImportedFileError
 from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.parts import load_gpu
-from parsim.hardware.profile import load_profile
 from parsim.importers.deepspeed_config import read_deepspeed
 from parsim.importers.kineto import read_kineto
 from parsim.importers.ledger import ledger_of

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from parsim.errors import ParsimError
 from parsim.files import CONTROL
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.importers.deepspeed_config import read_deepspeed
 from parsim.importers.kinds import kind_of
 from parsim.importers.kineto import read_kineto

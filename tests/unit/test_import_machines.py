@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from parsim.errors import ImportedFileError
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.importers.ledger import ledger_of
 from parsim.importers.lstopo_xml import read_lstopo
 from parsim.importers.nsys_sqlite import read_nsys

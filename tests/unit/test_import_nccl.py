@@ -11,15 +11,8 @@ from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.communication.measured import unfitted_points
 from parsim.errors import CostError, ImportedFileError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import (
-    CollectivePoint,
-    Profile,
-    SourceEntry,
-    load_profile,
-    parse_profile,
-    save_profile,
-    shipped_profiles,
-)
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import CollectivePoint, Profile, SourceEntry, parse_profile, save_profile, shipped_profiles
 from parsim.hardware.records import to_text
 from parsim.importers.nccl_tests import NcclLog, read_nccl_tests
 from parsim.importers.profile_points import with_measured

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from parsim.errors import ImportedFileError
-from parsim.hardware.profile import Profile, load_profile, save_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile, save_profile
 from parsim.importers.gpu_names import gpu_named
 from parsim.importers.lstopo_xml import read_lstopo
 from parsim.importers.machine_tree import MachineTree, with_links

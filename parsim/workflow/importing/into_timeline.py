@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from parsim.errors import ImportedFileError
-from parsim.hardware.profile import Profile, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile
 from parsim.importers.gpu_names import gpu_named
 from parsim.importers.kineto import KINDS, NUMBER_TYPES, KinetoTrace, read_kineto
 from parsim.importers.ledger import TraceLedger, ledger_of
