@@ -6,9 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from parsim.app.config import RunConfig
+from parsim.app.answer import Answer
+from parsim.app.ask import ask
+from parsim.app.config import Question
+from parsim.app.doctor import progress
 from parsim.engines.scenario.checkpointing import daly_interval_s, expected_run_s, young_interval_s
 from parsim.errors import ConfigError, ParsimError, ProfileError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
@@ -20,11 +23,6 @@ from parsim.predict.evaluate import Evaluation
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import Interval
 from parsim.units import format_bytes, format_count, format_percent, format_seconds
-
-if TYPE_CHECKING:
-    from parsim.app.answer import Answer
-    from parsim.app.question import Question
-
 
 # What it would take to be faster: the search again on changed clusters, one change at a time.
 
@@ -113,10 +111,8 @@ def what_would(answer: Answer, faster: float) -> WhatWould:
     Raises:
         ConfigError: the aim cannot be, or no plan fits as it is.
     """
-    from parsim.app.ask import ask
-
     check_faster(faster)
-    if answer.config.cluster.group is not None:
+    if answer.question.cluster.group is not None:
         raise ConfigError(
             "--faster changes clusters of one kind of GPU, and [[cluster.group]] names several; change the groups"
         )
@@ -126,7 +122,8 @@ def what_would(answer: Answer, faster: float) -> WhatWould:
     found: list[WhatIf] = []
     for what, question in _changed(answer):
         try:
-            other = ask(question())
+            with progress(f"Planning with {what}"):
+                other = ask(question())
         except ParsimError as error:
             found.append(WhatIf(what=what, faster=None, reaches=False, reason=str(error).splitlines()[0]))
             continue
@@ -144,7 +141,7 @@ def _changed(answer: Answer) -> Iterator[tuple[str, Callable[[], Question]]]:
     nodes = max(device.node for device in cluster.devices) + 1
 
     def on(other: Callable[[], Cluster]) -> Callable[[], Question]:
-        return lambda: replace(question, cluster=other())
+        return lambda: question.sourced(cluster=other())
 
     if nodes > 1 and cluster.network is not None:
         yield f"bandwidth between nodes x {TIMES:g}", on(lambda: _with_network(cluster, nodes))
@@ -153,26 +150,26 @@ def _changed(answer: Answer) -> Iterator[tuple[str, Callable[[], Question]]]:
     yield f"memory of a GPU x {TIMES:g}", on(lambda: _again(_more_memory(cluster.profile), cluster, nodes))
     if cluster.network is not None or nodes > 1:
         more = _more_nodes(answer, nodes)
-        table = question.config.plan.mesh
+        table = question.plan.mesh
         both = "" if table is None or table.dp is None else " and batch"
 
         def grown() -> Question:
-            config = _with_replicas(question.config, more / nodes)
-            return replace(question, cluster=_again(cluster.profile, cluster, more), config=config)
+            config = _with_replicas(question, more / nodes)
+            return config.sourced(cluster=_again(cluster.profile, cluster, more))
 
         yield f"GPUs{both} x {more / nodes:.3g} ({more * cluster.size // nodes} GPUs)", grown
-    batch = question.config.training.model_copy(update={"global_batch": 2 * question.config.training.global_batch})
-    yield "global batch x 2", lambda: replace(question, config=question.config.model_copy(update={"training": batch}))
+    batch = question.training.model_copy(update={"global_batch": 2 * question.training.global_batch})
+    yield "global batch x 2", lambda: question.changed(training=batch)
 
 
 def _more_nodes(answer: Answer, nodes: int) -> int:
     """Half as many nodes more; twice as many where the batch divides over the replicas of the choice on those alone."""
     more, dp = max(nodes + 1, round(MORE_GPUS * nodes)), answer.prediction.plan.mesh.dp
-    if answer.config.plan.mesh is not None and answer.config.plan.mesh.dp is not None:
+    if answer.question.plan.mesh is not None and answer.question.plan.mesh.dp is not None:
         return more  # the batch grows, too
 
     def divides(count: int) -> bool:
-        return dp * count % nodes == 0 and answer.config.training.global_batch % (dp * count // nodes) == 0
+        return dp * count % nodes == 0 and answer.question.training.global_batch % (dp * count // nodes) == 0
 
     return 2 * nodes if not divides(more) and divides(2 * nodes) else more
 
@@ -211,7 +208,7 @@ def _more_memory(profile: Profile) -> Profile:
     return profile.model_copy(update={"device_types": types})
 
 
-def _with_replicas(config: RunConfig, factor: float) -> RunConfig:
+def _with_replicas(config: Question, factor: float) -> Question:
     """With as many more replicas, and a batch for them, where the mesh names them; other axes stay. Raises ConfigError."""
     mesh, batch = config.plan.mesh, config.training.global_batch
     if mesh is None or mesh.dp is None:
@@ -516,7 +513,7 @@ class Quoted:
         return lines if self.run is None or not run else [*lines, *self.run.lines()]
 
 
-def quoted(config: RunConfig, problem: PlanningProblem, evaluation: Evaluation) -> Quoted | None:
+def quoted(config: Question, problem: PlanningProblem, evaluation: Evaluation) -> Quoted | None:
     """The figures of one plan of a language model; None for other models, or where the device has no peak for the precision.
 
     Args:
@@ -553,7 +550,7 @@ def quoted(config: RunConfig, problem: PlanningProblem, evaluation: Evaluation) 
     )
 
 
-def samples_run(config: RunConfig, problem: PlanningProblem, evaluation: Evaluation) -> TrainingRun | None:
+def samples_run(config: Question, problem: PlanningProblem, evaluation: Evaluation) -> TrainingRun | None:
     """What `training.samples` takes under a plan; None where the question does not have it.
 
     Args:
@@ -573,7 +570,7 @@ def _run(
     return training_run(amount, per_step, result.step_s, operation, unit=unit, devices=result.plan.world_size, paid=paid)
 
 
-def running_costs(config: RunConfig, problem: PlanningProblem) -> RunningCosts:
+def running_costs(config: Question, problem: PlanningProblem) -> RunningCosts:
     """Of one device of the cluster; the mean over devices where they differ, unknown where it is for one of them."""
     kinds = Counter(device.type.name for device in problem.cluster.devices)
     costs = {name: operation_of(config, name) for name in kinds}
@@ -594,7 +591,7 @@ def _mean(values: Mapping[str, float | None], counts: Mapping[str, int]) -> floa
     return sum(value * count for value, count in known) / sum(counts.values())
 
 
-def operation_of(config: RunConfig, device: str) -> RunningCosts:
+def operation_of(config: Question, device: str) -> RunningCosts:
     """Price, power and failures: what the question says, else the part's own numbers, else the default with its source.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from parsim.app.config import RunConfig
+from parsim.app.config import Question
 from parsim.errors import ConfigError, first_few
 from parsim.files import write_text_atomically
 from parsim.plans.plan import NONE, Plan
@@ -74,7 +74,7 @@ def write_deepspeed(request: ExportRequest) -> Exported:
     )
 
 
-def _precision(config: RunConfig, left_out: dict[str, str]) -> dict[str, Any]:
+def _precision(config: Question, left_out: dict[str, str]) -> dict[str, Any]:
     training = config.training
     match training.precision:
         case "bf16":
@@ -118,7 +118,7 @@ def _zero(plan: Plan, width: int, left_out: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-def _optimizer(config: RunConfig, left_out: dict[str, str]) -> dict[str, Any]:
+def _optimizer(config: Question, left_out: dict[str, str]) -> dict[str, Any]:
     training = config.training
     if training.optimizer not in OPTIMIZERS:
         left_out["training.optimizer"] = f"make {training.optimizer} in your script and give it to deepspeed.initialize"

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.app.config import RunConfig
+from parsim.app.config import Question
 from parsim.app.run_folder import RunFolder
 from parsim.errors import ConfigError
 from parsim.plans.plan import Plan
@@ -36,7 +36,7 @@ class ExportRequest:
         return self.folder.path / name if self.out is None else self.out
 
     @cached_property
-    def config(self) -> RunConfig:
+    def config(self) -> Question:
         """The resolved question. Raises ConfigError: it is not a run folder."""
         return self.folder.read_config()
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from parsim.app.config import parse_config
+from parsim.app.config import cluster_section, parse_config
 from parsim.app.config_text import document_text, merge, parse_overrides
-from parsim.app.load import cluster_of, devices_of
+from parsim.app.load import cluster_of
 from parsim.errors import ConfigError, ImportedFileError, ParsimError, ProfileError
 from parsim.files import parse_toml, write_text_atomically
 from parsim.importers.deepspeed_config import DeepSpeedKeys, read_deepspeed
@@ -50,7 +50,7 @@ def _devices(into: Path, overrides: Sequence[str]) -> int | None:
     if not isinstance(cluster, dict) or (isinstance(plan, dict) and plan.get("mesh")):
         return None
     try:
-        return devices_of(cluster, where=str(into), folder=into.resolve().parent)
+        return cluster_of(cluster_section(cluster, where=str(into), folder=into.resolve().parent)).size
     except ParsimError:
         return None  # `_write` reports it
 
@@ -78,7 +78,7 @@ def _write(into: Path, read: DeepSpeedKeys, overrides: Sequence[str], warnings: 
     text = _text(document)
     try:
         config = parse_config(text, where=str(into), folder=into.resolve().parent)
-        cluster = cluster_of(config)
+        cluster = cluster_of(config.cluster)
         there, plan = cluster.size, document.get("plan", {})
         alone = plan.get("strategy") == "dp" and not {"mesh", "dp_shard"} & set(plan)
         if alone and there == 1:

@@ -89,7 +89,7 @@ def export_launch(
     folder = RunFolder(path)
     asked = with_every_rank(ask_again(folder))
     check_runnable(asked, None)
-    check_training(asked.config, asked.problem.model)
+    check_training(asked.question, asked.problem.model)
     machines = _machines(asked, nodes)
     if interface is None and machines > 1:
         raise PlanError(f"{machines} machines need the interface over which they reach one another: --interface eth0")
@@ -102,10 +102,10 @@ def export_launch(
         port=port,
         device=device_kind(asked),
         visible=_visible(asked, asked.plan.world_size // machines),
-        import_folder=str(asked.config.model.import_folder or ""),
+        import_folder=str(asked.question.model.import_folder or ""),
         token=secrets.token_hex(),
     )
-    steps = total_steps(asked.config)
+    steps = total_steps(asked.question)
     Job(
         output=str(path.resolve()),
         mode="train",
