@@ -27,7 +27,7 @@ def demo(
     """Plan, calibrate, train and compare on this machine, and write a report: everything once, in two minutes."""
     if importlib.util.find_spec("torch") is None:
         raise MissingDependencyError("the demo trains for real and needs torch; pip install 'parsim[torch]'")
-    from parsim.workflow.demo import run_demo
+    from parsim.app.demo import run_demo
 
     def show(answer: Answer) -> None:
         if not as_json:

@@ -15,12 +15,12 @@ from torch import distributed
 
 from calibration.rounds import calibrate
 from calibration.rounds.request import CalibrationRequest
+from parsim.app import demo
 from parsim.app.calibration import ChosenRanks, choose_ranks
 from parsim.commands.demo import demo as demo_command
 from parsim.errors import ConfigError
 from parsim.execute.job import Job
 from parsim.hardware.profile import Profile, load_profile, save_profile
-from parsim.workflow import demo
 
 See = Callable[..., None]
 
