@@ -186,7 +186,7 @@ class PlanSection(ConfigSection):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class QuestionSource:
     """What a question was made from beside the keys of a run file.
 
     Attributes:
@@ -210,15 +210,15 @@ class Question(ConfigSection):
     cluster: ClusterSection
     training: TrainingSection
     plan: PlanSection = PlanSection()
-    _source: Source = PrivateAttr(default_factory=Source)
+    _source: QuestionSource = PrivateAttr(default_factory=QuestionSource)
 
     @property
-    def source(self) -> Source:
+    def source(self) -> QuestionSource:
         """What it was made from."""
         return self._source
 
     def sourced(self, **values: Any) -> Question:
-        """The same question with other fields of its `Source`."""
+        """The same question with other fields of its `QuestionSource`."""
         question = self.model_copy()
         question._source = replace(self._source, **values)
         return question

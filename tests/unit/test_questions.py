@@ -251,7 +251,7 @@ def test_a_saved_model_keeps_its_defaults_on_gpus(tmp_path: Path) -> None:
     named = ps.plan("mlp", cluster="1xh100-sxm", global_batch=8)
     named.problem.model.save(tmp_path / "mine.json")
     asked = ps.plan(tmp_path / "mine.json", cluster="1xh100-sxm", global_batch=8)
-    training = asked.training
+    training = asked.question.training
     assert (training.precision, training.optimizer) == ("fp32", "sgd_momentum")
     assert asked.prediction.result.step_s.median == named.prediction.result.step_s.median
 
