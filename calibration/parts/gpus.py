@@ -21,8 +21,7 @@ from calibration.parts.catalog import (
 )
 from calibration.parts.products import FP4, FP8, FP32, HALF, Chip
 from calibration.parts.robust import Errors, Prior, named, pooled
-from parsim.costs.compute.formula import ATTENTION_COEFFICIENTS, Array
-from parsim.costs.compute.formula import COEFFICIENTS as TILE_COEFFICIENTS
+from parsim.costs.compute.formula import ATTENTION_COEFFICIENTS, TILE_COEFFICIENTS, Array
 
 if TYPE_CHECKING:
     import pandas as pd

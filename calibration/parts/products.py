@@ -20,12 +20,12 @@ import numpy as np
 
 from calibration.parts.robust import Errors, Prior, errors, fit, named, source_weights
 from calibration.parts.row_table import RowTable, leave_sources_out
-from parsim.costs.compute.formula import COEFFICIENTS, Array, tile_parts
+from parsim.costs.compute.formula import TILE_COEFFICIENTS, Array, tile_parts
 
 if TYPE_CHECKING:
     import pandas as pd
 
-NAMES = (*COEFFICIENTS, "burst_gain", "burst_s")
+NAMES = (*TILE_COEFFICIENTS, "burst_gain", "burst_s")
 BASE = Prior(
     NAMES,
     np.log([0.78, 5.0, 90.0, 0.4, 3e-6, 0.8, 1.0, 3.0, 1.08, 3e-3]),
