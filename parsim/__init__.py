@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from parsim.hardware.cluster import Cluster
     from parsim.model.model import Model
     from parsim.plans.plan import Plan
-    from parsim.workflow.importing.import_file import import_file
+    from parsim.workflow.import_file import import_file
 
 __version__ = "0.1.0"
 
@@ -64,7 +64,7 @@ _HOMES = {
     "ParsimError": "parsim.errors",
     "Plan": "parsim.plans.plan",
     "Prediction": "parsim.app.prediction",
-    "import_file": "parsim.workflow.importing.import_file",
+    "import_file": "parsim.workflow.import_file",
     "sweep": "parsim.app.sweep.sweep",
     **dict.fromkeys(
         ("calibrate", "cost", "load_cluster", "open_run", "plan", "run", "simulate", "trace", "validate"),

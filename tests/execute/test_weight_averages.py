@@ -23,7 +23,7 @@ from parsim.model.build import build_module
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
-from parsim.workflow.training.export import export_weights
+from parsim.workflow.export_folder import export_folder
 from tests.execute.equality import Case
 from tests.execute.mixed import MODELS, random_case
 from tests.execute.test_bad_run import cpu_profile
@@ -191,7 +191,7 @@ def test_what_ema_needs_is_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(PlanError, match=r"training\.ema averages weights over steps"):
         check_runnable(answer(load_config(Path("run.toml"))).prediction, None)
     with pytest.raises(ConfigError, match="weights 'emma' are unknown; did you mean ema"):
-        export_weights(Path("kept"), weights="emma")
+        export_folder(Path("kept"), format="state_dict", weights="emma")
 
 
 def test_the_recipe_comes_back_from_json() -> None:

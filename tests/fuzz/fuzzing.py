@@ -191,7 +191,7 @@ def readers(folder: Path) -> list[Reader]:
     from parsim.plans.mesh import Mesh
     from parsim.plans.plan import Plan, Stage
     from parsim.timeline import Span, Timeline
-    from parsim.workflow.importing.import_file import import_file
+    from parsim.workflow.import_file import import_file
     from tests.execute.test_bad_run import cpu_profile
     from tests.hugging_face_configs import SMALL
     from tests.models import chain_model
