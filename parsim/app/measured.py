@@ -88,7 +88,7 @@ class Measured:
         Raises:
             ConfigError: there is no such checkpoint, or the module's code is not trusted (PARSIM_ALLOW_CODE=1).
         """
-        from parsim.workflow.export_folder import export_folder
+        from parsim.app.export_folder import export_folder
 
         options = {"weights": weights} | ({} if checkpoint is None else {"checkpoint": checkpoint})
         return export_folder(self.folder, format=format, out=None if out is None else Path(out), **options).file
@@ -103,7 +103,7 @@ class Measured:
         Raises:
             ConfigError: an unknown format, or a plan that it cannot express.
         """
-        from parsim.workflow.export_folder import export_folder
+        from parsim.app.export_folder import export_folder
 
         return export_folder(self.folder, format=format, out=None if out is None else Path(out))
 

@@ -17,13 +17,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+from parsim.app.export_folder import export_folder
 from parsim.app.functions import plan
 from parsim.app.run_folder import RunFolder, held
 from parsim.errors import ConfigError, PlanError
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.execute.processes.output import descendants
 from parsim.formats.launch import LaunchFile, slurm_text, torchrun_text
-from parsim.workflow.export_folder import export_folder
 from tests.execute.sockets import LISTEN, Socket, free_port, sockets_of
 from tests.execute.test_bad_run import cpu_profile
 

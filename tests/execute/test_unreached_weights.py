@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from parsim.app.export_folder import state_dict_of
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.execute.job import TrainingRecipe
 from parsim.execute.stage import seeded_module
@@ -15,7 +16,6 @@ from parsim.model.inputs import ModelInput
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
-from parsim.workflow.export_folder import state_dict_of
 from tests.execute.equality import Case, compare_case, even_plan, run_cases
 
 HERE = "tests.execute.test_unreached_weights"

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from parsim.app.export_folder import export_folder
 from parsim.app.functions import simulate
+from parsim.app.import_file import import_file
 from parsim.app.run_folder import RunFolder
 from parsim.cli import main
 from parsim.errors import ConfigError
 from parsim.formats.exports import written_formats
 from parsim.formats.recipe import read_recipe, written_out
 from parsim.model.catalogue.names import sequence_of, shape_of
-from parsim.workflow.export_folder import export_folder
-from parsim.workflow.import_file import import_file
 
 SMALL = ["model.args.layers=4", "model.args.hidden=256", "model.args.heads=8", "model.args.vocab=1024", "model.args.seq=128"]
 CUT = [*SMALL, "plan.strategy=hp", "plan.mesh={pp=2,dp=2,tp=2}", "plan.pipeline_order=1f1b", "plan.chunks=1"]

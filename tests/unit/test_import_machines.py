@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from parsim.app.import_file import import_file
 from parsim.errors import ImportedFileError
 from parsim.formats.ledger import ledger_of
 from parsim.formats.nsys import read_nsys
@@ -14,7 +15,6 @@ from parsim.formats.source import SourceFile
 from parsim.formats.topology import read_lstopo
 from parsim.hardware.profile import load_profile
 from parsim.timeline import Timeline
-from parsim.workflow.import_file import import_file
 from tests.unit.import_samples import LSTOPO, TOPO, nsys_database
 
 
