@@ -22,7 +22,6 @@ from pydantic import BeforeValidator, Field, PlainSerializer, PrivateAttr, Stric
 from parsim.app.config_text import (
     changes_of,
     check_trusted,
-    document_text,
     explained,
     is_path,
     key_parts,
@@ -32,7 +31,7 @@ from parsim.app.config_text import (
 )
 from parsim.app.sections import ClusterSection, TrainingSection, check_machine, check_widths
 from parsim.errors import ConfigError, ParsimError, PlanError, near_matches
-from parsim.files import NO_CONTROL, control_character_in, parse_toml, read_text
+from parsim.files import NO_CONTROL, control_character_in, document_text, parse_toml, read_text
 from parsim.hardware.records import ConfigSection, Count, Name
 from parsim.model.catalogue.names import SEQUENCE_PARALLEL, is_transformer
 from parsim.model.objective import LOSSES
@@ -49,9 +48,9 @@ from parsim.registry import RowOf, as_key_error, is_reference
 from parsim.units import nearest_divisors
 
 if TYPE_CHECKING:
+    from parsim.formats.recipe import Recipe
     from parsim.hardware.cluster import Cluster
     from parsim.model.model import Model
-    from parsim.workflow.frameworks.recipe import Recipe
 
 
 Tables = TypeVar("Tables", bound=ConfigSection)

@@ -20,6 +20,7 @@ from parsim.app.config_text import changes_of, holds, put_on_path, references, r
 from parsim.app.load import cluster_of, is_saved_model
 from parsim.app.sections import OPERATION, check_widths
 from parsim.errors import ConfigError, ModelError
+from parsim.formats.recipe import is_framework_file, read_recipe
 from parsim.hardware.parts import is_shorthand, machines_of
 from parsim.hardware.records import ConfigSection
 from parsim.model.catalogue.names import is_transformer, named, sequence_of, shape_of
@@ -28,7 +29,6 @@ from parsim.model.formats import recorded_weights
 from parsim.model.model import ADDED_UP, COUPLED, MIXING, Model
 from parsim.model.spec import is_config, is_known, resolve, takes_usual, zoo_row
 from parsim.units import nearest_divisors
-from parsim.workflow.frameworks.files import is_framework_file, read_recipe
 
 if TYPE_CHECKING:
     from torch import nn

@@ -78,8 +78,8 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Rank plans, choose one, and say why the others lost."""
+    from parsim.app.faster import parse_faster, what_would
     from parsim.app.functions import plan as find_plan
-    from parsim.app.large import parse_faster, what_would
 
     aim = None if faster is None else parse_faster(faster)
     if target_accuracy is None and (rules or curves or most_steps):

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hardware_profiles
-import parsim
 from parsim.app.config import Question
 from parsim.app.config_text import fields_of, parse_value, references, root_of, tables_in
 from parsim.app.load import on_this_machine
@@ -426,8 +425,8 @@ def points_of(base: BaseQuestion, designed: Sequence[SweptSettings]) -> list[Swe
 def code_digest() -> str:
     """Of parsim's own source, the shipped profiles, and the packages that trace models."""
     digest = hashlib.sha256()
-    for package, pattern in ((parsim, "*.py"), (hardware_profiles, "*.json")):
-        root = Path(str(package.__file__)).parent
+    roots = {Path(__file__).parents[2]: "*.py", Path(str(hardware_profiles.__file__)).parent: "*.json"}
+    for root, pattern in roots.items():
         for path in sorted(root.rglob(pattern)):
             digest.update(str(path.relative_to(root)).encode())
             digest.update(path.read_bytes())
