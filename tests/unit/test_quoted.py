@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import parsim
 from parsim.app.answer import Answer
-from parsim.app.large import DAY_S, DEVICE_MTBF_HOURS, HOUR_S, RunningCosts, losses_of, parse_faster, training_run, what_would
+from parsim.app.faster import parse_faster, what_would
+from parsim.app.large import DAY_S, DEVICE_MTBF_HOURS, HOUR_S, RunningCosts, losses_of, training_run
 from parsim.cli import main
 from parsim.errors import ConfigError
 from parsim.model.catalogue.names import NAMED
