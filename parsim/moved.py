@@ -45,12 +45,7 @@ _MOVES = (
         "parsim.engines.scenario",
         "asynchronous checkpointing conditions controlled course failures flows maxmin paces scenario whole_run",
     ),
-    (
-        "parsim.schedule",
-        "parsim.predict",
-        "evaluate forecast result speed kept=kept_activations memory=plan_memory problem=planning_problem "
-        "unsharded=unsharded_memory",
-    ),
+    ("parsim.schedule", "parsim.predict", "evaluate forecast result speed memory=plan_memory problem=planning_problem "),
     ("parsim.schedule", "parsim.schedule", "quick=branch_and_bound closed_form=branch_and_bound"),
     ("parsim.schedule", "parsim.schedule.recomputation", "relief=to_fit choose_recompute=to_fit"),
     ("parsim.schedule.parts", "parsim.schedule.recomputation", "least_kept"),
