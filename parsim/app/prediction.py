@@ -8,9 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.app.config import RunConfig
+from parsim.app.config import Question
 from parsim.app.frames import breakdown_frame, memory_frame, timeline_frame
-from parsim.app.question import Given
+from parsim.app.question import taken_defaults
+from parsim.errors import ConfigError
+from parsim.formats.exports import EvaluatedStep, Exported, format_to_write
+from parsim.formats.recipe import PlannedRecipe, recipe_of_plan
+from parsim.plans.plan import Plan
 from parsim.predict.evaluate import MANY_RANKS, Evaluation, evaluate
 from parsim.predict.memory import SAFE_PROBABILITY
 from parsim.predict.problem import PlanningProblem
@@ -21,9 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from parsim.app.large import Quoted, TrainingRun
-    from parsim.plans.plan import Plan
     from parsim.predict.explain import Explanation
-    from parsim.workflow.exporting.request import Exported
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,19 +33,15 @@ class Prediction:
     """The prediction for one plan. `parsim.run` trains with this plan for real.
 
     Attributes:
-        config: the question. problem, evaluation: the priced and simulated values, for more than the methods return.
+        question: what was asked. problem, evaluation: the priced and simulated values, for more than the methods return.
         among: the best plan of each compared family; empty for a given plan.
-        given: the form of the given model; a module or Model without a name cannot be run.
-        assumed: (key, value) of the defaults that the question took.
         engine: "static" or "dynamic". scenario: the scenario and its results; None without one.
     """
 
-    config: RunConfig
+    question: Question
     problem: PlanningProblem
     evaluation: Evaluation
     among: tuple[Evaluation, ...] = ()
-    given: Given = "name"
-    assumed: tuple[tuple[str, Any], ...] = ()
     engine: str = "static"
     scenario: Mapping[str, Any] | None = None
 
@@ -96,6 +94,11 @@ class Prediction:
     def fit_probability(self) -> float:
         """That every rank's memory stays within its device's; the plan fits from 0.95 on."""
         return self.result.fit_probability
+
+    @property
+    def assumed(self) -> dict[str, Any]:
+        """The defaults that were taken, by their key in a run file."""
+        return taken_defaults(self.question, self.problem.cluster.size)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -152,14 +155,14 @@ class Prediction:
         """Tokens per second, MFU and HFU, memory by line, days and price of `training.tokens`; None: no language model."""
         from parsim.app.large import quoted
 
-        return quoted(self.config, self.problem, self.evaluation)
+        return quoted(self.question, self.problem, self.evaluation)
 
     @cached_property
     def samples_run(self) -> TrainingRun | None:
         """Days, price and energy of `training.samples`; None: not asked for."""
         from parsim.app.large import samples_run
 
-        return samples_run(self.config, self.problem, self.evaluation)
+        return samples_run(self.question, self.problem, self.evaluation)
 
     def export(self, format: str, *, out: str | Path) -> Exported:
         """Write the plan or its timeline as a file of another tool.
@@ -174,17 +177,16 @@ class Prediction:
         Raises:
             ConfigError: an unknown format, or a plan that it cannot express.
         """
-        from tempfile import TemporaryDirectory
-
-        from parsim.app.run_folder import RunFolder
-        from parsim.workflow.exporting.formats import export_folder
-
-        problem = self.problem
-        with TemporaryDirectory(prefix="parsim-export-") as name:
-            RunFolder(Path(name)).write_question(
-                self.config, problem.model, self.plan, problem.cluster.profile, problem.history, problem.loading
-            )
-            return export_folder(Path(name), format=format, out=Path(out))
+        row = format_to_write(format, {})
+        if row.writes == "recipe":
+            value: object = recipe_of(row.tool, self.question, self.plan)
+        elif row.writes == "step":
+            value = EvaluatedStep(problem=self.problem, evaluation=self.evaluation)
+        else:
+            raise ConfigError(f"format {format!r} is {row.what}, and nothing was trained; use `parsim run`")
+        assert row.write is not None
+        exported: Exported = row.write(value, Path(out))
+        return exported
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON: the keys all results share, with `breakdown` and `memory` per rank; `quoted` of a language model."""
@@ -269,3 +271,17 @@ def describe(evaluation: Evaluation) -> dict[str, Any]:
             for rank in evaluation.memory
         ],
     }
+
+
+def recipe_of(framework: str, config: Question, plan: Plan) -> PlannedRecipe:
+    """The recipe of a plan and of how it trains, for the file of a framework. Raises ConfigError as `recipe_of_plan`."""
+    training = config.training
+    numbers = {"learning_rate": training.resolved_learning_rate, "weight_decay": training.resolved_weight_decay}
+    return recipe_of_plan(
+        framework,
+        plan,
+        model=config.model.name,
+        args=dict(config.model_spec.args),  # with plan.sequence_parallel
+        training=training.model_dump() | numbers,
+        nodes=config.cluster.nodes,
+    )

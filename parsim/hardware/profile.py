@@ -27,7 +27,6 @@ from parsim.hardware.records import (
     check_latency,
     check_rate,
     check_texts,
-    either_key,
     from_text,
     to_text,
 )
@@ -318,8 +317,8 @@ class HostOverhead(ProfileRecord):
 
     task_s: NonNegative
     step_s: NonNegative
-    post_wait_s: NonNegative = Field(default=0.0, validation_alias=either_key("post_wait_s"))
-    core_sharing: float = Field(default=1.0, ge=1, validation_alias=either_key("core_sharing"))
+    post_wait_s: NonNegative = 0.0
+    core_sharing: float = Field(default=1.0, ge=1)
     load_s: NonNegative | None = None
     load_seconds_per_byte: NonNegative | None = None
     load_part_s: NonNegative | None = None

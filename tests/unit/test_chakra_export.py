@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
+from parsim.app.export_folder import export_folder
 from parsim.app.functions import simulate
 from parsim.app.run_folder import RunFolder
-from parsim.exporters.chakra_trace import GroupNames, NodeCost, rank_trace
-from parsim.exporters.protobuf_wire import chosen_number, number_field, varint
+from parsim.formats.chakra import GroupNames, NodeCost, chosen_number, number_field, rank_trace, varint
 from parsim.program.task import Origin, Resource, Task
 from parsim.program.taskgraph import TaskGraph
 from parsim.work import Collective, Compute, Phase, SendRecv
-from parsim.workflow.exporting.formats import export_folder
 
 SCHEMA: dict[str, list[tuple[str, int, str]]] = {
     "AttributeProto": [
@@ -213,7 +212,7 @@ def test_an_answer_becomes_one_trace_per_rank(tmp_path: Path) -> None:
     keys += ["plan.microbatches=2", "plan.zero_stage=1", "plan.recompute=none"]
     found = simulate("transformer", cluster="8xh100-sxm", global_batch=16, overrides=keys)
     problem = found.problem
-    RunFolder(tmp_path).write_question(found.config, problem.model, found.plan, problem.cluster.profile, problem.history)
+    RunFolder(tmp_path).write_question(found.question, problem.model, found.plan, problem.cluster.profile, problem.history)
     done = export_folder(tmp_path, format="chakra")
     files = sorted((tmp_path / "chakra").glob("parsim.*.et"))
     assert len(files) == done.found["ranks"] == 8
