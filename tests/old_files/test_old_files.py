@@ -115,7 +115,7 @@ def test_a_history_is_still_that_of_its_profile(samples: Path, golden: dict[str,
 
 def test_raw_points_are_fitted_anew(samples: Path) -> None:
     from calibration.fit.build_profile import build_profile
-    from calibration.rounds.raw_points import load_raw
+    from calibration.rounds.request import load_raw
 
     points = load_raw(samples / "here.raw.json.gz")
     again = build_profile(points)
@@ -157,7 +157,7 @@ def edited(path: Path, version: int) -> Path:
 
 
 def _raw(path: Path) -> object:
-    from calibration.rounds.raw_points import load_raw
+    from calibration.rounds.request import load_raw
 
     return load_raw(path)
 
