@@ -22,7 +22,7 @@ from calibration.rounds.calibrate import calibrate
 from calibration.rounds.request import CalibrationRequest, load_raw, raw_path
 from calibration.rounds.turns import START, SectionProgress, WorkFolder, alone, gather_raw, open_folder, read_progress
 from parsim.errors import ConfigError, ExecutionError
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.spec import ModelSpec
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))

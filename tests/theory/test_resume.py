@@ -13,7 +13,8 @@ from calibration.measure.delayed_streams import Pausing
 from calibration.measure.overlap import core_sharing_factor, resumed_s
 from parsim.execute.rank_run import make_streams
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import HostOverhead, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import HostOverhead
 from parsim.predict.evaluate import Evaluation, evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.program.task import COMPUTE
