@@ -20,7 +20,7 @@ from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.execute.job import Argument, EmaRule, RunSpec, Schedule, TrainingRecipe, UpdateGroup, with_update_groups
 from parsim.execute.stage import seeded_module
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.records import sorted_pairs
 from parsim.model.load import load_model
 from parsim.model.model import Model

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from parsim.errors import ProfileError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import Profile, load_profile, parse_profile, save_profile, shipped_profiles
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile, parse_profile, save_profile, shipped_profiles
 from parsim.hardware.records import TABLE_MIN_ROWS, from_text, to_text
 
 V100 = ("dgx1-v100-16gb", "dgx1-v100-32gb")
