@@ -10,9 +10,9 @@ from calibration.gpu.device import MeasuredDevice, cuda_device
 from calibration.gpu.launches import event_cost, graph_cost, launch_cost
 from calibration.gpu.products import PRECISIONS, Product, measure_product
 from calibration.gpu.timing import time_calls
+from experiments.common.reference import train_reference
 from parsim.execute.cuda.driver import TorchCudaDriver
 from parsim.execute.rank_run import make_streams
-from parsim.execute.reference import train_reference
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica
 from parsim.model.load import load_model
