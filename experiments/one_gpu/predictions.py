@@ -11,7 +11,6 @@ from typing import Any
 
 from questions import GRANULARITY, Question
 
-from calibration.gpu.journal import DONE, STATUS, JournalRow
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Profile, Sourced, SourceEntry, parse_profile
 from parsim.model.load import load_model
@@ -19,6 +18,7 @@ from parsim.predict.compare import task_durations_s
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.work import kind_of
+from tools.gpu.journal import DONE, STATUS, JournalRow
 
 PROFILE_PRECISIONS = {"fp32": "fp32", "tf32": "tf32", "bf16": "amp_bf16", "fp16": "amp_fp16", "fp8": "fp8"}
 """The profile's name of each precision of products."""

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from calibration.fit.operators import fit_operators, kernel_of, read_operator_points
-from calibration.published.v100_throughput import without_efficiency
 from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.compute.launches import kernel_seconds
 from parsim.errors import DataError
@@ -28,6 +27,7 @@ from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.work import Compute, OptimizerStep, Phase
+from tools.published.v100_throughput import without_efficiency
 
 PROFILE = "dgx1-v100-32gb"
 PCIE_PEAK_FLOP_PER_S = 14.03e12  # NeuSight's own device table: V100-PCIE-32GB
