@@ -18,7 +18,7 @@ import pytest
 
 from calibration.fit.operators import fit_operators, kernel_of, read_operator_points
 from parsim.costs.compute.compute import ComputeCosts
-from parsim.costs.compute.launches import kernel_seconds
+from parsim.costs.compute.formula import saturation_s
 from parsim.errors import DataError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Profile, load_profile
@@ -135,7 +135,7 @@ def test_matmul_kernels_of_another_benchmark_and_board(profile: Profile) -> None
             )
             kernel = kernel_of(point)
             if kernel.flop > 1e10:
-                errors[row["model_or_op"]].append(float(np.log(kernel_seconds(kernel, coefficients) / point.seconds)))
+                errors[row["model_or_op"]].append(float(np.log(saturation_s(kernel, coefficients) / point.seconds)))
     assert len(errors["linear_fwd"]) > 150
     assert np.median(np.abs(errors["linear_fwd"])) < 0.06
     assert np.median(np.abs(errors["bmm_fwd"])) < 0.15

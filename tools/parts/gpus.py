@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from parsim.costs.compute.formula import ATTENTION_COEFFICIENTS, Array
-from parsim.costs.compute.formula import COEFFICIENTS as TILE_COEFFICIENTS
+from parsim.costs.compute.formula import ATTENTION_COEFFICIENTS, TILE_COEFFICIENTS, Array
 from tools.parts import attentions, products, streams
 from tools.parts.catalog import (
     GPUS,

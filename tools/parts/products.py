@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from parsim.costs.compute.formula import COEFFICIENTS, Array, tile_parts
+from parsim.costs.compute.formula import TILE_COEFFICIENTS, Array, tile_parts
 from tools.parts.robust import Errors, Prior, RowTable, errors, fit, leave_sources_out, named, source_weights
 
 if TYPE_CHECKING:
     import pandas as pd
 
-NAMES = (*COEFFICIENTS, "burst_gain", "burst_s")
+NAMES = (*TILE_COEFFICIENTS, "burst_gain", "burst_s")
 BASE = Prior(
     NAMES,
     np.log([0.78, 5.0, 90.0, 0.4, 3e-6, 0.8, 1.0, 3.0, 1.08, 3e-3]),
