@@ -36,12 +36,10 @@ from experiments.adaptive_tuning.scenario import (
     oracle,
     stay,
 )
-from experiments.adaptive_tuning.scenario import (
-    Path as Drive,
-)
+from experiments.adaptive_tuning.scenario import Path as Drive
 from experiments.common import markdown
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh

@@ -12,7 +12,7 @@ from experiments.relaxed.clock import random_stragglers
 from experiments.relaxed.gossip import GossipRule, train_on_graph
 from experiments.relaxed.sharded import Partition
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.plans.mixing import Ada, mixing_graph
 
 NODES, STEP_S, SENT_BYTES = 4, 0.1, 102_228_128

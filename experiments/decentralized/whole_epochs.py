@@ -9,7 +9,7 @@ from times import BATCH, IMAGES, Exchange, all_reduce_s, phase_seconds, resnet50
 
 from experiments.relaxed.clock import round_seconds
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.plans.mesh import Mesh
 from parsim.plans.mixing import mixing_graph
 from parsim.plans.synchronisation import parse_synchronisation
