@@ -33,7 +33,7 @@ from parsim.errors import ParsimError  # noqa: E402
 from parsim.execute.job import Job, RunSpec  # noqa: E402
 from parsim.execute.processes.launch import launch  # noqa: E402
 from parsim.files import read_json  # noqa: E402
-from parsim.hardware.profile import load_profile  # noqa: E402
+from parsim.hardware.compose import load_profile  # noqa: E402
 from parsim.plans.plan import Plan  # noqa: E402
 
 RANKS = 2

@@ -520,8 +520,8 @@ def load_cluster(
     16
     """
     from parsim.hardware.cluster import cluster_from_profile
+    from parsim.hardware.compose import load_profile
     from parsim.hardware.parts import is_shorthand, machines_of
-    from parsim.hardware.profile import load_profile
 
     if not isinstance(profile, Calibration) and is_shorthand(str(profile)):
         found = machines_of(str(profile))

@@ -119,9 +119,8 @@ def devices_of(
 def cluster_of(config: RunConfig, profile: Profile | None = None) -> Cluster:
     """The cluster of [cluster], on its own profile or on the one given. Raises ProfileError."""
     from parsim.hardware.cluster import cluster_from_profile
-    from parsim.hardware.compose import NodeGroup, mixed_cluster
+    from parsim.hardware.compose import NodeGroup, load_profile, mixed_cluster
     from parsim.hardware.network import load_network, with_cards
-    from parsim.hardware.profile import load_profile
 
     table = config.cluster
     profile = with_host_memory(load_profile(table.machine), table) if profile is None and table.group is None else profile
@@ -321,7 +320,7 @@ def _found(config: RunConfig, model: Model | None) -> Path | None:
 
 def _kept_profiles() -> Iterator[tuple[Path, Profile]]:
     """The readable profiles in the cache, the newest first; one that is broken is named on stderr."""
-    from parsim.hardware.profile import load_profile
+    from parsim.hardware.compose import load_profile
 
     folder = profiles_folder()
     if not folder.is_dir():

@@ -23,7 +23,6 @@ from parsim.costs.conformal import TARGET, ConformalCorrection, Coverage, Valida
 from parsim.errors import CostError, ProfileError
 from parsim.files import lock, parse_json, version_problem, write_text_atomically
 from parsim.hardware.profile import Profile
-from parsim.hardware.records import OLD_KEYS
 from parsim.units import format_percent
 
 SUFFIX = ".history.jsonl"
@@ -85,8 +84,6 @@ def fingerprint(profile: Profile) -> str:
         profile: as loaded.
     """
     numbers = profile.model_dump(mode="json", exclude_defaults=True, exclude={*WORDS, "updates"})
-    if "host" in numbers:  # a key that was renamed makes no other version of a profile
-        numbers["host"] = {OLD_KEYS.get(key, key): value for key, value in numbers["host"].items()}
     if profile.updates:  # the latest holds; one without factors is as none
         factors = profile.updates[-1].model_dump(mode="json", include={"devices", "phases", "communication"})
         numbers |= {f"updated_{name}": entries for name, entries in factors.items() if entries}

@@ -22,7 +22,8 @@ from parsim.costs.communication.regime_fits import fit_regimes
 from parsim.errors import ConfigError
 from parsim.execute.optimizer import check_states, make_optimizer
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import CollectivePoint, Communication, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import CollectivePoint, Communication
 from parsim.model.optimizers import OPTIMIZERS, Optimizer
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh

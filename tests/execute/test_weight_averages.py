@@ -19,7 +19,7 @@ from parsim.app.export_folder import export_folder
 from parsim.errors import ConfigError, PlanError
 from parsim.execute.job import EmaRule, EvaluationRule, TrainingRecipe
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.build import build_module
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import evaluate

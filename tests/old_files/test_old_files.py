@@ -23,8 +23,9 @@ from parsim.costs.history import history_path, read_history
 from parsim.errors import ParsimError
 from parsim.execute.job import Job
 from parsim.execute.measurement import RankRecord
+from parsim.hardware.compose import load_profile
 from parsim.hardware.network import parse_network
-from parsim.hardware.profile import load_profile, parse_profile
+from parsim.hardware.profile import parse_profile
 from parsim.model.model import Model
 from parsim.moved import MOVED
 from parsim.plans.plan import Plan

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import NO_ALLOCATOR
-from parsim.hardware.profile import load_profile
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import in_flight, pipeline_actions, rank_of_stage

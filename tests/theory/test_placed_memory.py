@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.model import Model
 from parsim.plans.layouts import parse_placement
 from parsim.plans.mesh import Mesh

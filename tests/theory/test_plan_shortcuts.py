@@ -14,8 +14,7 @@ from parsim.costs.compute.compute import ComputeCosts, compute_costs
 from parsim.costs.costs import Costs
 from parsim.errors import PlanError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.compose import profile_from_parts
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile, profile_from_parts
 from parsim.plans.layouts import hop_groups, hop_pairs
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from parsim.engines.static import simulate
 from parsim.errors import PlanError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.memory import plan_memory

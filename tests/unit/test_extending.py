@@ -21,8 +21,8 @@ from parsim.data import DATASETS, load_dataset
 from parsim.data.samples import Target
 from parsim.errors import ConfigError, CostError, DataError, GraphError, ModelError, PlanError, ProfileError, ScheduleError
 from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import DEVICE_KINDS
-from parsim.hardware.profile import load_profile
 from parsim.model.formats import FORMATS
 from parsim.model.objective import LOSSES
 from parsim.model.optimizers import OPTIMIZERS
