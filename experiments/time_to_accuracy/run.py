@@ -117,7 +117,7 @@ def executed(answer: Answer, case: Case, rows: list[dict[str, Any]], seed: int) 
     Returns:
         Per rule: reached, steps, seconds and score, at the target or at the end.
     """
-    config = answer.config
+    config = answer.question
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         answer.problem.model.save(folder / "model.json")

@@ -73,7 +73,7 @@ def run(
     row = (done.prediction.problem.model.name, done.prediction.plan.summary(), done.comparison.to_dict())
     print_tables([validation_table([row])])
     _print_decisions(document["decisions"])
-    print(f"{_data(done.prediction.config.training.dataset, document)}{_moved(document)}, {_scored(document)}")
+    print(f"{_data(done.prediction.question.training.dataset, document)}{_moved(document)}, {_scored(document)}")
     print_verdict(document)
     print(f"folder: {done.folder} (report.html, trace.json for Perfetto, checkpoints/)")
 

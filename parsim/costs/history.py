@@ -27,7 +27,7 @@ from parsim.units import format_percent
 
 SUFFIX = ".history.jsonl"
 SCHEMA_VERSION = 1
-"""Of a line; files written before there was the key have this version, too."""
+"""Of a line."""
 WORDS = frozenset({"schema_version", "name", "description", "provenance", "sources"})
 """Keys of a profile that no price rests on."""
 
@@ -167,7 +167,7 @@ def _record(line: str) -> ValidationRecord:
         raise CostError("not JSON") from error
     if not isinstance(document, dict):
         raise CostError("not an object")
-    if problem := version_problem(document, SCHEMA_VERSION, unversioned=1):
+    if problem := version_problem(document, SCHEMA_VERSION):
         raise CostError(problem)
     known = {field.name for field in fields(ValidationRecord)}
     for name in ("model", "run", "predicted_s", "low_s", "high_s", "measured_s"):

@@ -15,7 +15,7 @@ import torch
 
 from calibration.measure.collectives import CollectiveItem, all_items, make_bench, measure_item, preparation
 from calibration.rounds.request import CalibrationRequest
-from parsim.app.ask import answer, run_spec
+from parsim.app.ask import ask, run_spec
 from parsim.app.config import load_config
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.communication.regime_fits import fit_regimes
@@ -63,7 +63,7 @@ def test_model_loss_dataset_optimizer_and_order_on_two_processes_equal_one(tmp_p
 
 
 def test_the_run_file_of_the_example_becomes_a_job(tmp_path: Path) -> None:
-    asked = answer(load_config(EXAMPLES / "RUN.toml"))
+    asked = ask(load_config(EXAMPLES / "RUN.toml"))
     spec = run_spec(asked.prediction, "run", tmp_path / "model.json")
     assert (spec.optimizer, spec.dataset, spec.learning_rate) == ("my_extensions:RMSPROP", STRIPES, 1e-3)
     assert spec.model.loss == "my_extensions:SMOOTHED"

@@ -187,7 +187,7 @@ def config_text(table: str) -> str:
 
 def test_gpu_needs_no_profile() -> None:
     config = parse_config(config_text('gpu = "h100"\nnodes = 16\nnetwork = "infiniband-400g"'))
-    cluster = cluster_of(config)
+    cluster = cluster_of(config.cluster)
     assert cluster.size == 128
     assert cluster.devices[0].type.name == "h100-sxm"
     assert parse_config(config.to_toml()) == config
