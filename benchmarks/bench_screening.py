@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from machine import QUICK_NOTE, add_quick, machine_line
+from screen import Outline, plan_of, screened_s
 
 from parsim.app.load import problem_of
 from parsim.app.question import question_of
@@ -19,7 +20,6 @@ from parsim.errors import ParsimError
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import simulated_step
 from parsim.predict.problem import PlanningProblem
-from parsim.schedule.parts.screen import Outline, plan_of, screened_s
 from parsim.units import divisors
 
 QUESTIONS = (

@@ -288,10 +288,9 @@ def _some(resources: set[Resource]) -> str:
 
 # Steps in a row, as the executor runs them: a rank begins a step when all its tasks of the step before have ended.
 #
-# So the parameters that ZeRO gathers at a step's end are there before the next step reads them. A rank that is done early
-# does not wait for the others. Loading may run ahead (`OverlapFactors.loads_ahead`), and messages of merging in turn may
-# outlast
-# a step (`parsim.program.task.outlasts`).
+# So the parameters that ZeRO gathers at a step's end are there before the next step reads them. A rank that is done early does
+# not wait for the others. Loading may run ahead (`OverlapFactors.loads_ahead`), and messages of merging in turn may outlast a
+# step (`parsim.program.task.outlasts`).
 
 
 def mean_step_s(
