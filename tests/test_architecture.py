@@ -37,21 +37,8 @@ ROOMS: tuple[tuple[str, ...], ...] = (
 """From the ground up (docs/design.md): a module imports from its own room and the ones before it."""
 LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
 HEAVY = frozenset(
-    (
-        "torch",
-        "cvxpy",
-        "plotly",
-        "simpy",
-        "numba",
-        "pandas",
-        "transformers",
-        "sklearn",
-        "scipy",
-        "joblib",
-        "dask",
-        "distributed",
-    )
-    + ("optuna", "SALib", "pyarrow", "tensorboard", "safetensors", "yaml", "rich", "IPython", "kaleido")
+    "torch cvxpy plotly simpy numba pandas transformers sklearn scipy joblib dask distributed optuna SALib pyarrow tensorboard "
+    "safetensors yaml rich IPython kaleido".split()
 )
 """Packages that take long to load or are extras: only these, and modules that load them, are imported inside functions."""
 LIGHT_START = frozenset(("torch", "cvxpy", "plotly", "simpy", "numba", "pandas", "transformers", "sklearn"))
@@ -103,7 +90,7 @@ def is_for_types(node: ast.AST) -> bool:
 
 @cache
 def imports(path: Path) -> tuple[Edge, ...]:
-    """All imports of a file, in functions and under TYPE_CHECKING too. The target of `from a import b` is a.b if that is a module."""
+    """All imports of a file, in functions and under TYPE_CHECKING too. `from a import b` means a.b if that is a module."""
 
     def walk(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Edge]:
         for child in ast.iter_child_nodes(node):
@@ -145,7 +132,7 @@ def test_rooms_import_only_rooms_above() -> None:
 
 
 def edges_between_modules() -> dict[str, set[str]]:
-    """Module -> the modules that it imports anywhere. Those of the public face count for nobody: it resolves names when used."""
+    """Module -> the modules that it imports anywhere; none for the public face, which resolves its names when they are used."""
     return {
         name: {edge.target for edge in imports(path) if edge.target in MODULES and edge.target != name}
         if name != "parsim"
