@@ -37,9 +37,8 @@ ROOMS: tuple[tuple[str, ...], ...] = (
 """From the ground up (docs/design.md): a module imports from its own room and the ones before it."""
 LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
 HEAVY = frozenset(
-    "torch cvxpy plotly simpy numba pandas transformers sklearn scipy joblib dask distributed optuna SALib pyarrow tensorboard "
-    "safetensors yaml rich IPython kaleido".split()
-)
+    ("torch", "transformers", "sklearn", "safetensors", "tensorboard", "cvxpy", "simpy", "numba", "scipy", "pandas", "pyarrow")
+) | frozenset(("plotly", "kaleido", "rich", "yaml", "IPython", "joblib", "dask", "distributed", "optuna", "SALib"))
 """Packages that take long to load or are extras: only these, and modules that load them, are imported inside functions."""
 LIGHT_START = frozenset(("torch", "cvxpy", "plotly", "simpy", "numba", "pandas", "transformers", "sklearn"))
 """What `import parsim` and `parsim --help` must not load."""
@@ -227,6 +226,9 @@ def test_every_module_is_within_reach() -> None:
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
                 edges[name] |= {word for word in named.findall(node.value) if word in MODULES and word != name}
+            if isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):  # f"parsim.formats.{name}"
+                package = str(node.values[0].value)
+                edges[name] |= {module for module in MODULES if named.match(package) and module.startswith(package)}
         for package in (name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)):
             edges[name] |= {package} & MODULES.keys()  # loading a module loads the packages around it
     reached = set()
@@ -255,7 +257,7 @@ def test_calibration_is_imported_only_when_used() -> None:
 
 def test_experiments_and_benchmarks_import_no_command() -> None:
     """What they share with the commands is in `parsim.app`."""
-    folders = ("experiments", "benchmarks", "calibration", "examples", "tools")
+    folders = ("experiments", "benchmarks", "calibration", "examples")
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     assert files
     wrong = [

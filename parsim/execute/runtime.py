@@ -198,9 +198,6 @@ def room_waits(graph: TaskGraph, layout: PlanIndex) -> Mapping[int, Sequence[int
     return found
 
 
-__all__ = ["RankProgram", "required_groups", "required_links"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bound:
     """A task, its stream, the tasks that it waits for, and what it runs."""
