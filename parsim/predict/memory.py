@@ -26,7 +26,7 @@ from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import DeviceType
 from parsim.model.component import Component, Parameter, Value
-from parsim.model.formats import cast_bytes, number_format
+from parsim.model.formats import number_format
 from parsim.model.optimizers import optimizer_bytes, update_steps
 from parsim.plans.layouts import ValueLayout, conversion
 from parsim.plans.pipeline import PIPELINE_ORDERS, in_flight, pipeline_actions
@@ -397,7 +397,7 @@ def rank_memory(
     boundary = step.boundary or _uniform_boundary(components, step.values, step.microbatch_samples, step.gradients)
     weights = step.weights or all_weights(components)
     saved = [c.saved_activation_bytes * samples[c.name] + c.saved_fixed_bytes for c in components]
-    copies = {c.name: cast_bytes(c, precision) for c in components}
+    copies = {component.name: component.cast_bytes for component in components}
     again = {name: replace(entry, saved_bytes=entry.saved_bytes + copies[name]) for name, entry in step.recomputed.items()}
     ends = [
         own + (0 if c.name in step.recomputed else copies[c.name]) + boundary.held_of.get(c.name, 0.0)

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
-from parsim.model.component import ALONE, Component, Selective, Value, share_of
+from parsim.model.component import ALONE, Component, Selective, Size, Value, share_of
 from parsim.model.formats import component_in, value_in
 from parsim.model.shard.narrow import narrow
 from parsim.plans.layouts import LOCAL_HOPS, Hop, ValueLayout, conversion, hop_groups, hop_pairs
@@ -591,7 +591,7 @@ class KeptActivations:
                 released += rate * samples + fixed
         return Again(saved_bytes=max(0, saved), released_bytes=released)
 
-    def _again_by_operator(self, name: str, selective: Selective, samples: int) -> Again:
+    def _again_by_operator(self, name: str, selective: Selective[Size], samples: int) -> Again:
         """Inputs that the backward does not need are let go here too. The counted bytes contain all else."""
         released = 0
         for value in selective.values:
