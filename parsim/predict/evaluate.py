@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.costs.compute.compute import ComputeCosts
-from parsim.costs.compute.launches import ComputeRequest, OperatorModel
+from parsim.costs.compute.formula import OperatorModel
+from parsim.costs.compute.launches import ComputeRequest
 from parsim.costs.costs import Costs
 from parsim.costs.draws import medians_s, rank_noise, repeat_sigmas, sample_durations_s, sampled_durations_by_rows
 from parsim.costs.estimate import Estimate, OverlapFactors, Term
@@ -160,8 +161,8 @@ def evaluate(
     Args:
         problem: model, cluster, batch and prices. engine: "static" or "dynamic".
         samples: draws for the interval (0: the interval is the median). reason: why the plan was kept.
-        fold: simulate interchangeable ranks once (`parsim.program.fold`); None: with more than `MANY_RANKS` ranks, or with cp or
-            ep. Not done if ranks share cores.
+        fold: simulate interchangeable ranks once (`parsim.program.fold`); None: with more than `MANY_RANKS` ranks, or with
+            cp or ep. Not done if ranks share cores.
         run: the step of this plan, where it was simulated already.
 
     The step time is the mean of `REPEATED_STEPS` steps in a row (`parsim.engines.program`). If the profile holds the noise of
