@@ -26,8 +26,8 @@ from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import DeviceType
 from parsim.model.component import Component, Parameter, Value
-from parsim.model.formats import number_format
-from parsim.model.optimizers import optimizer_bytes, update_steps
+from parsim.model.formats import Numerics, number_format
+from parsim.model.optimizers import update_steps
 from parsim.plans.layouts import ValueLayout, conversion
 from parsim.plans.pipeline import PIPELINE_ORDERS, in_flight, pipeline_actions
 from parsim.program.buckets import Bucket
@@ -424,8 +424,9 @@ def rank_memory(
         held = sum(alive[name] * size for name, size in boundary.held_of.items()) + leaving
     beside_update = activations + casts + held + inputs + arriving  # all of it is gone by then
     state, temporary = 0, 0
+    numerics = Numerics(precision=precision, optimizer=optimizer, master_weights=master_weights, ema=ema)
     for update in weights.updates:  # one after the other
-        row = optimizer_bytes(update.optimizer or optimizer, precision, master_weights=master_weights, ema=ema)
+        row = numerics.optimizer_bytes(update.optimizer)
         state, temporary = state + row[0] * update.elements, max(temporary, row[1] * update.elements)
     updating = temporary - beside_update
     unsharded = min(peak.whole_bytes, peak.size_bytes) if peak.size_bytes >= updating else 0.0
@@ -756,11 +757,8 @@ def with_offload_lines(
     layout, plan = kept.layout, kept.layout.plan
     lines, host = memory.lines, list[tuple[str, int]]()
     if plan.optimizer_offload:
-        state = 0
-        for step in updates_of(layout, memory.rank):
-            name = step.optimizer or optimizer
-            each = optimizer_bytes(name, kept.precision, master_weights=master_weights, ema=ema)[0]
-            state += each * step.elements
+        numerics = Numerics(precision=kept.precision, optimizer=optimizer, master_weights=master_weights, ema=ema)
+        state = sum(numerics.optimizer_bytes(step.optimizer)[0] * step.elements for step in updates_of(layout, memory.rank))
         buckets = layout.rank_buckets(memory.rank)
         copies = sum(layout.updated_bytes(bucket.family, len(bucket.group)) for bucket in buckets)
         host += [("optimizer_state", state), ("gradients", copies), ("parameters", copies)]
