@@ -70,7 +70,7 @@ def rank_correlation(one: Sequence[float], two: Sequence[float]) -> float:
 
 def row(name: str, gpus: str, batch: int, seq: str, simulated: int) -> None:
     """One line of the table."""
-    problem = problem_of(question_of(name, cluster=gpus, global_batch=batch, overrides=[NETWORK, seq]).config)
+    problem = problem_of(question_of(name, cluster=gpus, global_batch=batch, overrides=[NETWORK, seq]))
     every = outlines(problem)
     begun = time.process_time()
     seconds = screened_s(problem, every)

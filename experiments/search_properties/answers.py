@@ -13,7 +13,7 @@ from experiments.search_exhaustive.problems import GIB, ProblemDraw, with_memory
 from experiments.search_properties.asking import CLOSE, SEEN, chosen_of, on
 from experiments.search_properties.never_slower import small
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.catalogue.presets import load_preset
 from parsim.model.model import Model
 from parsim.plans.plan import Plan

@@ -33,7 +33,7 @@ from parsim.errors import ParsimError  # noqa: E402
 from parsim.execute.job import Job, RunSpec  # noqa: E402
 from parsim.execute.processes.launch import launch  # noqa: E402
 from parsim.files import read_json  # noqa: E402
-from parsim.hardware.profile import load_profile  # noqa: E402
+from parsim.hardware.compose import load_profile  # noqa: E402
 from parsim.plans.plan import Plan  # noqa: E402
 
 RANKS = 2
@@ -117,7 +117,7 @@ def executed(answer: Answer, case: Case, rows: list[dict[str, Any]], seed: int) 
     Returns:
         Per rule: reached, steps, seconds and score, at the target or at the end.
     """
-    config = answer.config
+    config = answer.question
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         answer.problem.model.save(folder / "model.json")

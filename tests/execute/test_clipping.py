@@ -13,7 +13,7 @@ from parsim.data.datasets import dataset_for
 from parsim.execute.job import PLAIN, TrainingRecipe
 from parsim.execute.reference import largest_difference, train_reference
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate

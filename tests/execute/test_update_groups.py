@@ -17,10 +17,11 @@ from parsim.data.datasets import dataset_for
 from parsim.data.samples import order_of
 from parsim.errors import ConfigError
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
-from parsim.execute.job import Argument, EmaRule, RunSpec, Schedule, TrainingRecipe, UpdateGroup, pairs, with_update_groups
+from parsim.execute.job import Argument, EmaRule, RunSpec, Schedule, TrainingRecipe, UpdateGroup, with_update_groups
 from parsim.execute.stage import seeded_module
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.records import sorted_pairs
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
@@ -35,7 +36,7 @@ from tests.execute.test_bad_run import cpu_profile
 from tests.matrix.kinds import GAME
 
 STEPS = 5
-BETAS = pairs({"betas": (0.5, 0.9)})
+BETAS = sorted_pairs({"betas": (0.5, 0.9)})
 
 
 def group(

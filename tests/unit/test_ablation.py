@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 
 FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "this_machine"
 

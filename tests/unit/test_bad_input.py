@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from parsim.cli import main
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 

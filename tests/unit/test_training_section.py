@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from parsim.app.config import RunConfig, parse_config
+from parsim.app.config import Question, parse_config
 from parsim.app.sections import REFUSED
 from parsim.app.training_checks import samples_not_taken
 from parsim.errors import ConfigError
@@ -23,7 +23,7 @@ global_batch = 16
 """
 
 
-def config_of(more: str) -> RunConfig:
+def config_of(more: str) -> Question:
     return parse_config(FILE + more)
 
 
