@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from parsim.errors import ConfigError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import DEVICE_KINDS, Allocator, DeviceType, Spread
-from parsim.hardware.profile import load_profile
 from parsim.model.component import Component, Footprint, Operator, Parameter, Value
 from parsim.model.formats import component_in
 from parsim.model.load import load_model
