@@ -35,7 +35,7 @@ from ranks import is_measured, measure, measured
 from readme import RESULTS, SMALLEST_BYTES, summary
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from parsim.execute.autocast_step import autocast_peak_bytes
+from experiments.memory.autocast_step import autocast_peak_bytes
 from parsim.execute.job import RunSpec
 from parsim.files import write_text_atomically
 from parsim.model.formats import RECORDED_WEIGHTS, recorded_weights

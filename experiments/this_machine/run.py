@@ -24,12 +24,15 @@ import contextlib
 import json
 import shutil
 import statistics
+import sys
 import tarfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 from ablation import WITHOUT
@@ -39,9 +42,8 @@ from measuring import STEPS, Seen, measure, progress
 from namespaces import possible, shaped_pair
 
 from calibration.rounds.calibrate import Launcher, calibrate
-from calibration.rounds.raw_points import raw_path
 from calibration.rounds.refresh import refresh
-from calibration.rounds.request import CalibrationRequest
+from calibration.rounds.request import CalibrationRequest, raw_path
 from parsim.costs.observed import task_durations_s
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.machine import describe_environment, machine_line

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments.common.reference import largest_difference, train_reference
 from parsim.data.datasets import dataset_for
 from parsim.execute.job import PLAIN, TrainingRecipe
-from parsim.execute.reference import largest_difference, train_reference
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.plans.mesh import Mesh

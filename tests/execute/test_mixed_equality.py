@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from experiments.common.reference import largest_difference
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.execute.job import Job, RunSpec, Switch
-from parsim.execute.measurement import RankRecord, total_losses
-from parsim.execute.reference import largest_difference
+from parsim.execute.measurement import Measurement, RankRecord
 from parsim.model.load import load_model
 from parsim.plans.layouts import parse_placement
 from parsim.plans.mesh import Mesh
@@ -111,4 +111,4 @@ def test_changing_plan_on_the_way_changes_nothing_else(tmp_path: Path) -> None:
 
 def losses(folder: Path) -> list[float]:
     """Mean loss per step, from the ranks that counted it."""
-    return list(total_losses([RankRecord.load(folder / "run", rank) for rank in range(2)]))
+    return list(Measurement(ranks=tuple(RankRecord.load(folder / "run", rank) for rank in range(2))).losses)

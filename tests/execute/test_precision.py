@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from experiments.common.reference import largest_difference, train_reference
 from parsim.errors import CostError, ExecutionError
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.execute.job import PLAIN, RunSpec, TrainingRecipe, UpdateGroup
 from parsim.execute.numerics import LossScale, check_switches, numerics_of, overflow_flag, set_switches, switches
 from parsim.execute.optimizer import MasterWeights
 from parsim.execute.rank_run import run_dataset
-from parsim.execute.reference import largest_difference, train_reference
 from parsim.execute.stage import StageReplica
 from parsim.model.formats import FORMATS, check_executable, number_format
 from parsim.model.trace.memory import LiveBytes

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import parsim as ps
+from experiments.relaxed.decoupled import TickEngine, TickRule
 from parsim.data.samples import BatchOrder, part
 from parsim.errors import PlanError
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
@@ -24,8 +25,6 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import parse_synchronisation
 from parsim.program.lower import lower
-from parsim.virtual.agent import TickRule
-from parsim.virtual.ticks import TickEngine
 from tests.execute.equality import Case, even_plan, run_cases
 from tests.execute.forked import run_job
 
