@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from models import mlp
-from times import Exchange, all_reduce_s
 
+from experiments.decentralized.models import mlp
+from experiments.decentralized.times import Exchange, all_reduce_s
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
 from parsim.plans.mixing import Ada, mixing_graph

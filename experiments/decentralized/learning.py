@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from models import mlp
 
+from experiments.decentralized.models import mlp
 from parsim.plans.mixing import Ada, MixingGraph, mixing_graph, spectral_gap
 from parsim.virtual.gossip import GossipRule, GossipRun, StatisticsRecording, train_on_graph
 from parsim.virtual.rounds import Partition

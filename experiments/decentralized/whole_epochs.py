@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from times import BATCH, IMAGES, Exchange, all_reduce_s, phase_seconds, resnet50, weight_bytes
-
+from experiments.decentralized.times import BATCH, IMAGES, Exchange, all_reduce_s, phase_seconds, resnet50, weight_bytes
 from parsim.costs.costs import Costs
 from parsim.engines.relaxed.gossip_program import gossip_model, gossip_program
 from parsim.engines.repeated import simulate_program

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ablation import MEASURED_SPEED, Compared, ablated
-
+from experiments.this_machine.ablation import MEASURED_SPEED, Compared, ablated
 from parsim.analyze.accuracy import accuracy, rank_correlation, regret
 from parsim.costs.conformal import ValidationRecord, coverage_split
 

@@ -25,6 +25,7 @@ from tests.execute.virtual_processes import (
     small_model,
     small_problem,
 )
+from tests.quick import some_quick
 
 
 def training(kind: str = "sgd") -> LocalTraining:
@@ -53,7 +54,7 @@ def test_merging_equals_a_gloo_run_with_the_recorded_order(world_size: int, tmp_
 
 @pytest.mark.parametrize(
     ("groups", "modules", "mode"),
-    [(1, 2, "stash"), (1, 2, "replay"), (2, 2, "stash"), pytest.param(1, 4, "fresh", marks=pytest.mark.slow)],
+    some_quick([(1, 2, "stash"), (1, 2, "replay"), (2, 2, "stash"), (1, 4, "fresh")], (2, 2, "stash")),
 )
 def test_ticks_equal_a_gloo_run_bitwise(groups: int, modules: int, mode: str, tmp_path: Path) -> None:
     problem, rule = small_problem(), TickRule(mode=mode, learning_rate=0.2, momentum=0.9)
