@@ -56,10 +56,10 @@ QUESTIONS = (
 INTRODUCTION = """# Large models by name
 
 `parsim plan llama3-70b --gpus 64xh100-sxm --network infiniband-400g --batch 512 --seq 8192` plans a model by name. Names,
-sizes and their sources are in `parsim/model/catalogue/names.py`; `--set model.args.layers=16` changes a size. Unless the question
-says otherwise, a named transformer takes bf16 (fp16 where the GPU has no bf16), a fused AdamW and components that tensor
-parallelism can cut. T5, ViT and models from a Hugging Face `config.json` are traced. On GPUs they take the same precision and
-optimizer, whatever their `torch_dtype`, and on this machine fp32 and SGD with momentum.
+sizes and their sources are in `parsim/model/catalogue/names.py`; `--set model.args.layers=16` changes a size. Unless the
+question says otherwise, a named transformer takes bf16 (fp16 where the GPU has no bf16), a fused AdamW and components that
+tensor parallelism can cut. T5, ViT and models from a Hugging Face `config.json` are traced. On GPUs they take the same
+precision and optimizer, whatever their `torch_dtype`, and on this machine fp32 and SGD with momentum.
 
 For samples packed from several documents use `--set model.args.document_tokens=1024`: attention then sees one document. For
 documents of different lengths, give the mean over tokens (the sum of squares over the sum).

@@ -22,7 +22,7 @@ def generate(stem: str, granularity: str) -> str:
 
 
 def main(stems: list[str]) -> None:
-    """Write the given presets, or all, beside this file."""
+    """Write the given presets, or all, into `parsim/model/catalogue/presets`."""
     for stem in stems or list(PRESETS):
         path = Path(__file__).parent.parent / "parsim/model/catalogue/presets" / f"{stem}{SUFFIX}"
         text = "".join(f"{generate(stem, granularity)}\n" for granularity in GRANULARITIES)

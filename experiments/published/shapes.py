@@ -1,4 +1,4 @@
-"""The shape of a model that a row names: a row of parsim's own table (`parsim.model.catalogue.names`), reduced where the row says so."""
+"""The shape of a model that a row names, of the table `parsim.model.catalogue.names`, reduced where the row says so."""
 
 from __future__ import annotations
 

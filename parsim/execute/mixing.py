@@ -1,8 +1,8 @@
 """A rank's part of mixing rounds: its weights go out, the weighted sum comes back, and an outer optimizer may move it on. Or a
 global model comes, takes some of the rank's weights, and goes on.
 
-The rounds' tasks are those of `parsim.program.passes.rounds`. A bucket's weights are packed into the flat array of its gradients,
-which nobody needs between the optimizer's step and the next backward. So sending needs no room of its own.
+The rounds' tasks are those of `parsim.program.passes.rounds`. A bucket's weights are packed into the flat array of its
+gradients, which nobody needs between the optimizer's step and the next backward. So sending needs no room of its own.
 """
 
 from __future__ import annotations

@@ -160,8 +160,8 @@ def evaluate(
     Args:
         problem: model, cluster, batch and prices. engine: "static" or "dynamic".
         samples: draws for the interval (0: the interval is the median). reason: why the plan was kept.
-        fold: simulate interchangeable ranks once (`parsim.program.fold`); None: with more than `MANY_RANKS` ranks, or with cp or
-            ep. Not done if ranks share cores.
+        fold: simulate interchangeable ranks once (`parsim.program.fold`); None: with more than `MANY_RANKS` ranks, or with
+            cp or ep. Not done if ranks share cores.
         run: the step of this plan, where it was simulated already.
 
     The step time is the mean of `REPEATED_STEPS` steps in a row (`parsim.engines.program`). If the profile holds the noise of

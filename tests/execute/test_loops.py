@@ -22,7 +22,7 @@ from parsim.model.loops.repeated_calls import FEWEST, KEPT  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
 from parsim.model.trace import count as measure  # noqa: E402
-from parsim.model.trace import traced
+from parsim.model.trace import traced  # noqa: E402
 from parsim.model.trace.count import TracedForward  # noqa: E402
 from parsim.model.trace.memory import (  # noqa: E402
     Recorded,

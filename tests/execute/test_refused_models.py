@@ -19,7 +19,7 @@ from experiments.common.equality import even_plan  # noqa: E402
 from parsim.app.ask import check_loss  # noqa: E402
 from parsim.app.question import loss_note  # noqa: E402
 from parsim.errors import ModelError, ParsimError, PlanError  # noqa: E402
-from parsim.model.load import (
+from parsim.model.load import (  # noqa: E402
     load_model,
     model_from_module,
 )

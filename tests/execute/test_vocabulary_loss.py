@@ -16,7 +16,7 @@ from hypothesis import strategies as st  # noqa: E402
 from experiments.common.equality import Case, compare_case, run_cases  # noqa: E402
 from experiments.common.shards import assert_shards_equal_whole, traced_and_recorded  # noqa: E402
 from parsim.model.component import MAXIMUM, PARTIAL  # noqa: E402
-from parsim.model.inputs import IGNORED
+from parsim.model.inputs import IGNORED  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402

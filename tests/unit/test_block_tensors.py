@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="needs the torch extra")
 
 from parsim.data import blocks  # noqa: E402
-from parsim.data.blocks import exchange as room
+from parsim.data.blocks import exchange as room  # noqa: E402
 from parsim.data.blocks import tensor as dtensors  # noqa: E402
 from parsim.data.blocks.exchange import (  # noqa: E402
     normal_at,
@@ -24,10 +24,7 @@ from parsim.data.blocks.exchange import (  # noqa: E402
     splitmix64,
     uniform_at,
 )
-from parsim.data.blocks.tensor import (
-    ORDERS,
-    overlaps,
-)
+from parsim.data.blocks.tensor import ORDERS, overlaps  # noqa: E402
 from parsim.errors import DataError  # noqa: E402
 from tests.block_cases import RANKS, assert_same, broadcast_pairs, cut_arrays, grids, keys, made, owners  # noqa: E402
 

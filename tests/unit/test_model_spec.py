@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,6 +19,8 @@ from parsim.model.interface import interface_of, loss_of
 from parsim.model.model import GRANULARITIES
 from parsim.model.shard.narrow import narrow
 from parsim.model.spec import resolve
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -293,9 +296,8 @@ class TestWithTorch:
     @pytest.mark.parametrize("stem", ["mlp", "resnet_small", "gpt_small", pytest.param("vit_b_16", marks=pytest.mark.slow)])
     def test_presets_are_current(self, stem: str) -> None:
         """Regenerate with `python tools/generate_presets.py` after a change of the tracer or the zoo."""
-        from parsim.model.presets import generate
-
-        assert [generate.generate(stem, granularity) for granularity in GRANULARITIES] == preset_lines(stem)
+        generate = runpy.run_path(str(ROOT / "tools" / "generate_presets.py"))["generate"]
+        assert [generate(stem, granularity) for granularity in GRANULARITIES] == preset_lines(stem)
 
     def test_an_init_that_copies_its_layers_is_traced(self) -> None:
         """nn.TransformerEncoder copies a layer in its `__init__`; without memory for weights, too."""

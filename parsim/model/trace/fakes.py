@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
+from torch._subclasses.fake_tensor import (  # type: ignore[attr-defined]
     _DISPATCH_HANDLE_DIRECTLY,
     _DISPATCH_META_HANDLERS,
-    DynamicOutputShapeException,  # type: ignore[attr-defined]
+    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     _BypassDispatchCache,

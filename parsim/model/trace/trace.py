@@ -39,8 +39,8 @@ def trace(
     Args:
         example_inputs: a Tensor, a tuple of positional or a dict of keyword inputs; dim 0 is the batch.
         granularity: "block" (to execute), "sublayer" (blocks in parts that can be tensor-sharded) or "layer" (to explain).
-        loss: a row of `parsim.model.objective` ("cross_entropy", "package.module:ROW"): adds a last component "loss" on the logits
-            and an input "target".
+        loss: a row of `parsim.model.objective` ("cross_entropy", "package.module:ROW"): adds a last component "loss" on the
+            logits and an input "target".
         control_flow: "refuse" code that depends on the values of tensors, or follow the "example" inputs and say so in the
             Model's `assumptions`. Experts that a topk or argmax chooses need neither: they are taken as balanced.
 
