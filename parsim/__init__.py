@@ -20,6 +20,7 @@ from parsim.moved import announce_moves as _announce_moves
 if TYPE_CHECKING:
     from parsim.app.answer import Answer, Calibration
     from parsim.app.functions import calibrate, cost, load_cluster, open_run, plan, run, simulate, trace, validate
+    from parsim.app.import_file import import_file
     from parsim.app.measured import Measured
     from parsim.app.prediction import Prediction
     from parsim.app.sweep.sweep import sweep
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from parsim.hardware.cluster import Cluster
     from parsim.model.model import Model
     from parsim.plans.plan import Plan
-    from parsim.workflow.importing.import_file import import_file
 
 __version__ = "0.1.0"
 
@@ -64,7 +64,7 @@ _HOMES = {
     "ParsimError": "parsim.errors",
     "Plan": "parsim.plans.plan",
     "Prediction": "parsim.app.prediction",
-    "import_file": "parsim.workflow.importing.import_file",
+    "import_file": "parsim.app.import_file",
     "sweep": "parsim.app.sweep.sweep",
     **dict.fromkeys(
         ("calibrate", "cost", "load_cluster", "open_run", "plan", "run", "simulate", "trace", "validate"),

@@ -211,6 +211,40 @@ def parse_toml(text: str) -> dict[str, Any]:
     return document
 
 
+def document_text(document: Mapping[str, Mapping[str, Any]]) -> str:
+    """A whole file: every table by its name."""
+    return "\n".join(_table_text(name, section) for name, section in document.items())
+
+
+def _table_text(name: str, section: Mapping[str, Any]) -> str:
+    """One table; nested tables stand in line."""
+    lines = [f"[{name}]"]
+    lines += [f"{key} = {value_text(value)}" for key, value in section.items()]
+    return "\n".join(lines) + "\n"
+
+
+def value_text(value: object) -> str:
+    """One TOML value on one line."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case float():
+            return repr(value) if math.isfinite(value) else {math.inf: "inf", -math.inf: "-inf"}.get(value, "nan")
+        case list() | tuple():
+            return "[" + ", ".join(value_text(entry) for entry in value) + "]"
+        case dict():
+            pairs = (f"{_toml_key(str(key))} = {value_text(entry)}" for key, entry in value.items())
+            return "{ " + ", ".join(pairs) + " }" if value else "{}"
+        case _:
+            return str(value)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else value_text(key)
+
+
 def _has_long_number(document: object) -> bool:
     match document:
         case int():

@@ -36,7 +36,7 @@ _MOVES = (
         "forms=alpha_beta inside=intranode",
     ),
     ("parsim.costs", "parsim.costs.uncertainty", "conformal"),
-    ("parsim.costs", "parsim.costs.feedback", "history refit updates corrected=run_corrections"),
+    ("parsim.costs", "parsim.costs.feedback", "history corrected=run_corrections"),
     ("parsim.plan", "parsim.plans", "concurrent mesh pipeline placement plan recompute layout=redistribution"),
     ("parsim.graph", "parsim.graph", "draft=graph_builder holding=parameter_buckets layout=plan_index"),
     ("parsim.simulate", "parsim.engines", "boundary compile deadlock dynamic instants kernels program static steps"),

@@ -1,4 +1,5 @@
-"""Operator fits of a device from published kernel timings: read the rows, fit the formula of `parsim.costs.compute.launches`.
+"""Operator fits of a device from published kernel timings: read the rows, fit the formula "saturation" of
+`parsim.costs.compute.formula`.
 
 Data: DeepBench's training results on a V100-SXM2 (matmul, convolution forward, backward-input, backward-weight; fp32 and
 "fp16 in, mixed math"), timed back to back without the framework; and NeuSight's kernels on a V100-PCIe-32GB (elementwise,
@@ -19,7 +20,8 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from parsim.costs.communication.regime_fits import rounded
-from parsim.costs.compute.launches import FAMILIES, Kernel, backward_kernels, forward_kernels, kernel_seconds
+from parsim.costs.compute.formula import FAMILIES, family_of, saturation_s
+from parsim.costs.compute.launches import Launch, backward_launches, forward_launches
 from parsim.errors import DataError, ProfileError
 from parsim.hardware.profile import SourceEntry
 from parsim.hardware.records import OperatorFit, OperatorPoint
@@ -142,7 +144,7 @@ def fit_operators(
     return fits
 
 
-def kernel_of(point: OperatorPoint) -> Kernel:
+def kernel_of(point: OperatorPoint) -> Launch:
     """The kernel a point timed, built as for prediction."""
     width = 4
     shape = point.shape
@@ -160,8 +162,8 @@ def kernel_of(point: OperatorPoint) -> Kernel:
         moved = width * (shape["c"] * shape["h"] * shape["w"] + shape["k"] * pixels)
         operator = _operator(point, "batch", 2.0 * taps * pixels, moved, width * taps)
     if point.phase == "forward":
-        return forward_kernels(operator, point.samples, point.precision)[0]
-    both = backward_kernels(operator, point.samples, point.precision)
+        return forward_launches(operator, point.samples, point.precision)[0]
+    both = sum(backward_launches(operator, point.samples, point.precision), ())
     return next(kernel for kernel in both if kernel.phase == point.phase)
 
 
@@ -270,7 +272,7 @@ def _fit_group(points: Sequence[OperatorPoint], device_type: str, peak: float, b
 
 
 def _fit_coefficients(
-    kernels: Sequence[Kernel], log_seconds: NDArray[np.float64], peak: float, bandwidth: float
+    kernels: Sequence[Launch], log_seconds: NDArray[np.float64], peak: float, bandwidth: float
 ) -> dict[str, float]:
     """Robust least squares of the log of the time; a coefficient no kernel depends on keeps its starting value."""
     known = {"peak_flop_per_s": peak, "memory_bandwidth_bytes_per_s": bandwidth}
@@ -289,16 +291,16 @@ def _fit_coefficients(
     return {name: rounded(value) for name, value in coefficients(result.x).items()}
 
 
-def _free(kernels: Sequence[Kernel]) -> list[str]:
+def _free(kernels: Sequence[Launch]) -> list[str]:
     """The parameters of the formula that these kernels depend on."""
     if all(kernel.flop == 0 for kernel in kernels):
         return ["floor_s", "bandwidth_fraction"]
-    families = {kernel.family for kernel in kernels}
+    families = {family_of(kernel) for kernel in kernels}
     unused = {f"efficiency_{family}" for family in FAMILIES if family not in families}
     if not any(kernel.strided for kernel in kernels):
         unused.add("strided_factor")
     return [name for name in PARAMETERS if name not in unused]
 
 
-def _log_seconds(kernels: Sequence[Kernel], coefficients: Mapping[str, float]) -> NDArray[np.float64]:
-    return np.log([kernel_seconds(kernel, coefficients) for kernel in kernels])
+def _log_seconds(kernels: Sequence[Launch], coefficients: Mapping[str, float]) -> NDArray[np.float64]:
+    return np.log([saturation_s(kernel, coefficients) for kernel in kernels])

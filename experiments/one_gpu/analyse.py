@@ -17,13 +17,13 @@ from predictions import digest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from calibration.gpu.journal import DONE, FAILED, SKIPPED, STATUS, JournalRow
 from experiments.common.markdown import table
 from parsim.analyze.accuracy import accuracy
 from parsim.predict.compare import aa_floor
 from parsim.program.taskgraph import parse_work
 from parsim.units import format_bytes, format_seconds
 from parsim.work import kind_of
+from tools.gpu.journal import DONE, FAILED, SKIPPED, STATUS, JournalRow
 
 DRAWS = 4000
 AGAIN = " again"

@@ -17,13 +17,6 @@ from questions import GRANULARITY, Question, Scope
 from rounds import build_all, interleaved
 from supervise import scratch_folder
 
-from calibration.gpu.board import BoardWatch, find_reader
-from calibration.gpu.copies import Route, measure_copy
-from calibration.gpu.device import MeasuredDevice, SpoiledProcessError
-from calibration.gpu.journal import AGAIN, JournalRow
-from calibration.gpu.launches import event_cost, graph_cost, launch_cost, synchronisation_cost
-from calibration.gpu.products import PRECISIONS, Product, measure_product
-from calibration.gpu.programme import FAILURE_KEYS, BenchmarkCase, failure
 from calibration.rounds.calibrate import CalibrationRequest, calibrate, stopped_points, unfitted_path
 from calibration.rounds.raw_points import raw_path, save_raw
 from parsim.errors import ExecutionError
@@ -34,6 +27,13 @@ from parsim.files import write_text_atomically
 from parsim.hardware.profile import save_profile
 from parsim.numeric import keep_nothing, keep_what_is_there
 from parsim.units import format_bytes, format_seconds
+from tools.gpu.board import BoardWatch, find_reader
+from tools.gpu.copies import Route, measure_copy
+from tools.gpu.device import MeasuredDevice, SpoiledProcessError
+from tools.gpu.journal import AGAIN, JournalRow
+from tools.gpu.launches import event_cost, graph_cost, launch_cost, synchronisation_cost
+from tools.gpu.products import PRECISIONS, Product, measure_product
+from tools.gpu.programme import FAILURE_KEYS, BenchmarkCase, failure
 
 CALIBRATION, PREDICTIONS = "calibration ", "predictions "
 """Before the precision."""

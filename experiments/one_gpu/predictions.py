@@ -11,14 +11,14 @@ from typing import Any
 
 from questions import GRANULARITY, Question
 
-from calibration.gpu.journal import DONE, STATUS, JournalRow
+from parsim.costs.observed import task_durations_s
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Profile, Sourced, SourceEntry, parse_profile
 from parsim.model.load import load_model
-from parsim.predict.compare import task_durations_s
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.work import kind_of
+from tools.gpu.journal import DONE, STATUS, JournalRow
 
 PROFILE_PRECISIONS = {"fp32": "fp32", "tf32": "tf32", "bf16": "amp_bf16", "fp16": "amp_fp16", "fp8": "fp8"}
 """The profile's name of each precision of products."""
@@ -42,7 +42,9 @@ def predict(profile: Profile, question: Question) -> dict[str, Any]:
     plan = question.plan(tuple(component.name for component in model.components))
     evaluation = evaluate(problem, plan, fold=False)
     kinds: dict[str, float] = {}
-    for task, seconds in zip(evaluation.graph.tasks, task_durations_s(evaluation.graph, evaluation.timeline), strict=True):
+    for task, seconds in zip(
+        evaluation.graph.tasks, task_durations_s(len(evaluation.graph.tasks), evaluation.timeline, complete=True), strict=True
+    ):
         kinds[kind_of(task.work)] = kinds.get(kind_of(task.work), 0.0) + float(seconds)
     interval, (memory,) = evaluation.result.step_s, evaluation.memory
     return {

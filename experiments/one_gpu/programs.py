@@ -17,8 +17,6 @@ import torch
 from questions import GRANULARITY, LEARNING_RATE, Question
 from torch import Tensor
 
-from calibration.gpu.device import UnsupportedError
-from calibration.gpu.launches import capturing
 from parsim.execute.job import RunSpec
 from parsim.execute.numerics import numerics_of, set_switches
 from parsim.execute.optimizer import make_optimizer
@@ -34,6 +32,8 @@ from parsim.plans.plan import Plan
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 from parsim.program.taskgraph import work_text
+from tools.gpu.device import UnsupportedError
+from tools.gpu.launches import capturing
 
 SEED = 0
 DTYPE = torch.float32

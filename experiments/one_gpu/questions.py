@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from calibration.gpu.products import CORE_SIDES, SIDES, Product, squares, transformer_products
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import NONE, Plan, Recompute, Stage
+from tools.gpu.products import CORE_SIDES, SIDES, Product, squares, transformer_products
 
 GRANULARITY = "block"
 LEARNING_RATE = 1e-4

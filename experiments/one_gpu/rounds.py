@@ -14,9 +14,9 @@ from typing import Any
 from programs import Program
 from questions import Scope
 
-from calibration.gpu.device import SpoiledProcessError
-from calibration.gpu.programme import failure
 from parsim.execute.cuda.driver import DeviceClock
+from tools.gpu.device import SpoiledProcessError
+from tools.gpu.programme import failure
 
 AGAIN = " again"
 WARM_STEPS = 3

@@ -25,17 +25,17 @@ BEGIN_S = time.monotonic()  # what imports take belongs to the budget
 
 from supervise import LOST_DEVICE_STATUS, note_begun, note_moved, own_command, scratch_folder, supervise  # noqa: E402
 
-from calibration.gpu.journal import AGAIN, CASE, DONE, FAILED, SKIPPED, STATUS, Journal, JournalRow, read_rows  # noqa: E402
 from parsim.errors import ParsimError  # noqa: E402
 from parsim.execute.processes.output import PARENT_VARIABLE, die_with_parent  # noqa: E402
 from parsim.files import write_text_atomically  # noqa: E402
+from tools.gpu.journal import AGAIN, CASE, DONE, FAILED, SKIPPED, STATUS, Journal, JournalRow, read_rows  # noqa: E402
 
 if TYPE_CHECKING:
     from cases import Programme
     from questions import Scope
 
-    from calibration.gpu.device import MeasuredDevice
-    from calibration.gpu.programme import BenchmarkCase
+    from tools.gpu.device import MeasuredDevice
+    from tools.gpu.programme import BenchmarkCase
 
 ROWS_FILE = "rows.jsonl"
 RESERVE_S = 10.0
@@ -134,9 +134,9 @@ def measure(asked: argparse.Namespace) -> int:
     import torch
     from cases import Programme
 
-    from calibration.gpu.board import BoardWatch, find_reader
-    from calibration.gpu.device import open_device
-    from calibration.gpu.programme import run_programme
+    from tools.gpu.board import BoardWatch, find_reader
+    from tools.gpu.device import open_device
+    from tools.gpu.programme import run_programme
 
     scope = scope_of(asked)
     device = open_device(asked.device)
@@ -199,7 +199,7 @@ def list_cases(asked: argparse.Namespace) -> int:
     """On any machine: nothing is run."""
     from cases import Programme
 
-    from calibration.gpu.device import open_device
+    from tools.gpu.device import open_device
 
     scope = scope_of(asked)
     path = asked.out / ROWS_FILE

@@ -111,8 +111,8 @@ def step_simulated() -> str:
 
 
 def driver_works(device: str) -> str:
-    from calibration.gpu.device import open_device
     from parsim.units import format_bytes
+    from tools.gpu.device import open_device
 
     opened = open_device(device)
     clock = opened.clock
@@ -130,8 +130,8 @@ def driver_works(device: str) -> str:
 
 
 def product_timed(device: str, precision: str = "bf16", side: int = 2048) -> str:
-    from calibration.gpu.device import open_device
-    from calibration.gpu.products import PRECISIONS, Product, measure_product
+    from tools.gpu.device import open_device
+    from tools.gpu.products import PRECISIONS, Product, measure_product
 
     side = side if device == "cuda" else 64
     product = Product(rows=side, columns=side, depth=side)
@@ -167,15 +167,15 @@ def fp8_works(device: str) -> str:
 
 
 def graph_works(device: str) -> str:
-    from calibration.gpu.device import open_device
-    from calibration.gpu.launches import graph_cost
+    from tools.gpu.device import open_device
+    from tools.gpu.launches import graph_cost
 
     return f"{1e6 * graph_cost(open_device(device))['device_per_kernel_s']:.2f} us per kernel"
 
 
 def board_read(device: str) -> str:
-    from calibration.gpu.board import find_reader
-    from calibration.gpu.device import open_device
+    from tools.gpu.board import find_reader
+    from tools.gpu.device import open_device
 
     reader, source = find_reader(open_device(device).uuid)
     if reader is None:

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from calibration.gpu.journal import AGAIN, CASE, FAILED, STATUS, Journal
 from parsim.execute.processes.output import PARENT_VARIABLE
+from tools.gpu.journal import AGAIN, CASE, FAILED, STATUS, Journal
 
 BEGUN_FILE = "begun.json"
 LOST_DEVICE_STATUS = 75

@@ -19,8 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from calibration.published.v100_collectives import CollectiveRow, read_collective_rows
-from calibration.published.v100_throughput import (
+from experiments.common.markdown import table
+from parsim.costs.draws import medians_s
+from parsim.engines.program import mean_step_s
+from parsim.errors import DataError
+from parsim.hardware.profile import Profile, load_profile
+from parsim.predict.evaluate import REPEATED_STEPS, Evaluation
+from parsim.units import MIB
+from tools.published.v100_collectives import CollectiveRow, read_collective_rows
+from tools.published.v100_throughput import (
     LeftOut,
     PublishedRow,
     fit_efficiencies,
@@ -30,13 +37,6 @@ from calibration.published.v100_throughput import (
     simulated,
     without_efficiency,
 )
-from experiments.common.markdown import table
-from parsim.costs.draws import medians_s
-from parsim.engines.program import mean_step_s
-from parsim.errors import DataError
-from parsim.hardware.profile import Profile, load_profile
-from parsim.predict.evaluate import REPEATED_STEPS, Evaluation
-from parsim.units import MIB
 
 PROFILE = "dgx1-v100-32gb"
 OPERATORS, DEFAULT = "operators alone", "with the efficiency"

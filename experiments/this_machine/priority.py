@@ -17,11 +17,11 @@ import numpy as np
 
 from experiments.this_machine.cases import SMALL, SUBJECTS, cases_of, problem_of
 from experiments.this_machine.measuring import Seen, measure
+from parsim.costs.observed import task_durations_s
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.setup import SWITCH, is_granted
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import load_profile
-from parsim.predict.compare import task_durations_s
 from parsim.work import Collective
 
 MODELS, LABELS, ROUNDS = ("mlp", "vit_small"), ("dp 2", "dp 2, zero 1", "tp 2"), 8
@@ -52,7 +52,9 @@ def main() -> None:
 
 def _ms(seen: Seen) -> tuple[float, float]:
     """Mean step, and all its collectives."""
-    taken = np.mean([task_durations_s(seen.graph, timeline) for timeline in seen.measurement.timelines], axis=0)
+    taken = np.mean(
+        [task_durations_s(len(seen.graph.tasks), timeline, complete=True) for timeline in seen.measurement.timelines], axis=0
+    )
     sent = sum(seconds for task, seconds in zip(seen.graph.tasks, taken, strict=True) if isinstance(task.work, Collective))
     return 1e3 * seen.measurement.mean_step_s, 1e3 * float(sent)
 

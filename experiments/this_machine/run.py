@@ -42,6 +42,7 @@ from experiments.this_machine.cases import CALIBRATED_BATCHES, GRANULARITY, SMAL
 from experiments.this_machine.judging import CaseRow, judged, printed
 from experiments.this_machine.measuring import STEPS, Seen, measure, progress
 from experiments.this_machine.namespaces import possible, shaped_pair
+from parsim.costs.observed import task_durations_s
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.machine import describe_environment, machine_line
 from parsim.files import write_csv, write_text_atomically
@@ -49,7 +50,7 @@ from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import PaceToday, Profile, load_profile, save_profile
 from parsim.hardware.speed_factor import SpeedFactor, probe_seconds, speed_beside
 from parsim.plans.plan import Plan
-from parsim.predict.compare import aa_floor, task_durations_s
+from parsim.predict.compare import aa_floor
 from parsim.predict.evaluate import evaluate, step_at_speed
 from parsim.predict.problem import PlanningProblem
 from parsim.work import kind_of
@@ -243,7 +244,9 @@ def predicted(launch_name: str, case: Case, profile: Profile, slow: float) -> Pr
     """Args: slow: how many times as long all is said to take as in the profile."""
     evaluation = evaluate(question(launch_name, case, profile), case.plan, fold=False)
     kinds: dict[str, float] = {}
-    for task, seconds in zip(evaluation.graph.tasks, task_durations_s(evaluation.graph, evaluation.timeline), strict=True):
+    for task, seconds in zip(
+        evaluation.graph.tasks, task_durations_s(len(evaluation.graph.tasks), evaluation.timeline, complete=True), strict=True
+    ):
         kinds[kind_of(task.work)] = kinds.get(kind_of(task.work), 0.0) + slow * float(seconds)
     interval = evaluation.result.step_s
     return Prediction(
@@ -305,7 +308,10 @@ def row_of(record_name: str, said: Prediction, seen: Seen, profile: Profile, tod
     assert speed is not None, "the calibration and the record have a probe"
     floor = aa_floor([[float(value)] for value in measurement.step_s])
     floor_at_speed = aa_floor([[float(value)] for value in measurement.step_s / speed.by_rank.mean(axis=0)])
-    taken = np.mean(np.stack([task_durations_s(seen.graph, timeline) for timeline in measurement.timelines]), axis=0)
+    taken = np.mean(
+        np.stack([task_durations_s(len(seen.graph.tasks), timeline, complete=True) for timeline in measurement.timelines]),
+        axis=0,
+    )
     since = speed.mean * pace_of(profile) / said.pace_s
     kinds = {kind: [since * seconds, 0.0] for kind, seconds in said.kinds.items()}
     for task, seconds in zip(seen.graph.tasks, taken, strict=True):

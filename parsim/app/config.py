@@ -23,7 +23,6 @@ from pydantic_core import PydanticCustomError
 from parsim.app.config_text import (
     EXAMPLES,
     check_trusted,
-    document_text,
     explained,
     is_path,
     key_parts,
@@ -45,7 +44,7 @@ from parsim.app.sections import (
     checked,
 )
 from parsim.errors import ConfigError, ModelError, ParsimError, PlanError, near_matches
-from parsim.files import NO_CONTROL, control_character_in, parse_toml, read_text
+from parsim.files import NO_CONTROL, control_character_in, document_text, parse_toml, read_text
 from parsim.hardware.records import Count
 from parsim.model.catalogue.names import SEQUENCE_PARALLEL, is_transformer
 from parsim.model.inputs import ModelInput, inputs_from, ordered

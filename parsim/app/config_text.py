@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
-import math
 import os
 import re
 import sys
@@ -187,7 +185,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-# TOML as text: one value of a command line, tables laid over tables, and tables written out again.
+# TOML of a command line: one value, and tables laid over tables.
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -225,40 +223,6 @@ def merge(base: dict[str, Any], change: Mapping[str, Any], path: str) -> None:
             merge(base[key], value, f"{where}.")
         else:
             base[key] = value
-
-
-def document_text(document: Mapping[str, Mapping[str, Any]]) -> str:
-    """A whole file: every table by its name."""
-    return "\n".join(table_text(name, section) for name, section in document.items())
-
-
-def table_text(name: str, section: Mapping[str, Any]) -> str:
-    """One table; nested tables stand in line."""
-    lines = [f"[{name}]"]
-    lines += [f"{key} = {value_text(value)}" for key, value in section.items()]
-    return "\n".join(lines) + "\n"
-
-
-def value_text(value: object) -> str:
-    """One TOML value on one line."""
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case str():
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-        case float():
-            return repr(value) if math.isfinite(value) else {math.inf: "inf", -math.inf: "-inf"}.get(value, "nan")
-        case list() | tuple():
-            return "[" + ", ".join(value_text(entry) for entry in value) + "]"
-        case dict():
-            pairs = (f"{_toml_key(str(key))} = {value_text(entry)}" for key, entry in value.items())
-            return "{ " + ", ".join(pairs) + " }" if value else "{}"
-        case _:
-            return str(value)
-
-
-def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else value_text(key)
 
 
 def scalar_pairs(texts: Sequence[str]) -> tuple[tuple[str, bool | int | float | str], ...]:

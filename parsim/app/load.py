@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from parsim.app.calibration import calibration_request, device_here, local_batches, measure_machine
 from parsim.app.config import SWITCHES, RunConfig, check_axes, constraints_of, mesh_of, parse_config
-from parsim.app.config_text import document_text
 from parsim.app.doctor import warn
 from parsim.errors import ConfigError, MissingDependencyError, PlanError, ProfileError
-from parsim.files import cache_folder, parse_json, read_text
+from parsim.files import cache_folder, document_text, parse_json, read_text
 from parsim.plans.constraints import check_groups_fill
 from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, NONE, Plan, check_plan
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from parsim.execute.measurement import Measurement
-    from parsim.workflow.exporting.request import Exported
+    from parsim.formats.exports import Exported
 
 
 KIND_COLUMNS = (
@@ -88,11 +88,10 @@ class Measured:
         Raises:
             ConfigError: there is no such checkpoint, or the module's code is not trusted (PARSIM_ALLOW_CODE=1).
         """
-        from parsim.workflow.training.export import export_weights
+        from parsim.app.export_folder import export_folder
 
-        file = None if out is None else Path(out)
-        done = export_weights(self.folder, format=format, out=file, checkpoint=checkpoint, weights=weights)
-        return Path(done["file"])
+        options = {"weights": weights} | ({} if checkpoint is None else {"checkpoint": checkpoint})
+        return export_folder(self.folder, format=format, out=None if out is None else Path(out), **options).file
 
     def export(self, format: str, *, out: str | Path | None = None) -> Exported:
         """Write the run as a file of another tool.
@@ -104,7 +103,7 @@ class Measured:
         Raises:
             ConfigError: an unknown format, or a plan that it cannot express.
         """
-        from parsim.workflow.exporting.formats import export_folder
+        from parsim.app.export_folder import export_folder
 
         return export_folder(self.folder, format=format, out=None if out is None else Path(out))
 

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 from parsim.app.config import RunConfig
 from parsim.app.frames import breakdown_frame, memory_frame, timeline_frame
 from parsim.app.question import Given
+from parsim.errors import ConfigError
+from parsim.formats.exports import EvaluatedStep, Exported, format_to_write
+from parsim.formats.recipe import PlannedRecipe, recipe_of_plan
+from parsim.plans.plan import Plan
 from parsim.predict.evaluate import MANY_RANKS, Evaluation, evaluate
 from parsim.predict.memory import SAFE_PROBABILITY
 from parsim.predict.problem import PlanningProblem
@@ -21,9 +25,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from parsim.app.large import Quoted, TrainingRun
-    from parsim.plans.plan import Plan
     from parsim.predict.explain import Explanation
-    from parsim.workflow.exporting.request import Exported
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -174,17 +176,16 @@ class Prediction:
         Raises:
             ConfigError: an unknown format, or a plan that it cannot express.
         """
-        from tempfile import TemporaryDirectory
-
-        from parsim.app.run_folder import RunFolder
-        from parsim.workflow.exporting.formats import export_folder
-
-        problem = self.problem
-        with TemporaryDirectory(prefix="parsim-export-") as name:
-            RunFolder(Path(name)).write_question(
-                self.config, problem.model, self.plan, problem.cluster.profile, problem.history, problem.loading
-            )
-            return export_folder(Path(name), format=format, out=Path(out))
+        row = format_to_write(format, {})
+        if row.writes == "recipe":
+            value: object = recipe_of(row.tool, self.config, self.plan)
+        elif row.writes == "step":
+            value = EvaluatedStep(problem=self.problem, evaluation=self.evaluation)
+        else:
+            raise ConfigError(f"format {format!r} is {row.what}, and nothing was trained; use `parsim run`")
+        assert row.write is not None
+        exported: Exported = row.write(value, Path(out))
+        return exported
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON: the keys all results share, with `breakdown` and `memory` per rank; `quoted` of a language model."""
@@ -269,3 +270,17 @@ def describe(evaluation: Evaluation) -> dict[str, Any]:
             for rank in evaluation.memory
         ],
     }
+
+
+def recipe_of(framework: str, config: RunConfig, plan: Plan) -> PlannedRecipe:
+    """The recipe of a plan and of how it trains, for the file of a framework. Raises ConfigError as `recipe_of_plan`."""
+    training = config.training
+    numbers = {"learning_rate": training.resolved_learning_rate, "weight_decay": training.resolved_weight_decay}
+    return recipe_of_plan(
+        framework,
+        plan,
+        model=config.model.name,
+        args=dict(config.model_spec.args),  # with plan.sequence_parallel
+        training=training.model_dump() | numbers,
+        nodes=config.cluster.nodes,
+    )

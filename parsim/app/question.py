@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from parsim.app.config import RunConfig, load_config, parse_config
-from parsim.app.config_text import document_text, holds, parse_overrides, put_on_path, references, root_of, value_text
+from parsim.app.config_text import holds, parse_overrides, put_on_path, references, root_of
 from parsim.app.sections import OPERATION, ConfigSection, check_widths
 from parsim.errors import ConfigError, ModelError
+from parsim.files import document_text, value_text
+from parsim.formats.recipe import Recipe, is_framework_file, read_recipe
 from parsim.model.catalogue.names import is_transformer, named, sequence_of, shape_of
 from parsim.model.catalogue.zoo import ZOO
 from parsim.model.model import ADDED_UP, COUPLED, MIXING, Model
 from parsim.model.spec import is_config, is_known, takes_usual
 from parsim.units import nearest_divisors
-from parsim.workflow.frameworks.files import is_framework_file, read_recipe
-from parsim.workflow.frameworks.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch import nn

@@ -49,7 +49,7 @@ def import_command(
     as_json: JsonFlag = False,
 ) -> None:
     """Read a file of another tool into a profile, a run file or a measured timeline."""
-    from parsim.workflow.importing.import_file import import_file
+    from parsim.app.import_file import import_file
 
     with progress(f"Reading {file}"):
         imported = import_file(
@@ -118,7 +118,7 @@ def export(
     as_json: JsonFlag = False,
 ) -> None:
     """Write a run folder as a file of another tool: its weights, its launch script, its plan or its timeline."""
-    from parsim.workflow.exporting.formats import export_folder
+    from parsim.app.export_folder import export_folder
 
     given = {
         "checkpoint": checkpoint,

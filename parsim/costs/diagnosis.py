@@ -23,13 +23,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from parsim.costs.observed import ClassSeconds, CommunicationClass, ComputeClass, WorkClass
+from parsim.costs.observed import CLEAR, ClassSeconds, CommunicationClass, ComputeClass, WorkClass, observed_over_expected
 from parsim.errors import CostError
 from parsim.numeric import Floats
 from parsim.units import format_percent, format_seconds
 
-CLEAR = 2.0
-"""Standard errors."""
 RARE = 0.99
 """Quantile of the draws above which a statistic is not what was predicted."""
 MATTERS = 0.03
@@ -177,10 +175,7 @@ class _Case:
         return sum(self.predicted.seconds[key] for key in keys)
 
     def _factors(self, keys: Sequence[WorkClass]) -> Floats:
-        """float64 [steps]: measured over predicted seconds of these classes."""
-        measured = [sum(step.get(key, 0.0) for key in keys) for step in self.observed.steps]
-        factors: Floats = np.array(measured) / self._expected_s(keys)
-        return factors
+        return observed_over_expected(self.observed.steps, self.predicted.seconds, keys)
 
     def _drawn_factors(self, keys: Sequence[WorkClass]) -> Floats:
         """float64 [samples]: the same of the draws."""

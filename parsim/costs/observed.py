@@ -1,11 +1,23 @@
-"""Costs as measured now: factors by which the machine at hand is slower (or faster) than its profile, learnt from a run.
+"""What a run shows a profile to be wrong by: from spans to seconds by class of work, and from these to factors.
+
+    spans of tasks -> `task_durations_s` -> `class_seconds` -> `observed_over_expected` -> `RunCorrections`
 
 A run shows the seconds of the work its own plan does. Three rules extend them to the work of other plans. (1) A slow rank
 is slow at everything. (2) A collective runs at the speed of its slowest link. So it is at least as slow as any group it
 contains, and at most as slow as any group that contains it. (3) Classes without data get the median factor. So a profile
 that is wrong everywhere does not make untried plans look good.
 
-Leaves out: that a factor may differ between small and large messages, and between kinds of computation.
+A controller that averages many windows takes each at its word (`learn`). A validation has one run (`refit`), so a factor must
+pass two tests against noise there. It lies more than two standard errors of its mean over the steps from the previous factor.
+It also explains more of the step than the difference between halves of the measurement (the A/A floor). A learnt factor is
+shrunk by its own standard error. A factor that held before stays until a run contradicts it as clearly (hysteresis), and goes
+when it no longer explains more than the floor. Factors are absolute: on the profile as it was calibrated, whatever held before.
+So updates do not compound, and one learnt after the cause is gone undoes the one before.
+
+A profile keeps them by device, a plan has ranks: rank r runs on `cluster.devices[r]`. Leaves out several nodes: a profile
+describes one, and what was seen of its devices says nothing of other machines; only factors of phases hold there. Leaves out as
+well that a factor may depend on sizes, loading, and errors that tasks do not show (time between tasks; see
+`parsim.search.adapt.observed`).
 """
 
 from __future__ import annotations
@@ -19,10 +31,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from parsim.errors import CostError, ProfileError, near_matches
+from parsim.errors import CostError, GraphError, ProfileError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.profile import CommunicationFactor, DeviceFactor, PhaseFactor, Profile, Update
 from parsim.numeric import Floats
+from parsim.timeline import Timeline
 from parsim.work import (
     ClipGradients,
     Collective,
@@ -36,6 +49,13 @@ from parsim.work import (
     SendRecv,
     Work,
 )
+
+CLEAR = 2.0
+"""Standard errors beyond which a difference is no noise."""
+ALTERNATIONS = 50
+"""Of the fit of ranks and phases; it converges geometrically."""
+
+ClassKey = TypeVar("ClassKey")
 
 
 class ComputeClass(NamedTuple):
@@ -66,6 +86,11 @@ ClassSeconds = Mapping[WorkClass, float]
 """Seconds per step of all the work of each class."""
 
 
+def communication_class(operation: str, ranks: Sequence[int]) -> CommunicationClass:
+    """The class of a collective over ranks, or of a transfer from the first to the second."""
+    return CommunicationClass(operation, tuple(ranks if operation == "send_recv" else sorted(ranks)))
+
+
 def class_of(work: Work, rank: int) -> WorkClass | None:
     """The class whose seconds the work adds to; None for loading and work of the host, which neither ranks nor links explain.
 
@@ -78,11 +103,42 @@ def class_of(work: Work, rank: int) -> WorkClass | None:
         case OptimizerStep() | ClipGradients() | Mix():
             return ComputeClass(rank, "", Phase.OPTIMIZER)
         case Collective():
-            return CommunicationClass(work.operation, tuple(sorted(work.group)))
+            return communication_class(work.operation, work.group)
         case SendRecv():
-            return CommunicationClass("send_recv", (work.source, work.destination))
+            return communication_class("send_recv", (work.source, work.destination))
         case LoadBatch() | HostCopy() | HostUpdate():
             return None
+
+
+def task_durations_s(tasks: int, timeline: Timeline, *, complete: bool = False) -> Floats:
+    """float64 [tasks]: the latest end minus the latest start over each task's spans; 0 for a task without a span.
+
+    A task on several ranks has one span per rank. Before the latest start the early ranks only wait.
+
+    Args:
+        tasks: of the graph. timeline: of one step, predicted or measured. complete: every task must have a span.
+
+    Raises:
+        GraphError: the timeline names a task that the graph has not, or lacks one that it must have.
+    """
+    foreign = timeline.task[(timeline.task < 0) | (timeline.task >= tasks)]
+    if len(foreign):
+        raise GraphError(
+            f"a {timeline.source} timeline names task {int(foreign[0])}, but the graph has tasks 0..{tasks - 1}; "
+            "compare timelines of the same plan"
+        )
+    start, end = np.full(tasks, -np.inf), np.full(tasks, -np.inf)
+    np.maximum.at(start, timeline.task, timeline.start_s)
+    np.maximum.at(end, timeline.task, timeline.end_s)
+    missing = np.flatnonzero(np.isinf(end))
+    if complete and len(missing):
+        raise GraphError(
+            f"a {timeline.source} timeline lacks {len(missing)} of the graph's {tasks} tasks, the first is task "
+            f"{int(missing[0])}; compare complete timelines of the same plan"
+        )
+    start[missing] = end[missing] = 0.0
+    durations: Floats = end - start
+    return durations
 
 
 def class_seconds(work_seconds: Iterable[tuple[Work, int, float]]) -> dict[WorkClass, float]:
@@ -179,61 +235,56 @@ class RunCorrections:
 NO_RUN_CORRECTIONS = RunCorrections()
 
 
+def observed_over_expected(steps: Sequence[ClassSeconds], expected: ClassSeconds, keys: Sequence[WorkClass]) -> Floats:
+    """float64 [steps]: seconds of some classes together over those expected of them, step by step.
+
+    A sum over classes is compared with a sum, so long classes weigh most.
+
+    Args:
+        steps: seconds by class of each step. expected: seconds per step. keys: expected to take more than 0 seconds in all.
+    """
+    expected_s = sum(expected[key] for key in keys)
+    return np.array([sum(step.get(key, 0.0) for key in keys) / expected_s for step in steps], dtype=np.float64)
+
+
+def by_subject(keys: Iterable[WorkClass]) -> dict[int | CommunicationClass, list[WorkClass]]:
+    """What a factor is of: a rank with all its classes of computation, or a class of communication."""
+    subjects: dict[int | CommunicationClass, list[WorkClass]] = {}
+    for key in keys:
+        subjects.setdefault(key.rank if isinstance(key, ComputeClass) else key, []).append(key)
+    return subjects
+
+
 def learn(observed: ClassSeconds, expected: ClassSeconds) -> RunCorrections:
     """The factors that explain observed seconds, given the profile's seconds.
 
-    A rank's factor is the sum over its classes of computation, so long classes weigh most. Classes that only one of the two
-    mappings names, or that the profile prices at 0, teach nothing.
+    Classes that only one of the two mappings names, or that the profile prices at 0, teach nothing.
 
     Args:
         observed, expected: seconds by class.
-
-    Returns:
-        The factors. Leaves out that a factor may depend on sizes.
     """
-    shared = [(key, seconds) for key, seconds in observed.items() if seconds > 0 and expected.get(key, 0.0) > 0]
-    seen: dict[int, float] = {}
-    profile: dict[int, float] = {}
-    communication: list[tuple[CommunicationClass, float]] = []
-    for key, seconds in shared:
-        if isinstance(key, CommunicationClass):
-            communication.append((key, seconds / expected[key]))
-        else:
-            seen[key.rank] = seen.get(key.rank, 0.0) + seconds
-            profile[key.rank] = profile.get(key.rank, 0.0) + expected[key]
+    shared = [key for key, seconds in observed.items() if seconds > 0 and expected.get(key, 0.0) > 0]
+    return _corrections(
+        {subject: float(observed_over_expected([observed], expected, keys)[0]) for subject, keys in by_subject(shared).items()}
+    )
+
+
+def _corrections(
+    factors: Mapping[int | CommunicationClass, float], phases: Mapping[Phase, float] | None = None
+) -> RunCorrections:
     return RunCorrections(
-        ranks=tuple((rank, seen[rank] / profile[rank]) for rank in seen),
-        communication=tuple(communication),
+        ranks=tuple((key, factor) for key, factor in factors.items() if isinstance(key, int)),
+        communication=tuple((key, factor) for key, factor in factors.items() if not isinstance(key, int)),
+        phases=tuple((phases or {}).items()),
     )
 
 
 def _median(factors: Iterable[float]) -> float:
-    known = list(factors)
-    return statistics.median(known) if known else 1.0
+    values = list(factors)
+    return statistics.median(values) if values else 1.0
 
 
-# Errors of a profile that one run shows, without the run's noise: factors of ranks, phases and classes of communication.
-#
-# `parsim.costs.observed.learn` takes a window at its word, as a controller that averages many must. Here
-# only one run exists, so a factor must pass two tests against noise. It lies more than two standard errors of its mean over
-# the steps from the previous factor. It also explains more of the step than the difference between halves of the
-# measurement (the A/A floor). A learnt factor is shrunk by its own standard error. A factor that held before stays until a
-# run contradicts it as clearly (hysteresis), and goes when it no longer explains more than the floor.
-#
-# Factors are absolute: on the profile as it was calibrated, whatever held before. So updates do not compound, and one learnt
-# after the cause is gone undoes the one before.
-#
-# Leaves out: errors that tasks do not show (time between tasks; see `parsim.search.adapt.observed`), loading, and that a
-# factor may depend on sizes.
-
-
-ALTERNATIONS = 50
-"""Of the fit of ranks and phases; it converges geometrically."""
-
-CLEAR = 2.0
-"""Standard errors."""
-
-ClassKey = TypeVar("ClassKey")
+# --- one run against noise --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,14 +310,6 @@ class Evidence:
         if not (math.isfinite(self.step_s) and self.step_s > 0 and math.isfinite(self.floor) and self.floor >= 0):
             raise CostError(f"a run needs a step time above 0 and a floor >= 0, got {self.step_s} and {self.floor}")
 
-    def shared(self) -> list[WorkClass]:
-        """Classes that were seen and that the profile does not hold for free."""
-        return [key for key, seconds in self.expected.items() if seconds > 0 and self.mean_s(key) > 0]
-
-    def mean_s(self, key: WorkClass) -> float:
-        """Of a class, over the steps."""
-        return float(np.mean([step.get(key, 0.0) for step in self.observed]))
-
 
 def refit(evidence: Evidence, before: RunCorrections) -> RunCorrections:
     """The factors that hold after the run.
@@ -275,19 +318,33 @@ def refit(evidence: Evidence, before: RunCorrections) -> RunCorrections:
         evidence: the run against the profile as calibrated.
         before: the previous factors; those of classes that the run did not show stay.
     """
-    shared = evidence.shared()
-    compute = [key for key in shared if isinstance(key, ComputeClass)]
-    communication = [key for key in shared if not isinstance(key, ComputeClass)]
-    phases = {**dict(before.phases), **_phases(evidence, compute, before)}
-    ranks = {**dict(before.ranks), **_ranks(evidence, compute, before, phases)}
-    links = {**dict(before.communication), **_links(evidence, communication, before)}
-    return RunCorrections(ranks=_telling(ranks), phases=_telling(phases), communication=_telling(links))
+    steps = evidence.observed
+    shared = [
+        key
+        for key, seconds in evidence.expected.items()
+        if seconds > 0 and float(np.mean([step.get(key, 0.0) for step in steps])) > 0
+    ]
+    phases = {**dict(before.phases), **_phases(evidence, [key for key in shared if isinstance(key, ComputeClass)], before)}
+    expected = {
+        key: evidence.expected[key] * (phases.get(key.phase, 1.0) if isinstance(key, ComputeClass) else 1.0) for key in shared
+    }
+    held = before.factors()
+    factors = dict(held)
+    for subject, keys in by_subject(shared).items():
+        single, expected_s = observed_over_expected(steps, expected, keys), sum(expected[key] for key in keys)
+        factors[subject] = _kept(evidence, float(single.mean()), single, expected_s, held.get(subject, 1.0))
+    corrections = _corrections(factors, phases)
+    return RunCorrections(
+        ranks=_telling(corrections.ranks),
+        phases=_telling(corrections.phases),
+        communication=_telling(corrections.communication),
+    )
 
 
-def _telling(factors: Mapping[ClassKey, float]) -> tuple[tuple[ClassKey, float], ...]:
+def _telling(factors: tuple[tuple[ClassKey, float], ...]) -> tuple[tuple[ClassKey, float], ...]:
     """All factors, or none if none differs from 1: beside one that does, that another was seen to be right says something of
     those that were not seen."""
-    return tuple(factors.items()) if any(factor != 1.0 for factor in factors.values()) else ()
+    return factors if any(factor != 1.0 for _, factor in factors) else ()
 
 
 def _phases(evidence: Evidence, compute: Sequence[ComputeClass], before: RunCorrections) -> dict[Phase, float]:
@@ -325,32 +382,6 @@ def _phase_factors(seen: Floats, expected: Floats) -> Floats:
     return phases
 
 
-def _ranks(
-    evidence: Evidence, compute: Sequence[ComputeClass], before: RunCorrections, phases: Mapping[Phase, float]
-) -> dict[int, float]:
-    """How much slower each rank is at everything, given what is kept of the phases."""
-    factors = {}
-    for rank in sorted({key.rank for key in compute}):
-        own = [key for key in compute if key.rank == rank]
-        expected_s = sum(evidence.expected[key] * phases.get(key.phase, 1.0) for key in own)
-        single = np.array([sum(step.get(key, 0.0) for key in own) for step in evidence.observed]) / expected_s
-        factors[rank] = _kept(evidence, float(single.mean()), single, expected_s, dict(before.ranks).get(rank, 1.0))
-    return factors
-
-
-def _links(
-    evidence: Evidence, communication: Sequence[CommunicationClass], before: RunCorrections
-) -> dict[CommunicationClass, float]:
-    """How much slower each class of communication is."""
-    known = dict(before.communication)
-    factors = {}
-    for key in communication:
-        expected_s = evidence.expected[key]
-        single = np.array([step.get(key, 0.0) for step in evidence.observed]) / expected_s
-        factors[key] = _kept(evidence, float(single.mean()), single, expected_s, known.get(key, 1.0))
-    return factors
-
-
 def _kept(evidence: Evidence, factor: float, single: Floats, expected_s: float, before: float) -> float:
     """The factor to go on with.
 
@@ -370,11 +401,7 @@ def _explains(evidence: Evidence, change: float, expected_s: float) -> bool:
     return abs(change) * expected_s > evidence.floor * evidence.step_s
 
 
-# The updates of a profile as factors on the work of a cluster's ranks, and back.
-#
-# A profile speaks of devices, a plan of ranks: rank r runs on `cluster.devices[r]`. Leaves out several nodes: a profile
-# describes
-# one, and what was seen of its devices says nothing of other machines; only factors of phases hold there.
+# --- updates of a profile ---------------------------------------------------------------------------------------------
 
 
 def updates_of(cluster: Cluster) -> RunCorrections:
@@ -397,7 +424,7 @@ def updates_of(cluster: Cluster) -> RunCorrections:
         ranks=tuple((rank_of[entry.device], entry.factor) for entry in latest.devices if entry.device in rank_of),
         phases=phases,
         communication=tuple(
-            (_class(entry.operation, [rank_of[device] for device in entry.devices]), entry.factor)
+            (communication_class(entry.operation, [rank_of[device] for device in entry.devices]), entry.factor)
             for entry in latest.communication
             if all(device in rank_of for device in entry.devices)
         ),
@@ -438,10 +465,6 @@ def with_update(profile: Profile, found: RunCorrections, cluster: Cluster, prove
         ],
     )
     return profile.model_copy(update={"updates": [*profile.updates, update]})
-
-
-def _class(operation: str, ranks: list[int]) -> CommunicationClass:
-    return CommunicationClass(operation, tuple(ranks if operation == "send_recv" else sorted(ranks)))
 
 
 def _phase(name: str) -> Phase:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from parsim.costs.observed import task_durations_s
 from parsim.errors import ExecutionError
 from parsim.execute.job import AdaptiveSpec, RunSpec
 from parsim.execute.measurement import merge_times
@@ -30,7 +31,7 @@ from parsim.predict.problem import PlanningProblem
 from parsim.program.lower import lower
 from parsim.program.taskgraph import TaskGraph
 from parsim.search.adapt.controller import Controller, ControllerConfig, Keep
-from parsim.search.adapt.planning import controller_for, observation_of, prepared_planner, side_by_side, task_seconds
+from parsim.search.adapt.planning import controller_for, observation_of, prepared_planner, side_by_side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +122,10 @@ class Steering:
         if not recorded:
             return Decision(step=step, reason="no step of this window was recorded", plan=None, step_s=step_s)
         seconds = np.array(
-            [task_seconds(len(graph.tasks), merge_times([times[number] for times in gathered])) for number in range(recorded)]
+            [
+                task_durations_s(len(graph.tasks), merge_times([times[number] for times in gathered]))
+                for number in range(recorded)
+            ]
         )
         self._windows += 1
         seen = observation_of(

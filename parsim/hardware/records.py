@@ -238,7 +238,7 @@ class OperatorPoint(ProfileRecord):
 
 
 FitForm = Literal["saturation", "tiles", "fused_attention"]
-"""The formula of a fit: `parsim.costs.compute.launches`, `tile_model` or `attention_model` there."""
+"""The formula of a fit (`parsim.costs.compute.formula`)."""
 
 
 KernelPhase = Literal["forward", "backward", "backward_input", "backward_weight"]

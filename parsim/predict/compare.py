@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.errors import GraphError, ParsimError
+from parsim.costs.observed import task_durations_s
+from parsim.errors import ParsimError
 from parsim.predict.result import Interval
 from parsim.program.task import Origin
 from parsim.program.taskgraph import TaskGraph
@@ -222,8 +223,10 @@ def compare(
     steps = [measured] if isinstance(measured, Timeline) else list(measured)
     if not steps:
         raise ParsimError("a comparison needs at least one measured step, got none; run the plan for some steps first")
-    predicted_s = task_durations_s(graph, predicted)
-    measured_s = np.median(np.stack([task_durations_s(graph, timeline) for timeline in steps]), axis=0)
+    predicted_s = task_durations_s(len(graph.tasks), predicted, complete=True)
+    measured_s = np.median(
+        np.stack([task_durations_s(len(graph.tasks), timeline, complete=True) for timeline in steps]), axis=0
+    )
     times = (
         [timeline.makespan_s for timeline in steps]
         if measured_step is None
@@ -251,28 +254,6 @@ def compare(
         memory=_compare_memory(predicted_memory_bytes, measured_memory_bytes),
         aa_floor=aa_floor(by_round) if len(by_round) >= MINIMUM_ROUNDS else None,
     )
-
-
-def task_durations_s(graph: TaskGraph, timeline: Timeline) -> NDArray[np.float64]:
-    """float64 [tasks]: latest end minus latest start over each task's spans. Raises GraphError, see `compare`."""
-    count = len(graph.tasks)
-    foreign = timeline.task[(timeline.task < 0) | (timeline.task >= count)]
-    if len(foreign):
-        raise GraphError(
-            f"a {timeline.source} timeline names task {int(foreign[0])}, but the graph has tasks 0..{count - 1}; "
-            "compare timelines of the same plan"
-        )
-    start, end = np.full(count, -np.inf), np.full(count, -np.inf)
-    np.maximum.at(start, timeline.task, timeline.start_s)
-    np.maximum.at(end, timeline.task, timeline.end_s)
-    missing = np.flatnonzero(np.isinf(end))
-    if len(missing):
-        raise GraphError(
-            f"a {timeline.source} timeline lacks {len(missing)} of the graph's {count} tasks, the first is task "
-            f"{int(missing[0])}; compare complete timelines of the same plan"
-        )
-    durations: NDArray[np.float64] = end - start
-    return durations
 
 
 def kind_intervals_s(graph: TaskGraph, durations_s: NDArray[np.float64]) -> dict[str, Interval]:

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.costs.compute.compute import ComputeCosts
-from parsim.costs.compute.launches import ComputeRequest, OperatorModel
+from parsim.costs.compute.formula import OperatorModel
+from parsim.costs.compute.launches import ComputeRequest
 from parsim.costs.costs import Costs
 from parsim.costs.draws import medians_s, rank_noise, repeat_sigmas, sample_durations_s, sampled_durations_by_rows
 from parsim.costs.estimate import Estimate, OverlapFactors, Term

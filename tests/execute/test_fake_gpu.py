@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from calibration.measure.cuda_operators import without_cuda_kernel
 from experiments.common.equality import Case
 from experiments.common.mixed import random_case
 from experiments.one_gpu.fake_peers import FakeRank, PlannedRun, fake_rank
@@ -31,6 +30,7 @@ from tests.execute.small_plans import GPT, MLP, TOKENS, VIT, case
 from tests.execute.test_cuda_races import PLANS, RELAXED
 from tests.fake_gpu import GPU, fake_gpu, python_engine
 from tests.virtual_cuda import VirtualDriver
+from tools.cuda_operators import without_cuda_kernel
 
 NEEDS_CUDA_BUILD = pytest.mark.skipif(
     torch.version.cuda is None,

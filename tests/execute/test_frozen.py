@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the torch extra")
 
 from experiments.common.equality import Case, even_plan  # noqa: E402
-from parsim.costs.compute.launches import halved_backward_kernels  # noqa: E402
+from parsim.costs.compute.launches import backward_launches  # noqa: E402
 from parsim.hardware.cluster import cluster_from_profile  # noqa: E402
 from parsim.hardware.profile import load_profile  # noqa: E402
 from parsim.model import trace  # noqa: E402
@@ -38,10 +39,9 @@ def backward_flop(model: Model, samples: int) -> float:
     for component in model.components:
         for operator in component.operators:
             if operator.kind == "matmul":
-                for half in halved_backward_kernels(operator, samples, "fp32"):
-                    total += sum(
-                        kernel.count * 2 * kernel.problems * kernel.rows * kernel.columns * kernel.depth for kernel in half
-                    )
+                for launch in sum(backward_launches(operator, samples), ()):
+                    if launch.kind == "matmul":
+                        total += launch.count * 2 * math.prod(size for _, size in launch.sizes)
     return total
 
 

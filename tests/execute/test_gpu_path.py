@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from calibration import __main__ as measuring
 from calibration.fit.build_profile import build_profile
-from calibration.gpu.device import WallClock
 from calibration.measure import collectives, components, device, operators, overlap, shards
 from calibration.measure.arithmetic import arithmetic_settings
 from calibration.measure.components import Case, component_section, make_case
@@ -48,6 +47,7 @@ from parsim.program.task import COMPUTE
 from parsim.program.taskgraph import work_text
 from parsim.work import Compute, OptimizerStep, Phase
 from tests.virtual_cuda import VirtualDriver
+from tools.gpu.device import WallClock
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))
 BERT = ModelSpec(name="bert", args=(("hidden", 32), ("heads", 2), ("layers", 2), ("vocab", 64), ("seq", 8)), input_shape=(8,))

@@ -17,12 +17,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+from parsim.app.export_folder import export_folder
 from parsim.app.functions import plan
 from parsim.app.run_folder import RunFolder, held
 from parsim.errors import ConfigError, PlanError
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.execute.processes.output import descendants
-from parsim.workflow.training.launch_files import LaunchFile, export_launch, slurm_text, torchrun_text
+from parsim.formats.launch import LaunchFile, slurm_text, torchrun_text
 from tests.execute.sockets import LISTEN, Socket, free_port, sockets_of
 from tests.execute.test_bad_run import cpu_profile
 
@@ -60,8 +61,8 @@ def bash_takes(file: Path) -> bool:
 
 
 def test_the_torchrun_file_says_what_the_plan_needs(folder: Path) -> None:
-    done = export_launch(folder, format="torchrun", checkpoint_every=4)
-    file = Path(done["file"])
+    done = export_folder(folder, format="torchrun", checkpoint_every=4)
+    file = done.file
     text = file.read_text()
     assert stat.S_IMODE(file.stat().st_mode) == 0o700
     assert bash_takes(file)
@@ -73,22 +74,22 @@ def test_the_torchrun_file_says_what_the_plan_needs(folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text())
     assert (job["steps"], job["checkpoint_every"], job["resume"]) == (12, 4, True)
     assert "MAX_RESTARTS:-3" in text, "the agent of one machine restarts its ranks"
-    other = Path(export_launch(folder, format="torchrun", out=folder / "again.sh")["file"]).read_text()
+    other = export_folder(folder, format="torchrun", out=folder / "again.sh").file.read_text()
     token = next(line for line in text.splitlines() if "PARSIM_TOKEN" in line)
     assert token not in other
 
 
 def test_several_machines_need_an_interface_that_both_files_bind_to(folder: Path) -> None:
     with pytest.raises(PlanError, match="--interface eth0"):
-        export_launch(folder, format="torchrun", nodes=2)
+        export_folder(folder, format="torchrun", nodes=2)
     with pytest.raises(PlanError, match="2 ranks cannot be divided evenly over 3 machines"):
-        export_launch(folder, format="slurm", nodes=3, interface="ib0")
+        export_folder(folder, format="slurm", nodes=3, interface="ib0")
     with pytest.raises(ConfigError, match="is not the name of a network interface"):
-        export_launch(folder, format="slurm", interface="eth0; rm -rf /")
+        export_folder(folder, format="slurm", interface="eth0; rm -rf /")
     with pytest.raises(ConfigError, match="did you mean slurm"):
-        export_launch(folder, format="slurn")
+        export_folder(folder, format="slurn")
     for format in ("torchrun", "slurm"):
-        file = Path(export_launch(folder, format=format, nodes=2, interface="ib0", port=31000)["file"])
+        file = export_folder(folder, format=format, nodes=2, interface="ib0", port=31000).file
         text = file.read_text()
         assert bash_takes(file)
         assert 'SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME="=ib0"' in text
@@ -99,7 +100,7 @@ def test_several_machines_need_an_interface_that_both_files_bind_to(folder: Path
 def test_nccl_takes_the_interface_that_was_named_and_no_other(folder: Path) -> None:
     """NCCL reads a name as the beginning of names: bond0 would be bond0.3000 too, which may lead elsewhere."""
     for format in ("torchrun", "slurm"):
-        text = Path(export_launch(folder, format=format, nodes=2, interface="bond0")["file"]).read_text()
+        text = export_folder(folder, format=format, nodes=2, interface="bond0").file.read_text()
         (line,) = [line for line in text.splitlines() if "NCCL_SOCKET_IFNAME" in line]
         told = subprocess.check_output(["bash", "-c", f'{line}; echo "$GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME"'])
         assert told == b"bond0 =bond0\n"
@@ -126,7 +127,7 @@ def test_slurm_chooses_the_gpus_of_its_jobs_itself(tmp_path: Path) -> None:
 
 def test_agents_of_several_machines_restart_nothing(folder: Path) -> None:
     """Each would count its own restarts: ranks of different attempts wait for one another until their time is over."""
-    text = Path(export_launch(folder, format="torchrun", nodes=2, interface="ib0")["file"]).read_text()
+    text = export_folder(folder, format="torchrun", nodes=2, interface="ib0").file.read_text()
     assert "MAX_RESTARTS:-0" in text
     assert "run the file again on all machines" in text
 
@@ -176,7 +177,7 @@ def test_a_launch_file_trains_to_the_weights_of_one_process(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
     """Slurm is played by two small scripts: they start the ranks with the variables that srun sets."""
-    file = export_launch(folder, format=format, port=free_port(), interface="lo")["file"]
+    file = export_folder(folder, format=format, port=free_port(), interface="lo").file
     tools = tmp_path / "tools"
     tools.mkdir()
     for name, text in (("srun", FAKE_SRUN), ("scontrol", "#!/bin/sh\necho here\n")):
@@ -269,7 +270,7 @@ def listening_in(name: str) -> set[tuple[str, int]]:
 @pytest.mark.skipif(bool(why_no_namespaces()), reason=why_no_namespaces() or "never")
 def test_two_machines_over_a_shaped_link_train_to_the_weights_of_one_process(folder: Path) -> None:
     """The torchrun file on both, each in a namespace of its own, over a link of 20 Mbit/s."""
-    file = export_launch(folder, format="torchrun", interface="wire0", nodes=2)["file"]
+    file = export_folder(folder, format="torchrun", interface="wire0", nodes=2).file
     with two_machines("20mbit") as names:
         running = [
             subprocess.Popen(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.common.equality import Case, compare_case, even_plan, run_cases
+from parsim.app.export_folder import state_dict_of
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.execute.job import TrainingRecipe
 from parsim.execute.stage import seeded_module
@@ -16,7 +17,6 @@ from parsim.model.inputs import ModelInput
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
-from parsim.workflow.training.export import _state_dict
 
 HERE = "tests.execute.test_unreached_weights"
 WIDTH, STEPS = 8, 3
@@ -126,6 +126,6 @@ def test_unreached_weights_and_views_of_weights_train_as_in_torch(tmp_path: Path
             first = seeded_module(POOLED, run.seed, torch.float64, torch.device("cpu"))
             assert torch.equal(load_state(found).weights["pooler.weight"], first.get_parameter("pooler.weight"))
             assert not any(name.startswith("pooler") for name in load_state(found).optimizer)
-            written = _state_dict(POOLED, found, averaged=False, seed=run.seed)
+            written = state_dict_of(POOLED, found, averaged=False, seed=run.seed)
             assert torch.allclose(written["other.weight"], first.get_parameter("other.weight"))
             Pooled().double().load_state_dict(written, strict=True)

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from parsim.app.ask import answer, check_runnable
 from parsim.app.config import load_config
+from parsim.app.export_folder import export_folder
 from parsim.errors import ConfigError, PlanError
 from parsim.execute.job import EmaRule, EvaluationRule, TrainingRecipe
 from parsim.hardware.cluster import cluster_from_profile
@@ -21,7 +22,6 @@ from parsim.model.build import build_module
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
-from parsim.workflow.training.export import export_weights
 from tests.execute.small_plans import GPT, case
 from tests.execute.test_bad_run import cpu_profile
 
@@ -153,7 +153,7 @@ def test_what_ema_needs_is_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(PlanError, match=r"training\.ema averages weights over steps"):
         check_runnable(answer(load_config(Path("run.toml"))).prediction, None)
     with pytest.raises(ConfigError, match="weights 'emma' are unknown; did you mean ema"):
-        export_weights(Path("kept"), weights="emma")
+        export_folder(Path("kept"), format="state_dict", weights="emma")
 
 
 def test_the_recipe_comes_back_from_json() -> None:

@@ -175,6 +175,7 @@ def readers(folder: Path) -> list[Reader]:
     import torch
 
     from parsim.app.config import load_config
+    from parsim.app.import_file import import_file
     from parsim.app.run_folder import RunFolder
     from parsim.costs.conformal import ValidationRecord
     from parsim.costs.history import read_history
@@ -191,7 +192,6 @@ def readers(folder: Path) -> list[Reader]:
     from parsim.plans.mesh import Mesh
     from parsim.plans.plan import Plan, Stage
     from parsim.timeline import Span, Timeline
-    from parsim.workflow.importing.import_file import import_file
     from tests.execute.test_bad_run import cpu_profile
     from tests.hugging_face_configs import SMALL
     from tests.models import chain_model

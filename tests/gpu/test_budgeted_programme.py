@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calibration.gpu.board import BoardReading, BoardWatch, find_reader, parse_smi, summarised
-from calibration.gpu.device import SpoiledProcessError, UnsupportedError, driver_uuid
-from calibration.gpu.journal import Journal, JournalRow, read_rows
-from calibration.gpu.programme import BenchmarkCase, Outcome, run_programme
 from parsim.errors import ConfigError, ExecutionError
+from tools.gpu.board import BoardReading, BoardWatch, find_reader, parse_smi, summarised
+from tools.gpu.device import SpoiledProcessError, UnsupportedError, driver_uuid
+from tools.gpu.journal import Journal, JournalRow, read_rows
+from tools.gpu.programme import BenchmarkCase, Outcome, run_programme
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -186,8 +186,8 @@ def test_a_killed_programme_keeps_every_finished_row(tmp_path: Path) -> None:
     script.write_text(
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from calibration.gpu.journal import Journal\n"
-        "from calibration.gpu.programme import BenchmarkCase, run_programme\n"
+        "from tools.gpu.journal import Journal\n"
+        "from tools.gpu.programme import BenchmarkCase, run_programme\n"
         "def slowly(rows, remaining_s):\n"
         "    time.sleep(0.1)\n"
         "    return {}\n"
@@ -319,8 +319,8 @@ def test_nvidia_smi_is_asked_for_the_same_board(monkeypatch: pytest.MonkeyPatch)
         return subprocess.CompletedProcess(command, 0, "350.0, 700, 1980, 1980, 2619, 40", "")
 
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr("calibration.gpu.board.shutil.which", lambda _: "nvidia-smi")
-    monkeypatch.setattr("calibration.gpu.board.subprocess.run", ran)
+    monkeypatch.setattr("tools.gpu.board.shutil.which", lambda _: "nvidia-smi")
+    monkeypatch.setattr("tools.gpu.board.subprocess.run", ran)
     reader, source = find_reader("GPU-0f")
     assert reader is not None
     assert (source, reader()["power_w"]) == ("nvidia-smi", 350.0)

@@ -10,17 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calibration.gpu.copies import measure_copy
-from calibration.gpu.device import MeasuredDevice, UnsupportedError, cpu_device
-from calibration.gpu.products import (
-    PRECISIONS,
-    TOLERANCES,
-    Product,
-    matrix_precision,
-    measure_product,
-    relative_error,
-    transformer_products,
-)
 from calibration.operand_pool import (
     CACHE_MULTIPLE,
     MAX_SETS,
@@ -30,6 +19,17 @@ from calibration.operand_pool import (
     set_count,
 )
 from parsim.errors import ExecutionError
+from tools.gpu.copies import measure_copy
+from tools.gpu.device import MeasuredDevice, UnsupportedError, cpu_device
+from tools.gpu.products import (
+    PRECISIONS,
+    TOLERANCES,
+    Product,
+    matrix_precision,
+    measure_product,
+    relative_error,
+    transformer_products,
+)
 
 CPU = torch.device("cpu")
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calibration.gpu.device import WallClock, cpu_device
-from calibration.gpu.launches import event_cost, launch_cost, synchronisation_cost
-from calibration.gpu.timing import QUEUE_CALLS, time_calls
 from parsim.errors import ExecutionError
 from parsim.execute.cuda.driver import steady_cycles_per_s
 from tests.virtual_cuda import VirtualDriver
+from tools.gpu.device import WallClock, cpu_device
+from tools.gpu.launches import event_cost, launch_cost, synchronisation_cost
+from tools.gpu.timing import QUEUE_CALLS, time_calls
 
 
 def virtual(*, launch_s: float = 10e-6) -> VirtualDriver:

@@ -5,11 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from calibration.gpu.copies import measure_copy
-from calibration.gpu.device import MeasuredDevice, cuda_device
-from calibration.gpu.launches import event_cost, graph_cost, launch_cost
-from calibration.gpu.products import PRECISIONS, Product, measure_product
-from calibration.gpu.timing import time_calls
 from parsim.execute.cuda.driver import TorchCudaDriver
 from parsim.execute.rank_run import make_streams
 from parsim.execute.reference import train_reference
@@ -21,6 +16,11 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
+from tools.gpu.copies import measure_copy
+from tools.gpu.device import MeasuredDevice, cuda_device
+from tools.gpu.launches import event_cost, graph_cost, launch_cost
+from tools.gpu.products import PRECISIONS, Product, measure_product
+from tools.gpu.timing import time_calls
 
 pytestmark = pytest.mark.gpu
 

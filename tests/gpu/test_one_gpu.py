@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from calibration.gpu.journal import read_rows
+from tools.gpu.journal import read_rows
 
 FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "one_gpu"
 
@@ -319,7 +319,7 @@ def test_every_package_that_is_carried_is_pinned(own: Any) -> None:
 
 
 def test_every_case_has_a_name_of_its_own_and_follows_what_it_needs(own: Any, tmp_path: Path) -> None:
-    from calibration.gpu.device import cpu_device
+    from tools.gpu.device import cpu_device
 
     for scope in (own("questions").ON_A_GPU, own("questions").REHEARSED):
         cases = own("cases").Programme(cpu_device(), scope, tmp_path, seed=0, say=print).cases()
@@ -332,8 +332,8 @@ def test_every_case_has_a_name_of_its_own_and_follows_what_it_needs(own: Any, tm
 
 
 def test_a_step_that_was_measured_is_not_predicted_any_more(own: Any, tmp_path: Path) -> None:
-    from calibration.gpu.device import cpu_device
     from parsim.hardware.profile import load_profile
+    from tools.gpu.device import cpu_device
 
     scope, predictions = own("questions").REHEARSED, own("predictions")
     programme = own("cases").Programme(cpu_device(), scope, tmp_path, seed=0, say=print)

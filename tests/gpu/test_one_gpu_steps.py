@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from calibration.gpu.device import SpoiledProcessError, UnsupportedError, cpu_device
-from calibration.gpu.journal import Journal
-from calibration.gpu.launches import capturing
-from calibration.gpu.programme import run_programme
 from tests.virtual_cuda import VirtualDriver
+from tools.gpu.device import SpoiledProcessError, UnsupportedError, cpu_device
+from tools.gpu.journal import Journal
+from tools.gpu.launches import capturing
+from tools.gpu.programme import run_programme
 
 CPU = torch.device("cpu")
 

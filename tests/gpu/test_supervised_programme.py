@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from calibration.gpu.journal import Journal, JournalRow
-from calibration.gpu.programme import BenchmarkCase, run_programme
+from tools.gpu.journal import Journal, JournalRow
+from tools.gpu.programme import BenchmarkCase, run_programme
 
 FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "one_gpu"
 
@@ -21,7 +21,7 @@ MEASURING = """
     from pathlib import Path
     sys.path.insert(0, {folder!r})
     from supervise import LOST_DEVICE_STATUS, note_begun, note_moved
-    from calibration.gpu.journal import Journal
+    from tools.gpu.journal import Journal
     out = Path({out!r})
     journal = Journal(out / "rows.jsonl")
     for name, estimate_s in {cases!r}.items():

@@ -219,7 +219,7 @@ def test_a_command_by_its_old_module_says_the_new_one() -> None:
     command = [sys.executable, "-m", "calibration.v100", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "calibration.v100 is now calibration.published.v100" in done.stderr
+    assert "calibration.v100 is now tools.published.v100" in done.stderr
     assert "Traceback" not in done.stderr
     script = "from parsim.plan.plan import Plan"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

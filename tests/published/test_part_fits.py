@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from calibration.parts import attentions, collectives, products
-from calibration.parts.catalog import GPUS, IDLE, LAUNCH, CatalogGpu
-from calibration.parts.robust import named
 from parsim.costs.compute.formula import tile_seconds
 from parsim.hardware.records import to_text
+from tools.parts import attentions, collectives, products
+from tools.parts.catalog import GPUS, IDLE, LAUNCH, CatalogGpu
+from tools.parts.robust import named
 
 ROOT = Path(__file__).resolve().parents[2]
 SYNTHETIC = Path(__file__).parent / "parts_synthetic"
@@ -79,8 +79,8 @@ def test_a_burst_is_faster_only_while_it_is_short() -> None:
 
 def test_bursts_alone_take_the_gain_that_others_of_the_family_show() -> None:
     """One chip is known by both kinds of rows, another by bursts alone, which a fit by itself takes for sustained."""
-    from calibration.parts.catalog import GPUS
-    from calibration.parts.gpus import fit_all
+    from tools.parts.catalog import GPUS
+    from tools.parts.gpus import fit_all
 
     rows = products.products_of(products.read_products(SYNTHETIC), ("Made-up",), products.HALF)
     long = replace(rows, rows=16 * rows.rows, sustained=1 + 0 * rows.sustained)
@@ -125,11 +125,11 @@ def test_shipped_parts_are_what_the_command_writes(tmp_path: Path, monkeypatch: 
 
     Layout and words to the last character, numbers to what searches differ by on other processors.
     """
-    from calibration.parts import __main__ as command
-    from calibration.published.v100 import REFIT_TOLERANCE
+    from tools.parts import __main__ as command
+    from tools.published.v100 import REFIT_TOLERANCE
 
     out = tmp_path / "parts"
-    monkeypatch.setattr("sys.argv", ["calibration.parts", "--data", str(data_folder()), "--out", str(out)])
+    monkeypatch.setattr("sys.argv", ["tools.parts", "--data", str(data_folder()), "--out", str(out)])
     command.main()
     written = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.json"))
     assert {path.name for path in PARTS.rglob("*.json")} <= {path.name for path in written}
@@ -141,8 +141,8 @@ def test_shipped_parts_are_what_the_command_writes(tmp_path: Path, monkeypatch: 
 
 
 def test_shipped_links_come_from_the_tables() -> None:
-    from calibration.parts.links import SWITCHES, _switch
-    from calibration.parts.part_files import read_sources
+    from tools.parts.links import SWITCHES, _switch
+    from tools.parts.part_files import read_sources
 
     folder = data_folder()
     read_sources(folder)

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from calibration.published.v100 import MEMORY_ROWS, REFIT_TOLERANCE, build, largest_difference, main, refit
-from calibration.published.v100_links import fit_link_model
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.errors import DataError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import CollectivePoint, Profile, load_profile, save_profile
 from parsim.units import MIB
 from parsim.work import Collective
+from tools.published.v100 import MEMORY_ROWS, REFIT_TOLERANCE, build, largest_difference, main, refit
+from tools.published.v100_links import fit_link_model
 
 DATA = Path(os.environ.get("PARSIM_V100_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data" / "v100"))
 needs_data = pytest.mark.skipif(

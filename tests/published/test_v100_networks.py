@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from calibration.published.v100_machines import LARGE_BYTES, MACHINES, build, lane_rate, main
 from parsim.costs.communication.closed_forms import busbw_bytes_per_s
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.communication.internode import choices
@@ -18,6 +17,7 @@ from parsim.hardware.network import load_network, shipped_networks
 from parsim.hardware.profile import load_profile, save_profile, source_keys
 from parsim.units import GIB, KIB, MIB
 from parsim.work import Collective
+from tools.published.v100_machines import LARGE_BYTES, MACHINES, build, lane_rate, main
 
 DATA = Path(os.environ.get("PARSIM_V100_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data" / "v100"))
 PROFILES = Path(__file__).resolve().parents[2] / "hardware_profiles"

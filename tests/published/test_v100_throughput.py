@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 from calibration.fit.operators import fit_operators, kernel_of, read_operator_points
-from calibration.published.v100_throughput import without_efficiency
 from parsim.costs.compute.compute import ComputeCosts
-from parsim.costs.compute.launches import kernel_seconds
+from parsim.costs.compute.formula import saturation_s
 from parsim.errors import DataError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.profile import Profile, load_profile
@@ -28,6 +27,7 @@ from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.work import Compute, OptimizerStep, Phase
+from tools.published.v100_throughput import without_efficiency
 
 PROFILE = "dgx1-v100-32gb"
 PCIE_PEAK_FLOP_PER_S = 14.03e12  # NeuSight's own device table: V100-PCIE-32GB
@@ -135,7 +135,7 @@ def test_matmul_kernels_of_another_benchmark_and_board(profile: Profile) -> None
             )
             kernel = kernel_of(point)
             if kernel.flop > 1e10:
-                errors[row["model_or_op"]].append(float(np.log(kernel_seconds(kernel, coefficients) / point.seconds)))
+                errors[row["model_or_op"]].append(float(np.log(saturation_s(kernel, coefficients) / point.seconds)))
     assert len(errors["linear_fwd"]) > 150
     assert np.median(np.abs(errors["linear_fwd"])) < 0.06
     assert np.median(np.abs(errors["bmm_fwd"])) < 0.15

@@ -13,8 +13,11 @@ from statistics import median
 import numpy as np
 import pytest
 
-from calibration.published.v100_collectives import CollectiveRow, read_collective_rows
-from calibration.published.v100_throughput import (
+from parsim.errors import DataError
+from parsim.hardware.profile import Profile, load_profile
+from parsim.units import MIB
+from tools.published.v100_collectives import CollectiveRow, read_collective_rows
+from tools.published.v100_throughput import (
     FittedEfficiency,
     PublishedRow,
     fit_efficiencies,
@@ -25,9 +28,6 @@ from calibration.published.v100_throughput import (
     simulated,
     without_efficiency,
 )
-from parsim.errors import DataError
-from parsim.hardware.profile import Profile, load_profile
-from parsim.units import MIB
 
 DATA = Path(os.environ.get("PARSIM_V100_DATA") or Path(__file__).parents[3] / "shared/data/v100")
 needs_data = pytest.mark.skipif(

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parsim.costs.observed import task_durations_s
 from parsim.errors import GraphError, ParsimError
-from parsim.predict.compare import aa_floor, compare, drift, kind_intervals_s, relative_error, task_durations_s
+from parsim.predict.compare import aa_floor, compare, drift, kind_intervals_s, relative_error
 from parsim.predict.result import Interval
 from parsim.program.task import COMPUTE, Origin, Resource, Task
 from parsim.program.taskgraph import TaskGraph
@@ -80,7 +81,7 @@ def test_a_prediction_scaled_by_k_is_off_by_k_minus_1_everywhere(seconds: list[f
 def test_a_collective_runs_from_the_common_start_to_the_latest_end() -> None:
     graph = graph_of(1)
     late = timeline_of(graph, [1.0, 1.0, 0.5], wait_s=7.0)
-    assert task_durations_s(graph, late) == pytest.approx([1.0, 1.0, 0.5])
+    assert task_durations_s(len(graph.tasks), late, complete=True) == pytest.approx([1.0, 1.0, 0.5])
     assert late.makespan_s == pytest.approx(9.5)
 
 

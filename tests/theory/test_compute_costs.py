@@ -12,8 +12,22 @@ from hypothesis import strategies as st
 
 from calibration.fit.operators import fit_operators
 from parsim.costs.compute.compute import ComputeCosts
-from parsim.costs.compute.formula import ROOFLINE_BANDWIDTH_EFFICIENCY, ROOFLINE_COMPUTE_EFFICIENCY, component_kernels
-from parsim.costs.compute.launches import ComputeRequest, Kernel, backward_kernels, forward_kernels, kernel_seconds
+from parsim.costs.compute.formula import (
+    ROOFLINE_BANDWIDTH_EFFICIENCY,
+    ROOFLINE_COMPUTE_EFFICIENCY,
+    component_kernels,
+    family_of,
+    product_of,
+    saturation_s,
+)
+from parsim.costs.compute.launches import (
+    ComputeRequest,
+    Launch,
+    backward_launches,
+    forward_launches,
+    unfused_attention,
+    unfused_attention_backward,
+)
 from parsim.costs.compute.measured import interpolation_terms
 from parsim.errors import ConfigError, CostError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile
@@ -228,22 +242,26 @@ def test_interpolation_stays_between_its_neighbours_and_grows_with_the_samples(
 
 
 def test_kernel_formula_by_hand() -> None:
-    kernel = Kernel(
+    kernel = Launch(
         kind="convolution",
+        function="grouped",
         phase="forward",
+        sizes=(
+            ("images", 4),
+            ("inputs", 70),
+            ("outputs", 50),
+            ("groups", 3),
+            ("taps", 9),
+            ("pixels_in", 100),
+            ("pixels_out", 25),
+        ),
         flop=1.0,
         size_bytes=9e6,
-        rows=100,
-        columns=50,
-        depth=70,
-        problems=3,
-        taps=9,
-        family="3x3",
         strided=True,
     )
-    compute = 2 * 9 * (70 + 30) * (3 * 120 * 60 + 5e4) / (PEAK * 1.6) * 1.5
+    compute = 2 * 9 * (70 + 30) * (3 * 120 * 60 + 5e4) / (PEAK * IDEAL["efficiency_other"]) * 1.5
     memory = 9e6 / (BANDWIDTH * 0.9)
-    assert kernel_seconds(kernel, IDEAL) == pytest.approx(5e-6 + (compute**4 + memory**4) ** 0.25, rel=1e-12)
+    assert saturation_s(kernel, IDEAL) == pytest.approx(5e-6 + (compute**4 + memory**4) ** 0.25, rel=1e-12)
 
 
 def test_a_large_matmul_reaches_the_fitted_efficiency_and_no_more() -> None:
@@ -256,9 +274,9 @@ def test_a_large_matmul_reaches_the_fitted_efficiency_and_no_more() -> None:
         activation_bytes=8 * n * n,
         parameter_bytes=4 * n * n,
     )
-    (kernel,) = forward_kernels(big, 1, "fp32")
+    (kernel,) = forward_launches(big, 1, "fp32")
     ideal = 2.0 * n**3 / (PEAK * 0.8)
-    assert ideal < kernel_seconds(kernel, IDEAL) < 1.01 * ideal
+    assert ideal < saturation_s(kernel, IDEAL) < 1.01 * ideal
 
 
 sizes = st.integers(1, 4096)
@@ -279,19 +297,21 @@ def test_kernel_time_grows_with_every_size(m: int, n: int, k: int, samples: int,
             activation_bytes=4 * shape["m"] * (shape["n"] + shape["k"]),
             parameter_bytes=4 * shape["n"] * shape["k"],
         )
-        kernels = forward_kernels(operator, shape["samples"], "fp32") + backward_kernels(operator, shape["samples"], "fp32")
-        return [kernel_seconds(kernel, IDEAL) for kernel in kernels]
+        kernels = forward_launches(operator, shape["samples"], "fp32") + sum(
+            backward_launches(operator, shape["samples"], "fp32"), ()
+        )
+        return [saturation_s(kernel, IDEAL) for kernel in kernels]
 
     for before, after in zip(seconds(None), seconds(which), strict=True):
         assert IDEAL["floor_s"] < before <= after * (1 + 1e-12)
 
 
 def test_backward_of_a_matmul_is_its_two_products() -> None:
-    into_input, into_weight = backward_kernels(MATMUL, 4, "fp32")
-    assert (into_input.rows, into_input.columns, into_input.depth) == (4 * 128, 512, 256)
-    assert (into_weight.rows, into_weight.columns, into_weight.depth) == (512, 256, 4 * 128)
+    (into_input,), (into_weight,) = backward_launches(MATMUL, 4, "fp32")
+    assert product_of(into_input) == (1, 4 * 128, 512, 256, 1)
+    assert product_of(into_weight) == (1, 512, 256, 4 * 128, 1)
     assert into_input.flop == into_weight.flop == 4 * MATMUL.forward_flop
-    assert backward_kernels(MATMUL, 4, "fp32", input_gradient=False) == (into_weight,)
+    assert backward_launches(MATMUL, 4, "fp32", input_gradient=False) == ((), (into_weight,))
 
 
 def test_backward_of_a_convolution_is_input_and_weight_gradient() -> None:
@@ -306,14 +326,14 @@ def test_backward_of_a_convolution_is_input_and_weight_gradient() -> None:
         activation_bytes=4 * (16 * 64 + 32 * 16),
         parameter_bytes=4 * 8 * 32 * 9,
     )
-    (kernel,) = forward_kernels(operator, 5, "fp32")
-    assert (kernel.problems, kernel.rows, kernel.columns, kernel.depth, kernel.taps) == (2, 80, 16, 8, 9)
-    assert kernel.family == "other"
+    (kernel,) = forward_launches(operator, 5, "fp32")
+    assert product_of(kernel) == (2, 80, 16, 8, 9)
+    assert family_of(kernel) == "other"
     assert kernel.strided
-    assert 2 * kernel.problems * kernel.rows * kernel.columns * kernel.depth * kernel.taps == kernel.flop
-    into_input, into_weight = backward_kernels(operator, 5, "fp32")
-    assert (into_input.phase, into_input.columns, into_input.depth) == ("backward_input", 8, 16)
-    assert (into_weight.phase, into_weight.rows, into_weight.columns, into_weight.depth) == ("backward_weight", 16, 8, 80)
+    assert 2 * math.prod(product_of(kernel)) == kernel.flop
+    (into_input,), (into_weight,) = backward_launches(operator, 5, "fp32")
+    assert (into_input.phase, product_of(into_input)) == ("backward_input", (2, 80, 8, 16, 9))
+    assert (into_weight.phase, product_of(into_weight)) == ("backward_weight", (2, 16, 8, 80, 9))
 
 
 def test_attention_counts_its_two_products() -> None:
@@ -325,24 +345,25 @@ def test_attention_counts_its_two_products() -> None:
         activation_bytes=4 * 4 * 197 * 768,
         parameter_bytes=0,
     )
-    kernels = forward_kernels(operator, 8, "fp32")
-    assert sum(kernel.flop for kernel in kernels) == 8 * operator.forward_flop
-    assert sum(kernel.flop for kernel in backward_kernels(operator, 8, "fp32")) == 2 * 8 * operator.forward_flop
+    kernels, (fused,) = unfused_attention(operator, 8, "fp32"), forward_launches(operator, 8, "fp32")
+    assert sum(kernel.flop for kernel in kernels) == fused.flop == 8 * operator.forward_flop
+    backward, _ = unfused_attention_backward(operator, 8, "fp32", input_gradient=True)
+    assert sum(kernel.flop for kernel in backward) == 2 * 8 * operator.forward_flop
 
 
 def test_half_precision_moves_half_the_bytes() -> None:
-    (full,) = forward_kernels(ELEMENTWISE, 10, "fp32")
-    (half,) = forward_kernels(ELEMENTWISE, 10, "amp_fp16")
+    (full,) = forward_launches(ELEMENTWISE, 10, "fp32")
+    (half,) = forward_launches(ELEMENTWISE, 10, "amp_fp16")
     assert half.size_bytes == full.size_bytes / 2 == 40_000
 
 
 def test_an_operator_without_its_sizes_is_named() -> None:
     broken = Operator(kind="matmul", shape=(("m", 1),), batch="rows", forward_flop=2.0, activation_bytes=4, parameter_bytes=4)
     with pytest.raises(CostError, match="matmul operator has no size 'n'"):
-        forward_kernels(broken, 1, "fp32")
+        forward_launches(broken, 1, "fp32")
     with pytest.raises(CostError, match="no coefficient 'half_rows'"):
-        kernel_seconds(
-            forward_kernels(MATMUL, 1, "fp32")[0], {name: value for name, value in IDEAL.items() if name != "half_rows"}
+        saturation_s(
+            forward_launches(MATMUL, 1, "fp32")[0], {name: value for name, value in IDEAL.items() if name != "half_rows"}
         )
 
 
@@ -354,9 +375,7 @@ def test_a_fitted_component_is_the_sum_of_its_kernels() -> None:
     for work in (forward(32), backward(32)):
         estimate = ComputeCosts(of, "fp32").estimate(work, BLOCK, device(of))
         kernels = component_kernels(ComputeRequest(component=BLOCK, phase=work.phase, samples=32), "fp32")
-        seconds = {
-            kind: sum(kernel_seconds(k, IDEAL) for k in kernels if k.kind == kind) for kind in ("matmul", "memory_bound")
-        }
+        seconds = {kind: sum(saturation_s(k, IDEAL) for k in kernels if k.kind == kind) for kind in ("matmul", "memory_bound")}
         total = sum(seconds.values())
         assert estimate.median_s == pytest.approx(total, rel=1e-12)
         assert estimate.source == "fitted"
@@ -562,7 +581,7 @@ def synthetic_points(seed: int, noise: float) -> list[OperatorPoint]:
             activation_bytes=4 * m * (n + k),
             parameter_bytes=4 * n * k,
         )
-        seconds = kernel_seconds(forward_kernels(operator, 1, "fp32")[0], IDEAL) * math.exp(noise * rng.standard_normal())
+        seconds = saturation_s(forward_launches(operator, 1, "fp32")[0], IDEAL) * math.exp(noise * rng.standard_normal())
         points.append(
             OperatorPoint(
                 kind="matmul",

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsim.costs.compute.formula import component_kernels
-from parsim.costs.compute.gpu import PASSES, cuda_backward_halves, cuda_forward, cuda_operators, has_full_stream
-from parsim.costs.compute.launches import ComputeRequest, Kernel
+from parsim.costs.compute.gpu import PASSES, cuda_backward, cuda_forward, cuda_lowering, cuda_operators
+from parsim.costs.compute.launches import ComputeRequest, Launch
 from parsim.model import ModelSpec, load_model
 from parsim.model.component import Component, Operator
 from parsim.work import Phase
@@ -48,7 +48,7 @@ def forward_bytes(operator: Operator, precision: str, **stream: bool) -> float:
 
 
 def backward_bytes(operator: Operator, precision: str, **stream: bool) -> float:
-    halves = cuda_backward_halves(operator, 2, precision, **stream)
+    halves = cuda_backward(operator, 2, precision, **stream)
     return sum(kernel.size_bytes for half in halves for kernel in half)
 
 
@@ -71,7 +71,7 @@ def test_operators_without_dropout_stay_as_they_are() -> None:
 
 def test_a_residual_adds_gradients_and_a_mask_hands_them_on() -> None:
     assert backward_bytes(RESIDUAL, "fp32") == forward_bytes(RESIDUAL, "fp32") == 2 * ELEMENTS * 3 * 4
-    assert cuda_backward_halves(memory_bound("add", 2), 2, "fp32") == ((), ())
+    assert cuda_backward(memory_bound("add", 2), 2, "fp32") == ((), ())
 
 
 def test_autocast_computes_a_layer_norm_in_fp32_and_casts_its_output() -> None:
@@ -88,8 +88,9 @@ def test_autocast_keeps_batch_norm_and_relu_in_half_precision() -> None:
 
 
 def test_after_a_layer_norm_residuals_are_added_in_fp32() -> None:
-    assert has_full_stream((MATMUL, NORM))
-    assert not has_full_stream((MATMUL, memory_bound("native_batch_norm", 2)))
+    for norm, width in ((NORM, 4 + 2 + 4), (memory_bound("native_batch_norm", 2), 3 * 2)):
+        (residual,) = cuda_lowering((MATMUL, norm)).forward(RESIDUAL, 2, "amp_fp16")
+        assert residual.size_bytes == 2 * ELEMENTS * width
     assert forward_bytes(RESIDUAL, "amp_fp16", full_stream=True) == 2 * ELEMENTS * (4 + 2 + 4)
     assert forward_bytes(RESIDUAL, "amp_fp16") == 2 * ELEMENTS * 3 * 2
 
@@ -97,7 +98,7 @@ def test_after_a_layer_norm_residuals_are_added_in_fp32() -> None:
 def test_weights_are_cast_once_each_way_whatever_the_samples() -> None:
     for samples in (1, 64):
         forward = cuda_forward(MATMUL, samples, "amp_fp16")
-        _, weights = cuda_backward_halves(MATMUL, samples, "amp_fp16")
+        _, weights = cuda_backward(MATMUL, samples, "amp_fp16")
         assert forward[-1].size_bytes == weights[-1].size_bytes == 6 * 8 * 16
     assert len(cuda_forward(MATMUL, 1, "fp32")) == 1
 
@@ -105,7 +106,7 @@ def test_weights_are_cast_once_each_way_whatever_the_samples() -> None:
 @given(function=st.sampled_from([*PASSES, "relu", "clone", "add", "mul", ""]), samples=st.integers(1, 512))
 def test_autocast_moves_fewer_bytes_only_where_it_computes_in_half(function: str, samples: int) -> None:
     operator = memory_bound(function, 3)
-    for launches in (cuda_forward, lambda *given: sum(cuda_backward_halves(*given), ())):
+    for launches in (cuda_forward, lambda *given: sum(cuda_backward(*given), ())):
         full = sum(kernel.size_bytes for kernel in launches(operator, samples, "fp32"))
         half = sum(kernel.size_bytes for kernel in launches(operator, samples, "amp_fp16"))
         if function in PASSES and PASSES[function].full:
@@ -128,9 +129,9 @@ def test_the_halves_of_a_backward_are_the_backward_and_flop_do_not_change(name: 
             assert flop(on_gpu(component, phase, precision)) == flop(recorded)
 
 
-def on_gpu(component: Component, phase: Phase, precision: str) -> tuple[Kernel, ...]:
+def on_gpu(component: Component, phase: Phase, precision: str) -> tuple[Launch, ...]:
     return component_kernels(ComputeRequest(component=component, phase=phase, samples=8), precision, "cuda")
 
 
-def flop(kernels: tuple[Kernel, ...]) -> float:
+def flop(kernels: tuple[Launch, ...]) -> float:
     return sum(kernel.count * kernel.flop for kernel in kernels)

@@ -60,7 +60,7 @@ def named(model: Model, name: str) -> Component:
 def test_without_autocast_a_gpu_launches_what_a_cpu_does(model: Model, precision: str, phase: Phase) -> None:
     for component in model.components:
         own = gpu_launches(component, phase, SAMPLES, precision=precision)
-        assert own == component_launches(component, phase, SAMPLES)
+        assert own == component_launches(component, phase, SAMPLES, precision)
 
 
 def test_a_loss_is_in_fp32_and_its_input_is_cast(model: Model) -> None:

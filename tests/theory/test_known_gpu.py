@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from calibration.fit.composition import fit_compositions, measured_parts
 from calibration.fit.surfaces import consistent_operators, fit_surfaces
 from calibration.measure.operator_shapes import gpu_reach, operator_launches
 from parsim.costs.compute.formula import KernelModel
-from parsim.costs.compute.launches import ComputeRequest, Kernel, Launch
+from parsim.costs.compute.launches import ComputeRequest, Launch
 from parsim.costs.compute.surfaces import SurfaceModel, component_parts, composed_s, composition_of, launches_on
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
@@ -64,57 +65,26 @@ PASSES = {
 """Arrays that a launch moves, forward and backward, as `parsim.costs.compute.gpu` has them; else two and three."""
 
 
-def kernel_of(launch: Launch) -> Kernel:
-    """A launch that is measured alone, as the kernel model describes it."""
+def kernel_of(launch: Launch) -> Launch:
+    """A launch that is measured alone, with what it computes and moves."""
     s, backward = dict(launch.sizes), launch.phase == "backward"
     if launch.kind == "matmul":
         rows, columns, depth, problems = s["rows"], s["columns"], s["depth"], s["problems"]
         moved = HALF_BYTES * problems * (rows * columns + rows * depth + columns * depth)
-        flop = 2 * problems * rows * columns * depth
-        sizes = {"rows": rows, "columns": columns, "depth": depth, "problems": problems}
-        return Kernel(kind="matmul", phase="forward", flop=flop, size_bytes=moved, **sizes)  # type: ignore[arg-type]
+        return replace(launch, flop=2 * problems * rows * columns * depth, size_bytes=moved)
     if launch.kind == "convolution":
-        pixels = s["images"] * s["pixels_out"]
         weights = s["groups"] * s["inputs"] * s["outputs"] * s["taps"]
         arrays = s["images"] * s["groups"] * (s["inputs"] * s["pixels_in"] + s["outputs"] * s["pixels_out"])
-        strided = s["pixels_in"] > s["pixels_out"]
-        rows, columns, depth = {
-            "forward": (pixels, s["outputs"], s["inputs"]),
-            "backward_input": (pixels, s["inputs"], s["outputs"]),
-            "backward_weight": (s["outputs"], s["inputs"], pixels),
-        }[launch.phase]
-        return Kernel(
-            kind="convolution",
-            phase=launch.phase,
-            flop=2 * pixels * weights,
-            size_bytes=HALF_BYTES * (arrays + weights),
-            rows=rows,
-            columns=columns,
-            depth=depth,
-            problems=s["groups"],
-            taps=s["taps"],
-            family="dense" if s["taps"] == 1 else "3x3" if s["taps"] == 9 and not strided else "other",
-            strided=strided,
-        )
+        flop, strided = 2 * s["images"] * s["pixels_out"] * weights, s["pixels_in"] > s["pixels_out"]
+        return replace(launch, flop=flop, size_bytes=HALF_BYTES * (arrays + weights), strided=strided)
     if launch.kind == "attention":
-        causal = launch.function == "causal"
-        flop = 4 * s["problems"] * s["queries"] * s["keys"] * s["depth"] * (0.5 if causal else 1.0)
+        flop = 4 * s["problems"] * s["queries"] * s["keys"] * s["depth"] * (0.5 if launch.function == "causal" else 1.0)
         moved = 2 * HALF_BYTES * s["problems"] * (s["queries"] + s["keys"]) * s["depth"]
-        return Kernel(
-            kind="attention",
-            phase=launch.phase,
-            flop=2.5 * flop if backward else flop,
-            size_bytes=2 * moved if backward else moved,
-            rows=s["queries"],
-            columns=s["keys"],
-            depth=s["depth"],
-            problems=s["problems"],
-            causal=causal,
-        )
+        return replace(launch, flop=2.5 * flop if backward else flop, size_bytes=2 * moved if backward else moved)
     if launch.kind == "embedding":
-        return Kernel(kind="memory_bound", phase="forward", flop=0.0, size_bytes=2 * HALF_BYTES * s["rows"] * s["width"])
+        return replace(launch, size_bytes=2 * HALF_BYTES * s["rows"] * s["width"])
     arrays = PASSES.get(launch.function, (2.0, 3.0))[backward]
-    return Kernel(kind="memory_bound", phase="forward", flop=0.0, size_bytes=HALF_BYTES * arrays * s["elements"])
+    return replace(launch, size_bytes=HALF_BYTES * arrays * s["elements"])
 
 
 class KnownGpu:

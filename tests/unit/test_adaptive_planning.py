@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.costs.observed import NO_RUN_CORRECTIONS, CommunicationClass, RunCorrections, class_of
+from parsim.costs.observed import NO_RUN_CORRECTIONS, CommunicationClass, RunCorrections, class_of, task_durations_s
 from parsim.errors import ScheduleError
 from parsim.execute.train import mean_round_s
 from parsim.hardware.cluster import cluster_from_profile
@@ -30,7 +30,6 @@ from parsim.search.adapt.planning import (
     search_planner,
     side_by_side,
     switch_cost,
-    task_seconds,
 )
 from parsim.search.families import dp_plans, single_plans
 from parsim.search.search import search
@@ -74,7 +73,7 @@ def test_a_priced_plan_under_corrections_is_the_evaluation_of_the_corrected_prob
 def test_a_run_as_predicted_teaches_nothing(plan: Plan) -> None:
     """The predicted timeline, read back task by task as a measured one would be, gives the expected seconds by class."""
     evaluation = evaluate(PROBLEM, plan, samples=0)
-    seconds = task_seconds(len(evaluation.graph.tasks), evaluation.timeline)
+    seconds = task_durations_s(len(evaluation.graph.tasks), evaluation.timeline)
     observation = observation_of(evaluation.graph, np.stack([seconds, seconds]), window=0, step_s=0.1, steps_left=10)
     assert observation.seconds == pytest.approx(expected_seconds(PROBLEM, plan))
     controller, decision = controller_for(PROBLEM, plan).observe(observation)

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
+from parsim.app.export_folder import export_folder
 from parsim.app.functions import simulate
 from parsim.app.run_folder import RunFolder
-from parsim.exporters.chakra_trace import GroupNames, NodeCost, rank_trace
-from parsim.exporters.protobuf_wire import chosen_number, number_field, varint
+from parsim.formats.chakra import GroupNames, NodeCost, chosen_number, number_field, rank_trace, varint
 from parsim.program.task import Origin, Resource, Task
 from parsim.program.taskgraph import TaskGraph
 from parsim.work import Collective, Compute, Phase, SendRecv
-from parsim.workflow.exporting.formats import export_folder
 
 SCHEMA: dict[str, list[tuple[str, int, str]]] = {
     "AttributeProto": [

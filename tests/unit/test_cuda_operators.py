@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from calibration.measure.cuda_operators import LIST_PATH, cuda_kernels, list_text, without_cuda_kernel
 from parsim.errors import ConfigError
+from tools.cuda_operators import LIST_PATH, cuda_kernels, list_text, without_cuda_kernel
 
 pytest.importorskip("torch")
 

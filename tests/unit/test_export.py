@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from parsim.app.export_folder import export_folder
 from parsim.app.functions import simulate
+from parsim.app.import_file import import_file
 from parsim.app.run_folder import RunFolder
 from parsim.cli import main
 from parsim.errors import ConfigError
+from parsim.formats.exports import written_formats
+from parsim.formats.recipe import read_recipe, written_out
 from parsim.model.catalogue.names import sequence_of, shape_of
-from parsim.workflow.exporting.formats import FORMATS, export_folder
-from parsim.workflow.exporting.transformer_plan import whole
-from parsim.workflow.frameworks.files import read_recipe
-from parsim.workflow.importing.import_file import import_file
 
 SMALL = ["model.args.layers=4", "model.args.hidden=256", "model.args.heads=8", "model.args.vocab=1024", "model.args.seq=128"]
 CUT = [*SMALL, "plan.strategy=hp", "plan.mesh={pp=2,dp=2,tp=2}", "plan.pipeline_order=1f1b", "plan.chunks=1"]
@@ -51,14 +51,14 @@ def test_an_unknown_format_is_refused_with_near_ones(tmp_path: Path) -> None:
         export_folder(tmp_path, format="safetensor")
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", written_formats())
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, format: str) -> None:
     with pytest.raises(ConfigError, match="is not a run folder"):
         export_folder(tmp_path, format=format)
 
 
 def test_a_checkpoint_belongs_to_weights(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--checkpoint best does not apply to a DeepSpeed config.*state_dict, safetensors"):
+    with pytest.raises(ConfigError, match=r"--checkpoint best does not apply to a DeepSpeed JSON.*state_dict, safetensors"):
         export_folder(tmp_path, format="deepspeed", checkpoint="best")
 
 
@@ -162,7 +162,7 @@ def test_frameworks_files_read_back_to_the_same_question(
     recipe, args = read_recipe(file), dict(RunFolder(folder).read_config().model.args)
     seq = sequence_of(model, args)
     assert sequence_of(recipe.model, recipe.args) == seq
-    assert whole(shape_of(recipe.model, recipe.args), seq) == whole(shape_of(model, args), seq)
+    assert written_out(shape_of(recipe.model, recipe.args), seq) == written_out(shape_of(model, args), seq)
     assert not recipe.unknown
     assert not {"plan.mesh", "plan.zero_stage", "plan.microbatches", "training.precision"} & set(done.left_out)
 

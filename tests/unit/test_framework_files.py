@@ -8,10 +8,9 @@ import pytest
 
 import parsim
 from parsim.errors import ConfigError
-from parsim.workflow.frameworks.files import is_framework_file, read_recipe
-from parsim.workflow.frameworks.megatron import read_script
-from parsim.workflow.frameworks.shell import expanded, options_of
-from parsim.workflow.frameworks.torchtitan import read_toml
+from parsim.formats.megatron import expanded, options_of, read_script
+from parsim.formats.recipe import is_framework_file, read_recipe
+from parsim.formats.torchtitan import read_toml
 
 FILES = Path(__file__).parents[1] / "frameworks"
 SIZES = "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --vocab-size 1000 "

@@ -15,14 +15,14 @@ from parsim.app.config import load_config
 from parsim.cli import main
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.errors import ImportedFileError
+from parsim.formats.deepspeed import read_deepspeed
+from parsim.formats.kineto import read_kineto
+from parsim.formats.ledger import ledger_of
+from parsim.formats.source import MOST_BYTES, SourceFile
+from parsim.formats.topology import read_topo_matrix
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.parts import load_gpu
 from parsim.hardware.profile import load_profile
-from parsim.importers.deepspeed_config import read_deepspeed
-from parsim.importers.kineto import read_kineto
-from parsim.importers.ledger import ledger_of
-from parsim.importers.source_file import MOST_BYTES, SourceFile
-from parsim.importers.topo_matrix import read_topo_matrix
 from parsim.timeline import Timeline
 from parsim.work import Collective
 from tests.unit.import_samples import DEEPSPEED, TOPO, gpu_trace, nccl_text, switched_topo
@@ -103,7 +103,7 @@ def test_a_trace_beside_a_prediction_for_other_devices(tmp_path: Path) -> None:
 
 
 def test_the_ledger_says_what_helps_against_its_largest_parts() -> None:
-    from parsim.workflow.importing.into_timeline import HELPS, _what_helps
+    from parsim.formats.imports import HELPS, _what_helps
 
     ledger = ledger_of(read_kineto(source(gpu_trace())), 2.0 * 1024**3 / 100e-6)
     names = [line.removeprefix("Against ").partition(":")[0] for line in _what_helps(ledger)]
@@ -322,7 +322,7 @@ def test_wrong_targets_and_options_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_archive_that_grows_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parsim.importers.source_file.MOST_BYTES", 2**21)
+    monkeypatch.setattr("parsim.formats.source.MOST_BYTES", 2**21)
     assert MOST_BYTES > 2**21
     (tmp_path / "bomb.json.gz").write_bytes(gzip.compress(b"[" * 2**24))
     with pytest.raises(ImportedFileError, match="holds more than 2 MiB"):

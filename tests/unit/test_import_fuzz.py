@@ -23,20 +23,16 @@ from hypothesis import strategies as st
 
 from parsim.errors import ParsimError
 from parsim.files import CONTROL
+from parsim.formats.deepspeed import read_deepspeed
+from parsim.formats.imports import format_of, timeline_of
+from parsim.formats.kineto import read_kineto
+from parsim.formats.ledger import ledger_of
+from parsim.formats.nccl_tests import read_nccl_tests, with_measured
+from parsim.formats.nsys import read_nsys
+from parsim.formats.source import SourceFile
+from parsim.formats.topology import read_lstopo, read_topo_matrix, with_links
 from parsim.hardware.profile import load_profile
-from parsim.importers.deepspeed_config import read_deepspeed
-from parsim.importers.kinds import kind_of
-from parsim.importers.kineto import read_kineto
-from parsim.importers.ledger import ledger_of
-from parsim.importers.lstopo_xml import read_lstopo
-from parsim.importers.machine_tree import with_links
-from parsim.importers.nccl_tests import read_nccl_tests
-from parsim.importers.nsys_sqlite import read_nsys
-from parsim.importers.profile_points import with_measured
-from parsim.importers.source_file import SourceFile
-from parsim.importers.topo_matrix import read_topo_matrix
 from parsim.units import printable
-from parsim.workflow.importing.into_timeline import timeline_of
 from tests.unit.import_samples import DEEPSPEED, LSTOPO, TOPO, gpu_trace, nccl_json, nccl_text, nsys_database, switched_topo
 
 SIZES = tuple(4**power for power in range(6, 10))
@@ -215,7 +211,7 @@ def assert_read_or_refused(kind: str, data: bytes) -> None:
     reader, _ = READERS[kind]
     source = SourceFile(Path("file"), data)
     begun = time.process_time()
-    for read in (lambda: kind_of(source, None), lambda: reader(source)):
+    for read in (lambda: format_of(source), lambda: reader(source)):
         message = refusal(read)
         assert message is None or 0 < len(printable(message)) < 20_000
     assert time.process_time() - begun < LONGEST_S
@@ -260,7 +256,7 @@ def test_files_made_to_be_slow_are_not(kind: str) -> None:
 
 
 def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
-    from parsim.importers.source_file import read_source
+    from parsim.formats.source import read_source
 
     data = gzip.compress(json.dumps(gpu_trace()).encode())
     for cut in (3, 12, len(data) // 2, len(data) - 1):

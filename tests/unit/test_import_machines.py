@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from parsim.app.import_file import import_file
 from parsim.errors import ImportedFileError
+from parsim.formats.ledger import ledger_of
+from parsim.formats.nsys import read_nsys
+from parsim.formats.source import SourceFile
+from parsim.formats.topology import read_lstopo
 from parsim.hardware.profile import load_profile
-from parsim.importers.ledger import ledger_of
-from parsim.importers.lstopo_xml import read_lstopo
-from parsim.importers.nsys_sqlite import read_nsys
-from parsim.importers.source_file import SourceFile
 from parsim.timeline import Timeline
-from parsim.workflow.importing.import_file import import_file
 from tests.unit.import_samples import LSTOPO, TOPO, nsys_database
 
 
@@ -103,12 +103,12 @@ def test_nsys_becomes_a_timeline(tmp_path: Path) -> None:
 
 def test_nsys_takes_one_of_several_gpus() -> None:
     database = source(nsys_database(gpus=2))
-    first, second = read_nsys(database), read_nsys(database, device=1)
+    first, second = read_nsys(database), read_nsys(database, ranks=[1])
     assert (first.rank, second.rank) == (0, 1)
     assert first.skipped == {"activities of other GPUs": 6}
     assert any("give --ranks N" in note for note in first.notes)
     with pytest.raises(ImportedFileError, match="has kernels of GPU 0, 1, and none of GPU 7"):
-        read_nsys(database, device=7)
+        read_nsys(database, ranks=[7])
 
 
 def without(table: str) -> bytes:

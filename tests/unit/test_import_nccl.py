@@ -10,6 +10,8 @@ import pytest
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.communication.measured import unfitted_points
 from parsim.errors import CostError, ImportedFileError
+from parsim.formats.nccl_tests import NcclLog, read_nccl_tests, with_measured
+from parsim.formats.source import SourceFile
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.profile import (
     CollectivePoint,
@@ -21,9 +23,6 @@ from parsim.hardware.profile import (
     shipped_profiles,
 )
 from parsim.hardware.records import to_text
-from parsim.importers.nccl_tests import NcclLog, read_nccl_tests
-from parsim.importers.profile_points import with_measured
-from parsim.importers.source_file import SourceFile
 from parsim.work import Collective
 from tests.unit.import_samples import SIZES, nccl_json, nccl_text, seconds_of
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parsim.costs.compute.formula import KernelModel, component_kernels, kernel_roofline_s
-from parsim.costs.compute.launches import ComputeRequest, Kernel, element_bytes
+from parsim.costs.compute.launches import ComputeRequest, Launch, element_bytes, product_sizes
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
 from parsim.model.catalogue.names import named_model
@@ -29,16 +29,15 @@ def prices(gpu: str, precision: str) -> KernelModel:
     return KernelModel(profile, cluster_from_profile(profile).devices[0].type, precision)
 
 
-def product(precision: str, rows: int, columns: int, depth: int, *, low: bool = True) -> Kernel:
+def product(precision: str, rows: int, columns: int, depth: int, *, low: bool = True) -> Launch:
     elements = rows * depth + depth * columns + rows * columns
-    return Kernel(
+    return Launch(
         kind="matmul",
+        function="linear",
         phase="forward",
+        sizes=product_sizes(1, rows, columns, depth),
         flop=2.0 * rows * columns * depth,
         size_bytes=float(element_bytes(precision) * elements),
-        rows=rows,
-        columns=columns,
-        depth=depth,
         low=low,
     )
 
@@ -49,7 +48,7 @@ def mixtral() -> Model:
     return named_model("mixtral-8x7b", own, granularity="block", weights="bfloat16")
 
 
-def kernels(component: str, precision: str, phase: Phase) -> tuple[Kernel, ...]:
+def kernels(component: str, precision: str, phase: Phase) -> tuple[Launch, ...]:
     request = ComputeRequest(component=mixtral().component(component), phase=phase, samples=2)
     return component_kernels(request, precision, "cuda", fused_attention=True)
 
@@ -110,7 +109,7 @@ def convolutional() -> Model:
     return trace(module, (torch.zeros(2, 16, 8, 8, dtype=torch.bfloat16),), loss="cross_entropy").model
 
 
-def products_of(model: Model, precision: str, kind: str) -> list[Kernel]:
+def products_of(model: Model, precision: str, kind: str) -> list[Launch]:
     """Launches of a kind in all forwards."""
     requests = [ComputeRequest(component=entry, phase=Phase.FORWARD, samples=64) for entry in model.components]
     return [entry for request in requests for entry in component_kernels(request, precision, "cuda") if entry.kind == kind]

@@ -19,15 +19,15 @@ from parsim.cli import main
 from parsim.costs.communication.closed_forms import busbw_bytes_per_s
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.compute.formula import KernelModel, kernel_roofline_s
-from parsim.costs.compute.launches import Kernel, element_bytes
+from parsim.costs.compute.launches import Launch, element_bytes, product_sizes
 from parsim.errors import ConfigError, ProfileError
+from parsim.formats.source import gpu_named
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import MOST_LINES, parts_file_text, profile_from_parts
 from parsim.hardware.network import load_network, parse_network, shipped_networks, with_cards
 from parsim.hardware.parts import ALIASES, load_gpu, load_link, machines_of, shipped_gpus, shipped_links
 from parsim.hardware.profile import load_profile, parse_profile
 from parsim.hardware.records import to_text
-from parsim.importers.gpu_names import gpu_named
 from parsim.work import Collective
 
 GIB = 2**30
@@ -40,32 +40,27 @@ def model_of(gpu: str, precision: str) -> KernelModel:
     return KernelModel(profile, device, precision)
 
 
-def product(rows: int, columns: int, depth: int, problems: int = 1, precision: str = "amp_bf16") -> Kernel:
+def product(rows: int, columns: int, depth: int, problems: int = 1, precision: str = "amp_bf16") -> Launch:
     elements = rows * depth + depth * columns + rows * columns
-    return Kernel(
+    return Launch(
         kind="matmul",
+        function="linear",
         phase="forward",
+        sizes=product_sizes(problems, rows, columns, depth),
         flop=2.0 * problems * rows * columns * depth,
         size_bytes=element_bytes(precision) * problems * elements,
-        rows=rows,
-        columns=columns,
-        depth=depth,
-        problems=problems,
     )
 
 
-def attention(sequence: int, depth: int, problems: int, causal: bool, backward: bool = False) -> Kernel:
+def attention(sequence: int, depth: int, problems: int, causal: bool, backward: bool = False) -> Launch:
     flop = 4.0 * problems * sequence**2 * depth * (0.5 if causal else 1.0)
-    return Kernel(
+    return Launch(
         kind="attention",
+        function="causal" if causal else "plain",
+        sizes=(("problems", problems), ("queries", sequence), ("keys", sequence), ("depth", depth)),
         phase="backward" if backward else "forward",
         flop=2.5 * flop if backward else flop,
         size_bytes=(2.0 if backward else 1.0) * 8.0 * problems * sequence * depth,
-        rows=sequence,
-        columns=sequence,
-        depth=depth,
-        problems=problems,
-        causal=causal,
     )
 
 

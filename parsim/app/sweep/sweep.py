@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.app.config_text import value_text
 from parsim.app.doctor import Say, progress
 from parsim.app.sweep.executing import RowLog, SweepFolder, here, here_or_in_processes, in_processes, on_dask
 from parsim.app.sweep.goal import Sensitivity, parse_goal, sensitivity
@@ -30,6 +29,7 @@ from parsim.app.sweep.points import (
 )
 from parsim.app.sweep.rows import COLUMNS, FAILED, MEMORY_PREFIX, MEMORY_SUFFIX, OK
 from parsim.errors import ConfigError, near_matches
+from parsim.files import value_text
 from parsim.report.explorer import ExplorerData, write_explorer_page
 from parsim.units import format_bytes, format_seconds
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from parsim.costs.compute.formula import HALVES, KernelModel, has_published_peaks
-from parsim.costs.compute.launches import ComputeRequest, Kernel, OperatorModel, drift_of
+from parsim.costs.compute.formula import KernelModel, OperatorModel, drift_of, has_published_peaks
+from parsim.costs.compute.launches import HALVES, ComputeRequest, Launch
 from parsim.costs.compute.measured import measured_component, measured_optimizer
 from parsim.costs.compute.surfaces import LaunchModel, surface_models
 from parsim.costs.estimate import Estimate, Term
@@ -242,8 +242,9 @@ class ComputeCosts:
             )
         accesses = self._step_accesses(optimizer, device, master_weights=master_weights)
         width = FULL_BYTES if master_weights else min(FULL_BYTES, kind.weight_bytes)
-        kernel = Kernel(kind="memory_bound", phase="forward", count=1, flop=0.0, size_bytes=width * accesses * work.elements)
-        seconds, sigma, source, outside = KernelModel(self.profile, device.type, "fp32").price(kernel)
+        size_bytes = width * accesses * work.elements
+        launch = Launch(kind="memory_bound", function=optimizer, phase="forward", sizes=(), size_bytes=size_bytes)
+        seconds, sigma, source, outside = KernelModel(self.profile, device.type, "fp32").price(launch)
         efficiency, spread = KernelModel(self.profile, device.type, self.precision).efficiency
         detail = f"{accesses} accesses of {width} bytes per element, foreach"
         return Estimate.of(

@@ -1,77 +1,105 @@
-"""Prices by the formula fitted to published kernels, or by a roofline without a fit.
+"""Prices by formulas fitted to published kernels, or by a roofline without a fit.
 
     t = (sum over kinds of operators of  launches * seconds of one launch) / efficiency
 
-The seconds of a launch are `parsim.costs.compute.launches.kernel_seconds` where its kind has a fit. Elsewhere they are a
-roofline: max(flop / (50% of the peak), bytes / (75% of the bandwidth)). The efficiency is the throughput of
-whole models over that of their operators, 1 if the profile has none. No launch is below
-`parsim.costs.compute.formula.kernel_roofline_s`.
+The seconds of a launch are those of a formula of `FORMULAS` where its kind has a fit. Elsewhere they are a roofline:
+max(flop / (50% of the peak), bytes / (75% of the bandwidth)). The efficiency is the throughput of whole models over that of
+their operators, 1 if the profile has none. The host queues one launch after the other, `host.launch_s` each
+(`Estimate.issue_s`): a component costs the larger of the two.
 
-The host queues one launch after the other, `host.launch_s` each (`Estimate.issue_s`): a component costs the larger of the two.
+**saturation**: a matrix product of `problems` independent (rows x depth) by (depth x columns), and a convolution seen as one
+(its filter `taps` repeat it), take
 
-Leaves out: launch gaps between the kernels of one component, cache reuse across operators, clock changes under load. The
-roofline also leaves out the launches themselves, so small kernels are predicted too fast.
+    t = floor_s + (c^4 + m^4)^(1/4)
+    c = 2 taps (depth + half_depth) (problems (rows + half_rows) (columns + half_columns) + wave_outputs)
+          / (peak_flop_per_s * efficiency_<family>)   [* strided_factor]
+    m = size_bytes / (memory_bandwidth_bytes_per_s * bandwidth_fraction)
+
+so that a size of `half_x` halves the efficiency, a product with fewer outputs than `wave_outputs` does not fill the device,
+and t grows with every size within a family. Families: "dense" (matmul, 1x1 filters), "3x3" (3x3 at stride 1, where Winograd
+kernels exceed the peak's count of multiplications), "other". Memory-bound launches have c = 0. A convolution's forward has rows
+= images x output pixels, columns = output channels and depth = input channels. Its backward_input exchanges the channels. Its
+backward_weight has the channels as rows and columns, and the pixels as depth.
+
+**tiles**: the same product is cut into output tiles of a x b, and each tile's depth into s pieces (split-K). With S
+multiprocessors and the rate R = utilisation * peak_flop_per_s,
+
+    tiles = problems * ceil(rows / a) * ceil(columns / b) * s     x = tiles / S
+    waves = max(1, x + quantisation * (ceil(x) - x))           a last wave that is not full takes a part of a full one
+    tile  = 2 (depth / s + depth_overhead) * (a b + operand_overhead (a + b)) * S / R
+    c     = waves * tile                                       arithmetic
+    m     = bytes / (bandwidth_fraction * memory bandwidth)    every operand and the result once
+    r     = split_cost * s * 8 bytes * outputs / bandwidth     partial sums of split-K; 0 for s = 1
+    t     = floor_s + min over (a, b, s) of  (c^p + m^p)^(1/p) + r
+
+`depth_overhead` is what a tile costs beside its depth (prologue, epilogue), in units of depth; `operand_overhead` what its
+edges cost, so that small tiles are slower per output. The library is taken to choose the best tile. `utilisation` is that of a
+GPU which computes without a pause, at the clock that its power limit leaves. A short run after a pause is faster: the fit knows
+that (`burst_gain`), the price does not use it.
+
+**fused_attention**: blocks of queries on multiprocessors, each over the keys that it sees. Forward, over `problems` heads of q
+queries and k keys with `depth` channels (and `value_depth` of the values):
+
+    blocks = problems * ceil(q / 128)         x = blocks / S      waves = x + quantisation * (ceil(x) - x)
+    score  = passes * (2 (depth + value_depth) + softmax_flop)    of one query and one key
+    block  = 128 * (keys + key_overhead) * score * S / R          keys: k; half of k and half a block where causal
+    c      = max(waves * block, the longest block)                the longest one sees every key
+    t      = floor_s + (c^p + m^p)^(1/p)                          m: queries, keys, values and outputs once
+
+`softmax_flop` is the cost of the exponential of one score, in units of the arithmetic that runs meanwhile. It explains why
+heads of 64 channels reach less of the peak than those of 128. The backward makes five products where the forward makes two,
+so its `passes` is 2.5, with coefficients of its own. A causal mask skips the scores it hides, in both.
+
+**The lower bound** by arithmetic and memory, below which no price from operators is:  t >= max(flop / peak, bytes / bandwidth).
+A convolution whose filters have several taps needs fewer multiplications than its flop count says. A Winograd kernel makes 4 x
+4 outputs of a 3 x 3 filter with 36 multiplications instead of 144, so a quarter of the flop is its bound. A strided one is a
+sum of convolutions without stride, one per phase, and has the same bound. Arithmetic of operators other than products
+(transforms, decompositions) cannot use matrix units: its peak is that of fp32. Times on a calibrated machine may be faster than
+its memory bandwidth, because arrays are in a cache; only bytes beyond `CACHED_BYTES` per operator count there.
+
+Leaves out: launch gaps between the kernels of one component, cache reuse across operators, clock changes under load, operands
+whose rows are not aligned, the library's wrong choices, and windows, dropout and grouped heads of fused attention. The roofline
+also leaves out the launches themselves, so small kernels are predicted too fast.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.costs.compute.gpu import cuda_backward_halves, cuda_forward, cuda_operators, has_full_stream
+from parsim.costs.compute.gpu import cuda_lowering, cuda_operators
 from parsim.costs.compute.launches import (
-    EXTRAPOLATED_SHARE,
+    AS_TRACED,
+    BIAS_GRADIENT,
     ComputeRequest,
-    Kernel,
-    drift_of,
+    Halves,
+    Launch,
+    Lowering,
     element_bytes,
-    forward_kernels,
-    fused_attention_kernel,
-    halved_backward_kernels,
-    kernel_seconds,
+    launches_of,
     operator_times,
+    unfused_attention,
+    unfused_attention_backward,
 )
 from parsim.costs.estimate import Detail, Estimate, Source, Term, TermOrigin, Terms, folded_s, summed
 from parsim.errors import CostError
 from parsim.hardware.devices import DEVICE_KINDS, DeviceType
 from parsim.hardware.profile import Profile
 from parsim.hardware.records import OperatorFit
-from parsim.model.component import GRADIENT_SUM, Operator
+from parsim.model.component import Operator
 from parsim.model.formats import number_format, operator_precision
 from parsim.work import Phase
 
-# The time of a matrix product from how a GPU runs it: output tiles on multiprocessors, wave after wave.
-#
-# A product of `problems` independent (m x k) by (k x n) is cut into output tiles of a x b, and each tile's depth into s
-# pieces
-# (split-K). With S multiprocessors and the rate R = utilisation * peak_flop_per_s,
-#
-#     tiles = problems * ceil(m / a) * ceil(n / b) * s           x = tiles / S
-#     waves = max(1, x + quantisation * (ceil(x) - x))           a last wave that is not full takes a part of a full one
-#     tile  = 2 (k / s + depth_overhead) * (a b + operand_overhead (a + b)) * S / R
-#     c     = waves * tile                                       arithmetic
-#     m     = bytes / (bandwidth_fraction * memory bandwidth)    every operand and the result once
-#     r     = split_cost * s * 8 bytes * outputs / bandwidth     partial sums of split-K; 0 for s = 1
-#     t     = floor_s + min over (a, b, s) of  (c^p + m^p)^(1/p) + r
-#
-# `depth_overhead` is what a tile costs beside its depth (prologue, epilogue), in units of depth; `operand_overhead` what its
-# edges cost, so that small tiles are slower per output. The library is taken to choose the best tile. Each term grows with
-# each
-# size, so t does; a last wave that is not full shows as steps.
-#
-# `utilisation` is that of a GPU which computes without a pause, at the clock that its power limit leaves. A short run after a
-# pause is faster: the fit knows that (`burst_gain`), the price does not use it.
-#
-# Leaves out: the cache (operands are counted once), operands whose rows are not aligned, and the library's wrong choices.
-
-
 Array = NDArray[np.float64]
+
+FAMILIES = ("dense", "3x3", "other")
+SHARPNESS = 4.0
 
 TILES: Array = np.array(
     [(256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64)], dtype=np.float64
@@ -79,8 +107,7 @@ TILES: Array = np.array(
 SPLITS: Array = np.array([1, 2, 4, 8, 16], dtype=np.float64)
 PARTIAL_SUM_BYTES = 8.0
 """Of an output and a piece of depth: four bytes written and read."""
-
-COEFFICIENTS = (
+TILE_COEFFICIENTS = (
     "utilisation",
     "operand_overhead",
     "depth_overhead",
@@ -91,6 +118,97 @@ COEFFICIENTS = (
     "sharpness",
 )
 
+BLOCK = 128.0
+BACKWARD_PASSES = 2.5
+"""Products of the backward (scores again, and four gradients) over those of the forward."""
+ATTENTION_COEFFICIENTS = ("utilisation", "softmax_flop", "key_overhead", "quantisation", "floor_s", "bandwidth_fraction")
+
+WINOGRAD_REDUCTION = 4.0
+CACHED_BYTES = 64e6
+"""At least the last cache of the devices that are calibrated here: 32 to 50 MB."""
+
+FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING = 0.02
+ROOFLINE_COMPUTE_EFFICIENCY = 0.5
+ROOFLINE_BANDWIDTH_EFFICIENCY = 0.75
+ROOFLINE_SIGMA = 0.4
+"""Assumed for operator kinds without a fit."""
+
+DEFAULT_DRIFT_SIGMA = 0.05
+"""Assumed relative spread of a machine from run to run where the profile states none."""
+EXTRAPOLATED_SHARE = 0.1
+"""An estimate from operators counts as extrapolated when more than this share of it lies outside the fitted sizes."""
+
+LAUNCHES = "{:.0f} launches of {:.3g} flop and {:.3g} B in all, at {:.3g} flop/s and {:.3g} B/s"
+"""What a kind of operator does and how fast, as the detail of its term."""
+SHARE_OF_PEAK = LAUNCHES + ": {:.0%} of peak"
+"""The same of arithmetic on a device whose peak is known."""
+
+
+# --- the formulas -----------------------------------------------------------------------------------------------------
+
+
+def saturation_s(launch: Launch, coefficients: Mapping[str, float]) -> float:
+    """Seconds of one launch by the formula "saturation" of this module.
+
+    Args:
+        launch: sizes, flop and bytes. coefficients: of the fit of its kind and phase, in SI units.
+
+    Raises:
+        CostError: a coefficient is missing.
+    """
+    try:
+        bandwidth = coefficients["memory_bandwidth_bytes_per_s"] * coefficients["bandwidth_fraction"]
+        memory = launch.size_bytes / bandwidth
+        if launch.flop == 0 or fit_key(launch)[0] == "memory_bound":
+            return coefficients["floor_s"] + memory
+        problems, rows, columns, depth, taps = product_of(launch)
+        outputs = (
+            problems * (rows + coefficients["half_rows"]) * (columns + coefficients["half_columns"])
+            + coefficients["wave_outputs"]
+        )
+        rate = coefficients["peak_flop_per_s"] * coefficients[f"efficiency_{family_of(launch)}"]
+        compute = 2.0 * taps * (depth + coefficients["half_depth"]) * outputs / rate
+        if launch.strided:
+            compute *= coefficients["strided_factor"]
+    except KeyError as error:
+        raise CostError(
+            f"the fit for {launch.kind} {launch.phase} has no coefficient {error}; refit the profile's operator points"
+        ) from error
+    larger = max(compute, memory)
+    ratio: float = min(compute, memory) / larger
+    return coefficients["floor_s"] + larger * float((1.0 + ratio**SHARPNESS) ** (1.0 / SHARPNESS))
+
+
+def product_of(launch: Launch) -> tuple[float, float, float, float, float]:
+    """Problems, rows, columns, depth and taps of a product, of a convolution or attention seen as one.
+
+    The fits list the operands of a linear layer's weight gradient in the order of its forward: depth x columns.
+
+    Args:
+        launch: of kind matmul, convolution or attention.
+    """
+    sizes = dict(launch.sizes)
+    if launch.kind == "attention":
+        return sizes["problems"], sizes["queries"], sizes["keys"], sizes["depth"], 1.0
+    if launch.kind == "matmul":
+        rows, columns = sizes["rows"], sizes["columns"]
+        if launch.phase == "backward_weight":
+            rows, columns = columns, rows
+        return sizes["problems"], rows, columns, sizes["depth"], 1.0
+    pixels, inputs, outputs = sizes["images"] * sizes["pixels_out"], sizes["inputs"], sizes["outputs"]
+    rows, columns, depth = {
+        "forward": (pixels, outputs, inputs),
+        "backward_input": (pixels, inputs, outputs),
+        "backward_weight": (outputs, inputs, pixels),
+    }[launch.phase]
+    return sizes["groups"], rows, columns, depth, sizes["taps"]
+
+
+def family_of(launch: Launch) -> str:
+    """One of FAMILIES."""
+    taps = dict(launch.sizes).get("taps", 1)
+    return "dense" if taps == 1 else "3x3" if taps == 9 and not launch.strided else "other"
+
 
 def tile_seconds(
     rows: Array,
@@ -100,12 +218,12 @@ def tile_seconds(
     size_bytes: Array,
     coefficients: Mapping[str, float],
 ) -> Array:
-    """Seconds of products by the formula of this module, for several shapes at once.
+    """Seconds of products by the formula "tiles" of this module, for several shapes at once.
 
     Args:
-        rows, columns, depth, problems: m, n, k and the number of independent products; float64 [shapes].
+        rows, columns, depth, problems: sizes and the number of independent products; float64 [shapes].
         size_bytes: operands and result, float64 [shapes].
-        coefficients: `COEFFICIENTS`, and `multiprocessors`, `peak_flop_per_s`, `memory_bandwidth_bytes_per_s`.
+        coefficients: `TILE_COEFFICIENTS`, and `multiprocessors`, `peak_flop_per_s`, `memory_bandwidth_bytes_per_s`.
 
     Returns:
         Seconds, float64 [shapes]. Leaves out the cache and unaligned operands.
@@ -142,108 +260,6 @@ def tile_parts(
     return (waves * tile).min(axis=0), memory, partial_sums
 
 
-# Lower bound on the seconds by arithmetic and memory: no price from operators is below it.
-#
-#     t >= max(flop / peak, bytes / bandwidth)
-#
-# A convolution whose filters have several taps needs fewer multiplications than its flop count says. A Winograd kernel makes
-# 4 x
-# 4 outputs of a 3 x 3 filter with 36 multiplications instead of 144, so a quarter of the flop is its bound. A strided one is
-# a
-# sum of convolutions without stride, one per phase, and has the same bound. Arithmetic of operators other than products
-# (transforms, decompositions) cannot use matrix units: its peak is that of fp32.
-#
-# Times on a calibrated machine may be faster than its memory bandwidth, because arrays are in a cache; only bytes beyond
-# `CACHED_BYTES` per operator count there.
-
-
-WINOGRAD_REDUCTION = 4.0
-CACHED_BYTES = 64e6
-"""At least the last cache of the devices that are calibrated here: 32 to 50 MB."""
-
-
-def peak_of(kernel: Kernel, device: DeviceType, precision: str) -> float | None:
-    """flop/s that the kernel could reach at most; None where the device has no peak of this precision."""
-    peaks = device.peak_flop_per_s
-    if kernel.kind == "memory_bound" and "fp32" in peaks:
-        return min(peaks["fp32"], peaks.get(precision, peaks["fp32"]))
-    return peaks.get(precision)
-
-
-def arithmetic_s(kernel: Kernel, device: DeviceType, precision: str) -> float:
-    """Least seconds of one launch for its multiplications."""
-    peak = peak_of(kernel, device, precision)
-    if peak is None or not kernel.flop:
-        return 0.0
-    reduced = kernel.kind == "convolution" and kernel.taps > 1
-    return kernel.flop / (peak * (WINOGRAD_REDUCTION if reduced else 1.0))
-
-
-def kernel_roofline_s(kernel: Kernel, device: DeviceType, precision: str) -> float:
-    """Least seconds of one launch."""
-    return max(arithmetic_s(kernel, device, precision), kernel.size_bytes / device.memory_bandwidth_bytes_per_s)
-
-
-def without_mask(operator: Operator) -> Operator:
-    """Of causal attention half of the queries: a fused kernel leaves out the scores that the mask hides."""
-    if operator.kind != "attention" or operator.function != "causal":
-        return operator
-    shape = tuple((name, max(1, size // 2) if name == "q" else size) for name, size in operator.shape)
-    return replace(operator, shape=shape)
-
-
-def component_roofline_s(
-    kernels: Iterable[Kernel],
-    operators: Iterable[Operator],
-    samples: int,
-    device: DeviceType,
-    precision: str,
-    *,
-    share: float = 1.0,
-) -> float:
-    """Least seconds of a component on a device with caches: of all its arithmetic, or of what no cache holds.
-
-    Args:
-        kernels: what it launches. share: of its operators' bytes that are moved (half a backward: 0.5).
-    """
-    arithmetic = sum(kernel.count * arithmetic_s(kernel, device, precision) for kernel in kernels)
-    scale = element_bytes(precision) / 4
-    beyond = sum(
-        operator.count
-        * max(
-            0.0,
-            scale * (operator.activation_bytes * operator_times(operator, samples) + operator.parameter_bytes) - CACHED_BYTES,
-        )
-        for operator in operators
-    )
-    return max(arithmetic, share * beyond / device.memory_bandwidth_bytes_per_s)
-
-
-# The time of fused attention: blocks of queries on multiprocessors, each over the keys that it sees.
-#
-# Forward, over `problems` heads of q queries and k keys with `depth` channels (and `value_depth` of the values), on S
-# multiprocessors at the rate R = utilisation * peak_flop_per_s:
-#
-#     blocks = problems * ceil(q / 128)         x = blocks / S      waves = x + quantisation * (ceil(x) - x)
-#     score  = passes * (2 (depth + value_depth) + softmax_flop)    of one query and one key
-#     block  = 128 * (keys + key_overhead) * score * S / R          keys: k; half of k and half a block where causal
-#     c      = max(waves * block, the longest block)                the longest one sees every key
-#     t      = floor_s + (c^p + m^p)^(1/p)                          m: queries, keys, values and outputs once
-#
-# `softmax_flop` is the cost of the exponential of one score, in units of the arithmetic that runs meanwhile. It explains why
-# heads of 64 channels reach less of the peak than those of 128. The backward makes five products where the forward makes two,
-# so its `passes` is 2.5, with coefficients of its own. A causal mask skips the scores it hides, in both.
-#
-# Leaves out: windows and other masks, dropout, and how grouped heads share keys in the cache.
-
-
-BLOCK = 128.0
-BACKWARD_PASSES = 2.5
-"""Products of the backward (scores again, and four gradients) over those of the forward."""
-SHARPNESS = 4.0
-ATTENTION_COEFFICIENTS = ("utilisation", "softmax_flop", "key_overhead", "quantisation", "floor_s", "bandwidth_fraction")
-
-
 def attention_seconds(
     queries: Array,
     keys: Array,
@@ -256,13 +272,13 @@ def attention_seconds(
     *,
     backward: bool = False,
 ) -> Array:
-    """Seconds of fused attention by the formula of this module, for several shapes at once.
+    """Seconds of attention by the formula "fused_attention" of this module, for several shapes at once.
 
     Args:
         queries, keys, depth, value_depth: per head, float64 [shapes]. problems: heads of all samples.
         causal: 1 where a query sees no later key, else 0.
         size_bytes: arrays read and written.
-        coefficients: `COEFFICIENTS`, and `multiprocessors`, `peak_flop_per_s`, `memory_bandwidth_bytes_per_s`.
+        coefficients: `ATTENTION_COEFFICIENTS`, and `multiprocessors`, `peak_flop_per_s`, `memory_bandwidth_bytes_per_s`.
         backward: five products instead of two.
 
     Returns:
@@ -287,60 +303,115 @@ def attention_seconds(
     return seconds
 
 
-# Seconds of one launch by its fit, whatever form the fit has.
+def _tiles_s(launch: Launch, coefficients: Mapping[str, float]) -> float:
+    problems, rows, columns, depth, _ = product_of(launch)
+    shapes = (np.array([value], dtype=np.float64) for value in (rows, columns, depth, problems, launch.size_bytes))
+    return float(tile_seconds(*shapes, coefficients)[0])
 
 
-def fitted_kernel_seconds(kernel: Kernel, fit: OperatorFit) -> float:
-    """Seconds of one launch.
+def _attention_s(launch: Launch, coefficients: Mapping[str, float]) -> float:
+    problems, queries, keys, depth, _ = product_of(launch)
+    causal = float(launch.function == "causal")
+    numbers = (queries, keys, depth, depth, problems, causal, launch.size_bytes)
+    shapes = (np.array([value], dtype=np.float64) for value in numbers)
+    return float(attention_seconds(*shapes, coefficients, backward=launch.phase == "backward")[0])
+
+
+FORMULAS: Mapping[str, Callable[[Launch, Mapping[str, float]], float]] = {
+    "saturation": saturation_s,
+    "tiles": _tiles_s,
+    "fused_attention": _attention_s,
+}
+"""By the form of a fit (`OperatorFit.form`): the seconds of one launch from its coefficients."""
+
+
+def fit_key(launch: Launch) -> tuple[str, str]:
+    """Kind and phase of the fit that prices a launch: a gather is memory-bound, and products in any direction are alike."""
+    if launch.kind in ("matmul", "memory_bound", "embedding"):
+        return "matmul" if launch.kind == "matmul" else "memory_bound", "forward"
+    return launch.kind, launch.phase
+
+
+# --- the lower bound --------------------------------------------------------------------------------------------------
+
+
+def peak_of(launch: Launch, device: DeviceType, precision: str) -> float | None:
+    """flop/s that the launch could reach at most; None where the device has no peak of this precision."""
+    peaks = device.peak_flop_per_s
+    if fit_key(launch)[0] == "memory_bound" and "fp32" in peaks:
+        return min(peaks["fp32"], peaks.get(precision, peaks["fp32"]))
+    return peaks.get(precision)
+
+
+def arithmetic_s(launch: Launch, device: DeviceType, precision: str) -> float:
+    """Least seconds of one launch for its multiplications."""
+    peak = peak_of(launch, device, precision)
+    if peak is None or not launch.flop:
+        return 0.0
+    reduced = launch.kind == "convolution" and dict(launch.sizes)["taps"] > 1
+    return launch.flop / (peak * (WINOGRAD_REDUCTION if reduced else 1.0))
+
+
+def kernel_roofline_s(launch: Launch, device: DeviceType, precision: str) -> float:
+    """Least seconds of one launch."""
+    return max(arithmetic_s(launch, device, precision), launch.size_bytes / device.memory_bandwidth_bytes_per_s)
+
+
+def component_roofline_s(request: ComputeRequest, device: DeviceType, precision: str) -> float:
+    """Least seconds of a component on a device with caches: of all its arithmetic, or of what no cache holds.
 
     Args:
-        kernel: sizes, flop and bytes. fit: of its kind and phase.
-
-    Raises:
-        CostError: a coefficient is missing.
+        request: component, phase and samples. device, precision: where it runs. Half a backward moves half of its bytes. Of
+            causal attention half of the queries count: a fused kernel leaves out the scores that the mask hides.
     """
-    try:
-        match fit.form:
-            case "tiles":
-                return _product(kernel, fit.coefficients)
-            case "fused_attention":
-                return _attention(kernel, fit.coefficients)
-            case "saturation":
-                return kernel_seconds(kernel, fit.coefficients)
-    except KeyError as error:
-        raise CostError(f"the {fit.form} fit for {fit.kind} {fit.phase} has no coefficient {error}; fit it again") from error
-
-
-def _product(kernel: Kernel, coefficients: Mapping[str, float]) -> float:
-    rows, columns, depth, problems, size_bytes = (
-        np.array([value], dtype=np.float64)
-        for value in (kernel.rows, kernel.columns, kernel.depth, kernel.problems, kernel.size_bytes)
+    operators = request.component.operators
+    if device.kind == "cuda":
+        operators = cuda_operators(operators)
+    masked = replace(request, component=replace(request.component, operators=tuple(map(_without_mask, operators))))
+    launches = component_kernels(masked, precision, device.kind)
+    arithmetic = sum(launch.count * arithmetic_s(launch, device, precision) for launch in launches)
+    scale = element_bytes(precision) / 4
+    beyond = sum(
+        operator.count
+        * max(
+            0.0,
+            scale * (operator.activation_bytes * operator_times(operator, request.samples) + operator.parameter_bytes)
+            - CACHED_BYTES,
+        )
+        for operator in operators
     )
-    return float(tile_seconds(rows, columns, depth, problems, size_bytes, coefficients)[0])
+    share = 1.0 if request.phase in (Phase.FORWARD, Phase.BACKWARD) else 0.5
+    return max(arithmetic, share * beyond / device.memory_bandwidth_bytes_per_s)
 
 
-def _attention(kernel: Kernel, coefficients: Mapping[str, float]) -> float:
-    queries, keys, depth, problems, causal, size_bytes = (
-        np.array([value], dtype=np.float64)
-        for value in (kernel.rows, kernel.columns, kernel.depth, kernel.problems, kernel.causal, kernel.size_bytes)
-    )
-    backward = kernel.phase == "backward"
-    seconds = attention_seconds(queries, keys, depth, depth, problems, causal, size_bytes, coefficients, backward=backward)
-    return float(seconds[0])
+def _without_mask(operator: Operator) -> Operator:
+    if operator.kind != "attention" or operator.function != "causal":
+        return operator
+    shape = tuple((name, max(1, size // 2) if name == "q" else size) for name, size in operator.shape)
+    return replace(operator, shape=shape)
 
 
-FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING = 0.02
-ROOFLINE_COMPUTE_EFFICIENCY = 0.5
-ROOFLINE_BANDWIDTH_EFFICIENCY = 0.75
-ROOFLINE_SIGMA = 0.4
-"""Assumed for operator kinds without a fit."""
+# --- the price of a component -----------------------------------------------------------------------------------------
 
-LAUNCHES = "{:.0f} launches of {:.3g} flop and {:.3g} B in all, at {:.3g} flop/s and {:.3g} B/s"
-"""What a kind of operator does and how fast, as the detail of its term."""
-SHARE_OF_PEAK = LAUNCHES + ": {:.0%} of peak"
-"""The same of arithmetic on a device whose peak is known."""
 
-HALVES = (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+class OperatorModel(Protocol):
+    """Prices components from their operators, on one type of device in one precision.
+
+    Two implementations: `KernelModel` (formulas fitted to published kernels, or a roofline) and
+    `parsim.costs.compute.surfaces.LaunchModel` (surfaces measured on the machine, and what components add to them).
+    """
+
+    def seconds(self, request: ComputeRequest) -> float:
+        """Seconds for comparing parts of one component; a common factor may be left out.
+
+        Raises CostError where an operator has no price.
+        """
+
+    def estimate(self, request: ComputeRequest) -> Estimate:
+        """The price, its terms, and its uncertain parameters.
+
+        Raises CostError where an operator has no price.
+        """
 
 
 class KernelPrice(NamedTuple):
@@ -354,7 +425,7 @@ class KernelPrice(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelModel:
-    """Implements `parsim.costs.compute.launches.OperatorModel`."""
+    """An `OperatorModel` by the formulas of this module."""
 
     profile: Profile
     device: DeviceType
@@ -362,7 +433,7 @@ class KernelModel:
 
     def seconds(self, request: ComputeRequest) -> float:
         """Seconds without the efficiency of whole models; a roofline also serves profiles without published peaks."""
-        return sum(self.price(kernel).seconds for kernel in self._kernels(request))
+        return sum(self.price(launch).seconds for launch in self._launches(request))
 
     def estimate(self, request: ComputeRequest) -> Estimate:
         """One term per kind of operator and source, then the efficiency. Raises CostError for an operator without a price."""
@@ -372,17 +443,19 @@ class KernelModel:
         sums: dict[tuple[str, Source], list[float]] = {}  # seconds, launches, flop, bytes
         spreads: dict[str, float] = {}
         total = outside_s = 0.0
-        for kernel in self._kernels(request):
-            if not self.has_published_peaks and self._fit_of(kernel) is None:
-                raise CostError(self._unknown(request, f"{kernel.kind} {kernel.phase}"))
-            seconds, sigma, source, outside = self.price(kernel)
-            own = sums.setdefault((kernel.kind, source), [0.0, 0.0, 0.0, 0.0])
+        launches = self._launches(request)
+        for launch in launches:
+            kind, phase = fit_key(launch)
+            if not self.has_published_peaks and self._fit_of(launch) is None:
+                raise CostError(self._unknown(request, f"{kind} {phase}"))
+            seconds, sigma, source, outside = self.price(launch)
+            numbers = sums.setdefault((kind, source), [0.0, 0.0, 0.0, 0.0])
             total += seconds
-            own[0] += seconds
-            own[1] += kernel.count
-            own[2] += kernel.count * kernel.flop
-            own[3] += kernel.count * kernel.size_bytes
-            spreads[kernel.kind] = spreads.get(kernel.kind, 0.0) + sigma * seconds
+            numbers[0] += seconds
+            numbers[1] += launch.count
+            numbers[2] += launch.count * launch.flop
+            numbers[3] += launch.count * launch.size_bytes
+            spreads[kind] = spreads.get(kind, 0.0) + sigma * seconds
             outside_s += seconds if outside else 0.0
         terms = _by_kind(sums, total, self.device.peak_flop_per_s.get(self.precision))
         if not total:
@@ -394,57 +467,53 @@ class KernelModel:
         shares = ", ".join(f"{by_source[name] / total:.0%} {name}" for name in sorted(by_source))
         if efficiency and efficiency[0].value > 1:  # whole models were faster than their kernels
             least_s = sum(
-                entry.count * kernel_roofline_s(entry, self.device, self._precision_of(entry))
-                for entry in self._kernels(request)
+                launch.count * kernel_roofline_s(launch, self.device, self._precision_of(launch)) for launch in launches
             )
             efficiency = (*efficiency, Term("roofline", "at least", least_s, "published"))
+        host_s = 0.0 if self.profile.host is None else self.profile.host.launch_s
         return Estimate.of(
             (*terms, *efficiency),
             source=max(sorted(by_source), key=lambda name: by_source[name]),
             parameters=(drift, *spread, *((f"operator:{kind}", spreads[kind] / total) for kind in sorted(spreads))),
             detail=f"sum of operators: {shares}",
             extrapolated=outside_s > EXTRAPOLATED_SHARE * total,
-            issue_s=self.launch_s * sum(launches for _, launches, _, _ in sums.values()),
+            issue_s=host_s * sum(count for _, count, _, _ in sums.values()),
         )
 
-    @cached_property
-    def launch_s(self) -> float:
-        """Of the host per launch; 0 where the profile does not know it."""
-        return 0.0 if self.profile.host is None else self.profile.host.launch_s
-
-    def price(self, kernel: Kernel) -> KernelPrice:
+    def price(self, launch: Launch) -> KernelPrice:
         """By the fit of its kind and phase, else by the roofline. Equal launches are priced once."""
-        if kernel not in self._priced:
-            self._priced[kernel] = self._price(kernel)
-        return self._priced[kernel]
+        if launch not in self._priced:
+            self._priced[launch] = self._price(launch)
+        return self._priced[launch]
 
     @cached_property
-    def _priced(self) -> dict[Kernel, KernelPrice]:
+    def _priced(self) -> dict[Launch, KernelPrice]:
         return {}
 
-    def _price(self, kernel: Kernel) -> KernelPrice:
-        fit, precision = self._fit_of(kernel), self._precision_of(kernel)
-        if fit is not None:
-            doublings = 0.0
-            if kernel.flop > 0 and fit.max_flop > 0 and kernel.kind != "memory_bound":
-                doublings = max(0.0, math.log2(kernel.flop / fit.max_flop), math.log2(max(fit.min_flop, 1.0) / kernel.flop))
-            sigma = fit.relative_sigma + FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING * doublings
-            seconds = fitted_kernel_seconds(kernel, fit)
-            if kernel.kind == "memory_bound" and kernel.flop > 0:
-                bound = self._arithmetic_s(kernel)
-                if bound > seconds:
-                    return KernelPrice(kernel.count * bound, ROOFLINE_SIGMA, "published", False)
-            least = kernel_roofline_s(kernel, self.device, precision)
-            if not kernel.aligned and "fp32" in self.device.peak_flop_per_s:
-                least = max(least, kernel.flop / (self.device.peak_flop_per_s["fp32"] * ROOFLINE_COMPUTE_EFFICIENCY))
-            return KernelPrice(kernel.count * max(seconds, least), sigma, "fitted", doublings > 0)
-        memory = kernel.size_bytes / (self.device.memory_bandwidth_bytes_per_s * ROOFLINE_BANDWIDTH_EFFICIENCY)
-        return KernelPrice(kernel.count * max(self._arithmetic_s(kernel), memory), ROOFLINE_SIGMA, "published", False)
-
-    def _arithmetic_s(self, kernel: Kernel) -> float:
-        """Of one launch at the stated efficiency; 0 where nobody published a peak of the precision."""
-        peak = peak_of(kernel, self.device, self._precision_of(kernel))
-        return 0.0 if peak is None or not kernel.flop else kernel.flop / (peak * ROOFLINE_COMPUTE_EFFICIENCY)
+    def _price(self, launch: Launch) -> KernelPrice:
+        fit, precision = self._fit_of(launch), self._precision_of(launch)
+        memory_bound = fit_key(launch)[0] == "memory_bound"
+        peak = peak_of(launch, self.device, precision)
+        arithmetic = 0.0 if peak is None or not launch.flop else launch.flop / (peak * ROOFLINE_COMPUTE_EFFICIENCY)
+        if fit is None:
+            memory = launch.size_bytes / (self.device.memory_bandwidth_bytes_per_s * ROOFLINE_BANDWIDTH_EFFICIENCY)
+            return KernelPrice(launch.count * max(arithmetic, memory), ROOFLINE_SIGMA, "published", False)
+        try:
+            seconds = FORMULAS[fit.form](launch, fit.coefficients)
+        except KeyError as error:
+            raise CostError(
+                f"the {fit.form} fit for {fit.kind} {fit.phase} has no coefficient {error}; fit it again"
+            ) from error
+        if memory_bound and launch.flop > 0 and arithmetic > seconds:
+            return KernelPrice(launch.count * arithmetic, ROOFLINE_SIGMA, "published", False)
+        doublings = 0.0
+        if launch.flop > 0 and fit.max_flop > 0 and not memory_bound:
+            doublings = max(0.0, math.log2(launch.flop / fit.max_flop), math.log2(max(fit.min_flop, 1.0) / launch.flop))
+        sigma = fit.relative_sigma + FIT_EXTRAPOLATION_SIGMA_PER_DOUBLING * doublings
+        least = kernel_roofline_s(launch, self.device, precision)
+        if not launch.aligned and "fp32" in self.device.peak_flop_per_s:
+            least = max(least, launch.flop / (self.device.peak_flop_per_s["fp32"] * ROOFLINE_COMPUTE_EFFICIENCY))
+        return KernelPrice(launch.count * max(seconds, least), sigma, "fitted", doublings > 0)
 
     @cached_property
     def efficiency(self) -> tuple[tuple[Term, ...], tuple[tuple[str, float], ...]]:
@@ -460,23 +529,23 @@ class KernelModel:
         """Whether a datasheet or paper states the peak of this precision."""
         return self.precision in self.device.peak_flop_per_s and has_published_peaks(self.profile, self.device)
 
-    def _precision_of(self, kernel: Kernel) -> str:
-        return operator_precision(self.precision, kernel.kind, low=kernel.low)
+    def _precision_of(self, launch: Launch) -> str:
+        return operator_precision(self.precision, launch.kind, low=launch.low)
 
-    def _fit_of(self, kernel: Kernel) -> OperatorFit | None:
-        return self._fits.get((kernel.kind, kernel.phase, self._precision_of(kernel)))
+    def _fit_of(self, launch: Launch) -> OperatorFit | None:
+        return self._fits.get((*fit_key(launch), self._precision_of(launch)))
 
     @cached_property
     def _fits(self) -> dict[tuple[str, str, str], OperatorFit]:
         """By kind, phase and precision; of several the first."""
         wanted = {self.precision, number_format(self.precision).beside}
-        found: dict[tuple[str, str, str], OperatorFit] = {}
+        fits: dict[tuple[str, str, str], OperatorFit] = {}
         for fit in self.profile.compute.operator_fits:
             if fit.precision in wanted and fit.device_type == self.device.name:
-                found.setdefault((fit.kind, fit.phase, fit.precision), fit)
-        return found
+                fits.setdefault((fit.kind, fit.phase, fit.precision), fit)
+        return fits
 
-    def _kernels(self, request: ComputeRequest) -> tuple[Kernel, ...]:
+    def _launches(self, request: ComputeRequest) -> tuple[Launch, ...]:
         attention = operator_precision(self.precision, "attention")
         fused = all(("attention", phase, attention) in self._fits for phase in ("forward", "backward"))
         return component_kernels(request, self.precision, self.device.kind, fused_attention=fused)
@@ -493,25 +562,24 @@ class KernelModel:
 def _by_kind(sums: Mapping[tuple[str, Source], Sequence[float]], total_s: float, peak: float | None) -> Terms:
     """One term per kind and source from its seconds, launches, flop and bytes; the largest first.
 
-    `total_s` adds up the kernels in the order of the program. The smallest kind is what the others leave of it (an exact
+    `total_s` adds up the launches in the order of the program. The smallest kind is what the others leave of it (an exact
     difference, as they are at least half of it): adding by kind would round differently.
     """
+
+    def detail(kind: str, seconds: float, count: float, flop: float, moved: float) -> Detail:
+        numbers = (count, flop, moved, flop / seconds, moved / seconds)
+        return (LAUNCHES, *numbers) if kind == "memory_bound" or peak is None else (SHARE_OF_PEAK, *numbers, numbers[3] / peak)
+
     parts: list[tuple[str, float, TermOrigin, Detail]] = [
-        (kind, seconds, source, _what(kind, (count, flop, moved, flop / seconds, moved / seconds), peak))
-        for (kind, source), (seconds, count, flop, moved) in sorted(sums.items(), key=lambda entry: -entry[1][0])
-        if seconds
+        (kind, numbers[0], source, detail(kind, *numbers))
+        for (kind, source), numbers in sorted(sums.items(), key=lambda entry: -entry[1][0])
+        if numbers[0]
     ]
     if not parts:
         return ()
     others = summed(parts[:-1])
     kind, _, origin, what = parts[-1]
     return (*others, Term(kind, "plus" if others else "start", total_s - folded_s(others), origin, what))
-
-
-def _what(kind: str, numbers: tuple[float, ...], peak: float | None) -> Detail:
-    if kind == "memory_bound" or peak is None:
-        return (LAUNCHES, *numbers)
-    return (SHARE_OF_PEAK, *numbers, numbers[3] / peak)
 
 
 def has_published_peaks(profile: Profile, device: DeviceType) -> bool:
@@ -526,61 +594,45 @@ def has_published_peaks(profile: Profile, device: DeviceType) -> bool:
     return any(profile.sources[peak.source].kind in ("datasheet", "paper") for peak in entry.peak_flop_per_s.values())
 
 
+def drift_of(profile: Profile) -> tuple[str, float]:
+    """Name and relative sigma of the cost parameter that all computation of a machine shares.
+
+    Args:
+        profile: of the machine; without a measured noise it takes the default sigma.
+    """
+    return "drift", DEFAULT_DRIFT_SIGMA if profile.noise is None else profile.noise.drift_sigma
+
+
 def component_kernels(
     request: ComputeRequest, precision: str, device_kind: str = "cpu", *, fused_attention: bool = False
-) -> tuple[Kernel, ...]:
-    """All launches of a component's forward or backward (or half of it) on a kind of device, operator by operator.
+) -> tuple[Launch, ...]:
+    """All launches of a component's forward or backward (or half of it) on a kind of device that formulas price.
 
     Args:
         request: component, phase and samples. precision: such as "fp32". device_kind: a key of `DEVICE_KINDS`.
         fused_attention: attention that was traced as one operator is one launch; else its products and passes over the scores.
     """
-    component, phase, samples = request.component, request.phase, request.samples
+    operators, lowering = request.component.operators, AS_TRACED
     if DEVICE_KINDS[device_kind].cuda_launches:
-        operators = cuda_operators(component.operators)
-        full = has_full_stream(operators)
-        forward: Callable[..., tuple[Kernel, ...]] = partial(cuda_forward, full_stream=full)
-        backward: Callable[..., tuple[tuple[Kernel, ...], ...]] = partial(cuda_backward_halves, full_stream=full)
-    else:
-        operators, forward, backward = component.operators, forward_kernels, halved_backward_kernels
-    if fused_attention:
-        forward, backward = _with_fused_attention(forward, backward)
-
-    def own(operator: Operator) -> str:
-        return operator_precision(precision, operator.kind, low=operator.low)
-
-    if phase is Phase.FORWARD:
-        return tuple(
-            kernel
-            for operator in operators
-            if operator.function != GRADIENT_SUM
-            for kernel in forward(operator, samples, own(operator))
-        )
-    wanted = (HALVES.index(phase),) if phase in HALVES else range(len(HALVES))
-    return tuple(
-        kernel
-        for number, operator in enumerate(operators)
-        for halves in (backward(operator, samples, own(operator), input_gradient=request.input_gradient or number > 0),)
-        for half in wanted
-        for kernel in halves[half]
+        operators = cuda_operators(operators)
+        lowering = cuda_lowering(operators)
+    if not fused_attention:
+        lowering = _with_unfused_attention(lowering)
+    launches = launches_of(
+        operators, request.phase, request.samples, precision, lowering, input_gradient=request.input_gradient
     )
+    return tuple(launch for launch in launches if launch.function != BIAS_GRADIENT)
 
 
-def _with_fused_attention(
-    forward: Callable[..., tuple[Kernel, ...]], backward: Callable[..., tuple[tuple[Kernel, ...], ...]]
-) -> tuple[Callable[..., tuple[Kernel, ...]], Callable[..., tuple[tuple[Kernel, ...], ...]]]:
-    """The same functions, with one launch for an attention; its backward belongs to the inputs' half."""
+def _with_unfused_attention(lowering: Lowering) -> Lowering:
+    def forward(operator: Operator, samples: int, precision: str) -> tuple[Launch, ...]:
+        if operator.kind == "attention":
+            return unfused_attention(operator, samples, precision)
+        return lowering.forward(operator, samples, precision)
 
-    def fused_forward(operator: Operator, samples: int, precision: str) -> tuple[Kernel, ...]:
-        if operator.kind != "attention":
-            return forward(operator, samples, precision)
-        return (fused_attention_kernel(operator, samples, precision, backward=False),)
+    def backward(operator: Operator, samples: int, precision: str, *, input_gradient: bool = True) -> Halves:
+        if operator.kind == "attention":
+            return unfused_attention_backward(operator, samples, precision, input_gradient=input_gradient)
+        return lowering.backward(operator, samples, precision, input_gradient=input_gradient)
 
-    def fused_backward(
-        operator: Operator, samples: int, precision: str, *, input_gradient: bool = True
-    ) -> tuple[tuple[Kernel, ...], ...]:
-        if operator.kind != "attention":
-            return backward(operator, samples, precision, input_gradient=input_gradient)
-        return (fused_attention_kernel(operator, samples, precision, backward=True),), ()
-
-    return fused_forward, fused_backward
+    return Lowering(forward, backward)

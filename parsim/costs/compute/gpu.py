@@ -26,18 +26,24 @@ launch. Also kernels that a framework other than eager torch fuses (bias with GE
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from parsim.costs.compute.launches import (
-    Kernel,
+    AS_TRACED,
+    COPY,
+    Halves,
     Launch,
+    Lowering,
     accumulations,
+    backward_launches,
     element_bytes,
-    forward_kernels,
-    halved_backward_kernels,
-    operator_launches,
+    forward_launches,
+    launches_of,
     operator_size,
+    operator_times,
 )
 from parsim.model.component import BIAS, BIAS_GRADIENT, GRADIENT_SUM, PARTS, Component, Operator
 from parsim.model.formats import number_format
@@ -91,6 +97,12 @@ STREAM_NORMS = frozenset({"native_layer_norm", "native_group_norm"})
 RESIDUAL_ARRAYS = 2.5
 """An addition that moves more arrays than this has two whole operands."""
 
+UNIFORM = {"bfloat16": "bf16", "float16": "fp16"}
+"""By the type autocast computes in: the precision in which everything is of that type."""
+
+COPY_BYTES = 4.0
+"""That a copy moves per element of a half-precision type."""
+
 
 def cuda_operators(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     """The operators without the scaling and the product that belong to a dropout recorded on a CPU.
@@ -115,73 +127,156 @@ def cuda_operators(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     return tuple(kept)
 
 
-def cuda_forward(operator: Operator, samples: int, precision: str, *, full_stream: bool = False) -> tuple[Kernel, ...]:
+def cuda_forward(operator: Operator, samples: int, precision: str, *, full_stream: bool = False) -> tuple[Launch, ...]:
     """The launches of an operator's forward on a GPU.
 
     Args:
         operator: as traced. samples: of one microbatch. precision: such as "fp16_amp".
         full_stream: autocast adds residuals in fp32 (after a layer norm).
     """
+    (launch,) = forward_launches(operator, samples, precision)
     if operator.kind != "memory_bound":
-        return (*forward_kernels(operator, samples, precision), *_weight_casts(operator, precision))
+        return (launch, *_weight_casts(operator, precision))
     passes = PASSES.get(operator.function)
     if passes is not None:
-        return _launches(operator, samples, precision, passes, passes.forward)
-    (kernel,) = forward_kernels(operator, samples, precision)
+        return _passes(launch, operator, samples, precision, passes, passes.forward)
     if full_stream and _is_autocast(precision) and _is_residual(operator):
-        return (replace(kernel, size_bytes=(FULL_BYTES + 2 + FULL_BYTES) * _elements(operator, samples)),)
-    return (kernel,)
+        return (replace(launch, size_bytes=(FULL_BYTES + 2 + FULL_BYTES) * _elements(operator, samples)),)
+    return (launch,)
 
 
-def cuda_backward_halves(
+def cuda_backward(
     operator: Operator, samples: int, precision: str, *, input_gradient: bool = True, full_stream: bool = False
-) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
+) -> Halves:
     """The launches of an operator's backward on a GPU: towards the gradient of its input, and towards parameters alone.
 
     Args:
         operator, samples, precision, full_stream: as for `cuda_forward`.
         input_gradient: False if nothing asks for the gradient of the input.
     """
+    first, second = backward_launches(operator, samples, precision, input_gradient=input_gradient)
     if operator.kind != "memory_bound":
-        first, second = halved_backward_kernels(operator, samples, precision, input_gradient=input_gradient)
         return first, (*second, *(() if operator.gradients in ("input", "none") else _weight_casts(operator, precision)))
+    (forward,) = forward_launches(operator, samples, precision)
     if operator.function == GRADIENT_SUM:
-        return (), forward_kernels(operator, samples, precision)
+        return (), (forward,)
     if operator.batch == "none" or operator.function in CREATIONS or operator.gradients == "none":
         return (), ()
     passes = PASSES.get(operator.function)
     if passes is not None:
-        return _launches(operator, samples, precision, passes, passes.backward), ()
-    (forward,) = forward_kernels(operator, samples, precision)
-    if operator.function in LIKE_FORWARD:
-        return (forward,), ()
-    if operator.function in ("add", "add_"):
-        if not _is_residual(operator):
-            return (), ()
-        if full_stream and _is_autocast(precision):
-            size_bytes = (3 * FULL_BYTES + CAST_BYTES) * _elements(operator, samples)
-            return (replace(forward, size_bytes=size_bytes),), ()
-        return (forward,), ()
-    return halved_backward_kernels(operator, samples, precision, input_gradient=input_gradient)
+        launches = _passes(replace(forward, phase="backward"), operator, samples, precision, passes, passes.backward)
+    elif operator.function in LIKE_FORWARD:
+        launches = (forward,)
+    elif operator.function not in ("add", "add_"):
+        return first, second
+    elif not _is_residual(operator):
+        launches = ()
+    elif full_stream and _is_autocast(precision):
+        launches = (replace(forward, size_bytes=(3 * FULL_BYTES + CAST_BYTES) * _elements(operator, samples)),)
+    else:
+        launches = (forward,)
+    return ((), launches) if operator.gradients == "weight" else (launches, ())
 
 
-def has_full_stream(operators: tuple[Operator, ...]) -> bool:
-    """Whether a layer norm (or group norm) makes the residuals of these operators fp32 under autocast.
+def cuda_lowering(operators: Sequence[Operator]) -> Lowering:
+    """How a GPU launches the operators of one component, whose residuals a layer (or group) norm makes fp32 under autocast."""
+    full_stream = any(operator.function in STREAM_NORMS for operator in operators)
+    return Lowering(partial(cuda_forward, full_stream=full_stream), partial(cuda_backward, full_stream=full_stream))
+
+
+def gpu_launches(
+    component: Component, phase: Phase, samples: int, *, precision: str, input_gradient: bool = True
+) -> tuple[Launch, ...]:
+    """All launches of a component on a GPU whose operators were measured: those of a CPU, and what autocast adds to them.
+
+    Operators are measured on arrays of the type in which products run. Under autocast others run in fp32: norms, the additions
+    that follow them, softmax and loss. These count with as many elements as their bytes are of the measured type. Casts of
+    weights, biases, activations and gradients are launches of their own, priced as copies. Without them a loss over a
+    vocabulary came out at a third of its bytes, and a transformer block at half of its launches.
 
     Args:
-        operators: of one component.
+        component, phase, samples, input_gradient: as for `parsim.costs.compute.launches.component_launches`.
+        precision: such as "amp_bf16".
     """
-    return any(operator.function in STREAM_NORMS for operator in operators)
+    operators = [operator for operator in cuda_operators(component.operators) if operator.function != GRADIENT_SUM]
+    uniform = UNIFORM.get(number_format(precision).autocast)
+    lowering = AS_TRACED if uniform is None else _autocast_lowering(cuda_lowering(operators), uniform)
+    launches = launches_of(operators, phase, samples, precision, lowering, input_gradient=input_gradient)
+    return (*launches, *accumulations(component, phase))
 
 
-def _launches(operator: Operator, samples: int, precision: str, passes: Passes, times: float) -> tuple[Kernel, ...]:
+def _autocast_lowering(cuda: Lowering, uniform: str) -> Lowering:
+    """The recorded launches, widened and with casts as `cuda` has them; `uniform` is the precision without any cast."""
+
+    def forward(operator: Operator, samples: int, precision: str) -> tuple[Launch, ...]:
+        launches, alike = forward_launches(operator, samples, precision), cuda_forward(operator, samples, uniform)
+        return _with_casts(operator, launches, cuda.forward(operator, samples, precision), alike)
+
+    def backward(operator: Operator, samples: int, precision: str, *, input_gradient: bool = True) -> Halves:
+        first, second = (
+            _with_casts(operator, *halves)
+            for halves in zip(
+                backward_launches(operator, samples, precision, input_gradient=input_gradient),
+                cuda.backward(operator, samples, precision, input_gradient=input_gradient),
+                cuda_backward(operator, samples, uniform, input_gradient=input_gradient),
+                strict=True,
+            )
+        )
+        return first, second
+
+    return Lowering(forward, backward)
+
+
+def _with_casts(
+    operator: Operator, launches: tuple[Launch, ...], cuda: tuple[Launch, ...], uniform: tuple[Launch, ...]
+) -> tuple[Launch, ...]:
+    """Launches with as many elements as their bytes under autocast are of the measured type, and the casts as copies."""
+    if operator.kind in ("matmul", "convolution"):
+        casts = tuple(launch for launch in cuda if launch.function == COPY)
+        return (*launches, *casts, *(_bias_cast(operator) if casts else ()))
+    if operator.kind != "memory_bound":
+        return launches
+    if cuda and uniform and uniform[0].size_bytes:
+        ratio = cuda[0].size_bytes / uniform[0].size_bytes
+        launches = tuple(
+            replace(launch, sizes=tuple((name, size * ratio if name == "elements" else size) for name, size in launch.sizes))
+            for launch in launches
+        )
+    return (*launches, *cuda[len(uniform) :])
+
+
+def _copy(size_bytes: float, count: int) -> Launch:
+    """Of arrays of the type in which products run."""
+    return Launch(
+        kind="memory_bound",
+        function=COPY,
+        phase="forward",
+        sizes=(("elements", max(1.0, size_bytes / COPY_BYTES)), ("width", 1.0)),
+        count=count,
+        size_bytes=size_bytes,
+    )
+
+
+def _bias_cast(operator: Operator) -> tuple[Launch, ...]:
+    """Beside that of the weights, whose bytes hold the bias; it is a launch of its own."""
+    names = ("n", "k") if operator.kind == "matmul" else ("c", "k", "r", "s")
+    weights = float(math.prod(operator_size(operator, name) for name in names))
+    if operator.kind == "convolution":
+        weights /= operator_size(operator, "groups")
+    bias = operator.parameter_bytes / 4 - weights
+    return (_copy(CAST_BYTES * bias, operator.count),) if bias > 0 else ()
+
+
+def _passes(
+    launch: Launch, operator: Operator, samples: int, precision: str, passes: Passes, times: float
+) -> tuple[Launch, ...]:
     half = element_bytes(precision)
     width = max(half, FULL_BYTES) if passes.full and _is_autocast(precision) else half
     elements = _elements(operator, samples)
-    kernels = [_moved(operator, (times * width + passes.mask_bytes) * elements)] if times else []
+    launches = [replace(launch, flop=0.0, size_bytes=(times * width + passes.mask_bytes) * elements)] if times else []
     if passes.cast and half < FULL_BYTES and _is_autocast(precision):
-        kernels.append(_moved(operator, CAST_BYTES * elements))
-    return tuple(kernels)
+        launches.append(_copy(CAST_BYTES * elements, operator.count))
+    return tuple(launches)
 
 
 def _is_autocast(precision: str) -> bool:
@@ -189,123 +284,26 @@ def _is_autocast(precision: str) -> bool:
     return bool(number_format(precision).autocast)
 
 
-def _weight_casts(operator: Operator, precision: str) -> tuple[Kernel, ...]:
+def _weight_casts(operator: Operator, precision: str) -> tuple[Launch, ...]:
     """To half precision in the forward, of the gradient to fp32 in the backward: as many bytes."""
     if operator.kind not in ("matmul", "convolution") or not operator.parameter_bytes or not _is_autocast(precision):
         return ()
-    return (_moved(operator, CAST_BYTES / FULL_BYTES * operator.parameter_bytes),)
+    return (_copy(CAST_BYTES / FULL_BYTES * operator.parameter_bytes, operator.count),)
 
 
 def _is_residual(operator: Operator) -> bool:
+    return operator.function in ("add", "add_") and _has_whole_operands(operator)
+
+
+def _has_whole_operands(operator: Operator) -> bool:
     elements = dict(operator.shape).get("elements", 0)
-    return operator.function in ("add", "add_") and operator.activation_bytes > RESIDUAL_ARRAYS * FULL_BYTES * elements
+    return operator.activation_bytes > RESIDUAL_ARRAYS * FULL_BYTES * elements
+
+
+def _elements(operator: Operator, samples: int) -> int:
+    return operator_size(operator, "elements") * operator_times(operator, samples)
 
 
 def _is_part_of_dropout(operator: Operator) -> bool:
     """The scaling of the mask, and its product with a whole array."""
-    elements = dict(operator.shape).get("elements", 0)
-    whole = operator.activation_bytes > RESIDUAL_ARRAYS * FULL_BYTES * elements
-    return operator.function == "div_" or (operator.function == "mul" and whole)
-
-
-def _moved(operator: Operator, size_bytes: float) -> Kernel:
-    return Kernel(kind="memory_bound", phase="forward", count=operator.count, flop=0.0, size_bytes=size_bytes)
-
-
-def _elements(operator: Operator, samples: int) -> int:
-    return dict(operator.shape)["elements"] * (1 if operator.batch == "none" else samples)
-
-
-# The launches of a component on a GPU whose operators were measured: those of `launches`, and what autocast adds to them.
-#
-# Operators are measured on arrays of the type in which products run. Under autocast others run in fp32: norms, the additions
-# that
-# follow them, softmax and loss. These count with as many elements as their bytes are of the measured type. Casts of weights,
-# biases, activations and gradients are launches of their own, priced as copies. Which these are, `cuda_launches` says.
-# Without
-# them a loss over a vocabulary came out at a third of its bytes, and a transformer block at half of its launches.
-
-
-UNIFORM = {"bfloat16": "bf16", "float16": "fp16"}
-"""By the type autocast computes in: the precision in which everything is of that type."""
-
-COPY_BYTES = 4.0
-"""That a copy moves per element of a half-precision type."""
-
-
-def gpu_launches(
-    component: Component, phase: Phase, samples: int, *, precision: str, input_gradient: bool = True
-) -> tuple[Launch, ...]:
-    """All launches of a component's forward, backward, or half of a backward.
-
-    Args:
-        component, phase, samples, input_gradient: as for `parsim.costs.compute.launches.component_launches`.
-        precision: such as "amp_bf16".
-    """
-    operators = cuda_operators(component.operators)
-    uniform = UNIFORM.get(number_format(precision).autocast)
-    full_stream = has_full_stream(operators)
-    launches: list[Launch] = []
-    for number, operator in enumerate(operators):
-        gradient = input_gradient or number > 0
-        own = operator_launches(operator, phase, samples, input_gradient=gradient)
-        if uniform is None:
-            launches += own
-            continue
-        there = _kernels(operator, phase, samples, precision, gradient, full_stream)
-        if operator.kind == "memory_bound":
-            alike = _kernels(operator, phase, samples, uniform, gradient, False)
-            launches += (*_widened(own, there, alike), *_copies(there[len(alike) :]))
-        elif operator.kind in ("matmul", "convolution"):
-            casts = [kernel for kernel in there if kernel.kind == "memory_bound"]
-            launches += (*own, *_copies(casts), *(_bias_cast(operator) if casts else ()))
-        else:
-            launches += own
-    return (*launches, *accumulations(component, phase))
-
-
-def _kernels(
-    operator: Operator, phase: Phase, samples: int, precision: str, input_gradient: bool, full_stream: bool
-) -> tuple[Kernel, ...]:
-    if phase is Phase.FORWARD:
-        return cuda_forward(operator, samples, precision, full_stream=full_stream)
-    inputs, weights = cuda_backward_halves(operator, samples, precision, input_gradient=input_gradient, full_stream=full_stream)
-    towards_input = inputs if phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT) else ()
-    return (*towards_input, *(weights if phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT) else ()))
-
-
-def _widened(own: Sequence[Launch], there: Sequence[Kernel], alike: Sequence[Kernel]) -> list[Launch]:
-    """The launches with as many elements as their bytes under autocast are of the measured type."""
-    if not (there and alike and alike[0].size_bytes):
-        return list(own)
-    ratio = there[0].size_bytes / alike[0].size_bytes
-    return [
-        replace(launch, sizes=tuple((name, size * ratio if name == "elements" else size) for name, size in launch.sizes))
-        for launch in own
-    ]
-
-
-def _copies(kernels: Sequence[Kernel]) -> list[Launch]:
-    return [_copy(kernel.size_bytes / COPY_BYTES, kernel.count) for kernel in kernels]
-
-
-def _bias_cast(operator: Operator) -> tuple[Launch, ...]:
-    """Beside that of the weights, whose bytes hold the bias; it is a launch of its own."""
-    names = ("n", "k") if operator.kind == "matmul" else ("c", "k", "r", "s")
-    weights = 1.0
-    for name in names:
-        weights *= operator_size(operator, name)
-    if operator.kind == "convolution":
-        weights /= operator_size(operator, "groups")
-    bias = operator.parameter_bytes / 4 - weights
-    return (_copy(CAST_BYTES / COPY_BYTES * bias, operator.count),) if bias > 0 else ()
-
-
-def _copy(elements: float, count: int) -> Launch:
-    return Launch(
-        kind="memory_bound",
-        function="copy",
-        phase="forward",
-        sizes=(("elements", max(1.0, elements)), ("width", 1.0)),
-        count=count,
-    )
+    return operator.function == "div_" or (operator.function == "mul" and _has_whole_operands(operator))

@@ -22,22 +22,15 @@ Leaves out: steps of tile sizes and changes of algorithm (they are in sigma), an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.costs.compute.formula import HALVES, component_kernels, component_roofline_s, without_mask
-from parsim.costs.compute.gpu import cuda_operators, gpu_launches
-from parsim.costs.compute.launches import (
-    EXTRAPOLATED_SHARE,
-    ComputeRequest,
-    Launch,
-    component_launches,
-    drift_of,
-    operator_times,
-)
+from parsim.costs.compute.formula import EXTRAPOLATED_SHARE, component_roofline_s, drift_of
+from parsim.costs.compute.gpu import gpu_launches
+from parsim.costs.compute.launches import ACCUMULATE, ComputeRequest, Launch, component_launches, operator_times
 from parsim.costs.estimate import Detail, Estimate, Term, TermOrigin, Terms, folded_s, summed
 from parsim.errors import CostError
 from parsim.hardware.devices import DeviceType
@@ -311,7 +304,6 @@ def _beyond(elements: float, cache: float) -> float:
 # Leaves out: which model the component stands in, though a model with little memory keeps more of it in the caches.
 
 
-ACCUMULATE = "accumulate"
 KINDS = ("matmul", "convolution", "attention", "embedding", "memory_bound", ACCUMULATE)
 """What has a factor of its own: the kinds of operators, and the accumulation of gradients."""
 
@@ -470,7 +462,7 @@ def composition_of(compositions: Sequence[Composition], phase: Phase, device_typ
 class LaunchModel:
     """Prices by surfaces measured on the machine, and by what its whole components were seen to add to their launches.
 
-    Implements `parsim.costs.compute.launches.OperatorModel`.
+    An `parsim.costs.compute.formula.OperatorModel`.
     """
 
     profile: Profile
@@ -513,13 +505,7 @@ class LaunchModel:
 
     def _bounded(self, request: ComputeRequest, terms: Terms) -> Terms:
         """With a last term that lifts the sum to what arithmetic and memory allow at least."""
-        operators = request.component.operators
-        if self.device.kind == "cuda":
-            operators = cuda_operators(operators)
-        masked = replace(request, component=replace(request.component, operators=tuple(map(without_mask, operators))))
-        kernels = component_kernels(masked, self.precision, self.device.kind)
-        share = 0.5 if request.phase in HALVES else 1.0
-        least_s = component_roofline_s(kernels, operators, request.samples, self.device, self.precision, share=share)
+        least_s = component_roofline_s(request, self.device, self.precision)
         if least_s <= folded_s(terms):
             return terms
         what = "flop at the peak, bytes at the bandwidth"

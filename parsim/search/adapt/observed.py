@@ -15,9 +15,9 @@ from parsim.costs.observed import (
     RunCorrections,
     WorkClass,
     class_of,
-    class_seconds,
     learn,
     refit,
+    task_durations_s,
     updates_of,
     with_update,
     without_updates,
@@ -29,7 +29,7 @@ from parsim.plans.plan import Plan
 from parsim.predict.evaluate import Evaluation, evaluate, sampled_durations_s
 from parsim.predict.problem import PlanningProblem
 from parsim.program.taskgraph import TaskGraph
-from parsim.search.adapt.planning import expected_seconds, task_seconds
+from parsim.search.adapt.planning import expected_seconds, seconds_by_class
 from parsim.timeline import Timeline
 from parsim.work import LoadBatch
 
@@ -66,8 +66,8 @@ def updated(
 ) -> Updated:
     """The problem's profile after a run of `plan`.
 
-    Task times teach the factors of ranks, phases and communication (`parsim.costs.observed`). If the step is still
-    off by more than the floor, the time lies between the tasks, which the profile counts as computation. Then all ranks'
+    Task times teach the factors of ranks, phases and communication (`parsim.costs.observed`). If the step is
+    still off by more than the floor, the time lies between the tasks, which the profile counts as computation. Then all ranks'
     factors are scaled until the step fits.
 
     Args:
@@ -79,7 +79,7 @@ def updated(
     """
     profile, before = problem.cluster.profile, updates_of(problem.cluster)
     base = _on(problem, without_updates(profile))
-    observed = [_class_seconds(graph, timeline) for timeline in timelines]
+    observed = [seconds_by_class(graph, task_durations_s(len(graph.tasks), timeline)) for timeline in timelines]
     evidence = Evidence(observed=observed, expected=expected_seconds(base, plan), step_s=step_s, floor=floor)
     found = _rounded(_fitted_to_step(base, plan, refit(evidence, before), step_s, floor))
     before_s = _step_s(problem, plan)
@@ -135,11 +135,6 @@ def _step_s(problem: PlanningProblem, plan: Plan) -> float:
 def _on(problem: PlanningProblem, profile: Profile) -> PlanningProblem:
     """The same question on another version of the profile."""
     return replace(problem, cluster=replace(problem.cluster, profile=profile))
-
-
-def _class_seconds(graph: TaskGraph, timeline: Timeline) -> dict[WorkClass, float]:
-    seconds = task_seconds(len(graph.tasks), timeline).tolist()
-    return class_seconds((task.work, task.resources[0].rank, own) for task, own in zip(graph.tasks, seconds, strict=True))
 
 
 def _rounded(found: RunCorrections) -> RunCorrections:
@@ -198,9 +193,9 @@ def diagnosis_of(
     """
     predicted = _predicted(problem, evaluation)
     graph = evaluation.graph
-    seconds = [task_seconds(len(graph.tasks), timeline) for timeline in timelines]
+    seconds = [task_durations_s(len(graph.tasks), timeline) for timeline in timelines]
     observed = ObservedStep(
-        steps=[_by_class(graph, own) for own in seconds],
+        steps=[seconds_by_class(graph, own) for own in seconds],
         loading=_loading_s(graph, np.mean(seconds, axis=0)) if seconds else [],
         step_s=step_s,
         timed=timed,
@@ -215,7 +210,7 @@ def diagnosis_of(
 
 def _predicted(problem: PlanningProblem, evaluation: Evaluation) -> PredictedStep:
     graph, step = evaluation.graph, evaluation.result.step_s
-    own = task_seconds(len(graph.tasks), evaluation.timeline)
+    own = task_durations_s(len(graph.tasks), evaluation.timeline)
     drawn = sampled_durations_s(evaluation)
     places: dict[WorkClass, list[int]] = {}
     for task in graph.tasks:
@@ -224,7 +219,7 @@ def _predicted(problem: PlanningProblem, evaluation: Evaluation) -> PredictedSte
             places.setdefault(key, []).append(task.index)
     draws: dict[WorkClass, Floats] = {key: drawn[:, tasks].sum(axis=1) for key, tasks in places.items()}
     return PredictedStep(
-        seconds=_by_class(graph, own),
+        seconds=seconds_by_class(graph, own),
         draws=draws,
         loading=_loading_s(graph, own),
         low_s=step.p05,
@@ -243,12 +238,6 @@ def _explained_s(problem: PlanningProblem, evaluation: Evaluation, predicted: Pr
     now = replace(problem, corrections=learn(mean, predicted.seconds))
     loading = max((seen - asked for seen, asked in zip(observed.loading, predicted.loading, strict=True)), default=0.0)
     return evaluate(now, evaluation.result.plan, samples=0, fold=False).result.step_s.median + max(0.0, loading)
-
-
-def _by_class(graph: TaskGraph, seconds: Floats) -> dict[WorkClass, float]:
-    return class_seconds(
-        (task.work, task.resources[0].rank, own) for task, own in zip(graph.tasks, seconds.tolist(), strict=True)
-    )
 
 
 def _loading_s(graph: TaskGraph, seconds: Floats) -> list[float]:

@@ -24,6 +24,7 @@ from parsim.costs.observed import (
     WorkClass,
     class_of,
     class_seconds,
+    task_durations_s,
 )
 from parsim.engines import static
 from parsim.engines.program import mean_step_s
@@ -40,18 +41,19 @@ from parsim.program.taskgraph import TaskGraph
 from parsim.search.adapt.controller import Controller, ControllerConfig, Observation, PlanChoice, PlanFor, SwitchCost
 from parsim.search.families import FAMILIES
 from parsim.search.search import search
-from parsim.timeline import Timeline
 from parsim.units import format_bytes, format_seconds
 from parsim.work import SendRecv
 
 
-def task_seconds(size: int, timeline: Timeline) -> Floats:
-    """float64 [size]: of each task the latest end minus the latest start of its spans; 0 for a task without a span."""
-    start, end = np.full(size, -np.inf), np.full(size, -np.inf)
-    np.maximum.at(start, timeline.task, timeline.start_s)
-    np.maximum.at(end, timeline.task, timeline.end_s)
-    seconds: Floats = np.where(np.isfinite(end), end, 0.0) - np.where(np.isfinite(start), start, 0.0)
-    return seconds
+def seconds_by_class(graph: TaskGraph, seconds: Floats) -> dict[WorkClass, float]:
+    """Seconds per step of a graph's work by class.
+
+    Args:
+        graph: of the plan. seconds: float64 [tasks], such as `task_durations_s` reads off a Timeline.
+    """
+    return class_seconds(
+        (task.work, task.resources[0].rank, taken) for task, taken in zip(graph.tasks, seconds.tolist(), strict=True)
+    )
 
 
 def observation_of(
@@ -70,7 +72,8 @@ def observation_of(
 
     Args:
         graph: of the plan that ran.
-        per_task_seconds: float64 [tasks] or [steps, tasks], as `task_seconds` reads them off a Timeline; steps are averaged.
+        per_task_seconds: float64 [tasks] or [steps, tasks], as `task_durations_s` reads them off a Timeline; steps are
+            averaged.
             Of a collective or transfer it is the time from when its last rank was ready, without waiting.
         since_look: how many of the last steps no earlier observation held. early: as in `Observation`.
 
@@ -85,18 +88,13 @@ def observation_of(
     if not (np.isfinite(seconds).all() and (seconds >= 0).all()):
         raise ScheduleError("per_task_seconds holds a negative or infinite time, or none (NaN); leave out steps not recorded")
 
-    def by_class(own: Floats) -> dict[WorkClass, float]:
-        return class_seconds(
-            (task.work, task.resources[0].rank, taken) for task, taken in zip(graph.tasks, own.tolist(), strict=True)
-        )
-
     return Observation(
         window=window,
         steps_left=steps_left,
         step_s=step_s,
-        seconds=by_class(seconds.mean(axis=0)),
+        seconds=seconds_by_class(graph, seconds.mean(axis=0)),
         epoch_ended=epoch_ended,
-        steps=tuple(by_class(own) for own in seconds[max(0, len(seconds) - since_look) :]),
+        steps=tuple(seconds_by_class(graph, taken) for taken in seconds[max(0, len(seconds) - since_look) :]),
         early=early,
         probes=probes,
     )
@@ -109,7 +107,7 @@ def expected_seconds(problem: PlanningProblem, plan: Plan) -> dict[WorkClass, fl
 
 def _class_seconds(evaluation: Evaluation) -> dict[WorkClass, float]:
     columns = evaluation.compiled.columns
-    own = np.bincount(columns.unit, weights=task_seconds(columns.size, evaluation.timeline), minlength=len(columns.units))
+    own = np.bincount(columns.unit, weights=task_durations_s(columns.size, evaluation.timeline), minlength=len(columns.units))
     return class_seconds((unit.work, unit.rank, seconds) for unit, seconds in zip(columns.units, own.tolist(), strict=True))
 
 
@@ -225,7 +223,7 @@ class PricedPlan:
         columns = self.compiled.columns
         if not checked_slowdown(self.overlap, columns.world_size).is_none:
             timeline = static.simulate(self.compiled, durations_s, overlap=self.overlap)
-            durations_s = task_seconds(columns.size, timeline)
+            durations_s = task_durations_s(columns.size, timeline)
         by_unit = np.bincount(columns.unit, weights=durations_s, minlength=len(columns.units))
         totals = np.bincount(self._class_numbers, weights=by_unit, minlength=len(self._class_names) + 1)
         return dict(zip(self._class_names, totals[:-1].tolist(), strict=True))

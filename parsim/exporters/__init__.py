@@ -1,1 +1,0 @@
-"""Files of other tools, written from task graphs and timelines."""

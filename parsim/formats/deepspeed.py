@@ -1,0 +1,458 @@
+"""A DeepSpeed JSON config as keys of a run file, with what becomes of every key that has none; and a plan as such a config.
+
+ZeRO, precision, batch, optimizer and bucket have keys here. Each other key is named, with whether it changes the time or the
+memory of a step: one that does is a warning, since the prediction is of a run without it. What is written holds data
+parallelism and ZeRO, as `deepspeed.initialize` takes it; read back, it gives the keys of the plan again.
+
+Source: deepspeed.ai, "DeepSpeed Configuration JSON" (keys, meanings, defaults); bucket sizes count elements there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from parsim.errors import ConfigError, ImportedFileError, first_few
+from parsim.files import parse_json, write_text_atomically
+from parsim.formats.exports import Exported
+from parsim.formats.imports import RunKeys
+from parsim.formats.recipe import PlannedRecipe
+from parsim.formats.source import SNIFFED, FileFormat, SourceFile, finite, listed, shown
+from parsim.plans.plan import NONE
+
+AUTO = "auto"
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+READ_OPTIMIZERS: Mapping[str, tuple[str, str]] = {"adam": ("adam_fused", "adam"), "adamw": ("adamw_fused", "adamw")}
+"""By type: with DeepSpeed's own fused kernel, and with torch's."""
+MOST_BATCH = 10**9
+DEPTH = 3
+
+HARMLESS: Mapping[str, str] = {
+    "steps_per_print": "prints",
+    "wall_clock_breakdown": "prints times; it synchronises, which slows a step by little",
+    "dump_state": "prints",
+    "scheduler": "the learning rate over time",
+    "gradient_clipping": "one small all_reduce per step",
+    "prescale_gradients": "a scaling",
+    "gradient_predivide_factor": "a scaling",
+    "zero_allow_untested_optimizer": "a permission",
+    "zero_force_ds_cpu_optimizer": "a permission",
+    "fp16.loss_scale": "a scaling",
+    "fp16.loss_scale_window": "a scaling",
+    "fp16.initial_scale_power": "a scaling",
+    "fp16.hysteresis": "a scaling",
+    "fp16.min_loss_scale": "a scaling",
+    "fp16.consecutive_hysteresis": "a scaling",
+    "optimizer.params.betas": "a number of the optimizer",
+    "optimizer.params.eps": "a number of the optimizer",
+    "optimizer.params.weight_decay": "a number of the optimizer",
+    "optimizer.params.bias_correction": "a number of the optimizer",
+    "zero_optimization.contiguous_gradients": "parsim's buckets are contiguous",
+    "zero_optimization.reduce_scatter": "parsim scatters gradients under ZeRO 2 and 3",
+    "zero_optimization.allgather_partitions": "parsim gathers whole buckets",
+    "zero_optimization.round_robin_gradients": "an order of copies",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "saving only",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "saving only",
+    "zero_optimization.ignore_unused_parameters": "a permission",
+    "zero_optimization.cpu_offload": "read as offload_optimizer",
+    "tensorboard": "logs",
+    "wandb": "logs",
+    "csv_monitor": "logs",
+    "comet": "logs",
+    "comms_logger": "logs",
+    "flops_profiler": "profiles",
+    "autotuning": "a search before the run",
+    "aio": "disks",
+    "checkpoint": "saving only",
+    "seed": "randomness",
+    "dataloader_drop_last": "the last batch",
+}
+"""Keys that change a step's time and memory by nothing worth pricing, and why."""
+
+MATTERS: Mapping[str, str] = {
+    "zero_optimization.offload_optimizer": "part of the optimizer's state is on the host, or on a disk",
+    "zero_optimization.offload_param": "parameters are on the host or a disk: less memory, and every layer waits for PCIe",
+    "zero_optimization.overlap_comm": "false: communication does not overlap; parsim overlaps as much as possible",
+    "zero_optimization.allgather_bucket_size": "parsim gathers in the buckets of the gradients",
+    "zero_optimization.stage3_prefetch_bucket_size": "parsim gathers one bucket ahead",
+    "zero_optimization.stage3_param_persistence_threshold": "small parameters stay whole: a little more memory, fewer messages",
+    "zero_optimization.stage3_max_live_parameters": "parsim keeps at most two gathered buckets",
+    "zero_optimization.stage3_max_reuse_distance": "parsim gathers again for the backward",
+    "zero_optimization.sub_group_size": "the optimizer runs group by group",
+    "zero_optimization.zero_hpz_partition_size": "parameters are divided inside a node only",
+    "zero_optimization.zero_quantized_weights": "weights are sent in 8 bits: half the bytes",
+    "zero_optimization.zero_quantized_gradients": "gradients are sent in fewer bits",
+    "zero_optimization.mics_shard_size": "the model is divided over fewer ranks",
+    "communication_data_type": "gradients are sent in another type",
+    "fp16.auto_cast": "inputs are cast",
+    "amp": "Apex: read as amp_fp16",
+    "activation_checkpointing": "how to recompute; whether is in the model's code: set plan.recompute",
+    "sparse_attention": "another attention",
+    "sparse_gradients": "embeddings send less",
+    "pipeline": "set plan.mesh = { pp = ... }",
+    "tensor_parallel": "set plan.mesh = { tp = ... }",
+    "autotp_size": "set plan.mesh = { tp = ... }",
+    "curriculum_learning": "sequences change their length",
+    "data_efficiency": "samples and layers are left out",
+    "compression_training": "another model",
+    "progressive_layer_drop": "layers are left out",
+    "eigenvalue": "further passes",
+    "quantize_training": "another arithmetic",
+    "data_types": "gradients are accumulated in another type",
+    "elasticity": "the number of ranks and the batch change",
+    "hybrid_engine": "inference between the steps",
+}
+"""Keys that change the time or the memory of a step and have no key here."""
+
+
+def read_deepspeed(source: SourceFile, *, world_size: int | None = None) -> RunKeys:
+    """Read a config.
+
+    Args:
+        source: the file. world_size: data-parallel ranks, where the batch needs them (None: not known).
+
+    Raises:
+        ImportedFileError: no config, a value of the wrong kind, or batch keys that contradict one another.
+    """
+    document = source.json("a DeepSpeed config")
+    if not isinstance(document, dict) or not document:
+        raise ImportedFileError(
+            f"{source.path} is not a DeepSpeed config: it must be a JSON table with keys such as {listed(BATCH_KEYS)}"
+        )
+    run = RunKeys(str(source.path))
+    leaves = list(_leaves(document))
+    run.auto = [shown(path) for path, value in leaves if value == AUTO]
+    run.ranks = _read_batch(document, run, world_size)
+    width = _read_precision(document, run)
+    _read_zero(document, run, width)
+    _read_optimizer(document, run)
+    for path, value in leaves:
+        if path not in run.used and value != AUTO:
+            _judge(path, value, run)
+    if not run.keys:
+        raise ImportedFileError(
+            f'{source.path} sets nothing that a run file has ({len(run.auto)} keys are "auto"); expected '
+            f"{listed(BATCH_KEYS)}, zero_optimization, fp16, bf16 or optimizer with values"
+        )
+    run.warnings = list(dict.fromkeys(run.warnings))
+    return run
+
+
+def _leaves(node: Mapping[str, Any], path: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:
+    """Keys and values; tables deeper than DEPTH count as one value."""
+    for key, value in node.items():
+        here = f"{path}{key}"
+        if isinstance(value, dict) and value and depth < DEPTH and here not in MATTERS and here not in HARMLESS:
+            yield from _leaves(value, f"{here}.", depth + 1)
+        else:
+            yield here, value
+
+
+def _number(document: Mapping[str, Any], key: str, run: RunKeys, most: int) -> int | None:
+    value = document.get(key)
+    run.used.add(key)
+    if value is None or value == AUTO:
+        return None
+    number = finite(value)
+    if number is None or number != int(number) or not 1 <= number <= most:
+        raise ImportedFileError(f"{run.where}: {key} = {shown(value)} must be a whole number from 1 to {most:,}")
+    return int(number)
+
+
+def _read_batch(document: Mapping[str, Any], run: RunKeys, ranks: int | None) -> int | None:
+    total, micro, accumulated = (_number(document, key, run, MOST_BATCH) for key in BATCH_KEYS)
+    implied: int | None = None
+    if total and micro:
+        each = micro * (accumulated or 1)
+        if total % each:
+            raise ImportedFileError(
+                f"{run.where}: train_batch_size = {total} must be train_micro_batch_size_per_gpu ({micro}) * "
+                f"gradient_accumulation_steps ({accumulated or 1}) * ranks"
+            )
+        implied = total // each if accumulated else None
+        if ranks is not None and implied is not None and ranks != implied:
+            raise ImportedFileError(
+                f"{run.where}: train_batch_size = {total} of {micro} * {accumulated} per rank needs {implied} ranks, "
+                f"and {ranks} were given"
+            )
+        if ranks and accumulated is None:
+            if total % (micro * ranks):
+                raise ImportedFileError(
+                    f"{run.where}: train_batch_size = {total} must be a multiple of {micro} samples * {ranks} ranks"
+                )
+            accumulated = total // (micro * ranks)
+        elif accumulated is None:
+            run.needs_ranks = True
+            run.warnings.append(
+                f"train_micro_batch_size_per_gpu = {micro} is not used: the number of microbatches needs that of ranks; give "
+                "--world-size N, or --set plan.microbatches=N"
+            )
+    elif micro and ranks:
+        total = micro * (accumulated or 1) * ranks
+        if total > MOST_BATCH:
+            raise ImportedFileError(f"{run.where}: {micro} * {accumulated or 1} * {ranks} samples are more than {MOST_BATCH:,}")
+    elif micro:
+        run.needs_ranks = True
+        run.warnings.append(
+            "train_micro_batch_size_per_gpu: the batch needs the number of ranks; give --world-size N, or "
+            "--set training.global_batch=N"
+        )
+    if total:
+        run.keys["training.global_batch"] = total
+    if accumulated:
+        run.keys["plan.microbatches"] = accumulated
+    return implied or ranks
+
+
+def _enabled(document: Mapping[str, Any], key: str, run: RunKeys) -> bool:
+    table = document.get(key)
+    run.used.add(f"{key}.enabled")
+    if table is None:
+        return False
+    if not isinstance(table, dict):
+        raise ImportedFileError(f'{run.where}: {key} = {shown(table)} must be a table such as {{"enabled": true}}')
+    value = table.get("enabled", key in ("fp16", "bf16") and bool(table) and None)
+    if value in (None, AUTO, False, True):
+        return value is True
+    raise ImportedFileError(f"{run.where}: {key}.enabled = {shown(value)} must be true or false")
+
+
+def _read_precision(document: Mapping[str, Any], run: RunKeys) -> int:
+    """Sets training.precision; returns bytes of a gradient's element."""
+    half = _enabled(document, "fp16", run)
+    brain = _enabled(document, "bf16", run) or _enabled(document, "bfloat16", run)
+    apex = _enabled(document, "amp", run)
+    if half and brain:
+        raise ImportedFileError(f"{run.where}: fp16 and bf16 are both enabled; DeepSpeed takes one of them")
+    if brain:
+        run.keys["training.precision"] = "bf16"
+        return 2
+    if half:
+        run.keys["training.precision"] = "bf16"
+        run.warnings.append("fp16: weights of 2 bytes with fp32 copies are priced as bf16, whose sizes and peaks are the same")
+        return 2
+    if apex:
+        run.keys["training.precision"] = "amp_fp16"
+        return 4
+    if _enabled(document, "torch_autocast", run):
+        half_type = document["torch_autocast"].get("dtype", "bfloat16")
+        run.used.add("torch_autocast.dtype")
+        run.keys["training.precision"] = "amp_fp16" if "float16" in str(half_type).replace("bfloat16", "") else "amp_bf16"
+        return 4
+    states = [document.get(key) for key in ("fp16", "bf16", "bfloat16")]
+    if not any(isinstance(state, dict) and state.get("enabled") == AUTO for state in states):
+        run.keys["training.precision"] = "fp32"
+    return 4
+
+
+def _read_zero(document: Mapping[str, Any], run: RunKeys, width: int) -> None:
+    table = document.get("zero_optimization")
+    if table is None:
+        run.keys["plan.zero_stage"] = 0
+        run.keys["plan.strategy"] = "dp"
+        return
+    if not isinstance(table, dict):
+        raise ImportedFileError(f'{run.where}: zero_optimization = {shown(table)} must be a table such as {{"stage": 2}}')
+    stage = table.get("stage", 0)
+    run.used.update({"zero_optimization.stage", "zero_optimization.reduce_bucket_size"})
+    if stage != AUTO:
+        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+            raise ImportedFileError(f"{run.where}: zero_optimization.stage = {shown(stage)} must be 0, 1, 2 or 3")
+        run.keys["plan.zero_stage"] = int(stage)
+        run.keys["plan.strategy"] = "dp"
+    elements = table.get("reduce_bucket_size")
+    if elements is not None and elements != AUTO:
+        number = finite(elements)
+        if number is None or not 1 <= number <= 1e12:
+            raise ImportedFileError(
+                f"{run.where}: zero_optimization.reduce_bucket_size = {shown(elements)} must be a number of elements"
+            )
+        run.keys["plan.bucket_bytes"] = int(number) * width
+    offload = table.get("offload_optimizer")
+    is_all = isinstance(offload, dict) and offload.get("device") == "cpu" and finite(offload.get("ratio", 1.0)) == 1.0
+    if is_all:
+        run.used.add("zero_optimization.offload_optimizer")
+    if is_all or table.get("cpu_offload") is True:  # a part of it, or a disk, is told and not priced
+        run.keys["plan.optimizer_offload"] = True
+        run.warnings.append(
+            "offload_optimizer: gradients are accumulated on the device and copied once per step, and the host's memory bounds "
+            "the update: set cluster.host_memory_bandwidth_bytes_per_s"
+        )
+
+
+def _read_optimizer(document: Mapping[str, Any], run: RunKeys) -> None:
+    table = document.get("optimizer")
+    if table is None:
+        return
+    if not isinstance(table, dict):
+        raise ImportedFileError(f"{run.where}: optimizer = {shown(table)} must be a table with a type")
+    run.used.update({"optimizer.type", "optimizer.params.lr"})
+    params: dict[str, Any] = stated if isinstance(stated := table.get("params"), dict) else {}
+    kind = str(table.get("type", "")).lower()
+    if kind in READ_OPTIMIZERS:
+        decoupled = kind == "adamw" or params.get("adam_w_mode", True) is not False
+        fused = params.get("torch_adam", False) is not True
+        run.used.update({"optimizer.params.torch_adam", "optimizer.params.adam_w_mode"})
+        run.keys["training.optimizer"] = READ_OPTIMIZERS["adamw" if decoupled else "adam"][0 if fused else 1]
+    elif kind == "sgd":
+        momentum = finite(params.get("momentum")) or 0.0
+        run.used.add("optimizer.params.momentum")
+        run.keys["training.optimizer"] = "sgd_momentum" if momentum else "sgd"
+    else:
+        run.warnings.append(
+            f"optimizer.type = {shown(table.get('type'))!r} matters: parsim has no such optimizer; set training.optimizer to "
+            "the one with as much state (adamw: two numbers per parameter), or write a row (docs/extending.md)"
+        )
+    rate = params.get("lr")
+    if rate is not None and rate != AUTO:
+        number = finite(rate)
+        if number is None or not 0 < number < 1e6:
+            raise ImportedFileError(f"{run.where}: optimizer.params.lr = {shown(rate)} must be a number above 0")
+        run.keys["training.learning_rate"] = number
+
+
+def _judge(path: str, value: object, run: RunKeys) -> None:
+    """Name a key that has none here: nothing worth pricing, something that matters, or unknown."""
+    parts = path.split(".")
+    prefixes = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    if any(prefix in HARMLESS for prefix in prefixes):
+        run.harmless.append(shown(path))
+        return
+    feature = next((prefix for prefix in prefixes if prefix in MATTERS), None)
+    inner = value if isinstance(value, dict) else {}
+    is_off = value in (None, False, {}, 0) or inner.get("enabled") is False or inner.get("device") == "none"
+    if feature is None:
+        run.warnings.append(f"{shown(path)} = {shown(value)} is not known to parsim, and may matter")
+    elif is_off != (feature == "zero_optimization.overlap_comm"):
+        run.harmless.append(shown(path))  # a feature that is off, or an overlap that is on
+    else:
+        run.warnings.append(f"{shown(path)} matters: {MATTERS[feature]}")
+
+
+NAME = "DeepSpeed JSON"
+CUTS = {"pp": "a pipeline", "tp": "tensor shards", "cp": "pieces of the sequence", "ep": "divided experts"}
+GRADIENT_BYTES = {"fp32": 4, "tf32": 4, "amp_fp16": 4, "amp_bf16": 4, "bf16": 2}
+"""Of an element of a bucket, by the precisions that DeepSpeed has."""
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adam": ("Adam", {"torch_adam": True, "adam_w_mode": False}),
+    "adam_fused": ("Adam", {"adam_w_mode": False}),
+    "adamw": ("AdamW", {"torch_adam": True}),
+    "adamw_fused": ("AdamW", {}),
+    "sgd": ("SGD", {}),
+    "sgd_momentum": ("SGD", {"momentum": 0.9}),
+}
+"""Type and parameters by parsim's name; the fused ones are DeepSpeed's own kernel."""
+KEPT_ARGUMENTS = ("betas", "eps", "momentum", "nesterov")
+
+
+def write_deepspeed(recipe: PlannedRecipe, file: Path) -> Exported:
+    """The plan as a DeepSpeed config. Raises ConfigError: it is more than data parallelism, or of an unknown precision."""
+    plan, training, left_out = recipe.plan, recipe.training, recipe.left_out
+    for axis, what in CUTS.items():
+        if (ways := getattr(recipe, axis)) > 1:
+            raise ConfigError(
+                f"{NAME} describes data parallelism and ZeRO, and the plan has {what} ({axis} = {ways}: {plan.summary()}); "
+                "export it as megatron or torchtitan, or plan with --set plan.strategy=dp"
+            )
+    precision = training["precision"]
+    if precision not in GRADIENT_BYTES:
+        raise ConfigError(f"{NAME} knows no training.precision = {precision!r}; it has {', '.join(GRADIENT_BYTES)}")
+    document: dict[str, Any] = {
+        "train_batch_size": plan.global_batch,
+        "train_micro_batch_size_per_gpu": recipe.micro_batch,
+        "gradient_accumulation_steps": plan.microbatches,
+    }
+    match precision:
+        case "bf16":
+            document["bf16"] = {"enabled": True}
+            if training["master_weights"] is False:
+                left_out["training.master_weights"] = (
+                    "DeepSpeed keeps copies of the weights in fp32: 4 bytes per parameter more"
+                )
+        case "amp_fp16":
+            document["amp"] = {"enabled": True, "opt_level": "O1"}
+        case "amp_bf16":
+            document["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+        case "tf32":
+            left_out["training.precision"] = "tf32 is switched on in your script: torch.backends.cuda.matmul.allow_tf32 = True"
+    document["zero_optimization"] = _zero_table(recipe, GRADIENT_BYTES[precision])
+    if training["optimizer"] not in OPTIMIZERS:
+        left_out["training.optimizer"] = f"make {training['optimizer']} in your script and give it to deepspeed.initialize"
+    else:
+        kind, params = OPTIMIZERS[training["optimizer"]]
+        arguments = {key: value for key, value in training["optimizer_args"].items() if key in KEPT_ARGUMENTS}
+        for key in training["optimizer_args"]:
+            if key not in arguments:
+                left_out[f"training.optimizer_args.{key}"] = "DeepSpeed's optimizer has no such argument"
+        usual = {"lr": training["learning_rate"], "weight_decay": training["weight_decay"]}
+        document["optimizer"] = {"type": kind, "params": {**usual, **params, **arguments}}
+    if training["clip_norm"] is not None:
+        document["gradient_clipping"] = training["clip_norm"]
+    if plan.recompute != NONE or plan.segments:
+        names = [name for name in plan.components if name in plan.recomputed or name in plan.recomputed_by_operator]
+        left_out["plan.recompute"] = f"your model's code recomputes: torch.utils.checkpoint around {first_few(names, 4)}"
+    write_text_atomically(file, json.dumps(document, indent=2) + "\n")
+    per_node = plan.world_size // recipe.nodes
+    launch = f"deepspeed --num_nodes {recipe.nodes} --num_gpus {per_node} train.py --deepspeed_config {file.name}"
+    return Exported(
+        format="deepspeed",
+        file=file,
+        summary=f"DeepSpeed config of {plan.summary()}: {file}; start it with `{launch}`",
+        left_out=left_out,
+        found={"ranks": plan.world_size, "launch": launch},
+    )
+
+
+def _zero_table(recipe: PlannedRecipe, width: int) -> dict[str, Any]:
+    plan, left_out = recipe.plan, recipe.left_out
+    if plan.mesh.dp_shard:
+        raise ConfigError(
+            f"DeepSpeed's ZeRO divides states over all {plan.mesh.dp} replicas, and the plan over groups of "
+            f"{plan.mesh.dp_shard}; export it as megatron or torchtitan, or plan with --set plan.dp_shard={plan.mesh.dp}"
+        )
+    elements, rest = divmod(plan.bucket_bytes, width)
+    if rest:
+        left_out["plan.bucket_bytes"] = f"{plan.bucket_bytes} bytes are no whole number of elements; the file says {elements}"
+    if plan.zero_stage == 0:
+        left_out["plan.bucket_bytes"] = (
+            "without ZeRO DeepSpeed sums all gradients after the backward, in buffers of its own size, and hides nothing"
+        )
+    table: dict[str, Any] = {"stage": plan.zero_stage, "reduce_bucket_size": max(1, elements), "overlap_comm": True}
+    if plan.zero_stage:
+        table |= {"contiguous_gradients": True, "reduce_scatter": True}
+    if plan.zero_stage == 3:
+        table["stage3_prefetch_bucket_size"] = max(1, elements)
+        left_out["plan.zero_stage"] = (
+            "DeepSpeed keeps small parameters whole (stage3_param_persistence_threshold), parsim does not"
+        )
+    elif plan.zero_stage:
+        table["allgather_bucket_size"] = max(1, elements)
+    return table
+
+
+def _is_deepspeed(source: SourceFile) -> bool:
+    if not source.begins("{") or len(source.data) > SNIFFED:
+        return False
+    try:
+        document = parse_json(source.text)
+    except ValueError:  # JSONDecodeError is one
+        return False
+    typical = {*BATCH_KEYS, "zero_optimization", "fp16", "bf16", "zero_allow_untested_optimizer", "steps_per_print"}
+    return isinstance(document, dict) and bool(typical & set(document))
+
+
+FORMATS = {
+    "deepspeed": FileFormat(
+        what="a DeepSpeed JSON config",
+        tool=NAME,
+        reads="run",
+        sniff=_is_deepspeed,
+        read=read_deepspeed,
+        writes="recipe",
+        write=write_deepspeed,
+        file="ds_config.json",
+        options=("world_size",),
+    )
+}

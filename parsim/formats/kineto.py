@@ -1,0 +1,463 @@
+"""Traces of the PyTorch profiler (Kineto, Chrome trace JSON): what ran on every stream, and which operator launched it.
+
+A trace of a GPU holds kernels and copies with the device's times; the host's launches carry the same `correlation`. A trace of
+a CPU holds operators alone: the outermost ones of each thread are what it computed. Steps are the `ProfilerStep#N` ranges of
+`profiler.step()`. Times in the file are microseconds. An event without a name, a finite start or a length is left out and
+counted.
+
+The arithmetic of an operator follows from the shapes of its inputs (`record_shapes=True`): products, convolutions and
+attention, nearly all arithmetic of a network. A multiply-add counts as 2. Other operators do no counted arithmetic, and their
+time is reported as such. Leaves out: transposed convolutions, whose positions are counted as those of plain ones; and causal
+masks, which let a kernel skip half of the products of an attention.
+
+Source: github pytorch/kineto, libkineto/src/output_json.cpp (keys of the events); traces written by torch 2.13 here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from parsim.errors import ImportedFileError
+from parsim.formats.source import FileFormat, SourceFile, count, finite, shown
+from parsim.numeric import Floats, Ints
+
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime")
+KINDS = ("compute", "communication", "copy")
+COMMUNICATION = re.compile(r"nccl|rccl|gloo:|^c10d::|^nccl:|nvshmem|AllReduce.*Kernel", re.IGNORECASE)
+LOADING = re.compile(r"DataLoader", re.IGNORECASE)
+STEP = re.compile(r"ProfilerStep\s?#\s?\d{1,12}")
+EXPECTED = 'a trace of torch.profiler (`prof.export_chrome_trace("trace.json.gz")`), with a list `traceEvents`'
+MOST_MICROSECONDS = 1e14
+"""Of a start, from the oldest: three years."""
+LONGEST_NAME = 400
+NO_SHAPES = "shapes were not recorded, so kernels are not divided by their arithmetic: profile(record_shapes=True)"
+NUMBER_TYPES: Mapping[str, tuple[str, ...]] = {
+    "float": ("fp32",),
+    "double": ("fp64",),
+    "c10::BFloat16": ("bf16", "amp_bf16"),
+    "c10::Half": ("amp_fp16", "fp16", "bf16"),
+}
+"""Names of types in a trace, and the precisions of a profile that have such arithmetic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Activities:
+    """What ran, in order of its start; times in seconds from the beginning of the first step.
+
+    Attributes:
+        names: distinct names; name: int64 [n] into them. kind: int64 [n] into KINDS.
+        streams: texts ("stream 7", "thread 12"); stream: int64 [n].
+        start_s, end_s: float64 [n]. launched_s: end of the host's launch (NaN: not known).
+        flop: float64 [n], of the operator behind it, shared among its kernels by their time (0: none counted).
+    """
+
+    names: tuple[str, ...]
+    name: Ints
+    kind: Ints
+    streams: tuple[str, ...]
+    stream: Ints
+    start_s: Floats
+    end_s: Floats
+    launched_s: Floats
+    flop: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trace:
+    """One rank's trace.
+
+    Attributes:
+        on_gpu: activities are those of a GPU. device: its name ("" for a CPU). rank, world_size: of the job, if it says so.
+        window_s: seconds of the recorded steps. steps: how many. step_lengths_s: of each, as the host saw it.
+        no_shapes: why kernels are not divided by their arithmetic ("": shapes were recorded).
+        number_type: in which most arithmetic was done, as torch names it ("" if unknown).
+        loading: [m, 2] start and end of what the host did to load data.
+        skipped: why events were left out, and how many.
+    """
+
+    activities: Activities
+    on_gpu: bool
+    device: str
+    rank: int
+    world_size: int
+    window_s: float
+    steps: int
+    step_lengths_s: tuple[float, ...]
+    no_shapes: str
+    number_type: str
+    loading: Floats
+    skipped: Mapping[str, int]
+    notes: tuple[str, ...]
+
+    @property
+    def step_s(self) -> float:
+        return self.window_s / self.steps
+
+
+@dataclass(slots=True)
+class _Event:
+    """One complete event, in microseconds. owner: number of the counted operator that it lies in; -1: none."""
+
+    name: str
+    category: str
+    thread: str
+    start: float
+    end: float
+    args: Mapping[str, Any]
+    flop: float = 0.0
+    owner: int = -1
+
+
+def read_kineto(source: SourceFile, *, steps: int | None = None) -> Trace:
+    """Read a trace.
+
+    Args:
+        source: the file. steps: how many it holds, where it has no ProfilerStep ranges (None: one).
+
+    Raises:
+        ImportedFileError: it is not a trace, it holds no activity, or no activity lies in its steps.
+    """
+    return trace_of(source.json("a trace"), str(source.path), steps)
+
+
+def trace_of(document: object, where: str, steps: int | None = None) -> Trace:
+    """The activities of trace events, as `read_kineto`.
+
+    Args:
+        document: a list of events, or a table with `traceEvents`. where: the file, for messages. steps: as there.
+
+    Raises:
+        ImportedFileError: as there.
+    """
+    entries = document.get("traceEvents") if isinstance(document, dict) else document
+    if not isinstance(entries, list):
+        raise ImportedFileError(f"{where} has no list `traceEvents`; expected {EXPECTED}")
+    head: dict[str, Any] = document if isinstance(document, dict) else {}
+    skipped: dict[str, int] = {}
+    events = _complete_events(entries, skipped)
+    marks = sorted(
+        {(event.start, event.end) for event in events if event.category == "user_annotation" and STEP.fullmatch(event.name)}
+    )
+    operators = [event for event in events if event.category == "cpu_op"]
+    on_device = [event for event in events if event.category in ON_DEVICE]
+    activities = on_device or _on_host(events, operators)
+    if not activities:
+        raise ImportedFileError(
+            f"{where} holds {len(entries)} events and none of them is a kernel, a copy or an operator; expected {EXPECTED}"
+        )
+    notes: list[str] = []
+    begin, end, number = _window(activities, marks, steps, notes)
+    _count_flop(operators)
+    inside = sorted(
+        (event for event in activities if event.end > begin and event.start < end), key=lambda event: (event.start, event.end)
+    )
+    if not inside:
+        raise ImportedFileError(
+            f"{where}: nothing ran within its {number} steps; record the steps with the activities of the GPU"
+        )
+    if len(inside) < len(activities):
+        skipped["activities outside the steps"] = len(activities) - len(inside)
+    job = head.get("distributedInfo")
+    job = job if isinstance(job, dict) else {}
+    rank, world = finite(job.get("rank")), finite(job.get("world_size"))
+    devices = head.get("deviceProperties")
+    names = [entry.get("name") for entry in devices if isinstance(entry, dict)] if isinstance(devices, list) else []
+    loading = sorted((event.start, event.end) for event in events if LOADING.search(event.name))
+    return Trace(
+        activities=_activities(inside, events, operators, begin, end, bool(on_device)),
+        on_gpu=bool(on_device),
+        device=next((shown(name) for name in names if isinstance(name, str)), ""),
+        rank=int(rank) if rank is not None and 0 <= rank < 1e6 else 0,
+        world_size=int(world) if world is not None and 1 <= world < 1e6 else 1,
+        window_s=(end - begin) * 1e-6,
+        steps=number,
+        step_lengths_s=tuple((last - first) * 1e-6 for first, last in marks),
+        no_shapes="" if any("Input Dims" in event.args or "Input dims" in event.args for event in operators) else NO_SHAPES,
+        number_type=_number_type(operators),
+        loading=(np.array(loading, dtype=np.float64).reshape(-1, 2) - begin) * 1e-6,
+        skipped=skipped,
+        notes=tuple(notes),
+    )
+
+
+def _complete_events(entries: list[Any], skipped: dict[str, int]) -> list[_Event]:
+    events: list[_Event] = []
+    for entry in entries:
+        if not isinstance(entry, dict):
+            count(skipped, "events that are no table")
+            continue
+        if entry.get("ph") != "X":
+            continue
+        start, length, name = finite(entry.get("ts")), finite(entry.get("dur")), entry.get("name")
+        category, args = entry.get("cat"), entry.get("args")
+        if start is None or length is None or length < 0 or not isinstance(name, str) or not isinstance(category, str):
+            count(skipped, "events without a name, a start or a length")
+        elif abs(start) > 1e18 or length > MOST_MICROSECONDS:
+            count(skipped, "events at impossible times")
+        else:
+            thread = f"{shown(entry.get('pid'))}/{shown(entry.get('tid'))}"
+            args = args if isinstance(args, dict) else {}
+            events.append(_Event(name[:LONGEST_NAME], category.lower(), thread, start, start + length, args))
+    oldest = min((event.start for event in events), default=0.0)
+    possible = [event for event in events if event.start - oldest <= MOST_MICROSECONDS]
+    if len(possible) < len(events):
+        count(skipped, "events at impossible times", len(events) - len(possible))
+    return possible
+
+
+def _on_host(events: list[_Event], operators: list[_Event]) -> list[_Event]:
+    """What a CPU ran: the outermost operators of each thread, and communication wherever it was recorded."""
+    outermost: list[_Event] = []
+    reach: dict[str, float] = {}
+    for event in sorted(operators, key=lambda event: (event.thread, event.start, -event.end)):
+        if event.start >= reach.get(event.thread, -np.inf) and not COMMUNICATION.search(event.name):
+            outermost.append(event)
+            reach[event.thread] = event.end
+    sent = [event for event in events if event.category != "python_function" and COMMUNICATION.search(event.name)]
+    return outermost + sent if outermost else []
+
+
+def _window(
+    activities: list[_Event], marks: list[tuple[float, float]], steps: int | None, notes: list[str]
+) -> tuple[float, float, int]:
+    """(begin, end, number of steps): from the first step's start to the end of the last one's activities."""
+    if marks:
+        begin, end = marks[0][0], max(mark[1] for mark in marks)
+        return begin, max([end, *(event.end for event in activities if begin <= event.start < end)]), len(marks)
+    begin = min(event.start for event in activities)
+    if steps is None:
+        notes.append(
+            "the trace has no ProfilerStep ranges: all of it counts as one step; call profiler.step(), or give --steps"
+        )
+    return begin, max(*(event.end for event in activities), begin + 1e-3), max(1, steps or 1)
+
+
+def _count_flop(operators: list[_Event]) -> None:
+    """Arithmetic of the outermost counted operator of each nest; those inside it name it as their owner."""
+    stacks: dict[str, list[int]] = {}
+    order = sorted(range(len(operators)), key=lambda i: (operators[i].thread, operators[i].start, -operators[i].end))
+    for index in order:
+        event = operators[index]
+        stack = stacks.setdefault(event.thread, [])
+        while stack and operators[stack[-1]].end <= event.start:
+            stack.pop()
+        event.owner = operators[stack[-1]].owner if stack else -1
+        if event.owner < 0 and (flop := flop_of(event.name, event.args)) is not None:
+            event.flop, event.owner = flop, index
+        stack.append(index)
+
+
+def _number_type(operators: list[_Event]) -> str:
+    """The type of the first input, weighted by arithmetic."""
+    flop_of_type: dict[str, float] = {}
+    for event in operators:
+        types = event.args.get("Input type")
+        if event.flop > 0 and isinstance(types, list):
+            first = next((shown(name) for name in types if isinstance(name, str) and name in NUMBER_TYPES), "")
+            flop_of_type[first] = flop_of_type.get(first, 0.0) + event.flop
+    return max(flop_of_type, key=lambda name: flop_of_type[name]) if flop_of_type else ""
+
+
+def _activities(
+    inside: list[_Event], events: list[_Event], operators: list[_Event], begin: float, end: float, on_gpu: bool
+) -> Activities:
+    names: dict[str, int] = {}
+    streams: dict[str, int] = {}
+    name, kind, stream = (np.zeros(len(inside), dtype=np.int64) for _ in range(3))
+    start, stop, launched = (np.full(len(inside), np.nan) for _ in range(3))
+    launches = {
+        key: event.end
+        for event in events
+        if on_gpu and event.category in LAUNCHES and (key := _key(event.args.get("correlation")))
+    }
+    for row, event in enumerate(inside):
+        name[row] = names.setdefault(shown(event.name), len(names))
+        kind[row] = KINDS.index(
+            "communication" if COMMUNICATION.search(event.name) else "copy" if event.category == "gpu_memcpy" else "compute"
+        )
+        label = (
+            f"stream {shown(event.args.get('stream', event.thread))}" if on_gpu else f"thread {event.thread.rpartition('/')[2]}"
+        )
+        stream[row] = streams.setdefault(label, len(streams))
+        start[row], stop[row] = max(event.start, begin), min(event.end, end)
+        launched[row] = launches.get(_key(event.args.get("correlation")), np.nan)
+    return Activities(
+        names=tuple(names),
+        name=name,
+        kind=kind,
+        streams=tuple(streams),
+        stream=stream,
+        start_s=(start - begin) * 1e-6,
+        end_s=(stop - begin) * 1e-6,
+        launched_s=(launched - begin) * 1e-6,
+        flop=_device_flop(inside, operators) if on_gpu else _host_flop(inside, operators),
+    )
+
+
+def _key(value: object) -> str:
+    """A correlation or an external id as a key: numbers and texts of numbers are one."""
+    return str(value) if isinstance(value, int | str) else ""
+
+
+def _device_flop(kernels: list[_Event], operators: list[_Event]) -> Floats:
+    """The arithmetic of a counted operator, shared among the kernels it launched by their time."""
+    owners = {key: event.owner for event in operators if (key := _key(event.args.get("External id"))) and event.owner >= 0}
+    of_row = [
+        owners.get(_key(event.args.get("External id", event.args.get("external id"))), -1) if event.category == "kernel" else -1
+        for event in kernels
+    ]
+    length: dict[int, float] = {}
+    for event, owner in zip(kernels, of_row, strict=True):
+        length[owner] = length.get(owner, 0.0) + (event.end - event.start)
+    return np.array(
+        [
+            operators[owner].flop * (event.end - event.start) / length[owner] if owner >= 0 and length[owner] > 0 else 0.0
+            for event, owner in zip(kernels, of_row, strict=True)
+        ],
+        dtype=np.float64,
+    )
+
+
+def _host_flop(outermost: list[_Event], operators: list[_Event]) -> Floats:
+    """All arithmetic of the counted operators inside each outermost one."""
+    rows_of: dict[str, list[int]] = {}
+    for row, event in enumerate(outermost):
+        rows_of.setdefault(event.thread, []).append(row)
+    flop = np.zeros(len(outermost))
+    for event in operators:
+        rows = rows_of.get(event.thread, [])
+        place = bisect_right(rows, event.start, key=lambda row: outermost[row].start)
+        if event.flop > 0 and place and outermost[rows[place - 1]].end >= event.end:
+            flop[rows[place - 1]] += event.flop
+    return flop
+
+
+InputShapes = Sequence[Sequence[int]]
+_Rule = Callable[[InputShapes, Mapping[str, Any]], float]
+MOST_FLOP = 1e21
+"""Of one operator; more is a shape that cannot be."""
+
+
+def _product(first: int) -> _Rule:
+    """[..., m, k] times [..., k, n], inputs `first` and the next."""
+
+    def flop(dims: InputShapes, args: Mapping[str, Any]) -> float:
+        a, b = dims[first], dims[first + 1]
+        return 0.0 if len(a) < 2 or len(b) != len(a) or a[-1] != b[-2] else 2.0 * math.prod(a) * b[-1]
+
+    return flop
+
+
+def _convolution(dims: InputShapes, args: Mapping[str, Any]) -> float:
+    """Output positions follow from stride, padding and dilation, which stand among the concrete inputs."""
+    image, weight = dims[0], dims[1]
+    if len(image) != len(weight) or len(image) < 3:
+        return 0.0
+    lists = _integer_lists(args, len(image) - 2)
+    ones = [1] * (len(image) - 2)
+    padding, stride, dilation = lists[:3] if len(lists) >= 3 else ([0] * len(ones), ones, ones)
+    if len(lists) >= 3 and args["name"] in ("aten::convolution", "aten::convolution_overrideable"):
+        padding, stride = stride, padding  # these list the stride first, the libraries' own operators the padding
+    positions = 1
+    for size, kernel, pad, step, spread in zip(image[2:], weight[2:], padding, stride, dilation, strict=True):
+        positions *= max(0, (size + 2 * pad - spread * (kernel - 1) - 1) // max(1, step) + 1)
+    return 2.0 * image[0] * positions * math.prod(weight)
+
+
+def _convolution_backward(dims: InputShapes, args: Mapping[str, Any]) -> float:
+    """The gradient's own shape gives the positions; once for each of input and weight that needs a gradient."""
+    gradient, weight = dims[0], dims[2]
+    if len(gradient) != len(weight) or len(gradient) < 3:
+        return 0.0
+    mask = str(_concrete(args)[-1]) if _concrete(args) else ""
+    wanted = max(1, sum("true" in part.lower() for part in mask.split(",")[:2])) if mask.startswith("[") else 2
+    return 2.0 * gradient[0] * math.prod(gradient[2:]) * math.prod(weight) * wanted
+
+
+def _attention(first: int, products: float) -> _Rule:
+    """[batch, heads, queries, width]: scores and values, two products (five in the backward)."""
+
+    def flop(dims: InputShapes, args: Mapping[str, Any]) -> float:
+        q, k = dims[first], dims[first + 1]
+        return 0.0 if len(q) != 4 or len(k) != 4 else products * 2.0 * math.prod(q) * k[2]
+
+    return flop
+
+
+_FLOP: Mapping[str, _Rule] = {
+    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm"), _product(0)),
+    **dict.fromkeys(("aten::addmm", "aten::_addmm_activation", "aten::baddbmm"), _product(1)),
+    **{
+        f"aten::{library}convolution{suffix}": _convolution
+        for library, suffix in (("", ""), ("", "_overrideable"), ("cudnn_", ""), ("miopen_", ""), ("mkldnn_", ""))
+    },
+    "aten::convolution_backward": _convolution_backward,
+    **{
+        f"aten::_scaled_dot_product_{kind}": _attention(*row)
+        for name, device in (("flash", ""), ("efficient", ""), ("cudnn", ""), ("flash", "_for_cpu"))
+        for kind, row in {
+            f"{name}_attention{device}": (0, 2.0),
+            f"{name}_attention{device}_backward": (1, 5.0),
+        }.items()
+    },
+}
+"""The counted operators. The outermost one counts: `aten::convolution` and not what it calls."""
+
+
+def flop_of(name: str, args: object) -> float | None:
+    """Operations of one call; None for an operator that is not counted or whose shapes were not recorded.
+
+    Args:
+        name: of the operator. args: of its event.
+    """
+    rule = _FLOP.get(name)
+    if rule is None or not isinstance(args, dict):
+        return None
+    shapes = args.get("Input Dims", args.get("Input dims"))
+    dims = [  # [] for an input that is not a tensor
+        list(entry) if isinstance(entry, list) and all(isinstance(n, int) and 0 <= n < 2**48 for n in entry) else []
+        for entry in (shapes[:64] if isinstance(shapes, list) else [])
+    ]
+    try:
+        flop = rule(dims, {**args, "name": name})
+    except (IndexError, OverflowError):
+        return None
+    return float(flop) if 0 < flop <= MOST_FLOP else None
+
+
+def _concrete(args: Mapping[str, Any]) -> list[Any]:
+    value = args.get("Concrete Inputs")
+    return value if isinstance(value, list) else []
+
+
+def _integer_lists(args: Mapping[str, Any], length: int) -> list[list[int]]:
+    """The concrete inputs that are lists of integers, such as "[1, 1]", spread to one number per dim."""
+    lists: list[list[int]] = []
+    for entry in _concrete(args)[:32]:
+        text = str(entry)
+        if not (text.startswith("[") and text.endswith("]")) or len(text) > 64:
+            continue
+        parts = [part.strip() for part in text[1:-1].split(",")]
+        if all(part.isascii() and part.isdigit() and len(part) < 9 for part in parts):
+            numbers = [int(part) for part in parts]
+            lists.append(numbers if len(numbers) == length else numbers[:1] * length)
+    return lists
+
+
+FORMATS = {
+    "kineto": FileFormat(
+        what="a trace of torch.profiler, .json or .json.gz",
+        reads="trace",
+        sniff=lambda source: source.begins("{", "[") and b'"traceEvents"' in source.data,
+        read=read_kineto,
+        options=("steps",),
+    )
+}

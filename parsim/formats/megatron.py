@@ -1,0 +1,713 @@
+"""Megatron-LM: the options of its training scripts, read and written, and the YAML files of Megatron-LM and NeMo.
+
+Option names are those of megatron/training/arguments.py (NVIDIA/Megatron-LM) and of NeMo's megatron_gpt_config.yaml; NeMo's
+spellings are translated to Megatron's first. Of a shell script variables, arrays and continued lines are followed, and nothing
+is run: branches are all read, in the order in which they stand; what a command would print (`$(hostname)`) stays unknown.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from parsim.errors import ConfigError, MissingDependencyError
+from parsim.files import write_text_atomically
+from parsim.formats.exports import Exported
+from parsim.formats.recipe import SCRIPTS, YAML, PlannedRecipe, Recipe, Transformer, read_back, transformer_of, whole_number
+from parsim.formats.source import FileFormat, SourceFile
+from parsim.model.catalogue.names import KERNEL, SELECTIVE, SEQUENCE_PARALLEL
+from parsim.model.catalogue.sublayers import Shape
+from parsim.model.formats import number_format
+
+NAME = "Megatron-LM"
+NEMO = "NeMo (Megatron)"
+
+SAME_TIME = re.compile(
+    r"(adam-|sgd-|lr|min-lr|weight-decay|start-weight|end-weight|clip-grad|seed|init-method|log-|tensorboard|wandb|save|load|"
+    r"data-|train-data|valid-data|test-data|split|eval-|num-workers|tokenizer|merge-file|vocab-file|exit-|timing|distributed-|"
+    r"master|rdzv|node-rank|no-load|no-save|ckpt|dist-ckpt|async-save|use-dist-ckpt|finetune|train-iters|train-samples|"
+    r"decay-|warmup|loss-scale|initial-loss|min-loss|hysteresis|norm-epsilon|layernorm-epsilon|rotary-base|rotary-percent|"
+    r"use-rope-scaling|rope-|moe-aux|moe-z|moe-router-load|moe-router-dtype|moe-router-score|moe-router-bias|moe-router-enable|"
+    r"moe-router-topk-scaling|moe-router-pre|moe-router-num-groups|moe-router-group|moe-router-force|moe-token-dispatcher|"
+    r"mock-data|dataloader|reset-|eod|override-opt|use-checkpoint|check-for|manual-gc|no-check|check-weight|hidden-dropout|"
+    r"attention-dropout|apply-layernorm-1p|attention-softmax|no-query|query-key|config-path|config-name|trainer-log|"
+    r"auto-detect|yaml-cfg|straggler|enable-one|legacy|use-legacy|transformer-impl|use-mcore|mscale|beta|multi-latent|"
+    r"use-cpu-init|deterministic|no-initialization|use-pytorch-profiler|profile|record-memory|kv-lora-rank$^)"
+)
+"""Beginnings of options that change neither the time nor the memory of a step."""
+
+LEFT_OUT = {
+    "tp-comm-overlap": "tensor-parallel communication is not hidden behind products",
+    "overlap-moe-expert-parallel-comm": "the exchange of experts is not hidden",
+    "cpu-offloading": "activations stay on the device: --cpu-offloading-num-layers says of how many layers they do not",
+    "cpu-offloading-weights": "weights stay on the device",
+    "optimizer-cpu-offload": "the optimizer's state stays on the device: only all of it can be in the host's memory",
+    "optimizer-offload-fraction": "all of the optimizer's state lies in one place",
+    "cuda-graph-impl": "the host's launches are not modelled for parts",
+    "enable-cuda-graph": "the host's launches are not modelled for parts",
+    "external-cuda-graph": "the host's launches are not modelled for parts",
+    "grad-reduce-in-bf16": "gradients are reduced in the width that the precision gives them",
+    "accumulate-allreduce-grads-in-fp32": "gradients are reduced in the width that the precision gives them",
+    "moe-expert-capacity-factor": "experts are visited evenly, and no token is dropped",
+    "recompute-modules": "selective recomputation is that of attention's inside",
+    "recompute-num-layers": "full recomputation is that of every layer",
+    "reset-attention-mask": "attention computes scores between documents too; see model.args.document_tokens",
+    "rampup-batch-size": "the batch is the full one from the start",
+    "account-for-embedding-in-pipeline-split": "stages are cut by their cost",
+    "decoder-first-pipeline-num-layers": "stages are cut by their cost",
+    "decoder-last-pipeline-num-layers": "stages are cut by their cost",
+    "pipeline-model-parallel-layout": "stages are cut by their cost",
+    "mtp-num-layers": "the layers that predict further tokens are not in the model",
+    "delay-wgrad-compute": "weights' gradients are computed with inputs'",
+    "expert-tensor-parallel-size": "experts are cut as the rest is",
+    "main-grads-dtype": "gradients have the width of the weights",
+    "exp-avg-dtype": "the optimizer's state is in fp32",
+    "exp-avg-sq-dtype": "the optimizer's state is in fp32",
+}
+HARMLESS = frozenset(
+    """
+    overlap-grad-reduce overlap-param-gather no-overlap-p2p-communication overlap-p2p-communication bias-swiglu-fusion
+    no-bias-swiglu-fusion no-masked-softmax-fusion no-gradient-accumulation-fusion no-bias-gelu-fusion no-bias-dropout-fusion
+    no-rope-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl use-flash-attn attention-backend
+    moe-grouped-gemm moe-permute-fusion moe-router-fusion moe-use-upcycling moe-per-layer-logging moe-layer-recompute
+    use-rotary-position-embeddings position-embedding-type group-query-attention disable-bias-linear swiglu normalization
+    no-position-embedding make-vocab-size-divisible-by recompute-method
+    no-async-tensor-parallel-allreduce squared-relu qk-layernorm no-persist-layer-norm bf16 fp16 nnodes nproc-per-node
+    use-distributed-optimizer sequence-parallel untie-embeddings-and-output-weights max-position-embeddings add-qkv-bias
+    init-model-with-meta-device calculate-per-token-loss use-precision-aware-optimizer fp8-amax-history-len
+    fp8-amax-compute-algo fp8-margin fp8-interval fp8-recipe fp8-param-gather fp4-recipe openai-gelu add-bias-linear
+    apply-query-key-layer-scaling ddp-bucket-size ddp-num-buckets ddp-average-in-collective
+    """.split()  # noqa: SIM905
+)
+"""Options that were read elsewhere here, or that say what parsim assumes anyway."""
+
+NEMO_NAMES = {
+    "encoder-seq-length": "seq-length",
+    "sequence-length": "seq-length",
+    "num-layers": "num-layers",
+    "activations-checkpoint-granularity": "recompute-granularity",
+    "activations-checkpoint-method": "recompute-method",
+    "activations-checkpoint-num-layers": "recompute-num-layers",
+    "virtual-pipeline-model-parallel-size": "num-virtual-stages",
+    "share-embeddings-and-output-weights": "share-embeddings",
+    "num-moe-experts": "num-experts",
+    "tensor-model-parallel-size": "tensor-model-parallel-size",
+    "bias": "add-bias-linear",
+    "moe-router-topk": "moe-router-topk",
+}
+
+
+def read_script(text: str) -> Recipe:
+    """The options of a shell script or of a list of arguments. Raises ConfigError for sizes that are missing or cannot be."""
+    return _recipe(NAME, options_of(text))
+
+
+def read_yaml(document: Mapping[str, Any]) -> Recipe:
+    """A YAML file of Megatron-LM or NeMo, its tables flattened. Raises ConfigError as `read_script`."""
+    flat: dict[str, Any] = {}
+    _flatten(document, flat)
+    nemo = any(key.startswith("activations-checkpoint") or key == "encoder-seq-length" for key in flat) or "trainer" in document
+    options: dict[str, list[str]] = {}
+    for key, value in flat.items():
+        name = NEMO_NAMES.get(key, key)
+        if value is None or value is False:
+            if name == "share-embeddings" and value is False:
+                options["untie-embeddings-and-output-weights"] = []
+            elif name == "add-bias-linear" and value is False:
+                options["disable-bias-linear"] = []
+            continue
+        options[name] = [] if value is True else [str(value)]
+    if nemo:
+        _nemo_words(options)
+    return _recipe(NEMO if nemo else NAME, options)
+
+
+MOST_TABLES = 1_000
+"""Of a YAML file, counted as often as they are named."""
+
+
+def _flatten(node: Mapping[str, Any], into: dict[str, Any], seen: list[int] | None = None) -> None:
+    seen = [0] if seen is None else seen
+    seen[0] += 1
+    if seen[0] > MOST_TABLES:
+        raise ConfigError(f"more than {MOST_TABLES:,} tables; write one without anchors that repeat one another")
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            _flatten(value, into, seen)
+        elif not (isinstance(value, str) and "${" in value):
+            into.setdefault(str(key).replace("_", "-"), value)
+
+
+def _nemo_words(options: dict[str, list[str]]) -> None:
+    """Values of NeMo that are options of Megatron."""
+    activation = " ".join(options.pop("activation", []))
+    if "swiglu" in activation or "gated-linear-unit" in options:
+        options.setdefault("swiglu", [])
+    options.pop("gated-linear-unit", None)
+    if "norm" in " ".join(options.get("normalization", [])).lower():
+        rms = "rms" in options["normalization"][0].lower()
+        options["normalization"] = ["RMSNorm" if rms else "LayerNorm"]
+    if "distributed_fused_adam" in options.pop("name", []):
+        options["use-distributed-optimizer"] = []
+    for key in NEMO_SAME_TIME & set(options):
+        del options[key]
+    precision = " ".join(options.pop("precision", []))
+    if precision:
+        options.setdefault("bf16" if "bf16" in precision else "fp16" if "16" in precision else "fp32", [])
+    if "devices" in options and "num-nodes" in options:
+        options["nproc-per-node"], options["nnodes"] = options.pop("devices"), options.pop("num-nodes")
+
+
+NEMO_SAME_TIME = frozenset({"max-steps", "max-epochs", "max-time", "accelerator", "logger", "pre-process", "post-process"})
+
+
+class _Options:
+    """Options by name; those that were read are noted."""
+
+    def __init__(self, framework: str, words: Mapping[str, list[str]]) -> None:
+        self.framework, self.words = framework, words
+        self.read: dict[str, Any] = {}
+
+    def flag(self, name: str) -> bool:
+        if name in self.words and not (self.words[name] and self.words[name][0].lower() in ("false", "0")):
+            self.read[name] = True
+            return True
+        return False
+
+    def text(self, name: str, default: str = "") -> str:
+        words = self.words.get(name)
+        if not words:
+            return default
+        self.read[name] = words[0]
+        return words[0]
+
+    def number(self, name: str, default: int | None = None) -> int:
+        text = self.text(name)
+        if text and UNKNOWN in text:
+            self.read.pop(name)
+            text = ""
+            if default is None:
+                raise ConfigError(f"{self.framework}: --{name} depends on a value that the file lacks; write its number")
+        if not text:
+            if default is None:
+                raise ConfigError(f"{self.framework}: --{name} is missing; add it")
+            return default
+        self.read[name] = whole_number(self.framework, f"--{name}", text)
+        return int(self.read[name])
+
+
+def _recipe(framework: str, words: Mapping[str, list[str]]) -> Recipe:
+    options = _Options(framework, words)
+    recipe = Recipe(framework=framework, args=_shape(options))
+    args, training = recipe.args, recipe.training
+    args["seq"] = options.number("seq-length")
+    recipe.tp = options.number("tensor-model-parallel-size", 1)
+    recipe.pp = options.number("pipeline-model-parallel-size", 1)
+    recipe.cp = options.number("context-parallel-size", 1)
+    recipe.ep = options.number("expert-model-parallel-size", 1)
+    recipe.micro_batch = options.number("micro-batch-size", 1)
+    if (batch := options.number("global-batch-size", 0)) > 0:
+        training["global_batch"] = batch
+    recipe.processes = options.number("nproc-per-node", 0) * options.number("nnodes", 1)
+    training["precision"] = _precision(options)
+    if number_format(training["precision"]).beside:
+        args["fp8_casts"] = True
+    optimizer = options.text("optimizer", "adam")
+    training["optimizer"] = "sgd_momentum" if optimizer == "sgd" else "adamw_fused"
+    recipe.zero = 1 if options.flag("use-distributed-optimizer") else 0
+    recipe.replicate = max(1, options.number("num-distributed-optimizer-instances", 1))
+    strategy = options.text("data-parallel-sharding-strategy")
+    if options.flag("use-megatron-fsdp") or options.flag("use-custom-fsdp") or options.flag("use-torch-fsdp2"):
+        recipe.zero = {"no_shard": 0, "optim": 1, "optim_grads": 2}.get(strategy, 3)
+    args["sequence_parallel"] = options.flag("sequence-parallel")
+    _read_recompute(options, recipe)
+    _chunks(options, recipe)
+    _offload(options, recipe)
+    recipe.taken = dict(options.read)
+    if "fp16" in options.read and training["precision"] == "amp_fp16":
+        recipe.left_out["--fp16"] = "taken as amp_fp16: weights and gradients of 4 bytes, and Megatron's have 2 and copies of 4"
+    every = "uniform" in words.get("recompute-method", [])
+    for name in words:
+        if name in options.read or name in HARMLESS or (every and name == "recompute-num-layers"):
+            recipe.ignored += [] if name in options.read else [f"--{name}"]
+        elif name in LEFT_OUT:
+            recipe.left_out[f"--{name}"] = LEFT_OUT[name]
+        elif SAME_TIME.match(name):
+            recipe.ignored.append(f"--{name}")
+        else:
+            recipe.unknown.append(f"--{name}")
+    return recipe
+
+
+def _shape(options: _Options) -> dict[str, Any]:
+    """Arguments of the model `transformer`."""
+    hidden, heads = options.number("hidden-size"), options.number("num-attention-heads")
+    gated = options.flag("swiglu")
+    latent = options.flag("multi-latent-attention")
+    # Megatron's default with --swiglu is two thirds of four times the hidden size, in whole steps of 64.
+    ffn = options.number("ffn-hidden-size", 0) or (int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden)
+    rotary = options.text("position-embedding-type") == "rope" or options.flag("use-rotary-position-embeddings")
+    args: dict[str, Any] = {
+        "layers": options.number("num-layers"),
+        "hidden": hidden,
+        "heads": heads,
+        "ffn": ffn,
+        "gated": gated,
+        "norm": "rms" if options.text("normalization", "LayerNorm").lower() == "rmsnorm" else "layer",
+        "bias": not options.flag("disable-bias-linear"),
+        "qkv_bias": options.flag("add-qkv-bias"),
+        "qk_norm": options.flag("qk-layernorm"),
+        "rotary": rotary,
+        "tied": not options.flag("untie-embeddings-and-output-weights"),
+        "vocab": _padded_vocabulary(options),
+    }
+    if not rotary and (positions := options.number("max-position-embeddings", 0)):
+        args["positions"] = positions
+    if options.number("kv-channels", 0):
+        args["head_dim"] = options.number("kv-channels")
+    groups = options.number("num-query-groups", 0)
+    if groups and (options.flag("group-query-attention") or groups != heads):
+        args["kv_heads"] = groups
+    if experts := options.number("num-experts", 0):
+        args |= {"experts": experts, "active": options.number("moe-router-topk", 2)}
+        args["expert_ffn"] = options.number("moe-ffn-hidden-size", 0) or ffn
+        args["shared_ffn"] = options.number("moe-shared-expert-intermediate-size", 0)
+        args["dense_layers"] = _dense_layers(options, args["layers"])
+    if latent:
+        args |= {
+            "query_rank": options.number("q-lora-rank", 0) or hidden,
+            "key_rank": options.number("kv-lora-rank", 512),
+            "rope_dim": options.number("qk-pos-emb-head-dim", 64),
+            "head_dim": options.number("qk-head-dim", 128),
+        }
+    return args
+
+
+def _dense_layers(options: _Options, layers: int) -> int:
+    """Layers without experts, which parsim has first; of other patterns their number."""
+    text = options.text("moe-layer-freq", "1")
+    if text.isdigit():
+        return layers - math.ceil(layers / int(text))
+    zeros = sum(int(count or 1) for count in re.findall(r"\[0\](?:\s*\*\s*(\d+))?", text))
+    return min(zeros, layers - 1)
+
+
+def _padded_vocabulary(options: _Options) -> int:
+    """Padded as Megatron pads it: to a multiple of 128 times tp."""
+    size = options.number("vocab-size", 0) or options.number("padded-vocab-size", 0)
+    if not size:
+        raise ConfigError(f"{options.framework}: the size of the vocabulary follows from a tokenizer file; add --vocab-size N")
+    step = options.number("make-vocab-size-divisible-by", 128) * options.number("tensor-model-parallel-size", 1)
+    return math.ceil(size / step) * step
+
+
+def _precision(options: _Options) -> str:
+    four, eight = (options.text(name) for name in ("fp4-format", "fp8-format"))
+    if any([eight, *(options.flag(name) for name in ("fp8", "fp8-hybrid", "fp8-e4m3"))]) and not four:
+        return "fp8"
+    if four:
+        return "nvfp4"
+    if options.flag("bf16"):
+        return "bf16"
+    return "amp_fp16" if options.flag("fp16") else "fp32"
+
+
+def _read_recompute(options: _Options, recipe: Recipe) -> None:
+    granularity = options.text("recompute-granularity")
+    if options.flag("recompute-activations") or options.flag("checkpoint-activations"):
+        granularity = granularity or ("full" if "checkpoint-activations" in options.read else "selective")
+    unfused = options.text("attention-backend") == "unfused" or options.text("transformer-impl") == "local"
+    if unfused:
+        recipe.args["kernels"] = "unfused-attention"
+    if granularity == "full":
+        recipe.recompute = "full"
+    elif granularity == "selective" and unfused:
+        recipe.recompute, recipe.args["selective"] = "selective", True
+    elif granularity == "selective":
+        recipe.left_out["--recompute-granularity"] = "fused attention keeps no scores, so there is nothing to compute again"
+
+
+def _offload(options: _Options, recipe: Recipe) -> None:
+    """The optimizer's state, if all of it, and the activations of the first layers."""
+    if "optimizer-cpu-offload" in options.words and _is_one(options.words.get("optimizer-offload-fraction", ["1"])):
+        recipe.optimizer_offload = options.flag("optimizer-cpu-offload")
+        options.text("optimizer-offload-fraction")
+    recipe.offloaded_layers = options.number("cpu-offloading-num-layers", 0)
+    if recipe.offloaded_layers:
+        options.flag("cpu-offloading")
+
+
+def _is_one(words: list[str]) -> bool:
+    try:
+        return float(words[0]) == 1.0 if words else False
+    except ValueError:
+        return False
+
+
+def _chunks(options: _Options, recipe: Recipe) -> None:
+    layers, pp = recipe.args["layers"], recipe.pp
+    each = options.number("num-layers-per-virtual-pipeline-stage", 0)
+    recipe.chunks = options.number("num-virtual-stages-per-pipeline-rank", 0) or options.number("num-virtual-stages", 0) or 1
+    if each:
+        if layers % (pp * each):
+            raise ConfigError(
+                f"{recipe.framework}: {layers} layers must be divisible by pp {pp} x {each} layers per virtual stage; the "
+                f"nearest that are: {max(1, round(layers / (pp * each))) * pp * each}"
+            )
+        recipe.chunks = layers // pp // each
+    if pp == 1:
+        recipe.chunks = 1
+
+
+UNKNOWN = "?"
+MOST_LETTERS = 100_000
+"""Of a variable, and of a line with its variables replaced."""
+_ASSIGN = re.compile(r"^(?:export\s+|local\s+|declare\s+(?:-\S+\s+)?|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def options_of(text: str) -> dict[str, list[str]]:
+    """Every `--option` with the words that follow it; where it is given twice, the last counts.
+
+    Args:
+        text: of a script, or a plain list of options.
+
+    Raises:
+        ConfigError: a variable that grows beyond all bounds.
+    """
+    variables: dict[str, str] = {}
+    words: list[str] = []
+    for statement in _statements(text):
+        assignment = _ASSIGN.match(statement)
+        if assignment is None:
+            words += _words(expanded(statement, variables))
+            continue
+        name, adds, value = assignment[1], bool(assignment[2]), assignment[3].strip()
+        if value.startswith("("):
+            value = value[1:].rstrip().removesuffix(")")
+            new = expanded(" ".join(line for line in value.splitlines()), variables)
+        else:
+            new = expanded(_unquoted(value), variables)
+        new = f"{variables.get(name, '')} {new}".strip() if adds else new
+        if len(new) > MOST_LETTERS:
+            raise ConfigError(
+                f"the variable {name} of the script has more than {MOST_LETTERS:,} letters; write its options out"
+            )
+        variables[name] = new
+    options: dict[str, list[str]] = {}
+    current: list[str] = []
+    for word in words:
+        if re.match(r"--[A-Za-z]", word):
+            name, equals, value = word[2:].partition("=")
+            current = options[name.replace("_", "-")] = [value] if equals else []
+        else:
+            current.append(word)
+    return options
+
+
+def _statements(text: str) -> list[str]:
+    """The lines of a script, continued lines, quotes and brackets joined, comments left out."""
+    lines: list[str] = []
+    current, quote, depth, place = "", "", 0, 0
+    text = re.sub(r"\\[ \t]*\n", " ", text)
+    while place < len(text):
+        letter = text[place]
+        if quote:
+            quote = "" if letter == quote and text[place - 1] != "\\" else quote
+        elif letter in "\"'":
+            quote = letter
+        elif letter == "#" and (not current or current[-1].isspace() or current[-1] == "("):
+            end = text.find("\n", place)
+            place = len(text) if end < 0 else end
+            continue
+        elif letter in "({":
+            depth += 1
+        elif letter in ")}":
+            depth = max(0, depth - 1)
+        if letter in "\n;" and not quote and not depth:
+            lines.append(current.strip())
+            current = ""
+        else:
+            current += letter
+        place += 1
+    lines.append(current.strip())
+    return [line for line in lines if line]
+
+
+def expanded(text: str, variables: dict[str, str]) -> str:
+    """A text with its variables and arithmetic replaced; what is not known becomes `?`."""
+    for _ in range(8):
+        before = text
+        text = re.sub(r"\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}", lambda m: _value(m[1], m[2], variables), text)
+        text = re.sub(r"\$\(\(([^()$]*(?:\([^()$]*\)[^()$]*)*)\)\)", lambda m: _arithmetic(m[1], variables), text)
+        text = re.sub(r"\$([A-Za-z_]\w*)", lambda m: _value(m[1], None, variables), text)
+        if text == before or len(text) > MOST_LETTERS:
+            break
+    if len(text) > MOST_LETTERS:
+        raise ConfigError(
+            f"a line of the script has more than {MOST_LETTERS:,} letters with its variables; write its options out"
+        )
+    return re.sub(r"\$\([^()]*\)|`[^`]*`|\$\{[^{}]*\}|\$[\d@*#]", UNKNOWN, text)
+
+
+def _value(name: str, default: str | None, variables: dict[str, str]) -> str:
+    value = variables.get(name)
+    if value is None or (value in ("", UNKNOWN) and default is not None):
+        return UNKNOWN if default is None else default.strip("\"'")
+    return value
+
+
+def _arithmetic(text: str, variables: dict[str, str]) -> str:
+    named = re.sub(r"[A-Za-z_]\w*", lambda m: variables.get(m[0], UNKNOWN), text)
+    try:
+        return str(_number(ast.parse(named.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return UNKNOWN
+
+
+def _number(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            return -_number(inner)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_number(left), _number(right))
+    raise ValueError("no whole number")
+
+
+def _unquoted(value: str) -> str:
+    if len(value) > 1 and value[0] in "\"'" and value[-1] == value[0]:
+        return value[1:-1].replace("\n", " ")
+    return value
+
+
+def _words(statement: str) -> list[str]:
+    try:
+        return [part for word in shlex.split(statement) for part in (word.split() if "--" in word else [word])]
+    except ValueError:  # an open quote: the words as they stand
+        return statement.split()
+
+
+VOCABULARY_STEP = 128
+"""Megatron-LM pads the vocabulary to a multiple of this times tp, unless it is given another number."""
+PRECISIONS = {
+    "fp32": [],
+    "bf16": ["--bf16"],
+    "amp_fp16": ["--fp16"],
+    "fp8": ["--bf16", "--fp8-format hybrid"],
+    "nvfp4": ["--bf16", "--fp4-format e2m1", "--fp4-recipe nvfp4"],
+}
+OPTIMIZERS = {"adamw_fused": "adam", "sgd_momentum": "sgd"}
+FSDP = {2: "optim_grads", 3: "optim_grads_params"}
+NOT_THERE = ("alibi", "embedding_norm", "sinks", "expert_bias")
+ORDERS = ("1f1b", "interleaved")
+
+
+def write_megatron(recipe: PlannedRecipe, file: Path) -> Exported:
+    """The plan as a script of Megatron-LM. Raises ConfigError: it has no such model, order, precision or optimizer."""
+    model, plan = transformer_of(recipe), recipe.plan
+    options = [*_sizes(recipe, model), *_division(recipe, model), *_training(recipe, model), *_recompute(recipe, model)]
+    launcher = (
+        f"torchrun --nnodes {recipe.nodes} --nproc-per-node {plan.world_size // recipe.nodes} --rdzv-backend c10d "
+        '--rdzv-endpoint "${MASTER_ADDR:-localhost}:29500"'
+    )
+    lines = [f"{launcher} pretrain_gpt.py", *options, '"$@"']
+    text = "\n".join(
+        [
+            "#!/bin/bash",
+            f"# Written by parsim export: {plan.summary()}",
+            "# Give data and tokenizer behind it: megatron.sh --data-path ... --tokenizer-type ...",
+            " \\\n  ".join(lines),
+            "",
+        ]
+    )
+    read_back(recipe, model, read_script(text))
+    write_text_atomically(file, text)
+    return Exported(
+        format="megatron",
+        file=file,
+        summary=f"Megatron-LM script of {plan.summary()}: {file}; on every node: `bash {file.name} --data-path ...`",
+        left_out=recipe.left_out,
+        found={"ranks": plan.world_size, "launch": f"bash {file.name}"},
+    )
+
+
+def _sizes(recipe: PlannedRecipe, model: Transformer) -> list[str]:
+    shape = model.shape
+    if lacking := [key for key in NOT_THERE if getattr(shape, key)]:
+        raise ConfigError(f"{NAME} cannot express {', '.join(lacking)} of {recipe.model}")
+    if not shape.causal:
+        raise ConfigError(f"{NAME}'s pretrain_gpt.py trains decoders, and {recipe.model} is an encoder")
+    options = [
+        f"--num-layers {shape.layers}",
+        f"--hidden-size {shape.hidden}",
+        f"--ffn-hidden-size {shape.ffn}",
+        f"--num-attention-heads {shape.heads}",
+        f"--kv-channels {shape.head_dim}",
+        f"--seq-length {model.seq}",
+        f"--max-position-embeddings {shape.positions or model.seq}",
+        f"--normalization {'RMSNorm' if shape.norm == 'rms' else 'LayerNorm'}",
+        f"--position-embedding-type {'rope' if shape.rotary else 'learned_absolute'}",
+        *(["--swiglu"] if shape.gated else []),
+        *([] if shape.bias else ["--disable-bias-linear"]),
+        *(["--add-qkv-bias"] if shape.qkv_bias else []),
+        *(["--qk-layernorm"] if shape.qk_norm else []),
+        *([] if shape.tied else ["--untie-embeddings-and-output-weights"]),
+        *_vocabulary(shape.vocab, recipe.tp),
+    ]
+    if shape.kv_heads != shape.heads:
+        options += ["--group-query-attention", f"--num-query-groups {shape.kv_heads}"]
+    return options + _experts(shape) + _latent(shape)
+
+
+def _vocabulary(size: int, tp: int) -> list[str]:
+    """The size, and the largest step that does not pad it."""
+    if size % (VOCABULARY_STEP * tp) == 0 or size % tp:
+        return [f"--vocab-size {size}"]
+    step = math.gcd(size // tp, VOCABULARY_STEP)
+    return [f"--vocab-size {size}", f"--make-vocab-size-divisible-by {step}"]
+
+
+def _experts(shape: Shape) -> list[str]:
+    if not shape.experts:
+        return []
+    options = [f"--num-experts {shape.experts}", f"--moe-router-topk {shape.active}"]
+    options += [f"--moe-ffn-hidden-size {shape.expert_ffn or shape.ffn}", "--moe-grouped-gemm"]
+    if shape.shared_ffn:
+        options.append(f"--moe-shared-expert-intermediate-size {shape.shared_ffn}")
+    if shape.dense_layers:
+        options.append(f"--moe-layer-freq '([0]*{shape.dense_layers}+[1]*{shape.layers - shape.dense_layers})'")
+    return options
+
+
+def _latent(shape: Shape) -> list[str]:
+    if not shape.key_rank:
+        return []
+    return [
+        "--multi-latent-attention",
+        *([f"--q-lora-rank {shape.query_rank}"] if shape.query_rank else []),
+        f"--kv-lora-rank {shape.key_rank}",
+        f"--qk-pos-emb-head-dim {shape.rope_dim}",
+        f"--qk-head-dim {shape.head_dim}",
+    ]
+
+
+def _division(recipe: PlannedRecipe, model: Transformer) -> list[str]:
+    plan = recipe.plan
+    options = [f"--tensor-model-parallel-size {recipe.tp}", f"--pipeline-model-parallel-size {recipe.pp}"]
+    if recipe.tp > 1 and model.others[SEQUENCE_PARALLEL]:
+        options.append("--sequence-parallel")
+    if recipe.cp > 1:
+        options.append(f"--context-parallel-size {recipe.cp}")
+    if recipe.ep > 1:
+        options.append(f"--expert-model-parallel-size {recipe.ep}")
+    if recipe.pp > 1:
+        if plan.pipeline_order not in ORDERS:
+            raise ConfigError(
+                f"{NAME} has the pipeline orders {' and '.join(ORDERS)}, and the plan has {plan.pipeline_order}; plan with "
+                "--set plan.pipeline_order=1f1b"
+            )
+        if plan.chunks > 1:
+            options.append(f"--num-virtual-stages-per-pipeline-rank {plan.chunks}")
+    if recipe.zero == 1:
+        options += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    elif recipe.zero:
+        options += ["--use-megatron-fsdp", f"--data-parallel-sharding-strategy {FSDP[recipe.zero]}", "--overlap-grad-reduce"]
+    elif recipe.dp > 1:
+        options.append("--overlap-grad-reduce")
+    if recipe.zero and recipe.replicate > 1:
+        options.append(f"--num-distributed-optimizer-instances {recipe.replicate}")
+    return options
+
+
+def _training(recipe: PlannedRecipe, model: Transformer) -> list[str]:
+    training = recipe.training
+    if training["precision"] not in PRECISIONS:
+        raise ConfigError(f"{NAME} trains in {', '.join(PRECISIONS)}, and training.precision = {training['precision']!r}")
+    if training["optimizer"] not in OPTIMIZERS:
+        raise ConfigError(f"{NAME} has {', '.join(OPTIMIZERS)}, and training.optimizer = {training['optimizer']!r}")
+    kernels = model.others[KERNEL]
+    if kernels == "eager":
+        recipe.left_out[f"model.args.{KERNEL}"] = "Megatron-LM runs fused kernels"
+    for key in training["optimizer_args"]:
+        recipe.left_out[f"training.optimizer_args.{key}"] = "give Megatron-LM's own option, such as --adam-beta2"
+    return [
+        f"--micro-batch-size {recipe.micro_batch}",
+        f"--global-batch-size {recipe.plan.global_batch}",
+        *PRECISIONS[training["precision"]],
+        f"--optimizer {OPTIMIZERS[training['optimizer']]}",
+        f"--lr {training['learning_rate']!r}",
+        f"--clip-grad {training['clip_norm'] or 0.0!r}",
+        f"--weight-decay {training['weight_decay']!r}",
+        *([] if training["steps"] is None else [f"--train-iters {training['steps']}"]),
+        f"--attention-backend {'unfused' if kernels == 'unfused-attention' else 'flash'}",
+    ]
+
+
+def _recompute(recipe: PlannedRecipe, model: Transformer) -> list[str]:
+    match recipe.recompute:
+        case "full":
+            return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+        case "selective" if model.others[SELECTIVE]:
+            return ["--recompute-granularity selective"]
+        case "none" if not model.others[SELECTIVE]:
+            return []
+    raise ConfigError(
+        f"{NAME} recomputes all layers, or the inside of unfused attention, and the plan recomputes otherwise "
+        f"({recipe.plan.summary()}); plan with --set plan.recompute=none or full"
+    )
+
+
+LISTS = (".args", ".txt")
+"""Plain lists of options, which other texts may be too."""
+
+
+def _is_megatron(source: SourceFile) -> bool:
+    suffix = source.path.suffix
+    return suffix in (*SCRIPTS, *YAML) or (suffix in LISTS and "--num-layers" in source.text)
+
+
+def _read(source: SourceFile) -> Recipe:
+    if source.path.suffix not in YAML:
+        return read_script(source.text)
+    try:
+        import yaml  # type: ignore[import-untyped,unused-ignore]
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"PyYAML is needed to read {source.path}; pip install pyyaml (parsim[hf] brings it)"
+        ) from error
+    try:
+        document = yaml.safe_load(source.text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"it is not YAML: {' '.join(str(error).split())[:300]}") from error
+    if not isinstance(document, dict):
+        raise ConfigError("it holds no table of keys")
+    return read_yaml(document)
+
+
+FORMATS = {
+    "megatron": FileFormat(
+        what="a script with the arguments of Megatron-LM",
+        tool=NAME,
+        reads="recipe",
+        sniff=_is_megatron,
+        read=_read,
+        writes="recipe",
+        write=write_megatron,
+        file="megatron.sh",
+    )
+}

@@ -1,0 +1,435 @@
+"""A training in parsim's words, between the config files of frameworks: read from a file, or made of a plan to be written.
+
+`read_recipe` reads a file of Megatron-LM, NeMo or torchtitan as it is, and says what became of every key. `recipe_of_plan` is
+the other way: the mesh as frameworks count it, with what no framework's file can say. What is written is read back, and
+compared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from parsim.errors import ConfigError, first_few
+from parsim.files import read_text
+from parsim.formats.source import FileFormat, SourceFile, file_formats
+from parsim.model.catalogue.names import CASTS, DOCUMENT, OWN, is_transformer, named, sequence_of, shape_of
+from parsim.model.catalogue.sublayers import Shape
+from parsim.model.formats import number_format
+from parsim.plans.plan import Plan
+from parsim.units import nearest_divisors
+
+LARGEST_BYTES = 2**20
+"""Of a file that people write by hand."""
+SCRIPTS, YAML = (".sh", ".bash"), (".yaml", ".yml")
+"""How names of files end that no run file and no model has."""
+LAYERS = "h.*"
+GENERIC = "transformer"
+"""The named model whose sizes a file gives one by one."""
+
+
+@dataclass(kw_only=True)
+class Recipe:
+    """A file, read.
+
+    Attributes:
+        framework: whose file it is. model: a name of the table; args: its arguments. training: keys of [training].
+        tp, pp, cp, ep: of the mesh. dp: replicas; 0: as many as the devices make.
+        replicate: how often divided states are kept (HSDP). micro_batch: samples of a replica at once.
+        local_batch: samples of a replica per step where the file gives no global batch; 0: one microbatch.
+        zero: stage. recompute: "none", "full", "alternate" (each `every`th layer) or "selective" (by operator).
+        chunks: stages per rank. order: of the pipeline; "": 1f1b, or interleaved with several stages per rank.
+        optimizer_offload: the optimizer's state lies in the host's memory. offloaded_layers: so do activations of these first.
+        processes: that the file starts; 0: it does not say.
+        taken: keys that entered, with their values. left_out: keys that change time or memory and that parsim does not model,
+        with what it does instead. ignored: keys that change neither. unknown: keys that parsim does not know.
+    """
+
+    framework: str
+    model: str = GENERIC
+    args: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    tp: int = 1
+    pp: int = 1
+    dp: int = 0
+    cp: int = 1
+    ep: int = 1
+    replicate: int = 1
+    micro_batch: int = 1
+    local_batch: int = 0
+    zero: int = 0
+    recompute: str = "none"
+    every: int = 2
+    chunks: int = 1
+    order: str = ""
+    processes: int = 0
+    optimizer_offload: bool = False
+    offloaded_layers: int = 0
+    taken: dict[str, Any] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    def settings(self, devices: int) -> dict[str, object]:
+        """Keys of a run file, for so many devices.
+
+        Raises:
+            ConfigError: the devices do not divide by the mesh, or the batch not by replicas and microbatches.
+        """
+        shard = self.tp * self.pp * self.cp
+        if devices % shard:
+            raise ConfigError(
+                f"{self.framework}: tp {self.tp} x pp {self.pp} x cp {self.cp} = {shard} must divide the devices ({devices}); "
+                f"ask for {f'{devices // shard * shard} or ' if devices > shard else ''}{(devices // shard + 1) * shard}"
+            )
+        dp = devices // shard
+        if self.dp and self.dp != dp:
+            raise ConfigError(
+                f"{self.framework}: the file asks for {self.dp} replicas x {shard} = {self.dp * shard} devices, and the "
+                f"cluster has {devices}; ask for {self.dp * shard}"
+            )
+        mesh: dict[str, int] = {"pp": self.pp, "dp": dp, "tp": self.tp}
+        mesh |= {axis: size for axis, size in (("cp", self.cp), ("ep", self.ep)) if size > 1}
+        microbatches = self._microbatches(dp)
+        settings: dict[str, object] = {f"training.{key}": value for key, value in self.training.items()}
+        settings |= {"model.args": dict(self.args), "plan.mesh": mesh, **self._states(dp)}
+        settings["plan.microbatches"] = microbatches
+        uncut = self.tp == 1 and self.pp == 1
+        settings["plan.recompute"] = self._recomputed(by_layer=uncut)
+        if self.optimizer_offload:
+            settings["plan.optimizer_offload"] = True
+        if self.offloaded_layers:
+            each = "" if uncut else ".*"
+            settings["plan.activation_offload"] = [f"h.{layer}{each}" for layer in range(self.offloaded_layers)]
+        if self.pp > 1:
+            settings["plan.pipeline_order"] = self.order or ("interleaved" if self.chunks > 1 else "1f1b")
+            settings["plan.chunks"] = self.chunks
+        settings["plan.strategy"] = "single" if devices == 1 else "dp" if uncut else "hp" if dp > 1 else "mp"
+        return settings
+
+    def _states(self, dp: int) -> dict[str, object]:
+        """The ZeRO stage, and over how many replicas it divides: left out, the search would try those of a node as well."""
+        if not self.zero or (dp == 1 and self.replicate == 1):
+            return {"plan.zero_stage": self.zero}
+        if dp % self.replicate:
+            raise ConfigError(
+                f"{self.framework}: the file keeps states {self.replicate} times, which must divide the {dp} replicas; the "
+                f"nearest that do: {nearest_divisors(dp, self.replicate)}"
+            )
+        size = dp // self.replicate
+        return {"plan.zero_stage": self.zero, "plan.dp_shard": size} if size * self.cp > 1 else {"plan.zero_stage": 0}
+
+    def _recomputed(self, *, by_layer: bool) -> str | list[str]:
+        """Patterns of components; `by_layer`: a layer is one component."""
+        if self.recompute == "alternate":
+            row = named(self.model)
+            layers = self.args.get("layers") or (row.shape.layers if row is not None and row.shape is not None else 0)
+            return [f"h.{layer}" if by_layer else f"h.{layer}.*" for layer in range(self.every - 1, layers, self.every)]
+        patterns: dict[str, str | list[str]] = {"none": "none", "full": [LAYERS], "selective": "selective"}
+        return patterns[self.recompute]
+
+    def _microbatches(self, dp: int) -> int:
+        batch = self.training.setdefault("global_batch", dp * (self.local_batch or self.micro_batch))
+        parts = dp * self.micro_batch
+        if batch % parts:
+            raise ConfigError(
+                f"{self.framework}: the global batch ({batch}) must be divisible by {dp} replicas x micro-batch "
+                f"{self.micro_batch} = {parts}; the nearest that is: {max(1, round(batch / parts)) * parts}"
+            )
+        return int(batch) // parts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, under `config_file`."""
+        return {
+            "framework": self.framework,
+            "taken": self.taken,
+            "left_out": self.left_out,
+            "ignored": sorted(self.ignored),
+            "unknown": sorted(self.unknown),
+        }
+
+    def lines(self) -> list[str]:
+        """What was made of the file, for people."""
+        lines = [
+            f"read as {self.framework}: {len(self.taken)} keys taken, {len(self.ignored)} that change neither time nor memory"
+        ]
+        lines += [f"  {key}: matters and is left out: {why}" for key, why in self.left_out.items()]
+        if self.unknown:
+            lines.append(f"  unknown, may matter: {', '.join(sorted(self.unknown))}")
+        return lines
+
+
+def whole_number(framework: str, key: str, value: object) -> int:
+    """A count of a file. Raises ConfigError."""
+    try:
+        number = float(str(value).replace("_", ""))
+    except ValueError as error:
+        raise ConfigError(f"{framework}: {key} = {value!r} must be a whole number") from error
+    if number != int(number) or number < 0:
+        raise ConfigError(f"{framework}: {key} = {value!r} must be a whole number >= 0")
+    return int(number)
+
+
+def is_framework_file(path: Path) -> bool:
+    """Whether a path is a file of Megatron-LM, NeMo or torchtitan, by its name and content.
+
+    A run file, which has the table [cluster], is none, whatever its name.
+
+    Args:
+        path: as the user gave it.
+    """
+    if path.suffix in ("", ".json"):  # a model
+        return False
+    try:
+        text = read_text(path, LARGEST_BYTES)
+    except (OSError, ValueError):  # whoever reads it says what is wrong with it
+        return path.suffix in (*SCRIPTS, *YAML)
+    if re.search(r"^\s*\[cluster\]", text, re.MULTILINE):
+        return False
+    return _format_of(SourceFile(path, text.encode())) is not None
+
+
+def read_recipe(path: Path) -> Recipe:
+    """What such a file says.
+
+    Raises:
+        ConfigError: no such file, no text of its kind, or sizes that are missing or cannot be.
+        MissingDependencyError: a YAML file without PyYAML.
+    """
+    try:
+        source = SourceFile(path, read_text(path, LARGEST_BYTES).encode())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot read {path}: {error}; give a script, YAML or TOML file of Megatron-LM or torchtitan"
+        ) from error
+    row = _format_of(source)
+    if row is None or row.read is None:
+        raise ConfigError(f"{path} is no script, YAML or TOML file of Megatron-LM or torchtitan")
+    try:
+        recipe: Recipe = row.read(source)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return recipe
+
+
+def _format_of(source: SourceFile) -> FileFormat | None:
+    rows = (row for _, row in file_formats().items() if row.reads == "recipe")
+    return next((row for row in rows if row.sniff(source)), None)
+
+
+@dataclass(kw_only=True)
+class PlannedRecipe(Recipe):
+    """A recipe made of a plan, to be written. `training` has every key of [training], with learning rate and decay filled in.
+
+    Attributes:
+        plan: what the recipe does not hold is read from it. nodes: machines.
+    """
+
+    plan: Plan
+    nodes: int
+
+
+def recipe_of_plan(
+    framework: str, plan: Plan, *, model: str, args: Mapping[str, Any], training: Mapping[str, Any], nodes: int
+) -> PlannedRecipe:
+    """The recipe of a plan, for the file of a framework.
+
+    Args:
+        framework: for messages. plan: with a mesh of its own. model, args: as in a run file, with the plan's arguments.
+        training: keys of [training]; learning_rate and weight_decay as they are used. nodes: machines.
+
+    Raises:
+        ConfigError: replicas do not come together in every step, or ranks of a replica share samples unevenly.
+    """
+    if plan.synchronisation.is_relaxed:
+        raise ConfigError(
+            f"{framework} trains synchronously, and the plan synchronises by {plan.synchronisation}; train it with `parsim "
+            "run`, or plan without plan.synchronisation"
+        )
+    mesh, samples = plan.mesh, plan.microbatch_samples
+    dp, tp, group = mesh.dp, mesh.tp, mesh.dp_shard or mesh.dp
+    if not plan.is_mixed and tp > 1:  # every component divides its samples over tp: more replicas
+        if samples % tp:
+            raise ConfigError(
+                f"{framework}: {tp} ranks share a microbatch of {samples} samples unevenly; plan with mesh = {{ dp = "
+                f"{dp * tp}, tp = 1 }}"
+            )
+        dp, tp, group, samples = dp * tp, 1, group * tp, samples // tp
+    return PlannedRecipe(
+        framework=framework,
+        model=model,
+        args=dict(args),
+        training=dict(training) | {"global_batch": plan.global_batch},
+        tp=tp,
+        pp=mesh.pp,
+        dp=dp,
+        cp=mesh.cp,
+        ep=mesh.ep,
+        replicate=dp // group,
+        micro_batch=samples,
+        zero=plan.zero_stage,
+        chunks=plan.chunks,
+        order=plan.pipeline_order,
+        left_out=_left_out(plan, training),
+        plan=plan,
+        nodes=nodes,
+    )
+
+
+def _left_out(plan: Plan, training: Mapping[str, Any]) -> dict[str, str]:
+    """Keys that belong into the user's script, and keys that steer parsim's own program, which no framework's file has."""
+    left_out = {"model, data and length of the training": "your training script has them"}
+    if (schedule := training["schedule"]) is not None:
+        left_out["training.schedule"] = f"{schedule['name']} is set in your training script"
+    if training["no_weight_decay"]:
+        left_out["training.no_weight_decay"] = "parameter groups without weight decay are made in your training script"
+    if training["groups"]:
+        left_out["training.groups"] = "parameters with optimizers of their own are grouped in your training script"
+    if training["dtype"] != "float32":
+        left_out["training.dtype"] = f"weights in {training['dtype']} are made in your training script"
+    if plan.blocking_transfers:
+        left_out["plan.blocking_transfers"] = "frameworks overlap transfers between stages with computation where they can"
+    if plan.scatter_gather:
+        left_out["plan.scatter_gather"] = "each tensor rank sends values between stages whole"
+    if not plan.backward_prefetch:
+        left_out["plan.backward_prefetch"] = "parameters are gathered while the backward before runs, which is faster"
+    if plan.tensor_overlap or plan.tensor_backward_overlap:
+        left_out["plan.tensor_overlap"] = "communication of tensor parallelism runs as the framework's own options say"
+    if plan.gather_ahead:
+        left_out["plan.gather_ahead"] = "when ZeRO 1 gathers parameters is the framework's choice"
+    if plan.offloads:
+        left_out["plan.optimizer_offload, plan.activation_offload"] = "set the framework's own options of offload by hand"
+    if plan.context_exchange != "ring":
+        left_out["plan.context_exchange"] = "how keys and values are exchanged is the framework's choice"
+    return left_out
+
+
+_LAYER = re.compile(r"h\.(\d+)(?:\.|$)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transformer:
+    """Attributes:
+    shape: sizes with every default filled in. seq: tokens of a sample. others: the other arguments of the model.
+    """
+
+    shape: Shape
+    seq: int
+    others: Mapping[str, Any]
+
+
+def transformer_of(recipe: PlannedRecipe) -> Transformer:
+    """The model by its sizes, as Megatron-LM and torchtitan describe one. Fills in what of all layers is recomputed.
+
+    Raises:
+        ConfigError: the model is not a transformer by its sizes, a placement is none that the frameworks have, or what is
+            recomputed differs from layer to layer.
+    """
+    framework, plan, args = recipe.framework, recipe.plan, recipe.args
+    if not is_transformer(recipe.model):
+        raise ConfigError(
+            f"{framework} describes a transformer by its sizes, and model.name = {recipe.model!r} is none by name; "
+            "export it as deepspeed or state_dict, or plan a model of parsim/model/catalogue/names.py"
+        )
+    if DOCUMENT in args:
+        recipe.left_out[f"model.args.{DOCUMENT}"] = "the mask of documents is set where your data and attention are"
+    _check_placements(recipe)
+    recipe.recompute, recipe.every = _recomputed_layers(framework, plan)
+    if plan.mesh.pp > 1:
+        counts = (len({layer[1] for name in stage.components if (layer := _LAYER.match(name))}) for stage in plan.stages)
+        recipe.left_out["plan.stages"] = f"{framework} cuts stages itself; the plan has {' + '.join(map(str, counts))} layers"
+    others = {key: args.get(key, value) for key, value in OWN.items()}
+    seq = sequence_of(recipe.model, args)
+    return Transformer(shape=written_out(shape_of(recipe.model, args), seq), seq=seq, others=others)
+
+
+def written_out(shape: Shape, seq: int) -> Shape:
+    """The sizes without a name, and with every default written out, so that two spellings of one model are equal."""
+    return replace(
+        shape,
+        name="",
+        ffn=shape.inner,
+        kv_heads=shape.keys,
+        head_dim=shape.dim,
+        positions=(shape.positions or seq) if shape.learned_positions else 0,
+    )
+
+
+def _check_placements(recipe: PlannedRecipe) -> None:
+    """Under tensor parallelism every layer is cut in tp ways; what lies otherwise beside the layers is named."""
+    framework, tp = recipe.framework, recipe.tp
+    others: list[str] = []
+    for name, placement in (entry for stage in recipe.plan.stages for entry in stage.placed() if tp > 1):
+        if placement.kind == "shard" and placement.ways == tp:
+            continue
+        if _LAYER.match(name) and placement.kind in ("shard", "place"):
+            raise ConfigError(
+                f"{framework} cuts every layer in tp = {tp} ways, and the plan has {name} {placement}; plan with "
+                f"--set plan.strategy=hp and a mesh, which cuts all layers alike"
+            )
+        others.append(f"{name} {placement}")
+    if others:
+        few = first_few(others)
+        recipe.left_out["plan.placements"] = f"{framework} cuts in its own way what the plan does not cut in {tp}: {few}"
+
+
+def _recomputed_layers(framework: str, plan: Plan) -> tuple[str, int]:
+    """What of all layers is recomputed, in a Recipe's words; of "alternate", every how many layers."""
+    layers: dict[int, set[str]] = {}
+    for name in plan.components:
+        if (layer := _LAYER.match(name)) is not None:
+            kind = "full" if name in plan.recomputed else "selective" if name in plan.recomputed_by_operator else "none"
+            layers.setdefault(int(layer[1]), set()).add(kind)
+    kinds = [next(iter(kind)) if len(kind) == 1 else "mixed" for _, kind in sorted(layers.items())]
+    for word in ("none", "full", "selective"):
+        if all(kind == word for kind in kinds):
+            return word, 0
+    first = next((place for place, kind in enumerate(kinds) if kind == "full"), 0)
+    if kinds == ["full" if place % (first + 1) == first else "none" for place in range(len(kinds))]:
+        return "alternate", first + 1
+    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    raise ConfigError(
+        f"{framework} recomputes all layers in one way, and the plan has {counts}; plan with --set plan.recompute=none or full"
+    )
+
+
+_COMPARED = (
+    "plan.mesh",
+    "plan.zero_stage",
+    "plan.microbatches",
+    "training.global_batch",
+    "training.precision",
+    "training.optimizer",
+    "plan.dp_shard",
+    "plan.pipeline_order",
+    "plan.chunks",
+)
+
+
+def read_back(recipe: PlannedRecipe, model: Transformer, read: Recipe) -> None:
+    """Note in `left_out` what parsim's own reader of a file understands otherwise than the plan has it.
+
+    Args:
+        recipe, model: what was written. read: the file, read.
+
+    Raises:
+        ConfigError: the reader finds other sizes of the model: the format cannot express the model.
+    """
+    low = bool(number_format(recipe.training["precision"]).beside)
+    if bool(model.others[CASTS]) != low:
+        recipe.left_out[f"model.args.{CASTS}"] = "the framework casts inputs of products exactly if it trains in fp8 or nvfp4"
+    shape = written_out(shape_of(read.model, read.args), sequence_of(read.model, read.args))
+    differ = [key for key in Shape.__dataclass_fields__ if getattr(shape, key) != getattr(model.shape, key)]
+    if differ == ["vocab"]:
+        recipe.left_out["model.args.vocab"] = f"{read.framework} pads the vocabulary of {model.shape.vocab} to {shape.vocab}"
+    elif differ:
+        texts = ", ".join(f"{key} = {getattr(model.shape, key)!r}" for key in differ)
+        values = ", ".join(f"{getattr(shape, key)!r}" for key in differ)
+        raise ConfigError(f"{read.framework} cannot express this model: {texts} would be read as {values}")
+    written, settings = (each.settings(recipe.plan.world_size) for each in (recipe, read))
+    for key in _COMPARED:
+        if key in written and settings.get(key) != written[key]:
+            recipe.left_out[key] = f"the file says {settings.get(key)!r}, the plan {written[key]!r}"

@@ -1,0 +1,224 @@
+"""The formats by name, and the bytes of a file that another tool wrote: plain or gzipped, bounded, as text or JSON.
+
+Everything that a file can be wrong in is an ImportedFileError. A text from it is printed only after `shown` has taken its
+control characters away.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib
+import json
+import pkgutil
+import re
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import parsim.formats
+from parsim.errors import ImportedFileError, first_few
+from parsim.files import parse_json
+from parsim.hardware.parts import GpuPart, load_gpu
+from parsim.registry import Registry
+from parsim.units import format_bytes, printable
+
+MOST_BYTES = 2**29
+"""Of a file, unpacked. A trace of ten steps of a large model is some 300 MB."""
+SNIFFED = 2_000_000
+"""Characters at the beginning of a text by which it is recognised."""
+_CHUNK = 2**20
+_SHOWN = 80
+
+Reads = Literal["machine", "run", "trace", "recipe"]
+"""What a reader returns: a `MachineReading`, which changes a profile; `RunKeys`, which change a run file; a `Trace`, which
+becomes a timeline; or a `Recipe`, which is a whole question."""
+Writes = Literal["recipe", "step", "weights", "launch"]
+"""What a writer takes: a `Recipe` of a plan, an `EvaluatedStep`, `TrainedWeights` or a `LaunchFile`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFormat:
+    """Files of one tool. Every module of this folder lists its own in FORMATS; one from outside is "package.module:ROW".
+
+    Attributes:
+        what: for people. tool: its name in messages about plans that it cannot express.
+        reads: what `read` returns; None: parsim does not read it. sniff: whether a file is one, from its content; it must hold
+            for no file of another tool. read: the file, and the options of `parsim import` that `options` names.
+        writes: what `write` takes, with the path to write; None: parsim does not write it. file: the path's usual name.
+        options: of reading, or of making what is written.
+    """
+
+    what: str
+    tool: str = ""
+    reads: Reads | None = None
+    sniff: Callable[[SourceFile], bool] = lambda source: False
+    read: Callable[..., Any] | None = None
+    writes: Writes | None = None
+    write: Callable[[Any, Path], Any] | None = None
+    file: str = ""
+    options: tuple[str, ...] = ()
+
+
+@cache
+def file_formats() -> Registry[FileFormat]:
+    """All formats by the names that --kind and --format take. A new module in this folder is found without another edit."""
+    names = sorted(module.name for module in pkgutil.iter_modules(parsim.formats.__path__))
+    modules = [importlib.import_module(f"parsim.formats.{name}") for name in names]
+    rows = {name: row for module in modules for name, row in getattr(module, "FORMATS", {}).items()}
+    return Registry("file format", FileFormat, rows, error=ImportedFileError)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file. Attributes: path: as given. data: its bytes, unpacked."""
+
+    path: Path
+    data: bytes
+
+    @property
+    def text(self) -> str:
+        """The file as UTF-8 (or UTF-16 with its mark, as Windows shells write); bytes that are none are replaced."""
+        encoding = "utf-16" if self.data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+        return self.data.decode(encoding, errors="replace")
+
+    @property
+    def digest(self) -> str:
+        """Eight characters that name this content."""
+        return hashlib.sha256(self.data).hexdigest()[:8]
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its beginning can be a text: without zero bytes, or with the mark of UTF-16."""
+        return self.data[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" not in self.data[:4096]
+
+    def begins(self, *starts: str) -> bool:
+        """Whether the text begins with one of these, blanks aside."""
+        return self.data[:4096].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(tuple(start.encode() for start in starts))
+
+    def json(self, what: str) -> Any:
+        """The document of a JSON file.
+
+        Args:
+            what: kind of file, for the message.
+
+        Raises:
+            ImportedFileError: it is not JSON, or nested too deep.
+        """
+        try:
+            return parse_json(self.text)
+        except json.JSONDecodeError as error:
+            raise ImportedFileError(
+                f"{self.path} is not JSON: {error.msg} at line {error.lineno} column {error.colno}; {what} that was cut off "
+                "must be written again"
+            ) from error
+        except ValueError as error:  # an integer of thousands of digits
+            raise ImportedFileError(f"{self.path} is not {what}: {error}") from error
+
+
+def read_source(path: Path) -> SourceFile:
+    """Read a file, and unpack it if it is gzipped.
+
+    Raises:
+        ImportedFileError: it cannot be read, holds nothing, unpacks to more than MOST_BYTES, or is a damaged archive.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ImportedFileError(f"cannot read {path}: {error.strerror or error}") from error
+    if data[:2] == b"\x1f\x8b":
+        data = _unpacked(path)
+    if len(data) > MOST_BYTES:
+        raise ImportedFileError(f"{path} holds more than {format_bytes(MOST_BYTES)}; record fewer steps, or cut the file")
+    if not data.strip():
+        raise ImportedFileError(f"{path} is empty; nothing can be imported from it")
+    return SourceFile(path, data)
+
+
+def _unpacked(path: Path) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    try:
+        with gzip.open(path, "rb") as file:
+            while size <= MOST_BYTES and (part := file.read(_CHUNK)):
+                parts.append(part)
+                size += len(part)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ImportedFileError(f"{path} is a damaged gzip file: {error}; copy or write it again") from error
+    return b"".join(parts)
+
+
+def shown(value: object) -> str:
+    """A text from a file as a message may show it: one line, no control characters, not long."""
+    text = printable(" ".join(str(value).split()))
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def listed(values: Iterable[object], most: int = 4) -> str:
+    """Up to `most` texts from a file, and how many more there are."""
+    return first_few([shown(value) for value in values], most)
+
+
+def finite(value: object) -> float | None:
+    """A number of a JSON document; None for what is none, or not finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if number - number == 0 else None
+
+
+def count(skipped: dict[str, int], why: str, number: int = 1) -> None:
+    """Note that so many parts of a file were left out for a reason."""
+    skipped[why] = skipped.get(why, 0) + number
+
+
+GPU_NAMES: tuple[tuple[str, str], ...] = (
+    (r"GB300", "gb300"),
+    (r"B300", "b300"),
+    (r"GB200", "gb200"),
+    (r"B200", "b200"),
+    (r"H200", "h200"),
+    (r"H800(?!.*PCIe)(?!.*NVL)", "h800-sxm"),
+    (r"\bH20\b", "h20"),
+    (r"H100.*PCIe", "h100-pcie"),
+    (r"H100.*(HBM3|SXM)", "h100-sxm"),
+    (r"A100.*PCI.*80", "a100-pcie-80gb"),
+    (r"A100.*PCI.*40", "a100-pcie-40gb"),
+    (r"A100.*SXM.*80", "a100-sxm-80gb"),
+    (r"A100.*SXM.*40", "a100-sxm-40gb"),
+    (r"A800.*SXM.*80", "a800-sxm-80gb"),
+    (r"V100.*SXM3.*32", "v100-sxm3-32gb"),
+    (r"V100.*SXM2.*32", "v100-sxm-32gb"),
+    (r"V100.*SXM2.*16", "v100-sxm-16gb"),
+    (r"V100.*PCI.*32", "v100-pcie-32gb"),
+    (r"V100.*PCI.*16", "v100-pcie-16gb"),
+    (r"RTX 4090", "rtx-4090"),
+    (r"RTX 3090", "rtx-3090"),
+    (r"RTX PRO 6000 Blackwell Server", "rtx-pro-6000"),
+    (r"RTX A6000", "rtx-a6000"),
+    (r"L40S", "l40s"),
+    (r"\bL4\b", "l4"),
+    (r"\bA40\b", "a40"),
+    (r"\bA10G\b", "a10g"),
+    (r"\bA10\b", "a10"),
+    (r"\bT4\b", "t4"),
+    (r"MI355X", "mi355x"),
+    (r"MI325X", "mi325x"),
+    (r"MI300X", "mi300x"),
+)
+"""What identifies a GPU in its name, the more particular first. MIG slices are none of these."""
+
+
+def gpu_named(name: str) -> GpuPart | None:
+    """The shipped part of a GPU, by the name that the driver gives it: "NVIDIA H100 80GB HBM3" is h100-sxm. None: not known."""
+    if "MIG" in name:
+        return None
+    part = next((part for pattern, part in GPU_NAMES if re.search(pattern, name, re.IGNORECASE)), None)
+    return None if part is None else load_gpu(part)

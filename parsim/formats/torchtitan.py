@@ -1,0 +1,337 @@
+"""torchtitan: its TOML files, read and written. Key names are those of torchtitan/config (pytorch/torchtitan), old and new."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from parsim.errors import ConfigError, near_matches
+from parsim.files import document_text, parse_toml, write_text_atomically
+from parsim.formats.exports import Exported
+from parsim.formats.recipe import PlannedRecipe, Recipe, Transformer, read_back, transformer_of, whole_number
+from parsim.formats.source import FileFormat, SourceFile
+from parsim.model.catalogue.names import KERNEL, SEQUENCE_PARALLEL, known_names, named, normalised
+
+NAME = "torchtitan"
+TABLES = frozenset({"parallelism", "activation_checkpoint", "job", "lr_scheduler", "float8", "metrics", "profiling"})
+"""Any of them marks a torchtitan file; none is a table of a run file."""
+
+FLAVORS = {
+    ("llama3", "8B"): "llama3-8b",
+    ("llama3", "70B"): "llama3-70b",
+    ("llama3", "405B"): "llama3-405b",
+    ("llama2", "7B"): "llama2-7b",
+    ("llama2", "13B"): "llama2-13b",
+    ("llama2", "70B"): "llama2-70b",
+    ("deepseek_v3", "236B"): "deepseek-v2",
+    ("deepseek_v3", "671B"): "deepseek-v3",
+    ("qwen3", "8B"): "qwen3-8b",
+    ("qwen3", "14B"): "qwen3-14b",
+    ("qwen3", "32B"): "qwen3-32b",
+    ("qwen3", "30B-A3B"): "qwen3-30b-a3b",
+    ("qwen3", "235B-A22B"): "qwen3-235b-a22b",
+}
+"""By model.name and model.flavor."""
+
+SCHEDULES: dict[str, tuple[str, int]] = {
+    "1F1B": ("1f1b", 1),
+    "GPipe": ("gpipe", 1),
+    "Interleaved1F1B": ("interleaved", 2),
+    "InterleavedZeroBubble": ("zero-bubble", 2),
+    "ZBVZeroBubble": ("zero-bubble-v", 2),
+    "DualPipeV": ("dualpipe-v", 2),
+}
+"""torch's names of pipeline orders: parsim's, and stages per rank where the file gives no layers per stage."""
+
+SAME_TIME = frozenset(
+    {"job", "profiling", "metrics", "lr_scheduler", "checkpoint", "comm", "fault_tolerance", "validation", "debug", "optimizer"}
+)
+SAME_BEGINNINGS = ("model.converters", "float8.", "training.mixed_precision", "training.global_batch_size")
+IGNORED = frozenset(
+    """
+    optimizer.name optimizer.lr optimizer.eps optimizer.beta1 optimizer.beta2 optimizer.weight_decay optimizer.implementation
+    optimizer.fused optimizer.foreach training.max_norm training.steps training.dataset training.dataset_path training.seed
+    training.deterministic training.gc_freq training.gc_debug training.data_parallel_replicate_degree training.warmup_steps
+    model.tokenizer_path model.hf_assets_path model.norm_type model.print_after_conversion training.dtype
+    parallelism.pipeline_parallel_split_points activation_checkpoint.mode activation_checkpoint.selective_ac_option
+    activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns compile.enable compile.components training.compile
+    parallelism.fsdp_reshard_after_forward parallelism.disable_loss_parallel
+    float8.filter_fqns float8.precompute_float8_dynamic_scale_for_fsdp float8.recipe_name
+    """.split()  # noqa: SIM905
+)
+LEFT_OUT = {
+    "parallelism.enable_async_tensor_parallel": "tensor-parallel communication is not hidden behind products",
+    "parallelism.enable_compiled_autograd": "autograd runs eagerly",
+    "training.enable_cpu_offload": "all stays on the device; plan.optimizer_offload moves the states, not the parameters",
+    "activation_checkpoint.early_stop": "a recomputed forward runs to its end",
+    "training.mixed_precision_reduce": "gradients are reduced in the width of the weights",
+    "float8.enable_fsdp_float8_all_gather": "parameters are gathered in 16 bits",
+}
+
+
+def read_toml(document: Mapping[str, Any]) -> Recipe:
+    """A file of torchtitan. Raises ConfigError for a model that is not known, or sizes that cannot be."""
+    tables = {table: keys for table, keys in document.items() if isinstance(keys, Mapping)}
+    flat = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
+    float8 = document.get("quantize", {}).get("linear", {}).get("float8", {})
+    flat |= {f"float8.{key}": value for key, value in float8.items()}
+    flat = {key: value for key, value in flat.items() if not isinstance(value, Mapping)}
+    recipe = Recipe(framework=NAME, model=_read_model(flat))
+    reader = _Keys(flat)
+    recipe.args["seq"] = reader.number("training.seq_len", 2048)
+    recipe.micro_batch = reader.number("training.local_batch_size", 0) or reader.number("training.batch_size", 8)
+    recipe.tp = reader.number("parallelism.tensor_parallel_degree", 1) or reader.number("training.tensor_parallel_degree", 1)
+    recipe.pp = reader.number("parallelism.pipeline_parallel_degree", 1)
+    recipe.cp = reader.number("parallelism.context_parallel_degree", 1)
+    recipe.ep = reader.number("parallelism.expert_parallel_degree", 1)
+    _read_data_parallel(reader, recipe)
+    batch = flat.get("training.global_batch_size", -1)
+    if batch != -1:
+        recipe.training["global_batch"] = reader.number("training.global_batch_size", 1)
+    _read_pipeline(reader, recipe)
+    compiled = bool(flat.get("compile.enable", flat.get("training.compile", False)))
+    recipe.args["kernels"] = "fused" if compiled else "eager"
+    recipe.args["sequence_parallel"] = True
+    converters = flat.get("model.converters", [])
+    low = any("float8" in str(entry) for entry in (converters if isinstance(converters, list) else [converters]))
+    if low or flat.get("float8.enable_float8_linear"):
+        recipe.training["precision"], recipe.args["fp8_casts"] = "fp8", True
+    else:
+        bf16 = flat.get("training.mixed_precision_param", "bfloat16") == "bfloat16"
+        recipe.training["precision"] = "bf16" if bf16 else "fp32"
+    kind = "adam" if str(flat.get("optimizer.name", "AdamW")).lower() == "adam" else "adamw"
+    fused = flat.get("optimizer.implementation", "fused") not in ("foreach", "for-loop")
+    recipe.training["optimizer"] = f"{kind}_fused" if fused else kind
+    _read_recompute(flat, recipe)
+    reader.read |= {"model.name": flat.get("model.name"), "model.flavor": flat.get("model.flavor")}
+    _sort(flat, reader, recipe)
+    return recipe
+
+
+class _Keys:
+    def __init__(self, flat: Mapping[str, Any]) -> None:
+        self.flat = flat
+        self.read: dict[str, Any] = {}
+
+    def number(self, key: str, default: int) -> int:
+        if key not in self.flat:
+            return default
+        self.read[key] = whole_number(NAME, key, self.flat[key])
+        return int(self.read[key])
+
+
+def _read_model(flat: Mapping[str, Any]) -> str:
+    name, flavor = str(flat.get("model.name", "")), str(flat.get("model.flavor", ""))
+    model = FLAVORS.get((name.lower(), flavor)) or FLAVORS.get((name.lower(), flavor.upper()))
+    if model is None and named(f"{name}-{flavor}") is not None:
+        model = f"{name}-{flavor}"
+    if model is None:
+        near = near_matches(f"{name}-{flavor}".lower(), known_names())
+        raise ConfigError(f"{NAME}: model.name = {name!r} with flavor = {flavor!r} is not known{near}")
+    return model
+
+
+def _read_data_parallel(reader: _Keys, recipe: Recipe) -> None:
+    """FSDP over the shard degree, replicated by the other; -1 takes all that is left."""
+    shard = reader.flat.get(
+        "parallelism.data_parallel_shard_degree", reader.flat.get("training.data_parallel_shard_degree", -1)
+    )
+    replicate = reader.number("parallelism.data_parallel_replicate_degree", 1)
+    reader.read["parallelism.data_parallel_shard_degree"] = shard
+    recipe.zero = 0 if shard == 1 else 3
+    if shard not in (-1, 1) or (replicate > 1 and shard != -1):
+        recipe.dp = whole_number(NAME, "parallelism.data_parallel_shard_degree", shard) * replicate
+    recipe.replicate = max(1, replicate)
+    if reader.flat.get("parallelism.fsdp_reshard_after_forward") == "never" and recipe.zero == 3:
+        recipe.zero = 2
+    if recipe.pp > 1 and recipe.zero == 3 and reader.flat.get("parallelism.fsdp_reshard_after_forward") != "always":
+        recipe.left_out["parallelism.fsdp_reshard_after_forward"] = "parameters are whole for a step under a pipeline: ZeRO 1"
+        recipe.zero = 1
+
+
+def _read_pipeline(reader: _Keys, recipe: Recipe) -> None:
+    schedule = str(reader.flat.get("parallelism.pipeline_parallel_schedule", "1F1B"))
+    micro = reader.number("parallelism.pipeline_parallel_microbatch_size", 0)
+    if recipe.pp == 1:
+        return
+    reader.read["parallelism.pipeline_parallel_schedule"] = schedule
+    recipe.local_batch, recipe.micro_batch = recipe.micro_batch, micro or 1
+    orders = {name.lower(): row for name, row in SCHEDULES.items()}
+    if schedule.lower() not in orders:
+        recipe.left_out["parallelism.pipeline_parallel_schedule"] = f"{schedule} is not known, and 1F1B is taken"
+    recipe.order, recipe.chunks = orders.get(schedule.lower(), ("1f1b", 1))
+    if recipe.chunks > 1 and reader.number("parallelism.pipeline_parallel_layers_per_stage", 0):
+        recipe.left_out["parallelism.pipeline_parallel_layers_per_stage"] = "two stages per rank are taken"
+
+
+def _read_recompute(flat: Mapping[str, Any], recipe: Recipe) -> None:
+    mode = str(flat.get("activation_checkpoint.mode", "selective"))
+    if mode == "full":
+        recipe.recompute = "full"
+    elif mode == "selective":
+        option = str(flat.get("activation_checkpoint.selective_ac_option", "2"))
+        if option.isdigit():
+            recipe.recompute, recipe.every = "alternate", max(1, int(option))
+        else:
+            recipe.recompute = "selective"
+            why = "torchtitan also computes every second product again, and parsim keeps the outputs of all products"
+            recipe.left_out["activation_checkpoint.selective_ac_option"] = why
+    elif mode not in ("none", "memory_budget"):
+        raise ConfigError(f"{NAME}: activation_checkpoint.mode = {mode!r} must be none, selective or full")
+
+
+def _sort(flat: Mapping[str, Any], reader: _Keys, recipe: Recipe) -> None:
+    recipe.taken = dict(reader.read)
+    for key, value in flat.items():
+        if key in reader.read:
+            continue
+        if key in LEFT_OUT and (recipe.training["precision"] == "fp8" or not key.startswith("float8.")):
+            if value not in (False, None, "", 0):
+                recipe.left_out[key] = LEFT_OUT[key]
+            else:
+                recipe.ignored.append(key)
+        elif key.partition(".")[0] in SAME_TIME or key in IGNORED or key.startswith(SAME_BEGINNINGS):
+            recipe.ignored.append(key)
+        else:
+            recipe.unknown.append(key)
+
+
+COMPILED = {"fused": True, "eager": False}
+OPTIMIZERS = {
+    "adamw_fused": ("AdamW", "fused"),
+    "adamw": ("AdamW", "foreach"),
+    "adam_fused": ("Adam", "fused"),
+    "adam": ("Adam", "foreach"),
+}
+PRECISIONS = {"bf16": "bfloat16", "fp8": "bfloat16", "fp32": "float32"}
+BETAS, EPS = (0.9, 0.999), 1e-8
+"""Of torch's Adam and AdamW; torchtitan has a beta2 of 0.95 where its file gives none."""
+SAMPLE_STEPS = 1000
+"""Of a question that does not say for how long it trains."""
+
+
+def write_torchtitan(recipe: PlannedRecipe, file: Path) -> Exported:
+    """The plan as a file of torchtitan. Raises ConfigError: torchtitan has no such model, mesh, ZeRO stage or precision."""
+    model = transformer_of(recipe)
+    plan, training, left_out = recipe.plan, recipe.training, recipe.left_out
+    if training["precision"] not in PRECISIONS:
+        raise ConfigError(f"{NAME} trains in {', '.join(PRECISIONS)}, and training.precision = {training['precision']!r}")
+    if training["optimizer"] not in OPTIMIZERS:
+        raise ConfigError(f"{NAME} has {', '.join(OPTIMIZERS)}, and training.optimizer = {training['optimizer']!r}")
+    document = {
+        "job": {"description": f"written by parsim export: {plan.summary()}"},
+        "model": _model(recipe, model),
+        "optimizer": _optimizer(recipe),
+        "training": {
+            "local_batch_size": recipe.micro_batch * (plan.microbatches if recipe.pp > 1 else 1),
+            "global_batch_size": plan.global_batch,
+            "seq_len": model.seq,
+            "steps": training["steps"] or SAMPLE_STEPS,
+            "max_norm": training["clip_norm"] or 1e9,
+            "mixed_precision_param": PRECISIONS[training["precision"]],
+        },
+        "parallelism": _parallelism(recipe),
+        "activation_checkpoint": {"mode": recipe.recompute},
+        "compile": {"enable": COMPILED[model.others[KERNEL]]},
+    }
+    if training["clip_norm"] is None:
+        left_out["training.clip_norm"] = "torchtitan always takes the norm of the gradients; max_norm = 1e9 clips nothing"
+    if recipe.recompute == "selective":
+        left_out["plan.recompute"] = "torchtitan also computes every second product again"
+        document["activation_checkpoint"] = {"mode": "selective", "selective_ac_option": "op"}
+    elif recipe.recompute == "alternate":
+        document["activation_checkpoint"] = {"mode": "selective", "selective_ac_option": str(recipe.every)}
+    if training["schedule"] is None:
+        left_out["training.schedule"] = (
+            "torchtitan raises the learning rate over 200 steps and then lowers it to 0, unless [lr_scheduler] says otherwise"
+        )
+    if recipe.tp > 1 and not model.others[SEQUENCE_PARALLEL]:
+        left_out[f"model.args.{SEQUENCE_PARALLEL}"] = "torchtitan divides norms along the sequence all the same"
+    text = document_text(document)
+    read_back(recipe, model, read_toml(parse_toml(text)))
+    write_text_atomically(file, text)
+    launch = (
+        f"torchrun --nnodes {recipe.nodes} --nproc-per-node {plan.world_size // recipe.nodes} -m torchtitan.train "
+        f"--job.config_file {file.name}"
+    )
+    return Exported(
+        format="torchtitan",
+        file=file,
+        summary=f"torchtitan file of {plan.summary()}: {file}; start it with `{launch}`",
+        left_out=left_out,
+        found={"ranks": plan.world_size, "launch": launch},
+    )
+
+
+def _model(recipe: PlannedRecipe, model: Transformer) -> dict[str, Any]:
+    flavors = {name: flavor for flavor, name in FLAVORS.items()}
+    if (flavor := flavors.get(normalised(recipe.model))) is None:
+        raise ConfigError(f"{NAME} has no model {recipe.model!r}; it has {', '.join(sorted(flavors))}")
+    if model.others[KERNEL] not in COMPILED:
+        raise ConfigError(f"{NAME} runs kernels {' or '.join(COMPILED)}, and model.args.kernels = {model.others[KERNEL]!r}")
+    converters = ["float8"] if recipe.training["precision"] == "fp8" else []
+    return {"name": flavor[0], "flavor": flavor[1], "converters": converters}
+
+
+def _optimizer(recipe: PlannedRecipe) -> dict[str, Any]:
+    training = recipe.training
+    name, implementation = OPTIMIZERS[training["optimizer"]]
+    table: dict[str, Any] = {"name": name, "lr": training["learning_rate"], "implementation": implementation}
+    arguments = dict(training["optimizer_args"])
+    if isinstance(betas := arguments.pop("betas", BETAS), list | tuple):
+        table |= {"beta1": float(betas[0]), "beta2": float(betas[1])}
+    table |= {"eps": arguments.pop("eps", EPS), "weight_decay": training["weight_decay"]}
+    for key in arguments:
+        recipe.left_out[f"training.optimizer_args.{key}"] = "torchtitan has no such key"
+    return table
+
+
+def _parallelism(recipe: PlannedRecipe) -> dict[str, Any]:
+    plan = recipe.plan
+    table: dict[str, Any] = {
+        "tensor_parallel_degree": recipe.tp,
+        "pipeline_parallel_degree": recipe.pp,
+        "context_parallel_degree": recipe.cp,
+        "expert_parallel_degree": recipe.ep,
+        "data_parallel_replicate_degree": recipe.replicate if recipe.zero else recipe.dp,
+        "data_parallel_shard_degree": recipe.dp // recipe.replicate if recipe.zero else 1,
+    }
+    if recipe.zero == 1 and recipe.pp == 1:
+        raise ConfigError(
+            f"{NAME} divides parameters and gradients together with the optimizer state, and the plan divides the state alone "
+            "(ZeRO 1); plan with --set plan.zero_stage=2 or 3"
+        )
+    if recipe.zero:
+        table["fsdp_reshard_after_forward"] = {1: "default", 2: "never", 3: "always"}[recipe.zero]
+    if recipe.pp > 1:
+        schedule = next((name for name, row in SCHEDULES.items() if row == (plan.pipeline_order, plan.chunks)), None)
+        if schedule is None:
+            raise ConfigError(
+                f"{NAME} has no pipeline order {plan.pipeline_order} with {plan.chunks} stage(s) per rank; it has "
+                + ", ".join(f"{order} with {chunks}" for order, chunks in SCHEDULES.values())
+            )
+        table |= {"pipeline_parallel_schedule": schedule, "pipeline_parallel_microbatch_size": recipe.micro_batch}
+    return table
+
+
+def _is_torchtitan(source: SourceFile) -> bool:
+    try:
+        document = parse_toml(source.text) if source.path.suffix == ".toml" else {}
+    except ValueError:  # whoever reads it says what is wrong with it
+        return False
+    return bool(TABLES & set(document)) and "cluster" not in document
+
+
+FORMATS = {
+    "torchtitan": FileFormat(
+        what="a TOML file of torchtitan",
+        tool=NAME,
+        reads="recipe",
+        sniff=_is_torchtitan,
+        read=lambda source: read_toml(parse_toml(source.text)),
+        writes="recipe",
+        write=write_torchtitan,
+        file="torchtitan.toml",
+    )
+}

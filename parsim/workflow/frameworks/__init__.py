@@ -1,1 +1,0 @@
-"""Configuration files of Megatron-LM, NeMo and torchtitan, read as they are."""

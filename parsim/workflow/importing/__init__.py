@@ -1,1 +1,0 @@
-"""`parsim import`: what a file of another tool becomes, and where it is kept."""
