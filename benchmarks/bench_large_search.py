@@ -37,7 +37,7 @@ def of_stages(name: str, stages: int) -> PlanningProblem:
 
 def named(name: str, gpus: str, batch: int, *more: str) -> PlanningProblem:
     """What `parsim plan NAME --gpus GPUS --network infiniband-400g --batch N` asks."""
-    return problem_of(question_of(name, cluster=gpus, global_batch=batch, overrides=[NETWORK, *more]).config)
+    return problem_of(question_of(name, cluster=gpus, global_batch=batch, overrides=[NETWORK, *more]))
 
 
 SEQ = "model.args.seq=8192"

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from machine import QUICK_NOTE, add_quick, machine_line
+from screen import Outline, plan_of, screened_s
 
 from parsim.app.load import problem_of
 from parsim.app.question import question_of
@@ -19,7 +20,6 @@ from parsim.errors import ParsimError
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import simulated_step
 from parsim.predict.problem import PlanningProblem
-from parsim.schedule.parts.screen import Outline, plan_of, screened_s
 from parsim.units import divisors
 
 QUESTIONS = (
@@ -70,7 +70,7 @@ def rank_correlation(one: Sequence[float], two: Sequence[float]) -> float:
 
 def row(name: str, gpus: str, batch: int, seq: str, simulated: int) -> None:
     """One line of the table."""
-    problem = problem_of(question_of(name, cluster=gpus, global_batch=batch, overrides=[NETWORK, seq]).config)
+    problem = problem_of(question_of(name, cluster=gpus, global_batch=batch, overrides=[NETWORK, seq]))
     every = outlines(problem)
     begun = time.process_time()
     seconds = screened_s(problem, every)

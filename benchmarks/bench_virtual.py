@@ -19,7 +19,7 @@ from machine import QUICK_NOTE, add_quick, processor_name
 
 from parsim.data.samples import BatchOrder
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from parsim.moved import announce_moves as _announce_moves
-
 if TYPE_CHECKING:
     from parsim.app.answer import Answer, Calibration
     from parsim.app.functions import calibrate, cost, load_cluster, open_run, plan, run, simulate, trace, validate
@@ -74,17 +72,7 @@ _HOMES = {
 """Where each public name is defined."""
 
 
-_MOVED_NAMES = {"CostTable": "parsim.app.answer"}
-"""Names that were public here: each still works, and says where it is now."""
-
-
 def __getattr__(name: str) -> Any:
-    if name in _MOVED_NAMES:
-        import importlib
-        import warnings
-
-        warnings.warn(f"parsim.{name} is now {_MOVED_NAMES[name]}.{name}", FutureWarning, stacklevel=2)
-        return getattr(importlib.import_module(_MOVED_NAMES[name]), name)
     if name not in _HOMES:
         raise AttributeError(f"module 'parsim' has no attribute {name!r}")
     import importlib
@@ -96,6 +84,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-_announce_moves()

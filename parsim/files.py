@@ -294,14 +294,9 @@ NO_CONTROL = "must hold no control characters, which a terminal would obey; drop
 """The rule for names that parsim prints."""
 
 
-def version_problem(document: Mapping[str, Any], reads: int, *, unversioned: int | None = None) -> str | None:
-    """What is wrong with a file's `schema_version`, or None.
-
-    Args:
-        reads: the version that this parsim reads.
-        unversioned: the version of files written before there was the key; None: all have it.
-    """
-    version = document.get("schema_version", unversioned)
+def version_problem(document: Mapping[str, Any], reads: int) -> str | None:
+    """What is wrong with a file's `schema_version`, which must be `reads`, or None."""
+    version = document.get("schema_version")
     if version == reads and not isinstance(version, bool):
         return None
     newer = isinstance(version, int) and version > reads

@@ -109,6 +109,16 @@ class Registry(Generic[RegistryRow]):
         )
 
 
+def as_key_error(value: Any, validated: Callable[[Any], Any]) -> Any:
+    """A pydantic WrapValidator: what a record refuses when it is made, as pydantic reports an error of its key."""
+    from pydantic_core import PydanticCustomError
+
+    try:
+        return validated(value)
+    except ParsimError as error:
+        raise PydanticCustomError("described", "{rule}", {"rule": str(error)}) from error
+
+
 class RowOf:
     """A pydantic annotation: text that names a row of a registry, or "package.module:ROW", which is loaded where it is read.
 

@@ -20,7 +20,7 @@ from parsim.errors import GraphError
 from parsim.files import parse_json, read_regular, reading, unpacked, version_problem, write_atomically
 
 SCHEMA_VERSION = 1
-"""Of a timeline's file; files written before there was the key have this version, too."""
+"""Of a timeline's file."""
 
 
 class Span(NamedTuple):
@@ -103,7 +103,7 @@ class Timeline:
     def load(cls, path: Path) -> Timeline:
         with reading(f"{path} is not a timeline", GraphError, "simulate or run again"):
             document = parse_json(unpacked(read_regular(path)))
-            if problem := version_problem(document, SCHEMA_VERSION, unversioned=1):
+            if problem := version_problem(document, SCHEMA_VERSION):
                 raise GraphError(f"timeline {path}: {problem}; or simulate again")
             return cls(
                 source=str(document["source"]),

@@ -17,7 +17,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # From the ground up; a module imports from its own layer and the ones before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("units", "errors", "files", "typed", "moved", "registry", "arrays", "garbage", "remembered", "jit"),
+    ("units", "errors", "files", "typed", "registry", "arrays", "garbage", "remembered", "jit"),
     ("collectives",),
     ("work", "timeline"),
     ("model",),
@@ -97,7 +97,7 @@ def test_imports_point_only_up_the_list() -> None:
             package, _, rest = module.partition(".")
             if inside and package == "calibration" and own not in ("workflow", "commands"):
                 wrong.append(f"{relative(path)}:{line}: calibration imports parsim, never the reverse")
-            if own == "__init__":  # the public names, resolved when used, and the moved modules
+            if own == "__init__":  # the public names, resolved when used
                 continue
             if inside and package == "parsim" and rest and rest != "__version__" and LEVEL[rest.split(".")[0]] > LEVEL[own]:
                 wrong.append(f"{relative(path)}:{line} imports {module}, which lies further down the list")

@@ -35,7 +35,8 @@ from parsim.execute.processes.machine import differences_from_here
 from parsim.execute.processes.setup import prepare_rank
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.files import write_text_atomically
-from parsim.hardware.profile import PaceToday, Profile, load_profile, save_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import PaceToday, Profile, save_profile
 from parsim.hardware.speed_factor import probe_seconds, speed_since
 from parsim.model.model import Model
 from parsim.units import format_seconds

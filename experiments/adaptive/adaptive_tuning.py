@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from experiments.common import markdown
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh

@@ -29,7 +29,7 @@ from parsim.app.ask import measured, reopen
 from parsim.costs.observed import CommunicationClass, RunCorrections, class_of, updates_of
 from parsim.files import write_csv
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan

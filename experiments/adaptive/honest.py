@@ -9,7 +9,7 @@ from typing import Any
 from experiments.adaptive.paper import BATCH_PER_GPU, GPUS, IMAGES, MODELS, STRATEGIES
 from parsim.costs.adjustments import AS_IT_IS, HardwareScale
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec

@@ -21,7 +21,7 @@ from parsim.execute.job import RunSpec
 from parsim.execute.rank_run import run_dataset
 from parsim.files import write_text_atomically
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh

@@ -7,7 +7,7 @@ from pathlib import Path
 from experiments.adaptive.disturbing import RANKS, RATE_BYTES_PER_S, SLOW_RANK, THROTTLE
 from parsim.costs.observed import CommunicationClass, RunCorrections
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import NONE, Plan

@@ -18,7 +18,7 @@ import plotly.graph_objects as go
 
 from parsim.files import write_csv
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan

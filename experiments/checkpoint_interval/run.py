@@ -29,7 +29,7 @@ from parsim.engines.scenario.scenario import FailureAt, Failures, Run, parse_sce
 from parsim.engines.scenario.whole_run import Training
 from parsim.files import write_csv
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.predict.evaluate import evaluate

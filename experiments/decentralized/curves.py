@@ -9,7 +9,7 @@ import numpy as np
 from experiments.decentralized.models import mlp
 from experiments.decentralized.times import Exchange, all_reduce_s
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.plans.mixing import Ada, mixing_graph
 from parsim.virtual.clock import random_stragglers
 from parsim.virtual.gossip import GossipRule, train_on_graph

@@ -28,7 +28,7 @@ from parsim.costs.communication.collectives import estimate_collective, estimate
 from parsim.costs.communication.internode import exchange_seconds
 from parsim.costs.costs import Costs
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mixing import Ada, MixingGraph, mixing_graph

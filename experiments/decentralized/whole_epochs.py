@@ -10,7 +10,7 @@ from parsim.costs.costs import Costs
 from parsim.engines.relaxed.gossip_program import gossip_model, gossip_program
 from parsim.engines.repeated import simulate_program
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.plans.mixing import mixing_graph
 from parsim.predict.rounds import priced
 from parsim.virtual.clock import round_seconds

@@ -11,7 +11,7 @@ from experiments.memory.kind_modules import LENGTH, VOCABULARY, WIDTH
 from parsim.errors import PlanError
 from parsim.execute.job import EmaRule, TrainingRecipe
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.formats import recorded_weights
 from parsim.model.inputs import ModelInput
 from parsim.model.model import Model

@@ -23,7 +23,8 @@ from experiments.common.markdown import table
 from parsim.costs.draws import medians_s
 from parsim.engines.program import mean_step_s
 from parsim.errors import DataError
-from parsim.hardware.profile import Profile, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile
 from parsim.predict.evaluate import REPEATED_STEPS, Evaluation
 from parsim.units import MIB
 from tools.published.v100_collectives import CollectiveRow, read_collective_rows

@@ -14,6 +14,7 @@ from functools import cache
 from random import Random
 
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.network import Network, load_network
 from parsim.hardware.profile import (
     AllocatorEntry,
@@ -26,7 +27,6 @@ from parsim.hardware.profile import (
     Profile,
     Quantiles,
     Sourced,
-    load_profile,
 )
 from parsim.hardware.records import ComputeRecords
 from parsim.model.component import LOSS, Component, Operator, OperatorShard, Parameter, ParameterShard, Sharding, Value

@@ -29,7 +29,8 @@ from parsim.costs.costs import Costs
 from parsim.costs.draws import sample_durations_s
 from parsim.files import write_csv
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import Profile, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile
 from parsim.hardware.records import ComponentPoint
 from parsim.model.load import load_model
 from parsim.model.model import Model

@@ -21,7 +21,7 @@ from parsim.costs.observed import task_durations_s
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.setup import SWITCH, is_granted
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.work import Collective
 
 MODELS, LABELS, ROUNDS = ("mlp", "vit_small"), ("dp 2", "dp 2, zero 1", "tp 2"), 8

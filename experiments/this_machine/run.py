@@ -47,7 +47,8 @@ from parsim.execute.processes.launch import launch
 from parsim.execute.processes.machine import describe_environment, machine_line
 from parsim.files import write_csv, write_text_atomically
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import PaceToday, Profile, load_profile, save_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import PaceToday, Profile, save_profile
 from parsim.hardware.speed_factor import SpeedFactor, probe_seconds, speed_beside
 from parsim.plans.plan import Plan
 from parsim.predict.compare import aa_floor

@@ -30,7 +30,7 @@ from parsim.errors import ParsimError
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.processes.launch import launch
 from parsim.files import read_json
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.plans.plan import Plan
 
 RANKS = 2
@@ -114,7 +114,7 @@ def executed(answer: Answer, case: Case, rows: list[dict[str, Any]], seed: int) 
     Returns:
         Per rule: reached, steps, seconds and score, at the target or at the end.
     """
-    config = answer.config
+    config = answer.question
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         answer.problem.model.save(folder / "model.json")

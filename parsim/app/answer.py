@@ -9,10 +9,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.app.config import RunConfig
+from parsim.app.config import Question
 from parsim.app.frames import frame, plans_frame
 from parsim.app.prediction import Prediction
-from parsim.app.question import Question, assumed_text, constant_text, loss_note, loss_text, precision_text
+from parsim.app.question import assumed_text, constant_text, loss_note, loss_text, precision_text, taken_defaults
 from parsim.costs.loading import MeasuredLoading
 from parsim.errors import ConfigError, DoesNotFitError, PlanError, ScheduleError
 from parsim.files import write_text_atomically
@@ -29,7 +29,6 @@ from parsim.units import format_bytes, format_percent, format_seconds
 if TYPE_CHECKING:
     import pandas as pd
 
-    from parsim.app.large import WhatWould
     from parsim.app.to_target import TargetRanking
     from parsim.report.tables import ReportTable
 
@@ -51,10 +50,6 @@ class Answer:
     problem: PlanningProblem
     search: Search | None
     evaluation: Evaluation
-
-    @property
-    def config(self) -> RunConfig:
-        return self.question.config
 
     @property
     def fits(self) -> bool:
@@ -88,7 +83,7 @@ class Answer:
     @property
     def assumed(self) -> dict[str, Any]:
         """The defaults that were taken, by their key in a run file."""
-        return dict(self.question.assumed)
+        return taken_defaults(self.question, self.problem.cluster.size)
 
     @property
     def _ranked(self) -> tuple[Evaluation, ...]:
@@ -96,12 +91,10 @@ class Answer:
 
     def _predicted(self, evaluation: Evaluation) -> Prediction:
         return Prediction(
-            config=self.config,
+            question=self.question,
             problem=self.problem,
             evaluation=evaluation,
             among=() if self.search is None else self.search.candidates,
-            given=self.question.given,
-            assumed=self.question.assumed,
         )
 
     def table(self) -> pd.DataFrame:
@@ -200,7 +193,7 @@ class Answer:
         """What stands below the table: families without a plan, how the choice was made, and the defaults that were taken."""
         skipped = () if self.search is None else self.search.skipped
         return [
-            *([] if self.question.recipe is None else self.question.recipe.lines()),
+            *([] if self.question.source.recipe is None else self.question.source.recipe.lines()),
             *(f"{name}: {why}" for name, why in skipped),
             *([self.verdict()] if self.fits else []),  # without a plan it is the sentence above the table
             *([] if (figures := self.prediction.quoted) is None else figures.lines(run=not self.fits)),
@@ -210,8 +203,8 @@ class Answer:
                 None,
                 [
                     constant_text(self.problem.model),
-                    assumed_text(self.question.assumed),
-                    precision_text(self.question.assumed, self.problem.cluster.devices[0].type.peak_flop_per_s),
+                    assumed_text(self.assumed),
+                    precision_text(self.assumed, self.problem.cluster.devices[0].type.peak_flop_per_s),
                 ],
             ),
         ]
@@ -228,8 +221,8 @@ class Answer:
         """Plain JSON, as `parsim plan --json` prints it."""
         document = self._given() if self.search is None else self.search.to_dict()
         model = self.problem.model
-        if self.question.recipe is not None:
-            document["config_file"] = self.question.recipe.to_dict()
+        if self.question.source.recipe is not None:
+            document["config_file"] = self.question.source.recipe.to_dict()
         figures = self.prediction.quoted
         document["quoted"] = None if figures is None else figures.to_dict()
         run = self.prediction.samples_run
@@ -252,23 +245,8 @@ class Answer:
         from parsim.search.placement.paper import paper_certificate
 
         with progress("Certifying placements"):
-            own = certificate_of(self.problem, self.search, self.config.plan.strategy)
+            own = certificate_of(self.problem, self.search, self.question.plan.strategy)
             return own | {"paper": paper_certificate(self.problem)}
-
-    def what_would(self, faster: float) -> WhatWould:
-        """Changes that would make training faster: the search again with more bandwidth, memory, GPUs or batch, one at a time.
-
-        Args:
-            faster: the target, 0.2 for 20% more samples per second.
-
-        Raises:
-            ConfigError: an aim that cannot be, or no plan fits.
-        """
-        from parsim.app.doctor import progress
-        from parsim.app.large import what_would
-
-        with progress("Planning on changed clusters"):
-            return what_would(self, faster)
 
     def to_target(
         self, accuracy: float, *, rules: Sequence[str] | None = None, seeds: int = 3, most_steps: int = 2000
@@ -289,9 +267,17 @@ class Answer:
         from parsim.app.doctor import progress
         from parsim.app.to_target import RULES, to_target
 
-        asked = RULES if rules is None else rules
         with progress("Training virtual replicas") as say:
-            return to_target(self, accuracy, rules=asked, seeds=seeds, most_steps=most_steps, say=say)
+            return to_target(
+                self.question,
+                self.problem,
+                self.evaluation,
+                accuracy,
+                rules=RULES if rules is None else rules,
+                seeds=seeds,
+                most_steps=most_steps,
+                say=say,
+            )
 
     def _given(self) -> dict[str, Any]:
         """A plan that was given, as the search would show it."""

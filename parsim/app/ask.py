@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from parsim.app.answer import Answer
-from parsim.app.config import RunConfig
+from parsim.app.config import Question
 from parsim.app.doctor import Say, warn
 from parsim.app.load import cluster_of, fixed_plan, is_saved_model, on_this_machine, problem_of, search_plans
 from parsim.app.prediction import Prediction
-from parsim.app.question import Question, taken_defaults
 from parsim.app.run_folder import RunFolder, what_is_left, write_json
 from parsim.app.training_checks import check_rounds, loading_of, whole_periods
 from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelError, OutOfMemoryError, PlanError, RankLostError
@@ -70,32 +69,23 @@ def ask(question: Question, *, top: int | None = None, runs_here: bool = False) 
 
     Raises: ConfigError, ModelError, ProfileError, PlanError, CostError, ScheduleError.
     """
-    question = replace(question, config=on_this_machine(question.config, question.model))
-    problem = problem_of(question.config, model=question.model, cluster=question.cluster)
+    question = on_this_machine(question)
+    problem = problem_of(question)
     problem = replace(problem, loading=loading_of(question, problem.cluster, runs_here=runs_here))
-    return answer_of(question.on_devices(problem.cluster.size), problem, top=top)
+    return answer_of(question, problem, top=top)
 
 
 def answer_of(question: Question, problem: PlanningProblem, *, top: int | None = None) -> Answer:
-    """The same with the model and the cluster at hand.
-
-    Args:
-        question: of the config that counts. problem: loaded from it. top: as `ask`.
-    """
-    plan = fixed_plan(problem, question.config)
+    """Answer a question whose problem was loaded. Args: top: as `ask`."""
+    plan = fixed_plan(problem, question)
     if plan is not None:
         evaluation = evaluate(problem, plan, reason="the plan that was asked for")
         return Answer(question=question, problem=problem, evaluation=evaluation, search=None)
-    found = search_plans(problem, question.config, top=top)
+    found = search_plans(problem, question, top=top)
     return Answer(question=question, problem=problem, evaluation=found.chosen or found.candidates[0], search=found)
 
 
-def answer(config: RunConfig) -> Answer:
-    """The same for a config alone."""
-    return ask(Question(config=config, assumed=taken_defaults(config), name=config.model.name))
-
-
-def check_launchable(config: RunConfig) -> None:
+def check_launchable(config: Question) -> None:
     """Raise PlanError for a cluster of several nodes: all processes are started on this machine."""
     if config.cluster.nodes > 1:
         raise PlanError(
@@ -122,20 +112,20 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
             f"the plan ({plan.summary()}) cannot fit: {worst.describe()}; use more devices or microbatches, a smaller "
             "training.global_batch, or another plan.strategy"
         )
-    if asked.given != "name":
-        what = "an nn.Module" if asked.given == "module" else "a Model"
+    if asked.question.source.form != "name":
+        what = "an nn.Module" if asked.question.source.form == "module" else "a Model"
         raise ModelError(
-            f"{asked.config.model.name} was given as {what}: it can be planned and simulated, but every process of a run must "
-            'build its own. Put the code that makes it into a function and give "package.module:function" as the model'
+            f"{asked.question.model.name} was given as {what}: it can be planned and simulated, but every process of a run "
+            'must build its own. Put the code that makes it into a function and give "package.module:function" as the model'
         )
-    if is_transformer(asked.config.model.name):
+    if is_transformer(asked.question.model.name):
         raise ModelError(
-            f"{asked.config.model.name} is planned and simulated from its sizes, and parsim holds no module of it to train; "
+            f"{asked.question.model.name} is planned and simulated from its sizes, and parsim holds no module of it to train; "
             "give the path of its Hugging Face config.json"
         )
-    if is_saved_model(Path(asked.config.model.name)):
+    if is_saved_model(Path(asked.question.model.name)):
         raise ModelError(
-            f"{asked.config.model.name} is a saved Model: it can be planned and simulated, but holds no module to train; "
+            f"{asked.question.model.name} is a saved Model: it can be planned and simulated, but holds no module to train; "
             "name a model of the zoo, package.module:factory or a Hugging Face config.json"
         )
     kind = device_kind(asked)
@@ -151,7 +141,7 @@ def check_runnable(asked: Prediction, nproc: int | None) -> None:
             f"--nproc {nproc} is {more} processes than the plan has ranks ({plan.world_size}: {plan.summary()}); "
             f"use --nproc {plan.world_size}, or set cluster.devices = {nproc} and plan again"
         )
-    training = asked.config.training
+    training = asked.question.training
     if training.ema is not None and plan.synchronisation.mixes:
         raise PlanError(
             f"training.ema averages weights over steps, and under synchronisation {plan.synchronisation} every replica has its "
@@ -189,7 +179,7 @@ def _check_building(asked: Prediction, kind: str) -> None:
     """Raise DoesNotFitError where an example cannot be followed on a GPU: each process computes it there with all weights."""
     device = asked.problem.cluster.devices[0].type
     whole = asked.problem.model.parameter_bytes
-    follows = asked.config.model_spec.control_flow == EXAMPLE
+    follows = asked.question.model_spec.control_flow == EXAMPLE
     if kind == "cuda" and follows and whole + device.context_bytes > device.memory_bytes:
         raise DoesNotFitError(
             f"the plan fits, but every process follows the example of control_flow = {EXAMPLE!r} on its GPU with all "
@@ -212,10 +202,10 @@ def every_rank(problem: PlanningProblem, evaluation: Evaluation) -> Evaluation:
 
 def run_spec(asked: Prediction, name: str, model_path: Path) -> RunSpec:
     """The answer's plan as the executor takes it."""
-    training = asked.config.training
+    training = asked.question.training
     return RunSpec(
         name=name,
-        model=asked.config.model_spec,
+        model=asked.question.model_spec,
         model_path=str(model_path.resolve()),
         plan=asked.evaluation.result.plan,
         optimizer=training.optimizer,
@@ -392,7 +382,7 @@ def ask_again(folder: RunFolder) -> Prediction:
     profile = folder.read_profile()
     problem = PlanningProblem(
         model=Model.load(folder.model),
-        cluster=cluster_of(config, profile),
+        cluster=cluster_of(config.cluster, profile),
         history=folder.read_history(profile),
         global_batch=plan.global_batch,
         precision=config.training.precision,
@@ -404,7 +394,7 @@ def ask_again(folder: RunFolder) -> Prediction:
         loading=folder.read_loading(),
     )
     fold = False if folder.job.is_file() else None
-    return Prediction(config=config, problem=problem, evaluation=evaluate(problem, plan, fold=fold))
+    return Prediction(question=config, problem=problem, evaluation=evaluate(problem, plan, fold=fold))
 
 
 def reopen(path: Path) -> tuple[RunFolder, Prediction, str]:
@@ -483,7 +473,7 @@ def play(asked: Prediction, path: Path, whole_run: bool) -> Prediction:
         "states": [asdict(state) for state in played.states],
     }
     if whole_run:
-        document["whole_run"] = describe_run(played.whole_run(asked.config.training.epochs), played)
+        document["whole_run"] = describe_run(played.whole_run(asked.question.training.epochs), played)
     return replace(asked, evaluation=step, scenario=document)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from parsim.app.config import RunConfig
+from parsim.app.config import Question
 from parsim.app.doctor import progress
 from parsim.errors import ConfigError
 from parsim.execute.cuda.gpu import usable_gpus
@@ -31,7 +31,7 @@ CalibrationCase = tuple[ModelSpec, tuple[int, ...]]
 
 
 def calibration_request(
-    configs: Sequence[RunConfig] = (),
+    configs: Sequence[Question] = (),
     models: Sequence[str] = (),
     *,
     batches: tuple[int, ...] = DEFAULT_BATCHES,
@@ -82,7 +82,7 @@ def measure_machine(request: CalibrationRequest, out: Path, *, leftover: Leftove
 
 
 def calibration_cases(
-    configs: Sequence[RunConfig], models: Sequence[str], batches: tuple[int, ...]
+    configs: Sequence[Question], models: Sequence[str], batches: tuple[int, ...]
 ) -> tuple[CalibrationCase, ...]:
     """Each model once, with every local batch that one of its plans may use."""
     wanted: dict[ModelSpec, set[int]] = {}
@@ -163,7 +163,7 @@ def ranks_here(device: CalibratedDevice) -> int:
     return len(available_cores())
 
 
-def _asked_precision(configs: Sequence[RunConfig], device: CalibratedDevice) -> str:
+def _asked_precision(configs: Sequence[Question], device: CalibratedDevice) -> str:
     """What the questions train in on a GPU, else fp32. Raises ConfigError where they differ."""
     asked = {config.training.precision for config in configs} if device == "cuda" else set()
     if len(asked) > 1:
@@ -173,7 +173,7 @@ def _asked_precision(configs: Sequence[RunConfig], device: CalibratedDevice) -> 
     return next(iter(asked), "fp32")
 
 
-def _asked_ranks(configs: Sequence[RunConfig]) -> int | None:
+def _asked_ranks(configs: Sequence[Question]) -> int | None:
     """The most devices a file asks for by number."""
     asked = [len(chosen) if isinstance(chosen, list) else chosen for config in configs if (chosen := config.devices)]
     return max(asked, default=None)

@@ -12,58 +12,51 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr, ValidationError, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, PlainSerializer, PrivateAttr, StrictBool, StrictInt, ValidationError, WrapValidator
 
 from parsim.app.config_text import (
-    EXAMPLES,
+    changes_of,
     check_trusted,
     explained,
     is_path,
     key_parts,
     make_paths_absolute,
     merge,
-    parse_overrides,
     put_on_path,
 )
-from parsim.app.sections import (
-    ClusterSection,
-    ConfigSection,
-    Name,
-    Number,
-    SynchronisationTable,
-    TrainingSection,
-    as_table,
-    check_machine,
-    check_widths,
-    checked,
-)
-from parsim.errors import ConfigError, ModelError, ParsimError, PlanError, near_matches
+from parsim.app.sections import ClusterSection, TrainingSection, check_machine, check_widths
+from parsim.errors import ConfigError, ParsimError, PlanError, near_matches
 from parsim.files import NO_CONTROL, control_character_in, document_text, parse_toml, read_text
-from parsim.hardware.records import Count
+from parsim.hardware.records import ConfigSection, Count, Name
 from parsim.model.catalogue.names import SEQUENCE_PARALLEL, is_transformer
-from parsim.model.inputs import ModelInput, inputs_from, ordered
-from parsim.model.objective import LOSSES, TARGET
-from parsim.model.spec import REFUSE, ModelSpec, takes_usual
+from parsim.model.objective import LOSSES
+from parsim.model.spec import ModelSpec, takes_usual
 from parsim.plans.constraints import PlanConstraints, check_sharding_groups
 from parsim.plans.layouts import KINDS, parse_placement
 from parsim.plans.mesh import Mesh, check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, check_chunks
 from parsim.plans.plan import AUTO, MOST_MICROBATCHES, STRATEGIES, ZERO_STAGES, ZERO_STAGES_TEXT
 from parsim.plans.plan import WORDS as RECOMPUTE_WORDS
-from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation
+from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation, parse_synchronisation
 from parsim.predict.memory import FIT_PROBABILITY
-from parsim.registry import RowOf, is_reference
+from parsim.registry import RowOf, as_key_error, is_reference
 from parsim.units import nearest_divisors
+
+if TYPE_CHECKING:
+    from parsim.formats.recipe import Recipe
+    from parsim.hardware.cluster import Cluster
+    from parsim.model.model import Model
+
+
+Tables = TypeVar("Tables", bound=ConfigSection)
 
 PartCount = Annotated[int, Field(strict=True, ge=1, le=MOST_MICROBATCHES)]
 """Microbatches of a batch, or chunks of a pipeline: no plan may have more."""
-TomlScalar = StrictBool | StrictInt | Number | StrictStr
 
 Granularity = Literal["block", "sublayer", "layer"]
 
@@ -84,47 +77,20 @@ SWITCHES = (
 )
 
 
-def _checked(make: Callable[[], object]) -> None:
-    """What describes a tensor wrongly, as pydantic reports an error of this key."""
-    try:
-        make()
-    except ModelError as error:
-        raise PydanticCustomError("described", "{rule}", {"rule": str(error)}) from error
-
-
-class ModelSection(ConfigSection):
+class ModelSection(ModelSpec):
     """[model]: what is trained."""
 
-    name: Annotated[str, Field(strict=True, min_length=1)]
-    """A model of the zoo, "package.module:factory", the path of a Hugging Face config.json or of a Model saved as JSON."""
-    args: dict[str, TomlScalar] = {}
-    """Keyword arguments of the model."""
     input_shape: tuple[Count, ...] | None = None
-    """One sample: [channels, height, width], or [seq] for tokens; left out: what the model was made for."""
-    inputs: dict[Name, Any] | None = None
-    """What `forward` takes, by the names of its arguments: x = { shape, dtype, high, low, constant }; tables and lists nest."""
     loss: Annotated[Name, RowOf(LOSSES)] | None = None
-    """A row of `parsim.model.objective`, "own" (the module returns it), "package:function" (output, target) or
-    "package.module:ROW"; left out: what the model was made for, or what its output calls for."""
-    output: Name | None = None
-    """Which of several outputs the loss reads: a key, a field or a place ("0"); left out: `logits`, or the only one."""
-    classes_dim: Annotated[int, Field(strict=True)] | None = None
-    """The dim of one sample along which cross_entropy finds its classes: 0 for maps [classes, height, width], -1 the last."""
-    target: dict[Name, Any] | None = None
-    """The targets of a loss of one's own: { shape, dtype, high }; left out: numbers like the output."""
-    control_flow: Literal["refuse", "example"] | None = None
-    """Code that looks at values of tensors: "refuse" it (the default), or follow an "example", a random batch and weights."""
     granularity: Granularity = "block"
     """What is placed, priced and run as one component: blocks, their halves (attention, feed-forward), or single layers."""
     import_folder: Name | None = None
     """Where the module of "package.module:factory" lies; left out: beside the run file, else on the import path."""
 
-    @field_validator("inputs", "target")
-    @classmethod
-    def _described(cls, value: dict[str, Any] | None, key: ValidationInfo) -> dict[str, Any] | None:
-        if value is not None:
-            _checked(lambda: ordered(inputs_from(value)) if key.field_name == "inputs" else ModelInput.from_dict(TARGET, value))
-        return value
+
+def _from_text(value: Any) -> Any:
+    """The rule of a text such as "average/8"; anything else as it is."""
+    return parse_synchronisation(value) if isinstance(value, str) else value
 
 
 class MeshTable(ConfigSection):
@@ -195,16 +161,22 @@ class PlanSection(ConfigSection):
     """Of a transformer by name under mesh.tp: norms and residuals divided along the sequence (left out: true)."""
     capacity_factor: Annotated[float, Field(strict=True, ge=1.0, le=100.0)] | None = None
     """Visits that an expert has room for (and computes, padded) over their mean; left out: as many as come."""
-    synchronisation: SynchronisationTable | None = None
-    """How and when replicas come together: a table, or its text ("average/8", "gossip/1 ring"); see docs/relaxed.md."""
-
-    _as_table = field_validator("synchronisation", mode="before")(as_table)
-    _checked_table = field_validator("synchronisation")(checked)
+    synchronisation: (
+        Annotated[
+            Synchronisation,
+            BeforeValidator(_from_text),
+            WrapValidator(as_key_error),
+            PlainSerializer(Synchronisation.to_dict),
+        ]
+        | None
+    ) = None
+    """How and when replicas come together: a table, or its text ("average/8", "gossip/1 ring"); see docs/relaxed.md. Left out,
+    gradients are summed in every step."""
 
     @property
     def relaxed(self) -> Synchronisation:
         """The synchronisation that is asked for; that of synchronous training where none is."""
-        return ALL_REDUCE if self.synchronisation is None else self.synchronisation.value()
+        return self.synchronisation or ALL_REDUCE
 
     @property
     def plan_path(self) -> Path | None:
@@ -212,29 +184,56 @@ class PlanSection(ConfigSection):
         return Path(self.strategy) if is_path(self.strategy) else None
 
 
-class RunConfig(ConfigSection):
-    """The whole file, with every default filled in."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuestionSource:
+    """What a question was made from beside the keys of a run file.
+
+    Attributes:
+        name: for a folder: the stem of the run file, or the model's name.
+        model, cluster: where they were given as values; the question then holds their names alone.
+        form: what the model was given as: by name (zoo, factory, config, run file), as an nn.Module, or as a Model.
+        recipe: what was read from a framework's file; None without one.
+    """
+
+    name: str = ""
+    model: Model | None = None
+    cluster: Cluster | None = None
+    form: Literal["name", "module", "model"] = "name"
+    recipe: Recipe | None = None
+
+
+class Question(ConfigSection):
+    """What is asked: the tables of a run file, with every default filled in."""
 
     model: ModelSection
     cluster: ClusterSection
     training: TrainingSection
     plan: PlanSection = PlanSection()
+    _source: QuestionSource = PrivateAttr(default_factory=QuestionSource)
+
+    @property
+    def source(self) -> QuestionSource:
+        """What it was made from."""
+        return self._source
+
+    def sourced(self, **values: Any) -> Question:
+        """The same question with other fields of its `QuestionSource`."""
+        question = self.model_copy()
+        question._source = replace(self._source, **values)
+        return question
+
+    def changed(self, **tables: Any) -> Question:
+        """The same question with other tables."""
+        return self.model_copy(update=tables)
 
     @property
     def model_spec(self) -> ModelSpec:
-        model, parallel = self.model, self.plan.sequence_parallel
-        args = model.args if parallel is None else {**model.args, SEQUENCE_PARALLEL: parallel}
-        return ModelSpec(
-            name=model.name,
-            args=tuple(sorted(args.items())),
-            input_shape=model.input_shape,
-            loss=model.loss,
-            inputs=None if model.inputs is None else ordered(inputs_from(model.inputs)),
-            output=model.output,
-            classes_dim=model.classes_dim,
-            target=None if model.target is None else ModelInput.from_dict(TARGET, model.target),
-            control_flow=model.control_flow or REFUSE,
-        )
+        """The model as it is built: with plan.sequence_parallel among its arguments."""
+        keys = {key: getattr(self.model, key) for key in ModelSpec.model_fields}
+        if self.plan.sequence_parallel is not None:
+            args = {**dict(self.model.args), SEQUENCE_PARALLEL: self.plan.sequence_parallel}
+            keys["args"] = tuple(sorted(args.items()))
+        return ModelSpec.model_construct(**keys)
 
     @property
     def devices(self) -> int | list[int] | None:
@@ -248,18 +247,39 @@ class RunConfig(ConfigSection):
         return document
 
     def to_toml(self) -> str:
-        """`parse_config` reads it back to an equal config."""
+        """`parse_config` reads it back to an equal question."""
         return document_text(self.to_dict())
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), *, calls_model: bool = True) -> RunConfig:
+TABLES: Mapping[str, type[ConfigSection]] = {
+    "plan": PlanSection,
+    "training": TrainingSection,
+    "model": ModelSection,
+    "cluster": ClusterSection,
+}
+"""In which the keys that stand without their table are looked for, in this order."""
+
+
+def keys_by_name() -> dict[str, str]:
+    """`{"precision": "training.precision", ...}`: every key of a run file by its name, and `seq`, an argument of models."""
+    names = {"seq": "model.args.seq"}
+    for table, section in TABLES.items():
+        for name in section.model_fields:
+            names.setdefault(name, f"{table}.{name}")
+    return names
+
+
+def load_config(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    settings: Mapping[str, Any] | None = None,
+    calls_model: bool = True,
+) -> Question:
     """Read and check a run file.
 
     Args:
-        overrides: texts "section.key=value", the value as TOML or as a bare word. An override of plan.strategy
-            replaces the hand-written plan of a file with strategy = "custom" (CUSTOM_KEYS) unless it says "custom" too. It
-            replaces what steers the file's search (ADAPTIVE_KEYS) unless it says "adaptive". Constraints of a search stay.
-        calls_model: False for a run that is only looked at (`check_trusted`).
+        overrides, settings: as `question_from`. calls_model: False for a run that is only looked at (`check_trusted`).
 
     Raises:
         ConfigError: no such file, not TOML, or a wrong key; with its path, its value and the fix.
@@ -270,17 +290,19 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, calls_model: bool 
         raise ConfigError(f"no run file {path}; write one with the tables [model], [cluster] and [training]") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read run file {path}: {error}; it must be a text file in UTF-8") from error
-    return parse_config(text, overrides, where=str(path), folder=path.resolve().parent, calls_model=calls_model)
+    folder = path.resolve().parent
+    return parse_config(text, overrides, settings=settings, where=str(path), folder=folder, calls_model=calls_model)
 
 
 def parse_config(
     text: str,
     overrides: Sequence[str] = (),
     *,
+    settings: Mapping[str, Any] | None = None,
     where: str = "RUN.toml",
     folder: Path | None = None,
     calls_model: bool = True,
-) -> RunConfig:
+) -> Question:
     """Check the text of a run file; relative paths in it start at `folder` (None: the current directory)."""
     try:
         document = parse_toml(text)
@@ -289,7 +311,31 @@ def parse_config(
     make_paths_absolute(document, folder or Path.cwd())
     if folder is not None:
         check_trusted(document, folder, where, calls_model=calls_model)
-    changes = parse_overrides(overrides)
+    return question_from(document, overrides, settings=settings, where=where, folder=folder)
+
+
+def question_from(
+    document: dict[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    settings: Mapping[str, Any] | None = None,
+    where: str,
+    folder: Path | None = None,
+) -> Question:
+    """Check the tables of a run file, laid under changes.
+
+    Args:
+        document: the tables; changed in place.
+        overrides: texts "section.key=value", the value as TOML or as a bare word. settings: values by "section.key". An
+            override counts more than a setting, and both more than the document. A change of plan.strategy replaces the
+            hand-written plan of a document with strategy = "custom" (CUSTOM_KEYS) unless it says "custom" too. It replaces
+            what steers the document's search (ADAPTIVE_KEYS) unless it says "adaptive". Constraints of a search stay.
+        where: the name of the document in messages. folder: whose modules the question may name.
+
+    Raises:
+        ConfigError: every wrong key, with its path, its value and the fix.
+    """
+    changes = changes_of(settings, overrides)
     make_paths_absolute(changes, Path.cwd())
     strategy = changes["plan"].get("strategy") if isinstance(changes.get("plan"), dict) else None
     if strategy not in (None, "custom") and isinstance(document.get("plan"), dict):
@@ -300,19 +346,54 @@ def parse_config(
     if found := control_character_in(_without_args(document)):
         raise ConfigError(f"{where}: {found}: {NO_CONTROL}")
     put_on_path(document, folder or Path.cwd())
+    question = _validated(Question, document, where)
     try:
-        config = RunConfig.model_validate(document)
+        _check_plan_section(question)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return question
+
+
+def _validated(kind: type[Tables], document: Mapping[str, Any], where: str) -> Tables:
+    try:
+        return kind.model_validate(document)
     except ValidationError as error:
         # A union reports every member that did not match: one message per key is enough.
         problems = {
-            tuple(key_parts(problem)): explained(problem, RunConfig) for problem in reversed(error.errors(include_url=False))
+            tuple(key_parts(problem)): explained(problem, kind) for problem in reversed(error.errors(include_url=False))
         }
         raise ConfigError(f"{where}: " + "\n  ".join(reversed(problems.values()))) from error
+
+
+class _ClusterTable(ConfigSection):
+    cluster: ClusterSection
+
+
+def cluster_section(
+    table: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    settings: Mapping[str, Any] | None = None,
+    where: str = "RUN.toml",
+    folder: Path | None = None,
+) -> ClusterSection:
+    """Check a table [cluster] by itself. Raises ConfigError.
+
+    Args:
+        table: by key. overrides, settings: as `question_from`; those of other tables are ignored.
+        where: its name in messages. folder: at which relative paths start (None: the current directory).
+    """
+    document = {"cluster": dict(table)}
+    make_paths_absolute(document, folder or Path.cwd())
+    changes = {key: value for key, value in changes_of(settings, overrides).items() if key == "cluster"}
+    make_paths_absolute(changes, Path.cwd())
+    merge(document, changes, "")
+    section = _validated(_ClusterTable, document, where).cluster
     try:
-        _check_plan_section(config)
+        check_machine(section)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    return config
+    return section
 
 
 def _without_args(document: dict[str, Any]) -> dict[str, Any]:
@@ -336,9 +417,9 @@ _OTHER_NAMES = {
 """Names that other libraries have for what plan.strategy and plan.zero_stage say here."""
 
 
-def _check_plan_section(config: RunConfig) -> None:
+def _check_plan_section(config: Question) -> None:
     """What no single key can say: hand-written plans, the mesh against the devices, and what exists today."""
-    plan, cluster, training = config.plan, config.cluster, config.training
+    plan, training = config.plan, config.training
     if "precision" in training.model_fields_set or not takes_usual(config.model.name):
         check_widths(training)
     if is_reference(plan.strategy):
@@ -371,14 +452,7 @@ def _check_plan_section(config: RunConfig) -> None:
         )
     _check_offload(plan)
     _check_replicas(plan)
-    check_machine(cluster)
-    if cluster.nodes > 1 and cluster.network is None:
-        raise ConfigError(
-            f"cluster.nodes = {cluster.nodes} needs cluster.network between the nodes; for example "
-            f"{EXAMPLES['cluster.network']}"
-        )
-    if isinstance(cluster.devices, tuple) and (not cluster.devices or len(set(cluster.devices)) != len(cluster.devices)):
-        raise ConfigError(f"cluster.devices = {list(cluster.devices)}: list every device once, and at least one")
+    check_machine(config.cluster)
     given = [key for key in CUSTOM_KEYS if getattr(plan, key) is not None]
     if plan.plan_path is not None and given:
         raise ConfigError(
@@ -477,7 +551,7 @@ def _check_sequence_parallel(asked: bool, model: ModelSection) -> None:
             f"plan.sequence_parallel = {str(asked).lower()} belongs to a transformer by name (llama3-8b), and the model is "
             f"{model.name}: its components have the rules that were traced; drop it"
         )
-    if model.args.get(SEQUENCE_PARALLEL, asked) != asked:
+    if dict(model.args).get(SEQUENCE_PARALLEL, asked) != asked:
         raise ConfigError(f"plan.sequence_parallel and model.args.{SEQUENCE_PARALLEL} contradict each other; drop one of them")
 
 
@@ -516,7 +590,7 @@ def _check_placements(plan: PlanSection) -> None:
             raise ConfigError(f"plan.{key}.{pattern!r} = {text!r}: {error}{known}") from error
 
 
-def _check_mesh(plan: PlanSection, config: RunConfig) -> None:
+def _check_mesh(plan: PlanSection, config: Question) -> None:
     """The axes multiply to the devices, or those that are given divide them; the batch divides by replicas and microbatches."""
     table, microbatches = plan.mesh, plan.microbatches or 1
     assert table is not None

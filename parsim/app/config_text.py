@@ -8,14 +8,17 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from parsim.app.sections import ConfigSection
 from parsim.errors import ConfigError, near_matches
 from parsim.files import parse_toml
+from parsim.hardware.records import ConfigSection
 from parsim.model.spec import is_known
 from parsim.registry import is_reference
 
@@ -25,6 +28,7 @@ _RULES = {
     "string_type": "must be text in quotes",
     "bool_type": "must be true or false",
     "model_type": "must be a table",
+    "dataclass_type": "must be a table",
     "model_attributes_type": "must be a table",
     "dict_type": "must be a table",
     "tuple_type": "must be a list",
@@ -45,8 +49,8 @@ def explained(problem: ErrorDetails, sections: type[ConfigSection]) -> str:
     kind, value, context = problem["type"], problem["input"], problem.get("ctx", {})
     if kind == "described":
         return f"{path}: {context['rule']}"
-    if kind == "extra_forbidden":
-        known = _section_at(sections, location[:-1]).model_fields
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        known = fields_of(_section_at(sections, location[:-1]))
         if location[-1] in NOT_BUILT:
             return f"unknown key {path} (= {_short(value)}): {NOT_BUILT[location[-1]]}"
         return f"unknown key {path} (= {_short(value)}){near_matches(location[-1], known)}"
@@ -154,28 +158,35 @@ def key_parts(problem: ErrorDetails) -> list[str]:
     return [str(part) for part in problem["loc"] if not (isinstance(part, str) and tag.fullmatch(part))]
 
 
-def _section_at(sections: type[ConfigSection], location: Sequence[str]) -> type[ConfigSection]:
+def _section_at(sections: type[ConfigSection], location: Sequence[str]) -> type:
     """The table a path leads to. A field may be a list or a dict of tables (`training.groups.NAME`)."""
-    found, is_name = sections, False
+    section, is_name = sections, False
     for key in location:
         if is_name or key.isdigit():  # the place in a list of tables (`cluster.group`)
             is_name = False
             continue
-        annotation = found.model_fields[key].annotation
-        (found,) = _tables_in(annotation)
+        annotation = fields_of(section)[key]
+        (section,) = tables_in(annotation)
         is_name = get_origin(annotation) is dict
-    return found
+    return section
 
 
-def _tables_in(annotation: object) -> list[type[ConfigSection]]:
+def fields_of(table: type) -> Mapping[str, Any]:
+    """The annotations of a table's keys. Args: table: a ConfigSection, or a dataclass."""
+    if issubclass(table, BaseModel):
+        return {name: field.annotation for name, field in table.model_fields.items()}
+    return get_type_hints(table)
+
+
+def tables_in(annotation: object) -> list[type]:
     """The tables that a field may hold: itself, or the members of a union."""
-    if isinstance(annotation, type) and issubclass(annotation, ConfigSection):
+    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or is_dataclass(annotation)):
         return [annotation]
-    return [table for member in get_args(annotation) for table in _tables_in(member)]
+    return [table for member in get_args(annotation) for table in tables_in(member)]
 
 
 def _choices(sections: type[ConfigSection], location: Sequence[str]) -> tuple[str, ...]:
-    annotation = _section_at(sections, location[:-1]).model_fields[location[-1]].annotation
+    annotation = fields_of(_section_at(sections, location[:-1]))[location[-1]]
     literal = next((part for part in get_args(annotation) if get_origin(part) is Literal), annotation)
     return get_args(literal)
 
@@ -186,6 +197,45 @@ def _short(value: object) -> str:
 
 
 # TOML of a command line: one value, and tables laid over tables.
+
+
+def changes_of(settings: Mapping[str, Any] | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """Settings by "section.key", and overrides laid over them, as nested tables. A setting that is None is left out.
+
+    Raises:
+        ConfigError: a key without a section, or an override of another form.
+    """
+    document: dict[str, Any] = {}
+    for key, value in (settings or {}).items():
+        if value is None:
+            continue
+        parts = key.split(".")
+        if len(parts) < 2 or not all(parts):
+            raise ConfigError(f"settings[{key!r}] = {value!r}: write the key as section.key, for example cluster.devices")
+        change: Any = plain(value)
+        for part in reversed(parts):
+            change = {part: change}
+        merge(document, change, "")
+    merge(document, parse_overrides(overrides), "")
+    return document
+
+
+def plain(value: Any) -> Any:
+    """A value of Python as TOML would hold it: paths as texts, sequences as lists, numbers of numpy as Python's own."""
+    match value:
+        case Path():
+            return str(value)
+        case Mapping():
+            return {str(key): plain(entry) for key, entry in value.items()}
+        case str() | bool():
+            return value
+        case Integral():
+            return int(value)
+        case Real():
+            return float(value)
+        case Sequence():
+            return [plain(entry) for entry in value]
+    return value
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:

@@ -17,12 +17,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parsim.app.ask import answer_of, check_runnable, with_every_rank
-from parsim.app.config import PlanSection, RunConfig
+from parsim.app.config import PlanSection, Question
 from parsim.app.doctor import warn
 from parsim.app.load import cluster_of, problem_of
 from parsim.app.measured import Measured
 from parsim.app.prediction import Prediction
-from parsim.app.question import Question
 from parsim.app.run_folder import RunFolder, forget_results, resumption
 from parsim.errors import ConfigError, DoesNotFitError, ParsimError, PlanError, RankLostError
 from parsim.units import format_seconds
@@ -91,7 +90,7 @@ def restarting(
             before = asked.plan
             left = survivors.after(error.ranks, device_lost=error.device_lost)
             asked = on_devices(asked, left)
-            begun = resumption(folder, asked.config, steps)
+            begun = resumption(folder, asked.question, steps)
             if error.raised and restarts and restarts[-1]["step"] == begun.step and restarts[-1]["failure"] == text:
                 raise error.with_text(f"{error} It was restarted and failed in the same way.") from error
             restarts.append(
@@ -136,20 +135,20 @@ def on_devices(asked: Prediction, devices: Sequence[int]) -> Prediction:
             f"the plan ({asked.plan.summary()}) has replicas with weights of their own, and {len(devices)} devices are left: "
             "fewer replicas cannot continue with them; continue with --resume on as many devices"
         )
-    table = asked.config.cluster.model_copy(update={"devices": tuple(devices)})
-    config = asked.config.model_copy(update={"cluster": table})
+    table = asked.question.cluster.model_copy(update={"devices": tuple(devices)})
+    config = asked.question.model_copy(update={"cluster": table})
     try:
         return _planned(asked, config)
     except ParsimError:
         return _planned(asked, config.model_copy(update={"plan": PlanSection()}))
 
 
-def _planned(asked: Prediction, config: RunConfig) -> Prediction:
+def _planned(asked: Prediction, config: Question) -> Prediction:
     """The best plan for a config on fewer devices. Raises ParsimError where there is none."""
-    problem = problem_of(config, model=asked.problem.model, cluster=cluster_of(config, asked.problem.cluster.profile))
+    cluster = cluster_of(config.cluster, asked.problem.cluster.profile)
+    problem = problem_of(config, model=asked.problem.model, cluster=cluster)
     problem = replace(problem, loading=asked.problem.loading)
-    question = Question(config=config, assumed=asked.assumed, name=config.model.name, given=asked.given)
-    found = answer_of(question, problem)
+    found = answer_of(config, problem)
     if not found.fits:
         raise DoesNotFitError(found.sentence())
     check_runnable(found.prediction, None)

@@ -92,13 +92,13 @@ def _launch(
         raise ConfigError(f"port = {port}: give one from 1024 to 65534")
     asked = with_every_rank(ask_again(folder))
     check_runnable(asked, None)
-    check_training(asked.config, asked.problem.model)
+    check_training(asked.question, asked.problem.model)
     machines = _machines(asked, nodes)
     if interface is None and machines > 1:
         raise PlanError(f"{machines} machines need the interface over which they reach one another: --interface eth0")
     per_node, device = asked.plan.world_size // machines, device_kind(asked)
     gpus = [entry.index for entry in asked.problem.cluster.devices[:per_node]]
-    steps = total_steps(asked.config)
+    steps = total_steps(asked.question)
     Job(
         output=str(folder.path.resolve()),
         mode="train",
@@ -118,7 +118,7 @@ def _launch(
         port=port,
         device=device,
         visible=visible_devices(gpus) if device == "cuda" else "",
-        import_folder=str(asked.config.model.import_folder or ""),
+        import_folder=str(asked.question.model.import_folder or ""),
         token=secrets.token_hex(),
     )
 

@@ -1,23 +1,27 @@
 """The public functions of `import parsim`: the same work as the commands, with data as the result.
 
+Every function that asks a question takes a model, a cluster, a global batch and any key of a run file by its name: `precision`,
+`strategy`, `zero_stage`, ... (docs/reference of the run file). The run file's own record checks them.
+
 Progress goes to stderr. Every error a user can cause is a `parsim.ParsimError` that says the rule, the value and the fix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from parsim.app.answer import Answer, Calibration, CostTable
-from parsim.app.config import Granularity
+from parsim.app.config import Granularity, Question, keys_by_name
 from parsim.app.doctor import progress
 from parsim.app.measured import Measured
 from parsim.app.prediction import Prediction
-from parsim.app.question import Question, is_run_file, question_from_file, question_of
+from parsim.app.question import is_run_file, question_from_file, question_of
 from parsim.app.sections import MOST_SAMPLES
-from parsim.errors import ConfigError
+from parsim.errors import ConfigError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
 
@@ -28,66 +32,34 @@ if TYPE_CHECKING:
     AskedCluster = str | Path | Cluster | Calibration
 
 
-# The arguments of public functions as keys of a run file.
+KEYS = keys_by_name()
+Asks = TypeVar("Asks", bound=Callable[..., Any])
 
 
-QuestionSettings = Mapping[str, object]
-
-KEYS = {
-    "precision": "training.precision",
-    "optimizer": "training.optimizer",
-    "tokens": "training.tokens",
-    "samples": "training.samples",
-    "strategy": "plan.strategy",
-    "devices": "cluster.devices",
-    "nodes": "cluster.nodes",
-    "network": "cluster.network",
-    "args": "model.args",
-    "seq": "model.args.seq",
-    "input_shape": "model.input_shape",
-    "granularity": "model.granularity",
-}
-"""The key of a run file that an argument stands for."""
+def _takes_keys(function: Asks) -> Asks:
+    """A function whose signature lists every key of a run file in place of `**keys`, for help and completion."""
+    signature = inspect.signature(function)
+    own = [entry for entry in signature.parameters.values() if entry.kind is not inspect.Parameter.VAR_KEYWORD]
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for name in KEYS
+        if name not in signature.parameters
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+    return function
 
 
-def keys_of(settings: QuestionSettings | None, **arguments: object) -> QuestionSettings:
-    """The arguments by their `KEYS`, and further keys. Raises ConfigError for a key given twice."""
-    given = {KEYS[name]: _plain(value) for name, value in arguments.items() if value is not None}
-    for key, value in (settings or {}).items():
-        if key in given:
-            raise ConfigError(f"settings[{key!r}] = {value!r}, but {key} = {given[key]!r} was given as an argument; drop one")
-    return {**given, **(settings or {})}
-
-
-def _plain(value: object) -> object:
-    """As a run file would hold it."""
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
-
-
+@_takes_keys
 def plan(
     model: AskedModel,
-    *,
     cluster: AskedCluster | None = None,
+    *,
     global_batch: int | None = None,
-    precision: str | None = None,
-    optimizer: str | None = None,
-    strategy: str | Path | None = None,
-    devices: int | Sequence[int] | None = None,
-    nodes: int | None = None,
-    network: str | Path | None = None,
-    args: Mapping[str, object] | None = None,
-    input_shape: Sequence[int] | None = None,
-    seq: int | None = None,
-    tokens: float | None = None,
-    samples: float | None = None,
     example_inputs: Any = None,
-    settings: QuestionSettings | None = None,
+    settings: Mapping[str, object] | None = None,
     overrides: Sequence[str] = (),
     top: int | None = None,
+    **keys: Any,
 ) -> Answer:
     """Search for the fastest plan to train a model on a cluster, and rank the best plan of each family.
 
@@ -96,17 +68,19 @@ def plan(
             Model or of a run file (which holds all other arguments); or a Model, or an nn.Module.
         cluster: a shipped profile by name, the path of one, "this-machine", a Cluster or a Calibration.
         global_batch: samples per step over all replicas.
-        precision: "fp32", "tf32", "amp_fp16", "amp_bf16", "bf16", "fp16", "fp8" or "nvfp4".
-        optimizer: a row of docs/extending.md ("sgd_momentum", "adamw_fused"), or torch's name ("AdamW").
-        strategy: "single", "dp", "mp", "hp", "adaptive" (all of these), or the path of a plan.json.
-        devices: the first N of every node, or device numbers. nodes: copies of the cluster, connected by `network`.
-        args: keyword arguments of the model. input_shape: of one sample, such as (3, 224, 224); tokens: (seq,).
-        seq: tokens per sample of a language model. tokens, samples: of the whole training, for days, price and failures.
         example_inputs: of an nn.Module, instead of input_shape: a batch for its forward (a Tensor, a tuple, a dict by
             name); a tensor whose dim 0 differs from that of the first is constant.
-        settings: any further key of a run file, such as {"plan.zero_stage": 1}. overrides: the same as strings, in the form of
-            `--set`.
         top: keep the `top` fastest plans over all strategies instead of the best of each.
+        keys: any key of a run file by its name:
+            precision: "fp32", "tf32", "amp_fp16", "amp_bf16", "bf16", "fp16", "fp8" or "nvfp4".
+            optimizer: a row of docs/extending.md ("sgd_momentum", "adamw_fused"), or torch's name ("AdamW").
+            strategy: "single", "dp", "mp", "hp", "adaptive" (all of these), or the path of a plan.json.
+            devices: the first N of every node, or device numbers. nodes: copies of the cluster, connected by `network`.
+            args: keyword arguments of the model. input_shape: of one sample, such as (3, 224, 224); tokens: (seq,).
+            seq: tokens per sample of a language model. tokens, samples: of the whole training, for days, price and failures.
+            mesh, zero_stage, microbatches, recompute, ...: what every plan must keep.
+        settings: the same keys with their table, such as {"plan.zero_stage": 1}. overrides: the same as strings, in the form
+            of `--set`.
 
     Returns:
         The ranked plans. `assumed` lists the defaults taken. If no plan fits, `fits` is False.
@@ -122,52 +96,30 @@ def plan(
     >>> list(answer.table().columns[:4])
     ['strategy', 'plan', 'chosen', 'step_s']
     """
-    keys = keys_of(
-        settings,
-        precision=precision,
-        optimizer=optimizer,
-        strategy=strategy,
-        devices=devices,
-        nodes=nodes,
-        network=network,
-        args=args,
-        input_shape=input_shape,
-        seq=seq,
-        tokens=tokens,
-        samples=samples,
-    )
-    question = _question(model, cluster, global_batch, keys, overrides, example_inputs)
+    question = _question(model, cluster, global_batch, _settings(settings, keys), overrides, example_inputs)
     return _ask(question, top=top)
 
 
+@_takes_keys
 def simulate(
     model: AskedModel | Answer | Prediction,
-    *,
     cluster: AskedCluster | None = None,
+    *,
     global_batch: int | None = None,
-    precision: str | None = None,
-    optimizer: str | None = None,
-    strategy: str | Path | None = None,
-    devices: int | Sequence[int] | None = None,
-    nodes: int | None = None,
-    network: str | Path | None = None,
-    args: Mapping[str, object] | None = None,
-    input_shape: Sequence[int] | None = None,
-    seq: int | None = None,
     engine: Literal["static", "dynamic"] = "static",
     scenario: str | Path | None = None,
     whole_run: bool = False,
     example_inputs: Any = None,
-    settings: QuestionSettings | None = None,
+    settings: Mapping[str, object] | None = None,
     overrides: Sequence[str] = (),
+    **keys: Any,
 ) -> Prediction:
     """Simulate one step of one plan, task by task: the best plan of a strategy, or the plan of an earlier answer.
 
     Args:
         model: as for `plan`; or an Answer (its chosen plan, or the fastest that does not fit) or a Prediction, without the
             arguments that make a question.
-        cluster, global_batch, precision, optimizer, strategy, devices, nodes, network, args, input_shape, seq, example_inputs,
-            settings, overrides: as for `plan`.
+        cluster, global_batch, example_inputs, keys, settings, overrides: as for `plan`.
         engine: "static" (arrays) or "dynamic" (processes); both give the same timeline.
         scenario: path of a scenario.toml: stragglers, links, failures; needs engine="dynamic".
         whole_run: simulate to the end of training, by the scenario's table [run].
@@ -187,39 +139,22 @@ def simulate(
 
     path = None if scenario is None else Path(scenario)
     check_options(engine, path, whole_run)
-    arguments = {
-        "precision": precision,
-        "optimizer": optimizer,
-        "strategy": strategy,
-        "devices": devices,
-        "nodes": nodes,
-        "network": network,
-        "args": args,
-        "input_shape": input_shape,
-        "seq": seq,
-    }
     if isinstance(model, Answer | Prediction):
-        _check_nothing_beside(
-            model,
-            cluster=cluster,
-            global_batch=global_batch,
-            settings=settings,
-            overrides=overrides or None,
-            example_inputs=example_inputs,
-            **arguments,
-        )
-        asked = model.prediction if isinstance(model, Answer) else model
+        beside = {"cluster": cluster, "global_batch": global_batch, "settings": settings, "example_inputs": example_inputs}
+        _check_nothing_beside(model, overrides=overrides or None, **beside, **keys)
+        prediction = model.prediction if isinstance(model, Answer) else model
     else:
-        question = _question(model, cluster, global_batch, keys_of(settings, **arguments), overrides, example_inputs)
-        asked = _ask(question).prediction
-    with progress(f"Simulating {asked.plan.summary()}"):
-        return simulate_prediction(asked, engine=engine, scenario=path, whole_run=whole_run)
+        question = _question(model, cluster, global_batch, _settings(settings, keys), overrides, example_inputs)
+        prediction = _ask(question).prediction
+    with progress(f"Simulating {prediction.plan.summary()}"):
+        return simulate_prediction(prediction, engine=engine, scenario=path, whole_run=whole_run)
 
 
+@_takes_keys
 def run(
     model: str | Path | Answer | Prediction,
-    *,
     cluster: str | Path | Calibration | None = None,
+    *,
     global_batch: int | None = None,
     nproc: int | None = None,
     steps: int | None = None,
@@ -231,8 +166,9 @@ def run(
     timeout_s: float = 30.0,
     elastic: bool = False,
     max_restarts: int = 3,
-    settings: QuestionSettings | None = None,
+    settings: Mapping[str, object] | None = None,
     overrides: Sequence[str] = (),
+    **keys: Any,
 ) -> Measured:
     """Train for real under a plan on this machine, and compare with the prediction. Blocks until the training has ended.
 
@@ -240,10 +176,10 @@ def run(
 
     Args:
         model: a Prediction, an Answer (its chosen plan), or the name of a model as for `plan`, with cluster, global_batch and
-            settings.
+            keys.
         nproc: processes; default: one per rank of the plan. Any other number is an error.
         steps: steps to train; default: as in the question, or one pass over the data.
-        settings, overrides: as for `plan`.
+        keys, settings, overrides: as for `plan`.
         out: folder of the run; default: a new one under runs/. resume: continue from the latest checkpoint in it.
         checkpoint_every: steps between checkpoints; 0: at the end only.
         adaptive: measure while training, decide every `window_steps` steps, and change the plan if that saves time.
@@ -257,14 +193,25 @@ def run(
     """
     from parsim.app.ask import check_launchable
     from parsim.app.train import check_options, train
+    from parsim.app.training_checks import check_images_suit
 
     check_options(adaptive=adaptive, resume=resume, out=out, checkpoint_every=checkpoint_every)
-    asked, name = _predicted(model, cluster, global_batch, settings, overrides, before=check_launchable)
+    if isinstance(model, Answer | Prediction):
+        beside = {"cluster": cluster, "global_batch": global_batch, "settings": settings, "overrides": overrides or None}
+        _check_nothing_beside(model, **beside, **keys)
+        prediction = model.chosen if isinstance(model, Answer) else model
+        name = prediction.problem.model.name
+    else:
+        question = _question(model, cluster, global_batch, _settings(settings, keys), overrides, None)
+        check_launchable(question)
+        if question.source.model is None:
+            check_images_suit(question)
+        prediction, name = _ask(question, runs_here=True).prediction, question.source.name
     if steps is not None:
-        training = asked.config.training.model_copy(update={"steps": _positive("steps", steps)})
-        asked = replace(asked, config=asked.config.model_copy(update={"training": training}))
+        training = prediction.question.training.model_copy(update={"steps": _positive("steps", steps)})
+        prediction = replace(prediction, question=prediction.question.changed(training=training))
     return train(
-        asked,
+        prediction,
         nproc=nproc,
         out=None if out is None else Path(out),
         name=name,
@@ -317,16 +264,16 @@ def validate(
     if isinstance(target, Answer | Prediction):
         asked = target.chosen if isinstance(target, Answer) else target
         name = asked.problem.model.name
-        asked = asked if place is None else replace(asked, config=with_history(asked.config, place))
+        asked = asked if place is None else replace(asked, question=with_history(asked.question, place))
     else:
         question = question_from_file(Path(target), overrides)
         if place is not None:
-            question = replace(question, config=with_history(question.config, place))
+            question = with_history(question, place)
         if update:
-            updatable(question.config)
-        check_launchable(question.config)
+            updatable(question)
+        check_launchable(question)
         with progress("Planning"):
-            asked, name = ask(question, runs_here=True).prediction, question.name
+            asked, name = ask(question, runs_here=True).prediction, question.source.name
     return measure(
         asked,
         out=None if out is None else Path(out),
@@ -386,13 +333,13 @@ def calibrate(
     from parsim.app.calibration import calibration_request, device_here, measure_machine
     from parsim.app.load import THIS_MACHINE, cache_path
 
-    keys = keys_of(None, optimizer=optimizer, args=args, input_shape=input_shape, granularity=granularity)
-    asked_cluster = None if is_run_file(model) else THIS_MACHINE
-    config = _question(model, asked_cluster, global_batch, keys, (), None).config
-    path = cache_path(config) if out is None else Path(out)
+    keys = {"optimizer": optimizer, "args": args, "input_shape": input_shape, "granularity": granularity}
+    cluster = None if is_run_file(model) else THIS_MACHINE
+    question = _question(model, cluster, global_batch, _settings(None, keys), (), None)
+    path = cache_path(question) if out is None else Path(out)
     if out is None:
         path.parent.mkdir(parents=True, exist_ok=True)
-    request = calibration_request([config], device=device or device_here(), nproc=nproc, quick=quick)
+    request = calibration_request([question], device=device or device_here(), nproc=nproc, quick=quick)
     return Calibration(path=path, profile=measure_machine(request, path))
 
 
@@ -520,8 +467,8 @@ def load_cluster(
     16
     """
     from parsim.hardware.cluster import cluster_from_profile
+    from parsim.hardware.compose import load_profile
     from parsim.hardware.parts import is_shorthand, machines_of
-    from parsim.hardware.profile import load_profile
 
     if not isinstance(profile, Calibration) and is_shorthand(str(profile)):
         found = machines_of(str(profile))
@@ -534,7 +481,7 @@ def _question(
     model: AskedModel,
     cluster: AskedCluster | None,
     global_batch: int | None,
-    settings: QuestionSettings,
+    settings: Mapping[str, object],
     overrides: Sequence[str],
     example_inputs: Any,
 ) -> Question:
@@ -551,32 +498,8 @@ def _question(
 def _ask(question: Question, *, top: int | None = None, runs_here: bool = False) -> Answer:
     from parsim.app.ask import ask
 
-    config = question.config
-    with progress(f"Planning {config.model.name} on {config.cluster.in_words}"):
+    with progress(f"Planning {question.model.name} on {question.cluster.in_words}"):
         return ask(question, top=top, runs_here=runs_here)
-
-
-def _predicted(
-    model: str | Path | Answer | Prediction,
-    cluster: str | Path | Calibration | None,
-    global_batch: int | None,
-    settings: QuestionSettings | None,
-    overrides: Sequence[str],
-    *,
-    before: Any,
-) -> tuple[Prediction, str]:
-    """What to run, and a name for its folder; `before` checks the config before anything is searched."""
-    from parsim.app.training_checks import check_images_suit
-
-    if isinstance(model, Answer | Prediction):
-        _check_nothing_beside(model, cluster=cluster, global_batch=global_batch, settings=settings, overrides=overrides or None)
-        asked = model.chosen if isinstance(model, Answer) else model
-        return asked, asked.problem.model.name
-    question = _question(model, cluster, global_batch, settings or {}, overrides, None)
-    before(question.config)
-    if question.model is None:
-        check_images_suit(question.config)
-    return _ask(question, runs_here=True).prediction, question.name
 
 
 def _priced_cluster(cluster: AskedCluster, nodes: int, network: str | None) -> Cluster:
@@ -587,11 +510,25 @@ def _priced_cluster(cluster: AskedCluster, nodes: int, network: str | None) -> C
     return cluster
 
 
-def _check_nothing_beside(found: Answer | Prediction, **given: object) -> None:
-    beside = [name for name, value in given.items() if value is not None]
+def _settings(settings: Mapping[str, object] | None, keys: Mapping[str, object]) -> dict[str, object]:
+    """Keys without their table, and settings, by "section.key". Raises ConfigError for an unknown key, and one given twice."""
+    by_path: dict[str, object] = {}
+    for name, value in keys.items():
+        if name not in KEYS:
+            raise ConfigError(f"{name} = {value!r} is no argument and no key of a run file{near_matches(name, KEYS)}")
+        if value is not None:
+            by_path[KEYS[name]] = value
+    for key, value in (settings or {}).items():
+        if key in by_path:
+            raise ConfigError(f"settings[{key!r}] = {value!r}, but {key} = {by_path[key]!r} was given as an argument; drop one")
+    return {**by_path, **(settings or {})}
+
+
+def _check_nothing_beside(result: Answer | Prediction, **arguments: object) -> None:
+    beside = [name for name, value in arguments.items() if value is not None]
     if beside:
         raise ConfigError(
-            f"{beside[0]} was given beside {'an Answer' if isinstance(found, Answer) else 'a Prediction'}, which says it "
+            f"{beside[0]} was given beside {'an Answer' if isinstance(result, Answer) else 'a Prediction'}, which says it "
             "itself; drop it, or plan again with it"
         )
 

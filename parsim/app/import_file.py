@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from parsim.app.config import parse_config
+from parsim.app.config import cluster_section, parse_config
 from parsim.app.config_text import merge, parse_overrides
-from parsim.app.load import cluster_of, devices_of
+from parsim.app.load import cluster_of
 from parsim.errors import ConfigError, ImportedFileError, ParsimError, ProfileError
 from parsim.files import document_text, parse_toml, write_text_atomically
 from parsim.formats.imports import (
@@ -134,7 +134,7 @@ def _ranks_of(into: Path, overrides: Sequence[str]) -> int | None:
     if not isinstance(cluster, dict) or (isinstance(plan, dict) and plan.get("mesh")):
         return None
     try:
-        return devices_of(cluster, where=str(into), folder=into.resolve().parent)
+        return cluster_of(cluster_section(cluster, where=str(into), folder=into.resolve().parent)).size
     except ParsimError:
         return None  # `_write_run` reports it
 
@@ -167,7 +167,7 @@ def _write_run(into: Path, run: RunKeys, overrides: Sequence[str]) -> None:
     if missing:
         raise ImportedFileError(f"{into} would lack what a DeepSpeed config does not hold; add {' and '.join(missing)}")
     try:
-        cluster = cluster_of(parse_config(_text(document), where=str(into), folder=into.resolve().parent))
+        cluster = cluster_of(parse_config(_text(document), where=str(into), folder=into.resolve().parent).cluster)
         devices, plan = cluster.size, document.get("plan", {})
         if plan.get("strategy") == "dp" and not {"mesh", "dp_shard"} & set(plan):
             if devices == 1:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
 
+from parsim.app.config import Question
 from parsim.data.datasets import dataset_for, target_of
 from parsim.data.samples import BatchOrder, Samples
 from parsim.errors import AlgorithmError, DataError, ModelError
+from parsim.execute.stage import seeded_module
+from parsim.model.model import Model
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import Synchronisation
 from parsim.relaxed.problems import LearningProblem, load_problem, perceptron
 from parsim.relaxed.replicas import LOCAL_OPTIMIZERS, LocalOptimizer, LocalTraining, check_room
 from parsim.relaxed.to_target import LearningCourse, LearntSteps, course_to, learnt_steps
-
-if TYPE_CHECKING:
-    from parsim.app.answer import Answer
-
 
 HIDDEN = (64,)
 RATES = (0.1, 0.2, 0.4)
@@ -31,13 +29,14 @@ RATES = (0.1, 0.2, 0.4)
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Learner:
     """Attributes:
-    words: what it is, for people. problem: the data. own: the module asked for, by seed; None for the stand-in.
+    words: what it is, for people. problem: the data. question, model: whose module learns; None for the stand-in.
     optimizer: with the question's learning rate. rates: to try. batch: samples of all replicas per step.
     """
 
     words: str
     problem: LearningProblem
-    own: Answer | None
+    question: Question | None
+    model: Model | None
     optimizer: str
     rates: tuple[float, ...]
     batch: int
@@ -45,12 +44,11 @@ class Learner:
     def training(self, rate: float, seed: int) -> LocalTraining:
         """The model with this seed's first weights."""
         optimizer = LocalOptimizer(kind=self.optimizer, learning_rate=rate)
-        return LocalTraining(self._module(seed), self.problem, optimizer)
-
-    def _module(self, seed: int) -> nn.Module:
-        if self.own is None:
-            return perceptron(self.problem, HIDDEN, seed=seed)
-        return own_module(self.own, seed)
+        if self.question is None:
+            module: nn.Module = perceptron(self.problem, HIDDEN, seed=seed)
+        else:
+            module = own_module(self.question, seed)
+        return LocalTraining(module, self.problem, optimizer)
 
     def steps_to(self, target: float, plan: Plan, rule: Synchronisation, seeds: Sequence[int], most_steps: int) -> LearntSteps:
         """Steps over seeds at the best learning rate.
@@ -74,8 +72,8 @@ class Learner:
 
     def _stages(self, plan: Plan) -> tuple[tuple[str, ...], ...]:
         """The parameters of each stage: as the plan has them, or the stand-in's layers in as many parts."""
-        if self.own is not None:
-            held = {each.name: [parameter.name for parameter in each.parameters] for each in self.own.problem.model.components}
+        if self.model is not None:
+            held = {each.name: [parameter.name for parameter in each.parameters] for each in self.model.components}
             return tuple(
                 tuple(dict.fromkeys(name for part in stage.components for name in held[part])) for stage in plan.stages
             )
@@ -92,25 +90,27 @@ class Learner:
         return tuple(tuple(name for layer in part for name in of_layer[layer]) for part in parts)
 
 
-def learner_of(answer: Answer, replicas: int) -> Learner:
+def learner_of(question: Question, model: Model, replicas: int) -> Learner:
     """The model asked for, if it trains on digits without buffers or randomness and so many replicas fit; else the stand-in.
 
     Args:
-        answer: of the question. replicas: that have to fit.
+        model: of the question. replicas: that have to fit.
 
     Raises:
         AlgorithmError: the digits have fewer samples than replicas.
     """
-    config = answer.config
-    batch = answer.problem.global_batch
-    why = why_not(answer, replicas)
+    training, batch = question.training, question.training.global_batch
+    why = why_not(question, replicas)
     if not why:
+        given = [f"training.{key}" for key in LEFT_OUT if getattr(training, key)]
+        left_out = f" without its {' and '.join(given)}" if given else ""
         return Learner(
-            words=f"{config.model.name} on digits, the model asked for{_left_out(answer)}",
-            problem=own_problem(answer),
-            own=answer,
-            optimizer=config.training.optimizer,
-            rates=(config.training.resolved_learning_rate,),
+            words=f"{question.model.name} on digits, the model asked for{left_out}",
+            problem=own_problem(question),
+            question=question,
+            model=model,
+            optimizer=training.optimizer,
+            rates=(training.resolved_learning_rate,),
             batch=batch,
         )
     problem = load_problem("digits")
@@ -122,11 +122,12 @@ def learner_of(answer: Answer, replicas: int) -> Learner:
     width = "-".join(map(str, (problem.features, *HIDDEN, problem.outputs)))
     return Learner(
         words=(
-            f"the digits MLP ({width}), {each * replicas} samples a step, sgd: a stand-in for {config.model.name}, "
+            f"the digits MLP ({width}), {each * replicas} samples a step, sgd: a stand-in for {question.model.name}, "
             f"because {why}"
         ),
         problem=problem,
-        own=None,
+        question=None,
+        model=None,
         optimizer="sgd",
         rates=RATES,
         batch=each * replicas,
@@ -137,33 +138,23 @@ LEFT_OUT = ("optimizer_args", "weight_decay", "schedule", "clip_norm")
 """Keys of [training] that change what is learnt, and that virtual replicas do not know."""
 
 
-def _left_out(answer: Answer) -> str:
-    """Which of these the question gives, in words."""
-    given = [f"training.{key}" for key in LEFT_OUT if getattr(answer.config.training, key)]
-    return f" without its {' and '.join(given)}" if given else ""
-
-
-def why_not(answer: Answer, replicas: int) -> str:
-    """Why the model asked for cannot learn as virtual replicas; "" if it can.
-
-    Args:
-        answer: of the question. replicas: that have to fit.
-    """
-    training = answer.config.training
+def why_not(question: Question, replicas: int) -> str:
+    """Why the model asked for cannot learn as so many virtual replicas; "" if it can."""
+    training = question.training
     if training.dataset != "digits":
         return f"its data are {training.dataset}, and replicas train on digits"
     if training.optimizer not in LOCAL_OPTIMIZERS:
         return f"virtual replicas know no optimizer {training.optimizer}"
     if training.groups:
         return "virtual replicas update all parameters by one optimizer"
-    if answer.question.given != "name":
+    if question.source.form != "name":
         return "it was given as a value"
     try:
-        if answer.problem.global_batch > len(own_problem(answer)):
+        if training.global_batch > len(own_problem(question)):
             return "its batch is larger than the data"
     except (DataError, ModelError) as error:
         return str(error)
-    module = own_module(answer, 0)
+    module = own_module(question, 0)
     if any(True for _ in module.buffers()) or any(isinstance(each, nn.Dropout) and each.p > 0 for each in module.modules()):
         return "it has running statistics or dropout"
     weight_bytes = sum(value.numel() * value.element_size() for value in module.parameters())
@@ -174,27 +165,18 @@ def why_not(answer: Answer, replicas: int) -> str:
     return ""
 
 
-def own_module(answer: Answer, seed: int) -> nn.Module:
-    """The module asked for, with the weights that a run with this seed begins with.
-
-    Args:
-        answer: of the question. seed: of the weights.
-    """
-    from parsim.execute.stage import seeded_module
-
-    return seeded_module(answer.config.model_spec, seed, torch.float32, torch.device("cpu"))
+def own_module(question: Question, seed: int) -> nn.Module:
+    """The module asked for, with the weights that a run with this seed begins with."""
+    return seeded_module(question.model_spec, seed, torch.float32, torch.device("cpu"))
 
 
-def own_problem(answer: Answer) -> LearningProblem:
+def own_problem(question: Question) -> LearningProblem:
     """The digits as the model takes them; the order of samples is that of a run.
-
-    Args:
-        answer: of the question.
 
     Raises:
         DataError: the model does not classify images.
     """
-    spec = answer.config.model_spec
+    spec = question.model_spec
     if target_of(spec).task != "classify":
         raise DataError(f"{spec.name} does not classify images")
     train, test = (_tensors(dataset_for(spec, "digits", root=None, split=split)) for split in ("train", "test"))

@@ -1,19 +1,19 @@
-"""From a RunConfig to the scheduler's question: the PlanningProblem, and the plans that the [plan] table allows."""
+"""From a Question to the scheduler's question: the PlanningProblem, and the plans that the [plan] table allows."""
 
 from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from parsim.app.calibration import calibration_request, device_here, local_batches, measure_machine
-from parsim.app.config import SWITCHES, RunConfig, check_axes, constraints_of, mesh_of, parse_config
+from parsim.app.config import SWITCHES, Question, check_axes, constraints_of, mesh_of
 from parsim.app.doctor import warn
 from parsim.errors import ConfigError, MissingDependencyError, PlanError, ProfileError
-from parsim.files import cache_folder, document_text, parse_json, read_text
+from parsim.files import cache_folder, parse_json, read_text
 from parsim.plans.constraints import check_groups_fill
 from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, NONE, Plan, check_plan
 
@@ -31,11 +31,11 @@ GIVEN = "run file"
 """The source of numbers that a run file gives in place of the profile's."""
 
 
-def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluster | None = None) -> PlanningProblem:
-    """Load the model and the profile that the file names.
+def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster | None = None) -> PlanningProblem:
+    """Load the model and the profile that the question names, or take the values that it was made from.
 
     Args:
-        model, cluster: instead of those that the file names.
+        model, cluster: instead of these.
 
     Raises: ModelError, ProfileError; ConfigError for patterns, pins, forbids and tokens that the model does not have;
         PlanError for a mesh that the devices do not make.
@@ -56,8 +56,8 @@ def problem_of(config: RunConfig, *, model: Model | None = None, cluster: Cluste
         recompute_by_pattern,
     )
 
-    cluster = cluster_of(config) if cluster is None else cluster
-    model = with_update_groups(model_of(config) if model is None else model, config.training.recipe.groups)
+    cluster = cluster or config.source.cluster or cluster_of(config.cluster)
+    model = with_update_groups(model or config.source.model or model_of(config), config.training.recipe.groups)
     if config.training.tokens is not None and not tokens_per_sample(model):
         raise ConfigError(
             f"training.tokens = {config.training.tokens:g}: {model.name} is not a language model, so its samples have no "
@@ -104,36 +104,23 @@ def scored_of(training: TrainingSection) -> Scored:
     return "averages" if training.ema is not None and training.ema.evaluate else "weights"
 
 
-def devices_of(
-    cluster: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "RUN.toml", folder: Path | None = None
-) -> int:
-    """How many devices a table [cluster] has by itself. Raises ConfigError, ProfileError.
-
-    Args:
-        cluster: the table. overrides, where, folder: as `parse_config` takes them.
-    """
-    alone = {"model": {"name": "mlp"}, "cluster": cluster, "training": {"global_batch": 1}}
-    return cluster_of(parse_config(document_text(alone), overrides, where=where, folder=folder)).size
-
-
-def cluster_of(config: RunConfig, profile: Profile | None = None) -> Cluster:
+def cluster_of(table: ClusterSection, profile: Profile | None = None) -> Cluster:
     """The cluster of [cluster], on its own profile or on the one given. Raises ProfileError."""
     from parsim.hardware.cluster import cluster_from_profile
-    from parsim.hardware.compose import NodeGroup, mixed_cluster
+    from parsim.hardware.compose import NodeGroup, load_profile, mixed_cluster
     from parsim.hardware.network import load_network, with_cards
-    from parsim.hardware.profile import load_profile
 
-    table = config.cluster
+    devices = list(table.devices) if isinstance(table.devices, tuple) else table.devices
     profile = with_host_memory(load_profile(table.machine), table) if profile is None and table.group is None else profile
     network = None if table.network is None else load_network(table.network)
     if network is not None and table.cards_per_node is not None:
         network = with_cards(network, table.cards_per_node)
     if table.group is not None:
         groups = [NodeGroup(gpu=entry.gpu, nodes=entry.nodes, gpus_per_node=entry.gpus_per_node) for entry in table.group]
-        mixed = mixed_cluster(groups, network, devices=config.devices, link=table.link, profile=profile)
+        mixed = mixed_cluster(groups, network, devices=devices, link=table.link, profile=profile)
         return replace(mixed, profile=with_host_memory(mixed.profile, table))
     assert profile is not None
-    return cluster_from_profile(profile, config.devices, nodes=table.nodes, network=network)
+    return cluster_from_profile(profile, devices, nodes=table.nodes, network=network)
 
 
 def with_host_memory(profile: Profile, table: ClusterSection) -> Profile:
@@ -158,7 +145,7 @@ def with_host_memory(profile: Profile, table: ClusterSection) -> Profile:
     return profile.model_copy(update={"host_memory": host, "sources": sources})
 
 
-def model_of(config: RunConfig) -> Model:
+def model_of(config: Question) -> Model:
     """The Model of [model]; a JSON that Model.save wrote is read as it is, without torch.
 
     Raises:
@@ -173,7 +160,7 @@ def model_of(config: RunConfig) -> Model:
         weights = recorded_weights(config.training.precision)
         return load_model(config.model_spec, granularity=config.model.granularity, weights=weights)
     described = ("input_shape", "loss", "inputs", "output", "classes_dim", "target", "control_flow")
-    if config.model.args or any(getattr(config.model, key) is not None for key in described):
+    if config.model.args or config.model.model_fields_set.intersection(described):
         raise ConfigError(
             f"{path} holds a finished Model: model.args, model.input_shape and model.loss cannot change it (nor can "
             "inputs, output, classes_dim, target and control_flow); drop them"
@@ -196,7 +183,7 @@ def is_saved_model(path: Path) -> bool:
     return isinstance(document, dict) and "components" in document
 
 
-def fixed_plan(problem: PlanningProblem, config: RunConfig) -> Plan | None:
+def fixed_plan(problem: PlanningProblem, config: Question) -> Plan | None:
     """The plan of strategy "custom" or of a plan file; None where plans are searched for.
 
     Raises:
@@ -237,7 +224,7 @@ def fixed_plan(problem: PlanningProblem, config: RunConfig) -> Plan | None:
     )
 
 
-def search_plans(problem: PlanningProblem, config: RunConfig, *, top: int | None = None) -> Search:
+def search_plans(problem: PlanningProblem, config: Question, *, top: int | None = None) -> Search:
     """Search the family that [plan] names. Raises ScheduleError, CostError."""
     from parsim.search.relaxed import relaxed_search
     from parsim.search.search import search
@@ -264,11 +251,8 @@ def profiles_folder() -> Path:
     return cache_folder("profiles")
 
 
-def on_this_machine(config: RunConfig, model: Model | None = None) -> RunConfig:
-    """The config with `cluster.profile = "this-machine"` replaced by the path of the profile; another profile stays.
-
-    Args:
-        model: where it was given as a value.
+def on_this_machine(config: Question) -> Question:
+    """The question with `cluster.profile = "this-machine"` replaced by the path of the profile; another profile stays.
 
     Raises:
         ConfigError: nodes > 1, or a Model given as a value that no kept profile has measured. MissingDependencyError: without
@@ -278,12 +262,13 @@ def on_this_machine(config: RunConfig, model: Model | None = None) -> RunConfig:
         return config
     if config.cluster.nodes > 1:
         raise ConfigError(f"cluster.nodes = {config.cluster.nodes}: {THIS_MACHINE} is one machine; set cluster.nodes = 1")
+    model = config.source.model
     path = _found(config, model) or _made(config, model)
     print(f"{THIS_MACHINE}: {path}", file=sys.stderr, flush=True)
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"profile": str(path)})})
 
 
-def cache_path(config: RunConfig) -> Path:
+def cache_path(config: Question) -> Path:
     """Where a calibration for this question is kept: the name stands for the machine, torch, the model, batch and optimizer."""
     from parsim.execute.processes.machine import describe_environment, gpu_names
 
@@ -304,7 +289,7 @@ def cache_path(config: RunConfig) -> Path:
     return profiles_folder() / f"{THIS_MACHINE}-{hashlib.sha256(repr(key).encode()).hexdigest()[:8]}.json"
 
 
-def _found(config: RunConfig, model: Model | None) -> Path | None:
+def _found(config: Question, model: Model | None) -> Path | None:
     """The newest profile in the cache that serves the question."""
     from parsim.execute.processes.machine import differences_from_here
 
@@ -321,7 +306,7 @@ def _found(config: RunConfig, model: Model | None) -> Path | None:
 
 def _kept_profiles() -> Iterator[tuple[Path, Profile]]:
     """The readable profiles in the cache, the newest first; one that is broken is named on stderr."""
-    from parsim.hardware.profile import load_profile
+    from parsim.hardware.compose import load_profile
 
     folder = profiles_folder()
     if not folder.is_dir():
@@ -333,7 +318,7 @@ def _kept_profiles() -> Iterator[tuple[Path, Profile]]:
             warn(error)
 
 
-def serves(profile: Profile, config: RunConfig, model: Model) -> bool:
+def serves(profile: Profile, config: Question, model: Model) -> bool:
     """Whether the profile has measured what the question's plans compute, on as many devices as it asks for."""
     devices = config.devices
     wanted = len(devices) if isinstance(devices, list) else devices or 0
@@ -355,7 +340,7 @@ def serves(profile: Profile, config: RunConfig, model: Model) -> bool:
     )
 
 
-def _made(config: RunConfig, model: Model | None) -> Path:
+def _made(config: Question, model: Model | None) -> Path:
     """Calibrate quickly for this question."""
     import importlib.util
 

@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.app.config import RunConfig
+from parsim.app.config import Question
 from parsim.app.frames import breakdown_frame, memory_frame, timeline_frame
-from parsim.app.question import Given
+from parsim.app.question import taken_defaults
 from parsim.errors import ConfigError
 from parsim.formats.exports import EvaluatedStep, Exported, format_to_write
 from parsim.formats.recipe import PlannedRecipe, recipe_of_plan
@@ -33,19 +33,15 @@ class Prediction:
     """The prediction for one plan. `parsim.run` trains with this plan for real.
 
     Attributes:
-        config: the question. problem, evaluation: the priced and simulated values, for more than the methods return.
+        question: what was asked. problem, evaluation: the priced and simulated values, for more than the methods return.
         among: the best plan of each compared family; empty for a given plan.
-        given: the form of the given model; a module or Model without a name cannot be run.
-        assumed: (key, value) of the defaults that the question took.
         engine: "static" or "dynamic". scenario: the scenario and its results; None without one.
     """
 
-    config: RunConfig
+    question: Question
     problem: PlanningProblem
     evaluation: Evaluation
     among: tuple[Evaluation, ...] = ()
-    given: Given = "name"
-    assumed: tuple[tuple[str, Any], ...] = ()
     engine: str = "static"
     scenario: Mapping[str, Any] | None = None
 
@@ -98,6 +94,11 @@ class Prediction:
     def fit_probability(self) -> float:
         """That every rank's memory stays within its device's; the plan fits from 0.95 on."""
         return self.result.fit_probability
+
+    @property
+    def assumed(self) -> dict[str, Any]:
+        """The defaults that were taken, by their key in a run file."""
+        return taken_defaults(self.question, self.problem.cluster.size)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -154,14 +155,14 @@ class Prediction:
         """Tokens per second, MFU and HFU, memory by line, days and price of `training.tokens`; None: no language model."""
         from parsim.app.large import quoted
 
-        return quoted(self.config, self.problem, self.evaluation)
+        return quoted(self.question, self.problem, self.evaluation)
 
     @cached_property
     def samples_run(self) -> TrainingRun | None:
         """Days, price and energy of `training.samples`; None: not asked for."""
         from parsim.app.large import samples_run
 
-        return samples_run(self.config, self.problem, self.evaluation)
+        return samples_run(self.question, self.problem, self.evaluation)
 
     def export(self, format: str, *, out: str | Path) -> Exported:
         """Write the plan or its timeline as a file of another tool.
@@ -178,7 +179,7 @@ class Prediction:
         """
         row = format_to_write(format, {})
         if row.writes == "recipe":
-            value: object = recipe_of(row.tool, self.config, self.plan)
+            value: object = recipe_of(row.tool, self.question, self.plan)
         elif row.writes == "step":
             value = EvaluatedStep(problem=self.problem, evaluation=self.evaluation)
         else:
@@ -272,7 +273,7 @@ def describe(evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
-def recipe_of(framework: str, config: RunConfig, plan: Plan) -> PlannedRecipe:
+def recipe_of(framework: str, config: Question, plan: Plan) -> PlannedRecipe:
     """The recipe of a plan and of how it trains, for the file of a framework. Raises ConfigError as `recipe_of_plan`."""
     training = config.training
     numbers = {"learning_rate": training.resolved_learning_rate, "weight_decay": training.resolved_weight_decay}

@@ -1,26 +1,33 @@
-"""A question: a run file, or a model with a cluster and a batch, as a checked RunConfig and the defaults that it took.
+"""A question: a run file, or a model with a cluster and a batch, as a checked Question.
 
-The model and the cluster may also be values (an nn.Module, a Model, a Cluster). The config then holds their names alone.
+The model and the cluster may also be values (an nn.Module, a Model, a Cluster). The tables then hold their names alone.
+
+Keys that are left out take defaults. Three of them depend on the model and the device (`with_usual`): a transformer takes half
+precision and a fused Adam, and one that parsim knows by name takes components that tensor parallelism can cut. So do models of
+the library transformers (a config.json, `t5-large`) on GPUs. On this machine, which was calibrated with the precision and the
+optimizer of the run file, they take those of every other model.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from parsim.app.config import RunConfig, load_config, parse_config
-from parsim.app.config_text import holds, parse_overrides, put_on_path, references, root_of
-from parsim.app.sections import OPERATION, ConfigSection, check_widths
+from parsim.app.config import Question, cluster_section, load_config, question_from
+from parsim.app.config_text import changes_of, holds, put_on_path, references, root_of
+from parsim.app.load import cluster_of, is_saved_model
+from parsim.app.sections import OPERATION, check_widths
 from parsim.errors import ConfigError, ModelError
-from parsim.files import document_text, value_text
-from parsim.formats.recipe import Recipe, is_framework_file, read_recipe
+from parsim.formats.recipe import is_framework_file, read_recipe
+from parsim.hardware.parts import is_shorthand, machines_of
+from parsim.hardware.records import ConfigSection
 from parsim.model.catalogue.names import is_transformer, named, sequence_of, shape_of
 from parsim.model.catalogue.zoo import ZOO
+from parsim.model.formats import recorded_weights
 from parsim.model.model import ADDED_UP, COUPLED, MIXING, Model
-from parsim.model.spec import is_config, is_known, takes_usual
+from parsim.model.spec import is_config, is_known, resolve, takes_usual, zoo_row
 from parsim.units import nearest_divisors
 
 if TYPE_CHECKING:
@@ -30,173 +37,14 @@ if TYPE_CHECKING:
     from parsim.hardware.devices import DeviceType
 
 
-# Splits that a named transformer does not have: axes of plan.mesh that divide neither heads, nor layers, nor experts.
-
-
-def check_splits(config: RunConfig) -> None:
-    """Check the axes that the question gives against the sizes of the model.
-
-    Args:
-        config: of a question; any other model passes.
-
-    Raises:
-        ConfigError: with the nearest axis that divides.
-    """
-    row, mesh = named(config.model.name), config.plan.mesh
-    if row is None or row.shape is None or mesh is None:
-        return
-    args = dict(config.model.args)
-    shape, name = shape_of(config.model.name, args), config.model.name
-    if mesh.tp is not None:
-        _divides("tp", mesh.tp, "heads", shape.heads, name)
-        _divides("tp", mesh.tp, "inside of the MLP", shape.inner, name)
-        if config.plan.sequence_parallel is not False and args.get("sequence_parallel", True):
-            _divides("tp", mesh.tp, "tokens of a sample", _tokens(config, args), name)
-    if mesh.pp is not None:
-        stages = mesh.pp * (config.plan.chunks or 1)
-        if stages > shape.layers:
-            raise ConfigError(
-                f"plan.mesh.pp = {mesh.pp} with {config.plan.chunks or 1} chunks are {stages} stages, and {name} has "
-                f"{shape.layers} layers; the nearest: pp * chunks <= {shape.layers}"
-            )
-    if mesh.ep is not None and shape.experts:
-        _divides("ep", mesh.ep, "experts", shape.experts, name)
-    if mesh.cp is not None:
-        _divides("cp", mesh.cp, "tokens of a sample", _tokens(config, args), name)
-
-
-def _tokens(config: RunConfig, args: Mapping[str, object]) -> int:
-    shape = config.model.input_shape
-    return shape[0] if shape else sequence_of(config.model.name, dict(args))
-
-
-def _divides(axis: str, ways: int, what: str, size: int, name: str) -> None:
-    if size % ways:
-        raise ConfigError(
-            f"plan.mesh.{axis} = {ways} must divide the {what} ({size:,}) of {name}; the nearest that do: "
-            f"{nearest_divisors(size, ways)}"
-        )
-
-
-# What a question about a transformer takes where it does not say: half precision and a fused Adam, and a named one components
-# that tensor parallelism can cut.
-#
-# So do models of the library transformers (a config.json, `t5-large`) on GPUs. On this machine, which was calibrated with the
-# precision and the optimizer of the run file, they take those of every other model.
-
-
-OPTIMIZER = "adamw_fused"
-PRECISIONS = ("bf16", "amp_fp16", "amp_bf16")
-"""The first that the device has a peak for."""
-
-
-def with_usual(config: RunConfig, cluster: Cluster | None = None) -> RunConfig:
-    """The config with these defaults, which still count as left open; the same config for any other model.
-
-    Args:
-        config: of a question. cluster: where it was given as a value.
-
-    Raises:
-        ProfileError: the cluster that the config names cannot be read.
-        ConfigError: an axis of plan.mesh does not divide the model, or a key belongs to another precision.
-    """
-    found = _filled_in(config, cluster)
-    check_widths(found.training)
-    return found
-
-
-def _filled_in(config: RunConfig, cluster: Cluster | None) -> RunConfig:
-    row = named(config.model.name)
-    if row is None or row.shape is None:
-        return _of_transformers(config, cluster) if takes_usual(config.model.name) and not _is_saved(config) else config
-    check_splits(config)
-    training: dict[str, Any] = {"optimizer": OPTIMIZER, "precision": _precision(config, cluster)}
-    table = config.plan.mesh
-    cut = config.plan.strategy not in ("single", "dp") and (table is None or table.tp != 1)
-    model = {"granularity": "sublayer" if cut else "block"}
-    return config.model_copy(update={"training": _filled(config.training, training), "model": _filled(config.model, model)})
-
-
-def _is_saved(config: RunConfig) -> bool:
-    """A finished Model, of any architecture and with weights of one width."""
-    from parsim.app.load import is_saved_model
-
-    return is_config(config.model.name) and is_saved_model(Path(config.model.name))
-
-
-def _of_transformers(config: RunConfig, cluster: Cluster | None) -> RunConfig:
-    device = _device(config, cluster)
-    if device is None or device.kind == "cpu":
-        return config
-    training = {"optimizer": OPTIMIZER, "precision": _precision(config, cluster)}
-    return config.model_copy(update={"training": _filled(config.training, training)})
-
-
-def _precision(config: RunConfig, cluster: Cluster | None) -> str:
-    if "precision" in config.training.model_fields_set or config.training.dtype != "float32":
-        return config.training.precision
-    device = _device(config, cluster)
-    peaks = device.peak_flop_per_s if device is not None else {}
-    return next((name for name in PRECISIONS if name in peaks), config.training.precision)
-
-
-def _device(config: RunConfig, cluster: Cluster | None) -> DeviceType | None:
-    """The first device's type; None for this machine, which may not have been calibrated yet."""
-    if cluster is None and config.cluster.machine == "this-machine":
-        return None
-    from parsim.app.load import cluster_of
-
-    return (cluster or cluster_of(config)).devices[0].type
-
-
-def _filled(section: Any, values: dict[str, Any]) -> ConfigSection:
-    """A section with values for keys that were left out; they stay left out for whoever asks what was given."""
-    given = set(section.model_fields_set)
-    new = {key: value for key, value in values.items() if key not in given}
-    found: ConfigSection = type(section).model_construct(_fields_set=given, **{**dict(section), **new})
-    return found
-
-
-# The folder of a run file is on the import path: `name = "mymodel:factory"`, or any other "package.module:ROW", finds a
-# mymodel.py beside the file.
-
-
-def importable(config: RunConfig, folder: Path) -> RunConfig:
-    """Put the folder that holds the module of a name "package.module:ROW" first on the import path.
-
-    Args:
-        folder: of the run file, or the current directory for a question without a file.
-
-    Returns:
-        The config, with `model.import_folder` filled in where `folder` holds the module of one of its names.
-
-    Raises:
-        ConfigError: another module of that name was imported before, so this process would use it instead.
-    """
-    named = references(config.to_dict())
-    if config.model.import_folder is None:
-        if not any(holds(folder, name) for name in named.values()):
-            return config
-        model = config.model.model_copy(update={"import_folder": str(folder.resolve())})
-        config = config.model_copy(update={"model": model})
-    chosen = Path(str(config.model.import_folder))
-    if named and not any(holds(chosen, name) for name in named.values()):
-        key, name = next(iter(named.items()))
-        raise ConfigError(
-            f"model.import_folder = {str(chosen)!r} holds no {root_of(name)}.py, which {key} = {name!r} needs; name its folder"
-        )
-    put_on_path(config.to_dict(), chosen)
-    return config
-
-
-Given = Literal["name", "module", "model"]
-"""What the model was given as: by name (zoo, factory, config, run file), as an nn.Module, or as a Model."""
-
 EXAMPLE = "parsim plan resnet50 --on dgx1-v100-32gb --batch 1024"
 FILE_SUFFIX = ".toml"
 DEVICES = "cluster.devices"
 MODULE_KEYS = {"name", "input_shape", "inputs", "granularity", "loss", "output", "classes_dim", "target", "control_flow"}
 """Keys of [model] that say more about an nn.Module."""
+USUAL_OPTIMIZER = "adamw_fused"
+USUAL_PRECISIONS = ("bf16", "amp_fp16", "amp_bf16")
+"""Of a transformer: the first that the device has a peak for."""
 
 _PREDICTED_FROM: tuple[tuple[str, str, str], ...] = (
     ("training", "precision", "precision {}"),
@@ -210,49 +58,21 @@ _PREDICTED_FROM: tuple[tuple[str, str, str], ...] = (
 """Keys whose defaults change what is predicted, and how they are shown."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What is asked.
-
-    Attributes:
-        config: every key, with its default filled in.
-        assumed: (key, value) of the defaults that were taken, of those keys that a prediction depends on.
-        name: for a folder: the stem of the run file, or the model's name.
-        model, cluster: where they were given as values. given: what the model was given as.
-        recipe: what was made of a framework's file; None without one.
-    """
-
-    config: RunConfig
-    assumed: tuple[tuple[str, Any], ...]
-    name: str
-    model: Model | None = None
-    cluster: Cluster | None = None
-    given: Given = "name"
-    recipe: Recipe | None = None
-
-    def on_devices(self, count: int) -> Question:
-        """The same with the number of devices filled in, if the question left it open; it is known once the cluster is
-        loaded.
-        """
-        told = tuple((key, count if key == DEVICES else value) for key, value in self.assumed)
-        return replace(self, assumed=told)
-
-
-def assumed_text(assumed: Sequence[tuple[str, Any]]) -> str:
+def assumed_text(assumed: Mapping[str, Any]) -> str:
     """`assumed: precision fp32, optimizer sgd_momentum, ...`; empty where nothing was left open."""
     texts = {f"{table}.{key}": text for table, key, text in _PREDICTED_FROM}
-    told = [_told(key, value, texts) for key, value in assumed]
+    told = [_told(key, value, texts) for key, value in assumed.items()]
     return f"assumed: {', '.join(told)}" if told else ""
 
 
-def precision_text(assumed: Sequence[tuple[str, Any]], peak_flop_per_s: Mapping[str, float]) -> str:
+def precision_text(assumed: Mapping[str, Any], peak_flop_per_s: Mapping[str, float]) -> str:
     """What the default fp32 leaves unused of a device with bf16; empty otherwise.
 
     Args:
         assumed: keys with the defaults that were taken. peak_flop_per_s: of the device, by precision.
     """
     full, half = peak_flop_per_s.get("fp32"), peak_flop_per_s.get("bf16")
-    if ("training.precision", "fp32") not in assumed or not full or not half or half < 2 * full:
+    if assumed.get("training.precision") != "fp32" or not full or not half or half < 2 * full:
         return ""
     return f"precision fp32 was assumed; training.precision = amp_bf16 has {half / full:.0f} times its peak on this device"
 
@@ -304,10 +124,10 @@ def _told(key: str, value: Any, texts: Mapping[str, str]) -> str:
     return texts[key].format(value)
 
 
-def question_from_file(path: Path, overrides: Sequence[str] = ()) -> Question:
-    """Read a run file; `overrides` as `--set` takes them. Raises ConfigError."""
-    config = with_usual(importable(load_config(path, overrides), path.resolve().parent))
-    return Question(config=config, assumed=taken_defaults(config), name=path.stem)
+def question_from_file(path: Path, overrides: Sequence[str] = (), *, settings: Mapping[str, object] | None = None) -> Question:
+    """Read a run file; `overrides` and `settings` as `question_of` takes them. Raises ConfigError."""
+    question = importable(load_config(path, overrides, settings=settings), path.resolve().parent)
+    return with_usual(question.sourced(name=path.stem))
 
 
 def question_of(
@@ -335,48 +155,44 @@ def question_of(
     """
     if isinstance(model, str | Path) and not is_known(str(model)) and is_framework_file(Path(model)):
         return _question_of_recipe(Path(model), cluster, global_batch, settings, overrides)
-    changes = [*(f"{key}={value_text(value)}" for key, value in (settings or {}).items() if value is not None), *overrides]
     if isinstance(model, str | Path) and is_run_file(model):
         _check_alone(Path(model), cluster, global_batch)
-        return question_from_file(Path(model), changes)
-    given: Given = "name"
-    value: Model | None = None
+        return question_from_file(Path(model), overrides, settings=settings)
     if example_inputs is not None and isinstance(model, str | Path | Model):
         raise ConfigError(f"example_inputs are for an nn.Module, and {model!r} is none; drop them")
+    form: Literal["name", "module", "model"] = "module"
     if isinstance(model, Model):
-        given, value, name = "model", model, model.name
+        form, name = "model", model.name
     elif isinstance(model, str | Path):
-        name = str(model)
+        form, name = "name", str(model)
         _check_known(name)
     else:
-        given, name = "module", type(model).__name__
+        name = type(model).__name__
     if cluster is None or global_batch is None:
         raise ConfigError(_missing_text(name, cluster, global_batch))
-    held = None if isinstance(cluster, str | Path) else cluster
-    profile = str(cluster) if held is None else held.profile.name
-    document: dict[str, dict[str, Any]] = {
-        "model": {"name": name},
-        "cluster": {"profile": profile} if held is not None else _cluster_table(profile, changes),
-        "training": {"global_batch": global_batch},
-    }
-    config = importable(parse_config(document_text(document), changes, where=f"{name} on {profile}"), Path.cwd())
-    config = with_usual(config, held) if given == "name" else config
-    if held is not None:
-        _check_untouched("cluster", config.cluster.model_fields_set - {"profile"} - OPERATION, "was given as a Cluster")
-    if given == "module":
-        _check_untouched("model", config.model.model_fields_set - MODULE_KEYS, "was given as a module")
-        value = traced_model(model, example_inputs, config)
-        _check_weights(model, config.training.precision)
-    elif given == "model":
-        _check_untouched("model", config.model.model_fields_set - {"name"}, "was given as a finished Model")
-    return Question(
-        config=config,
-        assumed=taken_defaults(config, model=value, cluster=held),
-        name=re.sub(r"[^A-Za-z0-9._-]+", "-", Path(name).stem if name.endswith(".json") else name),
-        model=value,
-        cluster=held,
-        given=given,
+    if isinstance(cluster, str | Path):
+        profile, cluster_value = str(cluster), None
+        table = _cluster_table(profile, changes_of(settings, overrides))
+    else:
+        profile, cluster_value = cluster.profile.name, cluster
+        table = {"profile": profile}
+    document = {"model": {"name": name}, "cluster": table, "training": {"global_batch": global_batch}}
+    question = question_from(document, overrides, settings=settings, where=f"{name} on {profile}")
+    stem = Path(name).stem if name.endswith(".json") else name
+    question = importable(question, Path.cwd()).sourced(
+        name=re.sub(r"[^A-Za-z0-9._-]+", "-", stem), cluster=cluster_value, form=form
     )
+    if cluster_value is not None:
+        _check_untouched("cluster", question.cluster.model_fields_set - {"profile"} - OPERATION, "was given as a Cluster")
+    if isinstance(model, str | Path):
+        return with_usual(question)
+    if isinstance(model, Model):
+        _check_untouched("model", question.model.model_fields_set - {"name"}, "was given as a finished Model")
+        return question.sourced(model=model)
+    _check_untouched("model", question.model.model_fields_set - MODULE_KEYS, "was given as a module")
+    traced = traced_model(model, example_inputs, question)
+    _check_weights(model, question.training.precision)
+    return question.sourced(model=traced)
 
 
 def _question_of_recipe(
@@ -394,43 +210,35 @@ def _question_of_recipe(
         raise ConfigError(f"{path} {starts}does not say on which GPUs; add --gpus {count}xh100-sxm (cluster=)")
     if global_batch is not None:
         recipe.training["global_batch"] = global_batch
-    given = recipe.settings(_devices(cluster, settings, overrides)) | dict(settings or {})
-    batch = given.pop("training.global_batch")
-    found = question_of(recipe.model, cluster=cluster, global_batch=int(str(batch)), settings=given, overrides=overrides)
-    return replace(found, recipe=recipe, name=re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem))
+    if isinstance(cluster, str | Path):
+        table = _cluster_table(str(cluster), changes_of(settings, overrides))
+        devices = cluster_of(cluster_section(table, overrides, settings=settings, where=str(cluster))).size
+    else:
+        devices = cluster.size
+    keys = recipe.settings(devices) | dict(settings or {})
+    batch = int(str(keys.pop("training.global_batch")))
+    question = question_of(recipe.model, cluster=cluster, global_batch=batch, settings=keys, overrides=overrides)
+    return question.sourced(recipe=recipe, name=re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem))
 
 
-def _devices(cluster: str | Path | Cluster, settings: Mapping[str, object] | None, overrides: Sequence[str]) -> int:
-    """Of a cluster, with the keys that change it. Raises ConfigError, ProfileError."""
-    from parsim.app.load import devices_of
-
-    if not isinstance(cluster, str | Path):
-        return cluster.size
-    keys = [f"{key}={value_text(value)}" for key, value in (settings or {}).items() if key.startswith("cluster.")]
-    keys += [text for text in overrides if text.startswith("cluster.")]
-    return devices_of(_cluster_table(str(cluster), keys), keys, where=str(cluster))
-
-
-def per_node_of(changes: Sequence[str]) -> int | None:
-    """The GPUs of a node that overrides set, where the number of nodes follows from it; None where they do not.
+def per_node_of(changes: Mapping[str, Any]) -> int | None:
+    """The GPUs of a node that changes set, where the number of nodes follows from it; None where they do not.
 
     Args:
-        changes: as `--set` takes them.
+        changes: nested tables, as `parsim.app.config_text.changes_of` returns them.
     """
-    table = parse_overrides(changes).get("cluster")
+    table = changes.get("cluster")
     per_node = table.get("gpus_per_node") if isinstance(table, dict) and "nodes" not in table else None
     return per_node if isinstance(per_node, int) and per_node > 0 else None
 
 
-def _cluster_table(text: str, changes: Sequence[str]) -> dict[str, Any]:
+def _cluster_table(text: str, changes: Mapping[str, Any]) -> dict[str, Any]:
     """The table [cluster] of a profile, or of GPUs such as "1024xh100-sxm" in nodes as the changes say."""
-    from parsim.hardware.parts import is_shorthand, machines_of
-
     if not is_shorthand(text):
         return {"profile": text}
-    found = machines_of(text, per_node_of(changes))
-    table: dict[str, Any] = {"gpu": found.gpu, "gpus_per_node": found.gpus_per_node, "nodes": found.nodes}
-    return table | ({"link": found.link} if found.link else {})
+    machines = machines_of(text, per_node_of(changes))
+    table: dict[str, Any] = {"gpu": machines.gpu, "gpus_per_node": machines.gpus_per_node, "nodes": machines.nodes}
+    return table | ({"link": machines.link} if machines.link else {})
 
 
 def is_run_file(name: str | Path) -> bool:
@@ -441,17 +249,17 @@ def is_run_file(name: str | Path) -> bool:
     return path.suffix == FILE_SUFFIX or path.is_dir() or (path.is_file() and path.suffix != ".json")
 
 
-def traced_model(module: Any, example_inputs: Any, config: RunConfig) -> Model:
+def traced_model(module: Any, example_inputs: Any, question: Question) -> Model:
     """The Model of an nn.Module, with its loss, from example inputs or model.input_shape. Raises ModelError, TraceError."""
     from parsim.model.load import model_from_module
 
-    spec = config.model_spec
+    spec = question.model_spec
     return model_from_module(
         module,
         example_inputs,
         input_shape=spec.input_shape,
         inputs=spec.inputs,
-        granularity=config.model.granularity,
+        granularity=question.model.granularity,
         loss=spec.objective(),
         output=spec.output,
         control_flow=spec.control_flow,
@@ -460,8 +268,6 @@ def traced_model(module: Any, example_inputs: Any, config: RunConfig) -> Model:
 
 def _check_weights(module: Any, precision: str) -> None:
     """A module is recorded with its weights in the type it has them in. Raises ConfigError for a precision of another one."""
-    from parsim.model.formats import recorded_weights
-
     wanted = recorded_weights(precision)
     other = {str(tensor.dtype).removeprefix("torch.") for tensor in module.parameters() if tensor.is_floating_point()} - {
         wanted
@@ -473,30 +279,154 @@ def _check_weights(module: Any, precision: str) -> None:
         )
 
 
-def taken_defaults(
-    config: RunConfig, *, model: Model | None = None, cluster: Cluster | None = None
-) -> tuple[tuple[str, Any], ...]:
-    """The keys that the question left open and that a prediction depends on, with the values taken for them."""
-    found: list[tuple[str, Any]] = []
-    if cluster is None and config.cluster.devices is None:
-        found.append((DEVICES, None))
+def taken_defaults(question: Question, devices: int | None = None) -> dict[str, Any]:
+    """The keys that a question left open and that a prediction depends on, with the values taken for them.
+
+    Args:
+        devices: how many the loaded cluster has, for a question that names none.
+    """
+    taken: dict[str, Any] = {}
+    source = question.source
+    if source.cluster is None and question.cluster.devices is None:
+        taken[DEVICES] = devices
     for table, key, _ in _PREDICTED_FROM:
-        section = getattr(config, table)
-        if table == "plan" and config.plan.plan_path is not None:
+        section = getattr(question, table)
+        if table == "plan" and question.plan.plan_path is not None:
             continue
-        if (table == "model" and model is not None) or (table == "cluster" and cluster is not None):
+        if (table == "model" and source.model is not None) or (table == "cluster" and source.cluster is not None):
             continue
         if key not in section.model_fields_set:
-            found.append((f"{table}.{key}", getattr(section, key)))
-    if model is None and (config.model.name in ZOO or is_transformer(config.model.name)):
-        from parsim.model.spec import resolve
+            taken[f"{table}.{key}"] = getattr(section, key)
+    name = question.model.name
+    if source.model is None and (name in ZOO or is_transformer(name)):
+        spec = resolve(question.model_spec)
+        taken |= {f"model.args.{key}": value for key, value in spec.args if key not in dict(question.model.args)}
+        if question.model.input_shape is None and name in ZOO:
+            taken["model.input_shape"] = spec.input_shape
+    return taken
 
-        whole = resolve(config.model_spec)
-        given = dict(config.model.args)
-        found += [(f"model.args.{key}", value) for key, value in whole.args if key not in given]
-        if config.model.input_shape is None and config.model.name in ZOO:
-            found.append(("model.input_shape", whole.input_shape))
-    return tuple(found)
+
+def importable(question: Question, folder: Path) -> Question:
+    """Put the folder that holds the module of a name "package.module:ROW" first on the import path.
+
+    Args:
+        folder: of the run file, or the current directory for a question without a file.
+
+    Returns:
+        The question, with `model.import_folder` filled in where `folder` holds the module of one of its names.
+
+    Raises:
+        ConfigError: another module of that name was imported before, so this process would use it instead.
+    """
+    names = references(question.to_dict())
+    if question.model.import_folder is None:
+        if not any(holds(folder, name) for name in names.values()):
+            return question
+        question = question.changed(model=question.model.model_copy(update={"import_folder": str(folder.resolve())}))
+    chosen = Path(str(question.model.import_folder))
+    if names and not any(holds(chosen, name) for name in names.values()):
+        key, name = next(iter(names.items()))
+        raise ConfigError(
+            f"model.import_folder = {str(chosen)!r} holds no {root_of(name)}.py, which {key} = {name!r} needs; name its folder"
+        )
+    put_on_path(question.to_dict(), chosen)
+    return question
+
+
+def with_usual(question: Question) -> Question:
+    """The question with the defaults of a transformer, which still count as left open; the same for any other model.
+
+    Raises:
+        ProfileError: the cluster that the question names cannot be read.
+        ConfigError: an axis of plan.mesh does not divide the model, or a key belongs to another precision.
+    """
+    question = _filled_in(question)
+    check_widths(question.training)
+    return question
+
+
+def _filled_in(question: Question) -> Question:
+    name = question.model.name
+    row = named(name)
+    if row is None or row.shape is None:
+        if not takes_usual(name) or (is_config(name) and is_saved_model(Path(name))):
+            return question
+        device = _first_device(question)
+        if device is None or device.kind == "cpu":
+            return question
+        return question.changed(training=_filled(question.training, _usual_training(question)))
+    check_splits(question)
+    mesh = question.plan.mesh
+    cut = question.plan.strategy not in ("single", "dp") and (mesh is None or mesh.tp != 1)
+    return question.changed(
+        training=_filled(question.training, _usual_training(question)),
+        model=_filled(question.model, {"granularity": "sublayer" if cut else "block"}),
+    )
+
+
+def _usual_training(question: Question) -> dict[str, Any]:
+    training = question.training
+    precision = training.precision
+    if "precision" not in training.model_fields_set and training.dtype == "float32":
+        device = _first_device(question)
+        peaks = device.peak_flop_per_s if device is not None else {}
+        precision = next((name for name in USUAL_PRECISIONS if name in peaks), precision)
+    return {"optimizer": USUAL_OPTIMIZER, "precision": precision}
+
+
+def _first_device(question: Question) -> DeviceType | None:
+    """The first device's type; None for this machine, which may not have been calibrated yet."""
+    cluster = question.source.cluster
+    if cluster is None and question.cluster.machine == "this-machine":
+        return None
+    return (cluster or cluster_of(question.cluster)).devices[0].type
+
+
+def _filled(section: Any, values: dict[str, Any]) -> ConfigSection:
+    """A section with values for keys that were left out; they stay left out for whoever asks what was given."""
+    given = set(section.model_fields_set)
+    new = {key: value for key, value in values.items() if key not in given}
+    filled: ConfigSection = type(section).model_construct(_fields_set=given, **{**dict(section), **new})
+    return filled
+
+
+def check_splits(question: Question) -> None:
+    """Check the axes of plan.mesh against the heads, layers and experts of a transformer by name; any other model passes.
+
+    Raises:
+        ConfigError: with the nearest axis that divides.
+    """
+    name, mesh = question.model.name, question.plan.mesh
+    row = named(name)
+    if row is None or row.shape is None or mesh is None:
+        return
+    args = dict(question.model.args)
+    shape, input_shape = shape_of(name, args), question.model.input_shape
+    tokens = input_shape[0] if input_shape else sequence_of(name, args)
+    if mesh.tp is not None:
+        _check_divides("tp", mesh.tp, "heads", shape.heads, name)
+        _check_divides("tp", mesh.tp, "inside of the MLP", shape.inner, name)
+        if question.plan.sequence_parallel is not False and args.get("sequence_parallel", True):
+            _check_divides("tp", mesh.tp, "tokens of a sample", tokens, name)
+    if mesh.pp is not None:
+        chunks = question.plan.chunks or 1
+        if mesh.pp * chunks > shape.layers:
+            raise ConfigError(
+                f"plan.mesh.pp = {mesh.pp} with {chunks} chunks are {mesh.pp * chunks} stages, and {name} has "
+                f"{shape.layers} layers; the nearest: pp * chunks <= {shape.layers}"
+            )
+    if mesh.ep is not None and shape.experts:
+        _check_divides("ep", mesh.ep, "experts", shape.experts, name)
+    if mesh.cp is not None:
+        _check_divides("cp", mesh.cp, "tokens of a sample", tokens, name)
+
+
+def _check_divides(axis: str, ways: int, what: str, size: int, name: str) -> None:
+    if size % ways:
+        raise ConfigError(
+            f"plan.mesh.{axis} = {ways} must divide the {what} ({size:,}) of {name}; the nearest that do: "
+            f"{nearest_divisors(size, ways)}"
+        )
 
 
 def _check_alone(path: Path, cluster: object, global_batch: object) -> None:
@@ -524,8 +454,6 @@ def _check_alone(path: Path, cluster: object, global_batch: object) -> None:
 
 def _check_known(name: str) -> None:
     """A name without a colon or a .json at its end is one of the zoo."""
-    from parsim.model.spec import is_config, zoo_row
-
     if ":" not in name and not is_config(name) and not is_known(name):
         try:
             zoo_row(name)

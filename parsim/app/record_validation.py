@@ -15,11 +15,12 @@ from parsim.costs.history import append_record, fingerprint, history_path, read_
 from parsim.costs.observed import without_updates
 from parsim.errors import ConfigError, CostError, ParsimError
 from parsim.execute.processes.machine import describe_environment
-from parsim.hardware.profile import load_profile, save_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import save_profile
 from parsim.predict.compare import MINIMUM_ROUNDS, relative_error
 
 if TYPE_CHECKING:
-    from parsim.app.config import RunConfig
+    from parsim.app.config import Question
     from parsim.app.prediction import Prediction
     from parsim.execute.measurement import Measurement
     from parsim.predict.compare import Comparison
@@ -83,7 +84,7 @@ def diagnosed(asked: Prediction, seen: Measurement, comparison: Comparison) -> D
 
 def remember(asked: Prediction, record: ValidationRecord) -> dict[str, Any]:
     """Append the record to the history that the run file's profile has; says where, or why not."""
-    table, profile = asked.config.cluster, asked.problem.cluster.profile
+    table, profile = asked.question.cluster, asked.problem.cluster.profile
     path = history_path(table.profile or "", table.history)
     if path is None:
         text = f"not recorded: {table.machine} is a shipped profile; say where its history lies: --history FILE"
@@ -117,7 +118,7 @@ def remembered(asked: Prediction, seen: Measurement, comparison: Comparison, *, 
     return {"path": None, "recorded": False, "text": f"not recorded: {why}"}
 
 
-def updatable(config: RunConfig) -> Path:
+def updatable(config: Question) -> Path:
     """The file of the profile that an update is written into. Raises ConfigError for a shipped profile."""
     path = Path(config.cluster.profile or "")
     if path.suffix != ".json" or not path.is_file():
@@ -136,7 +137,7 @@ def update_profile(asked: Prediction, seen: Measurement, comparison: Comparison,
     """
     from parsim.search.adapt.observed import updated
 
-    path = updatable(asked.config)
+    path = updatable(asked.question)
     cluster, plan = asked.problem.cluster, asked.evaluation.result.plan
     profile = load_profile(str(path))
     if fingerprint(without_updates(profile)) != fingerprint(without_updates(cluster.profile)):

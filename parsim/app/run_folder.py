@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parsim.app.config import RunConfig, load_config
+from parsim.app.config import Question, load_config
 from parsim.app.config_text import references
 from parsim.costs.history import NO_HISTORY, SUFFIX, History, read_history
 from parsim.costs.loading import OwnLoading, own_loading_from
@@ -33,7 +33,8 @@ from parsim.files import (
     write_json_atomically,
     write_text_atomically,
 )
-from parsim.hardware.profile import Profile, load_profile, save_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile, save_profile
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan
@@ -116,7 +117,7 @@ class RunFolder:
 
     def write_question(
         self,
-        config: RunConfig,
+        config: Question,
         model: Model,
         plan: Plan,
         profile: Profile,
@@ -135,7 +136,7 @@ class RunFolder:
         else:
             write_json(self.loading, loading.to_dict())
 
-    def read_config(self) -> RunConfig:
+    def read_config(self) -> Question:
         """The resolved config, with the profile and plan of the same folder. Raises ConfigError if this is not a run folder."""
         if not self.config.is_file():
             raise ConfigError(
@@ -240,7 +241,7 @@ class Resumption:
     warnings: tuple[str, ...]
 
 
-def resumption(folder: RunFolder, config: RunConfig, steps: int) -> Resumption:
+def resumption(folder: RunFolder, config: Question, steps: int) -> Resumption:
     """Whether the training of the folder can go on as `config` asks, up to step `steps`, and from where.
 
     Removes what a killed training left half written. Called while the folder is held.
@@ -288,7 +289,7 @@ def _stopped_at(folder: RunFolder) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _check_same(folder: RunFolder, before: RunConfig, config: RunConfig) -> None:
+def _check_same(folder: RunFolder, before: Question, config: Question) -> None:
     changed = [(f"training.{key}", getattr(before.training, key), getattr(config.training, key)) for key in SAME]
     changed.append(("training.evaluation.validation", _held_out(before), _held_out(config)))
     then, now = before.training.optimizer_of_group, config.training.optimizer_of_group
@@ -312,7 +313,7 @@ def _changed_model(before: ModelSpec, now: ModelSpec) -> list[tuple[str, Any, An
     return [(f"model.{key}", then_said.get(key), now_said.get(key)) for key in keys]
 
 
-def _held_out(config: RunConfig) -> str:
+def _held_out(config: Question) -> str:
     """What decides on which samples a training trains."""
     looks = config.training.evaluation
     if looks is None:
@@ -320,7 +321,7 @@ def _held_out(config: RunConfig) -> str:
     return "left out" if looks.validation is None else f"{looks.validation:g}"
 
 
-def _followed(config: RunConfig) -> str:
+def _followed(config: Question) -> str:
     """The score that decides which checkpoint is the best."""
     looks = config.training.evaluation
     if looks is None:
@@ -329,7 +330,7 @@ def _followed(config: RunConfig) -> str:
     return f"{looks.monitor} ({'max' if looks.larger_is_better else 'min'}{', of the averaged weights' if averaged else ''})"
 
 
-def _other_length(before: RunConfig, config: RunConfig) -> list[str]:
+def _other_length(before: Question, config: Question) -> list[str]:
     """A schedule over the whole training has other rates where the training has become longer."""
     schedule = config.training.schedule
     then, now = (
@@ -337,7 +338,7 @@ def _other_length(before: RunConfig, config: RunConfig) -> list[str]:
         for entry in (before, config)
     )
     length = "" if schedule is None else SCHEDULES[schedule.name].length
-    if schedule is None or not length or length in schedule.arguments or then == now:
+    if schedule is None or not length or length in dict(schedule.arguments) or then == now:
         return []
     return [
         f"training.schedule.{length} is left out: {schedule.name} was over {then}, and is over {now} from here on, with other "

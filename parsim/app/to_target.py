@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from parsim.app.config import Question
 from parsim.app.doctor import Say
 from parsim.errors import ConfigError, ParsimError
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation, parse_synchronisation
-from parsim.predict.evaluate import simulated_step
+from parsim.predict.evaluate import Evaluation, simulated_step
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import PlanResult
 from parsim.search.relaxed import relaxed_search
 from parsim.units import format_seconds
 
 if TYPE_CHECKING:
-    from parsim.app.answer import Answer
     from parsim.app.learners import Learner
     from parsim.relaxed.to_target import LearntSteps
 
@@ -151,7 +151,9 @@ class TargetRanking:
 
 
 def to_target(
-    answer: Answer,
+    question: Question,
+    problem: PlanningProblem,
+    best: Evaluation,
     target: float,
     *,
     rules: Sequence[str] = RULES,
@@ -162,7 +164,7 @@ def to_target(
     """Rank synchronous training and relaxed rules by seconds to an accuracy.
 
     Args:
-        answer: of a question without a relaxed rule; its fastest plan is that of synchronous training.
+        question: without a relaxed rule. problem: loaded from it. best: of its fastest plan, which trains synchronously.
         target: test accuracy, between 0 and 1. rules: to compare, as `plan.synchronisation` takes them.
         seeds: trainings of each. most_steps: after which one is given up. say: is told of every rule that has been trained.
 
@@ -174,21 +176,25 @@ def to_target(
     wanted = [ALL_REDUCE, *asked_rules(target, rules)]
     if seeds < 1:
         raise ConfigError(f"steps are counted over at least one seed, got {seeds}")
-    if answer.problem.constraints.synchronisation.is_relaxed:
+    if problem.constraints.synchronisation.is_relaxed:
         raise ConfigError(
-            f"the question asks for synchronisation {answer.problem.constraints.synchronisation} already; leave "
+            f"the question asks for synchronisation {problem.constraints.synchronisation} already; leave "
             "plan.synchronisation out, or add --set plan.synchronisation=all_reduce, and every way is compared"
         )
-    planned = [_planned(answer, rule, most_steps) for rule in wanted]
+    planned = [_planned(problem, best, rule, most_steps) for rule in wanted]
     replicas = max((entry.result.plan.mesh.dp for entry in planned if entry.result is not None), default=1)
-    learner = learner_of(answer, replicas)
-    found = []
+    learner = learner_of(question, problem.model, replicas)
+    contenders = []
     for number, entry in enumerate(planned, 1):
-        found.append(_learnt(entry, learner, target, range(seeds), most_steps))
+        contenders.append(_learnt(entry, learner, target, range(seeds), most_steps))
         if say is not None:
-            say(f"{number} of {len(planned)} ways: {found[-1].line()}")
-    found.sort(key=lambda entry: (entry.seconds is None, entry.seconds or 0.0, entry.result is None, -_best(entry)))
-    return TargetRanking(target=target, learner=learner.words, contenders=tuple(found))
+            say(f"{number} of {len(planned)} ways: {contenders[-1].line()}")
+
+    def place(entry: Contender) -> tuple[bool, float, bool, float]:
+        score = 0.0 if entry.learnt is None else entry.learnt.best.best
+        return entry.seconds is None, entry.seconds or 0.0, entry.result is None, -score
+
+    return TargetRanking(target=target, learner=learner.words, contenders=tuple(sorted(contenders, key=place)))
 
 
 def asked_rules(target: float, rules: Sequence[str]) -> list[Synchronisation]:
@@ -205,26 +211,21 @@ def asked_rules(target: float, rules: Sequence[str]) -> list[Synchronisation]:
     return list(dict.fromkeys(rule for text in rules if (rule := parse_synchronisation(text)).is_relaxed))
 
 
-def _best(entry: Contender) -> float:
-    return 0.0 if entry.learnt is None else entry.learnt.best.best
-
-
-def _planned(answer: Answer, rule: Synchronisation, most_steps: int) -> Contender:
+def _planned(problem: PlanningProblem, best: Evaluation, rule: Synchronisation, most_steps: int) -> Contender:
     """The fastest plan of a rule that fits."""
     if not rule.is_relaxed:
-        if not answer.fits:
+        if not best.result.fits:
             return Contender(rule=rule, reason="no plan fits")
-        return Contender(rule=rule, result=answer.evaluation.result)
-    problem = answer.problem
-    asked = replace(problem, constraints=replace(problem.constraints, synchronisation=rule))
+        return Contender(rule=rule, result=best.result)
+    relaxed = replace(problem, constraints=replace(problem.constraints, synchronisation=rule))
     try:
-        found = relaxed_search(asked, ("adaptive",), samples=0)
+        search = relaxed_search(relaxed, ("adaptive",), samples=0)
     except ParsimError as error:
         return Contender(rule=rule, reason=str(error))
-    if found.chosen is None:
+    if search.chosen is None:
         return Contender(rule=rule, reason="no plan fits")
-    result = found.chosen.result
-    return Contender(rule=rule, result=result, phases=_phases(asked, result.plan, most_steps))
+    result = search.chosen.result
+    return Contender(rule=rule, result=result, phases=_phases(relaxed, result.plan, most_steps))
 
 
 def _phases(problem: PlanningProblem, plan: Plan, most_steps: int) -> tuple[tuple[int, float], ...]:

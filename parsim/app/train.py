@@ -21,7 +21,7 @@ from parsim.app.ask import (
     warn_of_profile,
     with_every_rank,
 )
-from parsim.app.config import RunConfig
+from parsim.app.config import Question
 from parsim.app.doctor import progress, warn
 from parsim.app.elastic import MAX_RESTARTS, check_elastic, restarting
 from parsim.app.measured import Measured
@@ -93,14 +93,14 @@ def train(
     if adaptive:
         check_adaptive(asked.plan)
     asked, changed_since = _ready(asked, nproc)
-    steps = total_steps(asked.config)
-    for told in filter(None, (samples_not_taken(asked.config, steps), *rounds_in_words(asked.plan, steps))):
+    steps = total_steps(asked.question)
+    for told in filter(None, (samples_not_taken(asked.question, steps), *rounds_in_words(asked.plan, steps))):
         warn(told)
     folder = RunFolder(out) if resume and out is not None else new_folder(out, name)
     if resume:
         folder.read_config()  # before the folder is made
     with held(folder), ending_told(folder, steps):
-        begun = resumption(folder, asked.config, steps) if resume else None
+        begun = resumption(folder, asked.question, steps) if resume else None
         for text in () if begun is None else begun.warnings:
             warn(text)
         if begun is not None and begun.is_finished:
@@ -229,7 +229,7 @@ def validate(
         ConfigError: a shipped profile cannot be updated; else as `train`.
     """
     if update:
-        updatable(asked.config)
+        updatable(asked.question)
     asked, changed_since = _ready(asked, None)
     asked = _on_one_graph(asked)
     folder = new_folder(out, name)
@@ -268,7 +268,7 @@ def validate_again(
     """The same of a folder that was run. Raises ConfigError: it is not a run folder; ExecutionError: it was never run."""
     folder, asked, name = reopen(path)
     if history is not None:
-        asked = replace(asked, config=with_history(asked.config, history))
+        asked = replace(asked, question=with_history(asked.question, history))
     changed_since = warn_of_profile(asked)
     seen = measured(folder, name, asked.evaluation)
     return _judged(folder, asked, seen, changed_since, tasks=tasks, session=session, update=update)
@@ -304,20 +304,20 @@ def _losses_in(folder: RunFolder) -> dict[str, Any]:
 
 def _ready(asked: Prediction, nproc: int | None) -> tuple[Prediction, list[str]]:
     """The prediction of every rank of a plan that can run here, and what has changed since its profile was measured."""
-    check_launchable(asked.config)
+    check_launchable(asked.question)
     if asked.problem.cluster.network is not None:
         raise PlanError(
             f"{asked.problem.cluster.name} has several nodes: only the processes of one can be started from here; run on one"
         )
     check_runnable(asked, nproc)
-    check_training(asked.config, asked.problem.model)
+    check_training(asked.question, asked.problem.model)
     changed_since = warn_of_profile(asked)
     return with_every_rank(with_loading(asked)), changed_since
 
 
 def _write_question(folder: RunFolder, asked: Prediction) -> None:
     problem = asked.problem
-    folder.write_question(asked.config, problem.model, asked.plan, problem.cluster.profile, problem.history, problem.loading)
+    folder.write_question(asked.question, problem.model, asked.plan, problem.cluster.profile, problem.history, problem.loading)
 
 
 def _judged(
@@ -350,7 +350,7 @@ def _judged(
     )
 
 
-def with_history(config: RunConfig, path: Path) -> RunConfig:
+def with_history(config: Question, path: Path) -> Question:
     """The same run file with another place for its profile's history."""
     cluster = config.cluster.model_copy(update={"history": str(path.resolve())})
     return config.model_copy(update={"cluster": cluster})
@@ -361,7 +361,7 @@ def adaptive_spec(asked: Prediction, window_steps: int) -> AdaptiveSpec:
 
     A plan by hand, or of a file, is where the training begins: its mesh and the other keys that fix it bind no later plan.
     """
-    config, problem, loading = asked.config, asked.problem, asked.problem.loading
+    config, problem, loading = asked.question, asked.problem, asked.problem.loading
     is_searched = config.plan.strategy != "custom" and config.plan.plan_path is None
     devices = config.devices
     chosen = tuple(range(devices)) if isinstance(devices, int) else None if devices is None else tuple(devices)

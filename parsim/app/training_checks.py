@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.app.config import RunConfig
+from parsim.app.config import Question
 from parsim.app.doctor import progress
 from parsim.app.prediction import Prediction
 from parsim.costs.loading import MeasuredLoading, OwnLoading, UnmeasuredLoading
@@ -21,14 +21,13 @@ from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 
 if TYPE_CHECKING:
-    from parsim.app.question import Question
     from parsim.data.samples import Order, Samples
     from parsim.execute.measurement import Measurement
     from parsim.hardware.cluster import Cluster
     from parsim.model.model import Model
 
 
-def check_training(config: RunConfig, model: Model) -> None:
+def check_training(config: Question, model: Model) -> None:
     """Look at what only the module, the data and torch can tell.
 
     Raises:
@@ -63,7 +62,7 @@ SHIPPED_IMAGES = ("digits", "cifar10", "cifar100")
 """Datasets that hold images and a class of each."""
 
 
-def check_images_suit(config: RunConfig) -> None:
+def check_images_suit(config: Question) -> None:
     """Raise DataError for a shipped set of images that does not suit the model: found before this machine is calibrated."""
     from parsim.data.datasets import target_of
     from parsim.data.samples import check_images
@@ -88,7 +87,7 @@ def check_tensorboard() -> None:
         ) from error
 
 
-def _check_metrics(config: RunConfig, metrics: tuple[str, ...]) -> None:
+def _check_metrics(config: Question, metrics: tuple[str, ...]) -> None:
     """Raise ConfigError for metrics that what the model predicts has not."""
     from parsim.model.interface import interface_of
     from parsim.model.objective import CLASSES
@@ -107,14 +106,14 @@ def _check_metrics(config: RunConfig, metrics: tuple[str, ...]) -> None:
         )
 
 
-def total_steps(config: RunConfig) -> int:
+def total_steps(config: Question) -> int:
     """training.steps, or as many as training.epochs takes."""
     if config.training.steps is not None:
         return config.training.steps
     return config.training.epochs * steps_per_epoch(config)
 
 
-def samples_not_taken(config: RunConfig, steps: int) -> str:
+def samples_not_taken(config: Question, steps: int) -> str:
     """A warning for whoever gives the samples of a whole training and expects a run of so many; "" where there is no doubt.
 
     Args:
@@ -129,12 +128,12 @@ def samples_not_taken(config: RunConfig, steps: int) -> str:
     )
 
 
-def steps_per_epoch(config: RunConfig) -> int:
+def steps_per_epoch(config: Question) -> int:
     """Steps of one pass over the data."""
     return _order(config).steps_per_epoch
 
 
-def _order(config: RunConfig) -> Order:
+def _order(config: Question) -> Order:
     """In which training reads its samples, the first of which is looked at."""
     data, held_out, order = training_data(config)
     for samples, first in ((held_out, 0), (data, int(order.indices(0)[0]))):
@@ -143,7 +142,7 @@ def _order(config: RunConfig) -> Order:
     return order
 
 
-def training_data(config: RunConfig) -> tuple[Samples, Samples | None, Order]:
+def training_data(config: Question) -> tuple[Samples, Samples | None, Order]:
     """The samples of the training, those that it validates with (None: it does not), and the order in which it reads.
 
     Raises:
@@ -294,19 +293,18 @@ def loading_of(question: Question, cluster: Cluster, *, runs_here: bool) -> OwnL
     Args:
         cluster: of the question. runs_here: it will run on this machine, whatever profile its cluster has.
     """
-    config = question.config
-    if not DATASETS[config.training.dataset].is_own:
+    if not DATASETS[question.training.dataset].is_own:
         return None
-    if question.given != "name":
+    if question.source.form != "name":
         return UnmeasuredLoading(reason="the model was given as a value, and data are read for one that a run can build")
     if not runs_here and not (cluster.network is None and is_from_here(cluster.profile)):
         return UnmeasuredLoading(reason=f"profile {cluster.profile.name} is of another machine")
-    return measured_loading(config, cluster)
+    return measured_loading(question, cluster)
 
 
 def with_loading(asked: Prediction) -> Prediction:
     """The prediction of a plan that will run here, with its dataset timed where it was not yet."""
-    config, problem = asked.config, asked.problem
+    config, problem = asked.question, asked.problem
     known = problem.loading
     is_known = isinstance(known, MeasuredLoading) or (known is not None and known.tried)
     if is_known or not DATASETS[config.training.dataset].is_own:
@@ -316,7 +314,7 @@ def with_loading(asked: Prediction) -> Prediction:
     return replace(asked, problem=problem, evaluation=evaluate(problem, result.plan, reason=result.reason))
 
 
-def measured_loading(config: RunConfig, cluster: Cluster) -> OwnLoading:
+def measured_loading(config: Question, cluster: Cluster) -> OwnLoading:
     """Read batches of the dataset as the ranks will: one process per rank and core, or as many with their workers."""
     if importlib.util.find_spec("torch") is None:
         return UnmeasuredLoading(reason="torch is not installed here")

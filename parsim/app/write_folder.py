@@ -119,7 +119,7 @@ def write_prediction(folder: RunFolder, asked: Prediction) -> None:
 
     evaluation, problem = asked.evaluation, asked.problem
     folder.write_question(
-        asked.config, problem.model, evaluation.result.plan, problem.cluster.profile, problem.history, problem.loading
+        asked.question, problem.model, evaluation.result.plan, problem.cluster.profile, problem.history, problem.loading
     )
     write_json(folder.result, describe(evaluation))
     write_json(folder.environment, describe_environment())

@@ -78,8 +78,8 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Rank plans, choose one, and say why the others lost."""
+    from parsim.app.faster import parse_faster, what_would
     from parsim.app.functions import plan as find_plan
-    from parsim.app.large import parse_faster
 
     aim = None if faster is None else parse_faster(faster)
     if target_accuracy is None and (rules or curves or most_steps):
@@ -99,7 +99,7 @@ def plan(
     if target_accuracy is not None:
         ranking = answer.to_target(target_accuracy, rules=rules or None, most_steps=most_steps or MOST_STEPS)
         _keep(ranking, document, curves)
-    would = None if aim is None else answer.what_would(aim)
+    would = None if aim is None else what_would(answer, aim)
     if would is not None:
         document["what_would"] = would.to_dict()
     if out is not None:
@@ -181,7 +181,7 @@ def simulate(
     )
     problem = found.problem
     document, labels, happening = found.to_dict(), found.critical_path(), found.scenario
-    document |= {"engine": engine, "critical_path": labels, "assumed": dict(found.assumed)}
+    document |= {"engine": engine, "critical_path": labels, "assumed": found.assumed}
     document |= {"loss": problem.model.loss or None, "loss_note": loss_note(problem.model) or None}
     if happening is not None:
         document["scenario"] = happening

@@ -81,7 +81,7 @@ def calibrate(
     if not files and not models:
         raise typer.BadParameter("name what to measure: a RUN.toml, or --model with --batches")
     request = calibration_request(
-        [question_from_file(file, overrides or []).config for file in files or []],
+        [question_from_file(file, overrides or []) for file in files or []],
         models or [],
         batches=parse_numbers("--batches", batches) if batches else DEFAULT_BATCHES,
         optimizers=optimizers or [],

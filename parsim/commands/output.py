@@ -87,6 +87,7 @@ def on_gpus(
     Raises:
         ConfigError: both --on and --gpus, or --gpus of another form.
     """
+    from parsim.app.config_text import changes_of
     from parsim.app.question import per_node_of
     from parsim.hardware.parts import machines_of
 
@@ -101,7 +102,7 @@ def on_gpus(
         return cluster, changes
     if cluster is not None:
         raise ConfigError(f"--on {cluster} and --gpus {gpus} both name the cluster; drop one of them")
-    machines_of(gpus, per_node_of(changes))
+    machines_of(gpus, per_node_of(changes_of(None, changes)))
     return gpus, changes
 
 

@@ -73,7 +73,7 @@ def run(
     row = (done.prediction.problem.model.name, done.prediction.plan.summary(), done.comparison.to_dict())
     print_tables([validation_table([row])])
     _print_decisions(document["decisions"])
-    print(f"{_data(done.prediction.config.training.dataset, document)}{_moved(document)}, {_scored(document)}")
+    print(f"{_data(done.prediction.question.training.dataset, document)}{_moved(document)}, {_scored(document)}")
     print_verdict(document)
     print(f"folder: {done.folder} (report.html, trace.json for Perfetto, checkpoints/)")
 
@@ -122,7 +122,7 @@ def coverage(
     """Count how often a profile's prediction intervals held in its validations, and show how new ones are corrected."""
     from parsim.app.write_folder import report_facts
     from parsim.costs.history import history_path, read_history
-    from parsim.hardware.profile import load_profile
+    from parsim.hardware.compose import load_profile
     from parsim.report.coverage import coverage_figures, coverage_tables
     from parsim.report.page import ReportData, write_report
 

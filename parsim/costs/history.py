@@ -23,12 +23,11 @@ from parsim.costs.conformal import TARGET, ConformalCorrection, Coverage, Valida
 from parsim.errors import CostError, ProfileError
 from parsim.files import lock, parse_json, version_problem, write_text_atomically
 from parsim.hardware.profile import Profile
-from parsim.hardware.records import OLD_KEYS
 from parsim.units import format_percent
 
 SUFFIX = ".history.jsonl"
 SCHEMA_VERSION = 1
-"""Of a line; files written before there was the key have this version, too."""
+"""Of a line."""
 WORDS = frozenset({"schema_version", "name", "description", "provenance", "sources"})
 """Keys of a profile that no price rests on."""
 
@@ -85,8 +84,6 @@ def fingerprint(profile: Profile) -> str:
         profile: as loaded.
     """
     numbers = profile.model_dump(mode="json", exclude_defaults=True, exclude={*WORDS, "updates"})
-    if "host" in numbers:  # a key that was renamed makes no other version of a profile
-        numbers["host"] = {OLD_KEYS.get(key, key): value for key, value in numbers["host"].items()}
     if profile.updates:  # the latest holds; one without factors is as none
         factors = profile.updates[-1].model_dump(mode="json", include={"devices", "phases", "communication"})
         numbers |= {f"updated_{name}": entries for name, entries in factors.items() if entries}
@@ -170,7 +167,7 @@ def _record(line: str) -> ValidationRecord:
         raise CostError("not JSON") from error
     if not isinstance(document, dict):
         raise CostError("not an object")
-    if problem := version_problem(document, SCHEMA_VERSION, unversioned=1):
+    if problem := version_problem(document, SCHEMA_VERSION):
         raise CostError(problem)
     known = {field.name for field in fields(ValidationRecord)}
     for name in ("model", "run", "predicted_s", "low_s", "high_s", "measured_s"):

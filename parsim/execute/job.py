@@ -4,108 +4,269 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, TypeAdapter
 
 from parsim.costs.loading import MeasuredLoading
 from parsim.errors import ConfigError, ExecutionError, near_matches
+from parsim.execute.metrics import LOSS_NAME, METRICS
 from parsim.files import read_json, reading, version_problem, write_text_atomically
+from parsim.hardware.records import Name, Number, PairsOf
 from parsim.model.component import Component
 from parsim.model.model import Model
+from parsim.model.optimizers import OPTIMIZERS
 from parsim.model.spec import ModelSpec
 from parsim.plans.constraints import UNCONSTRAINED, SearchConstraints
 from parsim.plans.plan import Plan
 from parsim.predict.memory import FIT_PROBABILITY
 from parsim.records import check_types
-from parsim.registry import Registry
+from parsim.registry import Registry, RowOf
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
 
+# Learning-rate schedules by torch's names: which arguments each takes. A new one is one row.
+#
+# Nothing here imports torch, so a run file is checked without it; a row's `make` imports it.
+
+
+PLATEAU = "ReduceLROnPlateau"
+"""The one schedule that follows the validation score."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleKind:
+    """One schedule.
+
+    Attributes:
+        make: (optimizer, **arguments) -> the torch.optim.lr_scheduler.LRScheduler.
+        arguments: names that `make` takes beside the optimizer.
+        required: those without a default.
+        length: the argument that means the whole training; left out, it is that many updates of the rate, without the warm-up.
+        peak: the argument that means the highest rate; left out, it is training.learning_rate.
+    """
+
+    make: Callable[..., LRScheduler]
+    arguments: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    length: str = ""
+    peak: str = ""
+
+
+def _torch_schedule(name: str, optimizer: Optimizer, **arguments: Any) -> LRScheduler:
+    from torch.optim import lr_scheduler
+
+    made: LRScheduler = getattr(lr_scheduler, name)(optimizer, **arguments)
+    return made
+
+
+def _row(name: str, arguments: str, required: str = "", *, length: str = "", peak: str = "") -> ScheduleKind:
+    return ScheduleKind(
+        make=partial(_torch_schedule, name),
+        arguments=tuple(arguments.split()),
+        required=tuple(required.split()),
+        length=length,
+        peak=peak,
+    )
+
+
+SCHEDULES: Registry[ScheduleKind] = Registry(
+    "schedule",
+    ScheduleKind,
+    {
+        "ConstantLR": _row("ConstantLR", "factor total_iters"),
+        "LinearLR": _row("LinearLR", "start_factor end_factor total_iters", length="total_iters"),
+        "ExponentialLR": _row("ExponentialLR", "gamma", "gamma"),
+        "PolynomialLR": _row("PolynomialLR", "total_iters power", length="total_iters"),
+        "StepLR": _row("StepLR", "step_size gamma", "step_size"),
+        "MultiStepLR": _row("MultiStepLR", "milestones gamma", "milestones"),
+        "CosineAnnealingLR": _row("CosineAnnealingLR", "T_max eta_min", length="T_max"),
+        "CosineAnnealingWarmRestarts": _row("CosineAnnealingWarmRestarts", "T_0 T_mult eta_min", "T_0"),
+        "OneCycleLR": _row(
+            "OneCycleLR",
+            "max_lr total_steps pct_start anneal_strategy cycle_momentum base_momentum max_momentum div_factor "
+            "final_div_factor three_phase",
+            length="total_steps",
+            peak="max_lr",
+        ),
+        "CyclicLR": _row(
+            "CyclicLR",
+            "base_lr max_lr step_size_up step_size_down mode gamma scale_mode cycle_momentum base_momentum max_momentum",
+            "base_lr",
+            peak="max_lr",
+        ),
+        PLATEAU: _row(PLATEAU, "mode factor patience threshold threshold_mode cooldown min_lr eps"),
+    },
+)
+
+
+def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for arguments that the schedule does not take, or lacks."""
+    row = SCHEDULES[name]
+    unknown = [key for key in arguments if key not in row.arguments]
+    if unknown:
+        near = near_matches(unknown[0], row.arguments)
+        listing = "" if near.startswith("; known") else f" ({name} takes: {', '.join(row.arguments)})"
+        raise ConfigError(f"{name} has no argument {unknown[0]!r}{near}{listing}")
+    missing = [key for key in row.required if key not in arguments]
+    if missing:
+        raise ConfigError(f"{name} needs {missing[0]}; it takes: {', '.join(row.arguments)}")
+
+
 # What goes with an update beside the optimizer's own rule: schedule, weight decay. Plain data, without torch.
+#
+# Each record is a table below [training] of a run file too: pydantic checks its annotations where a file is read.
 
 
-Argument = bool | int | float | str | tuple[int | float, ...]
+Argument = StrictBool | StrictInt | Number | StrictStr | tuple[StrictInt | Number, ...]
 """A value that a schedule or an optimizer takes."""
+Whole = Annotated[int, Field(strict=True, ge=0)]
+WeightDecay = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 NORM, BIAS = "norm", "bias"
 KINDS = (NORM, BIAS)
 """What no_weight_decay may name beside patterns."""
 
 
+Arguments = Annotated[tuple[tuple[str, Argument], ...], PairsOf(Argument)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The learning rate over the training.
+    """[training.schedule]: the learning rate over the training. In a file the arguments stand among its keys.
 
     Attributes:
-        name: a row of `parsim.execute.job.SCHEDULES`. arguments: of it.
-        per: when it moves on: after every step, or after every pass over the data.
+        name: a row of `parsim.execute.job.SCHEDULES` (a class of torch.optim.lr_scheduler), or
+            "package.module:ROW". arguments: of it.
+        per: when it moves on: after every step, or after every pass over the data. Warmup and arguments count these.
         warmup: so many of these at the beginning, in which the rate rises linearly (torch's LinearLR).
         warmup_start_factor: of the first rate; None: 1 / (warmup + 1), so that the rate rises from 0 in equal parts.
     """
 
-    name: str = "ConstantLR"
-    arguments: tuple[tuple[str, Argument], ...] = ()
+    name: Annotated[Name, RowOf(SCHEDULES)] = "ConstantLR"
+    arguments: Arguments = ()
     per: Literal["step", "epoch"] = "step"
-    warmup: int = 0
-    warmup_start_factor: float | None = None
+    warmup: Whole = 0
+    warmup_start_factor: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+
+    def __post_init__(self) -> None:
+        check_arguments(self.name, dict(self.arguments))
+        if self.name == "ConstantLR" and not self.arguments:
+            object.__setattr__(self, "arguments", (("factor", 1.0),))
 
     @property
     def start_factor(self) -> float:
         return 1 / (self.warmup + 1) if self.warmup_start_factor is None else self.warmup_start_factor
 
+    @staticmethod
+    def from_table(table: Any) -> Any:
+        """Arguments among the other keys, as a run file has them, put together."""
+        if not isinstance(table, Mapping) or "arguments" in table:
+            return table
+        own = {entry.name for entry in fields(Schedule)}
+        others = {key: value for key, value in table.items() if key not in own}
+        return {**{key: value for key, value in table.items() if key in own}, "arguments": others}
+
+    def to_table(self) -> dict[str, Any]:
+        """Inverse of `from_table`."""
+        table = {key: value for key, value in asdict(self).items() if key != "arguments" and value is not None}
+        return {**table, **dict(self.arguments)}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRule:
-    """Validation on the way.
+    """[training.evaluation]: validation on the way, on all ranks.
 
     Attributes:
-        every: steps between two; 0: once per pass over the data.
+        every: steps between two; 0: once per pass over the data. The last step always has one.
         validation: below 1 the share of the training samples that is held out, else how many; None: the dataset's own split
             "validation", or a tenth where it has none.
-        metrics: rows of `parsim.execute.metrics.METRICS`. monitor: "loss" or one of them, by which the best checkpoint
-            is chosen. larger_is_better: of it. min_delta: a gain of at most this much is none.
+        metrics: rows of `parsim.execute.metrics.METRICS`, or "package.module:function" (output, target).
+        monitor: "loss" or one of them, by which the best checkpoint, early stop and ReduceLROnPlateau go.
+        mode: whether less or more of `monitor` is better; None: as its metric says.
         patience: validations without a gain after which the training stops; 0: never.
+        min_delta: a gain of at most this much is none.
     """
 
-    every: int = 0
-    validation: float | None = None
-    metrics: tuple[str, ...] = ()
-    monitor: str = "loss"
-    larger_is_better: bool = False
-    min_delta: float = 0.0
-    patience: int = 0
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    every: Whole = 0
+    validation: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    metrics: tuple[Annotated[Name, RowOf(METRICS)], ...] = ()
+    monitor: Name = LOSS_NAME
+    mode: Literal["min", "max"] | None = None
+    patience: Whole = 0
+    min_delta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+    def __post_init__(self) -> None:
+        if self.monitor not in (LOSS_NAME, *self.metrics):
+            near = near_matches(self.monitor, (LOSS_NAME, *self.metrics))
+            raise ConfigError(f"monitor = {self.monitor!r} is neither loss nor one of metrics{near}")
+        if self.validation is not None and self.validation >= 1 and not float(self.validation).is_integer():
+            raise ConfigError(f"validation = {self.validation:g}: give a share below 1, or a whole number of samples")
+        if self.mode is None and self.monitor != LOSS_NAME and METRICS[self.monitor].larger_is_better is None:
+            raise ConfigError(
+                f'monitor = {self.monitor!r} is a function of your own: set mode = "min" or mode = "max" beside it'
+            )
+
+    @property
+    def larger_is_better(self) -> bool:
+        """Of `monitor`."""
+        if self.mode is not None:
+            return self.mode == "max"
+        return self.monitor != LOSS_NAME and bool(METRICS[self.monitor].larger_is_better)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmaRule:
-    """Moving averages of the weights: decay, in [0, 1], of torch's AveragedModel. evaluate: validations score them."""
+    """training.ema: exponential moving averages of the weights, as torch.optim.swa_utils keeps them.
 
-    decay: float
-    evaluate: bool = False
+    Attributes:
+        decay: ema = decay * ema + (1 - decay) * weight after every update. evaluate: validations score the averages.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    decay: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] = 0.999
+    evaluate: StrictBool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateGroup:
-    """Parameters with an optimizer of their own: one player of several networks, or a head that learns faster.
+    """[training.groups.NAME]: parameters with an optimizer of their own: one player of several networks, or a faster head.
 
     Attributes:
-        name: unique. parameters: patterns of their names.
-        optimizer: a row of OPTIMIZERS. learning_rate: of it; the recipe's schedule begins or peaks there.
-        optimizer_args, weight_decay: as those of a TrainingRecipe.
+        parameters: patterns of their names. name: unique.
+        optimizer: a row of OPTIMIZERS; "": that of the training, with its arguments and rate where these are left out too.
+        optimizer_args: in place of the optimizer's defaults; None: those of the training beside its optimizer, else none.
+        learning_rate: the recipe's schedule begins or peaks there; 0: that of the training beside its optimizer, else what the
+            row says. weight_decay: None: that of the training.
     """
 
-    name: str
-    parameters: tuple[str, ...]
-    optimizer: str
-    learning_rate: float
-    optimizer_args: tuple[tuple[str, Argument], ...] = ()
-    weight_decay: float | None = None
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    parameters: Annotated[tuple[Name, ...], Field(min_length=1)]
+    name: str = ""
+    optimizer: Annotated[Name, RowOf(OPTIMIZERS)] = ""
+    optimizer_args: Arguments | None = None
+    learning_rate: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] = 0.0
+    weight_decay: WeightDecay | None = None
+
+    def __post_init__(self) -> None:
+        if "weight_decay" in dict(self.optimizer_args or ()):
+            raise ConfigError("optimizer_args.weight_decay: weight decay has a key of its own; set weight_decay of the group")
+
+    def to_table(self) -> dict[str, Any]:
+        """The keys of a run file that differ from their defaults."""
+        table = {entry.name: value for entry in fields(self) if (value := getattr(self, entry.name)) != entry.default}
+        return table | ({} if self.optimizer_args is None else {"optimizer_args": dict(self.optimizer_args)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +281,8 @@ class TrainingRecipe:
     """
 
     groups: tuple[UpdateGroup, ...] = ()
-    optimizer_args: tuple[tuple[str, Argument], ...] = ()
-    weight_decay: float | None = None
+    optimizer_args: Arguments = ()
+    weight_decay: WeightDecay | None = None
     no_weight_decay: tuple[str, ...] = ()
     schedule: Schedule | None = None
     clip_norm: float | None = None
@@ -139,7 +300,7 @@ class TrainingRecipe:
         """What goes with the updates of one group; "" for the parameters in none."""
         for own in self.groups:
             if own.name == group:
-                return replace(self, groups=(), optimizer_args=own.optimizer_args, weight_decay=own.weight_decay)
+                return replace(self, groups=(), optimizer_args=own.optimizer_args or (), weight_decay=own.weight_decay)
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -150,48 +311,22 @@ class TrainingRecipe:
     def from_dict(cls, document: Mapping[str, Any]) -> TrainingRecipe:
         """Inverse of `to_dict`. Raises ExecutionError for anything else."""
         try:
-            values = dict(document)
-            schedule = values.pop("schedule", None)
-            looks = values.pop("evaluation", None)
-            averages = values.pop("ema", None)
-            groups = values.pop("groups", ())
-            return cls(
-                **{
-                    **values,
-                    "optimizer_args": pairs(dict(values.get("optimizer_args", ()))),
-                    "no_weight_decay": tuple(values.get("no_weight_decay", ())),
-                },
-                groups=tuple(
-                    UpdateGroup(
-                        **{
-                            **group,
-                            "parameters": tuple(group["parameters"]),
-                            "optimizer_args": pairs(dict(group.get("optimizer_args", ()))),
-                        }
-                    )
-                    for group in groups
-                ),
-                evaluation=None if looks is None else EvaluationRule(**{**looks, "metrics": tuple(looks.get("metrics", ()))}),
-                ema=None if averages is None else EmaRule(**averages),
-                schedule=None
-                if schedule is None
-                else Schedule(**{**schedule, "arguments": pairs(dict(schedule.get("arguments", ())))}),
-            )
-        except (TypeError, ValueError, KeyError) as error:
+            return _reader().validate_python(document)
+        except (TypeError, ValueError, ConfigError) as error:
             raise ExecutionError(f"the training recipe of the job cannot be read ({error}); run again") from error
+
+
+@cache
+def _reader() -> TypeAdapter[TrainingRecipe]:
+    return TypeAdapter(TrainingRecipe)
 
 
 PLAIN = TrainingRecipe()
 """Nothing beside the optimizer's own rule."""
 
 
-def pairs(arguments: Mapping[str, Any]) -> tuple[tuple[str, Argument], ...]:
-    """Arguments in a fixed order, lists as tuples."""
-    return tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in sorted(arguments.items()))
-
-
 SCHEMA_VERSION = 1
-"""Of job.json; files written before there was the key have this version, too."""
+"""Of job.json."""
 
 SCORE = "score.json"
 """In the job's output, once all steps are made."""
@@ -342,7 +477,7 @@ class Job:
     def load(cls, path: Path) -> Job:
         with reading(f"{path} is not a job", ExecutionError, "run again"):
             document: dict[str, Any] = read_json(path)
-            if problem := version_problem(document, SCHEMA_VERSION, unversioned=1):
+            if problem := version_problem(document, SCHEMA_VERSION):
                 raise ExecutionError(f"{path}: {problem}; or run again")
             document.pop("schema_version", None)
             document["runs"] = tuple(
@@ -365,99 +500,11 @@ class Job:
                 devices = None if adaptive["devices"] is None else tuple(adaptive["devices"])
                 measured = adaptive.get("loading")
                 loading = None if measured is None else MeasuredLoading.from_dict(measured)
-                asked = SearchConstraints.from_dict(adaptive.get("asked", {}))  # not in files written before there was the key
+                asked = SearchConstraints.from_dict(adaptive["asked"])
                 document["adaptive"] = AdaptiveSpec(**{**adaptive, "devices": devices, "loading": loading, "asked": asked})
             found = cls(**document)
             check_types(found, "job")
             return found
-
-
-# Learning-rate schedules by torch's names: which arguments each takes. A new one is one row.
-#
-# Nothing here imports torch, so a run file is checked without it; a row's `make` imports it.
-
-
-PLATEAU = "ReduceLROnPlateau"
-"""The one schedule that follows the validation score."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleKind:
-    """One schedule.
-
-    Attributes:
-        make: (optimizer, **arguments) -> the torch.optim.lr_scheduler.LRScheduler.
-        arguments: names that `make` takes beside the optimizer.
-        required: those without a default.
-        length: the argument that means the whole training; left out, it is that many updates of the rate, without the warm-up.
-        peak: the argument that means the highest rate; left out, it is training.learning_rate.
-    """
-
-    make: Callable[..., LRScheduler]
-    arguments: tuple[str, ...] = ()
-    required: tuple[str, ...] = ()
-    length: str = ""
-    peak: str = ""
-
-
-def _torch_schedule(name: str, optimizer: Optimizer, **arguments: Any) -> LRScheduler:
-    from torch.optim import lr_scheduler
-
-    made: LRScheduler = getattr(lr_scheduler, name)(optimizer, **arguments)
-    return made
-
-
-def _row(name: str, arguments: str, required: str = "", *, length: str = "", peak: str = "") -> ScheduleKind:
-    return ScheduleKind(
-        make=partial(_torch_schedule, name),
-        arguments=tuple(arguments.split()),
-        required=tuple(required.split()),
-        length=length,
-        peak=peak,
-    )
-
-
-SCHEDULES: Registry[ScheduleKind] = Registry(
-    "schedule",
-    ScheduleKind,
-    {
-        "ConstantLR": _row("ConstantLR", "factor total_iters"),
-        "LinearLR": _row("LinearLR", "start_factor end_factor total_iters", length="total_iters"),
-        "ExponentialLR": _row("ExponentialLR", "gamma", "gamma"),
-        "PolynomialLR": _row("PolynomialLR", "total_iters power", length="total_iters"),
-        "StepLR": _row("StepLR", "step_size gamma", "step_size"),
-        "MultiStepLR": _row("MultiStepLR", "milestones gamma", "milestones"),
-        "CosineAnnealingLR": _row("CosineAnnealingLR", "T_max eta_min", length="T_max"),
-        "CosineAnnealingWarmRestarts": _row("CosineAnnealingWarmRestarts", "T_0 T_mult eta_min", "T_0"),
-        "OneCycleLR": _row(
-            "OneCycleLR",
-            "max_lr total_steps pct_start anneal_strategy cycle_momentum base_momentum max_momentum div_factor "
-            "final_div_factor three_phase",
-            length="total_steps",
-            peak="max_lr",
-        ),
-        "CyclicLR": _row(
-            "CyclicLR",
-            "base_lr max_lr step_size_up step_size_down mode gamma scale_mode cycle_momentum base_momentum max_momentum",
-            "base_lr",
-            peak="max_lr",
-        ),
-        PLATEAU: _row(PLATEAU, "mode factor patience threshold threshold_mode cooldown min_lr eps"),
-    },
-)
-
-
-def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments that the schedule does not take, or lacks."""
-    row = SCHEDULES[name]
-    unknown = [key for key in arguments if key not in row.arguments]
-    if unknown:
-        near = near_matches(unknown[0], row.arguments)
-        listing = "" if near.startswith("; known") else f" ({name} takes: {', '.join(row.arguments)})"
-        raise ConfigError(f"{name} has no argument {unknown[0]!r}{near}{listing}")
-    missing = [key for key in row.required if key not in arguments]
-    if missing:
-        raise ConfigError(f"{name} needs {missing[0]}; it takes: {', '.join(row.arguments)}")
 
 
 # Groups of parameters with optimizers of their own: which parameters are whose, in a Model and by torch's names.

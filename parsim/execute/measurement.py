@@ -98,8 +98,7 @@ class RankRecord:
             raise ExecutionError(f"rank {rank} left no record in {folder}; the run did not finish")
         with reading(f"{path} is not the record of a rank", ExecutionError, "run again"):
             facts: dict[str, Any] = parse_json(read_regular(path), allow_nan=True)
-            before = facts.get("schema_version", 1) == 1
-            if not before and (problem := version_problem(facts, SCHEMA_VERSION)):
+            if problem := version_problem(facts, SCHEMA_VERSION):
                 raise ExecutionError(f"{path}: {problem}; or run again")
             table = _table(read_regular(folder / f"rank{rank}.npy"))
             recorded, streams = facts["recorded"], facts["streams"]
@@ -112,12 +111,12 @@ class RankRecord:
                 rank=rank,
                 rounds=[(start, end, int(steps_)) for start, end, steps_ in facts["rounds"]],
                 steps=steps,
-                losses=[_loss(value, before=before) for value in facts["losses"]],
+                losses=[None if value is None else float(value) for value in facts["losses"]],
                 cpu_s=facts["cpu_s"],
                 peak_bytes=int(facts["peak_bytes"]),
-                pace_s=facts.get("pace_s", []),  # runs of before have none, nor
-                memory_lines=facts.get("memory_lines", {}),
-                memory=MemoryUse(**facts["memory"]) if facts.get("memory") else None,
+                pace_s=facts["pace_s"],
+                memory_lines=facts["memory_lines"],
+                memory=MemoryUse(**facts["memory"]) if facts["memory"] else None,
             )
             check_types(found, "record")
             return found
@@ -145,7 +144,7 @@ class Measurement:
 
     @property
     def memory_uses(self) -> tuple[MemoryUse | None, ...]:
-        """By rank what was counted; records from before there were several counters know live tensors alone."""
+        """By rank what was counted; a rank whose counters were not read has its live tensors alone."""
         known = self.memory or (None,) * len(self.peak_bytes)
         return tuple(
             use or (MemoryUse(live_bytes=peak) if peak else None) for use, peak in zip(known, self.peak_bytes, strict=True)
@@ -203,13 +202,6 @@ def total_losses(records: Sequence[RankRecord]) -> tuple[float, ...]:
         [value for value in values if value is not None] for values in zip(*(record.losses for record in records), strict=True)
     )
     return tuple(float(sum(values)) for values in steps if values)
-
-
-def _loss(value: float | str | None, *, before: bool) -> float | None:
-    """One loss of a file; `before`: of version 1."""
-    if value is None or (before and math.isnan(float(value))):
-        return None
-    return float(value)
 
 
 def _round_step_s(records: Sequence[RankRecord], number: int) -> float:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
 from parsim.errors import ProfileError
-from parsim.hardware.devices import Device, DeviceType, allocator_of, device_name
+from parsim.hardware.devices import DEVICE_KINDS, Allocator, Device, DeviceType, Spread, device_name
 from parsim.hardware.network import Network, load_network, shipped_networks
-from parsim.hardware.profile import LinkEntry, NicSlot, Profile
+from parsim.hardware.profile import DeviceTypeEntry, LinkEntry, NicSlot, Profile, Quantiles
 from parsim.hardware.topology import DEVICE_ROLES, HOST_ROLES, NETWORK_ROLES, NIC_ROLE, Link, Topology, role_of
 
 # The nodes of a topology: the parts that stay connected without the switches of the network.
@@ -471,3 +471,14 @@ def _whose(profile: Profile, nodes: int) -> str:
 def _range(known: dict[int, Device]) -> str:
     numbers = sorted(known)
     return str(numbers) if len(numbers) <= 32 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def allocator_of(entry: DeviceTypeEntry) -> Allocator:
+    """The allocator's intervals as the profile has them, or as assumed of the kind of device."""
+
+    def spread(quantiles: Quantiles) -> Spread:
+        return Spread(quantiles.p05, quantiles.median, quantiles.p95)
+
+    if entry.allocator is None:
+        return DEVICE_KINDS[entry.kind].allocator
+    return Allocator(library_bytes=spread(entry.allocator.library_bytes), lost_share=spread(entry.allocator.lost_share))

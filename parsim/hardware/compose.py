@@ -18,19 +18,22 @@ Leaves out: which cards share a socket's memory, and hosts whose PCIe differs fr
 
 from __future__ import annotations
 
+import importlib.resources
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from parsim.errors import ProfileError
+from parsim.errors import ProfileError, near_matches
 from parsim.files import parse_toml, read_text
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.network import Network, load_network
-from parsim.hardware.parts import FORM, GpuPart, LinkPart, PartFit, load_gpu, load_link
+from parsim.hardware.parts import FORM, GpuPart, LinkPart, PartFit, is_shorthand, load_gpu, load_link
 from parsim.hardware.profile import (
     Communication,
     DeviceEntry,
@@ -45,7 +48,9 @@ from parsim.hardware.profile import (
     Provenance,
     Sourced,
     SourceEntry,
+    parse_profile,
     problems_text,
+    shipped_profiles,
 )
 from parsim.hardware.records import ComputeRecords, Count, Efficiency, OperatorFit, Positive, ProfileRecord
 
@@ -527,3 +532,42 @@ def _merged(base: Profile, profiles: Sequence[Profile], name: str) -> Profile:
             "host": max(hosts, key=lambda host: host.launch_s or 0.0) if hosts else None,
         }
     )
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """A profile by shipped name, by path, or made of parts.
+
+    Args:
+        name_or_path: a name of `shipped_profiles`; the path of a JSON file, or of a TOML file that refers to parts; or a node
+            of equal GPUs such as "8xh100-sxm" (`parsim.hardware.parts`).
+
+    Raises:
+        ProfileError: an unknown name (with near matches), or a broken file (with the path of the wrong key).
+    """
+    path = Path(name_or_path)
+    if path.suffix == SUFFIX:
+        return read_parts_file(path)
+    if is_shorthand(name_or_path):
+        return node_of_parts(name_or_path)
+    if path.suffix == ".json" or os.sep in name_or_path:
+        if not path.is_file():
+            raise ProfileError(f"no profile file {path}; write one with `parsim calibrate --out {path}`")
+        try:
+            return _parsed(read_text(path), str(path))
+        except (OSError, ValueError) as error:
+            raise ProfileError(
+                f"cannot read profile {path}: {error}; give a JSON file written by `parsim calibrate`"
+            ) from error
+    if name_or_path not in shipped_profiles():
+        raise ProfileError(
+            f"unknown profile {name_or_path!r}{near_matches(name_or_path, shipped_profiles())} (or GPUs by name, such as "
+            "8xh100-sxm)"
+        )
+    text = importlib.resources.files("hardware_profiles").joinpath(f"{name_or_path}.json").read_text("utf-8")
+    return _parsed(text, name_or_path)
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str, where: str) -> Profile:
+    """A profile is immutable: one text is checked once in a process."""
+    return parse_profile(text, where)

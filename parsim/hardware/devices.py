@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from parsim.errors import ProfileError
 from parsim.hardware.topology import DEVICE_ROLES
 from parsim.registry import Registry
 from parsim.units import MIB
-
-if TYPE_CHECKING:
-    from parsim.hardware.profile import DeviceTypeEntry, Quantiles
-
 
 # Memory of a rank beyond its tensors and the framework's context: lost in an allocator's blocks, or taken by libraries.
 #
@@ -104,17 +100,6 @@ DEVICE_KINDS: Registry[DeviceKind] = Registry(
 def device_name(index: int, kind: str) -> str:
     """Endpoint of device `index`: gpu3 or cpu0."""
     return f"{DEVICE_KINDS[kind].endpoint}{index}"
-
-
-def allocator_of(entry: DeviceTypeEntry) -> Allocator:
-    """As the profile has it, or as assumed of its kind."""
-    if entry.allocator is None:
-        return DEVICE_KINDS[entry.kind].allocator
-    return Allocator(library_bytes=_spread(entry.allocator.library_bytes), lost_share=_spread(entry.allocator.lost_share))
-
-
-def _spread(quantiles: Quantiles) -> Spread:
-    return Spread(quantiles.p05, quantiles.median, quantiles.p95)
 
 
 # The rates and memory of one device; every number comes from a profile, which keeps its source.

@@ -8,15 +8,13 @@ inside the library `parsim.hardware.cluster.Cluster` is used.
 from __future__ import annotations
 
 import importlib.resources
-import os
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from parsim.errors import ProfileError, near_matches
-from parsim.files import read_text, version_problem, write_text_atomically
+from parsim.files import version_problem, write_text_atomically
 from parsim.hardware.devices import DEVICE_KINDS, device_name
 from parsim.hardware.records import (
     ComputeRecords,
@@ -27,7 +25,6 @@ from parsim.hardware.records import (
     check_latency,
     check_rate,
     check_texts,
-    either_key,
     from_text,
     to_text,
 )
@@ -318,8 +315,8 @@ class HostOverhead(ProfileRecord):
 
     task_s: NonNegative
     step_s: NonNegative
-    post_wait_s: NonNegative = Field(default=0.0, validation_alias=either_key("post_wait_s"))
-    core_sharing: float = Field(default=1.0, ge=1, validation_alias=either_key("core_sharing"))
+    post_wait_s: NonNegative = 0.0
+    core_sharing: float = Field(default=1.0, ge=1)
     load_s: NonNegative | None = None
     load_seconds_per_byte: NonNegative | None = None
     load_part_s: NonNegative | None = None
@@ -479,48 +476,6 @@ def shipped_profiles() -> list[str]:
     """Names of the profiles that come with the package."""
     folder = importlib.resources.files("hardware_profiles")
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
-
-
-def load_profile(name_or_path: str) -> Profile:
-    """A profile by shipped name, by path, or made of parts.
-
-    Args:
-        name_or_path: a name of `shipped_profiles`; the path of a JSON file, or of a TOML file that refers to parts; or a node
-            of equal GPUs such as "8xh100-sxm" (`parsim.hardware.parts`).
-
-    Raises:
-        ProfileError: an unknown name (with near matches), or a broken file (with the path of the wrong key).
-    """
-    from parsim.hardware.compose import SUFFIX, node_of_parts, read_parts_file
-    from parsim.hardware.parts import is_shorthand
-
-    path = Path(name_or_path)
-    if path.suffix == SUFFIX:
-        return read_parts_file(path)
-    if is_shorthand(name_or_path):
-        return node_of_parts(name_or_path)
-    if path.suffix == ".json" or os.sep in name_or_path:
-        if not path.is_file():
-            raise ProfileError(f"no profile file {path}; write one with `parsim calibrate --out {path}`")
-        try:
-            return _parsed(read_text(path), str(path))
-        except (OSError, ValueError) as error:
-            raise ProfileError(
-                f"cannot read profile {path}: {error}; give a JSON file written by `parsim calibrate`"
-            ) from error
-    if name_or_path not in shipped_profiles():
-        raise ProfileError(
-            f"unknown profile {name_or_path!r}{near_matches(name_or_path, shipped_profiles())} (or GPUs by name, such as "
-            "8xh100-sxm)"
-        )
-    text = importlib.resources.files("hardware_profiles").joinpath(f"{name_or_path}.json").read_text("utf-8")
-    return _parsed(text, name_or_path)
-
-
-@lru_cache(maxsize=8)
-def _parsed(text: str, where: str) -> Profile:
-    """A profile is immutable: one text is checked once in a process."""
-    return parse_profile(text, where)
 
 
 def parse_profile(text: str, where: str) -> Profile:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import GenericAlias
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 from parsim.errors import ProfileError
 from parsim.files import ESCAPED_CONTROL, NO_CONTROL, control_character_in, parse_json
@@ -111,6 +113,8 @@ def _render(node: Any, depth: int) -> str:
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Name = Annotated[str, Field(strict=True, min_length=1)]
 
 
 LEAST_BYTES_PER_S = 1e6
@@ -163,13 +167,37 @@ def meant(value: float, unit: str, factor: float) -> str:
     return f"; {unit} meant? then write {value * factor:g}" if value else ""
 
 
-OLD_KEYS = {"post_wait_s": "resume_s", "core_sharing": "crowding"}
-"""What keys of a profile were called before. Files with the old ones load; new files have the new ones."""
+class PairsOf:
+    """A pydantic annotation: a table that its record keeps as sorted pairs, so that the record can be hashed.
+
+    `values` is the type of a value. Lists among the values become tuples.
+    """
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        checked = core_schema.no_info_before_validator_function(
+            _as_table, handler.generate_schema(GenericAlias(dict, (str, self.values)))
+        )
+        return core_schema.no_info_after_validator_function(
+            sorted_pairs, checked, serialization=core_schema.plain_serializer_function_ser_schema(dict)
+        )
 
 
-def either_key(key: str) -> AliasChoices:
-    """A key of OLD_KEYS by its new or its old name."""
-    return AliasChoices(key, OLD_KEYS[key])
+def _as_table(pairs: Any) -> Any:
+    return dict(pairs) if isinstance(pairs, tuple | list) else pairs
+
+
+def sorted_pairs(table: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The entries of a table in a fixed order, lists as tuples."""
+    return tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in sorted(table.items()))
+
+
+class ConfigSection(BaseModel):
+    """Base of the tables of a run file: unknown keys are errors, values are immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class ProfileRecord(BaseModel):

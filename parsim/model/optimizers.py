@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer as TorchOptimizer
 
-
 MOMENTUM = 0.9
 COUNTERS = ("step", "mu_product", "eta", "mu")
 """Entries of an optimizer's state that follow from the number of steps (NAdam's product of momenta, ASGD's rates): one number

@@ -6,10 +6,13 @@ Needs no torch. `build` makes the module, `interface` its batches, `load` its Mo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer, StrictBool, StrictInt, StrictStr, WrapValidator
 
 from parsim.errors import ModelError, near_matches
+from parsim.hardware.records import ConfigSection, Name, Number, PairsOf
 from parsim.model.catalogue.names import (
     check_own,
     config_path,
@@ -21,13 +24,16 @@ from parsim.model.catalogue.names import (
     sequence_of,
     shape_of,
 )
-from parsim.model.catalogue.zoo import ZOO, Scalar, ZooRow
+from parsim.model.catalogue.zoo import ZOO, ZooRow
 from parsim.model.inputs import ModelInput, check_size, inputs_from, ordered
 from parsim.model.objective import TARGET, Objective, parse_objective
+from parsim.registry import as_key_error
 
 OBJECTIVE_KEYS = ("output", "classes_dim", "target")
-REFUSE, EXAMPLE = "refuse", "example"
+REFUSE: Final = "refuse"
+EXAMPLE: Final = "example"
 CONTROL_FLOW = (REFUSE, EXAMPLE)
+TomlScalar = StrictBool | StrictInt | Number | StrictStr
 _NEEDED = {
     "classes_dim": 'loss = "cross_entropy"',
     "target": 'loss = "package:function", a function (output, target) of your own',
@@ -40,35 +46,63 @@ MOST_LAYERS = 4096
 """Of a model: more take minutes and gigabytes before a search begins."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """Attributes:
-    name: a key of the zoo, "package.module:factory", or the path of a Hugging Face config.json.
-    args: keyword arguments of the factory (for a config: values that replace its own).
-    input_shape: of ONE sample, e.g. (3, 224, 224); tokens: (seq,). None takes the model's default.
-        With one input it says all; `inputs` is for others.
-    inputs: what `forward` takes, by the names of its arguments. None: one input of `input_shape`, integers where the sample
-        has one dim and the model an embedding, else floats.
-    loss: a row of `parsim.model.objective`, "package.module:ROW" or "package:function". None takes the model's default.
-    output, classes_dim, target: of an `Objective`: which output the loss reads, where its classes lie, what its targets are.
-    control_flow: "refuse" code that depends on the values of tensors, or follow an "example": a random batch, and weights of
-        seed 0.
+def _as_inputs(given: Any) -> Any:
+    return ordered(inputs_from(given)) if isinstance(given, Mapping) else given
+
+
+def _as_target(given: Any) -> Any:
+    return ModelInput.from_dict(TARGET, given) if isinstance(given, Mapping) else given
+
+
+def _inputs_table(inputs: tuple[ModelInput, ...]) -> dict[str, Any]:
+    return {entry.name: entry.to_dict() for entry in inputs}
+
+
+class ModelSpec(ConfigSection):
+    """What [model] of a run file says of the module.
+
+    Attributes:
+        name: a key of the zoo, "package.module:factory", or the path of a Hugging Face config.json or of a saved Model.
+        args: keyword arguments of the factory (for a config: values that replace its own). A run file has them as a table.
+        input_shape: of ONE sample, e.g. (3, 224, 224); tokens: (seq,). None takes the model's default.
+            With one input it says all; `inputs` is for others.
+        inputs: what `forward` takes, by the names of its arguments: x = { shape, dtype, high, low, constant }; tables and lists
+            nest. None: one input of `input_shape`, integers where the sample has one dim and the model an embedding, else
+            floats.
+        loss: a row of `parsim.model.objective`, "own" (the module returns it), "package:function" (output, target) or
+            "package.module:ROW". None takes the model's default, or what its output calls for.
+        output: which of several outputs the loss reads: a key, a field or a place ("0"). None: `logits`, or the only one.
+        classes_dim: the dim of one sample along which cross_entropy finds its classes: 0 for maps [classes, height, width].
+        target: the targets of a loss of one's own: { shape, dtype, high }. None: numbers like the output.
+        control_flow: "refuse" code that depends on the values of tensors, or follow an "example": a random batch, weights of
+            seed 0.
     """
 
-    name: str
-    args: tuple[tuple[str, Scalar], ...] = ()
+    name: Name
+    args: Annotated[tuple[tuple[str, TomlScalar], ...], PairsOf(TomlScalar)] = ()
     input_shape: tuple[int, ...] | None = None
-    loss: str | None = None
-    inputs: tuple[ModelInput, ...] | None = None
-    output: str | None = None
-    classes_dim: int | None = None
-    target: ModelInput | None = None
-    control_flow: str = REFUSE
-
-    def __post_init__(self) -> None:
-        if self.control_flow not in CONTROL_FLOW:
-            near = near_matches(self.control_flow, CONTROL_FLOW)
-            raise ModelError(f"control_flow must be one of {', '.join(CONTROL_FLOW)}, got {self.control_flow!r}{near}")
+    loss: Name | None = None
+    inputs: (
+        Annotated[
+            tuple[ModelInput, ...],
+            BeforeValidator(_as_inputs),
+            WrapValidator(as_key_error),
+            PlainSerializer(_inputs_table),
+        ]
+        | None
+    ) = None
+    output: Name | None = None
+    classes_dim: Annotated[int, Field(strict=True)] | None = None
+    target: (
+        Annotated[
+            ModelInput,
+            BeforeValidator(_as_target),
+            WrapValidator(as_key_error),
+            PlainSerializer(ModelInput.to_dict),
+        ]
+        | None
+    ) = None
+    control_flow: Literal["refuse", "example"] = REFUSE
 
     def objective(self, usual: str | None = None) -> Objective | None:
         """The loss that is asked for; None where neither the spec nor `usual` names one.
@@ -140,14 +174,14 @@ def resolve(spec: ModelSpec) -> ModelSpec:
     if is_transformer(spec.name):
         return _resolve_named(spec)
     if (row_by_name := named(spec.name)) is not None:
-        spec = replace(spec, name=config_path(row_by_name))
+        spec = spec.model_copy(update={"name": config_path(row_by_name)})
     if ":" in spec.name or is_config(spec.name):
         if any(size < 1 for size in spec.input_shape or ()):
             raise ModelError(f"input_shape sizes must be >= 1, got {spec.input_shape}")
         if spec.inputs is not None and spec.input_shape is not None:
             raise ModelError(f"{spec.name}: inputs and input_shape both describe the inputs; drop input_shape")
         inputs = None if spec.inputs is None else ordered(spec.inputs)
-        return replace(spec, args=tuple(sorted(spec.args)), inputs=inputs)
+        return spec.model_copy(update={"args": tuple(sorted(spec.args)), "inputs": inputs})
     row = zoo_row(spec.name)
     if spec.inputs is not None:
         raise ModelError(f"{spec.name} of the zoo has its own input; drop inputs, and give input_shape for another size")
@@ -177,7 +211,8 @@ def resolve(spec: ModelSpec) -> ModelSpec:
         check_count(spec.name, name, value)
     loss = None if spec.loss == row.loss else spec.loss
     args = tuple(sorted({**defaults, **given}.items()))
-    return replace(spec, args=args, input_shape=shape, loss=loss, control_flow=REFUSE)  # none depends on its data
+    whole = {"args": args, "input_shape": shape, "loss": loss, "control_flow": REFUSE}  # none depends on its data
+    return spec.model_copy(update=whole)
 
 
 def _resolve_named(spec: ModelSpec) -> ModelSpec:
@@ -193,7 +228,7 @@ def _resolve_named(spec: ModelSpec) -> ModelSpec:
     check_count(spec.name, "layers", shape_of(spec.name, args).layers)
     args["seq"] = seq = sequence_of(spec.name, args)
     document_of(spec.name, args)
-    return replace(spec, args=tuple(sorted(args.items())), input_shape=(seq,), loss=None)
+    return spec.model_copy(update={"args": tuple(sorted(args.items())), "input_shape": (seq,), "loss": None})
 
 
 def check_count(model: str, argument: str, value: object) -> None:

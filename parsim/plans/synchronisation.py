@@ -19,9 +19,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import groupby
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from parsim.errors import AlgorithmError, PlanError, near_matches
+from parsim.hardware.records import Count, Name, Number
 from parsim.plans.averaging import MergeRule, OuterOptimizer, averaging_matrix, participation_weights, turn_weight, turns_matrix
 from parsim.plans.mesh import Mesh
 from parsim.plans.mixing import (
@@ -158,13 +161,9 @@ def parse_mixing(text: str) -> MixingSchedule:
     return MixingSchedule(match[1], tuple(sorted(settings.items())))
 
 
-def mixing_text(table: str | Mapping[str, Any]) -> str:
-    """The text of what a run file says: a text already, or a table with `name` and the settings.
-
-    Args:
-        table: such as {"name": "lattice", "neighbours": 4}.
-    """
-    if isinstance(table, str):
+def mixing_text(table: Any) -> Any:
+    """The text of a table such as {"name": "lattice", "neighbours": 4}; anything else as it is. Raises PlanError."""
+    if not isinstance(table, Mapping):
         return table
     settings = ", ".join(f"{key}={value}" for key, value in table.items() if key != "name")
     if "name" not in table:
@@ -198,37 +197,49 @@ _BELONGS = {
 }
 """Which kinds a key means something for."""
 
+Seed = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 MixingWeights = tuple[tuple[float, ...], ...]
+
+
+def _rows(weights: Any) -> Any:
+    """One row of weights as a table of one row."""
+    if isinstance(weights, list | tuple) and weights and not isinstance(weights[0], list | tuple):
+        return (tuple(weights),)
+    return weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synchronisation:
-    """Attributes:
-    kind: one of KINDS. period_steps: local steps before each round.
-    graph: of gossip, as text (`parsim.plans.synchronisation`): "ring", "lattice(neighbours=4)", "ada(rounds=50, epochs=4)".
-    weights: of average, one row with the weight of every replica; of gossip, a row per replica in place of a graph. Left
-        out: equal weights, and those of the graph.
-    outer_optimizer: a key of OUTER_OPTIMIZERS, for average. outer_learning_rate: 0 stands for the optimizer's own.
-    outer_momentum: of momentum and nesterov.
-    participation: the fraction of replicas that is drawn for every round of average; the others wait. seed: of the draws.
-    merge: of merge, one of TURN_MERGES: (g + w) / 2 as the reference does, the exact mean of a round, or less of late work.
-    merge_rate, merge_exponent: of the merge "staleness", which takes rate * (1 + s)^-exponent of weights s merges late.
-    delays: of stale, per stage, how many steps late its gradients are; left out: 2 (K - 1), ..., 2, 0 for K stages.
+    """[plan.synchronisation] of a run file, and the rule of a Plan.
+
+    Attributes:
+        kind: one of KINDS. period_steps: local steps before each round.
+        graph: of gossip, as text (`parsim.plans.synchronisation`): "ring", "lattice(neighbours=4)", "ada(rounds=50, epochs=4)".
+        weights: of average, one row with the weight of every replica; of gossip, a row per replica in place of a graph. Left
+            out: equal weights, and those of the graph.
+        outer_optimizer: a key of OUTER_OPTIMIZERS, for average. outer_learning_rate: 0 stands for the optimizer's own.
+        outer_momentum: of momentum and nesterov.
+        participation: the fraction of replicas that is drawn for every round of average; the others wait. seed: of the draws.
+        merge: of merge, one of TURN_MERGES: (g + w) / 2 as the reference does, the exact mean of a round, or less of late work.
+        merge_rate, merge_exponent: of the merge "staleness", which takes rate * (1 + s)^-exponent of weights s merges late.
+        delays: of stale, per stage, how many steps late its gradients are; left out: 2 (K - 1), ..., 2, 0 for K stages.
     """
 
-    kind: str = "all_reduce"
-    period_steps: int = 1
-    graph: str = ""
-    weights: MixingWeights = ()
-    outer_optimizer: str = "none"
-    outer_learning_rate: float = 0.0
-    outer_momentum: float = OUTER_MOMENTUM
-    participation: float = 1.0
-    seed: int = 0
-    merge: str = "half"
-    merge_rate: float = 1.0
-    merge_exponent: float = 0.5
-    delays: tuple[int, ...] = ()
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    kind: Name = "all_reduce"
+    period_steps: Count = 1
+    graph: Annotated[str, Field(strict=True), BeforeValidator(mixing_text)] = ""
+    weights: Annotated[tuple[tuple[Number, ...], ...], BeforeValidator(_rows)] = ()
+    outer_optimizer: Name = "none"
+    outer_learning_rate: Number = 0.0
+    outer_momentum: Number = OUTER_MOMENTUM
+    participation: Number = 1.0
+    seed: Seed = 0
+    merge: Name = "half"
+    merge_rate: Number = 1.0
+    merge_exponent: Number = 0.5
+    delays: tuple[Seed, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -41,7 +41,8 @@ from calibration.rounds.turns import CalibrationSection, SectionProgress, next_s
 from experiments.common.forked import run_ranks
 from parsim.app.doctor import Found, Gpu
 from parsim.errors import ConfigError, CostError, ExecutionError, ProfileError
-from parsim.hardware.profile import load_profile, save_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import save_profile
 from parsim.hardware.records import ComponentPoint
 from parsim.hardware.speed_factor import speed_since
 from parsim.model.build import build_module

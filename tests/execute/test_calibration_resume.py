@@ -24,7 +24,7 @@ from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.resume_folder import WorkFolder, alone, open_folder
 from calibration.rounds.turns import START, SectionProgress, gather_raw, read_progress
 from parsim.errors import ConfigError, ExecutionError
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.spec import ModelSpec
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))

@@ -473,15 +473,6 @@ def test_a_checkpoint_of_a_later_version_is_not_passed_over(tmp_path: Path) -> N
         latest_checkpoint(tmp_path)
 
 
-def test_a_checkpoint_without_digests_is_read_as_before(tmp_path: Path) -> None:
-    _save(tmp_path, 10)
-    path = tmp_path / "step-00000010" / "rank-0000.json"
-    document = json.loads(path.read_text())
-    del document["digest"]
-    path.write_text(json.dumps({**document, "schema_version": 2}))
-    assert _found(tmp_path) == 10
-
-
 def test_a_folder_that_is_renamed_is_no_other_step(tmp_path: Path) -> None:
     _save(tmp_path, 10)
     (tmp_path / "step-00000010").rename(tmp_path / "step-00000099")

@@ -10,7 +10,7 @@ import pytest
 from experiments.common.equality import Case
 from experiments.common.mixed import MODELS, random_case
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate

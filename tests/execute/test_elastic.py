@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 import torch
 
 from parsim.app import elastic
-from parsim.app.ask import answer, with_every_rank
+from parsim.app.ask import ask, with_every_rank
 from parsim.app.config import load_config
 from parsim.app.elastic import Survivors, check_elastic, on_devices, restarting
 from parsim.app.measured import Measured
@@ -124,7 +124,7 @@ def question(
     (folder / "profile.json").write_text(json.dumps(profile))
     (folder / "mortal.py").write_text(MODULE.replace("VICTIM", str(victim)).replace("BATCH", str(batch)))
     (folder / "run.toml").write_text(RUN.format(ranks=ranks, plan=plan))
-    return with_every_rank(answer(load_config(folder / "run.toml")).prediction)
+    return with_every_rank(ask(load_config(folder / "run.toml")).prediction)
 
 
 class Attempts:
@@ -174,7 +174,7 @@ def test_fewer_devices_get_another_plan_of_the_same_batch(asked: Prediction) -> 
 def test_a_plan_by_hand_gives_way_to_a_search_where_devices_are_fewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = question(tmp_path, monkeypatch, ranks=4, plan=PIPELINE)
     found = on_devices(asked, (0, 1, 3))
-    assert found.config.plan.strategy == "adaptive"
+    assert found.question.plan.strategy == "adaptive"
     assert found.plan.world_size <= 3
 
 
@@ -193,9 +193,9 @@ def reference(asked: Prediction, data: Any) -> dict[str, torch.Tensor]:
     """The weights of a training in one process."""
     from parsim.execute.reference import train_reference
 
-    training = asked.config.training
+    training = asked.question.training
     found = train_reference(
-        asked.config.model_spec,
+        asked.question.model_spec,
         asked.plan,
         data,
         optimizer=training.optimizer,
@@ -261,7 +261,7 @@ def test_ranks_that_die_at_a_random_step_cost_no_digit(
     assert last.step == STEPS
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        data = dataset_for(asked.config.model_spec, "digits", root=None, split="train", seed=0)
+        data = dataset_for(asked.question.model_spec, "digits", root=None, split="train", seed=0)
     weights = load_state(last).weights
     for name, expected in reference(asked, data).items():
         assert torch.allclose(weights[name], expected, rtol=0, atol=1e-10), name

@@ -25,12 +25,13 @@ from parsim.data.datasets import dataset_for
 from parsim.data.samples import order_of
 from parsim.errors import PlanError
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
-from parsim.execute.job import EmaRule, Job, RunSpec, Schedule, Switch, TrainingRecipe, UpdateGroup, pairs
+from parsim.execute.job import EmaRule, Job, RunSpec, Schedule, Switch, TrainingRecipe, UpdateGroup
 from parsim.execute.measurement import RankRecord, total_losses
 from parsim.execute.numerics import numerics_of
 from parsim.execute.rank_run import run_dataset
 from parsim.execute.reference import largest_difference, train_reference
 from parsim.execute.stage import seeded_module
+from parsim.hardware.records import sorted_pairs
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.layouts import parse_placement
@@ -161,7 +162,7 @@ def recipes() -> list[Case]:
 
 def group(name: str, pattern: str, optimizer: str, rate: float, **arguments: object) -> UpdateGroup:
     return UpdateGroup(
-        name=name, parameters=(pattern,), optimizer=optimizer, learning_rate=rate, optimizer_args=pairs(arguments)
+        name=name, parameters=(pattern,), optimizer=optimizer, learning_rate=rate, optimizer_args=sorted_pairs(arguments)
     )
 
 

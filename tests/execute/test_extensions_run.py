@@ -17,14 +17,15 @@ from calibration.measure.collectives import CollectiveItem, all_items, make_benc
 from calibration.rounds.request import CalibrationRequest
 from experiments.common.equality import Case, compare_case, even_plan, launched, run_cases
 from experiments.common.forked import run_ranks
-from parsim.app.ask import answer, run_spec
+from parsim.app.ask import ask, run_spec
 from parsim.app.config import load_config
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.communication.regime_fits import fit_regimes
 from parsim.errors import ConfigError
 from parsim.execute.optimizer import check_states, make_optimizer
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import CollectivePoint, Communication, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import CollectivePoint, Communication
 from parsim.model.optimizers import OPTIMIZERS, Optimizer
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
@@ -62,7 +63,7 @@ def test_model_loss_dataset_optimizer_and_order_on_two_processes_equal_one(tmp_p
 
 
 def test_the_run_file_of_the_example_becomes_a_job(tmp_path: Path) -> None:
-    asked = answer(load_config(EXAMPLES / "RUN.toml"))
+    asked = ask(load_config(EXAMPLES / "RUN.toml"))
     spec = run_spec(asked.prediction, "run", tmp_path / "model.json")
     assert (spec.optimizer, spec.dataset, spec.learning_rate) == ("my_extensions:RMSPROP", STRIPES, 1e-3)
     assert spec.model.loss == "my_extensions:SMOOTHED"

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 from experiments.common.equality import Case, even_plan  # noqa: E402
 from parsim.costs.compute.launches import backward_launches  # noqa: E402
 from parsim.hardware.cluster import cluster_from_profile  # noqa: E402
-from parsim.hardware.profile import load_profile  # noqa: E402
+from parsim.hardware.compose import load_profile  # noqa: E402
 from parsim.model import trace  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.model import Model  # noqa: E402

@@ -394,7 +394,7 @@ def test_a_model_may_exceed_a_gpu_unless_it_follows_an_example_there() -> None:
     devices = tuple(replace(device, type=replace(device.type, memory_bytes=memory)) for device in problem.cluster.devices)
     small = replace(asked, problem=replace(problem, cluster=replace(problem.cluster, devices=devices)))
     check_runnable(small, None)
-    model = small.config.model.model_copy(update={"control_flow": "example"})
-    follows = replace(small, config=small.config.model_copy(update={"model": model}))
+    model = small.question.model.model_copy(update={"control_flow": "example"})
+    follows = replace(small, question=small.question.model_copy(update={"model": model}))
     with pytest.raises(DoesNotFitError, match=r"follows the example .* with all .* of weights, where .* has"):
         check_runnable(follows, None)

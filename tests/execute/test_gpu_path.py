@@ -39,7 +39,8 @@ from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.processes.machine import describe_environment
 from parsim.execute.processes.speed_probe import CORE_SIZE, SpeedProbe
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile, save_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import save_profile
 from parsim.model.formats import recorded_weights
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec

@@ -8,8 +8,8 @@ import pytest
 
 from parsim.execute.autocast_step import autocast_peak_bytes
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import NO_ALLOCATOR
-from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh

@@ -16,8 +16,8 @@ from parsim.execute.measurement import RankRecord
 from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.rank_run import ProcessGroups, RankRun, run_dataset, watching
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import NO_ALLOCATOR
-from parsim.hardware.profile import load_profile
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec

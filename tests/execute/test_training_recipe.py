@@ -10,10 +10,11 @@ from torch.optim import lr_scheduler
 
 from parsim.data.samples import BatchOrder
 from parsim.errors import ConfigError
-from parsim.execute.job import Schedule, TrainingRecipe, pairs
+from parsim.execute.job import Schedule, TrainingRecipe
 from parsim.execute.learning_rate import LearningRate, check_schedule
 from parsim.execute.optimizer import check_exempt, exempt_names
 from parsim.execute.stage import seeded_module
+from parsim.hardware.records import sorted_pairs
 from tests.execute.small_plans import VIT
 
 EPOCHS_OF_TEN = BatchOrder(n=40, global_batch=4)
@@ -36,7 +37,7 @@ EPOCHS_OF_TEN = BatchOrder(n=40, global_batch=4)
 )
 def test_rates_and_momenta_are_torchs(name: str, arguments: dict[str, object]) -> None:
     """Asked in any order: what a resumed training replays is what one that was never stopped has."""
-    schedule = Schedule(name=name, arguments=pairs(arguments))
+    schedule = Schedule(name=name, arguments=sorted_pairs(arguments))
     rate = LearningRate("sgd_momentum", 0.1, TrainingRecipe(schedule=schedule), steps=30, order=EPOCHS_OF_TEN)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
     expected = getattr(lr_scheduler, name)(optimizer, **arguments)

@@ -15,7 +15,7 @@ from parsim.errors import ConfigError
 from parsim.execute.job import UpdateGroup, with_update_groups
 from parsim.execute.stage import seeded_module
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec

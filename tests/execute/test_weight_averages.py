@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from parsim.app.ask import answer, check_runnable
+from parsim.app.ask import ask, check_runnable
 from parsim.app.config import load_config
 from parsim.app.export_folder import export_folder
 from parsim.errors import ConfigError, PlanError
 from parsim.execute.job import EmaRule, EvaluationRule, TrainingRecipe
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.build import build_module
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import evaluate
@@ -151,7 +151,7 @@ def test_what_ema_needs_is_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
     relaxed = RUN.replace("TENSORBOARD", "false").replace("zero_stage = 1", 'synchronisation = "average/4"')
     Path("run.toml").write_text(relaxed)
     with pytest.raises(PlanError, match=r"training\.ema averages weights over steps"):
-        check_runnable(answer(load_config(Path("run.toml"))).prediction, None)
+        check_runnable(ask(load_config(Path("run.toml"))).prediction, None)
     with pytest.raises(ConfigError, match="weights 'emma' are unknown; did you mean ema"):
         export_folder(Path("kept"), format="state_dict", weights="emma")
 

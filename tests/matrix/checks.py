@@ -25,7 +25,7 @@ from parsim.execute.rank_run import make_streams, watching
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model import record
 from parsim.model.autograd.cut import backward_components, forward_components
 from parsim.model.build import build_module

@@ -15,7 +15,7 @@ from parsim.costs.costs import Costs
 from parsim.costs.observed import RunCorrections
 from parsim.errors import DeadlockError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.plans import pipeline
 from parsim.plans.layouts import parse_placement
 from parsim.plans.mesh import Mesh

@@ -7,7 +7,8 @@ import pytest
 from parsim.costs.compute.launches import element_bytes
 from parsim.errors import ConfigError, CostError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import Profile, Sourced, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile, Sourced
 from parsim.model.formats import FORMATS, is_half
 from parsim.model.load import load_model
 from parsim.model.optimizers import optimizer_bytes

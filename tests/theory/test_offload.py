@@ -13,8 +13,8 @@ from parsim.costs.loading import update_bytes
 from parsim.engines.static import simulate
 from parsim.errors import CostError, PlanError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.compose import profile_from_parts
-from parsim.hardware.profile import HostMemory, load_profile
+from parsim.hardware.compose import load_profile, profile_from_parts
+from parsim.hardware.profile import HostMemory
 from parsim.model.component import Value
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh

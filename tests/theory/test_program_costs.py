@@ -10,7 +10,7 @@ from parsim.costs.costs import Costs
 from parsim.engines.relaxed.gossip_program import gossip_model, gossip_program
 from parsim.engines.repeated import ProgramTimes, simulate_program
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mixing import mixing_graph

@@ -20,7 +20,7 @@ from parsim.execute.mixing import MixingRounds
 from parsim.execute.rank_run import RankRun
 from parsim.execute.runtime import StepScripts
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parsim.app.answer import Answer
-from parsim.app.ask import answer
+from parsim.app.ask import ask as answer
 from parsim.app.config import parse_config
 from parsim.errors import ConfigError, ParsimError, ScheduleError
 from parsim.plans.layouts import Placement

@@ -13,7 +13,7 @@ from experiments.search.asking import drawn, hungry
 from experiments.search.never_slower import by_hand
 from parsim.errors import ParsimError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.catalogue.names import named
 from parsim.model.catalogue.sublayers import SamplePart, Software
 from parsim.model.catalogue.transformer import transformer

@@ -12,7 +12,7 @@ from parsim.app.functions import simulate
 from parsim.costs.costs import Costs
 from parsim.errors import PlanError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate

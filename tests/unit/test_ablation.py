@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from experiments.this_machine import ablation
-from parsim.hardware.profile import HostOverhead, Overlap, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import HostOverhead, Overlap
 
 
 def test_a_correction_that_halves_the_error_helps_and_noise_does_not() -> None:

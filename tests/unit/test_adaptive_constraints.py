@@ -13,7 +13,7 @@ import pytest
 from parsim.app.ask import run_spec
 from parsim.app.functions import plan
 from parsim.app.train import adaptive_spec
-from parsim.costs.observed import NO_RUN_CORRECTIONS, RunCorrections
+from parsim.costs.observed import RunCorrections
 from parsim.errors import ExecutionError, ParsimError
 from parsim.execute.adaptive import Steering, problem_of
 from parsim.execute.job import Job
@@ -112,16 +112,6 @@ def changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> Job:
     change(document["adaptive"])
     path.write_text(json.dumps(document))
     return Job.load(path)
-
-
-def test_a_job_of_before_has_no_constraints(tmp_path: Path) -> None:
-    made = job_of(tmp_path, {"plan.mesh": {"pp": 2}})
-    old = changed(tmp_path, lambda adaptive: adaptive.pop("asked"))
-    assert made.adaptive is not None
-    assert old.adaptive is not None
-    assert made.adaptive.asked.constraints.pp == 2
-    assert old.adaptive.asked.constraints.pp is None
-    assert problem_of(old.adaptive, old.runs[0]).corrections == NO_RUN_CORRECTIONS
 
 
 def update_asked(change: dict[str, object], adaptive: dict[str, Any]) -> None:

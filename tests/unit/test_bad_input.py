@@ -24,7 +24,7 @@ from parsim.commands import run as run_command
 from parsim.engines.scenario.scenario import check_places, load_scenario, parse_scenario
 from parsim.errors import ConfigError, ScenarioError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 

@@ -212,7 +212,7 @@ def test_an_answer_becomes_one_trace_per_rank(tmp_path: Path) -> None:
     keys += ["plan.microbatches=2", "plan.zero_stage=1", "plan.recompute=none"]
     found = simulate("transformer", cluster="8xh100-sxm", global_batch=16, overrides=keys)
     problem = found.problem
-    RunFolder(tmp_path).write_question(found.config, problem.model, found.plan, problem.cluster.profile, problem.history)
+    RunFolder(tmp_path).write_question(found.question, problem.model, found.plan, problem.cluster.profile, problem.history)
     done = export_folder(tmp_path, format="chakra")
     files = sorted((tmp_path / "chakra").glob("parsim.*.et"))
     assert len(files) == done.found["ranks"] == 8

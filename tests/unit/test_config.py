@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.app.config import RunConfig, constraints_of, load_config, mesh_of, parse_config
+from parsim.app.config import Question, constraints_of, load_config, mesh_of, parse_config
 from parsim.app.config_text import parse_overrides
 from parsim.model.spec import ModelSpec
 from parsim.plans.constraints import PlanConstraints
@@ -53,7 +53,7 @@ def test_the_last_override_of_a_key_wins() -> None:
 
 def test_an_override_reaches_into_a_table_and_keeps_the_rest() -> None:
     config = parse_config(BASE, ["model.args.width=64", "plan.strategy=custom", "plan.mesh.pp=2", "plan.mesh.dp=4"])
-    assert config.model.args == {"num_classes": 100, "width": 64}
+    assert dict(config.model.args) == {"num_classes": 100, "width": 64}
     assert config.plan.mesh is not None
     assert (config.plan.mesh.pp, config.plan.mesh.dp, config.plan.mesh.tp) == (2, 4, None)
     assert mesh_of(config.plan) == Mesh(pp=2, dp=4)
@@ -134,7 +134,7 @@ def test_the_resolved_config_reads_back_equal(args: dict[str, Any], batch: int, 
     document["model"]["args"] = args
     document["training"].update(global_batch=16 * batch, learning_rate=rate)
     document["plan"] = {"strategy": "custom", "mesh": {"dp": 8}, "microbatches": 2}
-    config = RunConfig.model_validate(document)
+    config = Question.model_validate(document)
     again = parse_config(config.to_toml())
     assert again == config
     assert again.model_spec == config.model_spec

@@ -15,12 +15,13 @@ from torch import distributed
 
 from calibration.rounds import calibrate
 from calibration.rounds.request import CalibrationRequest
-from parsim.app import ask
+from parsim.app import demo
 from parsim.app.calibration import ChosenRanks, choose_ranks
-from parsim.commands import demo as command
+from parsim.commands.demo import demo as demo_command
 from parsim.errors import ConfigError
 from parsim.execute.job import Job
-from parsim.hardware.profile import Profile, load_profile, save_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile, save_profile
 
 See = Callable[..., None]
 
@@ -63,7 +64,7 @@ def test_more_ranks_than_gpus_are_refused(see: See) -> None:
 
 @pytest.mark.parametrize(("kind", "count"), [("cuda", 1), ("cuda", 4), ("cpu", 2)])
 def test_the_calibration_measures_those_ranks(kind: Any, count: int) -> None:
-    request = command.calibration_of_demo(ChosenRanks(kind=kind, count=count, why=""))
+    request = demo.calibration_of_demo(ChosenRanks(kind=kind, count=count, why=""))
     assert (request.device, request.nproc, request.precision) == (kind, count, "fp32")
     assert [spec.name for spec, _ in request.models] == ["resnet_small", "vit_small"]
 
@@ -91,13 +92,13 @@ def test_the_demo_calibrates_and_trains_on_the_gpus_it_finds(
         raise Told
 
     monkeypatch.setattr(calibrate, "calibrate", calibrated)
-    monkeypatch.setattr(ask, "launch_job", kept)
-    monkeypatch.setattr(command, "WHAT_IF_MODELS", ())
+    monkeypatch.setattr(demo, "launch_job", kept)
+    monkeypatch.setattr(demo, "WHAT_IF_MODELS", {})
     with pytest.raises(Told):
-        command.demo(out=tmp_path, nproc=None, full=gpus == 2, as_json=True)
+        demo_command(out=tmp_path, nproc=None, full=gpus == 2, as_json=True)
     assert [(request.device, request.nproc, request.quick) for request in requests] == [("cuda", gpus, gpus == 1)]
     (job,) = jobs
-    assert job.rounds == (command.QUICK if gpus == 1 else command.FULL).rounds
+    assert job.rounds == (demo.QUICK if gpus == 1 else demo.FULL).rounds
     assert (job.device, job.world_size) == ("cuda", gpus)
     names = [run.name for run in job.runs]
     assert len(set(names)) == len(names) >= 2
@@ -119,9 +120,9 @@ def _run(name: str, predicted_s: float, measured_s: float) -> Any:
 
 
 def test_the_demo_says_whether_its_choice_was_the_fastest() -> None:
-    right = command._measured_sentence([_run("dp", 0.1, 0.125), _run("mp", 0.2, 0.2)])
+    right = demo.measured_sentence([_run("dp", 0.1, 0.125), _run("mp", 0.2, 0.2)])
     assert (
         right == "dp was predicted fastest, and was: 125 ms per step measured. Step times of 2 plans were off by 0.0% to 20.0%."
     )
-    wrong = command._measured_sentence([_run("dp", 0.1, 0.3), _run("mp", 0.2, 0.2)])
+    wrong = demo.measured_sentence([_run("dp", 0.1, 0.3), _run("mp", 0.2, 0.2)])
     assert wrong.startswith("dp was predicted fastest; measured, mp was, and dp took 50% longer.")

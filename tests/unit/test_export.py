@@ -39,7 +39,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
             known[key] = tmp_path_factory.mktemp("answer")
             problem = found.problem
             RunFolder(known[key]).write_question(
-                found.config, problem.model, found.plan, problem.cluster.profile, problem.history
+                found.question, problem.model, found.plan, problem.cluster.profile, problem.history
             )
         return known[key]
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from parsim.app.answer import Answer
-from parsim.app.ask import answer, check_runnable
+from parsim.app.ask import ask as answer
+from parsim.app.ask import check_runnable
 from parsim.app.config import parse_config
 from parsim.cli import main
 from parsim.costs.communication.collectives import estimate_collective
@@ -21,8 +22,8 @@ from parsim.data import DATASETS, load_dataset
 from parsim.data.samples import Target
 from parsim.errors import ConfigError, CostError, DataError, GraphError, ModelError, PlanError, ProfileError, ScheduleError
 from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import DEVICE_KINDS
-from parsim.hardware.profile import load_profile
 from parsim.model.formats import FORMATS
 from parsim.model.objective import LOSSES
 from parsim.model.optimizers import OPTIMIZERS
@@ -128,7 +129,7 @@ def test_a_run_file_says_which_key_names_no_row(change: str, message: str) -> No
 
 def test_optimizer_in_memory_price_and_learning_rate() -> None:
     mine, none = ask("training.optimizer=my_extensions:RMSPROP"), ask("training.optimizer=sgd")
-    assert mine.config.training.resolved_learning_rate == 1e-3
+    assert mine.question.training.resolved_learning_rate == 1e-3
     assert lines(none)["optimizer_state"] == 0
     assert lines(mine)["optimizer_state"] == 4 * mine.problem.model.parameter_count
     step = OptimizerStep(elements=25_000_000, tensors=100)

@@ -14,7 +14,8 @@ from parsim.costs.conformal import ValidationRecord
 from parsim.costs.history import NO_HISTORY, History, append_record, fingerprint, history_path, read_history
 from parsim.errors import ProfileError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import Noise, Profile, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Noise, Profile
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.search.families import FAMILIES
@@ -68,14 +69,17 @@ def test_where_a_history_lies() -> None:
         ("{half a li", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ("[1, 2]", "not an object"),
-        (json.dumps({"model": "m"}), "no run"),
-        (json.dumps({**asdict(record(0)), "measured_s": True}), "no measured_s"),
-        (json.dumps({**asdict(record(0)), "measured_s": math.nan}), "not JSON"),
-        (json.dumps({**asdict(record(0)), "measured_s": 10**400}), "not JSON"),
-        (json.dumps({**asdict(record(0)), "low_s": 0.2}), "a record needs p05 <= median <= p95"),
-        (json.dumps({**asdict(record(0)), "machine": 3}), "machine is not a string"),
-        (json.dumps({**asdict(record(0)), "profile": "f00"}), "of another profile or version (f00, not"),
-        (json.dumps({**asdict(record(0)), "machine": "other, 64 cores"}), "of other hardware (other, 64 cores)"),
+        (json.dumps({"schema_version": 1, "model": "m"}), "no run"),
+        (json.dumps({"schema_version": 1, **asdict(record(0)), "measured_s": True}), "no measured_s"),
+        (json.dumps({"schema_version": 1, **asdict(record(0)), "measured_s": math.nan}), "not JSON"),
+        (json.dumps({"schema_version": 1, **asdict(record(0)), "measured_s": 10**400}), "not JSON"),
+        (json.dumps({"schema_version": 1, **asdict(record(0)), "low_s": 0.2}), "a record needs p05 <= median <= p95"),
+        (json.dumps({"schema_version": 1, **asdict(record(0)), "machine": 3}), "machine is not a string"),
+        (json.dumps({"schema_version": 1, **asdict(record(0)), "profile": "f00"}), "of another profile or version (f00, not"),
+        (
+            json.dumps({"schema_version": 1, **asdict(record(0)), "machine": "other, 64 cores"}),
+            "of other hardware (other, 64 cores)",
+        ),
     ],
 )
 def test_a_line_that_does_not_belong_is_named_and_left_out(tmp_path: Path, line: str, why: str) -> None:

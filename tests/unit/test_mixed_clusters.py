@@ -8,6 +8,7 @@ import pytest
 
 import parsim
 from parsim.app.config import parse_config
+from parsim.app.faster import what_would
 from parsim.app.load import cluster_of
 from parsim.errors import ConfigError, ParsimError, ProfileError
 from parsim.hardware.compose import NodeGroup, mixed_cluster
@@ -55,7 +56,7 @@ def test_the_profile_of_a_run_folder_gives_the_same_devices() -> None:
     mixed = mixed_cluster(groups, network)
     assert mixed_cluster(groups, network, profile=mixed.profile) == mixed
     config = parse_config(question(group(FAST) + group(SLOW)))
-    assert cluster_of(config, mixed.profile).devices == mixed.devices
+    assert cluster_of(config.cluster, mixed.profile).devices == mixed.devices
 
 
 def test_a_step_over_all_is_as_fast_as_over_the_slower_ones(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_devices_that_a_plan_leaves_idle_are_counted(tmp_path: Path) -> None:
     assert "idle" not in answer.sentence()
     few = parsim.plan("mlp", cluster="8xh100-sxm", global_batch=8, settings={"plan.mesh": {"dp": 2}, "plan.strategy": "dp"})
     assert "(8 devices, 6 of them idle)" in few.sentence()
-    assert answer.config.cluster.in_words == "1 nodes of h100-sxm + 1 nodes of a100-sxm-80gb"
+    assert answer.question.cluster.in_words == "1 nodes of h100-sxm + 1 nodes of a100-sxm-80gb"
 
 
 @pytest.mark.parametrize(
@@ -117,4 +118,4 @@ def test_the_config_reads_back_equal() -> None:
 def test_what_would_be_faster_is_not_asked_of_groups(tmp_path: Path) -> None:
     answer = answered(tmp_path, group(FAST) + group(SLOW))
     with pytest.raises(ParsimError, match="names several; change the groups"):
-        answer.what_would(0.2)
+        what_would(answer, 0.2)

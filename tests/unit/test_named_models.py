@@ -236,7 +236,7 @@ def test_a_v100_takes_fp16() -> None:
     answer = parsim.plan(
         "gpt3-125m", cluster="8xv100", global_batch=8, strategy="dp", args={"layers": 1, "seq": 128}, settings=settings
     )
-    assert answer.config.training.precision == "amp_fp16"
+    assert answer.question.training.precision == "amp_fp16"
 
 
 def test_configs_name_real_files() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from parsim.app.ask import answer, ask_again, check_runnable
-from parsim.app.config import RunConfig, parse_config
+from parsim.app.ask import ask, ask_again, check_runnable
+from parsim.app.config import Question, parse_config
 from parsim.app.functions import simulate
 from parsim.app.run_folder import RunFolder
 from parsim.app.write_folder import write_prediction
@@ -29,7 +29,7 @@ global_batch = 8
 """
 
 
-def asked(tmp_path: Path, *overrides: str) -> RunConfig:
+def asked(tmp_path: Path, *overrides: str) -> Question:
     path = tmp_path / "model.json"
     chain_model((1e9,) * 3, elements=10**6).save(path)
     text = RUN.format(model=path)
@@ -51,7 +51,7 @@ def test_a_folder_keeps_what_the_run_file_says_of_the_host(tmp_path: Path) -> No
 
 
 def test_a_plan_with_offload_is_not_launched(tmp_path: Path) -> None:
-    found = answer(asked(tmp_path, "plan.activation_offload=true"))
+    found = ask(asked(tmp_path, "plan.activation_offload=true"))
     with pytest.raises(PlanError, match=r"the plan has activation_offload, which parsim simulates"):
         check_runnable(found, None)
 
@@ -66,11 +66,11 @@ def test_a_plan_with_offload_is_not_launched(tmp_path: Path) -> None:
 )
 def test_what_offload_does_not_go_with(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        answer(asked(tmp_path, *overrides))
+        ask(asked(tmp_path, *overrides))
 
 
 def test_false_is_the_plan_without_it(tmp_path: Path) -> None:
     plain, off = (
-        answer(asked(tmp_path, *more)) for more in ((), ("plan.activation_offload=false", "plan.optimizer_offload=false"))
+        ask(asked(tmp_path, *more)) for more in ((), ("plan.activation_offload=false", "plan.optimizer_offload=false"))
     )
     assert plain.evaluation.result.plan == off.evaluation.result.plan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.costs.history import WORDS, fingerprint
 from parsim.errors import ProfileError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import HostOverhead, Profile, load_profile, parse_profile, save_profile, shipped_profiles
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile, parse_profile, save_profile, shipped_profiles
 from parsim.hardware.records import TABLE_MIN_ROWS, from_text, to_text
 
 V100 = ("dgx1-v100-16gb", "dgx1-v100-32gb")
@@ -270,37 +269,3 @@ def test_ranks_follow_the_listed_devices() -> None:
 def test_devices_the_profile_has_not(devices: Any, message: str) -> None:
     with pytest.raises(ProfileError, match=message):
         cluster_from_profile(load_profile("dgx1-v100-32gb"), devices)
-
-
-def test_keys_of_before_still_load() -> None:
-    """A profile with the names that keys had before: the same values, the same version, and new names when it is saved."""
-    new = load_profile("dgx1-v100-32gb").model_dump(mode="json", exclude_defaults=True)
-    host = {"task_s": 1e-5, "step_s": 1e-4, "source": next(iter(new["sources"]))}
-    new["host"] = {**host, "post_wait_s": 2e-4, "core_sharing": 1.08}
-    old = {**new, "host": {**host, "resume_s": 2e-4, "crowding": 1.08}}
-    loaded = parse_profile(json.dumps(old), "old.json")
-    assert loaded == parse_profile(json.dumps(new), "new.json")
-    assert loaded.host is not None
-    assert (loaded.host.post_wait_s, loaded.host.core_sharing) == (2e-4, 1.08)
-    saved = loaded.model_dump(mode="json", exclude_defaults=True)["host"]
-    assert saved == new["host"]
-
-
-def test_a_renamed_key_keeps_the_history() -> None:
-    """The fingerprint is over the names of before: a history that was written then belongs to the profile still."""
-    new = load_profile("dgx1-v100-32gb")
-    source = next(iter(new.sources))
-    host = HostOverhead(task_s=1e-5, step_s=1e-4, post_wait_s=2e-4, core_sharing=1.08, source=source)
-    profile = new.model_copy(update={"host": host})
-    numbers = profile.model_dump(mode="json", exclude_defaults=True, exclude={*WORDS, "updates"})
-    numbers["host"] = {"task_s": 1e-5, "step_s": 1e-4, "resume_s": 2e-4, "crowding": 1.08, "source": source}
-    wanted = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:16]
-    assert fingerprint(profile) == wanted
-
-
-def test_a_key_given_by_both_names_is_an_error() -> None:
-    new = load_profile("dgx1-v100-32gb").model_dump(mode="json", exclude_defaults=True)
-    host = {"task_s": 1e-5, "step_s": 1e-4, "source": next(iter(new["sources"]))}
-    new["host"] = {**host, "post_wait_s": 2e-4, "resume_s": 2e-4}
-    with pytest.raises(ProfileError, match=r"resume_s: Extra inputs are not permitted"):
-        parse_profile(json.dumps(new), "both.json")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import parsim as ps
-from parsim.app.question import assumed_text, importable, is_run_file, question_from_file, question_of
+from parsim.app.question import assumed_text, importable, is_run_file, question_from_file, question_of, taken_defaults
 from parsim.cli import main
 from parsim.errors import ConfigError, ModelError, ProfileError
 from parsim.execute.processes import launch
@@ -69,24 +69,24 @@ def test_a_question_says_the_same_as_the_run_file(tmp_path: Path) -> None:
     file.write_text(RUN.format(model="resnet50"))
     by_file = question_from_file(file)
     by_words = question_of("resnet50", cluster="dgx1-v100-32gb", global_batch=64, overrides=["training.precision=amp_fp16"])
-    assert by_words.config == by_file.config
-    assert by_words.assumed == by_file.assumed
+    assert by_words.to_dict() == by_file.to_dict()
+    assert taken_defaults(by_words) == taken_defaults(by_file)
     by_value = question_of("resnet50", cluster="dgx1-v100-32gb", global_batch=64, settings={"training.precision": "amp_fp16"})
-    assert by_value.config == by_file.config
+    assert by_value.to_dict() == by_file.to_dict()
 
 
 def test_the_defaults_that_were_taken_are_told() -> None:
     question = question_of("resnet50", cluster="dgx1-v100-32gb", global_batch=64, settings={"training.optimizer": "adam"})
-    assumed = dict(question.on_devices(8).assumed)
+    assumed = taken_defaults(question, 8)
     assert assumed["training.precision"] == "fp32"
     assert assumed["cluster.devices"] == 8
     assert assumed["model.args.num_classes"] == 1000
     assert assumed["model.input_shape"] == (3, 224, 224)
     assert "training.optimizer" not in assumed
-    text = assumed_text(question.on_devices(8).assumed)
+    text = assumed_text(taken_defaults(question, 8))
     assert text.startswith("assumed: all 8 devices, precision fp32, ")
     assert "num_classes 1000" in text
-    assert assumed_text(()) == ""
+    assert assumed_text({}) == ""
 
 
 def test_what_is_said_is_not_assumed() -> None:
@@ -109,7 +109,7 @@ def test_what_is_said_is_not_assumed() -> None:
         global_batch=64,
         settings={key: value for key, value in said.items() if key != "model.args"},
     )
-    assert question.assumed == ()
+    assert taken_defaults(question) == {}
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
@@ -160,7 +160,7 @@ def test_a_file_of_any_name_is_a_run_file(tmp_path: Path) -> None:
     file = tmp_path / "question.txt"
     file.write_text(RUN.format(model="mlp"))
     assert is_run_file(file)
-    assert question_of(file).config.model.name == "mlp"
+    assert question_of(file).model.name == "mlp"
 
 
 def test_a_factory_beside_the_run_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,12 +170,12 @@ def test_a_factory_beside_the_run_file_is_found(tmp_path: Path, monkeypatch: pyt
     (folder / "run.toml").write_text(RUN.format(model="mymodel_beside:net").replace("amp_fp16", "fp32"))
     monkeypatch.setattr(sys, "path", list(sys.path))
     question = question_of(folder / "run.toml", settings={"model.input_shape": [32], "plan.strategy": "dp"})
-    assert question.config.model.import_folder == str(folder)
+    assert question.model.import_folder == str(folder)
     assert ps.plan(folder / "run.toml", settings={"model.input_shape": [32], "plan.strategy": "dp"}).fits
     kept = tmp_path / "elsewhere"
     kept.mkdir()
-    (kept / "config.toml").write_text(question.config.to_toml())
-    assert question_from_file(kept / "config.toml").config == question.config
+    (kept / "config.toml").write_text(question.to_toml())
+    assert question_from_file(kept / "config.toml").to_dict() == question.to_dict()
 
 
 def test_another_module_of_that_name_is_refused(parsim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_another_module_of_that_name_is_refused(parsim, tmp_path: Path, monkeypa
 
 
 def test_an_import_folder_without_the_module_is_refused(parsim, tmp_path: Path) -> None:
-    config = question_of("json:loads", cluster="dgx1-v100-32gb", global_batch=8, settings={"model.input_shape": [3]}).config
+    config = question_of("json:loads", cluster="dgx1-v100-32gb", global_batch=8, settings={"model.input_shape": [3]})
     model = config.model.model_copy(update={"import_folder": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"holds no json\.py"):
         importable(config.model_copy(update={"model": model}), tmp_path)
@@ -230,19 +230,19 @@ def test_a_model_of_transformers_takes_half_precision_and_adam_on_gpus(name: str
     """As `llama3-8b` does. What is said stands, and a model of one's own keeps its defaults."""
 
     def asked(name: str, **said: object) -> tuple[str, str]:
-        training = question_of(name, cluster=where, global_batch=8, settings=said).config.training
+        training = question_of(name, cluster=where, global_batch=8, settings=said).training
         return training.precision, training.optimizer
 
     assert asked(name) == asked("llama3-8b") == (precision, "adamw_fused")
     assert asked(name, **{"training.precision": "fp32"}) == ("fp32", "adamw_fused")
     assert asked(name, **{"training.optimizer": "sgd_momentum"}) == (precision, "sgd_momentum")
     assert asked("resnet50") == ("fp32", "sgd_momentum")
-    assumed = dict(question_of(name, cluster=where, global_batch=8).assumed)
+    assumed = taken_defaults(question_of(name, cluster=where, global_batch=8))
     assert (assumed["training.precision"], assumed["training.optimizer"]) == (precision, "adamw_fused")
 
 
 def test_a_model_of_transformers_takes_on_this_machine_what_it_was_calibrated_with() -> None:
-    training = question_of("llama/config.json", cluster="this-machine", global_batch=8).config.training
+    training = question_of("llama/config.json", cluster="this-machine", global_batch=8).training
     assert (training.precision, training.optimizer) == ("fp32", "sgd_momentum")
 
 
@@ -251,7 +251,7 @@ def test_a_saved_model_keeps_its_defaults_on_gpus(tmp_path: Path) -> None:
     named = ps.plan("mlp", cluster="1xh100-sxm", global_batch=8)
     named.problem.model.save(tmp_path / "mine.json")
     asked = ps.plan(tmp_path / "mine.json", cluster="1xh100-sxm", global_batch=8)
-    training = asked.config.training
+    training = asked.question.training
     assert (training.precision, training.optimizer) == ("fp32", "sgd_momentum")
     assert asked.prediction.result.step_s.median == named.prediction.result.step_s.median
 
@@ -261,7 +261,7 @@ def test_keys_of_a_precision_are_judged_by_the_one_that_is_taken(name: str) -> N
     """Not by the fp32 that stands for it until the cluster is known."""
 
     def asked(where: str, **said: object) -> Any:
-        return question_of(name, cluster=where, global_batch=8, settings=said).config.training
+        return question_of(name, cluster=where, global_batch=8, settings=said).training
 
     training = asked("8xh100-sxm", **{"training.master_weights": False})
     assert (training.precision, training.keeps_master_weights) == ("bf16", False)
@@ -278,11 +278,11 @@ def test_an_assumed_fp32_says_what_it_leaves_unused() -> None:
     from parsim.app.question import precision_text
 
     peaks = {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12}
-    assumed = (("training.precision", "fp32"),)
+    assumed = {"training.precision": "fp32"}
     assert precision_text(assumed, peaks) == (
         "precision fp32 was assumed; training.precision = amp_bf16 has 16 times its peak on this device"
     )
-    assert precision_text((), peaks) == precision_text(assumed, {"fp32": 15.7e12, "amp_fp16": 125e12}) == ""
+    assert precision_text({}, peaks) == precision_text(assumed, {"fp32": 15.7e12, "amp_fp16": 125e12}) == ""
     lines = ps.plan("mlp", cluster="1xa100-sxm-80gb", global_batch=64).lines()
     assert any(line.startswith("precision fp32 was assumed") for line in lines)
 
@@ -301,7 +301,7 @@ def test_the_folder_of_a_hugging_face_model_is_told_from_a_run_folder(parsim: Ca
 def test_the_gpus_of_a_node_change_their_number_of_nodes_and_not_that_of_gpus() -> None:
     def machines(gpus: str, per_node: int) -> tuple[int, int | None]:
         asked = question_of("mlp", cluster=gpus, global_batch=8, settings={"cluster.gpus_per_node": per_node, **NETWORK})
-        return asked.config.cluster.nodes, asked.config.cluster.gpus_per_node
+        return asked.cluster.nodes, asked.cluster.gpus_per_node
 
     assert machines("8xrtx-4090", 8) == (1, 8)
     assert machines("8xh100-sxm", 4) == (2, 4)

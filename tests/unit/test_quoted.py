@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import parsim
 from parsim.app.answer import Answer
-from parsim.app.large import DAY_S, DEVICE_MTBF_HOURS, HOUR_S, RunningCosts, losses_of, parse_faster, training_run
+from parsim.app.faster import parse_faster, what_would
+from parsim.app.large import DAY_S, DEVICE_MTBF_HOURS, HOUR_S, RunningCosts, losses_of, training_run
 from parsim.cli import main
 from parsim.errors import ConfigError
 from parsim.model.catalogue.names import NAMED
@@ -210,11 +211,11 @@ def test_more_gpus_are_as_many_as_the_batch_divides_over() -> None:
             global_batch=batch,
             settings={**keys, "model.args.seq": 512},
         )
-        assert gpus in {change.what for change in answer.what_would(0.2).changes}
+        assert gpus in {change.what for change in what_would(answer, 0.2).changes}
 
 
 def test_what_would_be_faster(answer: Answer) -> None:
-    found = {change.what: change for change in answer.what_would(0.2).changes}
+    found = {change.what: change for change in what_would(answer, 0.2).changes}
     assert {"bandwidth inside nodes x 2", "memory of a GPU x 2", "global batch x 2"} <= set(found)
     inside = found["bandwidth inside nodes x 2"].faster
     assert inside is not None

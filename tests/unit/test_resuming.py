@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parsim.app.config import RunConfig, load_config
+from parsim.app.config import Question, load_config
 from parsim.app.run_folder import RunFolder, ending_told, resumption
 from parsim.app.train import check_options
 from parsim.errors import ConfigError
@@ -29,7 +29,7 @@ COSINE = 'steps = 20\n[training.schedule]\nname = "CosineAnnealingLR"'
 LOOKS = 'steps = 20\n[training.evaluation]\nmetrics = ["accuracy"]'
 
 
-def config_of(folder: Path, training: str) -> RunConfig:
+def config_of(folder: Path, training: str) -> Question:
     file = folder / "RUN.toml"
     file.write_text(RUN.format(training=training))
     return load_config(file)

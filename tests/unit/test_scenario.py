@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parsim.engines.scenario.scenario import LinkChange, Scenario, Straggler, check_places, parse_scenario
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 
 CLUSTER = cluster_from_profile(load_profile("dgx1-v100-32gb"), 8)
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from parsim.app import load as this_machine
-from parsim.app.config import RunConfig
+from parsim.app.config import Question
 from parsim.app.question import question_of
 from parsim.errors import ConfigError
 from parsim.execute.processes.machine import describe_environment
 from parsim.files import HOME_VARIABLE
-from parsim.hardware.profile import Profile, load_profile, save_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile, save_profile
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
@@ -23,8 +24,8 @@ from parsim.model.spec import ModelSpec
 Kept = Callable[..., Path]
 
 
-def asked(model: str = "mlp", batch: int = 16, **settings: object) -> RunConfig:
-    return question_of(model, cluster="this-machine", global_batch=batch, settings=settings).config
+def asked(model: str = "mlp", batch: int = 16, **settings: object) -> Question:
+    return question_of(model, cluster="this-machine", global_batch=batch, settings=settings)
 
 
 def measured_profile(model: Model, samples: tuple[int, ...], optimizer: str) -> Profile:
@@ -64,7 +65,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kept:
     monkeypatch.setenv(HOME_VARIABLE, str(tmp_path))
     monkeypatch.setattr(this_machine, "device_here", lambda: "cpu")
 
-    def not_found(config: RunConfig, model: Model | None) -> Path:
+    def not_found(config: Question, model: Model | None) -> Path:
         raise ConfigError("calibrates")
 
     monkeypatch.setattr(this_machine, "_made", not_found)
@@ -82,7 +83,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Kept:
     return keep
 
 
-def found(config: RunConfig) -> Path:
+def found(config: Question) -> Path:
     return Path(this_machine.on_this_machine(config).cluster.profile)
 
 
@@ -104,7 +105,7 @@ def test_the_newest_profile_that_serves_is_taken(kept: Kept) -> None:
     ],
     ids=["batch", "model", "optimizer", "devices", "arguments"],
 )
-def test_what_was_not_measured_is_calibrated(kept: Kept, config: RunConfig) -> None:
+def test_what_was_not_measured_is_calibrated(kept: Kept, config: Question) -> None:
     kept()
     with pytest.raises(ConfigError, match="calibrates"):
         found(config)
@@ -136,7 +137,7 @@ def test_a_broken_profile_is_named_and_passed_over(kept: Kept, capsys: pytest.Ca
 
 
 def test_other_profiles_stay(kept: Kept) -> None:
-    config = question_of("mlp", cluster="dgx2-v100", global_batch=16).config
+    config = question_of("mlp", cluster="dgx2-v100", global_batch=16)
     assert this_machine.on_this_machine(config) is config
 
 
@@ -148,7 +149,7 @@ def test_several_nodes_are_refused(kept: Kept) -> None:
 def test_a_model_given_as_a_value_cannot_be_calibrated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(HOME_VARIABLE, str(tmp_path))
     with pytest.raises(ConfigError, match="was given as a value, and no profile in"):
-        this_machine.on_this_machine(asked(), load_model(ModelSpec(name="mlp")))
+        this_machine.on_this_machine(asked().sourced(model=load_model(ModelSpec(name="mlp"))))
 
 
 def test_the_cache_is_where_the_documentation_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from parsim.app.config import RunConfig, parse_config
+from parsim.app.config import Question, parse_config
 from parsim.app.training_checks import samples_not_taken
 from parsim.execute.job import TrainingRecipe
 
@@ -18,7 +18,7 @@ global_batch = 16
 """
 
 
-def config_of(more: str) -> RunConfig:
+def config_of(more: str) -> Question:
     return parse_config(FILE + more)
 
 

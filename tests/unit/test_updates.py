@@ -21,7 +21,8 @@ from parsim.costs.observed import (
 )
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import Profile, load_profile, save_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile, save_profile
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem

@@ -32,7 +32,7 @@ def followed(scores: list[float], rule: EvaluationRule) -> list[BestSoFar]:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from([0.1, 0.2, 0.3, math.nan]), min_size=1, max_size=12), st.booleans())
 def test_the_best_is_the_first_that_no_other_beats(scores: list[float], larger: bool) -> None:
-    last = followed(scores, EvaluationRule(larger_is_better=larger))[-1]
+    last = followed(scores, EvaluationRule(mode="max" if larger else "min"))[-1]
     finite = [score for score in scores if not math.isnan(score)]
     if not finite:
         assert last.step == 0
@@ -125,7 +125,7 @@ def test_the_recipe_of_a_job_is_read_as_it_was_written() -> None:
         no_weight_decay=("norm",),
         schedule=Schedule(name="StepLR", arguments=(("step_size", 3),), warmup=2),
         clip_norm=1.0,
-        evaluation=EvaluationRule(every=3, metrics=("accuracy",), monitor="accuracy", larger_is_better=True),
+        evaluation=EvaluationRule(every=3, metrics=("accuracy",), monitor="accuracy"),
     )
     import json
 

@@ -98,7 +98,9 @@ def test_stale_is_ranked_by_the_time_to_an_accuracy() -> None:
 
 
 def test_a_stand_in_with_fewer_layers_than_stages_is_refused_with_both_numbers() -> None:
-    learner = Learner(words="", problem=load_problem("digits"), own=None, optimizer="sgd", rates=(0.1,), batch=32)
+    learner = Learner(
+        words="", problem=load_problem("digits"), question=None, model=None, optimizer="sgd", rates=(0.1,), batch=32
+    )
     stages = tuple(Stage(components=(f"c{place}",), ranks=(place,)) for place in range(3))
     rule = parse_synchronisation("stale")
     plan = Plan(strategy="mp", mesh=Mesh(pp=3), stages=stages, global_batch=32, synchronisation=rule)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parsim.hardware.compose import load_profile
 from parsim.hardware.network import load_network
-from parsim.hardware.profile import LinkProtocol, Profile, load_profile
+from parsim.hardware.profile import LinkProtocol, Profile
 from tools.parts import collectives
 from tools.parts.catalog import LLM_PROF
 from tools.parts.gpus import digits

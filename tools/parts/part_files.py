@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from parsim.hardware.profile import Profile, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile
 from tools.parts.catalog import (
     BUSY_ROWS,
     CONTEXT_BYTES,

@@ -19,6 +19,7 @@ import numpy as np
 
 from parsim.costs.communication.regime_fits import rounded
 from parsim.errors import DataError, ParsimError
+from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import (
     CollectivePoint,
     Communication,
@@ -32,7 +33,6 @@ from parsim.hardware.profile import (
     Provenance,
     Sourced,
     SourceEntry,
-    load_profile,
     save_profile,
     source_keys,
 )

@@ -20,7 +20,7 @@ from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.app.config import RunConfig
+from parsim.app.config import Question
 from parsim.app.sweep.points import SweepPoint
 from parsim.app.sweep.rows import failed_row, row_of
 from parsim.costs.adjustments import HardwareScale
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from distributed import Client
 
+    from parsim.app.sections import ClusterSection
     from parsim.hardware.cluster import Cluster
     from parsim.model.model import Model
     from parsim.predict.problem import PlanningProblem
@@ -60,7 +61,7 @@ class SharedValues:
 NOTHING_SHARED = SharedValues()
 
 
-def model_key(config: RunConfig) -> str:
+def model_key(config: Question) -> str:
     """Equal for questions of one Model. Args: config: of a point."""
     return json.dumps([config.model.model_dump(mode="json"), config.training.precision], sort_keys=True)
 
@@ -107,19 +108,18 @@ def _answered(point: SweepPoint, shared: SharedValues) -> dict[str, Any]:
 
     question = point.question
     assert question is not None
-    config = question.config
-    cluster = shared.cluster if question.cluster is None else question.cluster
-    cluster = cluster if cluster is not None else cluster_at(config)
+    source = question.source
+    cluster = source.cluster or shared.cluster or cluster_at(question)
     scale = point.scale
     if (memory := float(scale.get("scale.memory", 1.0))) != 1.0:
         cluster = with_memory(cluster, memory)
-    model = question.model if question.model is not None else shared.models.get(model_key(config))
-    problem = problem_of(config, model=model, cluster=cluster)
+    model = source.model or shared.models.get(model_key(question))
+    problem = problem_of(question, model=model, cluster=cluster)
     faster = HardwareScale(
         computation=float(scale.get("scale.compute", 1.0)), communication=float(scale.get("scale.links", 1.0))
     )
     problem = _LAST.known(replace(problem, scale=faster))
-    answer = answer_of(question.on_devices(cluster.size), problem)
+    answer = answer_of(question, problem)
     return row_of(answer, point.samples_per_epoch)
 
 
@@ -143,7 +143,7 @@ class _LastProblem:
 _LAST = _LastProblem()
 
 
-def cluster_at(config: RunConfig) -> Cluster:
+def cluster_at(config: Question) -> Cluster:
     """The cluster of a config; the same object for the same [cluster], so that its look-ups are made once.
 
     Args:
@@ -154,14 +154,14 @@ def cluster_at(config: RunConfig) -> Cluster:
     """
     table = config.cluster
     files = tuple(_stamp(text) for text in (table.profile, table.network, table.gpu, table.link))
-    return _cluster(table.model_dump_json(exclude={"history"}), files, _Uncompared(config))
+    return _cluster(table.model_dump_json(exclude={"history"}), files, _Uncompared(table))
 
 
 class _Uncompared:
-    """A value that goes through a cache without being part of its key."""
+    """A table [cluster] that goes through a cache without being part of its key."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
+    def __init__(self, table: ClusterSection) -> None:
+        self.table = table
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Uncompared)
@@ -174,7 +174,7 @@ class _Uncompared:
 def _cluster(table: str, files: tuple[object, ...], given: _Uncompared) -> Cluster:
     from parsim.app.load import cluster_of
 
-    return cluster_of(given.config)
+    return cluster_of(given.table)
 
 
 def _stamp(text: str | None) -> object:
@@ -210,14 +210,15 @@ def shared_values(points: Sequence[SweepPoint]) -> SharedValues:
     """
     from parsim.app.load import model_of
 
-    configs = {model_key(point.question.config): point.question.config for point in points if point.question is not None}
+    configs = {model_key(point.question): point.question for point in points if point.question is not None}
     models: dict[str, Model] = {}
     cluster = None
     for point in points:
-        if point.question is not None and point.question.cluster is not None:
-            cluster = point.question.cluster
-        if point.question is not None and point.question.model is not None:
-            models[model_key(point.question.config)] = point.question.model
+        if point.question is None:
+            continue
+        cluster = point.question.source.cluster or cluster
+        if point.question.source.model is not None:
+            models[model_key(point.question)] = point.question.source.model
     for key, config in list(configs.items())[:MOST_MODELS]:
         if key in models:
             continue
@@ -230,9 +231,9 @@ def shared_values(points: Sequence[SweepPoint]) -> SharedValues:
 
 def without_values(point: SweepPoint) -> SweepPoint:
     """The point as it is sent to a worker, which has the values already. Args: point: of a sweep."""
-    if point.question is None or (point.question.model is None and point.question.cluster is None):
+    if point.question is None:
         return point
-    return replace(point, question=replace(point.question, model=None, cluster=None))
+    return replace(point, question=point.question.sourced(model=None, cluster=None))
 
 
 Row = dict[str, Any]

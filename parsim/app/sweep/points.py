@@ -10,18 +10,16 @@ import math
 import typing
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hardware_profiles
-import parsim
-from parsim.app.config import RunConfig
-from parsim.app.config_text import parse_value, references, root_of
+from parsim.app.config import Question
+from parsim.app.config_text import fields_of, parse_value, references, root_of, tables_in
 from parsim.app.load import on_this_machine
-from parsim.app.question import Question, is_run_file, question_of
-from parsim.app.sections import ConfigSection
+from parsim.app.question import is_run_file, question_of
 from parsim.errors import ConfigError, MissingDependencyError, ParsimError, near_matches
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ LARGEST_SCALE = 1e6
 
 def known_fields() -> list[str]:
     """Every field by its dotted name; `model.args.*` stands for any argument of the model."""
-    return [*_below(RunConfig, ""), *SCALES]
+    return [*_below(Question, ""), *SCALES]
 
 
 def check_field(key: str) -> None:
@@ -63,35 +61,28 @@ def is_whole(key: str) -> bool:
     """Whether the values of a field are whole numbers: samples between two ends are then rounded."""
     if key in SCALES:
         return False
-    section: type[ConfigSection] = RunConfig
+    section: type = Question
     for part in key.split("."):
-        field = section.model_fields.get(part)
-        if field is None:
+        fields = fields_of(section)
+        if part not in fields:
             return key.startswith("model.args.")
-        tables = _tables(field.annotation)
+        tables = tables_in(fields[part])
         if not tables:
-            return _holds(field.annotation, int) and not _holds(field.annotation, float)
+            return _holds(fields[part], int) and not _holds(fields[part], float)
         section = tables[0]
     return False
 
 
-def _below(section: type[ConfigSection], path: str) -> list[str]:
-    found: list[str] = []
-    for name, described in section.model_fields.items():
-        tables = _tables(described.annotation)
+def _below(section: type, path: str) -> list[str]:
+    names: list[str] = []
+    for name, annotation in fields_of(section).items():
         if path:
-            found.append(f"{path}{name}")
-        if _holds(described.annotation, dict):
-            found.append(f"{path}{name}.*")
-        for table in tables:
-            found += _below(table, f"{path}{name}.")
-    return found
-
-
-def _tables(annotation: object) -> list[type[ConfigSection]]:
-    if isinstance(annotation, type) and issubclass(annotation, ConfigSection):
-        return [annotation]
-    return [table for member in typing.get_args(annotation) for table in _tables(member)]
+            names.append(f"{path}{name}")
+        if _holds(annotation, dict):
+            names.append(f"{path}{name}.*")
+        for table in tables_in(annotation):
+            names += _below(table, f"{path}{name}.")
+    return names
 
 
 def _holds(annotation: object, kind: type) -> bool:
@@ -383,7 +374,7 @@ class BaseQuestion:
         question = question_of(
             self.model, settings={**base, **changes}, overrides=kept, example_inputs=self.example_inputs, **given
         )
-        return replace(question, config=on_this_machine(question.config, question.model))
+        return on_this_machine(question)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,7 +409,7 @@ def points_of(base: BaseQuestion, designed: Sequence[SweptSettings]) -> list[Swe
     for number, settings in enumerate(designed):
         try:
             question = base.at(settings)
-            content: dict[str, Any] = {"config": question.config.to_dict(), "files": _files(question)}
+            content: dict[str, Any] = {"config": question.to_dict(), "files": _files(question)}
             found: dict[str, Any] = {"question": question}
         except ParsimError as error:
             content = {"settings": settings, "problem": str(error)}
@@ -434,8 +425,8 @@ def points_of(base: BaseQuestion, designed: Sequence[SweptSettings]) -> list[Swe
 def code_digest() -> str:
     """Of parsim's own source, the shipped profiles, and the packages that trace models."""
     digest = hashlib.sha256()
-    for package, pattern in ((parsim, "*.py"), (hardware_profiles, "*.json")):
-        root = Path(str(package.__file__)).parent
+    roots = {Path(__file__).parents[2]: "*.py", Path(str(hardware_profiles.__file__)).parent: "*.json"}
+    for root, pattern in roots.items():
         for path in sorted(root.rglob(pattern)):
             digest.update(str(path.relative_to(root)).encode())
             digest.update(path.read_bytes())
@@ -456,7 +447,7 @@ def _value_digest(base: BaseQuestion) -> str:
     if not isinstance(base.model, str | Path):
         model: Model = base.model
         if not isinstance(model, Model):
-            traced = base.at({}).model if base.cluster is not None and base.global_batch is not None else None
+            traced = base.at({}).source.model if base.cluster is not None and base.global_batch is not None else None
             digest.update(repr(type(base.model)).encode())
             if traced is None:
                 return digest.hexdigest()
@@ -476,15 +467,14 @@ def _files(question: Question) -> dict[str, str]:
     """The content of every file that a config names, by path."""
     from parsim.costs.history import history_path
 
-    config = question.config
-    cluster = config.cluster
-    named = [config.model.name, cluster.profile, cluster.network, cluster.gpu, cluster.link, config.plan.strategy]
+    cluster, plan = question.cluster, question.plan
+    named = [question.model.name, cluster.profile, cluster.network, cluster.gpu, cluster.link, plan.strategy]
     paths = [Path(text) for text in named if text is not None and text.endswith((".json", ".toml"))]
     if (history := history_path(cluster.profile or "", cluster.history)) is not None:
         paths.append(history)
-    if config.model.import_folder is not None:
-        for name in references(config.to_dict()).values():
-            root = Path(config.model.import_folder) / root_of(name)
+    if question.model.import_folder is not None:
+        for name in references(question.to_dict()).values():
+            root = Path(question.model.import_folder) / root_of(name)
             paths += sorted(root.rglob("*.py")) if root.is_dir() else [root.with_suffix(".py")]
     return {str(path): _file_digest(path) for path in paths}
 

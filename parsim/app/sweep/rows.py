@@ -148,7 +148,7 @@ def _spent(answer: Answer, samples_per_epoch: int | None) -> dict[str, Any]:
     """Time, price and energy per epoch, per million samples and of the whole run, as far as they are known."""
     problem, result = answer.problem, answer.evaluation.result
     step, batch = result.step_s, problem.global_batch
-    operation = running_costs(answer.config, problem)
+    operation = running_costs(answer.question, problem)
     usd_per_s = None if operation.usd_per_hour is None else operation.usd_per_hour * problem.cluster.size / HOUR_S
     watts = None if operation.busy_power_w is None else operation.busy_power_w * result.plan.world_size
     found: dict[str, Any] = {}

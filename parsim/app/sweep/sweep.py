@@ -483,7 +483,7 @@ def _neighbours(points: Iterable[SweepPoint]) -> list[SweepPoint]:
     def place(point: SweepPoint) -> tuple[str, str, int, int]:
         if point.question is None:
             return "", "", point.number, point.number
-        config = point.question.config
+        config = point.question
         same = f"{config.model_dump_json(exclude={'plan': {'strategy'}})} {sorted(point.scale.items())}"
         alike = first.setdefault(same, point.number)
         return config.cluster.model_dump_json(), config.model.model_dump_json(), alike, point.number
@@ -516,7 +516,7 @@ def _base(base: BaseQuestion, axes: Sequence[Axis], designed: Sequence[SweptSett
     question = base.at(designed[0])
     return replace(
         base,
-        model=question.model,
+        model=question.source.model,
         example_inputs=None,
         settings={key: value for key, value in base.settings.items() if not key.startswith("model.")},
         overrides=tuple(text for text in base.overrides if not text.startswith("model.")),
@@ -557,10 +557,10 @@ def _title(points: Sequence[SweepPoint], model: Any) -> str:
     """`resnet50 on dgx1-v100-32gb`, of the first point that is a question."""
     for point in points:
         if point.question is not None:
-            clusters = [entry.question.config.cluster for entry in points if entry.question is not None]
+            clusters = [entry.question.cluster for entry in points if entry.question is not None]
             machines = {cluster.machine for cluster in clusters}
             nodes = {1 if cluster.group is not None else cluster.nodes for cluster in clusters}
-            names = {entry.question.config.model.name for entry in points if entry.question is not None}
+            names = {entry.question.model.name for entry in points if entry.question is not None}
             name = next(iter(names)) if len(names) == 1 else f"{len(names)} models"
             return f"{Path(name).name if '/' in name else name} on {_several(machines, nodes)}"
     return str(model)

@@ -41,7 +41,7 @@ class Fragment(NamedTuple):
 
 
 def fragment_from(entries: Sequence[Any]) -> Fragment:
-    """From a fragment as a plain list; the last entries may be left out, as older checkpoints do."""
+    """From a fragment as a plain list."""
     values: Any = (tuple(entry) if isinstance(entry, list | tuple) else entry for entry in entries)
     return Fragment(*values)
 

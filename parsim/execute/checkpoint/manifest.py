@@ -1,7 +1,6 @@
 """What a rank's part of a checkpoint holds: the JSON beside its tensors, which carries a digest of itself.
 
-The digest covers every byte of the file, so no damaged manifest is read: neither half a name nor another step. Files of
-version 2 have no digest. They are read, after the same checks of every value.
+The digest covers every byte of the file, so no damaged manifest is read: neither half a name nor another step.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from parsim.errors import ExecutionError
 from parsim.files import parse_json, read_regular, version_problem
 
 SCHEMA_VERSION = 3
-UNDIGESTED = 2
-"""The version before there was a digest; files without a version have it, too."""
 LARGEST_BYTES = 256 * 2**20
 MOST_RANKS = 2**20
 _LARGEST = 2**62
@@ -64,13 +61,12 @@ def read_manifest(path: Path) -> Manifest:
     document = parse_json(content)
     if not isinstance(document, dict):
         raise ValueError("it is not a JSON object")
-    version = document.get("schema_version", UNDIGESTED)
-    digest = document.pop(_DIGEST, None)
-    if (digest is not None or version == SCHEMA_VERSION) and content != _with_digest(document).encode():
+    document.pop(_DIGEST, None)
+    if content != _with_digest(document).encode():
         raise ValueError("its digest is not that of its content")
-    if version != UNDIGESTED and (problem := version_problem(document, SCHEMA_VERSION)):
+    if problem := version_problem(document, SCHEMA_VERSION):
         raise ExecutionError(f"checkpoint {path.parent}: {problem}; or train again in another folder")
-    return _checked({"schema_version": UNDIGESTED, **document})
+    return _checked(document)
 
 
 def _with_digest(document: dict[str, Any]) -> str:
@@ -114,14 +110,14 @@ def _is_table_of(value: object, kind: type) -> bool:
 
 
 def _is_fragment(given: object) -> bool:
-    """`[dim, blocks, shard, ways, start, stop, shape, runs, size]`, of which the last may be absent."""
-    if not isinstance(given, list) or not 1 <= len(given) <= 9:
+    """`[dim, blocks, shard, ways, start, stop, shape, runs, size]`."""
+    if not isinstance(given, list) or len(given) != 9:
         return False
     least = (0, 1, 0, 1, 0, -1)
     below = (64, MOST_RANKS, MOST_RANKS, MOST_RANKS, _LARGEST, _LARGEST)
-    numbers = all(_is_number(value, low, high) for value, low, high in zip(given[:6], least, below, strict=False))
+    numbers = all(_is_number(value, low, high) for value, low, high in zip(given[:6], least, below, strict=True))
     lists = all(
         isinstance(part, list) and len(part) <= MOST_RANKS and all(_is_number(value, 0, _LARGEST) for value in part)
         for part in given[6:8]
     )
-    return numbers and lists and all(_is_number(size, 0, _LARGEST) for size in given[8:])
+    return numbers and lists and _is_number(given[8], 0, _LARGEST)

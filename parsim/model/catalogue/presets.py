@@ -13,7 +13,7 @@ from parsim.errors import ModelError
 from parsim.model.model import GRANULARITIES, Model
 
 # File stem -> (zoo name, arguments that differ from its defaults). With the loss.
-PRESETS: dict[str, tuple[str, dict[str, str | int | float | bool | None]]] = {
+PRESETS: dict[str, tuple[str, dict[str, str | int | float | bool]]] = {
     "resnet50": ("resnet50", {}),
     "resnet50-100": ("resnet50", {"num_classes": 100}),
     "resnet_small": ("resnet_small", {}),

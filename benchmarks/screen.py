@@ -7,7 +7,7 @@ pipeline and v chunks per rank,
     step = microbatches * max t_r + (sum t_r - max t_r) / v + transfers + exposed sums and gathers + optimizer
 
 A microbatch on one stage is `parsim.search.bound`, worked out once per (tp, cp, ep, samples). What is exposed of sums
-and gathers follows `parsim.search.estimate`. `benchmarks/bench_screening.py` compares the order with the simulator's.
+and gathers follows `parsim.search.estimate`. `bench_screening.py` compares the order with the simulator's.
 
 Leaves out: memory, copies of activations to the host, contention that depends on where the shards of other stages lie, and
 overlap that slows.
