@@ -22,17 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.common import markdown
-from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.compose import load_profile
-from parsim.model.load import load_model
-from parsim.model.spec import ModelSpec
-from parsim.plans.mesh import Mesh
-from parsim.plans.pipeline import PIPELINE_ORDERS
-from parsim.plans.plan import Plan
-from parsim.predict.evaluate import evaluate
-from parsim.predict.problem import PlanningProblem
-from parsim.schedule.live.scenario import (
+from experiments.adaptive.scenario import (
     Disturbance,
     PoolCourse,
     TuningScenario,
@@ -43,7 +33,17 @@ from parsim.schedule.live.scenario import (
     oracle,
     stay,
 )
-from parsim.schedule.live.scenario import Path as Drive
+from experiments.adaptive.scenario import Path as Drive
+from experiments.common import markdown
+from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compose import load_profile
+from parsim.model.load import load_model
+from parsim.model.spec import ModelSpec
+from parsim.plans.mesh import Mesh
+from parsim.plans.pipeline import PIPELINE_ORDERS
+from parsim.plans.plan import Plan
+from parsim.predict.evaluate import evaluate
+from parsim.predict.problem import PlanningProblem
 from parsim.search.adapt.controller import Controller, ControllerConfig, SwitchCost
 from parsim.search.adapt.planning import PricedPlan, pool_planner, priced, switch_cost
 from parsim.search.families import dp_plans

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from experiments.common.forked import run_job
+from experiments.common.reference import ReferenceResult, largest_difference, train_reference
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.execute.job import PLAIN, Job, RunSpec, TrainingRecipe, with_update_groups
-from parsim.execute.measurement import RankRecord, total_losses
+from parsim.execute.measurement import Measurement, RankRecord
 from parsim.execute.numerics import numerics_of
 from parsim.execute.processes.launch import launch
 from parsim.execute.rank_run import run_dataset
-from parsim.execute.reference import ReferenceResult, largest_difference, train_reference
 from parsim.model.component import ParameterShard
 from parsim.model.load import load_model
 from parsim.model.model import Model
@@ -214,5 +214,6 @@ def _buffer_difference(plan: Plan, expected: ReferenceResult, checkpoints: Path)
 
 def _loss_difference(case: Case, run: RunSpec, expected: ReferenceResult, folder: Path) -> float:
     """The first step is the one the memory was measured in; its loss is not kept."""
-    losses = np.array(total_losses([RankRecord.load(folder / run.name, rank) for rank in range(case.plan.world_size)]))
+    records = tuple(RankRecord.load(folder / run.name, rank) for rank in range(case.plan.world_size))
+    losses = np.array(Measurement(ranks=records).losses)
     return float(np.abs(losses - np.array(expected.losses[1:])).max())

@@ -119,8 +119,8 @@ def _scaling_table(rows: list[Row]) -> str:
 
 
 def _epoch_table(rows: list[Row]) -> str:
-    head = ("way", "GPUs", "rounds", "rounds simulated", "tasks written", "tasks run", "step, ms", "epoch, s", "by clock, s")
-    counts = ("gpus", "rounds", "rounds_simulated", "tasks_written", "tasks_run")
+    head = ("way", "GPUs", "rounds", "step, ms", "epoch, s", "by clock, s")
+    counts = ("gpus", "rounds")
     lines = [
         (
             row["way"],

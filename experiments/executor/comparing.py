@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from experiments.common.equality import Difference, state_difference
+from experiments.common.reference import ReferenceResult, largest_difference, train_reference
 from experiments.executor.drawing import DrawnPlan
 from experiments.executor.launching import losses_of, run_plans
 from experiments.executor.models import SUBJECTS
 from experiments.executor.replaying import train_with_masks
 from parsim.execute.job import RunSpec
 from parsim.execute.rank_run import run_dataset
-from parsim.execute.reference import ReferenceResult, largest_difference, train_reference
 from parsim.execute.stage import seeded_module
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage

@@ -133,7 +133,7 @@ def _rank(
                 for _ in range(steps):
                     entry.step(keep=True)
                 entry.save(folder / run.name / "checkpoints")
-                write_text_atomically(folder / run.name / f"losses-{rank}.json", json.dumps(entry.losses))
+                write_text_atomically(folder / run.name / f"losses-{rank}.json", json.dumps(entry.record.losses))
                 entry.close()
             dist.barrier()
         dist.destroy_process_group()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from experiments.common.reference import ReferenceResult
 from experiments.common.shards import drawing_in_pieces
 from experiments.executor.drawing import DrawnPlan
 from experiments.executor.models import SUBJECTS
@@ -22,7 +23,6 @@ from parsim.execute.loading import host_values
 from parsim.execute.numerics import ComponentRandomness
 from parsim.execute.optimizer import make_optimizer
 from parsim.execute.rank_run import run_dataset
-from parsim.execute.reference import ReferenceResult
 from parsim.execute.stage import recorded_programs, seeded_module
 from parsim.model.runnable import Runnable
 from parsim.program.placed import PlanIndex

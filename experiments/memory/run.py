@@ -31,12 +31,12 @@ import torch
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from experiments.common.catalogue import record, recorded
+from experiments.memory.autocast_step import autocast_peak_bytes
 from experiments.memory.cases import BATCH_SAMPLES, Case, Question, processes, staged
 from experiments.memory.judge import SMALLEST_BYTES, summary
 from experiments.memory.kinds import ALL, cases_of
 from experiments.memory.lines import by_line
 from experiments.memory.ranks import is_measured, measure, measured
-from parsim.execute.autocast_step import autocast_peak_bytes
 from parsim.execute.job import RunSpec
 from parsim.files import write_text_atomically
 from parsim.model.formats import RECORDED_WEIGHTS, recorded_weights

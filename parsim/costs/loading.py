@@ -252,15 +252,12 @@ def _count(number: int, noun: str, plural: str = "") -> str:
 #     copy    bytes over the slowest link between the device and the host's memory, and the latency of the links
 #     update  bytes that the host reads and writes per parameter, over the rank's share of the bandwidth of the host's memory
 #
-# All ranks of a node copy and update at the same time. So ranks whose paths share a link share its bandwidth, and the ranks
-# of a
-# node share its memory. Devices of one type are priced alike, by the slowest of their paths.
+# All ranks of a node copy and update at the same time. So ranks whose paths share a link share its bandwidth, and the ranks of
+# a node share its memory. Devices of one type are priced alike, by the slowest of their paths.
 #
 # Per parameter the update reads the gradient, reads and writes the optimizer's state and the weights that it updates, and
-# writes
-# the parameters to send, as wide as they are sent. That an update on the host is bound by its memory is assumed. Leaves out:
-# the
-# host's arithmetic, other work of its cores, and copies that slow the update.
+# writes the parameters to send, as wide as they are sent. That an update on the host is bound by its memory is assumed. Leaves
+# out: the host's arithmetic, other work of its cores, and copies that slow the update.
 
 
 HOST_SIGMA = 0.25

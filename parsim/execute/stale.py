@@ -3,9 +3,9 @@
 In step t a stage runs the forward of batch t - stage and the backward of batch t - 2 (K - 1) + stage. Both use the weights
 of the beginning of the step (`parsim.program.passes.rounds`). A batch that waits keeps the weights of its forward: the
 stage runs it on a copy of its module, whose gradients are the stage's own. So the gradient is that of one model whose
-stages are of different steps ("stash" of `parsim.virtual.agent`). At the beginning and after a checkpoint of another plan
-the stages fill one by one: what has nothing to work on does not run, the optimizer included. At the end what waits is not
-trained on.
+stages are of different steps ("stash" of `experiments/relaxed/decoupled.py`). At the beginning and after a checkpoint
+another plan the stages fill one by one: what has nothing to work on does not run, the optimizer included. At the end what
+waits is not trained on.
 
 Running statistics are the stage's own, taken when a batch runs forward.
 """

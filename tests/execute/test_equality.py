@@ -21,15 +21,15 @@ from experiments.common.forked import run_job
 from experiments.common.mixed import MODELS as MIXED
 from experiments.common.mixed import random_case
 from experiments.common.placements import choices
+from experiments.common.reference import largest_difference, train_reference
 from parsim.data.datasets import dataset_for
 from parsim.data.samples import order_of
 from parsim.errors import PlanError
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.execute.job import EmaRule, Job, RunSpec, Schedule, Switch, TrainingRecipe, UpdateGroup
-from parsim.execute.measurement import RankRecord, total_losses
+from parsim.execute.measurement import Measurement, RankRecord
 from parsim.execute.numerics import numerics_of
 from parsim.execute.rank_run import run_dataset
-from parsim.execute.reference import largest_difference, train_reference
 from parsim.execute.stage import seeded_module
 from parsim.hardware.records import sorted_pairs
 from parsim.model.load import load_model
@@ -616,7 +616,7 @@ def test_changing_plan_on_the_way_changes_nothing_else(tmp_path: Path) -> None:
         assert found is not None
         assert found.step == steps
         states.append(load_state(found))
-        losses.append(list(total_losses([RankRecord.load(folder / "run", rank) for rank in range(2)])))
+        losses.append(list(Measurement(ranks=tuple(RankRecord.load(folder / "run", rank) for rank in range(2))).losses))
     straight, switched = states
     assert largest_difference(dict(straight.weights), dict(switched.weights)) <= EXACT
     for parameter, state in straight.optimizer.items():

@@ -334,17 +334,17 @@ class Counters:
 def test_memory_is_counted_four_ways(rank_run: RankRun, tmp_path: Path) -> None:
     rank_run.step(keep=False)  # from here on there is an optimizer state
     rank_run.measure_memory()
-    alone = rank_run.memory
+    alone = rank_run.record.memory
     assert alone is not None
-    assert alone.live_bytes == rank_run.peak_bytes > 0
+    assert alone.live_bytes == rank_run.record.peak_bytes > 0
     assert alone.allocated_bytes is alone.reserved_bytes is alone.driver_bytes is None
     counters = Counters()
     rank_run.counters = counters
     rank_run.measure_memory()
     assert counters.asked == ["forget"]
-    found = rank_run.memory
+    found = rank_run.record.memory
     assert found == MemoryUse(live_bytes=alone.live_bytes, allocated_bytes=110, reserved_bytes=200, driver_bytes=700)
-    rank_run.record().save(tmp_path)
+    rank_run.record.save(tmp_path)
     assert RankRecord.load(tmp_path, 0).memory == found
 
 

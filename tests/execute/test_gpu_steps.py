@@ -94,7 +94,7 @@ def test_norms_of_gradients_do_not_stay_on_the_device(tmp_path: Path, monkeypatc
     for step in range(10):
         log.begin_step(entry)
         stage.gradient_norm = torch.full((1,), step / 2, dtype=torch.float64)
-        entry.losses.append(1.0)
+        entry.record.losses.append(1.0)
         log.end_step(entry)
         assert sum(isinstance(norm, Tensor) for norm in log._norms) < 4
     log.write(entry, SimpleNamespace(rank=0), None)  # type: ignore[arg-type]

@@ -181,4 +181,4 @@ def _peaks_of_step_and_score(rank: int, run: RunSpec) -> tuple[int, int]:
         weights, buffers = whole_weights(entry.stage)
         scores(run, weights, buffers, data, (), device=entry.stage.device, rank=rank, ranks=2)
     entry.close()
-    return entry.peak_bytes, watch.live.peak_bytes
+    return entry.record.peak_bytes, watch.live.peak_bytes

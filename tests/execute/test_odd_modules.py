@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from experiments.common.equality import even_plan
+from experiments.common.reference import train_reference
 from parsim.data.datasets import dataset_for
 from parsim.data.samples import order_of
 from parsim.errors import ModelError, TraceError
 from parsim.execute.loading import Loader
 from parsim.execute.rank_run import make_streams
-from parsim.execute.reference import train_reference
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica, seeded_module
 from parsim.model.inputs import ModelInput

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from experiments.common.equality import Case, compare_case, even_plan, run_cases
+from experiments.common.reference import largest_difference
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.execute.job import Job, RunSpec, Switch
 from parsim.execute.processes.launch import launch
-from parsim.execute.reference import largest_difference
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.layouts import parse_placement

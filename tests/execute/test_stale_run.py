@@ -14,6 +14,7 @@ from torch import nn
 import parsim as ps
 from experiments.common.equality import Case, even_plan, run_cases
 from experiments.common.forked import run_job
+from experiments.relaxed.decoupled import TickEngine, TickRule
 from parsim.data.samples import BatchOrder, part
 from parsim.errors import PlanError
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
@@ -26,8 +27,6 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import parse_synchronisation
 from parsim.program.lower import lower
-from parsim.virtual.agent import TickRule
-from parsim.virtual.ticks import TickEngine
 from tests.quick import some_quick
 
 TOLERANCE = 1e-12

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from parsim.algorithms.dbench import METRICS, kendall_tau
+from experiments.relaxed.bench import ALL_METRICS, BenchRun, ranks, relations, run_bench, summary, tensor_rows
+from experiments.relaxed.dbench import METRICS, kendall_tau
+from experiments.relaxed.gossip import GossipRule
 from parsim.errors import AlgorithmError
 from parsim.plans.mixing import Ada, mixing_graph
 from parsim.relaxed.problems import load_problem, perceptron
 from parsim.relaxed.replicas import LocalOptimizer, LocalTraining
-from parsim.virtual.bench import ALL_METRICS, BenchRun, ranks, relations, run_bench, summary, tensor_rows
-from parsim.virtual.gossip import GossipRule
 
 N = 8
 WAYS = {

@@ -106,10 +106,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 def test_averages_are_validated_and_exported(here: Path) -> None:
+    from experiments.common.reference import train_reference
     from parsim.app.ask import run_spec
     from parsim.app.functions import run
     from parsim.execute.rank_run import run_dataset
-    from parsim.execute.reference import train_reference
 
     done = run("run.toml", out="kept")
     spec = run_spec(done.prediction, "run", Path("kept/model.json"))

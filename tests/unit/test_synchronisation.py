@@ -25,7 +25,7 @@ from parsim.app.training_checks import (
     whole_periods,
 )
 from parsim.errors import PlanError
-from parsim.execute.measurement import Measurement
+from parsim.execute.measurement import Measurement, RankRecord
 from parsim.plans.mesh import Mesh
 from parsim.plans.mixing import mixing_graph
 from parsim.plans.plan import Plan, Stage
@@ -251,15 +251,7 @@ def test_what_a_run_cannot_mix_is_refused() -> None:
 
 
 def test_a_training_is_averaged_over_whole_periods() -> None:
-    seen = Measurement(
-        step_s=np.arange(10.0),
-        steps=10,
-        timelines=(),
-        losses=(),
-        peak_bytes=(),
-        cpu_s=(),
-        pace_s=np.empty((0, 0)),
-    )
+    seen = Measurement(ranks=(RankRecord(rank=0, rounds=[(0.0, float(step_s), 1) for step_s in range(10)]),))
     assert whole_periods(seen, plan_of(Synchronisation(kind="average", period_steps=4))).tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
     assert len(whole_periods(seen, plan_of(ALL_REDUCE))) == 10
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from parsim.algorithms.dbench import METRICS, VarianceProfile, kendall_tau, mean_ranks
+from experiments.relaxed.dbench import METRICS, VarianceProfile, kendall_tau, mean_ranks
+from experiments.relaxed.gossip import GossipRule, GossipRun, train_on_graph
+from experiments.relaxed.sharded import Partition
 from parsim.errors import AlgorithmError
 from parsim.relaxed.replicas import LocalTraining
-from parsim.virtual.gossip import GossipRule, GossipRun, StatisticsRecording, train_on_graph
-from parsim.virtual.rounds import Partition
 
 ALL_METRICS = ("consensus", *METRICS)
 """The true distance between replicas, and the metrics of the norms of their tensors."""
@@ -99,7 +99,7 @@ def run_bench(
         training = models[model](seed)
         partition = Partition(workers=n, epochs=epochs, batch=batch, sharding=sharding, seed=seed)
         for way, rule in ways.items():
-            trained = train_on_graph(training, partition, rule(n), recording=StatisticsRecording(every=every))
+            trained = train_on_graph(training, partition, rule(n), record_every=every)
             runs.append(_finished(trained, model, way, n, sharding, seed))
             if on_run is not None:
                 on_run(runs[-1])
@@ -107,8 +107,6 @@ def run_bench(
 
 
 def _finished(trained: GossipRun, model: str, way: str, n: int, sharding: str, seed: int) -> BenchRun:
-    scores = trained.replicas.evaluate(every=True)
-    assert scores.replicas is not None
     assert trained.profile is not None
     return BenchRun(
         model=model,
@@ -116,8 +114,8 @@ def _finished(trained: GossipRun, model: str, way: str, n: int, sharding: str, s
         n=n,
         sharding=sharding,
         seed=seed,
-        score=scores.average,
-        mean_score=float(scores.replicas.mean()),
+        score=trained.score,
+        mean_score=trained.replicas.mean_score,
         connections=float(np.mean([epoch.connections for epoch in trained.epochs])),
         sent_bytes=trained.epochs[-1].sent_bytes,
         consensus=trained.epochs[-1].consensus,

@@ -17,7 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.errors import AlgorithmError
-from parsim.plans.mixing import Matrix, check_column_stochastic, circulant, rounds_of_one_peer
+from parsim.plans.mixing import STOCHASTIC_TOLERANCE, Matrix, circulant, rounds_of_one_peer, stochastic_error
+
+
+def check_column_stochastic(matrix: Matrix, *, tolerance: float = STOCHASTIC_TOLERANCE) -> None:
+    """Raise AlgorithmError unless entries are >= 0 and columns sum to 1: what each worker sends is all it has."""
+    columns = stochastic_error(matrix)[1]
+    if not columns <= tolerance or (matrix < 0).any():
+        raise AlgorithmError(
+            f"push-sum needs a column-stochastic matrix: entries >= 0 and columns that sum to 1, off by up to {columns:.3g}; "
+            "divide each column by its sum"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parsim.errors import AlgorithmError
+from parsim.relaxed.replicas import LocalTraining
 
 Values = NDArray[np.float64]
 
@@ -71,6 +72,18 @@ class VarianceProfile:
     norms: Values
     consensus: Values
     consensus_after: Values
+
+    @classmethod
+    def of(cls, training: LocalTraining, records: Sequence[tuple[int, Values, float, float]]) -> VarianceProfile:
+        """From (exchange, norms [n, l], distance before, distance after) of every recorded exchange."""
+        rounds, norms, before, after = zip(*records, strict=True)
+        return cls(
+            tensors=tuple(name for name, _ in training.tensors),
+            rounds=np.array(rounds, dtype=np.int64),
+            norms=np.stack(norms),
+            consensus=np.array(before),
+            consensus_after=np.array(after),
+        )
 
     def metric(self, name: str) -> Values:
         """[r, l]: a row of METRICS over the replicas, or `consensus` [r, 1]."""
