@@ -37,9 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from calibration.rounds.calibrate import Launcher, calibrate
-from calibration.rounds.raw_points import raw_path
 from calibration.rounds.refresh import refresh
-from calibration.rounds.request import CalibrationRequest
+from calibration.rounds.request import CalibrationRequest, raw_path
 from experiments.this_machine.ablation import WITHOUT
 from experiments.this_machine.cases import CALIBRATED_BATCHES, GRANULARITY, SMALL, SUBJECTS, Case, Subject, cases_of, problem_of
 from experiments.this_machine.judging import CaseRow, judged, printed

@@ -34,9 +34,8 @@ from calibration.measure.components import DTYPES, make_case, optimizer_cases, s
 from calibration.measure.shards import ShardChoice, run_parts, sweeps_of, useful_batches, useful_cuts
 from calibration.rounds.calibrate import CalibrationRequest, calibrate, refit, stopped_points, unfitted_path
 from calibration.rounds.environment import core_count
-from calibration.rounds.raw_points import RawPoints, load_raw, raw_path, save_raw
 from calibration.rounds.refresh import refresh
-from calibration.rounds.request import SIZES_BYTES, active_levels
+from calibration.rounds.request import SIZES_BYTES, RawPoints, active_levels, load_raw, raw_path, save_raw
 from calibration.rounds.turns import CalibrationSection, SectionProgress, next_section
 from experiments.common.forked import run_ranks
 from parsim.app.doctor import Found, Gpu
