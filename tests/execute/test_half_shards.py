@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 
 from torch import Tensor, nn  # noqa: E402
 
+from experiments.common.shards import bytes_of, narrowed, value_piece, values_of  # noqa: E402
 from parsim.model import ModelSpec, record  # noqa: E402
 from parsim.model.build import build_module  # noqa: E402
 from parsim.model.component import Component  # noqa: E402
@@ -17,7 +18,6 @@ from parsim.model.load import trace_spec  # noqa: E402
 from parsim.model.shard.apply import shard_runnable  # noqa: E402
 from parsim.model.shard.narrow import narrow, ways_of  # noqa: E402
 from parsim.model.trace.traced import model_of  # noqa: E402
-from tests.execute.shards import bytes_of, narrowed, value_piece, values_of  # noqa: E402
 
 SAMPLES = 5
 HALF = torch.bfloat16

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 
 from torch import Tensor  # noqa: E402
 
+from experiments.common.shards import bytes_of, narrowed, traced_and_recorded, value_piece, values_of  # noqa: E402
 from parsim.model import Model, record  # noqa: E402
 from parsim.model.component import Component, DividedSize, Sharding, share_of  # noqa: E402
 from parsim.model.runnable import Runnable  # noqa: E402
@@ -17,7 +18,6 @@ from parsim.model.shard.apply import shard_runnable  # noqa: E402
 from parsim.model.shard.narrow import narrow, ways_of  # noqa: E402
 from parsim.model.trace.traced import model_of  # noqa: E402
 from tests.architectures import batch_of, small_module  # noqa: E402
-from tests.execute.shards import bytes_of, narrowed, traced_and_recorded, value_piece, values_of  # noqa: E402
 
 SAMPLES = 5
 
