@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from models import mlp
-from times import Exchange, all_reduce_s
 
+from experiments.decentralized.models import mlp
+from experiments.decentralized.times import Exchange, all_reduce_s
 from experiments.relaxed.clock import random_stragglers
 from experiments.relaxed.gossip import GossipRule, train_on_graph
 from experiments.relaxed.sharded import Partition

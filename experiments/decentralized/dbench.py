@@ -6,8 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from models import MODELS
-
+from experiments.decentralized.models import MODELS
 from experiments.relaxed.bench import BenchRun, ranks, relations, run_bench, summary, tensor_rows
 from experiments.relaxed.gossip import GossipRule
 from parsim.plans.mixing import Ada, mixing_graph

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from models import mlp
 
+from experiments.decentralized.models import mlp
 from experiments.relaxed.gossip import GossipRule, GossipRun, train_on_graph
 from experiments.relaxed.sharded import Partition
 from parsim.plans.mixing import Ada, MixingGraph, mixing_graph, spectral_gap

@@ -28,8 +28,7 @@ from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import DEVICE_KINDS, Device, device_name
 from parsim.hardware.topology import Link
-from parsim.model.formats import number_format
-from parsim.model.optimizers import optimizer_bytes
+from parsim.model.formats import Numerics, number_format
 from parsim.records import check_types
 from parsim.units import format_bytes, format_seconds
 from parsim.work import HostCopy, HostUpdate, LoadBatch
@@ -352,7 +351,8 @@ def update_bytes(optimizer: str, precision: str, *, master_weights: bool, ema: b
     Args:
         optimizer: a key of OPTIMIZERS. precision, master_weights, ema: as in RUN.toml.
     """
-    state = optimizer_bytes(optimizer, precision, master_weights=master_weights, ema=ema)[0]
+    numerics = Numerics(precision=precision, optimizer=optimizer, master_weights=master_weights, ema=ema)
+    state = numerics.optimizer_bytes()[0]
     width = number_format(precision).weight_bytes
     has_copies = width < FULL_BYTES and master_weights  # the master weights are among the state
     return width + 2 * state + (width if has_copies else 2 * width)

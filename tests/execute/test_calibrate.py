@@ -37,6 +37,7 @@ from calibration.rounds.environment import core_count
 from calibration.rounds.refresh import refresh
 from calibration.rounds.request import SIZES_BYTES, RawPoints, active_levels, load_raw, raw_path, save_raw
 from calibration.rounds.turns import CalibrationSection, SectionProgress, next_section
+from experiments.common.forked import run_ranks
 from parsim.app.doctor import Found, Gpu
 from parsim.errors import ConfigError, CostError, ExecutionError, ProfileError
 from parsim.hardware.compose import load_profile
@@ -49,7 +50,6 @@ from parsim.model.shard.narrow import narrow
 from parsim.model.spec import ModelSpec
 from parsim.program.taskgraph import work_text
 from parsim.units import GIB
-from tests.execute.forked import run_ranks
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))
 GPT = ModelSpec(name="gpt_small", args=(("layers", 2),))

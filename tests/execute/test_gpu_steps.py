@@ -24,8 +24,8 @@ from parsim.execute.train import TrainingLog
 from parsim.plans.mesh import Mesh
 from parsim.work import LoadBatch, OptimizerStep
 from tests.execute.interpreted import CPU, planned
+from tests.execute.small_plans import MLP, case
 from tests.execute.test_cuda_races import RELAXED
-from tests.execute.test_equality import MLP, case
 from tests.virtual_cuda import VirtualDriver
 
 

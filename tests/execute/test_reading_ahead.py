@@ -30,7 +30,7 @@ from parsim.program.placed import PlanIndex
 from tests.execute import own_data
 from tests.execute.interpreted import interpret
 from tests.execute.own_data import Noisy
-from tests.execute.test_equality import MLP, VIT, case
+from tests.execute.small_plans import MLP, VIT, case
 from tests.virtual_cuda import VirtualDriver
 
 SPEC = replace(MLP, input_shape=(1, 8, 8))
