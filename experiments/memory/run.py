@@ -64,7 +64,7 @@ def main() -> None:
     questions = [question for question in ALL if names is None or question.label.rpartition("-")[0] in names]
     questions = questions[: 2 if asked.quick else None]
     until = 0.0 if asked.predict else time.monotonic() + asked.seconds
-    before = peaks_before(json.loads(RESULTS.read_text())["rows"] if RESULTS.is_file() else ())
+    before = peaks_before(_recorded())
     failed: set[str] = set()
     open_ = list(questions)
     while open_ and time.monotonic() < until:
@@ -75,10 +75,18 @@ def main() -> None:
         print(f"{row['error_percent']:+7.2f}%  {row['model']:22} {row['case']:45} {row['plan']}")
     print(json.dumps(summary(rows), indent=1))
     if asked.write:
+        again = {(row["model"], row["case"], row["plan"]): row for row in rows}
+        recorded = {(row["model"], row["case"], row["plan"]): row for row in _recorded()}
+        rows = list({**recorded, **again}.values())  # a plan that is not drawn any more stays as it was recorded
         text = ",\n".join(json.dumps(row) for row in rows)
         machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
         head = json.dumps({"date": time.strftime("%Y-%m-%d"), **machine})
         write_text_atomically(RESULTS, f'{{"run": {head},\n"rows": [\n{text}\n]}}\n')
+
+
+def _recorded() -> Sequence[Mapping[str, Any]]:
+    """The rows of results.json."""
+    return json.loads(RESULTS.read_text())["rows"] if RESULTS.is_file() else ()  # type: ignore[no-any-return]
 
 
 Peaks = Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]]
