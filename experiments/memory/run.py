@@ -77,7 +77,7 @@ def main() -> None:
     if asked.write:
         again = {(row["model"], row["case"], row["plan"]): row for row in rows}
         recorded = {(row["model"], row["case"], row["plan"]): row for row in _recorded()}
-        rows = list({**recorded, **again}.values())  # a plan that is not drawn any more stays as it was recorded
+        rows = [dict(row) for row in {**recorded, **again}.values()]  # a plan not drawn any more stays as recorded
         text = ",\n".join(json.dumps(row) for row in rows)
         machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
         head = json.dumps({"date": time.strftime("%Y-%m-%d"), **machine})
@@ -86,7 +86,7 @@ def main() -> None:
 
 def _recorded() -> Sequence[Mapping[str, Any]]:
     """The rows of results.json."""
-    return json.loads(RESULTS.read_text())["rows"] if RESULTS.is_file() else ()  # type: ignore[no-any-return]
+    return json.loads(RESULTS.read_text())["rows"] if RESULTS.is_file() else ()
 
 
 Peaks = Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]]
