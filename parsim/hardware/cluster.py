@@ -11,13 +11,13 @@ from functools import cached_property, lru_cache
 from parsim.errors import ProfileError
 from parsim.hardware.devices import DEVICE_KINDS, Allocator, Device, DeviceType, Spread, device_name
 from parsim.hardware.network import Network, load_network, shipped_networks
-from parsim.hardware.profile import DeviceTypeEntry, LinkEntry, NicSlot, Profile, Quantiles
+from parsim.hardware.profile import DeviceTypeEntry, LinkEntry, NicSlot, Profile
 from parsim.hardware.topology import DEVICE_ROLES, HOST_ROLES, NETWORK_ROLES, NIC_ROLE, Link, Topology, role_of
 
 # The nodes of a topology: the parts that stay connected without the switches of the network.
 #
-# Nodes that are built alike share one NodeShape, with local names (gpu0, pcie1, nic0). A result for one node holds for all
-# of them, so pricing a cluster of thousands takes as long as a few nodes.
+# Nodes that are built alike share one NodeShape, with local names (gpu0, pcie1, nic0). A result for one node holds for all of
+# them, so pricing a cluster of thousands takes as long as a few nodes.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -422,6 +422,16 @@ def _first_equal(cluster: Cluster) -> Cluster:
     return cluster
 
 
+def allocator_of(entry: DeviceTypeEntry) -> Allocator:
+    """As the profile has it, or as assumed of its kind."""
+    if entry.allocator is None:
+        return DEVICE_KINDS[entry.kind].allocator
+    library, lost = entry.allocator.library_bytes, entry.allocator.lost_share
+    return Allocator(
+        library_bytes=Spread(library.p05, library.median, library.p95), lost_share=Spread(lost.p05, lost.median, lost.p95)
+    )
+
+
 def _devices(profile: Profile, nodes: int) -> dict[int, Device]:
     """By number; node by node, each in the order of the profile."""
     types = {
@@ -471,14 +481,3 @@ def _whose(profile: Profile, nodes: int) -> str:
 def _range(known: dict[int, Device]) -> str:
     numbers = sorted(known)
     return str(numbers) if len(numbers) <= 32 else f"{numbers[0]} to {numbers[-1]}"
-
-
-def allocator_of(entry: DeviceTypeEntry) -> Allocator:
-    """The allocator's intervals as the profile has them, or as assumed of the kind of device."""
-
-    def spread(quantiles: Quantiles) -> Spread:
-        return Spread(quantiles.p05, quantiles.median, quantiles.p95)
-
-    if entry.allocator is None:
-        return DEVICE_KINDS[entry.kind].allocator
-    return Allocator(library_bytes=spread(entry.allocator.library_bytes), lost_share=spread(entry.allocator.lost_share))

@@ -16,13 +16,6 @@ from parsim.hardware.topology import DEVICE_ROLES
 from parsim.registry import Registry
 from parsim.units import MIB
 
-# Memory of a rank beyond its tensors and the framework's context: lost in an allocator's blocks, or taken by libraries.
-#
-# Nobody can count it beforehand, so it is an interval. A calibration measures it (`calibration.measure.allocator`); for
-# profiles
-# without, the rows of `parsim.hardware.devices` are assumptions: that of a CPU is read off one machine, that of CUDA rests
-# on no measurement.
-
 
 class Spread(NamedTuple):
     """Quantiles of one number."""
@@ -34,9 +27,14 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocator:
-    """Attributes:
-    library_bytes: code, pools and scratch memory of the libraries, once they have run.
-    lost_share: of the memory that comes and goes within a step, what is lost between blocks.
+    """Memory of a rank beyond its tensors and the framework's context. Nobody can count it beforehand, so it is an interval.
+
+    A calibration measures it (`calibration.measure.allocator`). For profiles without, the rows of `DEVICE_KINDS` are
+    assumptions: that of a CPU is read off one machine, that of CUDA rests on no measurement.
+
+    Attributes:
+        library_bytes: code, pools and scratch memory of the libraries, once they have run.
+        lost_share: of the memory that comes and goes within a step, what is lost between blocks.
     """
 
     library_bytes: Spread
@@ -102,16 +100,15 @@ def device_name(index: int, kind: str) -> str:
     return f"{DEVICE_KINDS[kind].endpoint}{index}"
 
 
-# The rates and memory of one device; every number comes from a profile, which keeps its source.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceType:
-    """Attributes:
-    kind: a row of `parsim.hardware.devices` ("cuda", "cpu") or "package.module:ROW".
-    peak_flop_per_s: by precision, a row of `parsim.model.formats` ("fp32", "amp_fp16") or "package.module:ROW"; one
-        left out cannot be used.
-    context_bytes: memory the framework takes before the first tensor. allocator: what it takes beside the tensors.
+    """The rates and memory of one type of device; every number comes from a profile, which keeps its source.
+
+    Attributes:
+        kind: a row of `DEVICE_KINDS` or "package.module:ROW".
+        peak_flop_per_s: by precision, a row of `parsim.model.formats` ("fp32", "amp_fp16") or "package.module:ROW"; one left
+            out cannot be used.
+        context_bytes: memory the framework takes before the first tensor. allocator: what it takes beside the tensors.
     """
 
     name: str

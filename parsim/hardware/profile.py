@@ -11,10 +11,10 @@ import importlib.resources
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-from parsim.errors import ProfileError, near_matches
-from parsim.files import version_problem, write_text_atomically
+from parsim.errors import near_matches
+from parsim.files import write_text_atomically
 from parsim.hardware.devices import DEVICE_KINDS, device_name
 from parsim.hardware.records import (
     ComputeRecords,
@@ -24,14 +24,12 @@ from parsim.hardware.records import (
     check_device,
     check_latency,
     check_rate,
-    check_texts,
-    from_text,
+    parse_record,
+    source_keys,
     to_text,
 )
 from parsim.hardware.topology import DEVICE_ROLES, role_of
 from parsim.registry import RowOf
-
-SCHEMA_VERSION = 1
 
 
 class Sourced(ProfileRecord):
@@ -316,7 +314,7 @@ class HostOverhead(ProfileRecord):
     task_s: NonNegative
     step_s: NonNegative
     post_wait_s: NonNegative = 0.0
-    core_sharing: float = Field(default=1.0, ge=1)
+    core_sharing: Annotated[float, Field(ge=1)] = 1.0
     load_s: NonNegative | None = None
     load_seconds_per_byte: NonNegative | None = None
     load_part_s: NonNegative | None = None
@@ -454,24 +452,6 @@ def _check_ends(profile: Profile) -> None:
             raise ValueError(f"nics.{number} has kind {slot.kind!r}{near_matches(slot.kind, profile.link_kinds)}")
 
 
-def source_keys(node: object) -> set[str]:
-    """All values under a key `source` or `..._source`, anywhere below a node.
-
-    Args:
-        node: of a JSON document.
-    """
-    found: set[str] = set()
-    left = [node]
-    while left:
-        entry = left.pop()
-        if isinstance(entry, dict):
-            found.update(value for key, value in entry.items() if isinstance(value, str) and key.endswith("source"))
-            left.extend(value for value in entry.values() if isinstance(value, dict | list))
-        elif isinstance(entry, list):
-            left.extend(value for value in entry if isinstance(value, dict | list))
-    return found
-
-
 def shipped_profiles() -> list[str]:
     """Names of the profiles that come with the package."""
     folder = importlib.resources.files("hardware_profiles")
@@ -487,29 +467,7 @@ def parse_profile(text: str, where: str) -> Profile:
     Raises:
         ProfileError: names the first wrong keys and their values.
     """
-    document = from_text(text, where)
-    if isinstance(document, dict) and (problem := version_problem(document, SCHEMA_VERSION)):
-        raise ProfileError(f"profile {where} is broken: {problem}; fix these or calibrate again")
-    check_texts(text, document, where)
-    try:
-        return Profile.model_validate(document)
-    except ValidationError as error:
-        raise ProfileError(f"profile {where} is broken: {problems_text(error)}; fix these or calibrate again") from error
-
-
-def problems_text(error: ValidationError, whole: str = "profile") -> str:
-    """The first three wrong keys, each with its path, the rule and the value.
-
-    Args:
-        error: of pydantic. whole: name of the document itself.
-    """
-    problems = [
-        f"{'.'.join(str(part) for part in problem['loc']) or whole}: {problem['msg'].removeprefix('Value error, ')} "
-        f"(got {_short(problem['input'])})"
-        for problem in error.errors()[:3]
-    ]
-    more = f" (+{error.error_count() - 3} more)" if error.error_count() > 3 else ""
-    return "; ".join(problems) + more
+    return parse_record(Profile, text, where, "profile", otherwise="calibrate again")
 
 
 def save_profile(profile: Profile, path: Path) -> None:
@@ -519,8 +477,3 @@ def save_profile(profile: Profile, path: Path) -> None:
         profile: to write. path: of the JSON file.
     """
     write_text_atomically(path, to_text(profile.model_dump(mode="json")))
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

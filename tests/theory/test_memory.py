@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from parsim.errors import ConfigError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import DEVICE_KINDS, Allocator, DeviceType, Spread
-from parsim.hardware.profile import load_profile
-from parsim.model.component import Component, HalfComponent, Operator, Parameter, Value
+from parsim.model.component import Component, Footprint, Operator, Parameter, Value
 from parsim.model.formats import component_in
 from parsim.model.load import load_model
 from parsim.model.model import Model
@@ -207,7 +207,7 @@ def test_adams_temporaries_are_the_peak_where_activations_are_small() -> None:
 
 def test_half_precision_keeps_what_autocast_was_seen_to_keep() -> None:
     """Per component as recorded: some saved bytes stay as they are, some halve; copies of weights only where they were cast."""
-    seen = HalfComponent(saved_activation_bytes=120, saved_fixed_bytes=4, cast_bytes=110, backward_peaks=((3, 5),))
+    seen = Footprint(saved_activation_bytes=120, saved_fixed_bytes=4, cast_bytes=110, backward_peaks=((3, 5),))
     block = component_in(replace(BLOCK, half=seen), "amp_bf16")
     half, full = memory((block,), precision="amp_bf16"), memory((BLOCK,))
     assert half.line("activations") == 10 * 120 + 4

@@ -420,7 +420,7 @@ def test_where_nothing_fits_offload_is_named_if_it_helps() -> None:
         assert (kept.chosen is not None) == helps
 
 
-@pytest.mark.parametrize("strategy", ["dp", "mp", "hp", "adaptive"])
+@pytest.mark.parametrize("strategy", ["dp", "mp", "hp", pytest.param("adaptive", marks=pytest.mark.slow)])
 def test_a_search_keeps_what_is_offloaded(strategy: str) -> None:
     model = saving(chain_model((5e10,) * 4, elements=10**6), size=10**6)
     problem = problem_of(model, machine(4), optimizer_offload=True, activation_offload=("c0", "c1"))

@@ -187,7 +187,7 @@ def test_json_that_is_not_an_object(text: str) -> None:
     ],
 )
 def test_a_wrong_value_is_named_by_its_path(path: str, value: Any, message: str) -> None:
-    with pytest.raises(ProfileError, match=f"profile bad is broken: .*{message}.*fix these or calibrate again"):
+    with pytest.raises(ProfileError, match=f"profile bad is broken: .*{message}.*or calibrate again"):
         parse_profile(changed(path, value), "bad")
 
 

@@ -34,9 +34,8 @@ from parsim.hardware.profile import (
     Sourced,
     SourceEntry,
     save_profile,
-    source_keys,
 )
-from parsim.hardware.records import ComputeRecords, Efficiency, OperatorFit
+from parsim.hardware.records import ComputeRecords, Efficiency, OperatorFit, source_keys
 from parsim.units import GIB, MIB
 from tools.published.v100_throughput import read_table
 
