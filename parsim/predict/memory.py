@@ -265,11 +265,8 @@ Scored = Literal["", "weights", "averages"]
 def plan_memory(
     layout: PlanIndex,
     cluster: Cluster,
+    numerics: Numerics,
     *,
-    precision: str,
-    optimizer: str,
-    master_weights: bool = True,
-    ema: bool = False,
     scored: Scored = "",
     fit_probability: float = FIT_PROBABILITY,
 ) -> tuple[RankMemory, ...]:
@@ -280,7 +277,7 @@ def plan_memory(
 
     Args:
         layout: the plan and its model. cluster: devices by rank.
-        precision, optimizer, master_weights: as in RUN.toml. ema: whether averages of the weights are kept.
+        numerics: of the training.
         scored: what is validated between steps. fit_probability: with which a rank must fit.
 
     Returns:
@@ -292,16 +289,7 @@ def plan_memory(
     Raises:
         ConfigError: an unknown optimizer.
     """
-    first = unlike_memory(
-        layout,
-        cluster,
-        precision=precision,
-        optimizer=optimizer,
-        master_weights=master_weights,
-        ema=ema,
-        scored=scored,
-        fit_probability=fit_probability,
-    )
+    first = unlike_memory(layout, cluster, numerics, scored=scored, fit_probability=fit_probability)
     return of_every_rank(layout, cluster, first)
 
 
@@ -327,18 +315,14 @@ def of_every_rank(layout: PlanIndex, cluster: Cluster, first: Sequence[RankMemor
 def unlike_memory(
     layout: PlanIndex,
     cluster: Cluster,
+    numerics: Numerics,
     *,
-    precision: str,
-    optimizer: str,
-    master_weights: bool = True,
-    ema: bool = False,
     scored: Scored = "",
     fit_probability: float = FIT_PROBABILITY,
 ) -> tuple[RankMemory, ...]:
     """Of ranks that hold as much as one another that of the first, as `plan_memory` takes and gives it; in rank order."""
-    plan, kept = layout.plan, KeptActivations(layout, precision)
+    plan, kept = layout.plan, KeptActivations(layout, numerics.precision)
     offloaded = offloaded_by(kept) if plan.activation_offload else NOTHING
-    numerics = Numerics(optimizer=optimizer, precision=precision, master_weights=master_weights, ema=ema)
     backend = cluster.profile.communication.backend
     memories = []
     for rank in (rank for place in range(plan.mesh.pp) for rank in _unlike_ranks(layout, cluster, place)):

@@ -212,10 +212,7 @@ class PlanningProblem(Remembering):
             unlike[plan] = unlike_memory(
                 self.layout(plan),
                 self.cluster,
-                precision=self.precision,
-                optimizer=self.optimizer,
-                master_weights=self.master_weights,
-                ema=self.ema,
+                self.numerics,
                 scored=self.scored,
                 fit_probability=self.fit_probability,
             )
