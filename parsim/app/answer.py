@@ -10,19 +10,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parsim.app.config import Question
+from parsim.app.doctor import progress
 from parsim.app.frames import frame, plans_frame
 from parsim.app.prediction import Prediction
 from parsim.app.question import assumed_text, constant_text, loss_note, loss_text, precision_text, taken_defaults
+from parsim.app.to_target import RULES, to_target
 from parsim.costs.loading import MeasuredLoading
 from parsim.errors import ConfigError, DoesNotFitError, PlanError, ScheduleError
 from parsim.files import write_text_atomically
-from parsim.hardware.profile import Profile
+from parsim.hardware.compose import SUFFIX, parts_file_text, read_parts_file
+from parsim.hardware.network import shipped_networks
+from parsim.hardware.parts import shipped_gpus, shipped_links
+from parsim.hardware.profile import Profile, shipped_profiles
 from parsim.plans.plan import plan_in_words
 from parsim.predict.evaluate import Evaluation
 from parsim.predict.memory import SAFE_PROBABILITY
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import PlanResult
-from parsim.search.search import Search, is_tie, most_frequent, search, simpler_tie
+from parsim.report.more_tables import calibration_table
+from parsim.report.notebook import paragraph_html, table_html
+from parsim.report.tables import cost_table, strategy_table, to_text
+from parsim.search.placement.certificate import certificate_of
+from parsim.search.placement.paper import paper_certificate
+from parsim.search.search import Search, is_tie, most_frequent, same_program, search, simpler_tie
 from parsim.search.tree import Tally
 from parsim.units import format_bytes, format_percent, format_seconds
 
@@ -153,7 +163,6 @@ class Answer:
         """
         if self.search is None or not self.fits or self.prediction.is_safe:
             return None
-        from parsim.app.doctor import progress
 
         row = self._chosen_row()
         with progress(f"Looking for a plan that fits with {SAFE_PROBABILITY:.0%}"):
@@ -211,8 +220,6 @@ class Answer:
 
     def report(self) -> ReportTable:
         """The ranked table as texts."""
-        from parsim.report.tables import strategy_table
-
         results = [entry.result.to_dict() for entry in self._ranked]
         row = self._chosen_row()
         return strategy_table(results, chosen=None if row is None else results[row], title="")
@@ -240,10 +247,6 @@ class Answer:
         `relative_difference`, `microbatches`, `components`, `choices`; and `paper`, the same keys of the paper's formulation
         for this model and cluster, with the `placements` that its optimum stands for.
         """
-        from parsim.app.doctor import progress
-        from parsim.search.placement.certificate import certificate_of
-        from parsim.search.placement.paper import paper_certificate
-
         with progress("Certifying placements"):
             own = certificate_of(self.problem, self.search, self.question.plan.strategy)
             return own | {"paper": paper_certificate(self.problem)}
@@ -264,9 +267,6 @@ class Answer:
             ConfigError: an accuracy that is none, or the question asks for a relaxed rule itself. PlanError: an unknown rule.
             MissingDependencyError: without torch or scikit-learn.
         """
-        from parsim.app.doctor import progress
-        from parsim.app.to_target import RULES, to_target
-
         with progress("Training virtual replicas") as say:
             return to_target(
                 self.question,
@@ -295,16 +295,12 @@ class Answer:
         }
 
     def _chosen_row(self) -> int | None:
-        from parsim.search.search import same_program
-
         if not self.fits:
             return None
         plan = self.evaluation.result.plan
         return next(number for number, entry in enumerate(self._ranked) if same_program(entry.result.plan, plan))
 
     def __str__(self) -> str:
-        from parsim.report.tables import to_text
-
         return "\n".join(self.heading()) + f"\n\n{to_text(self.report())}" + "\n".join(self.lines())
 
     def __repr__(self) -> str:
@@ -313,8 +309,6 @@ class Answer:
         return "\n".join([f"Answer: {self.sentence()}", *rows[:PLANS_SHOWN], *more])
 
     def _repr_html_(self) -> str:
-        from parsim.report.notebook import paragraph_html, table_html
-
         return "".join(
             [
                 *map(paragraph_html, filter(None, [self.sentence(), self.runners_up()])),
@@ -439,8 +433,6 @@ class CostTable:
         return dict(self.document)
 
     def __str__(self) -> str:
-        from parsim.report.tables import cost_table, to_text
-
         return to_text(cost_table(self.rows, title=self.title)).rstrip()
 
     def __repr__(self) -> str:
@@ -451,9 +443,6 @@ class CostTable:
         return "\n".join([*lines[: LINES_SHOWN - 1], f"... {more} more lines: print it, or table()"])
 
     def _repr_html_(self) -> str:
-        from parsim.report.notebook import table_html
-        from parsim.report.tables import cost_table
-
         return table_html(cost_table(self.rows, title=self.title))
 
 
@@ -484,13 +473,9 @@ class Calibration:
         return pd.DataFrame(list(report.rows), columns=[column.name for column in report.columns])
 
     def report(self) -> ReportTable:
-        from parsim.report.more_tables import calibration_table
-
         return calibration_table(self.profile)
 
     def __str__(self) -> str:
-        from parsim.report.tables import to_text
-
         return f"{to_text(self.report())}\nProfile: {self.path}"
 
     def __repr__(self) -> str:
@@ -501,8 +486,6 @@ class Calibration:
         )
 
     def _repr_html_(self) -> str:
-        from parsim.report.notebook import table_html
-
         return table_html(self.report())
 
 
@@ -511,10 +494,6 @@ class Calibration:
 
 def known_parts() -> dict[str, list[str]]:
     """Names of the GPUs, links, networks and profiles that come with the package."""
-    from parsim.hardware.network import shipped_networks
-    from parsim.hardware.parts import shipped_gpus, shipped_links
-    from parsim.hardware.profile import shipped_profiles
-
     return {
         "gpus": shipped_gpus(),
         "links": shipped_links(),
@@ -538,8 +517,6 @@ def new_profile(
     Raises:
         ConfigError: the file is there already, or ends otherwise. ProfileError: an unknown part.
     """
-    from parsim.hardware.compose import SUFFIX, parts_file_text, read_parts_file
-
     path = out or Path(f"{Path(gpu).stem}{SUFFIX}")
     if path.suffix != SUFFIX:
         raise ConfigError(f"--out {path}: a profile made of parts is a {SUFFIX} file, which can hold comments; name it so")

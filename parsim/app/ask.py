@@ -17,6 +17,11 @@ from parsim.app.load import cluster_of, fixed_plan, is_saved_model, on_this_mach
 from parsim.app.prediction import Prediction
 from parsim.app.run_folder import RunFolder, what_is_left, write_json
 from parsim.app.training_checks import check_rounds, loading_of, whole_periods
+from parsim.costs.adjustments import adjusted, price_context
+from parsim.costs.communication.closed_forms import busbw_bytes_per_s
+from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
+from parsim.engines.scenario.scenario import load_scenario
+from parsim.engines.scenario.whole_run import KINDS
 from parsim.errors import ConfigError, DoesNotFitError, ExecutionError, ModelError, OutOfMemoryError, PlanError, RankLostError
 from parsim.execute.cuda.faults import visible_devices
 from parsim.execute.cuda.gpu import check_gpus
@@ -31,6 +36,7 @@ from parsim.hardware.speed_factor import SpeedFactor, speed_beside
 from parsim.model.catalogue.names import is_transformer
 from parsim.model.formats import check_executable
 from parsim.model.model import ADDED_UP, COUPLED, MIXING, Model
+from parsim.model.optimizers import update_steps
 from parsim.model.spec import EXAMPLE
 from parsim.plans.plan import Plan
 from parsim.predict.compare import Comparison, PaceComparison, compare, kind_intervals_s, relative_error
@@ -38,8 +44,10 @@ from parsim.predict.evaluate import MANY_RANKS, Evaluation, evaluate, sampled_du
 from parsim.predict.forecast import Played
 from parsim.predict.problem import PlanningProblem
 from parsim.program.placed import PlanIndex
+from parsim.report.more_tables import interval_table, memory_levels, run_table, states_table
 from parsim.report.tables import format_error
 from parsim.units import format_bytes, format_seconds
+from parsim.work import Collective, Compute, Phase, SendRecv
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -288,8 +296,6 @@ def _visible(job: Job, asked: Prediction | None) -> dict[str, str]:
 
 def levels_of(asked: Prediction, seen: Measurement) -> list[dict[str, Any]]:
     """Memory of every rank as several parties counted it, beside what was predicted of it (`parsim.report.more_tables`)."""
-    from parsim.report.more_tables import memory_levels
-
     return [row.to_dict() for row in memory_levels(asked.evaluation.memory, seen.memory)]
 
 
@@ -461,8 +467,6 @@ def play(asked: Prediction, path: Path, whole_run: bool) -> Prediction:
 
     Raises ScenarioError: a file that cannot be read, or that does not fit the plan or the cluster.
     """
-    from parsim.engines.scenario.scenario import load_scenario
-
     scenario = load_scenario(path)
     played = Played(problem=asked.problem, evaluation=asked.evaluation, scenario=scenario)
     step = asked.evaluation if scenario.asynchronous is not None else played.one_step()
@@ -479,8 +483,6 @@ def play(asked: Prediction, path: Path, whole_run: bool) -> Prediction:
 
 def describe_run(forecast: Forecast, played: Played) -> dict[str, Any]:
     """Plain JSON values."""
-    from parsim.engines.scenario.whole_run import KINDS
-
     whole, costs = forecast.whole, played.scenario.device
     figures = {
         "total_s": whole.total_s,
@@ -519,8 +521,6 @@ def describe_run(forecast: Forecast, played: Played) -> dict[str, Any]:
 
 
 def scenario_tables(document: dict[str, Any]) -> list[ReportTable]:
-    from parsim.report.more_tables import interval_table, run_table, states_table
-
     tables = [states_table(document["states"])]
     run = document.get("whole_run")
     if run is not None:
@@ -543,11 +543,6 @@ QUANTILE_95 = 1.6448536269514722
 
 
 def collective_row(cluster: Cluster, operation: str, size_bytes: int, group: tuple[int, ...]) -> dict[str, Any]:
-    from parsim.costs.adjustments import adjusted, price_context
-    from parsim.costs.communication.closed_forms import busbw_bytes_per_s
-    from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
-    from parsim.work import Collective, SendRecv
-
     work: Collective | SendRecv
     if size_bytes < 0:
         raise ConfigError(f"--size-bytes {size_bytes}: must be >= 0")
@@ -574,8 +569,6 @@ def collective_row(cluster: Cluster, operation: str, size_bytes: int, group: tup
 
 def component_rows(costs: Costs, samples: int, ways: int | None) -> list[dict[str, Any]]:
     """Forward and backward of every component, whole and as one of `ways` shards, on the first device; then the optimizer."""
-    from parsim.model.optimizers import update_steps
-
     if samples < 1:
         raise ConfigError(f"--batch {samples}: must be >= 1")
     model = costs.model
@@ -599,8 +592,6 @@ def component_rows(costs: Costs, samples: int, ways: int | None) -> list[dict[st
 
 
 def _phase_rows(costs: Costs, component: str, samples: int, rule: str = "", ways: int = 1) -> list[dict[str, Any]]:
-    from parsim.work import Compute, Phase
-
     rows = []
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         work = Compute(component=component, phase=phase, samples=samples, rule=rule, ways=ways)

@@ -12,6 +12,7 @@ from parsim.app.config import Question
 from parsim.app.doctor import progress
 from parsim.errors import ConfigError
 from parsim.execute.cuda.gpu import usable_gpus
+from parsim.execute.processes.setup import available_cores
 from parsim.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -158,7 +159,6 @@ def ranks_here(device: CalibratedDevice) -> int:
     """One per GPU or core."""
     if device == "cuda":
         return max(1, visible_gpus())
-    from parsim.execute.processes.setup import available_cores
 
     return len(available_cores())
 

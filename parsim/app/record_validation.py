@@ -17,6 +17,7 @@ from parsim.errors import ConfigError, CostError, ParsimError
 from parsim.execute.processes.machine import describe_environment
 from parsim.hardware.profile import load_profile, save_profile
 from parsim.predict.compare import MINIMUM_ROUNDS, relative_error
+from parsim.search.adapt.observed import diagnosis_of, updated
 
 if TYPE_CHECKING:
     from parsim.app.config import Question
@@ -68,8 +69,6 @@ def diagnosed(asked: Prediction, seen: Measurement, comparison: Comparison) -> D
     Args:
         asked: the prediction, with every rank simulated. seen: the measurement. comparison: of both.
     """
-    from parsim.search.adapt.observed import diagnosis_of
-
     return diagnosis_of(
         asked.problem,
         asked.evaluation,
@@ -134,8 +133,6 @@ def update_profile(asked: Prediction, seen: Measurement, comparison: Comparison,
     Raises:
         ConfigError: a shipped profile, or one calibrated anew since the run. CostError: too few rounds to know their noise.
     """
-    from parsim.search.adapt.observed import updated
-
     path = updatable(asked.question)
     cluster, plan = asked.problem.cluster, asked.evaluation.result.plan
     profile = load_profile(str(path))

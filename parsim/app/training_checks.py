@@ -14,9 +14,15 @@ from parsim.app.doctor import progress
 from parsim.app.prediction import Prediction
 from parsim.costs.loading import MeasuredLoading, OwnLoading, UnmeasuredLoading
 from parsim.data import DATASETS
+from parsim.data.datasets import dataset_for, target_of
+from parsim.data.samples import check_images, order_of, train_and_validation
 from parsim.errors import ConfigError, MissingDependencyError, ModelError, ParsimError, PlanError
 from parsim.execute.processes.machine import is_from_here
+from parsim.execute.processes.setup import available_cores
+from parsim.model.build import build_fake, check_real
 from parsim.model.formats import number_format
+from parsim.model.interface import interface_of
+from parsim.model.objective import CLASSES
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 
@@ -37,7 +43,6 @@ def check_training(config: Question, model: Model) -> None:
     """
     from parsim.execute.learning_rate import check_schedule
     from parsim.execute.optimizer import check_exempt, check_states
-    from parsim.model.build import build_fake, check_real
 
     training, recipe = config.training, config.training.recipe
     order = _order(config)
@@ -64,9 +69,6 @@ SHIPPED_IMAGES = ("digits", "cifar10", "cifar100")
 
 def check_images_suit(config: Question) -> None:
     """Raise DataError for a shipped set of images that does not suit the model: found before this machine is calibrated."""
-    from parsim.data.datasets import target_of
-    from parsim.data.samples import check_images
-
     if config.training.dataset not in SHIPPED_IMAGES:
         return
     try:
@@ -89,9 +91,6 @@ def check_tensorboard() -> None:
 
 def _check_metrics(config: Question, metrics: tuple[str, ...]) -> None:
     """Raise ConfigError for metrics that what the model predicts has not."""
-    from parsim.model.interface import interface_of
-    from parsim.model.objective import CLASSES
-
     interface = interface_of(config.model_spec)
     if metrics and interface.target is None:
         raise ConfigError(
@@ -148,9 +147,6 @@ def training_data(config: Question) -> tuple[Samples, Samples | None, Order]:
     Raises:
         DataError: data that do not suit the model or the batch.
     """
-    from parsim.data.datasets import dataset_for
-    from parsim.data.samples import order_of, train_and_validation
-
     training = config.training
 
     def load(split: str) -> Samples:
@@ -321,7 +317,6 @@ def measured_loading(config: Question, cluster: Cluster) -> OwnLoading:
     import torch
 
     from parsim.execute.load_timing import ReaderRequest, timed_loading
-    from parsim.execute.processes.setup import available_cores
 
     training = config.training
 

@@ -20,8 +20,10 @@ from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parsim.app.ask import answer_of
 from parsim.app.config import Question
-from parsim.app.sweep.points import SweepPoint
+from parsim.app.load import cluster_of, model_of, problem_of
+from parsim.app.sweep.points import SweepPoint, code_digest
 from parsim.app.sweep.rows import failed_row, row_of
 from parsim.costs.adjustments import HardwareScale
 from parsim.errors import ConfigError, ExecutionError, MissingDependencyError, ParsimError
@@ -103,9 +105,6 @@ def evaluate_point(point: SweepPoint, shared: SharedValues = NOTHING_SHARED) -> 
 
 
 def _answered(point: SweepPoint, shared: SharedValues) -> dict[str, Any]:
-    from parsim.app.ask import answer_of
-    from parsim.app.load import problem_of
-
     question = point.question
     assert question is not None
     source = question.source
@@ -172,8 +171,6 @@ class _Uncompared:
 
 @lru_cache(maxsize=32)
 def _cluster(table: str, files: tuple[object, ...], given: _Uncompared) -> Cluster:
-    from parsim.app.load import cluster_of
-
     return cluster_of(given.table)
 
 
@@ -208,8 +205,6 @@ def shared_values(points: Sequence[SweepPoint]) -> SharedValues:
     Args:
         points: that workers will answer.
     """
-    from parsim.app.load import model_of
-
     configs = {model_key(point.question): point.question for point in points if point.question is not None}
     models: dict[str, Model] = {}
     cluster = None
@@ -459,8 +454,6 @@ def connect(address: str) -> Client:
 
 def _check_workers(client: Client, address: str) -> int:
     """How many threads of workers there are, all with this very parsim."""
-    from parsim.app.sweep.points import code_digest
-
     said: dict[str, Any] = client.run(code_digest, on_error="return")
     answers = {worker: digest for worker, digest in said.items() if not isinstance(digest, OSError)}  # the others died just now
     for digest in answers.values():

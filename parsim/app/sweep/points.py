@@ -20,7 +20,10 @@ from parsim.app.config import Question
 from parsim.app.config_text import fields_of, parse_value, references, root_of, tables_in
 from parsim.app.load import on_this_machine
 from parsim.app.question import is_run_file, question_of
+from parsim.costs.history import history_path
 from parsim.errors import ConfigError, MissingDependencyError, ParsimError, near_matches
+from parsim.hardware.cluster import Cluster
+from parsim.model.model import Model
 
 if TYPE_CHECKING:
     from parsim.hardware.cluster import Cluster
@@ -440,9 +443,6 @@ def code_digest() -> str:
 
 def _value_digest(base: BaseQuestion) -> str:
     """Of a model or a cluster that was given as a value and not by name."""
-    from parsim.hardware.cluster import Cluster
-    from parsim.model.model import Model
-
     digest = hashlib.sha256()
     if not isinstance(base.model, str | Path):
         model: Model = base.model
@@ -465,8 +465,6 @@ def _cluster_text(cluster: Cluster) -> str:
 
 def _files(question: Question) -> dict[str, str]:
     """The content of every file that a config names, by path."""
-    from parsim.costs.history import history_path
-
     cluster, plan = question.cluster, question.plan
     named = [question.model.name, cluster.profile, cluster.network, cluster.gpu, cluster.link, plan.strategy]
     paths = [Path(text) for text in named if text is not None and text.endswith((".json", ".toml"))]
