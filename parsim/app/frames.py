@@ -100,9 +100,6 @@ def plans_frame(results: Sequence[PlanResult], chosen: int | None) -> pd.DataFra
 def breakdown_frame(breakdown: Sequence[RankBreakdown]) -> pd.DataFrame:
     """A table of seconds by category.
 
-    Args:
-        breakdown: of every rank.
-
     Returns:
         A DataFrame, one row per rank, seconds.
     """
@@ -111,9 +108,6 @@ def breakdown_frame(breakdown: Sequence[RankBreakdown]) -> pd.DataFrame:
 
 def memory_frame(memory: Sequence[RankMemory]) -> pd.DataFrame:
     """A table of memory.
-
-    Args:
-        memory: of every rank.
 
     Returns:
         A DataFrame, one row per rank and line, bytes.
@@ -129,9 +123,6 @@ def memory_frame(memory: Sequence[RankMemory]) -> pd.DataFrame:
 
 def timeline_frame(graph: TaskGraph, timeline: Timeline) -> pd.DataFrame:
     """A table of spans.
-
-    Args:
-        graph: the tasks. timeline: their spans, simulated or measured.
 
     Returns:
         A DataFrame, one row per span in order of start, seconds.

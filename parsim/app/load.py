@@ -62,9 +62,6 @@ GIVEN = "run file"
 def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster | None = None) -> PlanningProblem:
     """Load the model and the profile that the question names, or take the values that it was made from.
 
-    Args:
-        model, cluster: instead of these.
-
     Raises: ModelError, ProfileError; ConfigError for patterns, pins, forbids and tokens that the model does not have;
         PlanError for a mesh that the devices do not make.
     """
@@ -106,11 +103,7 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
 
 
 def scored_of(training: TrainingSection) -> Scored:
-    """What a run validates on the way, which takes memory (`parsim.predict.memory`).
-
-    Args:
-        training: the section of the run file.
-    """
+    """What a run validates on the way, which takes memory (`parsim.predict.memory`)."""
     if training.evaluation is None:
         return ""
     return "averages" if training.ema is not None and training.ema.evaluate else "weights"
@@ -132,11 +125,7 @@ def cluster_of(table: ClusterSection, profile: Profile | None = None) -> Cluster
 
 
 def with_host_memory(profile: Profile, table: ClusterSection) -> Profile:
-    """The profile with what the run file says of the host's memory; the same one where it says nothing.
-
-    Args:
-        profile: of the machine. table: [cluster].
-    """
+    """The profile with what the run file says of the host's memory; the same one where it says nothing."""
     given = {
         "memory_bytes": table.host_memory_bytes,
         "bandwidth_bytes_per_s": table.host_memory_bandwidth_bytes_per_s,

@@ -230,11 +230,7 @@ class Prediction:
 
 
 def describe(evaluation: Evaluation) -> dict[str, Any]:
-    """PlanResult.to_dict() with `breakdown` and `memory` per rank.
-
-    Args:
-        evaluation: of one plan.
-    """
+    """PlanResult.to_dict() with `breakdown` and `memory` per rank."""
     return evaluation.result.to_dict() | {
         "breakdown": [asdict(rank) | {"step_s": rank.step_s} for rank in evaluation.breakdown],
         "memory": [

@@ -64,11 +64,7 @@ def record_of(asked: Prediction, seen: Measurement, comparison: Comparison, sess
 
 
 def diagnosed(asked: Prediction, seen: Measurement, comparison: Comparison) -> Diagnosis:
-    """Whether a run went as predicted and, where not, what was different and what to do.
-
-    Args:
-        asked: the prediction, with every rank simulated. seen: the measurement. comparison: of both.
-    """
+    """Whether a run went as predicted and, where not, what was different and what to do."""
     return diagnosis_of(
         asked.problem,
         asked.evaluation,

@@ -227,7 +227,7 @@ class TrainingSection(ConfigSection):
 
 
 def check_widths(training: TrainingSection) -> None:
-    """Raise ConfigError where other keys contradict the precision. Args: training: with the precision that it ends up with."""
+    """Raise ConfigError where other keys contradict the precision."""
     if training.master_weights is not None and training.precision != "bf16":
         raise ConfigError(
             f'training.master_weights = {str(training.master_weights).lower()} belongs to precision = "bf16" alone, and '

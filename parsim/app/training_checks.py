@@ -188,11 +188,7 @@ def check_rounds(plan: Plan, precision: str, *, evaluates: bool = False) -> None
 
 
 def check_adaptive(plan: Plan) -> None:
-    """Raise PlanError for a plan that the adaptive controller cannot change on the way.
-
-    Args:
-        plan: to train under.
-    """
+    """Raise PlanError for a plan that the adaptive controller cannot change on the way."""
     if plan.synchronisation.is_relaxed:
         raise PlanError(
             f"--adaptive changes plans of synchronous training, and this one has synchronisation {plan.synchronisation}; "
@@ -214,21 +210,13 @@ def steps_per_round(plan: Plan, usual: int) -> int:
 
 
 def changes_graph(plan: Plan) -> bool:
-    """Whether replicas gossip on one graph after another (Ada): the predicted step is a mean over all of them.
-
-    Args:
-        plan: of any synchronisation.
-    """
+    """Whether replicas gossip on one graph after another (Ada): the predicted step is a mean over all of them."""
     rule = plan.synchronisation
     return bool(rule.graph) and len(rule.mixing.phases(plan.mesh.dp)) > 1
 
 
 def on_first_graph(plan: Plan) -> Plan:
-    """The plan on its first graph alone, for a plan that changes it; any other as it is.
-
-    Args:
-        plan: of any synchronisation.
-    """
+    """The plan on its first graph alone, for a plan that changes it; any other as it is."""
     if not changes_graph(plan):
         return plan
     rule = plan.synchronisation
@@ -236,11 +224,7 @@ def on_first_graph(plan: Plan) -> Plan:
 
 
 def rounds_in_words(plan: Plan, steps: int) -> list[str]:
-    """What a training of so many steps leaves of the rounds of its plan, where that is not what the plan says.
-
-    Args:
-        plan: to train under. steps: of the whole training.
-    """
+    """What a training of so many steps leaves of the rounds of its plan, where that is not what the plan says."""
     rule, told = plan.synchronisation, []
     if rule.mixes and steps < rule.period_steps:
         told.append(
@@ -262,9 +246,6 @@ def whole_periods(seen: Measurement, plan: Plan) -> NDArray[np.float64]:
     """The measured steps of a training, less the first ones, so that every round comes with all its local steps.
 
     Of decoupled stages those are left out in which some stage had nothing to work on yet.
-
-    Args:
-        seen: of the run. plan: under which it was made.
 
     Returns:
         float64 [rounds]: seconds, as `Measurement.step_s`.

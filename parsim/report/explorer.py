@@ -213,9 +213,6 @@ def explorer_html(data: ExplorerData) -> str:
     """The whole page, at most `LARGEST_BYTES`, and it says what it leaves out.
 
     With too many points it has the timelines of every second, third, ... or of none; then it shows every second, third, ...
-
-    Args:
-        data: of the sweep.
     """
     script = get_plotlyjs().replace("</script", "<\\/script")
     every, sketched = 1, 1

@@ -64,26 +64,18 @@ NOTHING_SHARED = SharedValues()
 
 
 def model_key(config: Question) -> str:
-    """Equal for questions of one Model. Args: config: of a point."""
+    """Equal for questions of one Model."""
     return json.dumps([config.model.model_dump(mode="json"), config.training.precision], sort_keys=True)
 
 
 def evaluate_points(points: Sequence[SweepPoint], shared: SharedValues = NOTHING_SHARED) -> list[tuple[int, dict[str, Any]]]:
-    """Rows of points, each with the point's number.
-
-    Args:
-        points: of one sweep. shared: values that they have in common.
-    """
+    """Rows of points, each with the point's number."""
     sys.path.extend(path for path in shared.folders if path not in sys.path)
     return [(point.number, evaluate_point(point, shared)) for point in points]
 
 
 def evaluate_point(point: SweepPoint, shared: SharedValues = NOTHING_SHARED) -> dict[str, Any]:
-    """The row of a point. An error of the question is a row with the reason, and so is a fault of parsim.
-
-    Args:
-        point: to answer. shared: values that it has in common with others.
-    """
+    """The row of a point. An error of the question is a row with the reason, and so is a fault of parsim."""
     if point.question is None:
         return failed_row(point.problem)
     try:
@@ -129,7 +121,7 @@ class _LastProblem:
         self._problem: PlanningProblem | None = None
 
     def known(self, problem: PlanningProblem) -> PlanningProblem:
-        """The one before where it is equal, else this one. Args: problem: of a point."""
+        """The one before where it is equal, else this one."""
         if self._problem != problem:
             self._problem = problem
         return self._problem
@@ -144,9 +136,6 @@ _LAST = _LastProblem()
 
 def cluster_at(config: Question) -> Cluster:
     """The cluster of a config; the same object for the same [cluster], so that its look-ups are made once.
-
-    Args:
-        config: of a point.
 
     Raises:
         ProfileError: as `parsim.app.load.cluster_of`.
@@ -200,11 +189,7 @@ def with_memory(cluster: Cluster, factor: float) -> Cluster:
 
 
 def shared_values(points: Sequence[SweepPoint]) -> SharedValues:
-    """Load the Models of these points here, once, for all workers; a model that cannot be loaded is left to its points.
-
-    Args:
-        points: that workers will answer.
-    """
+    """Load the Models of these points here, once, for all workers; a model that cannot be loaded is left to its points."""
     configs = {model_key(point.question): point.question for point in points if point.question is not None}
     models: dict[str, Model] = {}
     cluster = None
@@ -225,7 +210,7 @@ def shared_values(points: Sequence[SweepPoint]) -> SharedValues:
 
 
 def without_values(point: SweepPoint) -> SweepPoint:
-    """The point as it is sent to a worker, which has the values already. Args: point: of a sweep."""
+    """The point as it is sent to a worker, which has the values already."""
     if point.question is None:
         return point
     return replace(point, question=point.question.sourced(model=None, cluster=None))
@@ -255,11 +240,7 @@ DIED = (
 
 
 def here(points: Sequence[SweepPoint]) -> Iterator[Numbered]:
-    """Rows of points, answered in this process, in order.
-
-    Args:
-        points: to answer.
-    """
+    """Rows of points, answered in this process, in order."""
     for point in points:
         yield point.number, evaluate_point(point)
 
@@ -290,11 +271,7 @@ def available_cores() -> int:
 
 
 def in_processes(points: Sequence[SweepPoint], jobs: int) -> Iterator[Numbered]:
-    """Rows of points, as they come, from processes that persist and get the Models once.
-
-    Args:
-        points: to answer. jobs: processes.
-    """
+    """Rows of points, as they come, from processes that persist and get the Models once."""
     from joblib.externals.loky import ProcessPoolExecutor
 
     shared = shared_values(points)
@@ -434,11 +411,7 @@ def _task_name(chunk: Sequence[SweepPoint]) -> str:
 
 
 def connect(address: str) -> Client:
-    """A client of a Dask scheduler. Raises as `on_dask`.
-
-    Args:
-        address: of the scheduler.
-    """
+    """A client of a Dask scheduler. Raises as `on_dask`."""
     try:
         from distributed import Client
     except ImportError as error:
@@ -562,9 +535,6 @@ class SweepFolder:
 
     def known(self, keys: set[str]) -> dict[str, dict[str, Any]]:
         """The rows that the log has of these keys. A broken last line is cut off; a broken line in the middle is asked again.
-
-        Args:
-            keys: of the points that are wanted.
 
         Raises:
             ConfigError: the file is not a log of this parsim.

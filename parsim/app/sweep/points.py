@@ -402,11 +402,7 @@ class SweepPoint:
 
 
 def points_of(base: BaseQuestion, designed: Sequence[SweptSettings]) -> list[SweepPoint]:
-    """Every point with its question; a point that asks for what cannot be says why, and the others are asked.
-
-    Args:
-        base: of all points. designed: what is swept, point by point.
-    """
+    """Every point with its question; a point that asks for what cannot be says why, and the others are asked."""
     value = _value_digest(base)
     points: list[SweepPoint] = []
     for number, settings in enumerate(designed):

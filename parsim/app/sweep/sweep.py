@@ -123,9 +123,6 @@ class Sweep:
     def sensitivity(self, column: str = "step_s") -> Sensitivity:
         """Sobol indices of the swept fields for a column. Needs a sweep with `sensitivity=`.
 
-        Args:
-            column: of numbers.
-
         Raises:
             ConfigError: another design, no such column, or too many points failed. MissingDependencyError: without SALib.
         """
@@ -212,11 +209,7 @@ class Sweep:
         return lines
 
     def report(self, most: int = ROWS_SHOWN) -> ReportTable:
-        """The first rows as texts; the picked one is marked.
-
-        Args:
-            most: rows that are shown.
-        """
+        """The first rows as texts; the picked one is marked."""
         swept = [axis.key for axis in self.axes]
         priced = any(row.get("usd_per_million_samples") is not None for row in self.rows)
         figures = ["plan", "step", "90% interval", "samples/s", "memory", *(["USD per million samples"] if priced else [])]
