@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from parsim.app.ask import measured, reopen
+from parsim.app.judging import measured, reopen
 from parsim.costs.observed import CommunicationClass, RunCorrections, class_of, updates_of
 from parsim.files import write_csv
 from parsim.hardware.cluster import cluster_from_profile

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parsim.app.config import Question
 from parsim.app.doctor import progress
-from parsim.app.frames import frame, plans_frame
+from parsim.app.frames import plans_frame
 from parsim.app.prediction import Prediction
 from parsim.app.question import assumed_text, constant_text, loss_note, loss_text, precision_text, taken_defaults
-from parsim.app.to_target import RULES, to_target
+from parsim.app.to_target import RULES, TargetRanking, to_target
 from parsim.costs.loading import MeasuredLoading
-from parsim.errors import ConfigError, DoesNotFitError, PlanError, ScheduleError
-from parsim.files import write_text_atomically
-from parsim.hardware.compose import SUFFIX, parts_file_text, read_parts_file
-from parsim.hardware.network import shipped_networks
-from parsim.hardware.parts import shipped_gpus, shipped_links
-from parsim.hardware.profile import Profile, shipped_profiles
+from parsim.errors import DoesNotFitError, PlanError, ScheduleError
 from parsim.plans.plan import plan_in_words
 from parsim.predict.evaluate import Evaluation
 from parsim.predict.memory import SAFE_PROBABILITY
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import PlanResult
-from parsim.report.more_tables import calibration_table
 from parsim.report.notebook import paragraph_html, table_html
-from parsim.report.tables import cost_table, strategy_table, to_text
+from parsim.report.tables import ReportTable, strategy_table, to_text
 from parsim.search.placement.certificate import certificate_of
 from parsim.search.placement.paper import paper_certificate
 from parsim.search.search import Search, is_tie, most_frequent, same_program, search, simpler_tie
@@ -38,9 +31,6 @@ from parsim.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from parsim.app.to_target import TargetRanking
-    from parsim.report.tables import ReportTable
 
 
 PLANS_SHOWN = 8
@@ -387,145 +377,6 @@ def _placements(document: dict[str, Any]) -> str:
         f"\nPlacements of single components on one stage: {best['status']}, {format_seconds(best['seconds'])} under the cost "
         f"model, gap {format_percent(best['gap'])}."
     )
-
-
-# A CostTable: the result of `parsim.cost`, one row per price.
-
-
-LINES_SHOWN = 15
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostTable:
-    """Attributes: title: what was priced where. rows: one price each, as in `document`, the JSON of `parsim cost`."""
-
-    title: str
-    rows: tuple[Mapping[str, Any], ...]
-    document: Mapping[str, Any]
-
-    def table(self) -> pd.DataFrame:
-        """One row per price.
-
-        Columns: what is priced (operation, size_bytes, ranks; or component, phase, samples, rule, ways); seconds, and the 90%
-        interval of one repetition, seconds_p05 and seconds_p95; busbw_bytes_per_s and algorithm of a collective; source,
-        detail, extrapolated (outside the measured range).
-        """
-        rows = []
-        for row in self.rows:
-            plain = {key: value for key, value in row.items() if key not in ("seconds", "terms")}
-            interval = row["seconds"]
-            rows.append(plain | {"seconds": interval["median"], "seconds_p05": interval["p05"], "seconds_p95": interval["p95"]})
-        last = ("seconds", "seconds_p05", "seconds_p95")
-        names = list(dict.fromkeys(key for row in rows for key in row if key not in last))
-        found = [name for name in names if name not in ("source", "detail", "extrapolated")]
-        return frame(rows, [*found, *last, "source", "detail", "extrapolated"])
-
-    def explain(self) -> pd.DataFrame:
-        """How every price is made, one row per term in the order in which they apply.
-
-        Columns: price (number of the row of `table()`), term, operation, value, unit, running_total_s (seconds after the term;
-        the last is the price), origin, detail.
-        """
-        rows = [{"price": number, **term} for number, row in enumerate(self.rows) for term in row["terms"]]
-        return frame(rows, list(dict.fromkeys(key for row in rows for key in row)))
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(self.document)
-
-    def __str__(self) -> str:
-        return to_text(cost_table(self.rows, title=self.title)).rstrip()
-
-    def __repr__(self) -> str:
-        lines = str(self).splitlines()
-        if len(lines) <= LINES_SHOWN:
-            return "\n".join(lines)
-        more = len(lines) - LINES_SHOWN + 1
-        return "\n".join([*lines[: LINES_SHOWN - 1], f"... {more} more lines: print it, or table()"])
-
-    def _repr_html_(self) -> str:
-        return table_html(cost_table(self.rows, title=self.title))
-
-
-# A Calibration: the profile of this machine, and its path.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Calibration:
-    """The result of `parsim.calibrate`; pass it to `parsim.plan` as the cluster.
-
-    Attributes:
-        path: of the profile; the raw points lie in the same folder.
-    """
-
-    path: Path
-    profile: Profile
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Timings that were discarded, and doubts about the rest."""
-        return tuple(self.profile.provenance.warnings)
-
-    def table(self) -> pd.DataFrame:
-        """The measurements as strings; columns as in the table that `parsim calibrate` prints."""
-        import pandas as pd
-
-        report = self.report()
-        return pd.DataFrame(list(report.rows), columns=[column.name for column in report.columns])
-
-    def report(self) -> ReportTable:
-        return calibration_table(self.profile)
-
-    def __str__(self) -> str:
-        return f"{to_text(self.report())}\nProfile: {self.path}"
-
-    def __repr__(self) -> str:
-        compute = self.profile.compute
-        return (
-            f"Calibration({self.path}: {len(self.profile.devices)} devices, {len(compute.components)} component points, "
-            f"{len(self.profile.communication.points)} collective points, {len(self.warnings)} warnings)"
-        )
-
-    def _repr_html_(self) -> str:
-        return table_html(self.report())
-
-
-# Parts of hardware for commands and notebooks: what there is, and a profile made of them.
-
-
-def known_parts() -> dict[str, list[str]]:
-    """Names of the GPUs, links, networks and profiles that come with the package."""
-    return {
-        "gpus": shipped_gpus(),
-        "links": shipped_links(),
-        "networks": shipped_networks(),
-        "profiles": shipped_profiles(),
-    }
-
-
-def new_profile(
-    gpu: str, *, count: int | None = None, link: str | None = None, network: str | None = None, out: Path | None = None
-) -> dict[str, str]:
-    """Write a commented profile that refers to parts.
-
-    Args:
-        gpu: by name or path. count: GPUs of a node; None: as the usual machine. link, network: by name or path.
-        out: the file, which must end in .toml and not exist; None: GPU.toml in the current directory.
-
-    Returns:
-        path, and the profile's name.
-
-    Raises:
-        ConfigError: the file is there already, or ends otherwise. ProfileError: an unknown part.
-    """
-    path = out or Path(f"{Path(gpu).stem}{SUFFIX}")
-    if path.suffix != SUFFIX:
-        raise ConfigError(f"--out {path}: a profile made of parts is a {SUFFIX} file, which can hold comments; name it so")
-    if path.exists():
-        raise ConfigError(f"{path} exists; give another --out, or remove it")
-    text = parts_file_text(gpu, count, link, network)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomically(path, text)
-    return {"path": str(path), "name": read_parts_file(path).name}
 
 
 # A plan that surely fits, beside a choice that may run out of memory.

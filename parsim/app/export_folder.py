@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.app.ask import ask_again, check_runnable, device_kind, run_spec, with_every_rank
+from parsim.app.ask import with_every_rank
 from parsim.app.doctor import warn
+from parsim.app.judging import ask_again
+from parsim.app.launch import check_runnable, device_kind, run_spec
 from parsim.app.prediction import Prediction, recipe_of
 from parsim.app.run_folder import RunFolder
 from parsim.app.training_checks import check_training, total_steps
 from parsim.errors import ConfigError, PlanError, near_matches
-from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state, restore_one_by_one
+from parsim.execute.checkpoint.checkpoint import Checkpoint, latest_checkpoint, load_state, restore_one_by_one
 from parsim.execute.cuda.faults import visible_devices
 from parsim.execute.job import Job
 from parsim.formats.exports import EvaluatedStep, Exported, format_to_write
@@ -27,8 +29,6 @@ from parsim.timeline import Timeline
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from parsim.execute.checkpoint.checkpoint import Checkpoint
 
 RUN = "run"
 BEST, LAST = "best", "last"

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from parsim.predict.breakdown import RankBreakdown
+from parsim.predict.memory import RankMemory
+from parsim.predict.result import PlanResult
 from parsim.program.task import parse_resource
+from parsim.program.taskgraph import TaskGraph
+from parsim.timeline import Timeline
 from parsim.work import kind_of
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from parsim.predict.breakdown import RankBreakdown
-    from parsim.predict.memory import RankMemory
-    from parsim.predict.result import PlanResult
-    from parsim.program.taskgraph import TaskGraph
-    from parsim.timeline import Timeline
 
 
 BREAKDOWN_COLUMNS = (

@@ -12,16 +12,18 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from parsim.app.answer import Answer, Calibration, CostTable
-from parsim.app.ask import ask, check_launchable, check_options, collective_row, component_rows, simulate_prediction
-from parsim.app.calibration import calibration_request, device_here, measure_machine
+from parsim.app.answer import Answer
+from parsim.app.ask import ask, check_options, simulate_prediction
+from parsim.app.calibration import Calibration, calibration_request, device_here, measure_machine
 from parsim.app.config import Granularity, Question, keys_by_name
 from parsim.app.doctor import progress
+from parsim.app.launch import check_launchable
 from parsim.app.load import THIS_MACHINE, cache_path
 from parsim.app.measured import Measured
 from parsim.app.prediction import Prediction
+from parsim.app.prices import CostTable, collective_row, component_rows
 from parsim.app.question import is_run_file, question_from_file, question_of
 from parsim.app.record_validation import updatable
 from parsim.app.sections import MOST_SAMPLES
@@ -39,10 +41,9 @@ from parsim.model.spec import ModelSpec
 if TYPE_CHECKING:
     from torch import nn
 
-    AskedModel = str | Path | Model | nn.Module
-    AskedCluster = str | Path | Cluster | Calibration
 
-
+AskedModel: TypeAlias = "str | Path | Model | nn.Module"
+AskedCluster: TypeAlias = str | Path | Cluster | Calibration
 KEYS = keys_by_name()
 Asks = TypeVar("Asks", bound=Callable[..., Any])
 

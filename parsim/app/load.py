@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from parsim.app.calibration import calibration_request, device_here, local_batches, measure_machine
 from parsim.app.config import SWITCHES, Question, check_axes, constraints_of, mesh_of
 from parsim.app.doctor import warn
+from parsim.app.sections import ClusterSection, TrainingSection
 from parsim.costs.history import history_path, read_history
 from parsim.costs.loading import UnmeasuredLoading
 from parsim.data import DATASETS
@@ -19,10 +19,10 @@ from parsim.errors import ConfigError, MissingDependencyError, PlanError, Profil
 from parsim.execute.job import with_update_groups
 from parsim.execute.processes.machine import describe_environment, differences_from_here, gpu_names
 from parsim.files import cache_folder, parse_json, read_text
-from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import NodeGroup, mixed_cluster
 from parsim.hardware.network import load_network, with_cards
-from parsim.hardware.profile import HostMemory, SourceEntry, load_profile
+from parsim.hardware.profile import HostMemory, Profile, SourceEntry, load_profile
 from parsim.model.catalogue.names import is_transformer
 from parsim.model.formats import recorded_weights
 from parsim.model.load import load_model
@@ -32,6 +32,7 @@ from parsim.plans.mesh import check_mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, NONE, Plan, check_plan
 from parsim.predict.breakdown import tokens_per_sample
+from parsim.predict.memory import Scored
 from parsim.predict.problem import PlanningProblem
 from parsim.search.by_hand import (
     custom_plan,
@@ -43,17 +44,7 @@ from parsim.search.by_hand import (
     recompute_by_pattern,
 )
 from parsim.search.relaxed import relaxed_search
-from parsim.search.search import search
-
-if TYPE_CHECKING:
-    from parsim.app.sections import ClusterSection, TrainingSection
-    from parsim.hardware.cluster import Cluster
-    from parsim.hardware.profile import Profile
-    from parsim.model.model import Model
-    from parsim.predict.memory import Scored
-    from parsim.predict.problem import PlanningProblem
-    from parsim.search.search import Search
-
+from parsim.search.search import Search, search
 
 GIVEN = "run file"
 """The source of numbers that a run file gives in place of the profile's."""

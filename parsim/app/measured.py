@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from parsim.app.ask import typical_step
 from parsim.app.export_folder import export_folder
 from parsim.app.frames import breakdown_frame, frame, timeline_frame
+from parsim.app.judging import typical_step
 from parsim.app.prediction import Prediction
 from parsim.costs.diagnosis import Diagnosis
+from parsim.formats.exports import Exported
 from parsim.predict.breakdown import breakdown
 from parsim.predict.compare import Comparison
 from parsim.report.notebook import table_html
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from parsim.execute.measurement import Measurement
-    from parsim.formats.exports import Exported
 
 
 KIND_COLUMNS = (

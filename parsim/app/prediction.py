@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from parsim.app.config import Question
 from parsim.app.frames import breakdown_frame, memory_frame, timeline_frame
-from parsim.app.large import quoted, samples_run
+from parsim.app.large import Quoted, TrainingRun, quoted, samples_run
 from parsim.app.question import taken_defaults
 from parsim.errors import ConfigError
 from parsim.formats.exports import EvaluatedStep, Exported, format_to_write
@@ -18,7 +18,7 @@ from parsim.formats.recipe import PlannedRecipe, recipe_of_plan
 from parsim.plans.plan import Plan
 from parsim.predict.breakdown import critical_path
 from parsim.predict.evaluate import MANY_RANKS, Evaluation, evaluate
-from parsim.predict.explain import explain_plan
+from parsim.predict.explain import Explanation, explain_plan
 from parsim.predict.memory import SAFE_PROBABILITY
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import Interval, PlanResult
@@ -29,9 +29,6 @@ from parsim.units import format_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from parsim.app.large import Quoted, TrainingRun
-    from parsim.predict.explain import Explanation
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

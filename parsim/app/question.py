@@ -21,6 +21,8 @@ from parsim.app.load import cluster_of, is_saved_model
 from parsim.app.sections import OPERATION, check_widths
 from parsim.errors import ConfigError, ModelError
 from parsim.formats.recipe import is_framework_file, read_recipe
+from parsim.hardware.cluster import Cluster
+from parsim.hardware.devices import DeviceType
 from parsim.hardware.parts import is_shorthand, machines_of
 from parsim.hardware.records import ConfigSection
 from parsim.model.catalogue.names import is_transformer, named, sequence_of, shape_of
@@ -33,9 +35,6 @@ from parsim.units import nearest_divisors
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from parsim.hardware.cluster import Cluster
-    from parsim.hardware.devices import DeviceType
 
 
 EXAMPLE = "parsim plan resnet50 --on dgx1-v100-32gb --batch 1024"

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parsim.app.config import Question
+from parsim.app.prediction import Prediction
 from parsim.app.training_checks import changes_graph
 from parsim.costs.conformal import ValidationRecord
 from parsim.costs.diagnosis import Diagnosis
@@ -16,14 +18,11 @@ from parsim.costs.observed import without_updates
 from parsim.errors import ConfigError, CostError, ParsimError
 from parsim.execute.processes.machine import describe_environment
 from parsim.hardware.profile import load_profile, save_profile
-from parsim.predict.compare import MINIMUM_ROUNDS, relative_error
+from parsim.predict.compare import MINIMUM_ROUNDS, Comparison, relative_error
 from parsim.search.adapt.observed import diagnosis_of, updated
 
 if TYPE_CHECKING:
-    from parsim.app.config import Question
-    from parsim.app.prediction import Prediction
     from parsim.execute.measurement import Measurement
-    from parsim.predict.compare import Comparison
 
 
 LEAST_RECORDED = 20

@@ -15,22 +15,21 @@ from parsim.app.prediction import Prediction
 from parsim.costs.loading import MeasuredLoading, OwnLoading, UnmeasuredLoading
 from parsim.data import DATASETS
 from parsim.data.datasets import dataset_for, target_of
-from parsim.data.samples import check_images, order_of, train_and_validation
+from parsim.data.samples import Order, Samples, check_images, order_of, train_and_validation
 from parsim.errors import ConfigError, MissingDependencyError, ModelError, ParsimError, PlanError
 from parsim.execute.processes.machine import is_from_here
 from parsim.execute.processes.setup import available_cores
+from parsim.hardware.cluster import Cluster
 from parsim.model.build import build_fake, check_real
 from parsim.model.formats import number_format
 from parsim.model.interface import interface_of
+from parsim.model.model import Model
 from parsim.model.objective import CLASSES
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 
 if TYPE_CHECKING:
-    from parsim.data.samples import Order, Samples
     from parsim.execute.measurement import Measurement
-    from parsim.hardware.cluster import Cluster
-    from parsim.model.model import Model
 
 
 def check_training(config: Question, model: Model) -> None:

@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from parsim.app.ask import ask_again, judge, measured, reopen, typical_step
+from parsim.app.judging import ask_again, judge, measured, reopen, typical_step
 from parsim.app.prediction import Prediction, describe
 from parsim.app.record_validation import diagnosed
 from parsim.app.run_folder import RunFolder, write_json
 from parsim.costs.diagnosis import Diagnosis
 from parsim.execute.processes.machine import describe_environment, machine_line
+from parsim.hardware.cluster import Cluster
 from parsim.plans.plan import plan_in_words
 from parsim.predict.breakdown import breakdown
 from parsim.predict.compare import Comparison
+from parsim.predict.evaluate import Evaluation
 from parsim.report.coverage import coverage_figures, coverage_tables
 from parsim.report.more_tables import calibration_table, memory_levels
 from parsim.report.page import ReportData, ReportRun, ReportSection, write_report
@@ -24,8 +26,6 @@ from parsim.report.trace import save_chrome_trace
 
 if TYPE_CHECKING:
     from parsim.execute.measurement import Measurement
-    from parsim.hardware.cluster import Cluster
-    from parsim.predict.evaluate import Evaluation
 
 
 def write_run_files(

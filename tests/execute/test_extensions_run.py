@@ -15,8 +15,9 @@ import torch
 
 from calibration.measure.collectives import CollectiveItem, all_items, make_bench, measure_item, preparation
 from calibration.rounds.request import CalibrationRequest
-from parsim.app.ask import ask, run_spec
+from parsim.app.ask import ask
 from parsim.app.config import load_config
+from parsim.app.launch import run_spec
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.communication.regime_fits import fit_regimes
 from parsim.errors import ConfigError

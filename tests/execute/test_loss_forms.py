@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import parsim
-from parsim.app.ask import check_loss
 from parsim.app.config import parse_config
+from parsim.app.launch import check_loss
 from parsim.app.training_checks import check_images_suit, steps_per_epoch
 from parsim.data.datasets import dataset_for
 from parsim.errors import PlanError, TraceError

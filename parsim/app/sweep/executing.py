@@ -23,20 +23,19 @@ from typing import TYPE_CHECKING, Any
 from parsim.app.ask import answer_of
 from parsim.app.config import Question
 from parsim.app.load import cluster_of, model_of, problem_of
+from parsim.app.sections import ClusterSection
 from parsim.app.sweep.points import SweepPoint, code_digest
 from parsim.app.sweep.rows import failed_row, row_of
 from parsim.costs.adjustments import HardwareScale
 from parsim.errors import ConfigError, ExecutionError, MissingDependencyError, ParsimError
 from parsim.files import finite, lock, parse_json, read_json, version_problem, write_atomically, write_json_atomically
+from parsim.hardware.cluster import Cluster
+from parsim.model.model import Model
+from parsim.predict.problem import PlanningProblem
 
 if TYPE_CHECKING:
     import pandas as pd
     from distributed import Client
-
-    from parsim.app.sections import ClusterSection
-    from parsim.hardware.cluster import Cluster
-    from parsim.model.model import Model
-    from parsim.predict.problem import PlanningProblem
 
 
 # One point, answered: in this process or in a worker. Models, profiles and clusters are loaded once per process.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hardware_profiles
 from parsim.app.config import Question
@@ -24,11 +24,6 @@ from parsim.costs.history import history_path
 from parsim.errors import ConfigError, MissingDependencyError, ParsimError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.model.model import Model
-
-if TYPE_CHECKING:
-    from parsim.hardware.cluster import Cluster
-    from parsim.model.model import Model
-
 
 # Fields that a sweep can vary: every key of a run file, and three factors on the hardware.
 

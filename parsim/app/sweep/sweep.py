@@ -13,9 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.app.answer import Calibration
+from parsim.app.calibration import Calibration
 from parsim.app.doctor import Say, progress
 from parsim.app.frames import frame
+from parsim.app.functions import AskedCluster, AskedModel
 from parsim.app.sweep.executing import RowLog, SweepFolder, here, here_or_in_processes, in_processes, on_dask
 from parsim.app.sweep.goal import Sensitivity, parse_goal, sensitivity
 from parsim.app.sweep.points import (
@@ -40,9 +41,6 @@ from parsim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from parsim.app.functions import AskedCluster, AskedModel
-    from parsim.report.tables import ReportTable
 
 
 TIES_SHOWN = 3
