@@ -28,7 +28,7 @@ from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.program.placed import Divisions
-from parsim.schedule.parts.screen import Outline, plan_of
+from screen import Outline, plan_of
 
 SEQ, PER_NODE = 4096, 8
 PLANS = (

@@ -18,15 +18,15 @@ from machine import QUICK_NOTE, add_quick, machine_line, seconds
 from parsim.costs.draws import medians_s
 from parsim.engines.static import compile_graph, simulate, step_times_s
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.catalogue.presets import load_preset
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.breakdown import breakdown
 from parsim.predict.evaluate import evaluate
+from parsim.predict.folding import folding_of
 from parsim.predict.problem import PlanningProblem
-from parsim.program.fold import folding_of
 from parsim.program.placed import PlanIndex
 from parsim.program.templates import lower_columns
 

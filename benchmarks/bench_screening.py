@@ -19,8 +19,8 @@ from parsim.errors import ParsimError
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import simulated_step
 from parsim.predict.problem import PlanningProblem
-from parsim.schedule.parts.screen import Outline, plan_of, screened_s
 from parsim.units import divisors
+from screen import Outline, plan_of, screened_s
 
 QUESTIONS = (
     ("llama3-70b", "64xh100-sxm", 512, "model.args.seq=8192"),

@@ -13,7 +13,7 @@ from dataclasses import replace
 from machine import QUICK_NOTE, add_quick, machine_line
 
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.catalogue.presets import load_preset
 from parsim.model.model import Model
 from parsim.predict.problem import PlanningProblem

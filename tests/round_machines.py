@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from parsim.hardware.compose import load_profile
 from parsim.hardware.network import Network, parse_network
-from parsim.hardware.profile import DeviceEntry, LinkEntry, LinkProtocol, NicSlot, Profile, Sourced, load_profile
+from parsim.hardware.profile import DeviceEntry, LinkEntry, LinkProtocol, NicSlot, Profile, Sourced
 
 BASE_S, HOP_S, NVLINK = 10e-6, 2e-6, 20e9
 CARD, CARD_HOP_S, CARD_LATENCY_S, UPLINK_LATENCY_S = 5e9, 6e-6, 1e-6, 3e-6

@@ -21,11 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from calibration.measure.arithmetic import DTYPES, set_arithmetic
 from calibration.measure.components import KEPT_STEPS, WARM_STEPS, Case, make_case
-from calibration.rounds.raw_points import load_raw, raw_path
-from calibration.rounds.request import CalibrationRequest
-from calibration.rounds.resume_folder import alone
+from calibration.measure.device import DTYPES, set_arithmetic
+from calibration.rounds.request import CalibrationRequest, load_raw, raw_path
+from calibration.rounds.turns import alone
 from parsim.errors import ConfigError
 from parsim.execute.cuda.driver import warm_gpu
 from parsim.execute.processes.exchange import gather_values
@@ -35,7 +34,8 @@ from parsim.execute.processes.machine import differences_from_here
 from parsim.execute.processes.setup import prepare_rank
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.files import write_text_atomically
-from parsim.hardware.profile import PaceToday, Profile, load_profile, save_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import PaceToday, Profile, save_profile
 from parsim.hardware.speed_factor import probe_seconds, speed_since
 from parsim.model.model import Model
 from parsim.units import format_seconds

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from models import mlp
-from times import Exchange, all_reduce_s
 
+from experiments.decentralized.models import mlp
+from experiments.decentralized.times import Exchange, all_reduce_s
+from experiments.relaxed.clock import random_stragglers
+from experiments.relaxed.gossip import GossipRule, train_on_graph
+from experiments.relaxed.sharded import Partition
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.plans.mixing import Ada, mixing_graph
-from parsim.virtual.clock import random_stragglers
-from parsim.virtual.gossip import GossipRule, train_on_graph
-from parsim.virtual.rounds import Partition
 
 NODES, STEP_S, SENT_BYTES = 4, 0.1, 102_228_128
 SLOW = {"probability": 0.01, "factor": 3.0}

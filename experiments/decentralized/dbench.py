@@ -6,11 +6,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from models import MODELS
-
+from experiments.decentralized.models import MODELS
+from experiments.relaxed.bench import BenchRun, ranks, relations, run_bench, summary, tensor_rows
+from experiments.relaxed.gossip import GossipRule
 from parsim.plans.mixing import Ada, mixing_graph
-from parsim.virtual.bench import BenchRun, ranks, relations, run_bench, summary, tensor_rows
-from parsim.virtual.gossip import GossipRule
 
 Row = dict[str, Any]
 

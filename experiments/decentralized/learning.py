@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from models import mlp
 
+from experiments.decentralized.models import mlp
+from experiments.relaxed.gossip import GossipRule, GossipRun, train_on_graph
+from experiments.relaxed.sharded import Partition
 from parsim.plans.mixing import Ada, MixingGraph, mixing_graph, spectral_gap
-from parsim.virtual.gossip import GossipRule, GossipRun, StatisticsRecording, train_on_graph
-from parsim.virtual.rounds import Partition
 
 N, BATCH = 16, 8
 Row = dict[str, Any]
@@ -65,7 +65,7 @@ SCHEDULES: dict[str, Graph] = {
 
 def trained(graph: Graph, sharding: str, seed: int, epochs: int) -> GossipRun:
     partition = Partition(workers=N, epochs=epochs, batch=BATCH, sharding=sharding, seed=seed)
-    return train_on_graph(mlp(seed), partition, GossipRule(graph=graph), recording=StatisticsRecording())
+    return train_on_graph(mlp(seed), partition, GossipRule(graph=graph), record_every=1)
 
 
 def repeated(graph: Graph, sharding: str, seeds: range, epochs: int) -> Row:
@@ -73,11 +73,9 @@ def repeated(graph: Graph, sharding: str, seeds: range, epochs: int) -> Row:
     scores, own, before, after, sent, path = [], [], [], [], [], ""
     for seed in seeds:
         run = trained(graph, sharding, seed, epochs)
-        judged = run.replicas.evaluate(every=True)
-        assert judged.replicas is not None
         assert run.profile is not None
-        scores.append(judged.average)
-        own.append(float(judged.replicas.mean()))
+        scores.append(run.score)
+        own.append(run.replicas.mean_score)
         before.append(float(run.profile.consensus[-1]))
         after.append(float(run.profile.consensus_after[-1]))
         sent.append(run.epochs[-1].sent_bytes / run.replicas.training.weight_bytes)

@@ -11,23 +11,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import torch
-from curves import curve_rows
-from dbench import bench_tables
-from figures import draw
-from learning import ada_rows, figure_rows, gap_rows
-from times import scaling_rows, time_rows
-from whole_epochs import epoch_rows
 
 from experiments.common.running import add_parts
+from experiments.decentralized.curves import curve_rows
+from experiments.decentralized.dbench import bench_tables
+from experiments.decentralized.figures import draw
+from experiments.decentralized.learning import ada_rows, figure_rows, gap_rows
+from experiments.decentralized.times import scaling_rows, time_rows
+from experiments.decentralized.whole_epochs import epoch_rows
 from parsim.files import write_csv
 
 Row = dict[str, Any]

@@ -23,16 +23,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.algorithms.arrivals import merge_events
+from experiments.relaxed.arrivals import merge_events
+from experiments.relaxed.clock import round_seconds
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.communication.internode import exchange_seconds
 from parsim.costs.costs import Costs
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mixing import Ada, MixingGraph, mixing_graph
-from parsim.virtual.clock import round_seconds
 from parsim.work import Collective, Compute, OptimizerStep, Phase, SendRecv
 
 Row = dict[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from experiments.common.claims import SEEDS, Claim, Row, claim, mean_of, of_every
+from experiments.common.claims import SEEDS, Claim, Judge, Row, claim, mean_of, of_every
 
 TOLERANCE = 0.015
 EPOCHS = 20
@@ -58,3 +58,6 @@ def claims(document: dict[str, Any]) -> list[Claim]:
             "" if merged is None else f"{merged:.3f} of the rate",
         ),
     ]
+
+
+JUDGES = {"epoch_averaging": Judge(claims=claims)}

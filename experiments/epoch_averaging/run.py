@@ -15,17 +15,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import numpy as np
 import torch
 
-from parsim.algorithms.arrivals import amdahl_efficiency, master_synchronisation_s, pairwise_merge_s, ring_synchronisation_s
-from parsim.algorithms.periods import at_end, every_epochs, every_steps, post_local
+from experiments.relaxed.arrivals import (
+    MergedTraining,
+    amdahl_efficiency,
+    master_synchronisation_s,
+    pairwise_merge_s,
+    ring_synchronisation_s,
+    train_by_arrival,
+)
+from experiments.relaxed.sharded import Averaged, Partition, train_averaged
 from parsim.files import write_csv
-from parsim.plans.averaging import MergeRule, OuterOptimizer, arrival_weights, effective_workers
+from parsim.plans.averaging import MergeRule, arrival_weights, effective_workers
+from parsim.plans.synchronisation import Synchronisation
 from parsim.relaxed.problems import LearningProblem, load_problem, perceptron
 from parsim.relaxed.replicas import LocalOptimizer, LocalTraining
-from parsim.virtual.arrivals import train_by_arrival
-from parsim.virtual.rounds import Partition, RoundRule, TrainingOutcome, train_in_rounds
 
 SPECIFIED = {
     ("average", 20): {1: 0.979, 2: 0.976, 4: 0.970, 8: 0.951, 16: 0.917},
@@ -49,19 +57,24 @@ def partition(workers: int, epochs: int, seed: int, **settings: Any) -> Partitio
     return Partition(workers=workers, epochs=epochs, batch=16, keep_remainder=True, seed=seed, **settings)
 
 
-def averaged(problem: LearningProblem, part: Partition, **rule: Any) -> TrainingOutcome:
+def averaged(problem: LearningProblem, part: Partition, learning_rate: float = 0.1, **rule: Any) -> Averaged:
     """Synchronous averaging at every epoch's end, unless `rule` says otherwise."""
-    rule.setdefault("period", every_epochs(1, part.steps_per_epoch(problem)))
-    return train_in_rounds(task(problem, part.seed), part, RoundRule(**rule))
+    steps = part.order(problem).steps_per_epoch
+    if part.workers == 1:  # nobody to average with
+        only = Synchronisation(), steps * part.epochs
+        return train_averaged(task(problem, part.seed, learning_rate), part, only)
+    rule.setdefault("period_steps", steps)
+    phase = Synchronisation(kind="average", **rule), steps * part.epochs
+    return train_averaged(task(problem, part.seed, learning_rate), part, phase)
 
 
-def merged(problem: LearningProblem, part: Partition, kind: str, **settings: Any) -> TrainingOutcome:
+def merged(problem: LearningProblem, part: Partition, kind: str, learning_rate: float = 0.1, **settings: Any) -> MergedTraining:
     """Merging in arrival order."""
     rule = MergeRule(kind=kind, workers=part.workers, buffer=max(1, part.workers // 2), **MERGES[kind])
-    return train_by_arrival(task(problem, part.seed), part, rule, **settings)
+    return train_by_arrival(task(problem, part.seed, learning_rate), part, rule, **settings)
 
 
-def repeated(run: Callable[[int], TrainingOutcome], seeds: int, **labels: Any) -> Row:
+def repeated(run: Callable[[int], Averaged | MergedTraining], seeds: int, **labels: Any) -> Row:
     """Mean and deviation of the final score over seeds, beside `labels`."""
     scores = np.array([run(seed).score for seed in range(seeds)])
     row = {
@@ -83,7 +96,7 @@ def scaling_table(problem: LearningProblem, seeds: int, workers: tuple[int, ...]
             kinds = ["average", "half"] if count == 1 else ["average", *MERGES]
             for kind in kinds if length == epochs[0] else ["average"]:
 
-                def run(seed: int, kind: str = kind, count: int = count, length: int = length) -> TrainingOutcome:
+                def run(seed: int, kind: str = kind, count: int = count, length: int = length) -> Averaged | MergedTraining:
                     part = partition(count, length, seed)
                     return averaged(problem, part) if kind == "average" else merged(problem, part, kind)
 
@@ -95,32 +108,30 @@ def scaling_table(problem: LearningProblem, seeds: int, workers: tuple[int, ...]
 
 def period_table(problem: LearningProblem, seeds: int, epochs: int, workers: int = 8) -> list[Row]:
     """How often to average, and the outer optimizer: accuracy beside the number of exchanges."""
-    steps = partition(workers, epochs, 0).steps_per_epoch(problem)
-    rules: dict[str, dict[str, Any]] = {
-        "every step": {"period": every_steps(1)},
-        "every 4 steps": {"period": every_steps(4)},
-        "every epoch": {"period": every_epochs(1, steps)},
-        "every 2 epochs": {"period": every_epochs(2, steps)},
-        "every 5 epochs": {"period": every_epochs(5, steps)},
-        "only at the end": {"period": at_end()},
-        "post-local: 5 epochs synchronous, then every epoch": {"period": post_local(5 * steps, steps)},
-        "every epoch, outer Nesterov .7/.9 (DiLoCo)": {"period": every_epochs(1, steps), "outer": OuterOptimizer()},
-        "every epoch, outer Nesterov .7/.5": {"period": every_epochs(1, steps), "outer": OuterOptimizer(momentum=0.5)},
+    steps = partition(workers, epochs, 0).order(problem).steps_per_epoch
+    every_epoch = {"kind": "average", "period_steps": steps}
+    phases: dict[str, list[tuple[dict[str, Any], int]]] = {
+        "every step": [({"kind": "average"}, epochs)],
+        "every 4 steps": [({"kind": "average", "period_steps": 4}, epochs)],
+        "every epoch": [(every_epoch, epochs)],
+        "every 2 epochs": [({"kind": "average", "period_steps": 2 * steps}, epochs)],
+        "every 5 epochs": [({"kind": "average", "period_steps": 5 * steps}, epochs)],
+        "only at the end": [({"kind": "average", "period_steps": epochs * steps}, epochs)],
+        "post-local: 5 epochs synchronous, then every epoch": [({"kind": "average"}, 5), (every_epoch, epochs - 5)],
+        "every epoch, outer Nesterov .7/.9 (DiLoCo)": [(every_epoch | {"outer_optimizer": "nesterov"}, epochs)],
+        "every epoch, outer Nesterov .7/.5": [(every_epoch | {"outer_optimizer": "nesterov", "outer_momentum": 0.5}, epochs)],
     }
     rows = []
-    for name, rule in rules.items():
-        row = repeated(
-            lambda seed, rule=rule: averaged(problem, partition(workers, epochs, seed), **dict(rule)), seeds, rule=name
-        )
-        row["exchanges"] = averaged_exchanges(rule, epochs, steps)
+    for name, lengths in phases.items():
+        rules = [(Synchronisation(**keys), steps * length) for keys, length in lengths if length]
+
+        def run(seed: int, rules: list[tuple[Synchronisation, int]] = rules) -> Averaged:
+            return train_averaged(task(problem, seed), partition(workers, epochs, seed), *rules)
+
+        row = repeated(run, seeds, rule=name)
+        row["exchanges"] = sum(-(-count // rule.period_steps) for rule, count in rules)
         rows.append(row)
     return rows
-
-
-def averaged_exchanges(rule: dict[str, Any], epochs: int, steps: int) -> int:
-    """Exchanges of a run, the closing one included where the period does not end on it."""
-    period, total = rule["period"], epochs * steps
-    return int(period.count(total)) + (not period.due(total - 1))
 
 
 def federated_table(problem: LearningProblem, seeds: int, epochs: int, workers: int = 8) -> list[Row]:
@@ -136,16 +147,21 @@ def federated_table(problem: LearningProblem, seeds: int, epochs: int, workers: 
         "sizes 1:2:4:8 twice, weighted by samples": ({"proportions": uneven}, {"weighted": True}),
         "half take part": ({}, {"participation": 0.5}),
         "label-sorted, half take part": ({"sharding": "label_sorted"}, {"participation": 0.5}),
-        "label-sorted, every 4 steps": ({"sharding": "label_sorted"}, {"period": every_steps(4)}),
+        "label-sorted, every 4 steps": ({"sharding": "label_sorted"}, {"period_steps": 4}),
     }
-    return [
-        repeated(
-            lambda seed, shards=shards, rule=rule: averaged(problem, partition(workers, epochs, seed, **shards), **dict(rule)),
-            seeds,
-            setting=name,
-        )
-        for name, (shards, rule) in settings.items()
-    ]
+    rows = []
+    for name, (shards, keys) in settings.items():
+
+        def run(seed: int, shards: dict[str, Any] = shards, keys: dict[str, Any] = keys) -> Averaged:
+            part, rule = partition(workers, epochs, seed, **shards), dict(keys)
+            if rule.pop("weighted", False):
+                rule["weights"] = (part.order(problem).sample_weights,)
+            if "participation" in rule:
+                rule["seed"] = seed
+            return averaged(problem, part, **rule)
+
+        rows.append(repeated(run, seeds, setting=name))
+    return rows
 
 
 def straggler_table(
@@ -153,29 +169,33 @@ def straggler_table(
 ) -> tuple[list[Row], dict[str, list[Row]]]:
     """One worker at half speed. All run until the synchronous epochs are over, in units of a fast worker's epoch."""
 
-    def step_s(worker: int, epoch: int) -> float:
-        return (2.0 if worker == 0 else 1.0) / partition(workers, epochs, 0).steps_per_epoch(problem)
-
+    steps = partition(workers, epochs, 0).order(problem).steps_per_epoch
     merges = int((workers - 0.5) * 2 * epochs)
     rows, curves = [], {}
     for kind in ("average", *MERGES):
 
-        def run(seed: int, kind: str = kind) -> TrainingOutcome:
+        def run(seed: int, kind: str = kind) -> Averaged | MergedTraining:
             part = partition(workers, epochs, seed)
             if kind == "average":
-                rule = RoundRule(period=every_epochs(1, part.steps_per_epoch(problem)))
-                return train_in_rounds(task(problem, seed), part, rule, step_s=step_s)
-            return merged(problem, part, kind, step_s=step_s, total_merges=merges)
+                return averaged(problem, part)
+            return merged(
+                problem, part, kind, step_s=lambda worker, _: (2.0 if worker == 0 else 1.0) / steps, total_merges=merges
+            )
 
         first = run(0)
-        curves[kind] = [{"seconds": entry.seconds, "score": entry.score} for entry in first.progress]
+        # an averaged epoch ends when the slow worker, twice as long as the others, is done
+        curve = (
+            [(2.0 * epoch, score) for epoch, score in enumerate(first.by_epoch, 1)]
+            if isinstance(first, Averaged)
+            else first.curve
+        )
+        curves[kind] = [{"seconds": seconds, "score": score} for seconds, score in curve]
+        local_epochs = workers * epochs if kind == "average" else merges
         row = repeated(run, seeds, rule=kind)
         row |= {
-            "simulated_s": round(first.progress[-1].seconds, 3),
-            "local_epochs": workers * epochs if kind == "average" else merges,
-            "epochs_per_s_against_no_straggler": round(
-                (workers * epochs if kind == "average" else merges) / first.progress[-1].seconds / workers, 4
-            ),
+            "simulated_s": round(curve[-1][0], 3),
+            "local_epochs": local_epochs,
+            "epochs_per_s_against_no_straggler": round(local_epochs / curve[-1][0] / workers, 4),
         }
         rows.append(row)
     return rows, curves
@@ -185,12 +205,9 @@ def regression_table(seeds: int, epochs: int) -> list[Row]:
     """R^2 on diabetes against workers, mean squared error, SGD 0.01."""
     problem = load_problem("diabetes", dtype=torch.float64)
 
-    def run(seed: int, workers: int, kind: str) -> TrainingOutcome:
+    def run(seed: int, workers: int, kind: str) -> Averaged | MergedTraining:
         part = partition(workers, epochs, seed)
-        training = task(problem, seed, 0.01)
-        if kind == "average":
-            return train_in_rounds(training, part, RoundRule(period=every_epochs(1, part.steps_per_epoch(problem))))
-        return train_by_arrival(training, part, MergeRule(kind=kind, workers=workers))
+        return averaged(problem, part, 0.01) if kind == "average" else merged(problem, part, kind, 0.01)
 
     return [
         repeated(lambda seed, workers=workers, kind=kind: run(seed, workers, kind), seeds, rule=kind, workers=workers)

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from drawn import drawn
-
+from experiments.memory.drawn import drawn
 from parsim.execute.job import PLAIN, TrainingRecipe
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import NO_ALLOCATOR
-from parsim.hardware.profile import load_profile
 from parsim.model.inputs import ModelInput
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec

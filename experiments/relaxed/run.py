@@ -23,7 +23,7 @@ from parsim.execute.processes.launch import launch
 from parsim.execute.processes.machine import describe_environment, machine_line
 from parsim.files import write_json_atomically
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.speed_factor import speed_beside
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.common.claims import SEEDS, Claim, Row, claim, mean_of, of_every
+from experiments.common.claims import SEEDS, Claim, Judge, Row, claim, mean_of, of_every
 from experiments.common.markdown import table
 
 TOLERANCE = 0.02
@@ -98,3 +98,6 @@ def named_tables(document: dict[str, Any]) -> dict[str, str]:
             ("K", "batches", "closed form", "simulated", "activations held (batches, all modules)"), speedups, words=0
         ),
     }
+
+
+JUDGES = {"stale_gradients": Judge(claims=claims, tables=named_tables)}

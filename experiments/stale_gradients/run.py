@@ -16,17 +16,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import numpy as np
 import torch
 
-from parsim.algorithms.staleness import ModuleTimes, balanced_speedup, decoupling, stage_seconds
-from parsim.engines.relaxed.decoupled_program import TickModules, tick_durations_s, tick_program
-from parsim.engines.repeated import simulate_program
+from experiments.relaxed.decoupled import (
+    ModuleTimes,
+    TickEngine,
+    TickRule,
+    balanced_speedup,
+    cut_sequential,
+    decoupling,
+    epoch_by_ticks_s,
+    stage_seconds,
+)
 from parsim.files import write_csv
 from parsim.plans.mixing import mixing_graph
 from parsim.relaxed.problems import LearningProblem, load_problem, perceptron
-from parsim.virtual.agent import TickRule, cut_sequential
-from parsim.virtual.ticks import TickEngine
 
 HIDDEN, BATCH, EPOCHS = (48, 48, 48), 32, 20
 SPECIFIED_SEEDS = 2
@@ -134,18 +141,6 @@ def accuracy_table(seeds: int, epochs: int) -> list[dict[str, Any]]:
     return rows
 
 
-def simulated_epoch_s(schedule: str, replay: bool, times: ModuleTimes, count: int) -> float:
-    """The makespan of a whole epoch's task graph in the static engine, full ticks repeated, without communication."""
-    modules = TickModules(
-        names=tuple(f"module{k + 1}" for k in range(times.modules)),
-        elements=(1,) * times.modules,
-        boundary_bytes=(1,) * (times.modules - 1),
-        samples=128,
-    )
-    program = tick_program(schedule, modules, count, replay=replay)
-    return simulate_program(program, lambda part, t: tick_durations_s(part.graph, modules, times)).makespan_s
-
-
 def common_overhead(simulated: Sequence[float], printed: Sequence[float]) -> float:
     """The factor that makes the largest relative error of factor * simulated against printed as small as it can be."""
     ratios = np.array(printed) / np.array(simulated)
@@ -158,10 +153,15 @@ def time_table() -> list[dict[str, Any]]:
         busy_s = [printed["fdg"] * utilisation / BATCHES_PER_EPOCH for utilisation in FDG_UTILISATION[count]]
         for name, (schedule, replay) in WAYS.items():
             cells.append(
-                (name, count, simulated_epoch_s(schedule, replay, stage_seconds(busy_s), BATCHES_PER_EPOCH), printed[name])
+                (
+                    name,
+                    count,
+                    epoch_by_ticks_s(schedule, stage_seconds(busy_s), BATCHES_PER_EPOCH, replay=replay),
+                    printed[name],
+                )
             )
     whole = stage_seconds([BP_S * BP_UTILISATION / BATCHES_PER_EPOCH])
-    cells.append(("bp", 1, simulated_epoch_s("bp", False, whole, BATCHES_PER_EPOCH), BP_S))
+    cells.append(("bp", 1, epoch_by_ticks_s("bp", whole, BATCHES_PER_EPOCH), BP_S))
     factor = common_overhead([cell[2] for cell in cells], [cell[3] for cell in cells])
     return [
         {
@@ -178,13 +178,13 @@ def time_table() -> list[dict[str, Any]]:
 
 
 def speedup_table() -> list[dict[str, Any]]:
-    """Balanced modules: speed-up over bp by closed form and by simulated graphs, and what staleness and memory it costs."""
+    """Balanced modules: speed-up over bp by the closed form and tick by tick, and what staleness and memory it costs."""
     rows = []
     fdg = decoupling("fdg")
     for count in (2, 4, 8):
         for ticks in (20, 391):
             times = ModuleTimes(forward_s=(1.0,) * count, backward_s=(2.0,) * count)
-            bp, stale = (simulated_epoch_s(name, False, times, ticks) for name in ("bp", "fdg"))
+            bp, stale = (epoch_by_ticks_s(name, times, ticks) for name in ("bp", "fdg"))
             held = [fdg.activations_held(k, count) for k in range(1, count + 1)]
             rows.append(
                 {

@@ -14,14 +14,14 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-from cases import SMALL, SUBJECTS, cases_of, problem_of
-from measuring import Seen, measure
 
+from experiments.this_machine.cases import SMALL, SUBJECTS, cases_of, problem_of
+from experiments.this_machine.measuring import Seen, measure
 from parsim.costs.observed import task_durations_s
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.setup import SWITCH, is_granted
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.work import Collective
 
 MODELS, LABELS, ROUNDS = ("mlp", "vit_small"), ("dp 2", "dp 2, zero 1", "tp 2"), 8

@@ -6,7 +6,7 @@ import math
 from itertools import combinations
 from typing import Any
 
-from experiments.common.claims import Claim, claim
+from experiments.common.claims import Claim, Judge, claim
 from experiments.common.markdown import table
 
 PAIRS = 20
@@ -63,7 +63,7 @@ def claims(document: dict[str, Any]) -> list[Claim]:
     ]
 
 
-def tables(document: dict[str, Any]) -> str:
+def tables(document: dict[str, Any]) -> dict[str, str]:
     """Predicted and executed seconds as Markdown.
 
     Args:
@@ -81,8 +81,12 @@ def tables(document: dict[str, Any]) -> str:
         )
         for row in document["rows"]
     ]
-    return table(head, lines, words=2)
+    text = table(head, lines, words=2)
+    return {"time_to_accuracy": text}
 
 
 def _said(value: float | None, rounds: int, digits: int) -> str:
     return ("not reached" if rounds else "not run") if value is None else f"{value:.{digits}f}"
+
+
+JUDGES = {"time_to_accuracy": Judge(claims=claims, tables=tables)}

@@ -22,19 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(HERE), str(ROOT)]
-
-from rank import FOUND, Goal  # noqa: E402
-
-import parsim  # noqa: E402
-from parsim.app.answer import Answer  # noqa: E402
-from parsim.errors import ParsimError  # noqa: E402
-from parsim.execute.job import Job, RunSpec  # noqa: E402
-from parsim.execute.processes.launch import launch  # noqa: E402
-from parsim.files import read_json  # noqa: E402
-from parsim.hardware.profile import load_profile  # noqa: E402
-from parsim.plans.plan import Plan  # noqa: E402
+import parsim
+from experiments.common.catalogue import ROOT
+from experiments.time_to_accuracy.rank import FOUND, Goal
+from parsim.app.answer import Answer
+from parsim.errors import ParsimError
+from parsim.execute.job import Job, RunSpec
+from parsim.execute.processes.launch import launch
+from parsim.files import read_json
+from parsim.hardware.compose import load_profile
+from parsim.plans.plan import Plan
 
 RANKS = 2
 SEEDS = 3
@@ -136,7 +133,9 @@ def executed(answer: Answer, case: Case, rows: list[dict[str, Any]], seed: int) 
         )
         Job(output=str(folder), mode="measure", runs=runs, steps=MOST_STEPS).save(folder / "job.json")
         Goal(target=case.target, most_steps=tuple(math.ceil(PATIENCE * row["steps"]) for row in rows)).save(folder)
-        launch(folder / "job.json", RANKS, module="rank", env={"PYTHONPATH": f"{HERE}:{ROOT}"}, hang_s=120.0)
+        launch(
+            folder / "job.json", RANKS, module="experiments.time_to_accuracy.rank", env={"PYTHONPATH": str(ROOT)}, hang_s=120.0
+        )
         found = read_json(folder / FOUND)
     return [{"rule": row["rule"], **found[run.name]} for row, run in zip(rows, runs, strict=True)]
 

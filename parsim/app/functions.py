@@ -31,8 +31,8 @@ from parsim.app.training_checks import check_images_suit
 from parsim.costs.costs import Costs
 from parsim.errors import ConfigError, near_matches
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.parts import is_shorthand, machines_of
-from parsim.hardware.profile import load_profile
 from parsim.model.formats import model_in, recorded_weights
 from parsim.model.load import load_model, model_from_module
 from parsim.model.model import Model

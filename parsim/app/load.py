@@ -20,9 +20,9 @@ from parsim.execute.job import with_update_groups
 from parsim.execute.processes.machine import describe_environment, differences_from_here, gpu_names
 from parsim.files import cache_folder, parse_json, read_text
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.compose import NodeGroup, mixed_cluster
+from parsim.hardware.compose import NodeGroup, load_profile, mixed_cluster
 from parsim.hardware.network import load_network, with_cards
-from parsim.hardware.profile import HostMemory, Profile, SourceEntry, load_profile
+from parsim.hardware.profile import HostMemory, Profile, SourceEntry
 from parsim.model.catalogue.names import is_transformer
 from parsim.model.formats import recorded_weights
 from parsim.model.load import load_model

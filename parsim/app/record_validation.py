@@ -17,7 +17,8 @@ from parsim.costs.history import append_record, fingerprint, history_path, read_
 from parsim.costs.observed import without_updates
 from parsim.errors import ConfigError, CostError, ParsimError
 from parsim.execute.processes.machine import describe_environment
-from parsim.hardware.profile import load_profile, save_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import save_profile
 from parsim.predict.compare import MINIMUM_ROUNDS, Comparison, relative_error
 from parsim.search.adapt.observed import diagnosis_of, updated
 

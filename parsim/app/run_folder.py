@@ -33,7 +33,8 @@ from parsim.files import (
     write_json_atomically,
     write_text_atomically,
 )
-from parsim.hardware.profile import Profile, load_profile, save_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile, save_profile
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.plans.plan import Plan

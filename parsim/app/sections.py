@@ -315,7 +315,7 @@ class ClusterSection(ConfigSection):
 
     @property
     def machine(self) -> str:
-        """The profile, or the node of `gpu` as a shorthand: what `parsim.hardware.profile.load_profile` takes. Of groups their
+        """The profile, or the node of `gpu` as a shorthand: what `parsim.hardware.compose.load_profile` takes. Of groups their
         names."""
         if self.profile is not None:
             return self.profile

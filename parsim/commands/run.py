@@ -122,7 +122,7 @@ def coverage(
     """Count how often a profile's prediction intervals held in its validations, and show how new ones are corrected."""
     from parsim.app.write_folder import report_facts
     from parsim.costs.history import history_path, read_history
-    from parsim.hardware.profile import load_profile
+    from parsim.hardware.compose import load_profile
     from parsim.report.coverage import coverage_figures, coverage_tables
     from parsim.report.page import ReportData, write_report
 

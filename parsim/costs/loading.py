@@ -28,8 +28,7 @@ from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import DEVICE_KINDS, Device, device_name
 from parsim.hardware.topology import Link
-from parsim.model.formats import number_format
-from parsim.model.optimizers import optimizer_bytes
+from parsim.model.formats import Numerics, number_format
 from parsim.records import check_types
 from parsim.units import format_bytes, format_seconds
 from parsim.work import HostCopy, HostUpdate, LoadBatch
@@ -252,15 +251,12 @@ def _count(number: int, noun: str, plural: str = "") -> str:
 #     copy    bytes over the slowest link between the device and the host's memory, and the latency of the links
 #     update  bytes that the host reads and writes per parameter, over the rank's share of the bandwidth of the host's memory
 #
-# All ranks of a node copy and update at the same time. So ranks whose paths share a link share its bandwidth, and the ranks
-# of a
-# node share its memory. Devices of one type are priced alike, by the slowest of their paths.
+# All ranks of a node copy and update at the same time. So ranks whose paths share a link share its bandwidth, and the ranks of
+# a node share its memory. Devices of one type are priced alike, by the slowest of their paths.
 #
 # Per parameter the update reads the gradient, reads and writes the optimizer's state and the weights that it updates, and
-# writes
-# the parameters to send, as wide as they are sent. That an update on the host is bound by its memory is assumed. Leaves out:
-# the
-# host's arithmetic, other work of its cores, and copies that slow the update.
+# writes the parameters to send, as wide as they are sent. That an update on the host is bound by its memory is assumed. Leaves
+# out: the host's arithmetic, other work of its cores, and copies that slow the update.
 
 
 HOST_SIGMA = 0.25
@@ -355,7 +351,8 @@ def update_bytes(optimizer: str, precision: str, *, master_weights: bool, ema: b
     Args:
         optimizer: a key of OPTIMIZERS. precision, master_weights, ema: as in RUN.toml.
     """
-    state = optimizer_bytes(optimizer, precision, master_weights=master_weights, ema=ema)[0]
+    numerics = Numerics(precision=precision, optimizer=optimizer, master_weights=master_weights, ema=ema)
+    state = numerics.optimizer_bytes()[0]
     width = number_format(precision).weight_bytes
     has_copies = width < FULL_BYTES and master_weights  # the master weights are among the state
     return width + 2 * state + (width if has_copies else 2 * width)

@@ -123,10 +123,10 @@ class Counter:
 # How slowly every running task goes, moment by moment: overlap, stragglers, and links that change or are shared.
 #
 # A task is so many seconds of work; with slowness f it takes f times as long. Computation and loading are as slow as the
-# slowest rank they run on; communication first spends its latency, then moves its bytes as fast as its lanes let it. On
-# top, whatever overlaps on a core slows as the overlap factors say, and computations on one core share it evenly. Slowness
-# changes once per instant, after everything that starts or ends in it. A task whose slowness changes gets a new timer for
-# its remaining work. A task whose slowness stays 1 matches the static engine bit for bit.
+# slowest rank they run on; communication first spends its latency, then moves its bytes as fast as its lanes let it. On top,
+# whatever overlaps on a core slows as the overlap factors say, and computations on one core share it evenly. Slowness changes
+# once per instant, after everything that starts or ends in it. A task whose slowness changes gets a new timer for its remaining
+# work. A task whose slowness stays 1 matches the static engine bit for bit.
 
 
 StepTask = tuple[int, int]

@@ -209,10 +209,9 @@ def _moments(ranks: int) -> tuple[float, float]:
 # later the larger its factor is, so the last to be ready is always the one with the largest factor. That one is simulated.
 # Without pipeline stages the same holds for replicas, so one row with the largest factor of all is enough.
 #
-# Leaves out: overlap slowdown. Shards that meet in smaller groups than the
-# tp axis, or only in transfers between stages, run as their slowest does: an upper bound. So do replicas that meet in
-# sharding
-# groups (`Mesh.dp_shard`): their collectives begin when the last of all replicas is ready.
+# Leaves out: overlap slowdown. Shards that meet in smaller groups than the tp axis, or only in transfers between stages, run as
+# their slowest does: an upper bound. So do replicas that meet in sharding groups (`Mesh.dp_shard`): their collectives begin
+# when the last of all replicas is ready.
 
 
 TASK_TIMES = 2**28

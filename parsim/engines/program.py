@@ -11,8 +11,8 @@ A resource has one of two disciplines. `issue`, the usual one: it runs its tasks
 `arrival`: it is exclusive and serves first come, first served. Only the dynamic engine can decide that order; what it recorded
 replays in the static engine and the executor (`unrolled`).
 
-Three readers: `repeated.simulate_program` simulates repeat by repeat and stops where the state recurs; `dynamic.run_program`
-adds arrival, slowdown and conditions; `unrolled` writes the whole run out as one graph. All three give the same seconds.
+Two readers: `dynamic.run_program`, with arrival, slowdown and conditions, and `unrolled`, which writes the whole run out as one
+graph. Both give the same seconds.
 """
 
 from __future__ import annotations
@@ -288,10 +288,9 @@ def _some(resources: set[Resource]) -> str:
 
 # Steps in a row, as the executor runs them: a rank begins a step when all its tasks of the step before have ended.
 #
-# So the parameters that ZeRO gathers at a step's end are there before the next step reads them. A rank that is done early
-# does not wait for the others. Loading may run ahead (`OverlapFactors.loads_ahead`), and messages of merging in turn may
-# outlast
-# a step (`parsim.program.task.outlasts`).
+# So the parameters that ZeRO gathers at a step's end are there before the next step reads them. A rank that is done early does
+# not wait for the others. Loading may run ahead (`OverlapFactors.loads_ahead`), and messages of merging in turn may outlast a
+# step (`parsim.program.task.outlasts`).
 
 
 def mean_step_s(

@@ -261,17 +261,15 @@ def simulated_timeline(columns: Columns, start_s: NDArray[np.float64], end_s: ND
 
 # The static engine: an array program over issue-ordered graphs, exact and fast.
 #
-# Same-instant rule (both engines): each resource runs its tasks in issue order. A task starts when its dependencies have
-# ended
-# and it is at the head of every resource it needs, which are then all free. It holds them all until it ends. So what happens
-# in
+# Same-instant rule (both engines): each resource runs its tasks in issue order. A task starts when its dependencies have ended
+# and it is at the head of every resource it needs, which are then all free. It holds them all until it ends. So what happens in
 # one instant never depends on which event is looked at first.
 #
-# Without slowdown the schedule is the longest path over dependencies and issue orders: start = max(ends before), end =
-# start + duration. With overlap factors the engine follows the rates from instant to instant. While a rank computes and
-# communicates at once, its computation runs at rate 1 / compute and its communication at 1 / communication. A collective or
-# a transfer runs at the rate of its slowest rank. Ranks that share a core slow one another as if they were one rank, and k
-# of them that compute at once run at 1 / k each (processor sharing).
+# Without slowdown the schedule is the longest path over dependencies and issue orders: start = max(ends before), end = start +
+# duration. With overlap factors the engine follows the rates from instant to instant. While a rank computes and communicates at
+# once, its computation runs at rate 1 / compute and its communication at 1 / communication. A collective or a transfer runs at
+# the rate of its slowest rank. Ranks that share a core slow one another as if they were one rank, and k of them that compute at
+# once run at 1 / k each (processor sharing).
 #
 # Leaves out: links shared by several transfers, and decisions at run time (see the dynamic engine).
 

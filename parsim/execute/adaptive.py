@@ -24,7 +24,7 @@ from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.processes.heartbeat import Doing, pulse
 from parsim.execute.streams import TaskTime
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.model import Model
 from parsim.plans.plan import AUTO, Plan
 from parsim.predict.problem import PlanningProblem

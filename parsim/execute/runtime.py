@@ -17,18 +17,17 @@ from torch import Tensor
 
 from parsim.errors import ExecutionError
 from parsim.execute.mixing import GroupsByStream, MixingRounds
-from parsim.execute.operations import BatchSource, Communicating, Computing, StepValues
+from parsim.execute.operations import Communicating, Computing, StepValues
 from parsim.execute.processes.group import StreamLink
 from parsim.execute.stage import StageReplica
 from parsim.execute.stale import StaleStage, runs
 from parsim.execute.store import StepWatch, Store
-from parsim.execute.streams import Operation, Streams, TaskTime
-from parsim.execute.transfers import transfer_rooms
-from parsim.program.lifetimes import rooms_of
+from parsim.execute.streams import BatchSource, Operation, Streams, TaskTime
+from parsim.program.lifetimes import bucket_rooms, message_rooms
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
-from parsim.program.task import COMPUTE, HOST, Task
-from parsim.program.taskgraph import RankTasks, TaskGraph, in_order, rank_tasks
+from parsim.program.task import COMPUTE, HOST, RankTasks, Task
+from parsim.program.taskgraph import TaskGraph, in_order, rank_tasks
 from parsim.work import ClipGradients, Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv
 
 # What a rank does in each training step: its tasks in issue order, which differ where a mixing round follows some steps.
@@ -194,12 +193,9 @@ def room_waits(graph: TaskGraph, layout: PlanIndex) -> Mapping[int, Sequence[int
             tasks[rank].append((task, stream, ()))
     found: dict[int, list[int]] = {}
     for rank, own in enumerate(tasks):
-        for index, awaited in transfer_rooms(own, layout, rank).awaited.items():
+        for index, awaited in message_rooms(own, layout, rank).awaited.items():
             found.setdefault(index, []).extend(awaited)
     return found
-
-
-__all__ = ["BatchSource", "RankProgram", "required_groups", "required_links"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,8 +240,8 @@ class RankProgram:
         order = launch_order if streams.queues else None
         self._steps = StepScripts(graph, stage.layout, stage.rank, mixing, stale, order)
         self._script = self._steps.of_step(None)
-        self._room = rooms_of(self._script.tasks)
-        self._transfers = transfer_rooms(self._script.tasks, stage.layout, stage.rank)
+        self._room = bucket_rooms(self._script.tasks, stage.layout, stage.rank)
+        self._transfers = message_rooms(self._script.tasks, stage.layout, stage.rank)
         self._tasks = {task.index: task for task, _, _ in self._script.tasks}
         self._store = Store(stage.layout, stage.rank, list(self._tasks.values()), streams)
         self._values = StepValues(stage, self._store, streams)

@@ -19,7 +19,8 @@ from parsim.errors import ImportedFileError, near_matches
 from parsim.formats.kineto import KINDS, NUMBER_TYPES, Trace
 from parsim.formats.ledger import TraceLedger, ledger_of
 from parsim.formats.source import FileFormat, SourceFile, file_formats, gpu_named
-from parsim.hardware.profile import Profile, load_profile, save_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile, save_profile
 from parsim.registry import is_reference
 from parsim.report.tables import Column, ReportTable, to_text
 from parsim.timeline import SCHEMA_VERSION, Timeline

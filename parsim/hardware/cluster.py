@@ -9,15 +9,15 @@ from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
 from parsim.errors import ProfileError
-from parsim.hardware.devices import Device, DeviceType, allocator_of, device_name
+from parsim.hardware.devices import DEVICE_KINDS, Allocator, Device, DeviceType, Spread, device_name
 from parsim.hardware.network import Network, load_network, shipped_networks
-from parsim.hardware.profile import LinkEntry, NicSlot, Profile
+from parsim.hardware.profile import DeviceTypeEntry, LinkEntry, NicSlot, Profile
 from parsim.hardware.topology import DEVICE_ROLES, HOST_ROLES, NETWORK_ROLES, NIC_ROLE, Link, Topology, role_of
 
 # The nodes of a topology: the parts that stay connected without the switches of the network.
 #
-# Nodes that are built alike share one NodeShape, with local names (gpu0, pcie1, nic0). A result for one node holds for all
-# of them, so pricing a cluster of thousands takes as long as a few nodes.
+# Nodes that are built alike share one NodeShape, with local names (gpu0, pcie1, nic0). A result for one node holds for all of
+# them, so pricing a cluster of thousands takes as long as a few nodes.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,6 +420,16 @@ def cluster_from_profile(
 def _first_equal(cluster: Cluster) -> Cluster:
     """The first of equal clusters. Caches find it by identity, instead of comparing thousands of links."""
     return cluster
+
+
+def allocator_of(entry: DeviceTypeEntry) -> Allocator:
+    """As the profile has it, or as assumed of its kind."""
+    if entry.allocator is None:
+        return DEVICE_KINDS[entry.kind].allocator
+    library, lost = entry.allocator.library_bytes, entry.allocator.lost_share
+    return Allocator(
+        library_bytes=Spread(library.p05, library.median, library.p95), lost_share=Spread(lost.p05, lost.median, lost.p95)
+    )
 
 
 def _devices(profile: Profile, nodes: int) -> dict[int, Device]:

@@ -18,15 +18,18 @@ Leaves out: which cards share a socket's memory, and hosts whose PCIe differs fr
 
 from __future__ import annotations
 
+import importlib.resources
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from parsim.errors import ProfileError
+from parsim.errors import ProfileError, near_matches
 from parsim.files import parse_toml, read_text
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.network import Network, load_network
@@ -45,9 +48,10 @@ from parsim.hardware.profile import (
     Provenance,
     Sourced,
     SourceEntry,
-    problems_text,
+    parse_profile,
+    shipped_profiles,
 )
-from parsim.hardware.records import ComputeRecords, Count, Efficiency, OperatorFit, Positive, ProfileRecord
+from parsim.hardware.records import ComputeRecords, Count, Efficiency, OperatorFit, Positive, ProfileRecord, problems_text
 
 MOST_GPUS_PER_NODE = 256
 
@@ -139,16 +143,43 @@ def _host_of(part: GpuPart) -> HostOverhead | None:
     return HostOverhead(task_s=0.0, step_s=0.0, launch_s=part.launch_s.value, source=_key(part.name, part.launch_s.source))
 
 
-def node_of_parts(text: str) -> Profile:
-    """One node by its shorthand: "8xh100-sxm". The number counts the GPUs of the node, however many the usual one has.
+def load_profile(name_or_path: str) -> Profile:
+    """A profile by shipped name, by path, or made of parts.
+
+    Args:
+        name_or_path: a name of `shipped_profiles`; the path of a JSON file, or of a TOML file that refers to parts; or a node
+            of equal GPUs such as "8xh100-sxm", whose number counts the GPUs of the node, however many the usual one has.
 
     Raises:
-        ProfileError: as `profile_from_parts`, or another form.
+        ProfileError: an unknown name (with near matches), or a broken file (with the path of the wrong key).
     """
-    found = FORM.fullmatch(text)
-    if found is None:
-        raise ProfileError(f"{text!r} names no GPUs: write COUNTxGPU, for example 8xh100-sxm")
-    return profile_from_parts(found["gpu"], int(re.sub("[_,]", "", found["count"])), found["link"])
+    path = Path(name_or_path)
+    if path.suffix == SUFFIX:
+        return read_parts_file(path)
+    if node := FORM.fullmatch(name_or_path):
+        return profile_from_parts(node["gpu"], int(re.sub("[_,]", "", node["count"])), node["link"])
+    if path.suffix == ".json" or os.sep in name_or_path:
+        if not path.is_file():
+            raise ProfileError(f"no profile file {path}; write one with `parsim calibrate --out {path}`")
+        try:
+            return _parsed(read_text(path), str(path))
+        except (OSError, ValueError) as error:
+            raise ProfileError(
+                f"cannot read profile {path}: {error}; give a JSON file written by `parsim calibrate`"
+            ) from error
+    if name_or_path not in shipped_profiles():
+        raise ProfileError(
+            f"unknown profile {name_or_path!r}{near_matches(name_or_path, shipped_profiles())} (or GPUs by name, such as "
+            "8xh100-sxm)"
+        )
+    text = importlib.resources.files("hardware_profiles").joinpath(f"{name_or_path}.json").read_text("utf-8")
+    return _parsed(text, name_or_path)
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str, where: str) -> Profile:
+    """A profile is immutable: one text is checked once in a process."""
+    return parse_profile(text, where)
 
 
 def _sources(part: GpuPart, joined: LinkPart, host: LinkPart) -> dict[str, SourceEntry]:
@@ -447,8 +478,8 @@ def _fits(part: GpuPart) -> list[str]:
 
 # A cluster of nodes with different GPUs: every node has GPUs of one kind, and all nodes have as many.
 #
-# Links inside nodes are those of one group for all: of the link that was asked for, else of the group with the slowest one.
-# So collectives inside a node of faster links are priced too slow. The host's time per launch is that of the slowest host.
+# Links inside nodes are those of one group for all: of the link that was asked for, else of the group with the slowest one. So
+# collectives inside a node of faster links are priced too slow. The host's time per launch is that of the slowest host.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

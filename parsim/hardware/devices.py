@@ -9,23 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from parsim.errors import ProfileError
 from parsim.hardware.topology import DEVICE_ROLES
 from parsim.registry import Registry
 from parsim.units import MIB
-
-if TYPE_CHECKING:
-    from parsim.hardware.profile import DeviceTypeEntry, Quantiles
-
-
-# Memory of a rank beyond its tensors and the framework's context: lost in an allocator's blocks, or taken by libraries.
-#
-# Nobody can count it beforehand, so it is an interval. A calibration measures it (`calibration.measure.allocator`); for
-# profiles
-# without, the rows of `parsim.hardware.devices` are assumptions: that of a CPU is read off one machine, that of CUDA rests
-# on no measurement.
 
 
 class Spread(NamedTuple):
@@ -38,9 +27,14 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocator:
-    """Attributes:
-    library_bytes: code, pools and scratch memory of the libraries, once they have run.
-    lost_share: of the memory that comes and goes within a step, what is lost between blocks.
+    """Memory of a rank beyond its tensors and the framework's context. Nobody can count it beforehand, so it is an interval.
+
+    A calibration measures it (`calibration.measure.allocator`). For profiles without, the rows of `DEVICE_KINDS` are
+    assumptions: that of a CPU is read off one machine, that of CUDA rests on no measurement.
+
+    Attributes:
+        library_bytes: code, pools and scratch memory of the libraries, once they have run.
+        lost_share: of the memory that comes and goes within a step, what is lost between blocks.
     """
 
     library_bytes: Spread
@@ -106,27 +100,15 @@ def device_name(index: int, kind: str) -> str:
     return f"{DEVICE_KINDS[kind].endpoint}{index}"
 
 
-def allocator_of(entry: DeviceTypeEntry) -> Allocator:
-    """As the profile has it, or as assumed of its kind."""
-    if entry.allocator is None:
-        return DEVICE_KINDS[entry.kind].allocator
-    return Allocator(library_bytes=_spread(entry.allocator.library_bytes), lost_share=_spread(entry.allocator.lost_share))
-
-
-def _spread(quantiles: Quantiles) -> Spread:
-    return Spread(quantiles.p05, quantiles.median, quantiles.p95)
-
-
-# The rates and memory of one device; every number comes from a profile, which keeps its source.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceType:
-    """Attributes:
-    kind: a row of `parsim.hardware.devices` ("cuda", "cpu") or "package.module:ROW".
-    peak_flop_per_s: by precision, a row of `parsim.model.formats` ("fp32", "amp_fp16") or "package.module:ROW"; one
-        left out cannot be used.
-    context_bytes: memory the framework takes before the first tensor. allocator: what it takes beside the tensors.
+    """The rates and memory of one type of device; every number comes from a profile, which keeps its source.
+
+    Attributes:
+        kind: a row of `DEVICE_KINDS` or "package.module:ROW".
+        peak_flop_per_s: by precision, a row of `parsim.model.formats` ("fp32", "amp_fp16") or "package.module:ROW"; one left
+            out cannot be used.
+        context_bytes: memory the framework takes before the first tensor. allocator: what it takes beside the tensors.
     """
 
     name: str

@@ -12,12 +12,12 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from parsim.errors import ProfileError, near_matches
-from parsim.files import read_text, version_problem
-from parsim.hardware.profile import SCHEMA_VERSION, Sourced, SourceEntry, problems_text, source_keys
-from parsim.hardware.records import NonNegative, Positive, ProfileRecord, check_latency, check_rate, check_texts, from_text
+from parsim.files import read_text
+from parsim.hardware.profile import Sourced, SourceEntry
+from parsim.hardware.records import NonNegative, Positive, ProfileRecord, check_latency, check_rate, parse_record, source_keys
 
 Algorithm = Literal["ring", "tree", "hierarchical"]
 CardCount = Annotated[int, Field(strict=True, ge=1, le=1024)]
@@ -133,6 +133,15 @@ def load_network(name_or_path: str) -> Network:
     return parse_network(file.read_text("utf-8"), name_or_path)
 
 
+def parse_network(text: str, where: str) -> Network:
+    """Check a network's JSON text. Raises ProfileError as `parse_record`.
+
+    Args:
+        text: the JSON. where: its name in messages.
+    """
+    return parse_record(Network, text, where, "network")
+
+
 def with_cards(network: Network, per_node: int) -> Network:
     """The same network with so many cards per node.
 
@@ -140,25 +149,6 @@ def with_cards(network: Network, per_node: int) -> Network:
         network: of the cluster. per_node: >= 1; more than the machine has slots share them.
     """
     return network.model_copy(update={"card": network.card.model_copy(update={"per_node": per_node})})
-
-
-def parse_network(text: str, where: str) -> Network:
-    """Check a network's JSON text.
-
-    Args:
-        text: the JSON. where: its name in messages.
-
-    Raises:
-        ProfileError: names the first wrong keys and their values.
-    """
-    document = from_text(text, where, "network")
-    if isinstance(document, dict) and (problem := version_problem(document, SCHEMA_VERSION)):
-        raise ProfileError(f"network {where}: {problem}; or write it as hardware_profiles/README.md says")
-    check_texts(text, document, where, "network")
-    try:
-        return Network.model_validate(document)
-    except ValidationError as error:
-        raise ProfileError(f"network {where} is broken: {problems_text(error, 'network')}; fix these") from error
 
 
 def _listing() -> str:

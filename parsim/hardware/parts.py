@@ -10,12 +10,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from parsim.errors import ProfileError, near_matches
-from parsim.files import read_text, version_problem
+from parsim.files import read_text
 from parsim.hardware.devices import DEVICE_KINDS
-from parsim.hardware.profile import LinkProtocol, Sourced, SourceEntry, problems_text, source_keys
+from parsim.hardware.profile import LinkProtocol, Sourced, SourceEntry
 from parsim.hardware.records import (
     Count,
     FitForm,
@@ -27,18 +27,16 @@ from parsim.hardware.records import (
     check_device,
     check_latency,
     check_rate,
-    check_texts,
-    from_text,
+    parse_record,
+    source_keys,
 )
 from parsim.registry import RowOf
 
 # The files of parts: one JSON per GPU and per kind of link, every number with its source, as in a profile.
 #
-# Pydantic checks them at the boundary; `parsim.hardware.compose` makes a Profile of them. A network is a part too, with its
-# own file format (`parsim.hardware.network`).
+# Pydantic checks them at the boundary; `parsim.hardware.compose` makes a Profile of them. A network is a part too, with its own
+# file format (`parsim.hardware.network`).
 
-
-SCHEMA_VERSION = 1
 
 LinkForm = Literal["switch", "mesh", "pairs", "cube", "host"]
 """How the devices of a node are joined: each to one switch; each to each; two and two; the hybrid cube mesh of eight; over the
@@ -215,7 +213,7 @@ def _load(record: type[AnyPart], name_or_path: str) -> AnyPart:
     path = Path(name_or_path)
     if path.suffix == ".json" or os.sep in name_or_path:
         try:
-            return _parse(record, read_text(path), str(path))
+            return parse_record(record, read_text(path), str(path), what)
         except (OSError, ValueError) as error:
             raise ProfileError(f"cannot read {what} {path}: {error}; {HOW_TO_DESCRIBE}") from error
     names = _names(folder)
@@ -224,19 +222,7 @@ def _load(record: type[AnyPart], name_or_path: str) -> AnyPart:
         near = near if "did you mean" in near else ""
         raise ProfileError(f"unknown {what} {name_or_path!r}{near}; known: {known}; or {HOW_TO_DESCRIBE}")
     name = names[name_or_path.lower()]
-    return _parse(record, _files(folder).joinpath(f"{name}.json").read_text("utf-8"), name)
-
-
-def _parse(record: type[AnyPart], text: str, where: str) -> AnyPart:
-    what = FOLDERS[record][1]
-    document = from_text(text, where, what)
-    if isinstance(document, dict) and (problem := version_problem(document, SCHEMA_VERSION)):
-        raise ProfileError(f"{what} {where}: {problem}; or write it as hardware_profiles/README.md says")
-    check_texts(text, document, where, what)
-    try:
-        return record.model_validate(document)
-    except ValidationError as error:
-        raise ProfileError(f"{what} {where} is broken: {problems_text(error, what)}; fix these") from error
+    return parse_record(record, _files(folder).joinpath(f"{name}.json").read_text("utf-8"), name, what)
 
 
 def _files(folder: str) -> importlib.resources.abc.Traversable:

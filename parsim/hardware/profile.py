@@ -8,15 +8,13 @@ inside the library `parsim.hardware.cluster.Cluster` is used.
 from __future__ import annotations
 
 import importlib.resources
-import os
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-from parsim.errors import ProfileError, near_matches
-from parsim.files import read_text, version_problem, write_text_atomically
+from parsim.errors import near_matches
+from parsim.files import write_text_atomically
 from parsim.hardware.devices import DEVICE_KINDS, device_name
 from parsim.hardware.records import (
     ComputeRecords,
@@ -26,14 +24,12 @@ from parsim.hardware.records import (
     check_device,
     check_latency,
     check_rate,
-    check_texts,
-    from_text,
+    parse_record,
+    source_keys,
     to_text,
 )
 from parsim.hardware.topology import DEVICE_ROLES, role_of
 from parsim.registry import RowOf
-
-SCHEMA_VERSION = 1
 
 
 class Sourced(ProfileRecord):
@@ -318,7 +314,7 @@ class HostOverhead(ProfileRecord):
     task_s: NonNegative
     step_s: NonNegative
     post_wait_s: NonNegative = 0.0
-    core_sharing: float = Field(default=1.0, ge=1)
+    core_sharing: Annotated[float, Field(ge=1)] = 1.0
     load_s: NonNegative | None = None
     load_seconds_per_byte: NonNegative | None = None
     load_part_s: NonNegative | None = None
@@ -456,70 +452,10 @@ def _check_ends(profile: Profile) -> None:
             raise ValueError(f"nics.{number} has kind {slot.kind!r}{near_matches(slot.kind, profile.link_kinds)}")
 
 
-def source_keys(node: object) -> set[str]:
-    """All values under a key `source` or `..._source`, anywhere below a node.
-
-    Args:
-        node: of a JSON document.
-    """
-    found: set[str] = set()
-    left = [node]
-    while left:
-        entry = left.pop()
-        if isinstance(entry, dict):
-            found.update(value for key, value in entry.items() if isinstance(value, str) and key.endswith("source"))
-            left.extend(value for value in entry.values() if isinstance(value, dict | list))
-        elif isinstance(entry, list):
-            left.extend(value for value in entry if isinstance(value, dict | list))
-    return found
-
-
 def shipped_profiles() -> list[str]:
     """Names of the profiles that come with the package."""
     folder = importlib.resources.files("hardware_profiles")
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
-
-
-def load_profile(name_or_path: str) -> Profile:
-    """A profile by shipped name, by path, or made of parts.
-
-    Args:
-        name_or_path: a name of `shipped_profiles`; the path of a JSON file, or of a TOML file that refers to parts; or a node
-            of equal GPUs such as "8xh100-sxm" (`parsim.hardware.parts`).
-
-    Raises:
-        ProfileError: an unknown name (with near matches), or a broken file (with the path of the wrong key).
-    """
-    from parsim.hardware.compose import SUFFIX, node_of_parts, read_parts_file
-    from parsim.hardware.parts import is_shorthand
-
-    path = Path(name_or_path)
-    if path.suffix == SUFFIX:
-        return read_parts_file(path)
-    if is_shorthand(name_or_path):
-        return node_of_parts(name_or_path)
-    if path.suffix == ".json" or os.sep in name_or_path:
-        if not path.is_file():
-            raise ProfileError(f"no profile file {path}; write one with `parsim calibrate --out {path}`")
-        try:
-            return _parsed(read_text(path), str(path))
-        except (OSError, ValueError) as error:
-            raise ProfileError(
-                f"cannot read profile {path}: {error}; give a JSON file written by `parsim calibrate`"
-            ) from error
-    if name_or_path not in shipped_profiles():
-        raise ProfileError(
-            f"unknown profile {name_or_path!r}{near_matches(name_or_path, shipped_profiles())} (or GPUs by name, such as "
-            "8xh100-sxm)"
-        )
-    text = importlib.resources.files("hardware_profiles").joinpath(f"{name_or_path}.json").read_text("utf-8")
-    return _parsed(text, name_or_path)
-
-
-@lru_cache(maxsize=8)
-def _parsed(text: str, where: str) -> Profile:
-    """A profile is immutable: one text is checked once in a process."""
-    return parse_profile(text, where)
 
 
 def parse_profile(text: str, where: str) -> Profile:
@@ -531,29 +467,7 @@ def parse_profile(text: str, where: str) -> Profile:
     Raises:
         ProfileError: names the first wrong keys and their values.
     """
-    document = from_text(text, where)
-    if isinstance(document, dict) and (problem := version_problem(document, SCHEMA_VERSION)):
-        raise ProfileError(f"profile {where} is broken: {problem}; fix these or calibrate again")
-    check_texts(text, document, where)
-    try:
-        return Profile.model_validate(document)
-    except ValidationError as error:
-        raise ProfileError(f"profile {where} is broken: {problems_text(error)}; fix these or calibrate again") from error
-
-
-def problems_text(error: ValidationError, whole: str = "profile") -> str:
-    """The first three wrong keys, each with its path, the rule and the value.
-
-    Args:
-        error: of pydantic. whole: name of the document itself.
-    """
-    problems = [
-        f"{'.'.join(str(part) for part in problem['loc']) or whole}: {problem['msg'].removeprefix('Value error, ')} "
-        f"(got {_short(problem['input'])})"
-        for problem in error.errors()[:3]
-    ]
-    more = f" (+{error.error_count() - 3} more)" if error.error_count() > 3 else ""
-    return "; ".join(problems) + more
+    return parse_record(Profile, text, where, "profile", otherwise="calibrate again")
 
 
 def save_profile(profile: Profile, path: Path) -> None:
@@ -563,8 +477,3 @@ def save_profile(profile: Profile, path: Path) -> None:
         profile: to write. path: of the JSON file.
     """
     write_text_atomically(path, to_text(profile.model_dump(mode="json")))
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from types import GenericAlias
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
 from parsim.errors import ProfileError
-from parsim.files import ESCAPED_CONTROL, NO_CONTROL, control_character_in, parse_json
+from parsim.files import ESCAPED_CONTROL, NO_CONTROL, control_character_in, parse_json, version_problem
 
 # The layout of a profile's JSON: short things on one line, and long lists of like records as tables.
 #
@@ -165,6 +165,12 @@ def check_device(bytes_of: Mapping[str, float], peaks: Mapping[str, float]) -> N
 def meant(value: float, unit: str, factor: float) -> str:
     """The likely slip: a number in another unit, and how to write it."""
     return f"; {unit} meant? then write {value * factor:g}" if value else ""
+
+
+SCHEMA_VERSION = 1
+"""Of profiles, networks and parts."""
+
+README = "write it as hardware_profiles/README.md says"
 
 
 class PairsOf:
@@ -377,3 +383,63 @@ class ComputeRecords(ProfileRecord):
     operator_surfaces: list[OperatorSurface] = []
     compositions: list[Composition] = []
     efficiencies: list[Efficiency] = []
+
+
+def source_keys(node: object) -> set[str]:
+    """All values under a key `source` or `..._source`, anywhere below a node.
+
+    Args:
+        node: of a JSON document.
+    """
+    found: set[str] = set()
+    left = [node]
+    while left:
+        entry = left.pop()
+        if isinstance(entry, dict):
+            found.update(value for key, value in entry.items() if isinstance(value, str) and key.endswith("source"))
+            left.extend(value for value in entry.values() if isinstance(value, dict | list))
+        elif isinstance(entry, list):
+            left.extend(value for value in entry if isinstance(value, dict | list))
+    return found
+
+
+Record = TypeVar("Record", bound=ProfileRecord)
+
+
+def parse_record(record: type[Record], text: str, where: str, what: str, *, otherwise: str = README) -> Record:
+    """Check the JSON text of a profile, a network or a part.
+
+    Args:
+        record: what the text describes. where: its name in messages. what: it is. otherwise: what to do instead of a repair.
+
+    Raises:
+        ProfileError: names the first wrong keys and their values.
+    """
+    document = from_text(text, where, what)
+    if isinstance(document, dict) and (problem := version_problem(document, SCHEMA_VERSION)):
+        raise ProfileError(f"{what} {where} is broken: {problem}; or {otherwise}")
+    check_texts(text, document, where, what)
+    try:
+        return record.model_validate(document)
+    except ValidationError as error:
+        raise ProfileError(f"{what} {where} is broken: {problems_text(error, what)}; fix these or {otherwise}") from error
+
+
+def problems_text(error: ValidationError, whole: str = "profile") -> str:
+    """The first three wrong keys, each with its path, the rule and the value.
+
+    Args:
+        error: of pydantic. whole: name of the document itself.
+    """
+    problems = [
+        f"{'.'.join(str(part) for part in problem['loc']) or whole}: {problem['msg'].removeprefix('Value error, ')} "
+        f"(got {_short(problem['input'])})"
+        for problem in error.errors()[:3]
+    ]
+    more = f" (+{error.error_count() - 3} more)" if error.error_count() > 3 else ""
+    return "; ".join(problems) + more
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

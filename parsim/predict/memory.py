@@ -1,96 +1,83 @@
-"""Peak memory of one rank, line by line, from the Model alone (no torch, no Plan).
+"""Peak memory of every rank of a plan, line by line: bytes over lifetimes (`parsim.program.lifetimes`), and the fullest moment.
 
-The model counts the peak of a synchronous training step. It is one of three moments: the end of the last forward in
-flight, the worst moment of the backward that follows, or the optimizer step. Gradients are views into flat buckets, so
-they are counted once. A value between components lives as long as autograd keeps it for a backward. If the Model does not
-name who keeps it, a value that crosses to another rank, or is among no saved activations, counts as kept: an upper bound.
+Some actions of a rank run forward; the one at whose end most is held gives the lines of what is kept. The line `workspace` is
+by how much the fullest moment of the step exceeds that: a forward, a backward, the forward that runs again before it, or the
+update of the parameters, whose temporaries take the place of the activations. `unsharded` is the part of it that buckets take
+which are whole for a while. Gradients are views into flat buckets, so they are counted once.
 
-A recomputed component holds its inputs while a microbatch is in flight. The activations of its second forward live only
-until the end of its backward.
+A value between components lives as long as autograd keeps it for a backward, in every layout in which it lies on the rank. If
+the Model does not name who keeps it, a value that crosses to another rank, or is among no saved activations, counts as kept: an
+upper bound. Between the halves of a backward all saved activations stay, beside the gradient that has arrived at every operator
+with a parameter. A component without parameters runs all in the first half, one that hands on no gradient all in the second.
 
-The line `allocator`, an interval, holds the memory of the allocator and of libraries. A rank fits if it does with every line
-at its median, or at the probability that is asked for (`verdict`).
+Beside a synchronous step a rank keeps for relaxed synchronisation, for validation and for offload:
+
+    outer_state        of average with an outer optimizer: the weights of the last round, and its momentum; of merge: the
+                       global model
+    neighbour_buffers  of gossip: what arrives from the neighbours of a round, as far as it exceeds what the step has let go
+    receive_buffers    of stale: also what arrives in a step for the next one
+    stashed_weights    of stale: a copy of a stage's weights for every batch that it holds, unless it runs backward at once
+    evaluation         of [training.evaluation]: whole weights and the batch that is scored, as far as that exceeds what is free
+    offload_buffers    of activations that are on a device while they are copied, or while a component uses them
+
+A plan fits by a probability: P(peak <= capacity) from the intervals of the lines that cannot be counted exactly. All uncertain
+lines of all ranks are taken at the same quantile q. So the peak at quantile q is the sum of its lines at q, and the probability
+that it fits is the q at which the sum reaches the capacity. Between and beyond the known quantiles the spread is that of a
+normal distribution, with one width below the median and another one above.
+
+Leaves out: lines that vary independently, whose sum would have a narrower interval; and what lifetimes leave out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
 from math import ceil
-from operator import itemgetter
 from statistics import NormalDist
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from parsim.errors import CostError
+import numpy as np
+
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import DeviceType
-from parsim.model.component import Component, Parameter, Value
-from parsim.model.formats import cast_bytes, number_format
-from parsim.model.optimizers import optimizer_bytes, update_steps
-from parsim.plans.layouts import ValueLayout, conversion
-from parsim.plans.pipeline import PIPELINE_ORDERS, in_flight, pipeline_actions
+from parsim.model.component import Component, Value
+from parsim.model.formats import Numerics, number_format
+from parsim.model.model import Model
+from parsim.plans.layouts import LOCAL_HOPS, Hop, conversion, hop_groups, hop_pairs
+from parsim.plans.pipeline import pipeline_actions
 from parsim.program.buckets import Bucket
 from parsim.program.lifetimes import (
-    NO_TRAFFIC,
-    Again,
-    AlikeOnRank,
-    Chunks,
-    ComponentMoments,
-    CountedKinds,
-    HeldMoment,
+    HeldMoments,
     KeptActivations,
-    Moment,
-    Traffic,
-    Wait,
-    Waiting,
-    between_chunks,
-    bytes_here,
-    converted_for_others,
-    fullest,
-    gradient_bytes,
-    handed_bytes,
+    Lifetime,
+    RankValues,
+    alive_bytes,
+    bucket_lifetimes,
+    decoupled_moments,
+    few_actions,
+    fullest_bytes,
     held_moments,
-    links_of,
     local_bytes,
-    made_before,
-    messages_by_link,
-    next_step_bytes,
     pipeline_of,
-    rank_traffic,
-    storage_of,
-    unsharded_bytes,
-    waiting_bytes,
-    waiting_gradients,
-    waiting_values,
 )
-from parsim.program.passes.gradients import updates_of
+from parsim.program.passes.convert import POINT_TO_POINT_HOPS
+from parsim.program.passes.gradients import replica_sum_work, updates_of
 from parsim.program.passes.offload import ComponentUses, groups_of
 from parsim.program.passes.rounds import most_neighbours, outer_arrays
-from parsim.program.passes.unsharded import uses_of
-from parsim.program.placed import PlanIndex, Reading
+from parsim.program.passes.unsharded import Use, uses_of
+from parsim.program.placed import PlanIndex
 from parsim.units import MIB, format_bytes
-from parsim.work import OptimizerStep, Phase
+from parsim.work import Phase
 
-# Whether memory fits, as a probability: P(peak <= capacity) from the intervals of the lines that cannot be counted exactly.
-#
-# All uncertain lines of all ranks are taken at the same quantile q. So the peak at quantile q is the sum of its lines at q,
-# and
-# the probability that it fits is the q at which the sum reaches the capacity. Between and beyond the known quantiles the
-# spread
-# is that of a normal distribution, with one width below the median and another one above.
-#
-# A plan fits unless it is more likely than not to run out of memory (`FIT_PROBABILITY`), or with the probability that is
-# asked
-# for (`[plan] fit_probability`). It is called safe from `SAFE_PROBABILITY` on; in between, every answer says the probability.
-#
-# Leaves out: lines that vary independently, whose sum would have a narrower interval.
-
+# --- whether it fits --------------------------------------------------------------------------------------------------
 
 FIT_PROBABILITY = 0.5
 """A plan fits if its peak stays within the capacity with at least this probability: the same as its median within the capacity.
 
 So a plan 5% below its limit is not refused, and one 5% above it is, however wide the interval of a profile from datasheets is.
+`[plan] fit_probability` asks for another one.
 """
 
 SAFE_PROBABILITY = 0.95
@@ -129,11 +116,10 @@ def bytes_at(low_bytes: int, median_bytes: int, high_bytes: int, probability: fl
     Args:
         low_bytes, median_bytes, high_bytes: as above. probability: above 0 and below 1.
     """
-    known = {0.5: median_bytes, P95: high_bytes}
-    if probability in known:
-        return known[probability]
-    above = probability > 0.5
-    width = high_bytes - median_bytes if above else median_bytes - low_bytes
+    quantiles = {0.5: median_bytes, P95: high_bytes}
+    if probability in quantiles:
+        return quantiles[probability]
+    width = high_bytes - median_bytes if probability > 0.5 else median_bytes - low_bytes
     return median_bytes + ceil(width * _deviation(probability) / _deviation(P95))
 
 
@@ -153,8 +139,7 @@ def verdict_text(fits: bool, probability: float) -> str:
     return f"{word} ({probability:.0%})" if DOUBTFUL[0] < probability < DOUBTFUL[1] else word
 
 
-# What a rank holds, runs and exchanges, as its memory is counted; and the outcome, line by line.
-
+# --- the outcome ------------------------------------------------------------------------------------------------------
 
 NOT_TENSORS = ("context", "communication", "allocator")
 """Lines of the framework, of libraries and of what is lost between blocks."""
@@ -185,15 +170,7 @@ class RankMemory:
         """
         if rank == self.rank:
             return self
-        return RankMemory(
-            rank=rank,
-            lines=self.lines,
-            limit_bytes=self.limit_bytes,
-            spreads=self.spreads,
-            wanted_probability=self.wanted_probability,
-            host_lines=self.host_lines,
-            host_limit_bytes=self.host_limit_bytes,
-        )
+        return replace(self, rank=rank)
 
     @property
     def host_bytes(self) -> int:
@@ -226,7 +203,7 @@ class RankMemory:
 
     @property
     def fit_probability(self) -> float:
-        """P(peak <= limit), all uncertain lines at the same quantile (`parsim.predict.memory`)."""
+        """P(peak <= limit), all uncertain lines at the same quantile (`fit_probability`)."""
         if self.host_excess_bytes:
             return 0.0
         return fit_probability(self.low_bytes, self.total_bytes, self.high_bytes, self.limit_bytes)
@@ -279,390 +256,528 @@ class RankMemory:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    """What a rank holds of parameters, where that is not simply all of its components'.
+# --- all ranks of a plan ----------------------------------------------------------------------------------------------
 
-    Attributes:
-        parameter_bytes, gradient_bytes: as held all the time, padding included (ZeRO 2 and 3: its parts of the buckets).
-        updates: by group of parameters what this rank updates and has the optimizer state of (ZeRO 1: its parts of buckets).
-        unsharded: bytes of the buckets that lie whole here while a component runs, by phase, component and microbatch.
+Scored = Literal["", "weights", "averages"]
+"""What is validated during the training; "": nothing."""
+
+
+def plan_memory(
+    layout: PlanIndex,
+    cluster: Cluster,
+    *,
+    precision: str,
+    optimizer: str,
+    master_weights: bool = True,
+    ema: bool = False,
+    scored: Scored = "",
+    fit_probability: float = FIT_PROBABILITY,
+) -> tuple[RankMemory, ...]:
+    """Peak memory of every rank of a plan.
+
+    Ranks at one place of different replicas differ only by their device. So do tp ranks of a stage if no component is placed
+    on one of them.
+
+    Args:
+        layout: the plan and its model. cluster: devices by rank.
+        precision, optimizer, master_weights: as in RUN.toml. ema: whether averages of the weights are kept.
+        scored: what is validated between steps. fit_probability: with which a rank must fit.
+
+    Returns:
+        One RankMemory per rank, in rank order. Lines, bytes: parameters, casts (half-precision copies under autocast),
+        gradients, unsharded (buckets while whole), optimizer_state, buffers, activations, boundary_values, receive_buffers,
+        inputs, communication, context, workspace, allocator. A value is counted with the component that first saves it, and
+        under boundary_values elsewhere. `allocator`, an interval, holds the memory of the allocator and of libraries.
+
+    Raises:
+        ConfigError: an unknown optimizer.
+    """
+    first = unlike_memory(
+        layout,
+        cluster,
+        precision=precision,
+        optimizer=optimizer,
+        master_weights=master_weights,
+        ema=ema,
+        scored=scored,
+        fit_probability=fit_probability,
+    )
+    return of_every_rank(layout, cluster, first)
+
+
+def of_every_rank(layout: PlanIndex, cluster: Cluster, first: Sequence[RankMemory]) -> tuple[RankMemory, ...]:
+    """The memory of all ranks of a plan.
+
+    Args:
+        layout: the plan and its model. cluster: devices by rank. first: `unlike_memory`.
+    """
+    mesh, by_rank = layout.plan.mesh, {memory.rank: memory for memory in first}
+    shards = 1 if layout.shards_alike else mesh.tp
+    by_kind: dict[tuple[int, int, str], RankMemory] = {}
+    memories = []
+    for place in range(mesh.pp):
+        for rank in mesh.stage_range(place):
+            kind = place, rank % shards, cluster.devices[rank].type.name
+            if rank in by_rank:
+                by_kind[kind] = by_rank[rank]
+            memories.append(by_kind[kind].of_rank(rank))
+    return tuple(memories)
+
+
+def unlike_memory(
+    layout: PlanIndex,
+    cluster: Cluster,
+    *,
+    precision: str,
+    optimizer: str,
+    master_weights: bool = True,
+    ema: bool = False,
+    scored: Scored = "",
+    fit_probability: float = FIT_PROBABILITY,
+) -> tuple[RankMemory, ...]:
+    """Of ranks that hold as much as one another that of the first, as `plan_memory` takes and gives it; in rank order."""
+    plan, kept = layout.plan, KeptActivations(layout, precision)
+    offloaded = offloaded_by(kept) if plan.activation_offload else NOTHING
+    numerics = Numerics(optimizer=optimizer, precision=precision, master_weights=master_weights, ema=ema)
+    backend = cluster.profile.communication.backend
+    memories = []
+    for rank in (rank for place in range(plan.mesh.pp) for rank in _unlike_ranks(layout, cluster, place)):
+        memory = _rank_memory(RankValues(kept, rank), cluster.devices[rank].type, numerics, offloaded.away, backend)
+        if plan.offloads:
+            memory = _with_offload_lines(memory, kept, offloaded, numerics)
+        memories.append(replace(memory, wanted_probability=fit_probability))
+    if plan.offloads:
+        memories = with_host_limits(memories, of_every_rank(layout, cluster, memories), layout, cluster)
+    if plan.synchronisation.is_relaxed:
+        memories = [_with_relaxed_lines(memory, kept) for memory in of_every_rank(layout, cluster, memories)]
+    return tuple(_with_evaluation_line(memory, kept, scored) for memory in memories)
+
+
+def _unlike_ranks(layout: PlanIndex, cluster: Cluster, place: int) -> list[int]:
+    """At a place on the pp axis the first rank of each kind of device; of each tp shard, where some components are on one."""
+    ranks, tp = layout.plan.mesh.stage_range(place), layout.plan.mesh.tp
+    shards = 1 if layout.shards_alike else tp
+    return sorted({(rank % shards, cluster.devices[rank].type.name): rank for rank in reversed(ranks)}.values())
+
+
+# --- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def _rank_memory(here: RankValues, device: DeviceType, numerics: Numerics, away: Mapping[str, int], backend: str) -> RankMemory:
+    """Peak memory of a rank on a device.
+
+    Args:
+        here: what lies between its components. device: its limit and allocator. numerics: of the training.
+        away: by component, how much of what it saves lies in the host's memory. backend: that communicates.
+    """
+    layout, plan, kept, rank = here.layout, here.layout.plan, here.kept, here.rank
+    saved = {name: max(0, kept.saved_bytes(name) - away.get(name, 0)) for name in here.names}
+    copies = {name: kept.component(name).cast_bytes for name in here.names}
+    held_of, loaded_of = here.held_bytes(), here.loaded_bytes()
+    pipeline = pipeline_of(layout, here.shard, here.stage)
+    inward, outward = pipeline.links_of(here.stage)
+    between = here.between_chunks()
+    stale = plan.synchronisation.kind == "stale"
+    if stale:
+        moments = decoupled_moments(batches_held(layout, here.stage), inward, outward)
+    else:
+        moments = held_moments(pipeline, here.stage, apart=plan.zero_stage >= 2, inner=tuple(between))
+    chunk_of = {stage: chunk for chunk, stage in enumerate(plan.place_stages(here.stage))}
+    chunks = {name: chunk_of[layout.chunk_of[name]] for name in here.names}
+    parts = _component_moments(here, saved, copies, held_of, {} if stale else here.made_before())
+    message_bytes = here.message_bytes()
+    arriving = moments.arriving @ [message_bytes[link] for link in inward]
+    leaving = moments.leaving @ [message_bytes[link] for link in outward] + moments.between @ list(between.values())
+    loaded, counted = (np.zeros(plan.chunks) for _ in range(2))
+    for name, (loaded_bytes, saved_bytes) in loaded_of.items():
+        loaded[chunks[name]] += loaded_bytes
+        counted[chunks[name]] += saved_bytes
+    inputs = moments.unread @ loaded + moments.read @ (loaded - counted)
+    kept_of, waiting_of = (np.zeros(plan.chunks) for _ in range(2))
+    for part in parts:
+        kept_of[chunks[part.name]] += part.kept
+        waiting_of[chunks[part.name]] += part.waits
+    waiting = moments.waiting @ waiting_of
+    held = moments.alive @ kept_of + waiting + arriving + leaving + inputs
+    row, peak = _fullest(moments, held, [[part for part in parts if chunks[part.name] == n] for n in range(plan.chunks)])
+
+    alive = {name: int(moments.alive[row, chunk]) for name, chunk in chunks.items()}
+    lines: dict[str, float] = {
+        **_weight_lines(layout, rank),
+        "activations": sum(alive[name] * size for name, size in saved.items()) + float(waiting[row]),
+        "casts": sum(alive[name] * size for name, size in copies.items() if not layout.recomputes(name)),
+        "boundary_values": sum(alive[name] * size for name, size in held_of.items()) + float(leaving[row]),
+        "receive_buffers": float(arriving[row]),
+        "inputs": float(inputs[row]),
+    }
+    passing = sum(lines[name] for name in ("activations", "casts", "boundary_values", "inputs", "receive_buffers"))
+    staying, updating = 0, 0
+    for update in () if plan.optimizer_offload else updates_of(layout, rank):  # one after the other
+        stays, passes = numerics.optimizer_bytes(update.optimizer)
+        staying, updating = staying + stays * update.elements, max(updating, passes * update.elements)
+    beyond = updating - passing  # all that passes is gone by the update
+    unsharded = min(peak.whole_bytes, peak.size_bytes) if peak.size_bytes >= beyond else 0.0
+    workspace = max(peak.size_bytes, beyond) - unsharded
+    dynamic = lines["activations"] + lines["casts"] + lines["boundary_values"] + unsharded + workspace
+    beside = device.allocator.bytes_beside(dynamic)
+    lines |= {
+        "unsharded": unsharded,
+        "optimizer_state": staying,
+        "buffers": sum(kept.component(name).buffer_bytes for name in here.names),
+        "communication": communication_bytes(here, backend),
+        "context": device.context_bytes,
+        "workspace": workspace,
+        "allocator": beside.median,
+    }
+    low, high = round(beside.p05), round(beside.p95)
+    return RankMemory(
+        rank=rank,
+        lines=tuple((name, round(lines[name])) for name in LINES),
+        limit_bytes=device.memory_bytes,
+        spreads=(("allocator", low, high),) if beside.p05 < beside.p95 else (),
+    )
+
+
+LINES = (
+    *("parameters", "casts", "gradients", "unsharded", "optimizer_state", "buffers", "activations", "boundary_values"),
+    *("receive_buffers", "inputs", "communication", "context", "workspace", "allocator"),
+)
+"""Of every rank, in order."""
+
+
+def _weight_lines(layout: PlanIndex, rank: int) -> dict[str, float]:
+    """Bytes of parameters and gradients as held all the time.
+
+    With ZeRO they lie in buckets padded to equal parts. This rank updates one part (stage 1), keeps only the gradients of
+    that part (stage 2), and only its parameters (stage 3). Frozen parameters are in no bucket: every rank that uses one
+    holds it whole, under ZeRO 3 too.
     """
 
-    parameter_bytes: int
-    gradient_bytes: int
-    updates: tuple[OptimizerStep, ...]
-    unsharded: Mapping[tuple[Phase, str, int], float] = field(default_factory=dict)
+    def held(bucket: Bucket, stage: int, divided_from: int) -> int:
+        if stage >= divided_from:
+            return bucket.padded_bytes // len(bucket.group)
+        return bucket.padded_bytes if stage else bucket.size_bytes
+
+    stages = [(bucket, layout.zero_stage_of(bucket)) for bucket in layout.rank_buckets(rank)]
+    frozen = 0
+    if layout.has_frozen:
+        frozen = sum(parameter.size_bytes for parameter in layout.rank_parameters(rank) if not parameter.trainable)
+    return {
+        "parameters": frozen + sum(held(bucket, stage, 3) for bucket, stage in stages),
+        "gradients": sum(held(bucket, stage, 2) for bucket, stage in stages),
+    }
+
+
+# --- the fullest moment -----------------------------------------------------------------------------------------------
+
+
+class Moment(NamedTuple):
+    """Bytes beyond what is held, while a component runs; and how much of it are buckets that are whole then."""
+
+    size_bytes: float
+    whole_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Boundary:
-    """What a rank holds of the values at its components' boundaries, bytes of one microbatch.
+class ComponentMoments:
+    """One component of one microbatch on a rank, bytes.
 
     Attributes:
-        held_bytes: of values in flight, in all layouts, beyond the saved activations.
-        loaded_bytes: of the batch as loaded. loaded_saved_bytes: that part of it which is counted among the saved activations
-            while the microbatch is in flight, or let go once it is read.
-        gradient_bytes: by component, of its outputs' gradients at the fullest moment before its backward, while they are
-            converted.
-        waiting: values and gradients that are there for other components.
-        wanted_bytes: the same as the component wants them, after conversions; by default they are the same.
-        held_of: `held_bytes` by the first component here that keeps the value, or makes or reads it.
-        loaded_of: `loaded_bytes` and `loaded_saved_bytes` by the first component here that reads the value.
-        converted_bytes: by component, right before its backward, of gradients that are converted for a maker elsewhere, and
-            what waits beside them.
-        handed_bytes: by component, of the gradients of its inputs as it makes them.
+        kept: from its forward to the end of its backward.
+        forward: the fullest moment of its forward, beyond what it and those before it in its chunk keep.
+        second: beyond all that is kept, while it runs forward again; with what waits beside it.
+        backward: likewise while it runs backward. handed: gradients of its inputs, as it makes them, with what waits beside it.
+        whole: buckets that are whole meanwhile, by phase and microbatch.
+        first_half: beyond all that is kept, while it runs the first half of its backward; with what waits beside it. None: it
+            was not counted, or the backward is not halved.
+        waits: what it adds between the halves of a microbatch's backward.
+        only_weights: its backward hands on no gradient. largest_bytes: of its trainable parameters.
     """
 
-    held_bytes: float
-    loaded_bytes: float
-    loaded_saved_bytes: float
-    gradient_bytes: Mapping[str, float]
-    waiting: Waiting = field(default_factory=Waiting)
-    held_of: Mapping[str, float] = field(default_factory=dict)
-    wanted_bytes: Mapping[str, float] = field(default_factory=dict)
-    loaded_of: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    handed_bytes: Mapping[str, float] = field(default_factory=dict)
-    converted_bytes: Mapping[str, float] = field(default_factory=dict)
+    name: str
+    kept: float
+    forward: float
+    second: float
+    backward: float
+    handed: float
+    whole: Mapping[tuple[Phase, int], float]
+    first_half: float | None
+    waits: float
+    only_weights: bool
+    largest_bytes: int
+
+    def moment(self, size: float, microbatch: int, *phases: Phase) -> Moment:
+        """So many bytes beside the buckets that are whole in the phase, or in the one of several that the plan has."""
+        whole = max((self.whole.get((phase, microbatch), 0.0) for phase in phases), default=0.0)
+        return Moment(size + whole, whole)
+
+    def of_backward(self, level: float, microbatch: int, size: float | None = None) -> Moment:
+        """The fullest moment of its backward, and of its forward before that, at a level beyond what is held.
+
+        Args:
+            size: in place of that of a whole backward.
+        """
+        again = self.moment(level + self.second, microbatch, Phase.RECOMPUTE) if self.second else Moment(0.0, 0.0)
+        level += self.backward if size is None else size
+        return max(again, self.moment(level, microbatch, Phase.BACKWARD, Phase.BACKWARD_INPUT))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankStep:
-    """What a rank runs in one training step, and what it keeps meanwhile.
+def _component_moments(
+    here: RankValues,
+    saved: Mapping[str, float],
+    copies: Mapping[str, int],
+    held_of: Mapping[str, float],
+    made_before: Mapping[str, tuple[float, float]],
+) -> list[ComponentMoments]:
+    """What is there while each component of a rank runs. A recomputed one runs forward before its backward, beside the
+    gradients of what it puts out, which have been converted by then.
 
-    Attributes:
-        components: those the rank runs, in execution order, as they are under the precision (`parsim.model.formats`) and the
-            plan: of a tensor-sharded one the shard (`parsim.model.shard.narrow`), of a recomputed one what it keeps.
-        values: all Values of the model by name (`Model.value`), likewise.
-        microbatch_samples: samples of one microbatch on this rank; by component where they differ.
-        in_flight: microbatches whose forward has run and whose backward has not, at the worst moment (gpipe: M; 1f1b:
-            min(M, S - s); one stage: 1).
-        pipeline: what is held at every action of a pipeline; it goes before `in_flight`.
-        gradients: that wait here for their makers, as `waiting_bytes` takes them.
-        loaded_microbatches: how many microbatches of model inputs are on the device at once (None: those in flight).
-        boundary: None where every component sees the same samples and values are handed on as they were made.
-        weights: None where the rank holds, and updates, all parameters of its components.
-        recomputed: by component that runs its forward twice, what changes then.
+    Args:
+        saved: activations by component. copies: its casts of weights. held_of, made_before: of `RankValues`.
     """
+    layout, kept = here.layout, here.kept
+    count = len(here.names)
+    values_beside, gradients_beside = (
+        alive_bytes(lifetimes, count) for lifetimes in (here.waiting_values(), here.waiting_gradients())
+    )
+    converted_of = here.converted_for_others(gradients_beside)
+    whole: dict[str, dict[tuple[Phase, int], float]] = {}
+    for (phase, name, microbatch), size in whole_bytes(layout, here.rank).items():
+        whole.setdefault(name, {})[phase, microbatch] = size
+    element_bytes = number_format(kept.precision).element_bytes
+    parts = []
+    for number, name in enumerate(here.names):
+        component, samples = kept.component(name), layout.local_samples(name)
+        made, made_back = made_before.get(name, (0.0, 0.0))
+        gradients, beside = here.gradients_of(name), gradients_beside[number] + made_back
+        own_peak, split = fullest_bytes(component.forward_peaks, samples), component.split_backward
+        runs_backward = gradients.converted or not component.forward_peaks
+        backward = max(_backward_bytes(component, samples), gradients.converted) if runs_backward else 0.0
+        first_half = None if split is None else max(fullest_bytes(split.peaks, samples), gradients.converted) + beside
+        again_bytes, second, forward = 0.0, 0.0, values_beside[number] + own_peak
+        if layout.recomputes(name):
+            again = kept.again(name)
+            again_bytes = again.saved_bytes + copies[name]
+            backward += again_bytes - again.released_bytes
+            if first_half is not None:
+                first_half += again_bytes - again.released_bytes
+            second = (own_peak if again.fullest_bytes is None else again.fullest_bytes) + gradients.wanted + beside
+            forward = values_beside[number] + again.first_bytes if again.first_bytes else 0.0
+        kept_bytes = saved[name] + (0 if layout.recomputes(name) else copies[name]) + held_of.get(name, 0.0)
+        halved, only_weights = layout.is_halved(name), not layout.wants_input_gradient(name)
+        if halved and split is not None:
+            waits = fullest_bytes([split.waiting], samples) + again_bytes
+        elif halved:
+            waits = max(gradients.wanted, _arrived_bytes(component, samples, element_bytes)) + again_bytes
+        else:
+            waits = gradients.wanted if only_weights else -kept_bytes
+        parts.append(
+            ComponentMoments(
+                name=name,
+                kept=kept_bytes,
+                forward=forward + made,
+                second=second,
+                backward=max(backward + beside, converted_of.get(name, 0.0)),
+                handed=gradients.handed + beside,
+                whole=whole.get(name, {}),
+                first_half=first_half if halved else None,
+                waits=waits,
+                only_weights=only_weights,
+                largest_bytes=max((parameter.size_bytes for parameter in component.trainable_parameters), default=0),
+            )
+        )
+    return parts
 
-    components: Sequence[Component]
-    values: Mapping[str, Value]
-    microbatch_samples: int | Mapping[str, int]
-    in_flight: int = 1
-    pipeline: Chunks | None = None
-    gradients: Mapping[str, Sequence[Wait]] | None = None
-    loaded_microbatches: int | None = None
-    boundary: Boundary | None = None
-    weights: Weights | None = None
-    recomputed: Mapping[str, Again] = field(default_factory=dict)
 
+def _fullest(
+    moments: HeldMoments, held: np.ndarray[tuple[int], np.dtype[np.float64]], parts: Sequence[Sequence[ComponentMoments]]
+) -> tuple[int, Moment]:
+    """The row of the forward at whose end most is held, and how much more the fullest moment has.
+
+    Args:
+        moments: by action. held: bytes of each row. parts: components of each chunk, in order.
+    """
+    peaks = {kind: _action_peak(parts[kind[0]], *kind[1:]) for kind in dict.fromkeys(moments.kinds)}
+    idle = not any(parts)  # a rank may run nothing in some of its chunks, or in all
+    running = [row for row, kind in enumerate(moments.kinds) if parts[kind[0]] or idle]
+    forwards = (row for row in running if moments.kinds[row][1] is Phase.FORWARD)
+    base = max(forwards, key=lambda row: (held[row], moments.alive[row].sum()))  # of batches read rather than unread
+    best = max(running, key=lambda row: held[row] + peaks[moments.kinds[row]].size_bytes)
+    peak = peaks[moments.kinds[best]]
+    return base, Moment(max(0.0, float(held[best] - held[base]) + peak.size_bytes), peak.whole_bytes)
+
+
+def _action_peak(parts: Sequence[ComponentMoments], phase: Phase, microbatch: int) -> Moment:
+    """The fullest moment of an action beyond what is held while it runs, which contains all that its microbatch keeps.
+
+    Args:
+        parts: components of its chunk. microbatch: the action's.
+    """
+    moments, level = [Moment(0.0, 0.0)], 0.0
+    if phase is Phase.FORWARD:
+        level = -sum(part.kept for part in parts)
+        for part in parts:
+            moments.append(part.moment(level + part.forward, microbatch, phase))
+            level += part.kept
+    elif phase is Phase.BACKWARD:  # while a component runs, what those after it in the chunk kept is free
+        for part in reversed(parts):
+            moments.append(part.of_backward(level, microbatch))
+            level -= part.kept
+    elif phase is Phase.BACKWARD_INPUT:  # nothing is free before the half for weights, but where there is nothing to do in it
+        for part in reversed(parts):
+            if part.first_half is not None:
+                moments.append(part.of_backward(level, microbatch, part.first_half))
+            elif not part.only_weights:
+                ended = level + part.waits + part.handed
+                moments.append(part.moment(ended, microbatch, Phase.BACKWARD, Phase.BACKWARD_INPUT))
+                moments.append(part.of_backward(level, microbatch))
+            level += part.waits
+    else:  # what waited for a component is free after it
+        for part in reversed(parts):
+            if part.only_weights:
+                moments.append(part.of_backward(level - part.waits, microbatch))
+            else:
+                moments.append(part.moment(level + part.largest_bytes, microbatch, phase))
+            level -= part.kept + part.waits
+    return max(moments)
+
+
+def whole_bytes(layout: PlanIndex, rank: int) -> dict[Use, float]:
+    """Bytes of the buckets that are whole on a rank while each of its components runs; empty below ZeRO 2.
+
+    Returns:
+        Of a few actions (`few_actions`), by whose microbatches `HeldMoments.kinds` counts too. A forward that is computed again
+        is a phase of its own: gradients that are still being sent then may be gone in the backward.
+    """
+    plan = layout.plan
+    if plan.zero_stage < 2:
+        return {}
+    place = plan.stage_of_rank(rank)
+    few = few_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
+    uses = uses_of(layout, place, few.actions)  # buckets come and go by what runs right before and after
+    sizes = alive_bytes(bucket_lifetimes(layout, uses, layout.rank_buckets(rank)), len(uses))
+    return {use: size for use, size in zip(uses, sizes, strict=True) if layout.runs_on(rank, use.component)}
+
+
+def _backward_bytes(component: Component, samples: int) -> float:
+    """Bytes beyond the saved activations at the fullest moment of the component's backward. They were counted when it was
+    traced. Otherwise they are the gradients of the input, the output and the parameters of its largest operator, before
+    these are added to their bucket.
+    """
+    peaks = component.backward_peaks or [(op.activation_bytes, op.parameter_bytes) for op in component.operators]
+    return fullest_bytes(peaks, samples)
+
+
+GATES = {"_thnn_fused_lstm_cell": 4, "_thnn_fused_gru_cell": 3}
+"""Cells of fused recurrent layers, and the gates of each hidden feature."""
+
+
+def _arrived_bytes(component: Component, samples: int, element_bytes: int) -> float:
+    """Gradients that arrive at operators with a parameter, where the first half of a backward was not counted
+    (`SplitBackward`): as large as what these operators make.
+
+    A fused recurrent layer is one operator there: the gradient of its hidden features arrives, and none of its gates. Leaves
+    out what the first half makes for a while, and parameters that enter several operators.
+    """
+    made_dims = {
+        "matmul": ("problems", "m", "n"),
+        "convolution": ("k", "out_h", "out_w"),
+        "memory_bound": ("elements",),
+    }
+    gates = {dict(operator.shape)["elements"] for operator in component.operators if operator.function in GATES}
+    total = 0
+    for operator in component.operators:
+        sizes, elements = dict(operator.shape), 1
+        if operator.function in GATES:
+            elements = sizes["elements"] // GATES[operator.function]
+        elif operator.kind == "matmul" and sizes["n"] in gates:
+            continue
+        elif operator.parameter_bytes and operator.kind != "embedding":
+            for dim in made_dims.get(operator.kind, ()):
+                elements *= sizes.get(dim, 1)
+        else:
+            continue
+        total += elements * operator.count
+    return float(total * element_bytes * samples)
+
+
+# --- communication ----------------------------------------------------------------------------------------------------
 
 NCCL_COMMUNICATOR_BYTES = 256 * MIB
 """Assumed per communicator: about a dozen channels, each with send and receive buffers of 4 MiB (the default
 NCCL_BUFFSIZE) for one protocol. The low-latency protocols and scratch are taken to need as much again; rounded up."""
 
 
-def rank_memory(
-    rank: int,
-    step: RankStep,
-    device: DeviceType,
-    *,
-    optimizer: str,
-    precision: str,
-    master_weights: bool = True,
-    ema: bool = False,
-    traffic: Traffic = NO_TRAFFIC,
-) -> RankMemory:
-    """Peak memory of a rank on a device.
+class _Sent(NamedTuple):
+    """What a rank sends, receives or reduces, and the process group it does it in."""
 
-    Args:
-        rank: global number. step: what it runs and keeps. device: its limit and allocator.
-        optimizer: a key of `OPTIMIZERS`. traffic: communicators and buffers of the rank.
-        precision: decides which copies of the weights are kept.
-        master_weights: with weights stored in half precision, the optimizer updates copies in fp32.
-        ema: moving averages of the weights are kept, in the line optimizer_state.
-
-    Returns:
-        Lines, bytes: parameters, casts (half-precision copies under autocast), gradients, unsharded (buckets while whole),
-        optimizer_state, buffers, activations, boundary_values, receive_buffers, inputs, communication, context, workspace,
-        allocator. A value is counted with the component that is the first to save it, and under boundary_values elsewhere.
-
-    Raises:
-        ConfigError: unknown optimizer. CostError: samples or in_flight < 1, or samples by component without their boundary.
-    """
-    components = step.components
-    samples = _samples_of(components, step.microbatch_samples)
-    if min(samples.values(), default=1) < 1 or step.in_flight < 1:
-        raise CostError(f"memory needs microbatch_samples >= 1 and in_flight >= 1, got {dict(samples)} and {step.in_flight}")
-    boundary = step.boundary or _uniform_boundary(components, step.values, step.microbatch_samples, step.gradients)
-    weights = step.weights or all_weights(components)
-    saved = [c.saved_activation_bytes * samples[c.name] + c.saved_fixed_bytes for c in components]
-    copies = {c.name: cast_bytes(c, precision) for c in components}
-    again = {name: replace(entry, saved_bytes=entry.saved_bytes + copies[name]) for name, entry in step.recomputed.items()}
-    ends = [
-        own + (0 if c.name in step.recomputed else copies[c.name]) + boundary.held_of.get(c.name, 0.0)
-        for c, own in zip(components, saved, strict=True)
-    ]
-    parts = _moments(step, samples, ends, boundary, again, weights)
-    alive, waiting = dict.fromkeys(samples, step.in_flight), 0.0
-    arriving, leaving = traffic.posted_bytes, 0.0
-    loaded = step.in_flight if step.loaded_microbatches is None else step.loaded_microbatches
-    inputs = loaded * boundary.loaded_bytes - min(step.in_flight, loaded) * boundary.loaded_saved_bytes
-    if step.pipeline is None:
-        peak = _fullest(parts, traffic.posted_bytes)
-    else:
-        of_moment = partial(_loaded_bytes, boundary, step.pipeline)
-        base, waiting, peak = fullest(parts, step.pipeline, number_format(precision).element_bytes, of_moment)
-        inputs = of_moment(base)
-        alive = {name: base.alive[step.pipeline.chunk_of[name]] for name in samples}
-        arriving, leaving = step.pipeline.arriving(base), step.pipeline.leaving(base)
-    most = max(alive.values(), default=1)
-    activations = sum(alive[c.name] * own for c, own in zip(components, saved, strict=True)) + waiting
-    casts = sum(alive[name] * size for name, size in copies.items() if name not in step.recomputed)
-    held = most * boundary.held_bytes
-    if step.pipeline is not None:
-        held = sum(alive[name] * size for name, size in boundary.held_of.items()) + leaving
-    beside_update = activations + casts + held + inputs + arriving  # all of it is gone by then
-    state, temporary = 0, 0
-    for update in weights.updates:  # one after the other
-        row = optimizer_bytes(update.optimizer or optimizer, precision, master_weights=master_weights, ema=ema)
-        state, temporary = state + row[0] * update.elements, max(temporary, row[1] * update.elements)
-    updating = temporary - beside_update
-    unsharded = min(peak.whole_bytes, peak.size_bytes) if peak.size_bytes >= updating else 0.0
-    workspace = max(peak.size_bytes, updating) - unsharded
-    beside = device.allocator.bytes_beside(activations + casts + held + unsharded + workspace)
-    lines = {
-        "parameters": weights.parameter_bytes,
-        "casts": casts,
-        "gradients": weights.gradient_bytes,
-        "unsharded": unsharded,
-        "optimizer_state": state,
-        "buffers": sum(component.buffer_bytes for component in components),
-        "activations": activations,
-        "boundary_values": held,
-        "receive_buffers": arriving,
-        "inputs": inputs,
-        "communication": _communication_bytes(traffic),
-        "context": device.context_bytes,
-        "workspace": workspace,
-        "allocator": beside.median,
-    }
-    return _rounded(rank, device, lines, {"allocator": (beside.p05, beside.p95)})
+    group: tuple[object, ...]
+    size_bytes: float
 
 
-def _loaded_bytes(boundary: Boundary, chunks: Chunks, moment: HeldMoment) -> float:
-    """Of microbatches not yet read, and of those in flight what is not a saved activation."""
-    total = 0.0
-    for name, (loaded, saved) in boundary.loaded_of.items():
-        chunk = chunks.chunk_of[name]
-        total += moment.unread[chunk] * loaded + moment.alive[chunk] * (loaded - saved)
-    return total
+def communication_bytes(here: RankValues, backend: str) -> int:
+    """Buffers of communicators with NCCL; gloo keeps a scratch copy of the largest bucket or transfer."""
+    sent = [*_buckets_sent(here.layout, here.rank), *_values_sent(here)]
+    communicators = len({message.group for message in sent})
+    if backend == "nccl":
+        return NCCL_COMMUNICATOR_BYTES * communicators
+    return round(max((message.size_bytes for message in sent), default=0.0))
 
 
-def _rounded(
-    rank: int, device: DeviceType, lines: Mapping[str, float], spreads: Mapping[str, tuple[float, float]]
-) -> RankMemory:
-    """Whole bytes; a line whose p05 is its p95 has no spread."""
-    return RankMemory(
-        rank=rank,
-        lines=tuple((name, round(size)) for name, size in lines.items()),
-        limit_bytes=device.memory_bytes,
-        spreads=tuple((name, round(low), round(high)) for name, (low, high) in spreads.items() if low < high),
-    )
+def _values_sent(here: RankValues) -> list[_Sent]:
+    """Conversions and transfers between stages; values that are as large and laid out alike count once."""
+    layout, plan, stage = here.layout, here.layout.plan, here.stage
+    sent, seen = list[_Sent](), set[object]()
+    for value in map(here.values.__getitem__, layout.values_at[stage]):
+        home = layout.stage_of_value[value.name]
+        if home is None:
+            continue
+        made, readings = layout.source[value.name], layout.readings[value.name]
+        size = value.bytes_per_sample, value.fixed_bytes, value.differentiable
+        kind = (home, made, size, tuple([(reading.stage, reading.ends) for reading in readings]))
+        if kind in seen:
+            continue
+        seen.add(kind)
+        for reading in readings:
+            ways = [(home, reading.stage, made.value, reading.ends.value, reading.ends.value)]
+            if value.differentiable:
+                ways.append((reading.stage, home, reading.ends.gradient, made.gradient, reading.ends.gradient))
+            for source, target, begin, end, moved in ways:
+                if source != target and stage in (source, target) and here.shard in moved.holders(plan.mesh.tp):
+                    sent.append(_Sent((source, target), local_bytes(layout, value, moved)))
+                if stage == home:
+                    for hop in conversion(begin, end, plan.mesh.tp):
+                        sent += _hop_sent(layout, value, hop, here.shard)
+    return sent
 
 
-def all_weights(components: Sequence[Component]) -> Weights:
-    """All parameters of the components; gradients of those that train, all updated here.
-
-    Args:
-        components: of one rank.
-    """
-    parameters = held_parameters(components)
-    trained = [parameter for parameter in parameters if parameter.trainable]
-    return Weights(
-        parameter_bytes=sum(parameter.size_bytes for parameter in parameters),
-        gradient_bytes=sum(parameter.size_bytes for parameter in trained),
-        updates=update_steps(trained),
-    )
-
-
-def _samples_of(components: Sequence[Component], samples: int | Mapping[str, int]) -> Mapping[str, int]:
-    if isinstance(samples, int):
-        return dict.fromkeys((component.name for component in components), samples)
-    missing = [component.name for component in components if component.name not in samples]
-    if missing:
-        raise CostError(f"memory needs the samples of every component; {missing[0]!r} has none")
-    return samples
+def _buckets_sent(layout: PlanIndex, rank: int) -> list[_Sent]:
+    """The largest gradient bucket of every group of ranks, and the largest part that sharding groups sum."""
+    largest: dict[int, _Sent] = {}
+    for bucket in layout.rank_buckets(rank):
+        size = bucket.padded_bytes if layout.is_divided(bucket) else bucket.size_bytes
+        group = id(bucket.group)  # buckets of the same ranks share one tuple
+        if len(bucket.group) > 1 and (group not in largest or size > largest[group].size_bytes):
+            largest[group] = _Sent(("dp", bucket.group), size)
+        if (work := replica_sum_work(layout, bucket, rank)) is not None:
+            sums = -1 - group
+            if sums not in largest or work.size_bytes > largest[sums].size_bytes:
+                largest[sums] = _Sent(("dp", work.group), work.size_bytes)
+    return list(largest.values())
 
 
-def held_parameters(components: Sequence[Component]) -> tuple[Parameter, ...]:
-    """Every parameter of the components once: a parameter tied within the rank has one copy.
-
-    Args:
-        components: of one rank.
-    """
-    return tuple({p.name: p for component in components for p in component.parameters}.values())
-
-
-def _uniform_boundary(
-    components: Sequence[Component],
-    values: Mapping[str, Value],
-    samples: int | Mapping[str, int],
-    gradients: Mapping[str, Sequence[Wait]] | None,
-) -> Boundary:
-    """Values between components that no saved activation accounts for, inputs of the model, and gradients."""
-    if not isinstance(samples, int):
-        raise CostError("components that see different samples convert values between them; give their boundary too")
-    here = {component.name for component in components}
-    made = {name for component in components for name in component.outputs}
-    read = {name for component in components for name in component.inputs}
-    loaded: dict[str, tuple[float, float]] = {}
-    held: dict[str, float] = {}
-    for name in sorted(made | read):
-        value = values[name]
-        size = value.size_bytes(samples)
-        if value.producer is None:
-            reader = next(c.name for c in components if name in c.inputs)
-            more = size if value.savers == () or _counted(value, here) else 0
-            before = loaded.get(reader, (0.0, 0.0))
-            loaded[reader] = before[0] + size, before[1] + more
-        elif value.savers == ():
-            continue  # let go once it is read, or sent
-        elif value.savers:
-            keeper = next((saver for saver in value.savers if saver in here), None)
-            if keeper is not None and not _counted(value, here):
-                held[keeper] = held.get(keeper, 0.0) + size
-        elif value.producer not in here or name not in read or not value.saved:
-            user = value.producer if value.producer in here else next(c.name for c in components if name in c.inputs)
-            held[user] = held.get(user, 0.0) + size
-    return Boundary(
-        held_bytes=sum(held.values()),
-        held_of=held,
-        loaded_bytes=sum(size for size, _ in loaded.values()),
-        loaded_saved_bytes=sum(size for _, size in loaded.values()),
-        loaded_of=loaded,
-        gradient_bytes={
-            component.name: sum(values[name].size_bytes(samples) for name in component.outputs if values[name].differentiable)
-            for component in components
-        },
-        waiting=waiting_bytes(components, values, lambda value: value.size_bytes(samples), gradients),
-        handed_bytes={
-            component.name: sum(
-                values[name].size_bytes(samples)
-                for name in dict.fromkeys(component.inputs)
-                if values[name].differentiable and values[name].producer is not None
-            )
-            for component in components
-        },
-    )
+def _hop_sent(layout: PlanIndex, value: Value, hop: Hop, shard: int) -> list[_Sent]:
+    tp = layout.plan.mesh.tp
+    if hop.operation in LOCAL_HOPS:
+        return []
+    size_bytes = max(local_bytes(layout, value, hop.source), local_bytes(layout, value, hop.target))
+    if hop.operation in POINT_TO_POINT_HOPS:
+        pairs = [tuple(sorted(pair)) for pair in hop_pairs(hop, tp) if shard in pair]
+        return [_Sent(("tp", pair), size_bytes / (1 if hop.operation == "move" else tp)) for pair in pairs]
+    return [_Sent(("tp", group), size_bytes) for group in hop_groups(hop, tp) if shard in group]
 
 
-def _counted(value: Value, here: Collection[str]) -> bool:
-    """Whether the value is among the saved activations of the components `here`: the first that saves it counts it."""
-    return value.saved if value.savers is None else bool(value.savers) and value.savers[0] in here
-
-
-def _moments(
-    step: RankStep,
-    samples: Mapping[str, int],
-    saved: Sequence[float],
-    boundary: Boundary,
-    again: Mapping[str, Again],
-    weights: Weights,
-) -> list[ComponentMoments]:
-    """What is there while each component runs. A recomputed one runs forward before its backward, beside the gradients of
-    what it puts out, which have been converted by then.
-    """
-    found = []
-    whole: dict[str, dict[tuple[Phase, int], float]] = {}
-    for (phase, name, microbatch), size in weights.unsharded.items():
-        key = phase, microbatch if step.pipeline else 0  # without a pipeline one microbatch is held at a time
-        whole.setdefault(name, {})[key] = max(size, whole.get(name, {}).get(key, 0.0))
-    made_before = {} if step.pipeline is None else step.pipeline.made_before
-    for component, own in zip(step.components, saved, strict=True):
-        name, number = component.name, samples[component.name]
-        made, made_back = made_before.get(name, (0.0, 0.0))
-        forward = 0.0
-        if name not in again:
-            forward = boundary.waiting.values.get(name, 0.0) + _fullest_bytes(component.forward_peaks, number)
-        elif again[name].first_bytes:
-            forward = boundary.waiting.values.get(name, 0.0) + again[name].first_bytes
-        gradients = boundary.gradient_bytes[name]
-        runs_backward = gradients or not component.forward_peaks
-        alive = max(_alive_bytes(component, number), gradients) if runs_backward else 0.0
-        wanted, second = boundary.wanted_bytes.get(name, gradients), 0.0
-        beside = boundary.waiting.gradients.get(name, 0.0) + made_back
-        split = component.split_backward
-        first_half = None if split is None else max(_fullest_bytes(split.peaks, number), gradients) + beside
-        if name in again:
-            entry = again[name]
-            first = entry.fullest_bytes
-            if first is None:
-                first = _fullest_bytes(component.forward_peaks, number)
-            alive += entry.saved_bytes - entry.released_bytes
-            if first_half is not None:
-                first_half += entry.saved_bytes - entry.released_bytes
-            second = first + wanted + beside
-        found.append(
-            ComponentMoments(
-                component=component,
-                samples=number,
-                kept=own,
-                again=again[name].saved_bytes if name in again else 0.0,
-                forward=forward + made,
-                second=second,
-                alive=max(alive + beside, boundary.converted_bytes.get(name, 0.0)),
-                gradients=wanted,
-                handed=boundary.handed_bytes.get(name, 0.0) + beside,
-                whole=whole.get(name, {}),
-                first_half=first_half,
-                waits=0.0 if split is None else _fullest_bytes([split.waiting], number),
-            )
-        )
-    return found
-
-
-def _fullest(parts: Sequence[ComponentMoments], posted: float) -> Moment:
-    """By how much the worst moment of the last microbatch's forward, or of its backward, exceeds the end of that forward.
-
-    While a component runs backward, what the later ones saved is free.
-    """
-    before = 0.0
-    moments = [Moment(0.0, 0.0)]
-    for part in parts:
-        moments.append(part.moment(before + part.forward, 0, Phase.FORWARD))
-        before += part.kept
-        moments.append(part.backward(before - posted, 0))
-    peak = max(moments, key=itemgetter(0))
-    return Moment(max(0.0, peak.size_bytes - before), peak.whole_bytes)
-
-
-def _fullest_bytes(peaks: Sequence[tuple[int, int]], samples: int) -> int:
-    return max((rate * samples + fixed for rate, fixed in peaks), default=0)
-
-
-def _alive_bytes(component: Component, samples: int) -> float:
-    """Bytes beyond the saved activations at the fullest moment of the component's backward. They were counted when it was
-    traced. Otherwise they are the gradients of the input, the output and the parameters of its largest operator, before
-    these are added to their bucket.
-    """
-    if component.backward_peaks:
-        return _fullest_bytes(component.backward_peaks, samples)
-    return _fullest_bytes([(op.activation_bytes, op.parameter_bytes) for op in component.operators], samples)
-
-
-def _communication_bytes(traffic: Traffic) -> int:
-    if traffic.communicators <= 0:
-        return 0
-    return NCCL_COMMUNICATOR_BYTES * traffic.communicators if traffic.backend == "nccl" else traffic.largest_message_bytes
-
-
-# Bytes that a plan keeps in the host's memory, and what stays of them on a device for a while.
-#
-# Of what a component is counted to save, values that another component needs too are copied with the last one that does
-# (`parsim.plans.plan`). While one component computes, a device holds what that one saves, what the one before it saved
-# and is still being copied away, and what is being fetched for the next.
-
+# --- what lies in the host's memory -----------------------------------------------------------------------------------
 
 BUFFERS = "offload_buffers"
 """The line of activations that are on a device while they are copied, or while a component uses them."""
@@ -688,7 +803,8 @@ NOTHING = Offloaded(copied={}, away={})
 
 
 def offloaded_by(kept: KeptActivations) -> Offloaded:
-    """What the plan of an index copies to the host.
+    """What a plan copies to the host. Values that another component needs too are copied with the last one that does
+    (`parsim.plans.plan`).
 
     Args:
         kept: its activations, under the precision.
@@ -697,7 +813,7 @@ def offloaded_by(kept: KeptActivations) -> Offloaded:
     order = layout.model.component_index
     copied, away, spans = dict[str, int](), dict[str, int](), list[tuple[str, str, int]]()
     for name in sorted(chosen, key=order.__getitem__):
-        left, later = saved_bytes(kept, name), list[tuple[str, int]]()
+        left, later = kept.saved_bytes(name), list[tuple[str, int]]()
         for value, size in kept.counted_values(name):
             together = [other for other in kept.values[value].savers or () if layout.chunk_of[other] == layout.chunk_of[name]]
             last = max(together, key=order.__getitem__)
@@ -715,12 +831,6 @@ def offloaded_by(kept: KeptActivations) -> Offloaded:
     return Offloaded(copied=copied, away=away, spans=tuple(spans))
 
 
-def saved_bytes(kept: KeptActivations, name: str) -> int:
-    """What a component is counted to save of one microbatch."""
-    own = kept.component(name)
-    return own.saved_activation_bytes * kept.layout.local_samples(name) + own.saved_fixed_bytes
-
-
 def with_offloaded(layout: PlanIndex, precision: str) -> PlanIndex:
     """The index that says how much each component copies to the host; the same one where nothing does.
 
@@ -732,74 +842,51 @@ def with_offloaded(layout: PlanIndex, precision: str) -> PlanIndex:
     return replace(layout, offloaded=offloaded_by(KeptActivations(layout, precision)).copied)
 
 
-def on_device(component: Component, samples: int, away: int) -> Component:
-    """The component without what lies in the host's memory.
-
-    Args:
-        component: of one rank. samples: that it sees. away: bytes of one microbatch.
-    """
-    if not away:
-        return component
-    saved = component.saved_activation_bytes * samples + component.saved_fixed_bytes
-    return replace(component, saved_activation_bytes=0, saved_fixed_bytes=max(0, saved - away))
-
-
-def with_offload_lines(
-    memory: RankMemory, kept: KeptActivations, found: Offloaded, *, optimizer: str, master_weights: bool, ema: bool
-) -> RankMemory:
-    """The memory of a rank with the line of what is in flight, and with its lines in the host's memory.
-
-    Args:
-        memory: of the rank, without what is offloaded. kept: activations under the plan. found: what of them is offloaded.
-        optimizer, master_weights, ema: as `plan_memory` takes them.
-    """
+def _with_offload_lines(memory: RankMemory, kept: KeptActivations, offloaded: Offloaded, numerics: Numerics) -> RankMemory:
+    """The memory of a rank with the line of what is in flight, and with its lines in the host's memory."""
     layout, plan = kept.layout, kept.layout.plan
     lines, host = memory.lines, list[tuple[str, int]]()
     if plan.optimizer_offload:
-        state = 0
-        for step in updates_of(layout, memory.rank):
-            name = step.optimizer or optimizer
-            each = optimizer_bytes(name, kept.precision, master_weights=master_weights, ema=ema)[0]
-            state += each * step.elements
+        stays = sum(
+            numerics.optimizer_bytes(update.optimizer)[0] * update.elements for update in updates_of(layout, memory.rank)
+        )
         buckets = layout.rank_buckets(memory.rank)
         copies = sum(layout.updated_bytes(bucket.family, len(bucket.group)) for bucket in buckets)
-        host += [("optimizer_state", state), ("gradients", copies), ("parameters", copies)]
+        host += [("optimizer_state", stays), ("gradients", copies), ("parameters", copies)]
     if plan.activation_offload:
-        shard = plan.shard_of_rank(memory.rank)
-        blocks = _blocks(layout, plan.stage_of_rank(memory.rank), shard)
-        lines = (*lines, (BUFFERS, _most_in_flight(blocks, found, layout.model.component_index)))
-        host.append(("activations", _most_away(blocks, found.copied)))
+        blocks = _blocks(layout, plan.stage_of_rank(memory.rank), plan.shard_of_rank(memory.rank))
+        lines = (*lines, (BUFFERS, _most_in_flight(blocks, offloaded, layout.model.component_index)))
+        host.append(("activations", _most_away(blocks, offloaded.copied)))
     return replace(memory, lines=lines, host_lines=tuple(host))
 
 
 def _blocks(layout: PlanIndex, place: int, shard: int) -> list[tuple[ComponentUses, ...]]:
     """The computation of a tp rank of a place, action by action, those without any left out. Actions of one stage and phase
     share one tuple, which has the microbatch of the first."""
-    plan, known = layout.plan, dict[tuple[int, Phase], tuple[ComponentUses, ...]]()
+    plan, by_kind = layout.plan, dict[tuple[int, Phase], tuple[ComponentUses, ...]]()
     actions = pipeline_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
     for action in actions:
-        if (action.stage, action.phase) not in known:
+        if (action.stage, action.phase) not in by_kind:
             uses = (use for use in uses_of(layout, place, [action]) if layout.placement[use.component].runs_on(shard))
-            known[action.stage, action.phase] = tuple(groups_of(list(uses)))
-    return [groups for action in actions if (groups := known[action.stage, action.phase])]
+            by_kind[action.stage, action.phase] = tuple(groups_of(list(uses)))
+    return [groups for action in actions if (groups := by_kind[action.stage, action.phase])]
 
 
-def _most_in_flight(blocks: Sequence[tuple[ComponentUses, ...]], found: Offloaded, order: Mapping[str, int]) -> int:
-    """Bytes on the device while some component computes: its own, those that are leaving, and those that are being fetched.
+def _most_in_flight(blocks: Sequence[tuple[ComponentUses, ...]], offloaded: Offloaded, order: Mapping[str, int]) -> int:
+    """Bytes on the device while some component computes: its own, those of the one before it, which are leaving, and those that
+    are being fetched for the next.
 
     Only what computes right before and after a component counts, so every sequence of three blocks is looked at once.
     """
-    beside = {
-        name: sum(size for first, last, size in found.spans if order[first] <= number < order[last])
-        for name, number in order.items()
-    }
+    spans = [Lifetime(name, order[name], order[last] - 1, size) for name, last, size in offloaded.spans]
+    beside = alive_bytes(spans, len(order))
     most = 0
     unlike = {tuple(map(id, three)): three for three in zip(((), *blocks), blocks, (*blocks[1:], ()), strict=False)}
     for before, block, after in unlike.values():
         groups = (*before[-1:], *block, *after[:1])
-        sizes = [found.copied.get(group.component, 0) for group in groups]
+        sizes = [offloaded.copied.get(group.component, 0) for group in groups]
         for number in range(len(before[-1:]), len(before[-1:]) + len(block)):
-            here = sizes[number] + beside[groups[number].component]
+            here = sizes[number] + round(beside[order[groups[number].component]])
             if number and groups[number - 1].forward:
                 here += sizes[number - 1]
             if number + 1 < len(groups) and not groups[number + 1].forward:
@@ -809,25 +896,12 @@ def _most_in_flight(blocks: Sequence[tuple[ComponentUses, ...]], found: Offloade
 
 
 def _most_away(blocks: Sequence[tuple[ComponentUses, ...]], copied: Mapping[str, int]) -> int:
-    """Bytes in the host's memory from the forward to the backward, when most are."""
-    changes = {id(block): _change(block, copied) for block in {id(block): block for block in blocks}.values()}
-    most = now = 0
-    for block in blocks:
-        within, after = changes[id(block)]
-        most = max(most, now + within)
-        now += after
-    return most
-
-
-def _change(block: Sequence[ComponentUses], copied: Mapping[str, int]) -> tuple[int, int]:
-    """By how much a block exceeds what was in the host's memory before it at most, and afterwards."""
-    most = now = 0
-    for group in block:
-        size = copied.get(group.component, 0)
-        now += size if group.forward else 0
-        most = max(most, now)
-        now -= 0 if group.forward else size
-    return most, now
+    """Bytes in the host's memory, from the forward to the backward of each component, when most are."""
+    changes: dict[int, list[int]] = {}
+    for block in blocks:  # equal ones are one tuple
+        if id(block) not in changes:
+            changes[id(block)] = [copied.get(group.component, 0) * (1 if group.forward else -1) for group in block]
+    return max(accumulate((change for block in blocks for change in changes[id(block)]), initial=0))
 
 
 def with_host_limits(
@@ -856,18 +930,7 @@ def with_host_limits(
     ]
 
 
-# What a rank keeps beside a synchronous step, for relaxed synchronisation and for validation: lines of memory of their own.
-#
-# outer_state        of average with an outer optimizer: the weights of the last round, and its momentum; of merge: the global
-#                    model
-# neighbour_buffers  of gossip: what arrives from the neighbours of a round, as far as it exceeds what the step has let go by
-# then
-# receive_buffers    of stale: also what arrives in a step for the next one
-# stashed_weights    of stale: a copy of a stage's weights for every batch that it holds, unless it runs backward in the same
-# step
-# evaluation         of [training.evaluation]: whole weights and the batch that is scored, as far as that exceeds what is let
-# go
-
+# --- beside a synchronous step ----------------------------------------------------------------------------------------
 
 LET_GO = ("activations", "casts", "boundary_values", "unsharded", "workspace")
 """Lines of the step whose memory is free when a round begins."""
@@ -875,8 +938,6 @@ BETWEEN_STEPS = (*LET_GO, "inputs", "receive_buffers")
 """Those whose memory is free between two steps."""
 MOST_SCORED = 64
 """Samples of a batch that is scored, at most (`parsim.execute.evaluation`)."""
-Scored = Literal["", "weights", "averages"]
-"""What is validated during the training; "": nothing."""
 
 
 def batches_held(layout: PlanIndex, stage: int) -> int:
@@ -888,40 +949,30 @@ def batches_held(layout: PlanIndex, stage: int) -> int:
     return 1 + layout.plan.synchronisation.delay_of(stage, layout.plan.mesh.pp)
 
 
-def with_relaxed_lines(memory: RankMemory, kept: KeptActivations, rank: int) -> RankMemory:
-    """The memory of a rank with the lines of its plan's synchronisation; unchanged for synchronous training.
-
-    Args:
-        memory: of the step. kept: values under the plan. rank: global number.
-    """
-    layout = kept.layout
+def _with_relaxed_lines(memory: RankMemory, kept: KeptActivations) -> RankMemory:
+    """The memory of a rank with the lines of its plan's relaxed synchronisation."""
+    layout, rank = kept.layout, memory.rank
     plan, rule = layout.plan, layout.plan.synchronisation
-    if not rule.is_relaxed:
-        return memory
     trained = sum(bucket.size_bytes for bucket in layout.rank_buckets(rank))
     if rule.kind == "stale":
-        held = batches_held(layout, plan.stage_of_rank(rank))
-        line = ("stashed_weights", held * trained if held > 1 else 0)
-        arriving = round(next_step_bytes(kept, rank))
-        held_lines = [(name, size + arriving if name == "receive_buffers" else size) for name, size in memory.lines]
-        return replace(memory, lines=(*held_lines, line))
+        place = plan.stage_of_rank(rank)
+        held = batches_held(layout, place)
+        sizes = RankValues(kept, rank).message_bytes().items()
+        arriving = round(sum(size for link, size in sizes if plan.stage_places[link.target] == place))
+        lines = [(name, size + arriving if name == "receive_buffers" else size) for name, size in memory.lines]
+        return replace(memory, lines=(*lines, ("stashed_weights", held * trained if held > 1 else 0)))
     lines = [("outer_state", outer_arrays(layout) * trained)] if outer_arrays(layout) else []
     if rule.kind == "gossip":
-        replica = plan.replica_of_rank(rank)
-        arriving = most_neighbours(rule, plan.mesh.dp)[replica] * trained
-        free = sum(memory.line(name) for name in LET_GO)
-        lines.append(("neighbour_buffers", max(0, arriving - free)))
+        arriving = most_neighbours(rule, plan.mesh.dp)[plan.replica_of_rank(rank)] * trained
+        lines.append(("neighbour_buffers", max(0, arriving - sum(memory.line(name) for name in LET_GO))))
     return replace(memory, lines=(*memory.lines, *lines))
 
 
-def with_evaluation_line(memory: RankMemory, kept: KeptActivations, scored: Scored) -> RankMemory:
+def _with_evaluation_line(memory: RankMemory, kept: KeptActivations, scored: Scored) -> RankMemory:
     """The memory of a rank with the line `evaluation`; unchanged where nothing is validated.
 
     A rank builds the module, which then takes the gathered weights in place of its own. Replicas whose weights are whole in
     any case gather none, unless averages are scored, or the mean of replicas that mix in rounds.
-
-    Args:
-        memory: of the step. kept: values under the plan. scored: what is validated.
 
     Returns:
         The line is 0 where the step needs more. Leaves out what the library keeps while it gathers.
@@ -929,343 +980,31 @@ def with_evaluation_line(memory: RankMemory, kept: KeptActivations, scored: Scor
     if not scored:
         return memory
     plan, model = kept.layout.plan, kept.layout.model
-    whole = model.parameter_bytes
     buffers = sum(component.buffer_bytes for component in model.components)
     is_whole = (
         plan.mesh.dp == plan.world_size and plan.zero_stage < 3 and scored == "weights" and not plan.synchronisation.mixes
     )
-    gathered = (0 if is_whole else whole) + buffers
-    scoring = _scored_bytes(kept, min(MOST_SCORED, max(1, plan.microbatch_samples)))
-    needed = gathered + buffers + max(whole, scoring)
+    gathered = (0 if is_whole else model.parameter_bytes) + buffers
+    scoring = _scored_bytes(model, min(MOST_SCORED, max(1, plan.microbatch_samples)))
+    needed = gathered + buffers + max(model.parameter_bytes, scoring)
     free = sum(memory.line(name) for name in BETWEEN_STEPS)
     return replace(memory, lines=(*memory.lines, ("evaluation", max(0, needed - free))))
 
 
-def _scored_bytes(kept: KeptActivations, samples: int) -> int:
+def _scored_bytes(model: Model, samples: int) -> int:
     """Of one forward of the whole model, of which nothing is kept: at most what its components have made, and what waits."""
-    model = kept.layout.model
-    values: Mapping[str, Value] = {value.name: replace(value, savers=()) for value in model.values}
-    waits = waiting_bytes(model.components, values, lambda value: value.size_bytes(samples)).values
-    batch = sum(value.size_bytes(samples) for value in values.values() if value.producer is None)
-    return batch + max(
-        round(waits[component.name])
-        - sum(values[name].size_bytes(samples) for name in component.inputs if values[name].producer is None)
-        + max((rate * samples + fixed for rate, fixed in component.forward_peaks), default=0)
+    place = model.component_index
+    sizes = {value.name: value.size_bytes(samples) for value in model.values}
+    batch = {value.name for value in model.values if value.producer is None}
+    lifetimes = []
+    for value in model.values:
+        if readers := model.readers[value.name]:
+            born = 0 if value.producer is None else place[value.producer] + 1
+            lifetimes.append(Lifetime(value.name, born, place[readers[-1]], sizes[value.name]))
+    waiting = alive_bytes(lifetimes, len(model.components))
+    return sum(sizes[name] for name in batch) + max(
+        round(waiting[place[component.name]])
+        - sum(sizes[name] for name in component.inputs if name in batch)
+        + fullest_bytes(component.forward_peaks, samples)
         for component in model.components
     )
-
-
-# Peak memory of every rank of a plan.
-#
-# Where components are placed differently, a value lies on a rank in the layout in which it was made there and in those in
-# which it is read there. Beyond the saved activations, every copy counts that some component keeps for its backward. The
-# copy of the first component that saves a value is the exception: it is among its saved activations. Values that only pass
-# through do not count.
-#
-# Leaves out: conversions of earlier values that are under way while a later component computes.
-
-
-def plan_memory(
-    layout: PlanIndex,
-    cluster: Cluster,
-    *,
-    precision: str,
-    optimizer: str,
-    master_weights: bool = True,
-    ema: bool = False,
-    scored: Scored = "",
-    fit_probability: float = FIT_PROBABILITY,
-) -> tuple[RankMemory, ...]:
-    """Peak memory of every rank of a plan.
-
-    Ranks at one place of different replicas differ only by their device. So do tp ranks of a stage if no component is placed
-    on one of them.
-
-    Args:
-        layout: the plan and its model. cluster: devices by rank.
-        precision, optimizer, master_weights: as in RUN.toml. ema: whether averages of the weights are kept.
-        scored: what is validated between steps. fit_probability: with which a rank must fit.
-
-    Returns:
-        One RankMemory per rank, in rank order, bytes. Leaves out conversions of earlier values while a later component
-        computes.
-
-    Raises:
-        ConfigError: an unknown optimizer.
-    """
-    first = unlike_memory(
-        layout,
-        cluster,
-        precision=precision,
-        optimizer=optimizer,
-        master_weights=master_weights,
-        ema=ema,
-        scored=scored,
-        fit_probability=fit_probability,
-    )
-    return of_every_rank(layout, cluster, first)
-
-
-def of_every_rank(layout: PlanIndex, cluster: Cluster, first: Sequence[RankMemory]) -> tuple[RankMemory, ...]:
-    """The memory of all ranks of a plan.
-
-    Args:
-        layout: the plan and its model. cluster: devices by rank. first: `unlike_memory`.
-    """
-    mesh, own, known = layout.plan.mesh, {entry.rank: entry for entry in first}, dict[tuple[int, int, str], RankMemory]()
-    shards = 1 if layout.shards_alike else mesh.tp
-    memories = []
-    for place in range(mesh.pp):
-        for rank in mesh.stage_range(place):
-            kind = place, rank % shards, cluster.devices[rank].type.name
-            if rank in own:
-                known[kind] = own[rank]
-            memories.append(known[kind].of_rank(rank))
-    return tuple(memories)
-
-
-def unlike_memory(
-    layout: PlanIndex,
-    cluster: Cluster,
-    *,
-    precision: str,
-    optimizer: str,
-    master_weights: bool = True,
-    ema: bool = False,
-    scored: Scored = "",
-    fit_probability: float = FIT_PROBABILITY,
-) -> tuple[RankMemory, ...]:
-    """Of ranks that hold as much as one another that of the first, as `plan_memory` takes and gives it; in rank order."""
-    plan, kept = layout.plan, KeptActivations(layout, precision)
-    counted = CountedKinds(layout, kept.values)
-    offloaded = offloaded_by(kept) if plan.activation_offload else NOTHING
-    found = []
-    for rank in (rank for place in range(plan.mesh.pp) for rank in _unlike_ranks(layout, cluster, place)):
-        device, names, place = cluster.devices[rank].type, layout.rank_components(rank), plan.stage_of_rank(rank)
-        alike = counted.on(rank)
-        gradients = waiting_gradients(layout, kept.values, rank, alike)
-        weights = rank_weights(layout, rank)
-        step = RankStep(
-            components=[
-                on_device(kept.component(name), layout.local_samples(name), offloaded.away.get(name, 0)) for name in names
-            ],
-            values=kept.values,
-            gradients=gradients,
-            microbatch_samples={name: layout.local_samples(name) for name in names}
-            if plan.is_mixed
-            else plan.microbatch_samples // plan.mesh.tp,
-            in_flight=batches_held(layout, place)
-            if plan.synchronisation.kind == "stale"
-            else in_flight(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks),
-            pipeline=rank_chunks(kept, rank, names),
-            loaded_microbatches=plan.microbatches,
-            boundary=rank_boundary(layout, kept.values, rank, gradients, alike) if plan.is_mixed else None,
-            weights=replace(weights, updates=()) if plan.optimizer_offload else weights,
-            recomputed={name: kept.again(name) for name in names if layout.recomputes(name)},
-        )
-        memory = rank_memory(
-            rank,
-            step,
-            device,
-            optimizer=optimizer,
-            precision=precision,
-            master_weights=master_weights,
-            ema=ema,
-            traffic=rank_traffic(kept, rank, cluster.profile.communication.backend),
-        )
-        if plan.offloads:
-            memory = with_offload_lines(memory, kept, offloaded, optimizer=optimizer, master_weights=master_weights, ema=ema)
-        found.append(replace(memory, wanted_probability=fit_probability))
-    if plan.offloads:
-        found = with_host_limits(found, of_every_rank(layout, cluster, found), layout, cluster)
-    if plan.synchronisation.is_relaxed:
-        found = [with_relaxed_lines(own, kept, own.rank) for own in of_every_rank(layout, cluster, found)]
-    return tuple(with_evaluation_line(own, kept, scored) for own in found)
-
-
-def _unlike_ranks(layout: PlanIndex, cluster: Cluster, place: int) -> list[int]:
-    """At a place on the pp axis the first rank of each kind of device; of each tp shard, where some components are on one."""
-    ranks, tp = layout.plan.mesh.stage_range(place), layout.plan.mesh.tp
-    shards = 1 if layout.shards_alike else tp
-    return sorted({(rank % shards, cluster.devices[rank].type.name): rank for rank in reversed(ranks)}.values())
-
-
-def rank_chunks(kept: KeptActivations, rank: int, names: Sequence[str]) -> Chunks | None:
-    """What a rank of a pipeline holds at every action; None without a pipeline, and for stages that are not synchronised.
-
-    Args:
-        kept: values under the plan. rank: global number. names: components of the rank, in order.
-    """
-    layout, plan = kept.layout, kept.layout.plan
-    if plan.synchronisation.kind == "stale":
-        return None
-    if plan.mesh.pp == plan.chunks == 1 and not PIPELINE_ORDERS[plan.pipeline_order].halves:
-        return None
-    place = plan.stage_of_rank(rank)
-    chunk_of = {stage: chunk for chunk, stage in enumerate(plan.place_stages(place))}
-    pipeline = pipeline_of(layout, plan.shard_of_rank(rank), place)
-    inward, outward = links_of(pipeline, place)
-    sizes, own = messages_by_link(kept, rank), between_chunks(kept, rank)
-    return Chunks(
-        chunk_of={name: chunk_of[layout.chunk_of[name]] for name in names},
-        moments=held_moments(pipeline, place, apart=plan.zero_stage >= 2, own=tuple(own)),
-        halved=frozenset(name for name in names if layout.is_halved(name)),
-        for_weights=frozenset(name for name in names if not layout.wants_input_gradient(name)),
-        arriving_bytes=[sizes[link] for link in inward],
-        leaving_bytes=[sizes[link] for link in outward],
-        between_bytes=list(own.values()),
-        made_before=made_before(kept, rank, names),
-    )
-
-
-def rank_weights(layout: PlanIndex, rank: int) -> Weights:
-    """Bytes of parameters and gradients on a rank.
-
-    With ZeRO they lie in buckets padded to equal parts. This rank updates one part (stage 1), keeps only the gradients of
-    that part (stage 2), and only its parameters (stage 3). Frozen parameters are in no bucket: every rank that uses one
-    holds it whole, under ZeRO 3 too.
-
-    Args:
-        layout: the plan and its model. rank: global number.
-    """
-    stages = [(bucket, layout.zero_stage_of(bucket)) for bucket in layout.rank_buckets(rank)]
-    frozen = 0
-    if layout.has_frozen:
-        frozen = sum(parameter.size_bytes for parameter in layout.rank_parameters(rank) if not parameter.trainable)
-    return Weights(
-        parameter_bytes=frozen + sum(_held_of(bucket, whole=stage < 3, padded=stage >= 1) for bucket, stage in stages),
-        gradient_bytes=sum(_held_of(bucket, whole=stage < 2, padded=stage >= 1) for bucket, stage in stages),
-        updates=updates_of(layout, rank),
-        unsharded=unsharded_bytes(layout, rank),
-    )
-
-
-def _held_of(bucket: Bucket, *, whole: bool, padded: bool) -> int:
-    if whole:
-        return bucket.padded_bytes if padded else bucket.size_bytes
-    return bucket.padded_bytes // len(bucket.group)
-
-
-# --- values -----------------------------------------------------------------------------------------------------------
-
-
-def rank_boundary(
-    layout: PlanIndex,
-    values: Mapping[str, Value],
-    rank: int,
-    gradients: Mapping[str, Sequence[Wait]] | None = None,
-    alike: AlikeOnRank | None = None,
-) -> Boundary:
-    """Bytes of the values that a rank makes or reads, in all layouts in which it does.
-
-    Args:
-        layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
-        gradients: `waiting_gradients` of the rank, where they are known already.
-        alike: what was counted already on the ranks of this plan; None: nothing.
-    """
-    alike = alike or CountedKinds(layout, values).on(rank)
-    loaded_of: dict[str, tuple[float, float]] = {}
-    held: dict[str, float] = {}
-    batch = ValueLayout("full", layout.batch_ways(rank))
-    for name, layouts in layout.batch_layouts(rank).items():
-        value = values[name]
-        loaded, saved = local_bytes(layout, value, batch), 0.0
-        counted = value.saved if value.savers is None else any(layout.runs_on(rank, first) for first in value.savers[:1])
-        if value.savers == ():
-            saved = loaded
-        elif counted and all(entry.form != "shard" for entry in layouts):  # pieces of a dim are copies
-            saved = min(local_bytes(layout, value, entry) for entry in layouts)
-        reader = next(user for user in layout.consumers[name] if layout.runs_on(rank, user))
-        before = loaded_of.get(reader, (0.0, 0.0))
-        loaded_of[reader] = before[0] + loaded, before[1] + saved
-    for value in (values[name] for name in layout.values_at[layout.plan.stage_of_rank(rank)]):
-        if value.producer is None:
-            continue
-        if size := alike.of_value("held", value, partial(_held_bytes, layout, rank, value)):
-            keeper = _keeper(layout, rank, value)
-            held[keeper] = held.get(keeper, 0.0) + size
-    waiting = waiting_bytes(
-        [layout.model.component(name) for name in layout.rank_components(rank)],
-        values,
-        lambda value: bytes_here(layout, value, ValueLayout("full", layout.batch_ways(rank)), rank),
-        waiting_gradients(layout, values, rank, alike) if gradients is None else gradients,
-        waiting_values(layout, values, rank, alike),
-    )
-    gradients_of = {
-        name: alike.of_component("gradients", name, partial(_gradients_of, layout, values, name, rank)) for name in alike.place
-    }
-    return Boundary(
-        held_bytes=sum(held.values()),
-        held_of=held,
-        loaded_bytes=sum(size for size, _ in loaded_of.values()),
-        loaded_saved_bytes=sum(size for _, size in loaded_of.values()),
-        loaded_of=loaded_of,
-        handed_bytes={name: handed for name, (_, _, handed) in gradients_of.items()},
-        gradient_bytes={name: max(wanted, most) for name, (wanted, most, _) in gradients_of.items()},
-        converted_bytes=converted_for_others(layout, values, rank, waiting.gradients),
-        wanted_bytes={name: wanted for name, (wanted, _, _) in gradients_of.items()},
-        waiting=waiting,
-    )
-
-
-def _gradients_of(layout: PlanIndex, values: Mapping[str, Value], name: str, rank: int) -> tuple[float, float, float]:
-    """See `gradient_bytes`; and those that the component hands on."""
-    return *gradient_bytes(layout, values, name, rank), handed_bytes(layout, values, name)
-
-
-def _keeper(layout: PlanIndex, rank: int, value: Value) -> str:
-    """The component on this rank with which a copy begins that no saved activation stands for."""
-    assert value.producer is not None
-    savers = [name for name in value.savers or () if layout.runs_on(rank, name)]
-    if len(savers) > 1 and savers[:1] == list(value.savers or ())[:1]:
-        return savers[1]  # the first one's copy is among its saved activations
-    users = (*savers, value.producer, *layout.consumers[value.name])
-    return next(name for name in users if layout.runs_on(rank, name))
-
-
-def _held_bytes(layout: PlanIndex, rank: int, value: Value) -> float:
-    """Copies of a value on this rank that are kept for a backward and that no saved activation stands for."""
-    if value.savers is None:
-        return _held_at_most(layout, rank, value)
-    here = value.producer is not None and layout.runs_on(rank, value.producer)
-    made = layout.source[value.name].value
-    layouts = {name: reading.ends.value for reading in layout.readings[value.name] for name in reading.components}
-    if value.producer is not None:
-        layouts[value.producer] = made
-    keepers = [name for name in value.savers if name in layouts and layout.runs_on(rank, name)]
-    kept: dict[ValueLayout, float] = {}
-    for name in keepers:
-        storage = layouts[name]
-        if here:
-            storage = storage_of(conversion(made, storage, layout.plan.mesh.tp), made, layout.plan.shard_of_rank(rank))
-        kept[storage] = local_bytes(layout, value, storage)
-    counted = local_bytes(layout, value, layouts[keepers[0]]) if keepers and keepers[:1] == list(value.savers[:1]) else 0.0
-    return sum(kept.values()) - counted
-
-
-def _held_at_most(layout: PlanIndex, rank: int, value: Value) -> float:
-    """The same where the Model does not say who keeps the value: as if every reader did."""
-    assert value.producer is not None
-    stage = layout.plan.stage_of_rank(rank)
-    read = list(dict.fromkeys(reading.ends.value for reading in _readings_here(layout, rank, value)))
-    if not layout.runs_on(rank, value.producer):
-        return sum(local_bytes(layout, value, entry) for entry in read)
-    made = layout.source[value.name].value
-    elsewhere = all(reading.stage != stage for reading in layout.readings[value.name])
-    total = 0.0 if value.saved and not elsewhere else local_bytes(layout, value, made)
-    if made.form == "partial":  # no operator that keeps its output can make summands
-        total, read = 0.0, read[1:] if value.saved else read
-    for entry in read:
-        hops = conversion(made, entry, layout.plan.mesh.tp)
-        whole = storage_of(hops, made, layout.plan.shard_of_rank(rank))
-        if whole == made:
-            total += local_bytes(layout, value, whole) - local_bytes(layout, value, entry)
-        else:
-            total += local_bytes(layout, value, whole)
-    return total
-
-
-def _readings_here(layout: PlanIndex, rank: int, value: Value) -> Iterator[Reading]:
-    for reading in layout.readings[value.name]:
-        if any(layout.runs_on(rank, name) for name in reading.components):
-            yield reading

@@ -1,9 +1,28 @@
-"""The fullest moment of a rank that holds several numbers of microbatches: chunks of a pipeline, and backwards in halves.
+"""When each value, message and bucket lies on a rank of a plan: one truth, which prediction, search and executor read.
 
-Between the halves of a backward all saved activations stay, beside the gradient that has arrived at every operator with a
-parameter. A component without parameters runs all in the first half, one that hands on no gradient all in the second. What the
-first half takes was counted when the Model was traced (`SplitBackward`). Of shards and of models from sizes it is derived from
-operators. That leaves out what the first half makes for a while, and parameters that enter several operators.
+A rank runs the actions of its pipeline order one after another, and in each action the components of a stage. A `Lifetime` says
+during which of them something is there. Its clock is the coarsest one that tells it apart:
+
+    step        parameters, gradients and optimizer state, or this rank's parts of them under ZeRO: always there
+    actions     per microbatch and chunk what is kept for its backward, and the batch until it is read (`held_moments`);
+                messages from and to other stages (`message_groups`)
+    uses        the computations of some actions: buckets that are whole for a while under ZeRO 2 and 3 (`bucket_lifetimes`)
+    components  within one action: values that wait for a reader, and gradients that wait for their maker (`RankValues`)
+
+What a component keeps for its backward (`KeptActivations`) begins with its forward and ends with its backward. What it makes
+and frees while it runs was counted when the Model was traced.
+
+    prediction  `parsim.predict.memory` adds up bytes over lifetimes, and takes the fullest moment
+    search      asks the prediction, of few actions and of one component of each kind
+    executor    makes and gives up room for buckets and messages by `bucket_rooms` and `message_rooms`, between computations.
+                So the memory of a rank does not depend on how fast its communication is
+
+Leaves out: conversions of earlier values while a later component computes; values that share one storage (each counts by itself
+where a recomputed component reads it); temporary copies of the communication library.
+
+Rejected: gradients given up when their reduce_scatter has ended. The peak was lower by a bucket where the communication was
+faster than the next backward, and a run could not rely on that. Rejected too: a receive posted as soon as the one before has
+ended. Where a stage fell behind, the messages of all microbatches piled up there: 24% more than predicted in one run.
 """
 
 from __future__ import annotations
@@ -12,13 +31,16 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, TypeVar
 
-from parsim.model.component import ALONE, Component, Selective, Value, share_of
+import numpy as np
+from numpy.typing import NDArray
+
+from parsim.model.component import ALONE, Component, Selective, Size, Value, share_of
 from parsim.model.formats import component_in, value_in
 from parsim.model.shard.narrow import narrow
-from parsim.plans.layouts import LOCAL_HOPS, Hop, ValueLayout, conversion, hop_groups, hop_pairs
+from parsim.plans.layouts import LOCAL_HOPS, PIECES, Hop, ValueLayout, conversion, hop_pairs
 from parsim.plans.pipeline import (
     MOST_CHECKED,
     PIPELINE_ORDERS,
@@ -29,456 +51,89 @@ from parsim.plans.pipeline import (
     rank_of_stage,
     stages_by_rank,
 )
+from parsim.program.buckets import Bucket
 from parsim.program.passes.convert import POINT_TO_POINT_HOPS
-from parsim.program.passes.gradients import replica_sum_work
-from parsim.program.passes.unsharded import gradient_windows, parameter_windows, uses_of
+from parsim.program.passes.unsharded import Use, gradient_windows, parameter_windows, uses_of
 from parsim.program.placed import PlanIndex, Reading
-from parsim.program.task import COMPUTE, Task
-from parsim.work import ClipGradients, Collective, OptimizerStep, Phase
+from parsim.program.task import COMPUTE, RankTasks, Task
+from parsim.work import ClipGradients, Compute, OptimizerStep, Phase, SendRecv
 
-GATES = {"_thnn_fused_lstm_cell": 4, "_thnn_fused_gru_cell": 3}
-"""Cells of fused recurrent layers, and the gates of each hidden feature."""
+T = TypeVar("T")
 
 
-class HeldMoment(NamedTuple):
-    """One action of a rank.
+class Lifetime(NamedTuple):
+    """Bytes of something on one rank while numbers `born` to `freed` of a clock run, both included; never if freed < born."""
 
-    Attributes:
-        chunk, phase: what runs.
-        alive: per chunk the microbatches whose forward has begun and whose backward has not ended, with that of the action.
-        waiting: per chunk those whose backward has run for inputs and not yet for weights; the action's own counts if it is
-            the half for weights.
-        arriving: by link to this rank the messages for which there is room that the action does not read.
-        leaving: by link from this rank those held that an earlier action has made.
-        unread: per chunk the microbatches whose forward has not begun.
-        between: by link from one chunk to another one here, what an earlier action has made and no action has read.
-        microbatch: of the action that stands for this one (`parsim.program.lifetimes`).
-    """
+    value: Any
+    born: int
+    freed: int
+    size_bytes: float = 1.0
 
-    chunk: int
-    phase: Phase
-    alive: tuple[int, ...]
-    waiting: tuple[int, ...]
-    arriving: tuple[int, ...] = ()
-    leaving: tuple[int, ...] = ()
-    unread: tuple[int, ...] = ()
-    microbatch: int = 0
-    between: tuple[int, ...] = ()
 
+def alive_bytes(lifetimes: Iterable[Lifetime], count: int) -> list[float]:
+    """Bytes that are alive while each of the numbers below `count` runs: a prefix sum of births and deaths."""
+    changes = [0.0] * (count + 1)
+    for _, born, freed, size_bytes in lifetimes:
+        if born <= freed:
+            changes[born] += size_bytes
+            changes[freed + 1] -= size_bytes
+    return list(accumulate(changes[:count]))
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunks:
-    """Attributes:
-    chunk_of: by component of the rank. moments: of its actions. halved: components whose backward runs in halves.
-    for_weights: those whose backward hands on no gradient.
-    arriving_bytes, leaving_bytes: of one message of every link, in the order of the moments.
-    between_bytes: likewise of what one chunk hands to another one of this rank.
-    made_before: by component the bytes that components before it in a forward, and in a backward, have made for other ranks.
-    """
 
-    chunk_of: Mapping[str, int]
-    moments: Sequence[HeldMoment]
-    halved: Collection[str] = ()
-    for_weights: Collection[str] = ()
-    arriving_bytes: Sequence[float] = ()
-    leaving_bytes: Sequence[float] = ()
-    between_bytes: Sequence[float] = ()
-    made_before: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-
-    def arriving(self, moment: HeldMoment) -> float:
-        """Bytes of the room for messages at that moment."""
-        return sum(count * size for count, size in zip(moment.arriving, self.arriving_bytes, strict=True))
-
-    def leaving(self, moment: HeldMoment) -> float:
-        """Bytes of messages that are held at that moment, and of what waits for another chunk here."""
-        sent = sum(count * size for count, size in zip(moment.leaving, self.leaving_bytes, strict=True))
-        return sent + sum(count * size for count, size in zip(moment.between, self.between_bytes, strict=True))
-
-
-class Moment(NamedTuple):
-    """Bytes beyond the end of the last forward, while a component runs; and how much of it are buckets that are whole then."""
-
-    size_bytes: float
-    whole_bytes: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComponentMoments:
-    """One component of one microbatch on a rank, bytes.
-
-    Attributes:
-        kept: from its forward to the end of its backward. again: what its second forward saves anew.
-        forward: the fullest moment of its forward, beyond what it and those before it in its chunk keep.
-        second: beyond all that is kept, while it runs forward again; with what waits beside it.
-        alive: likewise while it runs backward. gradients: of its outputs, as it reads them. handed: of its inputs, as it makes
-            them, with what waits beside it.
-        whole: buckets that are whole meanwhile, by phase and microbatch.
-        first_half: beyond all that is kept, while it runs the first half of its backward; with what waits beside it.
-        waits: what that leaves for the second half. None: neither was counted.
-    """
-
-    component: Component
-    samples: int
-    kept: float
-    again: float
-    forward: float
-    second: float
-    alive: float
-    gradients: float
-    handed: float = 0.0
-    whole: Mapping[tuple[Phase, int], float] = field(default_factory=dict)
-    first_half: float | None = None
-    waits: float = 0.0
-
-    def moment(self, size: float, microbatch: int, *phases: Phase) -> Moment:
-        """So many bytes beside the buckets that are whole in the phase, or in the one of several that the plan has."""
-        whole = max((self.whole.get((phase, microbatch), 0.0) for phase in phases), default=0.0)
-        return Moment(size + whole, whole)
-
-    def backward(self, before: float, microbatch: int, alive: float | None = None) -> Moment:
-        """The fullest moment of its backward, and of its forward before that, beyond what is kept; `before` is there too.
-
-        Args:
-            alive: in place of that of a whole backward.
-        """
-        again = self.moment(before + self.second, microbatch, Phase.RECOMPUTE) if self.second else Moment(0.0, 0.0)
-        size = before + (self.alive if alive is None else alive)
-        return max(again, self.moment(size, microbatch, Phase.BACKWARD, Phase.BACKWARD_INPUT))
-
-
-def fullest(
-    parts: Sequence[ComponentMoments], chunks: Chunks, element_bytes: int, inputs: Callable[[HeldMoment], float]
-) -> tuple[HeldMoment, float, Moment]:
-    """The fullest moment, against the fullest forward.
-
-    Args:
-        parts: components of the rank, in order.
-        element_bytes: of an activation. inputs: bytes of batches that no activation stands for.
-
-    Returns:
-        The forward at which most is kept; bytes that wait between halves then; and how much more the fullest moment has.
-    """
-    by_chunk: dict[int, list[ComponentMoments]] = {}
-    for part in parts:
-        by_chunk.setdefault(chunks.chunk_of[part.component.name], []).append(part)
-    kept = {chunk: sum(part.kept for part in own) for chunk, own in by_chunk.items()}
-    halves = {chunk: sum(_waiting(part, chunks, element_bytes) for part in own) for chunk, own in by_chunk.items()}
-
-    def waiting(moment: HeldMoment) -> float:
-        return sum(moment.waiting[chunk] * size for chunk, size in halves.items())
-
-    def held(moment: HeldMoment) -> float:
-        beside = chunks.arriving(moment) + chunks.leaving(moment) + inputs(moment)
-        return sum(moment.alive[chunk] * size for chunk, size in kept.items()) + waiting(moment) + beside
-
-    known: dict[tuple[int, Phase, int], Moment] = {}
-
-    def beyond(moment: HeldMoment) -> Moment:
-        key = moment.chunk, moment.phase, moment.microbatch
-        if key not in known:
-            own = by_chunk.get(moment.chunk, [])
-            known[key] = _beyond(moment, own, kept.get(moment.chunk, 0.0), chunks, element_bytes)
-        return known[key]
-
-    running = [moment for moment in chunks.moments if moment.chunk in by_chunk or not by_chunk]  # a rank may hold none
-    base = max((moment for moment in running if moment.phase is Phase.FORWARD), key=held)
-    best, most = max(((beyond(moment), held(moment)) for moment in running), key=lambda pair: pair[0].size_bytes + pair[1])
-    return base, waiting(base), Moment(max(0.0, most + best.size_bytes - held(base)), best.whole_bytes)
-
-
-def _beyond(moment: HeldMoment, own: Sequence[ComponentMoments], kept: float, chunks: Chunks, element_bytes: int) -> Moment:
-    """The fullest moment of an action beyond what is held."""
-    match moment.phase:
-        case Phase.FORWARD:
-            return _forward(own, kept, moment.microbatch)
-        case Phase.BACKWARD:
-            return _backward(own, moment.microbatch)
-        case Phase.BACKWARD_INPUT:
-            return _for_inputs(own, chunks, element_bytes, moment.microbatch)
-    return _for_weights(own, chunks, element_bytes, moment.microbatch)
-
-
-def _forward(own: Sequence[ComponentMoments], kept: float, microbatch: int) -> Moment:
-    before, found = 0.0, Moment(0.0, 0.0)
-    for part in own:
-        found = max(found, part.moment(before + part.forward - kept, microbatch, Phase.FORWARD))
-        before += part.kept
-    return found
-
-
-def _backward(own: Sequence[ComponentMoments], microbatch: int) -> Moment:
-    """While a component runs, what those after it in the chunk kept is free."""
-    free, found = 0.0, Moment(0.0, 0.0)
-    for part in reversed(own):
-        found = max(found, part.backward(-free, microbatch))
-        free += part.kept
-    return found
-
-
-def _for_inputs(own: Sequence[ComponentMoments], chunks: Chunks, element_bytes: int, microbatch: int) -> Moment:
-    """Nothing is free before the half for weights, but what components without parameters kept."""
-    so_far, found = 0.0, Moment(0.0, 0.0)
-    for part in reversed(own):
-        waits = _waiting(part, chunks, element_bytes)
-        if part.component.name in chunks.halved and part.first_half is not None:
-            found = max(found, part.backward(so_far, microbatch, part.first_half))
-        elif part.component.name not in chunks.for_weights:
-            ended = part.moment(so_far + waits + part.handed, microbatch, Phase.BACKWARD, Phase.BACKWARD_INPUT)
-            found = max(found, part.backward(so_far, microbatch), ended)
-        so_far += waits
-    return found
-
-
-def _for_weights(own: Sequence[ComponentMoments], chunks: Chunks, element_bytes: int, microbatch: int) -> Moment:
-    """What waited for a component is free after it; what one without parameters kept was free before."""
-    free, found = 0.0, Moment(0.0, 0.0)
-    for part in reversed(own):
-        largest = max((entry.size_bytes for entry in part.component.trainable_parameters), default=0)
-        waits = _waiting(part, chunks, element_bytes)
-        if part.component.name in chunks.for_weights:
-            found = max(found, part.backward(-waits - free, microbatch))
-        else:
-            found = max(found, part.moment(largest - free, microbatch, Phase.BACKWARD_WEIGHT))
-        free += part.kept + waits
-    return found
-
-
-def _waiting(part: ComponentMoments, chunks: Chunks, element_bytes: int) -> float:
-    """What the component adds between the halves of a microbatch's backward."""
-    name = part.component.name
-    if name in chunks.halved:
-        if part.first_half is not None:
-            return part.waits + part.again
-        return max(part.gradients, _arrived_bytes(part, element_bytes)) + part.again
-    if name in chunks.for_weights:
-        return part.gradients
-    return -part.kept
-
-
-def _arrived_bytes(part: ComponentMoments, element_bytes: int) -> float:
-    """Gradients that arrive at operators with a parameter: as large as what these operators make.
-
-    A fused recurrent layer is one operator there: the gradient of its hidden features arrives, and none of its gates.
-    """
-    total = 0.0
-    operators = part.component.operators
-    gates = {dict(operator.shape)["elements"] for operator in operators if operator.function in GATES}
-    for operator in operators:
-        sizes = dict(operator.shape)
-        if operator.function in GATES:
-            elements = sizes["elements"] // GATES[operator.function]
-            total += elements * operator.count * element_bytes * part.samples
-        elif operator.kind == "matmul" and sizes["n"] in gates:
-            continue
-        elif operator.parameter_bytes and operator.kind != "embedding":
-            made = {
-                "matmul": ("problems", "m", "n"),
-                "convolution": ("k", "out_h", "out_w"),
-                "memory_bound": ("elements",),
-            }.get(operator.kind, ())
-            elements = 1
-            for dim in made:
-                elements *= sizes.get(dim, 1)
-            total += elements * operator.count * element_bytes * part.samples
-    return total
-
-
-# When the stages of a pipeline make room for what others send, and how long they hold what they send: by the order alone.
-#
-# Between two places on the pp axis and in one direction, messages follow one another. Those that one action makes for another
-# one are a group. A rank has room for the next group of every such stream and for no more:
-#
-#     receive   room for the first group is there from the beginning of the step, that for another one right before the action
-#               that reads the group before it
-#     send      a group is held until the action has ended that makes the next one, which waits for the first to be sent; a
-#               value at most until the first backward of its microbatch, or the second forward before that, which waits too
-#               (where an order would not end so, nothing waits: `ends`)
-#
-# So the memory of a rank does not depend on how fast its neighbours are. The executor (`parsim.execute.transfers`) and the
-# prediction (`parsim.program.lifetimes`) both follow this rule.
-
-
-class StageLink(NamedTuple):
-    """Two stages of which the first sends something to the second for every microbatch.
-
-    Attributes:
-        source, target: numbers of stages; a gradient goes from a later to an earlier one.
-        late: a gradient that only the half for weights of its reader takes.
-    """
-
-    source: int
-    target: int
-    late: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
-    """Attributes: order: a key of `PIPELINE_ORDERS`. ranks, microbatches, chunks: as for `pipeline_actions`.
-    links: between stages on different ranks, ascending.
-    """
-
-    order: str
-    ranks: int
-    microbatches: int
-    chunks: int = 1
-    links: tuple[StageLink, ...] = ()
-
-
-class MessageGroup(NamedTuple):
-    """What one action of a rank sends for one action of another rank.
-
-    Attributes:
-        links: of which it is. made: number of the action that makes it, on its rank. read: of the one that reads it, on that
-            rank. room: the first action there during which there is room for it.
-        held: the last action of the sender during which it is held; None: to the end of the step.
-    """
-
-    links: tuple[StageLink, ...]
-    made: int
-    read: int
-    room: int
-    held: int | None
-
-
-def beside_actions(pipeline: Pipeline, rank: int) -> tuple[list[list[StageLink]], list[list[StageLink]]]:
-    """By action of a rank, in order: for which links there is room that the action does not read; and what of others is held.
-
-    Args:
-        pipeline: with its links. rank: of the pipeline.
-    """
-    count = len(_actions(pipeline)[rank])
-    arriving: list[list[StageLink]] = [[] for _ in range(count)]
-    leaving: list[list[StageLink]] = [[] for _ in range(count)]
-    for other in range(pipeline.ranks):
-        if other == rank:
-            continue
-        for group in groups(pipeline, other, rank):
-            for number in range(group.room, group.read):
-                arriving[number].extend(group.links)
-        for group in groups(pipeline, rank, other):
-            last = count - 1 if group.held is None else group.held
-            for number in range(group.made + 1, last + 1):
-                leaving[number].extend(group.links)
-    return arriving, leaving
-
-
-@lru_cache(maxsize=1024)
-def groups(pipeline: Pipeline, source: int, target: int) -> tuple[MessageGroup, ...]:
-    """What one rank sends another one in a step, in order.
-
-    Args:
-        pipeline: with its links. source, target: ranks of the pipeline.
-    """
-    place = rank_of_stage(pipeline.order, pipeline.ranks, pipeline.chunks)
-    links = [link for link in pipeline.links if (place[link.source], place[link.target]) == (source, target)]
-    if not links:
-        return ()
-    actions = _actions(pipeline)
-    at = [{action: number for number, action in enumerate(own)} for own in actions]
-    found = list(_sent(links, actions[source], at[target], _backward_transfers(pipeline)))
-    soonest = [entry.read for entry in found]  # the first action that reads this group or a later one
-    for number in range(len(soonest) - 2, -1, -1):
-        soonest[number] = min(soonest[number], soonest[number + 1])
-    complete = []
-    for number, entry in enumerate(found):
-        room = 0 if number == 0 else min(found[number - 1].read, soonest[number])
-        held = found[number + 1].made if number + 1 < len(found) else None
-        microbatch = actions[source][entry.made].microbatch
-        if all(link.source < link.target for link in entry.links):
-            back = at[source][Action(entry.links[0].source, _backward_transfers(pipeline), microbatch)] - 1
-            held = back if held is None else min(held, back)
-        complete.append(entry._replace(room=room, held=held))
-    return tuple(complete)
-
-
-@lru_cache(maxsize=256)
-def ends(pipeline: Pipeline, *, sends_wait: bool = True) -> bool:
-    """Whether the order ends if a rank has room for one group ahead.
-
-    It always does where sends do not wait: a receive waits for actions before the one that reads it. Where they wait, nearly
-    all shipped orders do. Steps of more than `MOST_CHECKED` actions of shipped orders without chunks are not walked through.
-
-    Args:
-        pipeline: with its links. sends_wait: an action that follows one which makes a group waits until the group before is
-            sent.
-    """
-    actions = _actions(pipeline)
-    if pipeline.chunks == 1 and sum(map(len, actions)) > MOST_CHECKED:
-        return True
-    pairs = [(a, b) for a in range(pipeline.ranks) for b in range(pipeline.ranks) if a != b and groups(pipeline, a, b)]
-    sent = dict.fromkeys(pairs, 0)
-    reached = [0] * pipeline.ranks
-
-    def can_run(rank: int, action: int) -> bool:
-        for (source, target), count in sent.items():
-            unsent = groups(pipeline, source, target)[count:]
-            if target == rank and any(group.read == action for group in unsent):
-                return False
-            if sends_wait and source == rank and len(unsent) > 1 and unsent[1].made < action:
-                return False
-        return True
-
-    moved = True
-    while moved:
-        moved = False
-        for (source, target), count in sent.items():
-            unsent = groups(pipeline, source, target)[count:]
-            if unsent and unsent[0].made < reached[source] and unsent[0].room <= reached[target]:
-                sent[source, target] += 1
-                moved = True
-        for rank, own in enumerate(actions):
-            if reached[rank] < len(own) and can_run(rank, reached[rank]):
-                reached[rank] += 1
-                moved = True
-    return all(count == len(own) for count, own in zip(reached, actions, strict=True))
-
-
-def _sent(
-    links: Sequence[StageLink], actions: Sequence[Action], read_at: dict[Action, int], backward: Phase
-) -> Iterator[MessageGroup]:
-    for number, action in enumerate(actions):
-        forward = action.phase is Phase.FORWARD
-        if not forward and action.phase is not backward:
-            continue
-        own = [link for link in links if link.source == action.stage and (link.source < link.target) == forward]
-        for target in dict.fromkeys(link.target for link in own):
-            of_target = tuple(link for link in own if link.target == target)
-            phase = Phase.FORWARD if forward else backward
-            if not forward and all(link.late for link in of_target):
-                phase = Phase.BACKWARD_WEIGHT
-            read = read_at[Action(target, phase, action.microbatch)]
-            yield MessageGroup(links=of_target, made=number, read=read, room=0, held=None)
-
-
-def _actions(pipeline: Pipeline) -> tuple[tuple[Action, ...], ...]:
-    return tuple(
-        pipeline_actions(pipeline.order, rank, pipeline.ranks, pipeline.microbatches, pipeline.chunks)
-        for rank in range(pipeline.ranks)
-    )
-
-
-def _backward_transfers(pipeline: Pipeline) -> Phase:
-    """The phase that hands on gradients."""
-    return Phase.BACKWARD_INPUT if PIPELINE_ORDERS[pipeline.order].halves else Phase.BACKWARD
-
-
-# The activations that a rank keeps for the backward under a plan; precision and recomputation change them.
-#
-# A recomputed component keeps its inputs as it reads them, and copies of its buffers. Its saved activations live only from
-# its second forward to the end of its backward. So its inputs have one keeper more, and its saved values one fewer. By
-# operator
-# it keeps outputs of operators besides, and of its inputs and outputs those that `Selective.values` names.
-#
-# Leaves out: values that share one storage (each counts by itself where a recomputed component reads it).
-
+# --- values in a layout -----------------------------------------------------------------------------------------------
 
 VIEWS = ("split_batch", "keep")
 """Hops whose result lies in the storage of what they start from."""
 
 
+def local_bytes(layout: PlanIndex, value: Value, how: ValueLayout) -> float:
+    """Bytes of one microbatch of a value on a rank that holds any of it in a layout."""
+    return value.bytes_per_sample * layout.microbatch_samples * layout.local_share(how) + value.fixed_bytes
+
+
+def is_view(hop: Hop, shard: int) -> bool:
+    """Whether what a tp rank has after the hop lies in what it had before. That holds for pieces of the batch, and for the
+    whole of which a rank has sent pieces or copies to the others."""
+    return hop.operation in VIEWS or (hop.operation in ("scatter", "broadcast") and shard == hop.source.rank)
+
+
+def storage_of(hops: Sequence[Hop], made: ValueLayout, shard: int) -> ValueLayout:
+    """The layout whose memory the result of the hops lies in on a tp rank, where they start from layout `made`."""
+    return next((hop.target for hop in reversed(hops) if not is_view(hop, shard)), made)
+
+
+# --- what is kept for a backward --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """The changes of memory by the second forward of a recomputed component, bytes of one microbatch.
+
+    Attributes:
+        saved_bytes: saved for the backward. released_bytes: of its inputs, released at that moment.
+        first_bytes, fullest_bytes: where only some operators run again, the fullest moment of the first forward, and that of
+            the second beyond all that is kept. None: that of the whole forward.
+    """
+
+    saved_bytes: int
+    released_bytes: int = 0
+    first_bytes: int = 0
+    fullest_bytes: int | None = None
+
+
+def fullest_bytes(peaks: Iterable[tuple[int, int]], samples: int) -> int:
+    """The largest of some peaks, each (bytes per sample, fixed bytes); 0 without any."""
+    return max((rate * samples + fixed for rate, fixed in peaks), default=0)
+
+
 @dataclass(frozen=True)
 class KeptActivations:
-    """A model as the ranks of one layout keep it. Components are as one rank has them: shards, where the plan cuts them."""
+    """The activations that ranks keep for the backward under a plan; precision and recomputation change them.
+
+    A recomputed component keeps its inputs as it reads them, and copies of its buffers. Its saved activations live only from
+    its second forward to the end of its backward. So its inputs have one keeper more, and its saved values one fewer. By
+    operator it keeps outputs of operators besides, and of its inputs and outputs those that `Selective.values` names.
+    """
 
     layout: PlanIndex
     precision: str
@@ -495,27 +150,29 @@ class KeptActivations:
         """All values, with the components that would keep them if nothing were recomputed."""
         return {value.name: value_in(value, self.precision) for value in self.layout.model.values}
 
-    def _value(self, value: Value) -> Value:
-        readers = {
-            name
-            for name in self.layout.consumers[value.name]
-            if self._keeps_again(value.name, name) and not self.layout.is_remade(value.name, name)
-        }
-        if value.producer is not None and self._by_operator(value.producer) and self._keeps_again(value.name, value.producer):
-            readers.add(value.producer)
-        savers = value.savers or ()
-        if not readers and not any(self.layout.recomputes(name) for name in savers):
-            return value
-        keepers = readers | {name for name in savers if not self.layout.recomputes(name)}
-        order = self.layout.model.component_index
-        return replace(value, savers=tuple(sorted(keepers, key=lambda name: order[name])), saved=bool(keepers))
+    @cached_property
+    def _recomputes(self) -> bool:
+        return bool(self.layout.plan.recomputed or self.layout.plan.recomputed_by_operator)
 
-    def _by_operator(self, name: str) -> bool:
-        return self.layout.recomputes_by_operator(name)
+    def _value(self, value: Value) -> Value:
+        layout, name = self.layout, value.name
+        readers = {
+            reader
+            for reader in layout.consumers[name]
+            if self._keeps_again(name, reader) and not layout.is_remade(name, reader)
+        }
+        maker = value.producer
+        if maker is not None and layout.recomputes_by_operator(maker) and self._keeps_again(name, maker):
+            readers.add(maker)
+        savers = value.savers or ()
+        if not readers and not any(layout.recomputes(saver) for saver in savers):
+            return value
+        keepers = readers | {saver for saver in savers if not layout.recomputes(saver)}
+        return replace(value, savers=tuple(sorted(keepers, key=layout.model.component_index.__getitem__)), saved=bool(keepers))
 
     def _keeps_again(self, value: str, name: str) -> bool:
         """Whether a recomputed component keeps an input, or by operator also an output."""
-        if not self._by_operator(name):
+        if not self.layout.recomputes_by_operator(name):
             return self.layout.recomputes(name)
         selective = self.layout.model.component(name).selective
         assert selective is not None
@@ -531,37 +188,39 @@ class KeptActivations:
     def _components(self) -> dict[str, Component]:
         return {}
 
-    @cached_property
-    def _recomputes(self) -> bool:
-        return bool(self.layout.plan.recomputed or self.layout.plan.recomputed_by_operator)
-
     def _component(self, name: str) -> Component:
-        own = self._alone(name)
+        component, layout = self._alone(name), self.layout
         if not self._recomputes:
-            return own
-        rate, fixed = own.saved_activation_bytes, own.saved_fixed_bytes
-        if self.layout.recomputes(name):
-            rate, fixed = 0, own.buffer_bytes
-        if self._by_operator(name) and own.selective is not None:
-            rate, fixed = own.selective.kept[0], own.selective.kept[1] + own.buffer_bytes
+            return component
+        rate, fixed = component.saved_activation_bytes, component.saved_fixed_bytes
+        if layout.recomputes(name):
+            rate, fixed = 0, component.buffer_bytes
+        if layout.recomputes_by_operator(name) and component.selective is not None:
+            rate, fixed = component.selective.kept[0], component.selective.kept[1] + component.buffer_bytes
         for value in self._values_at(name):
             before, now = (_counts(name, values[value]) for values in (self._before, self.values))
-            counted = now - (before and not self.layout.recomputes(name))
-            own_rate, own_fixed = self._size_at(name, value)
-            rate, fixed = rate + counted * own_rate, fixed + counted * own_fixed
-            elsewhere = before and not now and not self.layout.is_remade(value, name)
-            if elsewhere and value in own.inputs and self.values[value].savers:  # kept for an earlier component too
-                own = replace(own, backward_peaks=tuple((r + own_rate, f + own_fixed) for r, f in own.backward_peaks))
-        return replace(own, saved_activation_bytes=max(0, rate), saved_fixed_bytes=max(0, fixed))
+            counted = now - (before and not layout.recomputes(name))
+            value_rate, value_fixed = self._size_at(name, value)
+            rate, fixed = rate + counted * value_rate, fixed + counted * value_fixed
+            elsewhere = before and not now and not layout.is_remade(value, name)
+            if elsewhere and value in component.inputs and self.values[value].savers:  # kept for an earlier component too
+                peaks = tuple((peak + value_rate, rest + value_fixed) for peak, rest in component.backward_peaks)
+                component = replace(component, backward_peaks=peaks)
+        return replace(component, saved_activation_bytes=max(0, rate), saved_fixed_bytes=max(0, fixed))
+
+    def saved_bytes(self, name: str) -> int:
+        """What a component is counted to save of one microbatch."""
+        component = self.component(name)
+        return component.saved_activation_bytes * self.layout.local_samples(name) + component.saved_fixed_bytes
 
     def counted_values(self, name: str) -> list[tuple[str, int]]:
         """The values among what a component saves, and their bytes of one microbatch as it has them."""
-        samples, found = self.layout.local_samples(name), list[tuple[str, int]]()
+        samples, counted = self.layout.local_samples(name), list[tuple[str, int]]()
         for value in self._values_at(name):
             if _counts(name, self.values[value]):
                 rate, fixed = self._size_at(name, value)
-                found.append((value, rate * samples + fixed))
-        return found
+                counted.append((value, rate * samples + fixed))
+        return counted
 
     def again(self, name: str) -> Again:
         """The changes of memory by the second forward of a recomputed component.
@@ -572,15 +231,15 @@ class KeptActivations:
         segment = self.layout.segment_of(name)
         if not segment:
             return self._again(name)
-        parts = [self._again(entry) for entry in segment[: segment.index(name) + 1]]
+        parts = [self._again(member) for member in segment[: segment.index(name) + 1]]
         return Again(saved_bytes=sum(part.saved_bytes for part in parts), released_bytes=parts[-1].released_bytes)
 
     def _again(self, name: str) -> Again:
-        own, samples = self._alone(name), self.layout.local_samples(name)
-        saved, released = own.saved_activation_bytes * samples + own.saved_fixed_bytes, 0
-        if self._by_operator(name) and own.selective is not None:
-            return self._again_by_operator(name, own.selective, samples)
-        for value in dict.fromkeys(own.inputs):
+        component, samples = self._alone(name), self.layout.local_samples(name)
+        if self.layout.recomputes_by_operator(name) and component.selective is not None:
+            return self._again_by_operator(name, component.selective, samples)
+        saved, released = component.saved_activation_bytes * samples + component.saved_fixed_bytes, 0
+        for value in dict.fromkeys(component.inputs):
             rate, fixed = self._size_at(name, value)
             before, now = self._before[value], self.values[value]
             if self.layout.is_remade(value, name):
@@ -591,7 +250,7 @@ class KeptActivations:
                 released += rate * samples + fixed
         return Again(saved_bytes=max(0, saved), released_bytes=released)
 
-    def _again_by_operator(self, name: str, selective: Selective, samples: int) -> Again:
+    def _again_by_operator(self, name: str, selective: Selective[Size], samples: int) -> Again:
         """Inputs that the backward does not need are let go here too. The counted bytes contain all else."""
         released = 0
         for value in selective.values:
@@ -599,39 +258,68 @@ class KeptActivations:
             before, now = self._before[value], self.values[value]
             if name not in (before.savers or ()) and _counts(name, now) and now.producer not in (None, name):
                 released += rate * samples + fixed
-
-        def fullest(peaks: tuple[tuple[int, int], ...]) -> int:
-            return max((rate * samples + fixed for rate, fixed in peaks), default=0)
-
         return Again(
             saved_bytes=selective.again[0] * samples + selective.again[1],
             released_bytes=released,
-            first_bytes=fullest(selective.first_peaks),
-            fullest_bytes=fullest(selective.second_peaks),
+            first_bytes=fullest_bytes(selective.first_peaks, samples),
+            fullest_bytes=fullest_bytes(selective.second_peaks, samples),
         )
 
     def _alone(self, name: str) -> Component:
         """What a rank has of the component, as if nothing were recomputed."""
         placement = self.layout.placement[name]
-        own = narrow(component_in(self.layout.model.component(name), self.precision), placement.rule, placement.ways)
-        return own.at_samples(self.layout.local_samples(name))
+        component = component_in(self.layout.model.component(name), self.precision)
+        return narrow(component, placement.rule, placement.ways).at_samples(self.layout.local_samples(name))
 
     def _values_at(self, name: str) -> tuple[str, ...]:
         component = self.layout.model.component(name)
         return tuple(dict.fromkeys((*component.inputs, *component.outputs)))
 
-    def _size_at(self, name: str, value: str) -> tuple[int, int]:
+    def _size_at(self, name: str, value_name: str) -> tuple[int, int]:
         """Bytes per sample that the component sees, and fixed, of a value as it reads or makes it."""
-        entry = self._before[value]
-        made = self.layout.model.value[value].producer == name
-        ends = self.layout.source[value] if made else self.layout.reads_in(name, value)
+        value, layout = self._before[value_name], self.layout
+        made = layout.model.value[value_name].producer == name
+        ends = layout.source[value_name] if made else layout.reads_in(name, value_name)
         share = share_of(ends.value.size, ends.value.ways) if ends.value.form == "shard" else ALONE
-        rate = entry.bytes_per_sample
-        if entry.producer is not None and self.layout.stage_of[entry.producer] == self.layout.stage_of[name]:
-            hops = conversion(self.layout.source[value].value, ends.value, self.layout.plan.mesh.tp)
+        rate = value.bytes_per_sample
+        if value.producer is not None and layout.stage_of[value.producer] == layout.stage_of[name]:
+            hops = conversion(layout.source[value_name].value, ends.value, layout.plan.mesh.tp)
             if made or all(hop.operation in VIEWS for hop in hops):  # else a copy, which has no larger storage
-                rate = entry.storage_bytes_per_sample or rate
-        return share.of(rate), entry.fixed_bytes
+                rate = value.storage_bytes_per_sample or rate
+        return share.of(rate), value.fixed_bytes
+
+    # --- values and components that are alike ---------------------------------------------------------------------
+
+    @cached_property
+    def kinds(self) -> Mapping[str, int]:
+        """By component a number, equal for those of one kind whose values are as large: they do the same work, placed alike,
+        beside neighbours that do (`parsim.program.placed`). Empty where components are placed on single tp ranks."""
+        if not self.layout.shards_alike:
+            return {}
+        sizes: dict[Hashable, int] = {}
+        size = {
+            name: sizes.setdefault((value.bytes_per_sample, value.fixed_bytes, value.differentiable, value.saved), len(sizes))
+            for name, value in self.values.items()
+        }
+        kinds: dict[Hashable, int] = {}
+        numbers = {}
+        for component, kind in zip(self.layout.model.components, self.layout.kinds.of, strict=True):
+            views = tuple(
+                [(component.inputs.index(part), component.outputs.index(of)) for part, of in component.gradient_views]
+            )
+            key = kind, tuple([size[value] for value in (*component.inputs, *component.outputs)]), views
+            numbers[component.name] = kinds.setdefault(key, len(kinds))
+        return numbers
+
+    @cached_property
+    def value_kinds(self) -> dict[Hashable, int]:
+        """Numbers of kinds of values, as `RankValues` meets them."""
+        return {}
+
+    @cached_property
+    def counted(self) -> dict[Hashable, Any]:
+        """What `RankValues` has counted of each kind of values and components."""
+        return {}
 
 
 def _counts(name: str, value: Value) -> bool:
@@ -639,445 +327,492 @@ def _counts(name: str, value: Value) -> bool:
     return (value.savers or ())[:1] == (name,)
 
 
-# When a rank makes and gives up the room of buckets that are whole for a while only (ZeRO 2 and 3).
-#
-# All of it happens between two computations, at places that the program alone decides. So the memory of a rank does not
-# depend on
-# how fast its communication is, and equals the prediction (`parsim.program.lifetimes`):
-#
-#     gradients    whole from the first backward that adds to them. The array, and room for this rank's part of the sum, stay
-#                  until the computation that waits for their reduce_scatter, or for a later one of the same group.
-#     parameters   from the end of the computation for which their all_gather waits, to the end of the last that uses them.
-#                  Those are given up first where gradients are complete after the same computation.
-#
-# Rejected: gradients given up when their reduce_scatter has ended. The peak was lower by a bucket where the communication was
-# faster than the next backward, and a run could not rely on that.
+# --- values, gradients and messages of a rank, by component -----------------------------------------------------------
 
 
-BucketOfMicrobatch = tuple[int, int]
+class GradientSizes(NamedTuple):
+    """Bytes of one microbatch at a component: gradients of its outputs as it wants them, and at most while they are converted
+    to that; and those of its inputs, as it makes them."""
+
+    wanted: float
+    converted: float
+    handed: float
 
 
-@dataclass(kw_only=True)
-class Room:
-    """Around one computation, in this order.
+class RankValues:
+    """What lies on one rank between its components, in every layout in which it lies there: bytes of one microbatch.
 
-    Attributes:
-        forgotten: gradients given up before it. ending_parameters: given up after it.
-        ending_gradients: complete after it. beginning_parameters: for which there is room from then on.
-    """
-
-    forgotten: list[BucketOfMicrobatch] = field(default_factory=list)
-    ending_parameters: list[int] = field(default_factory=list)
-    ending_gradients: list[BucketOfMicrobatch] = field(default_factory=list)
-    beginning_parameters: list[int] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class Rooms:
-    """Attributes: around: by number of a task. first_parameters: gathered before anything was computed in the step."""
-
-    around: dict[int, Room]
-    first_parameters: list[int]
-
-
-def rooms_of(tasks: Sequence[tuple[Task, str, tuple[int, ...]]]) -> Rooms:
-    """What the tasks of a rank say of its buckets.
+    What is counted of a value or a component holds for others of its kind. A value waits as long after its maker as that of
+    another component of this kind, if as much is kept of it as far away. That holds where its maker, its readers and those that
+    keep it are of one chunk: what comes before and after does not matter then.
 
     Args:
-        tasks: in issue order, each with its stream and the tasks of this rank that it waits for.
-    """
-    place = {task.index: number for number, (task, stream, _) in enumerate(tasks) if stream == COMPUTE}
-    gathered: dict[int, int] = {}
-    sent: dict[int, BucketOfMicrobatch] = {}
-    groups: dict[int, tuple[int, ...]] = {}
-    rooms = Rooms(around={}, first_parameters=[])
+        kept: values under the plan, shared by its ranks. rank: global number.
 
-    def around(task: int) -> Room:
-        return rooms.around.setdefault(task, Room())
-
-    for task, _, before in tasks:
-        bucket, microbatch = task.origin.bucket, task.origin.microbatch
-        if bucket is None or microbatch is None:
-            continue
-        assert isinstance(task.work, Collective)
-        if task.work.operation == "all_gather":
-            gathered[task.index] = bucket
-            after = max((index for index in before if index in place), key=place.__getitem__, default=None)
-            (rooms.first_parameters if after is None else around(after).beginning_parameters).append(bucket)
-        else:
-            sent[task.index] = (bucket, microbatch)
-            groups[task.index] = task.work.group
-            for index in before:
-                around(index).ending_gradients.append((bucket, microbatch))
-    last: dict[int, int] = {}
-    waiting = dict(sent)  # in issue order
-    for task, stream, before in tasks:
-        if stream != COMPUTE:
-            continue
-        last.update((index, task.index) for index in before if index in gathered)
-        ended = [index for index in before if index in sent]
-        for index in list(waiting):
-            known = any(groups[index] == groups[other] and index <= other for other in ended)
-            if known or isinstance(task.work, OptimizerStep | ClipGradients):
-                around(task.index).forgotten.append(waiting.pop(index))
-    for index, task_index in last.items():
-        around(task_index).ending_parameters.append(gathered[index])
-    return rooms
-
-
-# Values that wait for their readers, and gradients that wait for their makers, while another component of the rank runs.
-#
-# A value that no backward needs lives until its last reader has run; one that a later component saves first, until that one
-# counts it. A value may have several readers, or be read long after it was made. Its gradient lies there from the backward of
-# its last reader to that of its maker. A gradient from another rank lies there from the beginning of the backward: it comes
-# from what was run last.
-#
-# Leaves out: that gradients of two values may be one storage, as those of a residual sum's operands.
-
-
-class Wait(NamedTuple):
-    """Bytes that are there while the components of a rank from number `first` to number `last` run; none if that is less."""
-
-    first: int
-    last: int
-    size_bytes: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
-    """By component, bytes of one microbatch.
-
-    Attributes:
-        values: alive while it runs forward, which neither it makes nor the components before it save.
-        gradients: alive while it runs backward, which are neither those of its outputs nor made by it.
+    Attributes: names: the rank's components in execution order. place: their numbers, the clock of lifetimes.
     """
 
-    values: Mapping[str, float] = field(default_factory=dict)
-    gradients: Mapping[str, float] = field(default_factory=dict)
+    def __init__(self, kept: KeptActivations, rank: int) -> None:
+        self.kept, self.layout, self.values, self.rank = kept, kept.layout, kept.values, rank
+        plan = kept.layout.plan
+        self.stage, self.shard, self.tp = plan.stage_of_rank(rank), plan.shard_of_rank(rank), plan.mesh.tp
+        self.names = self.layout.rank_components(rank)
+        self.place = {name: number for number, name in enumerate(self.names)}
+        self._kind_of: dict[str, int | None] = {}
 
+    @cached_property
+    def batch_layout(self) -> ValueLayout:
+        """Of the batch as the rank loads it."""
+        return ValueLayout("full", self.layout.batch_ways(self.rank))
 
-NOTHING_WAITS = Waiting()
+    def _bytes_here(self, value: Value, how: ValueLayout) -> float:
+        """0 where the rank holds nothing in that layout."""
+        return 0.0 if how.form == "placed" and how.rank != self.shard else local_bytes(self.layout, value, how)
 
+    @cached_property
+    def _values_here(self) -> list[Value]:
+        """Those that the rank's components read or make."""
+        here = map(self.layout.model.component, self.names)
+        return [self.values[name] for name in dict.fromkeys(n for part in here for n in (*part.inputs, *part.outputs))]
 
-def waiting_bytes(
-    components: Sequence[Component],
-    values: Mapping[str, Value],
-    size_bytes: Callable[[Value], float],
-    gradients: Mapping[str, Sequence[Wait]] | None = None,
-    waits: Mapping[str, Sequence[Wait]] | None = None,
-) -> Waiting:
-    """What waits on a rank while each of its components runs.
+    # --- values that wait for readers -----------------------------------------------------------------------------
 
-    Args:
-        components: of the rank, in execution order. values: of the model by name, as kept under the plan.
-        size_bytes: of one microbatch of a value on this rank.
-        gradients: by value those that wait here for its maker. None: one of all readers here, as large as the value.
-        waits: by value where it waits here, for those that lie here in several layouts.
-    """
-    place = {component.name: number for number, component in enumerate(components)}
-    readers: dict[str, list[int]] = {}
-    for number, component in enumerate(components):
-        for name in dict.fromkeys(component.inputs):
-            readers.setdefault(name, []).append(number)
-    forward, backward = [0.0] * len(components), [0.0] * len(components)
-    for name, reads in readers.items():
-        value = values[name]
-        made = -1 if value.producer is None else place.get(value.producer, -1)
-        if waits is None or name not in waits:
-            _add(forward, Wait(made + 1, _counted_at(value, place, reads[-1]), size_bytes(value)))
-        if gradients is None and value.differentiable and value.producer is not None:
-            _add(backward, Wait((made if made >= 0 else reads[0]) + 1, reads[-1] - 1, size_bytes(value)))
-    for into, known in ((forward, waits), (backward, gradients)):
-        for own in (known or {}).values():
-            for wait in own:
-                _add(into, wait)
-    names = [component.name for component in components]
-    return Waiting(values=dict(zip(names, forward, strict=True)), gradients=dict(zip(names, backward, strict=True)))
+    def waiting_values(self) -> list[Lifetime]:
+        """Values while the rank runs forward, before a component there keeps them.
 
+        Every layout of a value is a storage of its own. It lives from when the value is made to the last component that reads
+        it there, or to the first that keeps it. A piece of a dim is cut when it is read, so until then all that it is cut from
+        waits. Leaves out values of which the Model does not say who keeps them.
+        """
+        order = self.layout.model.component_index
+        numbers = [order[name] for name in self.names]  # ascending
+        lifetimes = []
+        for value in self._values_here:
+            if value.savers is None:
+                continue
+            if value.producer is None:
+                last = max(self.place[name] for name in self.layout.consumers[value.name] if name in self.place)
+                freed = next((self.place[saver] for saver in value.savers if saver in self.place), last)
+                lifetimes.append(Lifetime(value.name, 0, freed, self._bytes_here(value, self.batch_layout)))
+            else:
+                begins = bisect_right(numbers, order[value.producer])
+                lifetimes += self._shifted("values", value, partial(self._lifetimes_of, value, begins))
+        return lifetimes
 
-def _add(sizes: list[float], wait: Wait) -> None:
-    for number in range(wait.first, wait.last + 1):
-        sizes[number] += wait.size_bytes
+    def _lifetimes_of(self, value: Value, begins: int) -> list[Lifetime]:
+        """`begins`: components of the rank up to the maker of the value."""
+        assert value.producer is not None
+        assert value.savers is not None
+        place, shard = self.place, self.shard
+        made, here = self.layout.source[value.name].value, value.producer in place
+        if not here and self.layout.stage_of_value[value.name] == self.stage:
+            begins = self._room_from(value, begins)
+        last: dict[ValueLayout, int] = {}
+        kept: dict[ValueLayout, int] = {}
+        # its maker keeps it as it was made; and so does who reads another value in the same storage, maybe before this one
+        beside = [place[name] for name in value.savers if name in place and name not in self.layout.consumers[value.name]]
+        if beside:
+            readings = self.layout.readings[value.name]
+            there = [reading.ends.value for reading in readings if any(name in place for name in reading.components)]
+            kept = dict.fromkeys([made] if here else there, min(beside))
+        cut: list[Lifetime] = []
+        for reading in self.layout.readings[value.name]:
+            for name in reading.components:
+                if name not in place:
+                    continue
+                hops = conversion(made, reading.ends.value, self.tp) if here else ()
+                storage = storage_of(hops, made, shard) if here else reading.ends.value
+                sent = hops
+                while sent and sent[-1].operation in LOCAL_HOPS:
+                    sent = sent[:-1]
+                source = storage_of(sent, made, shard) if here else storage
+                if source != storage and not is_view(hops[-1], shard):
+                    last[source] = max(last.get(source, 0), place[name] - 1)
+                    cut.append(Lifetime(value.name, place[name], place[name], self._bytes_here(value, storage)))
+                elif name in value.savers:
+                    kept[storage] = min(kept.get(storage, place[name]), place[name])
+                else:
+                    last[storage] = max(last.get(storage, 0), place[name])
+        ends = {storage: kept.get(storage, last.get(storage, -1)) for storage in dict.fromkeys((*last, *kept))}
+        waits = [Lifetime(value.name, begins, end, self._bytes_here(value, storage)) for storage, end in ends.items()]
+        return [wait for wait in (*waits, *cut) if wait.born <= wait.freed and wait.size_bytes]
 
+    def _room_from(self, value: Value, begins: int) -> int:
+        """The first component beside which there is room for a value that another tp rank makes.
 
-def _counted_at(value: Value, place: Mapping[str, int], last_read: int) -> int:
-    """The last component in whose forward the value is in nothing that a component keeps yet; -1: nobody knows."""
-    if value.savers is None:
-        return -1
-    return next((place[saver] for saver in value.savers if saver in place), last_read)
+        A rank that only receives makes room as soon as its communication before has ended, long before the other one sends.
+        """
+        order, model = self.layout.model.component_index, self.layout.model
+        assert value.producer is not None
+        first = 0
+        for name in self.layout.values_at[self.stage]:
+            maker = model.value[name].producer
+            if maker is not None and order[maker] < order[value.producer] and self._communicates(name, gradient=False):
+                first = max(first, sum(order[other] <= order[maker] for other in self.names))
+        return min(first, begins)
 
+    def _communicates(self, value: str, *, gradient: bool) -> bool:
+        """Whether the rank takes part in converting a value of its stage, or its gradient, on the tp axis."""
+        if self.layout.stage_of_value[value] != self.stage:
+            return False
+        source = self.layout.source[value]
+        for reading in self.layout.readings[value]:
+            ends = (reading.ends.gradient, source.gradient) if gradient else (source.value, reading.ends.value)
+            for hop in conversion(*ends, self.tp):
+                if hop.operation in POINT_TO_POINT_HOPS:
+                    if any(self.shard in pair for pair in hop_pairs(hop, self.tp)):
+                        return True
+                elif hop.operation not in LOCAL_HOPS:
+                    return True
+        return False
 
-# Values and components of a rank that are like earlier ones: what is counted of the first of a kind holds for the others.
-#
-# Components of one kind do the same work, placed alike, beside neighbours that do (`parsim.program.placed`). So a value
-# waits as long after its maker as that of another component of this kind, if as much is kept of it as far away. That holds
-# where
-# its maker, its readers and those that keep it are of one chunk: what comes before and after does not matter then.
-#
-# Where components are placed on single tp ranks, nothing is alike.
+    # --- gradients that wait for makers ---------------------------------------------------------------------------
 
+    def waiting_gradients(self) -> list[Lifetime]:
+        """Gradients while other components than their reader and their maker run backward.
 
-T = TypeVar("T")
+        A gradient lies there from the backward of its last reader to that of its maker, so `born` is the lower number: the
+        clock runs backward. One that is a part of a larger gradient keeps all of that, until another reader adds to it. Left
+        out is what another stage sends for the half for weights alone: its message is counted until then (`StageLink.late`).
+        """
+        lifetimes = []
+        for value in self._values_here:
+            if value.differentiable and value.producer is not None:
+                lifetimes += self._shifted("gradients", value, partial(self._gradient_lifetimes_of, value))
+        return lifetimes
 
+    def _gradient_lifetimes_of(self, value: Value) -> list[Lifetime]:
+        assert value.producer is not None
+        layout, place, order = self.layout, self.place, self.layout.model.component_index
+        home = layout.stage_of_value[value.name]
+        late = PIPELINE_ORDERS[layout.plan.pipeline_order].halves and not layout.wants_input_gradient(value.producer)
+        first_reader = min((place[name] for name in layout.consumers[value.name] if name in place), default=0)
+        ends = place.get(value.producer, first_reader) + 1
+        lifetimes: list[Lifetime] = []
+        for reading in layout.readings[value.name]:
+            readers = [name for name in reading.components if name in layout.differentiable]
+            local = sorted(place[name] for name in readers if name in place)
+            if not readers or not (local or value.producer in place):
+                continue
+            if late and not local and reading.stage != home:
+                continue
+            begins = (
+                local[-1] if local else bisect_left(self.names, min(map(order.__getitem__, readers)), key=order.__getitem__)
+            )
+            if not local and reading.stage == home:
+                begins = self._room_until(value, begins)
+            size = self._sent_gradient_bytes(value, reading)
+            larger = 0.0
+            if local and not layout.is_halved(self.names[local[-1]]):  # else what waits between the halves keeps it
+                larger = self._larger_gradient_bytes(value.name, self.names[local[-1]])
+            again = local[-2] if len(local) > 1 else ends
+            stays = reading.stage == home and reading.ends.gradient == layout.source[value.name].gradient
+            if larger > size and (stays or len(local) > 1):  # what is sent is copied, and what is converted made anew
+                lifetimes.append(Lifetime(value.name, max(again, ends), begins - 1, larger))
+                begins = max(again, ends)
+            lifetimes.append(Lifetime(value.name, ends, begins - 1, size))
+        return lifetimes
 
-class CountedKinds:
-    """What was counted of values and components, by kind.
-
-    Args:
-        layout: the plan and its model. values: by name, as kept under the plan.
-
-    Attributes:
-        kind: by component a number, equal for those of one kind whose values are as large; empty where nothing is alike.
-        known: what was counted, by whether of values or components, what, and of which kind. numbers: of kinds of values.
-    """
-
-    def __init__(self, layout: PlanIndex, values: Mapping[str, Value]) -> None:
-        self.layout = layout
-        self.values = values
-        self.kind: dict[str, int] = {}
-        self.known: dict[tuple[str, str, int], object] = {}
-        self.numbers: dict[Hashable, int] = {}
-        if layout.shards_alike:
-            sizes: dict[Hashable, int] = {}
-            size = {
-                name: sizes.setdefault(
-                    (value.bytes_per_sample, value.fixed_bytes, value.differentiable, value.saved), len(sizes)
-                )
-                for name, value in values.items()
-            }
-            kinds: dict[Hashable, int] = {}
-            for component, alike in zip(layout.model.components, layout.kinds.of, strict=True):
-                own = tuple([size[value] for value in (*component.inputs, *component.outputs)])
-                key = alike, own, _views(component)
-                self.kind[component.name] = kinds.setdefault(key, len(kinds))
-
-    def on(self, rank: int) -> AlikeOnRank:
-        """The same for the values and components of a rank."""
-        return AlikeOnRank(self, rank)
-
-
-def _views(component: Component) -> Hashable:
-    """Which inputs have gradients that are parts of those of outputs, and of which."""
-    return tuple([(component.inputs.index(own), component.outputs.index(of)) for own, of in component.gradient_views])
-
-
-class AlikeOnRank:
-    """What was counted already, as it stands on one rank.
-
-    Args:
-        counted: on all ranks. rank: global number.
-
-    Attributes: place: of the rank's components, their number in execution order.
-    """
-
-    def __init__(self, counted: CountedKinds, rank: int) -> None:
-        self.place = {name: number for number, name in enumerate(counted.layout.rank_components(rank))}
-        self._counted = counted
-        self._numbers: dict[str, int | None] = {}
-
-    def waits(self, what: str, value: Value, count: Callable[[], list[Wait]]) -> list[Wait]:
-        """Where a value, or its gradient, waits on the rank: counted, or those of its like beside other components.
+    def _room_until(self, value: Value, begins: int) -> int:
+        """One more than the last component whose backward runs beside the room for a gradient of another tp rank's making.
 
         Args:
-            what: is counted. value: of the model. count: does so.
+            begins: components of the rank before the reader whose gradient it is.
         """
-        number = self._number(value)
-        if number is None or value.producer is None:
+        order = self.layout.model.component_index
+        assert value.producer is not None
+        later = [
+            sum(order[name] < order[other.producer] for name in self.names) + (other.producer in self.place)
+            for other in map(self.layout.model.value.__getitem__, self.layout.values_at[self.stage])
+            if other.producer is not None
+            and other.differentiable
+            and order[other.producer] > order[value.producer]
+            and self._communicates(other.name, gradient=True)
+        ]
+        return max(begins, min(later, default=len(self.names)))
+
+    def _larger_gradient_bytes(self, value: str, reader: str) -> float:
+        """Of the gradient of an output of the reader that its gradient of the value is a part of; 0: of none."""
+        output = dict(self.layout.model.component(reader).gradient_views).get(value)
+        return local_bytes(self.layout, self.values[output], self.layout.source[output].gradient) if output else 0.0
+
+    def _sent_gradient_bytes(self, value: Value, reading: Reading) -> float:
+        """Of one reading's gradient, converted as far as that sends something: what sends nothing is made when it is read."""
+        storage = reading.ends.gradient
+        for hop in conversion(storage, self.layout.source[value.name].gradient, self.tp):
+            storage = storage if hop.operation in LOCAL_HOPS else hop.target
+        return local_bytes(self.layout, value, storage)
+
+    def gradients_of(self, name: str) -> GradientSizes:
+        """Of a component of the rank."""
+        if not self.kept.kinds:
+            return self._gradients_of(name)
+        return self._once(("gradients of", self.kept.kinds[name]), partial(self._gradients_of, name))
+
+    def _gradients_of(self, name: str) -> GradientSizes:
+        layout, component = self.layout, self.layout.model.component(name)
+        wanted = converted = handed = 0.0
+        for output in component.outputs:
+            value, how = self.values[output], layout.source[output].gradient
+            if value.differentiable:
+                steps = [
+                    self._step_bytes(value, hop)
+                    for reading in layout.readings[output]
+                    for hop in conversion(reading.ends.gradient, how, self.tp)
+                ]
+                wanted += local_bytes(layout, value, how)
+                converted += max(local_bytes(layout, value, how), *steps, 0.0)
+        for value in map(self.values.__getitem__, dict.fromkeys(component.inputs)):
+            if value.differentiable and value.producer is not None:
+                handed += local_bytes(layout, value, layout.reads_in(name, value.name).gradient)
+        return GradientSizes(wanted, max(wanted, converted), handed)
+
+    def _step_bytes(self, value: Value, hop: Hop) -> float:
+        """What the rank holds of a value at the fullest moment of a hop: what it had and what it has then.
+
+        A rank that gathers has the pieces of all before it joins them.
+        """
+        before, after = self._bytes_here(value, hop.source), self._bytes_here(value, hop.target)
+        if is_view(hop, self.shard):
+            return max(before, after)
+        return 2 * after if hop.operation == "gather" and after else before + after
+
+    def converted_for_others(self, waiting: Sequence[float]) -> dict[str, float]:
+        """Bytes of gradients that the rank helps to convert for a maker on another tp rank, and of what waits beside them.
+
+        They follow the backward of their reader, so they are there right before that of the component which runs backward next.
+
+        Args:
+            waiting: by component the gradients that wait beside its backward.
+        """
+        layout, most = self.layout, dict[str, float]()
+        if layout.shards_alike:  # every maker is on the rank too, or on another stage
+            return most
+        for number, name in enumerate(self.names):
+            for value in map(self.values.__getitem__, dict.fromkeys(layout.model.component(name).inputs)):
+                elsewhere = value.producer is not None and value.producer not in self.place
+                here = layout.stage_of_value[value.name] == self.stage
+                if value.differentiable and elsewhere and here and name in layout.differentiable:
+                    ends = layout.reads_in(name, value.name).gradient, layout.source[value.name].gradient
+                    size = max((self._step_bytes(value, hop) for hop in conversion(*ends, self.tp)), default=0.0)
+                    beside = self.names[max(0, number - 1)]
+                    most[beside] = max(most.get(beside, 0.0), size + waiting[number])
+        return most
+
+    # --- values that are kept beside the saved activations, and the batch -----------------------------------------
+
+    def held_bytes(self) -> dict[str, float]:
+        """Copies of values that are kept for a backward and that no saved activation stands for, by the component with which
+        such a copy begins. The copy of the first component that saves a value is among its saved activations."""
+        held: dict[str, float] = {}
+        for value in map(self.values.__getitem__, self.layout.values_at[self.stage]):
+            if value.producer is None:
+                continue
+            kind = self._kind(value)
+            size = self._copies(value) if kind is None else self._once(("held", kind), partial(self._copies, value))
+            if size:
+                savers = [name for name in value.savers or () if name in self.place]
+                if len(savers) > 1 and savers[:1] == list(value.savers or ())[:1]:
+                    keeper = savers[1]  # the first one's copy is among its saved activations
+                else:
+                    users = (*savers, value.producer, *self.layout.consumers[value.name])
+                    keeper = next(name for name in users if name in self.place)
+                held[keeper] = held.get(keeper, 0.0) + size
+        return held
+
+    def _copies(self, value: Value) -> float:
+        if value.savers is None:
+            return self._copies_at_most(value)
+        assert value.producer is not None
+        made = self.layout.source[value.name].value
+        layouts = {name: reading.ends.value for reading in self.layout.readings[value.name] for name in reading.components}
+        layouts[value.producer] = made
+        keepers = [name for name in value.savers if name in self.place]
+        kept: dict[ValueLayout, float] = {}
+        for name in keepers:
+            storage = layouts.get(name, made)  # one that does not read it keeps another value in the same storage
+            if value.producer in self.place:
+                storage = storage_of(conversion(made, storage, self.tp), made, self.shard)
+            kept[storage] = local_bytes(self.layout, value, storage)
+        is_counted = keepers and keepers[0] == value.savers[0]
+        return sum(kept.values()) - (local_bytes(self.layout, value, layouts.get(keepers[0], made)) if is_counted else 0.0)
+
+    def _copies_at_most(self, value: Value) -> float:
+        """Where the Model does not say who keeps the value: as if every reader did."""
+        assert value.producer is not None
+        readings = self.layout.readings[value.name]
+        here = (reading for reading in readings if any(name in self.place for name in reading.components))
+        read = list(dict.fromkeys(reading.ends.value for reading in here))
+        if value.producer not in self.place:
+            return sum(local_bytes(self.layout, value, how) for how in read)
+        made = self.layout.source[value.name].value
+        elsewhere = all(reading.stage != self.stage for reading in readings)
+        total = 0.0 if value.saved and not elsewhere else local_bytes(self.layout, value, made)
+        if made.form == "partial":  # no operator that keeps its output can make summands
+            total, read = 0.0, read[1:] if value.saved else read
+        for how in read:
+            storage = storage_of(conversion(made, how, self.tp), made, self.shard)
+            total += local_bytes(self.layout, value, storage)
+            if storage == made:
+                total -= local_bytes(self.layout, value, how)
+        return total
+
+    def loaded_bytes(self) -> dict[str, tuple[float, float]]:
+        """The batch as loaded, by the first component here that reads a value of it; and that part of it which is counted among
+        the saved activations while the microbatch is in flight, or let go once it is read."""
+        loaded_of: dict[str, tuple[float, float]] = {}
+        for name, layouts in self.layout.batch_layouts(self.rank).items():
+            value = self.values[name]
+            loaded, saved = local_bytes(self.layout, value, self.batch_layout), 0.0
+            counted = value.saved if value.savers is None else any(first in self.place for first in value.savers[:1])
+            if value.savers == ():
+                saved = loaded
+            elif counted and all(how.form != "shard" for how in layouts):  # pieces of a dim are copies
+                saved = min(local_bytes(self.layout, value, how) for how in layouts)
+            reader = next(user for user in self.layout.consumers[name] if user in self.place)
+            before = loaded_of.get(reader, (0.0, 0.0))
+            loaded_of[reader] = before[0] + loaded, before[1] + saved
+        return loaded_of
+
+    # --- messages -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _messages(self) -> list[Message]:
+        return list(messages(self.layout, self.layout.values_at[self.stage], self.shard))
+
+    def message_bytes(self) -> dict[StageLink, float]:
+        """Bytes of one microbatch on every link that begins or ends on the rank, as they count there.
+
+        A value that is sent as it is kept for a backward here takes no memory of its own.
+        """
+        places, sizes = self.layout.plan.stage_places, dict[StageLink, float]()
+        for message in self._messages:
+            if self.stage in (places[message.link.source], places[message.link.target]):
+                sizes[message.link] = sizes.get(message.link, 0.0) + self._message_bytes(message)
+        return sizes
+
+    def _message_bytes(self, message: Message) -> float:
+        link, name, reading = message
+        value = self.values[name]
+        if link.source > link.target:
+            return local_bytes(self.layout, value, reading.ends.gradient)
+        sends = self.layout.plan.stage_places[link.source] == self.stage
+        return (
+            0.0 if sends and self._is_kept(value, reading.ends.value) else local_bytes(self.layout, value, reading.ends.value)
+        )
+
+    def _is_kept(self, value: Value, how: ValueLayout) -> bool:
+        """Whether a value lies here, in the layout in which it is sent, until the backward of its microbatch."""
+        if any(hop.operation not in VIEWS for hop in conversion(self.layout.source[value.name].value, how, self.tp)):
+            return False
+        return value.savers is None or any(name in self.place for name in value.savers)
+
+    def made_before(self) -> dict[str, tuple[float, float]]:
+        """By component the bytes that its action has made for other stages before it: in a forward, in a backward.
+
+        What a component here still reads is left out: it waits for that one.
+        """
+        layout, place = self.layout, self.place
+        forward, backward = dict.fromkeys(self.names, 0.0), dict.fromkeys(self.names, 0.0)
+        for message in self._messages:
+            source = message.link.source
+            if layout.plan.stage_places[source] != self.stage:
+                continue
+            if source < message.link.target:
+                users = (layout.model.value[message.value].producer, *layout.consumers[message.value])
+                last = max((place[name] for name in users if name in place), default=len(self.names))
+                later, made = self.names[last + 1 :], forward
+            else:
+                first = min((place[name] for name in message.reading.components if name in place), default=0)
+                later, made = self.names[:first], backward
+            size = self._message_bytes(message)
+            for name in later:
+                if layout.chunk_of[name] == source:
+                    made[name] += size
+        return {name: (forward[name], backward[name]) for name in self.names}
+
+    def between_chunks(self) -> dict[StageLink, float]:
+        """Bytes of one microbatch that one chunk of the rank makes and another one there reads, by link, ascending.
+
+        Values wait until a component keeps them, or for their last reader; a gradient from the first backward that adds to it.
+        In a V the first and the last chunk of a rank are neighbours in the model.
+        """
+        layout, chunk_of, sizes = self.layout, self.layout.chunk_of, dict[StageLink, float]()
+        if layout.plan.chunks == 1:
+            return sizes
+        for maker_name in self.names:
+            for name in layout.model.component(maker_name).outputs:
+                value, source, maker = self.values[name], layout.source[name], chunk_of[maker_name]
+                readers = {reader: chunk_of[reader] for reader in layout.consumers[name] if layout.runs_on(self.rank, reader)}
+                later = [chunk for chunk in readers.values() if chunk != maker]
+                savers = [chunk_of[saver] for saver in value.savers or () if layout.runs_on(self.rank, saver)]
+                back = [chunk for reader, chunk in readers.items() if chunk != maker and reader in layout.differentiable]
+                links = []
+                if later and value.savers is not None and maker not in savers:
+                    links.append((StageLink(maker, min(savers, default=max(later))), source.value))
+                if back and value.differentiable:
+                    links.append((StageLink(max(back), maker), source.gradient))
+                for link, how in links:
+                    sizes[link] = sizes.get(link, 0.0) + self._bytes_here(value, how)
+        return dict(sorted(sizes.items()))
+
+    # --- counted once for all that are alike ----------------------------------------------------------------------
+
+    def _shifted(self, what: str, value: Value, count: Callable[[], list[Lifetime]]) -> list[Lifetime]:
+        """Lifetimes of a value: counted, or those of its like beside other components."""
+        kind = self._kind(value)
+        if kind is None or value.producer is None:
             return count()
         begin = self.place[value.producer]
-        first, found = self._once(("value", what, number), lambda: (begin, count()))
-        if first == begin:
-            return found
-        return [Wait(wait.first + begin - first, wait.last + begin - first, wait.size_bytes) for wait in found]
+        first, lifetimes = self._once((what, kind), lambda: (begin, count()))
+        move = begin - first
+        return [Lifetime(value.name, life.born + move, life.freed + move, life.size_bytes) for life in lifetimes]
 
-    def of_value(self, what: str, value: Value, count: Callable[[], T]) -> T:
-        """What does not depend on where on the rank a value is.
+    def _once(self, key: tuple[str, int], count: Callable[[], T]) -> T:
+        counted: dict[Hashable, T] = self.kept.counted
+        if key not in counted:
+            counted[key] = count()
+        return counted[key]
 
-        Args:
-            what, value, count: as for `waits`.
-        """
-        number = self._number(value)
-        return count() if number is None else self._once(("value", what, number), count)
-
-    def of_component(self, what: str, name: str, count: Callable[[], T]) -> T:
-        """What depends on a component and on the values that it reads and makes.
-
-        Args:
-            what: is counted. name: of the component. count: does so.
-        """
-        kind = self._counted.kind
-        return self._once(("component", what, kind[name]), count) if kind else count()
-
-    def _once(self, key: tuple[str, str, int], count: Callable[[], T]) -> T:
-        known = self._counted.known
-        if key not in known:
-            known[key] = count()
-        return known[key]  # type: ignore[return-value]  # of one key, all that is counted is of one type
-
-    def _number(self, value: Value) -> int | None:
+    def _kind(self, value: Value) -> int | None:
         """Equal for values that are alike; None: nothing says of which others this one is."""
-        if value.name not in self._numbers:
-            self._numbers[value.name] = self._new_number(value)
-        return self._numbers[value.name]
+        if value.name not in self._kind_of:
+            self._kind_of[value.name] = self._new_kind(value)
+        return self._kind_of[value.name]
 
-    def _new_number(self, value: Value) -> int | None:
-        layout, maker, kind = self._counted.layout, value.producer, self._counted.kind
-        if maker is None or maker not in self.place or not kind:
+    def _new_kind(self, value: Value) -> int | None:
+        maker, kinds, chunk_of = value.producer, self.kept.kinds, self.layout.chunk_of
+        if maker is None or maker not in self.place or not kinds:
             return None
-        chunk_of, readers = layout.chunk_of, layout.consumers[value.name]
-        chunk, begin = chunk_of[maker], self.place[maker]
+        readers, begin = self.layout.consumers[value.name], self.place[maker]
         users = (*readers, *(value.savers or ()))
         for user in users:
-            if chunk_of[user] != chunk:
+            if chunk_of[user] != chunk_of[maker]:
                 return None
         key = (
-            kind[maker],
-            layout.model.component(maker).outputs.index(value.name),
+            kinds[maker],
+            self.layout.model.component(maker).outputs.index(value.name),
             value.savers is None,
             tuple([self.place[user] - begin for user in users]),
-            tuple([kind[reader] for reader in readers]),
+            tuple([kinds[reader] for reader in readers]),
         )
-        return self._counted.numbers.setdefault(key, len(self._counted.numbers))
+        return self.kept.value_kinds.setdefault(key, len(self.kept.value_kinds))
 
 
-# A few actions of a long pipeline that stand for all of them: the beginning, two of what repeats, and the end.
+# --- messages between stages, by action -------------------------------------------------------------------------------
 
 
-REPEATS = 4
-"""Actions of one kind in a row, or in turn with another one, of which the inner two are like all further ones."""
+class StageLink(NamedTuple):
+    """Two stages of which the first sends something to the second for every microbatch.
 
-
-class FewActions(NamedTuple):
-    """Attributes:
-    actions: of one place, in order. microbatches: by action of the whole order, that of the one among `actions` which
-        stands for it: the same phase of the same stage, with the like before and after it.
+    Attributes:
+        source, target: numbers of stages; a gradient goes from a later to an earlier one.
+        late: a gradient that only the half for weights of its reader takes.
     """
 
-    actions: tuple[Action, ...]
-    microbatches: tuple[int, ...]
-
-
-@lru_cache(maxsize=1024)
-def few_actions(order: str, place: int, ranks: int, microbatches: int, chunks: int) -> FewActions:
-    """Fewer actions in which buckets come and go as in all of them.
-
-    Args:
-        order: of a pipeline. place: in it. ranks, chunks: of the pipeline. microbatches: per step.
-    """
-    whole = pipeline_actions(order, place, ranks, microbatches, chunks)
-    few = few_rounds(order, ranks, microbatches)
-    actions = pipeline_actions(order, place, ranks, few, chunks)
-    numbers = [in_few_rounds(order, ranks, microbatches, action.microbatch) for action in whole]
-    if chunks > 1 or PIPELINE_ORDERS[order].halves:
-        return FewActions(tuple(actions), tuple(numbers))
-    standing = _stand_for(actions)
-    by_action = {
-        (action.phase, action.microbatch): actions[other].microbatch for action, other in zip(actions, standing, strict=True)
-    }
-    kept = sorted(set(standing))
-    return FewActions(
-        tuple(actions[number] for number in kept),
-        tuple(by_action[action.phase, number] for action, number in zip(whole, numbers, strict=True)),
-    )
-
-
-def _stand_for(actions: Sequence[Action]) -> list[int]:
-    """By action the number of the one that stands for it, where the inner ones of many repeats stand for one another."""
-    phases = [action.phase for action in actions]
-    found: list[int] = []
-    while (first := len(found)) < len(phases):
-        repeats, period = _repeats(phases, first)
-        for repeat in range(repeats):
-            inner = REPEATS // 2 <= repeat < repeats - REPEATS // 2
-            other = first + (REPEATS // 2 if inner else repeat) * period
-            found += range(other, other + period)
-    return found
-
-
-def _repeats(phases: Sequence[object], first: int) -> tuple[int, int]:
-    """How often what begins there repeats, and its actions: one, or two in turn. (1, 1) where it repeats too seldom."""
-    for period in (1, 2):
-        unit, repeats = phases[first : first + period], 1
-        while phases[first + repeats * period : first + (repeats + 1) * period] == unit:
-            repeats += 1
-        if repeats > REPEATS:
-            return repeats, period
-    return 1, 1
-
-
-# What a rank of a pipeline holds while it runs each of its actions: microbatches of every chunk, and messages.
-
-
-@lru_cache(maxsize=1024)
-def held_moments(
-    pipeline: Pipeline, rank: int, *, apart: bool = False, own: tuple[StageLink, ...] = ()
-) -> tuple[HeldMoment, ...]:
-    """Every moment but those at which the same runs and no more is held than at another one, batches not yet read apart.
-
-    Args:
-        pipeline: with the links between its stages. rank: of the pipeline.
-        apart: other microbatches are something else that runs, for what is held of buckets depends on the microbatch.
-        own: links between stages of this rank. What one makes waits for the other, if other actions run in between.
-
-    Returns:
-        Messages by link, in the order of `links_of` and of `own`.
-    """
-    order, ranks, microbatches, chunks = pipeline.order, pipeline.ranks, pipeline.microbatches, pipeline.chunks
-    stages = stages_by_rank(order, ranks, chunks)[rank]
-    chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
-    inward, outward = links_of(pipeline, rank)
-    messages = zip(*beside_actions(pipeline, rank), strict=True)
-    alive, waiting, unread = [0] * chunks, [0] * chunks, [microbatches] * chunks
-    between = [0] * len(own)
-    seen: dict[tuple[int, Phase, int], dict[tuple[int, ...], HeldMoment]] = {}
-    actions = pipeline_actions(order, rank, ranks, microbatches, chunks)
-    numbers = few_actions(order, rank, ranks, microbatches, chunks).microbatches if apart else (0,) * len(actions)
-    for action, number, (arriving, leaving) in zip(actions, numbers, messages, strict=True):
-        chunk, phase = chunk_of[action.stage], action.phase
-        alive[chunk] += phase is Phase.FORWARD
-        unread[chunk] -= phase is Phase.FORWARD
-        for place, link in enumerate(own):
-            between[place] -= link.target == action.stage and _moves(phase, link)
-        there, sent = _held_counts(arriving, inward), _held_counts(leaving, outward)
-        moment = HeldMoment(chunk, phase, tuple(alive), tuple(waiting), there, sent, tuple(unread), number, tuple(between))
-        seen.setdefault((chunk, phase, number), {}).setdefault((*alive, *waiting, *there, *sent, *between), moment)
-        waiting[chunk] += (phase is Phase.BACKWARD_INPUT) - (phase is Phase.BACKWARD_WEIGHT)
-        alive[chunk] -= phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
-        for place, link in enumerate(own):
-            between[place] += link.source == action.stage and _moves(phase, link)
-    return tuple(moment for held in seen.values() for moment in _most(held))
-
-
-def _moves(phase: Phase, link: StageLink) -> bool:
-    """Whether an action of that phase makes or reads what the link has: a value goes to a later stage, a gradient back."""
-    return phase is Phase.FORWARD if link.source < link.target else phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT)
-
-
-def _most(held: Mapping[tuple[int, ...], HeldMoment]) -> list[HeldMoment]:
-    """Those at which something is held that no other moment holds beside all else, in their order."""
-    most: list[tuple[int, ...]] = []
-    for counts in sorted(held, key=sum, reverse=True):
-        if not any(all(a >= b for a, b in zip(other, counts, strict=True)) for other in most):
-            most.append(counts)
-    return [moment for counts, moment in held.items() if counts in most]
-
-
-def links_of(pipeline: Pipeline, rank: int) -> tuple[tuple[StageLink, ...], tuple[StageLink, ...]]:
-    """The links that end on a rank, and those that begin there, ascending.
-
-    Args:
-        pipeline: with its links. rank: of the pipeline.
-    """
-    stages = stages_by_rank(pipeline.order, pipeline.ranks, pipeline.chunks)[rank]
-    inward = tuple(link for link in pipeline.links if link.target in stages)
-    return inward, tuple(link for link in pipeline.links if link.source in stages)
-
-
-def _held_counts(found: Sequence[StageLink], links: Sequence[StageLink]) -> tuple[int, ...]:
-    return tuple(map(found.count, links))
-
-
-# What the stages of a plan send one another, as the links of its pipeline (`parsim.program.lifetimes`).
+    source: int
+    target: int
+    late: bool = False
 
 
 class Message(NamedTuple):
@@ -1088,12 +823,41 @@ class Message(NamedTuple):
     reading: Reading
 
 
-def messages(layout: PlanIndex, names: Iterable[str], shard: int) -> Iterator[Message]:
-    """Those of some values.
-
-    Args:
-        layout: the plan and its model. names: of values. shard: place on the tp axis.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """Attributes: order: a key of `PIPELINE_ORDERS`. ranks, microbatches, chunks: as for `pipeline_actions`.
+    links: between stages on different ranks, ascending.
     """
+
+    order: str
+    ranks: int
+    microbatches: int
+    chunks: int = 1
+    links: tuple[StageLink, ...] = ()
+
+    def actions(self, rank: int) -> Sequence[Action]:
+        """Of one rank, in order: the clock of its messages."""
+        return pipeline_actions(self.order, rank, self.ranks, self.microbatches, self.chunks)
+
+    @property
+    def backward(self) -> Phase:
+        """The phase that hands on gradients."""
+        return Phase.BACKWARD_INPUT if PIPELINE_ORDERS[self.order].halves else Phase.BACKWARD
+
+    @property
+    def last_backward(self) -> Phase:
+        """The phase that ends a backward."""
+        return Phase.BACKWARD_WEIGHT if PIPELINE_ORDERS[self.order].halves else Phase.BACKWARD
+
+    def links_of(self, rank: int) -> tuple[tuple[StageLink, ...], tuple[StageLink, ...]]:
+        """The links that end on a rank, and those that begin there, ascending."""
+        stages = stages_by_rank(self.order, self.ranks, self.chunks)[rank]
+        inward = tuple(link for link in self.links if link.target in stages)
+        return inward, tuple(link for link in self.links if link.source in stages)
+
+
+def messages(layout: PlanIndex, names: Iterable[str], shard: int) -> Iterator[Message]:
+    """Those of the values `names` at one place on the tp axis."""
     tp, halves = layout.plan.mesh.tp, PIPELINE_ORDERS[layout.plan.pipeline_order].halves
     for name in names:
         value, home = layout.model.value[name], layout.stage_of_value[name]
@@ -1133,600 +897,529 @@ def pipeline_of(layout: PlanIndex, shard: int, place: int | None = None) -> Pipe
     )
 
 
-# What a rank of a plan exchanges with others, and the buffers that this takes.
+def receive_rooms(reads: Sequence[int | None]) -> list[int]:
+    """From which number on there is room for each group of messages of one stream.
 
-
-def local_bytes(layout: PlanIndex, value: Value, how: ValueLayout) -> float:
-    """Bytes of one microbatch of a value on a rank that holds any of it.
-
-    Args:
-        layout: the plan and its model. value: of the model. how: the layout of the value.
-    """
-    return value.bytes_per_sample * layout.microbatch_samples * layout.local_share(how) + value.fixed_bytes
-
-
-def rank_traffic(kept: KeptActivations, rank: int, backend: str) -> Traffic:
-    """Communicators and buffers of a rank.
+    Between two places on the pp axis and in one direction, messages follow one another. Those that one action makes for another
+    one are a group. There is room for the first group from the beginning of the step, and for another one from right before
+    the number that reads the group before it: so for one group ahead, and for no more.
 
     Args:
-        kept: values under the plan. rank: global number. backend: that communicates.
+        reads: by group, in the order of the stream, the number of its clock that reads it. None: nothing on the rank does so;
+            that group has room from the beginning, and so have those before it.
     """
-    sent = _messages(kept.layout, kept.values, rank)
-    return Traffic(
-        backend=backend,
-        communicators=len({message.group for message in sent}),
-        largest_message_bytes=round(max((message.size_bytes for message in sent), default=0.0)),
-        posted_bytes=_posted_bytes(kept, rank),
+    soonest = list(accumulate((read or 0 for read in reversed(reads)), min))[::-1]  # the first read of this or a later group
+    before = [0, *(soonest[number] if read is None else read for number, read in enumerate(reads[:-1], start=1))]
+    return [min(read, first) for read, first in zip(before, soonest, strict=True)]
+
+
+def send_ends(made: Sequence[int | None], backwards: Sequence[int], end: int) -> list[tuple[int, bool]]:
+    """Right before which number each group of messages of one stream is given up by its sender; and whether that is because the
+    next group has been made, which waits for this one to be sent.
+
+    A value is given up before the first backward of its microbatch at the latest, or the second forward before that, which
+    waits too (where an order would not end so, nothing waits: `ends`).
+
+    Args:
+        made: by group, in the order of the stream, the last number of its clock that makes it; None: nothing on the rank does.
+        backwards: by group the first backward of a value's microbatch; of gradients as late as can be. end: of the step.
+    """
+    given_up = []
+    for number, (current, backward) in enumerate(zip(made, backwards, strict=True)):
+        following = made[number + 1] if number + 1 < len(made) else None
+        if current is None or following is None or following < current:
+            given_up.append((min(end, backward), False))
+        else:
+            given_up.append((min(following + 1, backward), following < backward))
+    return given_up
+
+
+class MessageGroup(NamedTuple):
+    """What one action of a rank sends for one action of another rank, in numbers of actions.
+
+    Attributes:
+        links: of which it is. made: the action that makes it, on its rank; `gone`: the one there before which it is given up.
+        read: the action that reads it, on that rank. room: the first action there during which there is room for it.
+    """
+
+    links: tuple[StageLink, ...]
+    made: int
+    read: int
+    room: int = 0
+    gone: int = 0
+
+
+@lru_cache(maxsize=1024)
+def message_groups(pipeline: Pipeline, source: int, target: int) -> tuple[MessageGroup, ...]:
+    """What one rank sends another one in a step, in order.
+
+    Args:
+        pipeline: with its links. source, target: ranks of the pipeline.
+    """
+    place = rank_of_stage(pipeline.order, pipeline.ranks, pipeline.chunks)
+    links = [link for link in pipeline.links if (place[link.source], place[link.target]) == (source, target)]
+    if not links:
+        return ()
+    actions = pipeline.actions(source)
+    made_at, read_at = ({action: number for number, action in enumerate(pipeline.actions(rank))} for rank in (source, target))
+    groups, backwards = list[MessageGroup](), list[int]()
+    for number, (stage, phase, microbatch) in enumerate(actions):
+        forward = phase is Phase.FORWARD
+        if not forward and phase is not pipeline.backward:
+            continue
+        sent = [link for link in links if link.source == stage and (link.source < link.target) == forward]
+        for reader in dict.fromkeys(link.target for link in sent):
+            together = tuple(link for link in sent if link.target == reader)
+            read_in = Phase.BACKWARD_WEIGHT if not forward and all(link.late for link in together) else phase
+            groups.append(MessageGroup(together, number, read_at[Action(reader, read_in, microbatch)]))
+            backwards.append(made_at[Action(stage, pipeline.backward, microbatch)] if forward else len(actions))
+    rooms = receive_rooms([group.read for group in groups])
+    given_up = send_ends([group.made for group in groups], backwards, len(actions))
+    return tuple(group._replace(room=room, gone=end) for group, room, (end, _) in zip(groups, rooms, given_up, strict=True))
+
+
+@lru_cache(maxsize=256)
+def ends(pipeline: Pipeline, *, sends_wait: bool = True) -> bool:
+    """Whether the order ends if a rank has room for one group ahead.
+
+    It always does where sends do not wait: a receive waits for actions before the one that reads it. Where they wait, nearly
+    all shipped orders do. Steps of more than `MOST_CHECKED` actions of shipped orders without chunks are not walked through.
+
+    Args:
+        pipeline: with its links. sends_wait: an action that follows one which makes a group waits until the group before is
+            sent.
+    """
+    lengths = [len(pipeline.actions(rank)) for rank in range(pipeline.ranks)]
+    if pipeline.chunks == 1 and sum(lengths) > MOST_CHECKED:
+        return True
+    pairs = [(a, b) for a in range(pipeline.ranks) for b in range(pipeline.ranks) if a != b and message_groups(pipeline, a, b)]
+    sent = dict.fromkeys(pairs, 0)
+    reached = [0] * pipeline.ranks
+
+    def can_run(rank: int, action: int) -> bool:
+        for (source, target), count in sent.items():
+            unsent = message_groups(pipeline, source, target)[count:]
+            if target == rank and any(group.read == action for group in unsent):
+                return False
+            if sends_wait and source == rank and len(unsent) > 1 and unsent[1].made < action:
+                return False
+        return True
+
+    moved = True
+    while moved:
+        moved = False
+        for (source, target), count in sent.items():
+            unsent = message_groups(pipeline, source, target)[count:]
+            if unsent and unsent[0].made < reached[source] and unsent[0].room <= reached[target]:
+                sent[source, target] += 1
+                moved = True
+        for rank, length in enumerate(lengths):
+            if reached[rank] < length and can_run(rank, reached[rank]):
+                reached[rank] += 1
+                moved = True
+    return reached == lengths
+
+
+# --- what a pipeline holds, by action ---------------------------------------------------------------------------------
+
+REPEATS = 4
+"""Actions of one kind in a row, or in turn with another one, of which the inner two are like all further ones."""
+
+
+class FewActions(NamedTuple):
+    """A few actions of a long pipeline that stand for all: the beginning, two of what repeats, and the end.
+
+    Attributes:
+        actions: of one place, in order. microbatches: by action of the whole order, that of the one among `actions` which
+            stands for it: the same phase of the same stage, with the like before and after it.
+    """
+
+    actions: tuple[Action, ...]
+    microbatches: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def few_actions(order: str, place: int, ranks: int, microbatches: int, chunks: int) -> FewActions:
+    """Fewer actions in which buckets come and go as in all of them.
+
+    Args:
+        order: of a pipeline. place: in it. ranks, chunks: of the pipeline. microbatches: per step.
+    """
+    every = pipeline_actions(order, place, ranks, microbatches, chunks)
+    actions = pipeline_actions(order, place, ranks, few_rounds(order, ranks, microbatches), chunks)
+    numbers = [in_few_rounds(order, ranks, microbatches, action.microbatch) for action in every]
+    if chunks > 1 or PIPELINE_ORDERS[order].halves:
+        return FewActions(tuple(actions), tuple(numbers))
+    standing = _stand_for(actions)
+    by_action = {
+        (action.phase, action.microbatch): actions[other].microbatch for action, other in zip(actions, standing, strict=True)
+    }
+    return FewActions(
+        tuple(actions[number] for number in sorted(set(standing))),
+        tuple(by_action[action.phase, number] for action, number in zip(every, numbers, strict=True)),
     )
 
 
-def _posted_bytes(kept: KeptActivations, rank: int) -> float:
-    """Of stages that are not synchronised: room for the gradient of a step, from its beginning."""
-    plan = kept.layout.plan
-    if plan.synchronisation.kind != "stale":
-        return 0.0
-    place = plan.stage_of_rank(rank)
-    found = messages_by_link(kept, rank).items()
-    return sum(size for link, size in found if link.source > link.target and plan.stage_places[link.target] == place)
+def _stand_for(actions: Sequence[Action]) -> list[int]:
+    """By action the number of the one that stands for it, where the inner ones of many repeats stand for one another."""
+    phases = [action.phase for action in actions]
+    standing: list[int] = []
+    while (first := len(standing)) < len(phases):
+        repeats, period = _repeats(phases, first)
+        for repeat in range(repeats):
+            inner = REPEATS // 2 <= repeat < repeats - REPEATS // 2
+            other = first + (REPEATS // 2 if inner else repeat) * period
+            standing += range(other, other + period)
+    return standing
 
 
-def next_step_bytes(kept: KeptActivations, rank: int) -> float:
-    """Of decoupled stages: room for what arrives during a step and is read in the next one.
+def _repeats(phases: Sequence[Phase], first: int) -> tuple[int, int]:
+    """How often what begins there repeats, and its actions: one, or two in turn. (1, 1) where it repeats too seldom."""
+    for period in (1, 2):
+        unit, repeats = phases[first : first + period], 1
+        while phases[first + repeats * period : first + (repeats + 1) * period] == unit:
+            repeats += 1
+        if repeats > REPEATS:
+            return repeats, period
+    return 1, 1
+
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldMoments:
+    """What a rank of a pipeline holds while each of its actions runs; one row for actions that differ by nothing but the
+    batches not yet read, the first of them.
+
+    Attributes:
+        kinds: by row the chunk and the phase that run, and the microbatch of the action that stands for it (`few_actions`).
+        alive: int64 [rows, chunks], microbatches whose forward has begun and whose backward has not ended, with the action's.
+        waiting: int64 [rows, chunks], those whose backward has run for inputs and not yet for weights; the action's own counts
+            if it is the half for weights.
+        unread, read: int64 [rows, chunks], those whose batch is not yet read; and read, of which saved activations are parts.
+        arriving: int64 [rows, links], messages for which there is room that the action does not read.
+        leaving: int64 [rows, links], messages held that an earlier action has made.
+        between: int64 [rows, links], what one chunk of the rank has made for another one that no action has read.
+    """
+
+    kinds: tuple[tuple[int, Phase, int], ...]
+    alive: Counts
+    waiting: Counts
+    unread: Counts
+    read: Counts
+    arriving: Counts
+    leaving: Counts
+    between: Counts
+
+
+@lru_cache(maxsize=1024)
+def held_moments(pipeline: Pipeline, rank: int, *, apart: bool = False, inner: tuple[StageLink, ...] = ()) -> HeldMoments:
+    """Every moment of a rank at which something else runs or something else is held: prefix sums over lifetimes by action.
 
     Args:
-        kept: values under the plan. rank: global number.
-    """
-    plan = kept.layout.plan
-    place = plan.stage_of_rank(rank)
-    return sum(size for link, size in messages_by_link(kept, rank).items() if plan.stage_places[link.target] == place)
-
-
-def messages_by_link(kept: KeptActivations, rank: int) -> dict[StageLink, float]:
-    """Bytes of one microbatch on every link that begins or ends on a rank, as they count there.
-
-    A value that is sent as it is kept for a backward here takes no memory of its own.
-
-    Args:
-        kept: values under the plan. rank: global number.
-    """
-    layout, plan = kept.layout, kept.layout.plan
-    place = plan.stage_of_rank(rank)
-    found: dict[StageLink, float] = {}
-    for message in messages(layout, layout.values_at[place], plan.shard_of_rank(rank)):
-        if place in (plan.stage_places[message.link.source], plan.stage_places[message.link.target]):
-            found[message.link] = found.get(message.link, 0.0) + _message_bytes(kept, rank, message)
-    return found
-
-
-def _message_bytes(kept: KeptActivations, rank: int, message: Message) -> float:
-    layout, (link, name, reading) = kept.layout, message
-    if link.source > link.target:
-        return local_bytes(layout, kept.values[name], reading.ends.gradient)
-    value, how = kept.values[name], reading.ends.value
-    sends = layout.plan.stage_places[link.source] == layout.plan.stage_of_rank(rank)
-    return 0.0 if sends and _is_kept(layout, value, how, rank) else local_bytes(layout, value, how)
-
-
-def made_before(kept: KeptActivations, rank: int, names: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """By component of a rank the bytes that its action has made for other stages before it: in a forward, in a backward.
-
-    What a component here still reads is left out: it waits for that one.
-
-    Args:
-        kept: values under the plan. rank: global number. names: components of the rank, in order.
-    """
-    layout, plan = kept.layout, kept.layout.plan
-    number = {name: count for count, name in enumerate(names)}
-    place = plan.stage_of_rank(rank)
-    forward, backward = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
-    for message in messages(layout, layout.values_at[place], plan.shard_of_rank(rank)):
-        if plan.stage_places[message.link.source] != place:
-            continue
-        size = _message_bytes(kept, rank, message)
-        if message.link.source < message.link.target:
-            users = (layout.model.value[message.value].producer, *layout.consumers[message.value])
-            last = max((number[name] for name in users if name in number), default=len(names))
-            later, found = [name for name in names if number[name] > last], forward
-        else:
-            first = min((number[name] for name in message.reading.components if name in number), default=0)
-            later, found = [name for name in names if number[name] < first], backward
-        for name in later:
-            if layout.chunk_of[name] == message.link.source:
-                found[name] += size
-    return {name: (forward[name], backward[name]) for name in names}
-
-
-def _is_kept(layout: PlanIndex, value: Value, how: ValueLayout, rank: int) -> bool:
-    """Whether a value lies here, in the layout in which it is sent, until the backward of its microbatch."""
-    made = layout.source[value.name].value
-    if any(hop.operation not in VIEWS for hop in conversion(made, how, layout.plan.mesh.tp)):
-        return False
-    return value.savers is None or any(layout.runs_on(rank, name) for name in value.savers)
-
-
-# --- messages ---------------------------------------------------------------------------------------------------------
-
-
-class _Message(NamedTuple):
-    """What a rank sends, receives or reduces, and the process group it does it in."""
-
-    group: tuple[object, ...]
-    size_bytes: float
-
-
-def _messages(layout: PlanIndex, values: Mapping[str, Value], rank: int) -> list[_Message]:
-    """Every kind of message of one step: gradient buckets, conversions, transfers between stages.
-
-    Of buckets of the same ranks the largest, and values that are as large and laid out alike count once.
-    """
-    plan = layout.plan
-    stage, shard = plan.stage_of_rank(rank), plan.shard_of_rank(rank)
-    found = _bucket_messages(layout, rank)
-    seen: set[object] = set()
-    for value in (values[name] for name in layout.values_at[stage]):
-        home = layout.stage_of_value[value.name]
-        if home is None:
-            continue
-        made, readings = layout.source[value.name], layout.readings[value.name]
-        size = value.bytes_per_sample, value.fixed_bytes, value.differentiable
-        alike = (home, made, size, tuple([(reading.stage, reading.ends) for reading in readings]))
-        if alike in seen:
-            continue
-        seen.add(alike)
-        for reading in readings:
-            ways = [(home, reading.stage, made.value, reading.ends.value, reading.ends.value)]
-            if value.differentiable:
-                ways.append((reading.stage, home, reading.ends.gradient, made.gradient, reading.ends.gradient))
-            for source, target, begin, end, moved in ways:
-                if source != target and stage in (source, target) and shard in moved.holders(plan.mesh.tp):
-                    found.append(_Message((source, target), local_bytes(layout, value, moved)))
-                if stage == home:
-                    for hop in conversion(begin, end, plan.mesh.tp):
-                        found += _hop_messages(layout, value, hop, shard)
-    return found
-
-
-def _bucket_messages(layout: PlanIndex, rank: int) -> list[_Message]:
-    """The largest gradient bucket of every group of ranks, and the largest part that sharding groups sum."""
-    largest: dict[int, _Message] = {}
-    for bucket in layout.rank_buckets(rank):
-        size = bucket.padded_bytes if layout.is_divided(bucket) else bucket.size_bytes
-        group = id(bucket.group)  # buckets of the same ranks share one tuple
-        if len(bucket.group) > 1 and (group not in largest or size > largest[group].size_bytes):
-            largest[group] = _Message(("dp", bucket.group), size)
-        if (work := replica_sum_work(layout, bucket, rank)) is not None:
-            known = largest.get(key := -1 - group)
-            if known is None or work.size_bytes > known.size_bytes:
-                largest[key] = _Message(("dp", work.group), work.size_bytes)
-    return list(largest.values())
-
-
-def _hop_messages(layout: PlanIndex, value: Value, hop: Hop, shard: int) -> list[_Message]:
-    tp = layout.plan.mesh.tp
-    if hop.operation in LOCAL_HOPS:
-        return []
-    size_bytes = max(local_bytes(layout, value, hop.source), local_bytes(layout, value, hop.target))
-    if hop.operation in POINT_TO_POINT_HOPS:
-        pairs = [tuple(sorted(pair)) for pair in hop_pairs(hop, tp) if shard in pair]
-        return [_Message(("tp", pair), size_bytes / (1 if hop.operation == "move" else tp)) for pair in pairs]
-    return [_Message(("tp", group), size_bytes) for group in hop_groups(hop, tp) if shard in group]
-
-
-# What a rank holds of a value or a gradient while it is converted from one layout to another.
-
-
-def bytes_here(layout: PlanIndex, value: Value, how: ValueLayout, rank: int) -> float:
-    """Bytes of one microbatch of a value on a rank; 0 where the rank holds nothing in that layout.
-
-    Args:
-        layout: the plan and its model. value: of the model. how: the layout of the value. rank: global number.
-    """
-    if how.form == "placed" and how.rank != layout.plan.shard_of_rank(rank):
-        return 0.0
-    return local_bytes(layout, value, how)
-
-
-def is_view(hop: Hop, shard: int) -> bool:
-    """Whether what a tp rank has after the hop lies in what it had before. That holds for pieces of the batch, and for the
-    whole of which a rank has sent pieces or copies to the others.
-
-    Args:
-        hop: of a conversion. shard: the tp rank.
-    """
-    return hop.operation in VIEWS or (hop.operation in ("scatter", "broadcast") and shard == hop.source.rank)
-
-
-def storage_of(hops: Sequence[Hop], made: ValueLayout, shard: int) -> ValueLayout:
-    """The layout whose memory the result of the hops lies in on a tp rank.
-
-    Args:
-        hops: a conversion. made: what it starts from. shard: the tp rank.
-    """
-    for hop in reversed(hops):
-        if not is_view(hop, shard):
-            return hop.target
-    return made
-
-
-def gradient_bytes(layout: PlanIndex, values: Mapping[str, Value], name: str, rank: int) -> tuple[float, float]:
-    """Gradients of a component's outputs on a rank as it wants them; and at most, in the fullest step of a conversion to that.
-
-    Args:
-        layout: the plan and its model. values: by name, as kept under the plan. name: of the component. rank: global number.
-    """
-    total = all_wanted = 0.0
-    for output in layout.model.component(name).outputs:
-        value, wanted = values[output], layout.source[output].gradient
-        if value.differentiable:
-            steps = [
-                _step_bytes(layout, value, hop, rank)
-                for reading in layout.readings[output]
-                for hop in conversion(reading.ends.gradient, wanted, layout.plan.mesh.tp)
-            ]
-            all_wanted += local_bytes(layout, value, wanted)
-            total += max(local_bytes(layout, value, wanted), *steps, 0.0)
-    return all_wanted, total
-
-
-def converted_for_others(
-    layout: PlanIndex, values: Mapping[str, Value], rank: int, waiting: Mapping[str, float]
-) -> dict[str, float]:
-    """Bytes of gradients that a rank helps to convert for a maker on another tp rank, and of what waits beside them.
-
-    They follow the backward of their reader, so they are there right before that of the component which runs backward next.
-
-    Args:
-        layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
-        waiting: by component the gradients that wait beside its backward.
-    """
-    found: dict[str, float] = {}
-    if layout.shards_alike:  # every maker is on the rank too, or on another stage
-        return found
-    names = layout.rank_components(rank)
-    for number, name in enumerate(names):
-        for value in dict.fromkeys(layout.model.component(name).inputs):
-            entry = values[value]
-            elsewhere = entry.producer is not None and not layout.runs_on(rank, entry.producer)
-            here = layout.stage_of_value[value] == layout.plan.stage_of_rank(rank)
-            if entry.differentiable and elsewhere and here and name in layout.differentiable:
-                hops = conversion(layout.reads_in(name, value).gradient, layout.source[value].gradient, layout.plan.mesh.tp)
-                most = max((_step_bytes(layout, entry, hop, rank) for hop in hops), default=0.0)
-                beside = names[max(0, number - 1)]
-                found[beside] = max(found.get(beside, 0.0), most + waiting.get(name, 0.0))
-    return found
-
-
-def handed_bytes(layout: PlanIndex, values: Mapping[str, Value], name: str) -> float:
-    """Gradients of a component's inputs on a rank that runs it, as it makes them.
-
-    Args:
-        layout: the plan and its model. values: by name, as kept under the plan. name: of the component.
-    """
-    total = 0.0
-    for number, value in enumerate(layout.model.component(name).inputs):
-        entry = values[value]
-        if entry.differentiable and entry.producer is not None and value not in layout.model.component(name).inputs[:number]:
-            total += local_bytes(layout, entry, layout.reads_in(name, value).gradient)
-    return total
-
-
-def _step_bytes(layout: PlanIndex, value: Value, hop: Hop, rank: int) -> float:
-    """What the rank holds of a value at the fullest moment of a hop: what it had and what it has then.
-
-    A rank that gathers has the pieces of all before it joins them.
-    """
-    before, after = (bytes_here(layout, value, how, rank) for how in (hop.source, hop.target))
-    if is_view(hop, layout.plan.shard_of_rank(rank)):
-        return max(before, after)
-    return 2 * after if hop.operation == "gather" and after else before + after
-
-
-# Values that wait on a rank for their readers, and gradients for their makers, in every layout in which they lie there.
-
-
-def waiting_values(
-    layout: PlanIndex, values: Mapping[str, Value], rank: int, alike: AlikeOnRank | None = None
-) -> dict[str, list[Wait]]:
-    """Values that a rank has while it runs forward, before a component there keeps them (`waiting_bytes`).
-
-    Every layout of a value is a storage of its own. It lives from when the value is made to the last component that reads it
-    there, or to the first that keeps it. A piece of a dim is cut when it is read, so until then all that it is cut from waits.
-
-    Args:
-        layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
-        alike: what was counted already on the ranks of this plan; None: nothing.
+        pipeline: with the links between its stages. rank: of the pipeline.
+        apart: other microbatches are something else that runs, for what is held of buckets depends on the microbatch.
+        inner: links between stages of this rank. What one makes waits for the other, if other actions run in between.
 
     Returns:
-        By value. Leaves out batches, and values of which the Model does not say who keeps them.
+        Messages by link, in the order of `Pipeline.links_of` and of `inner`.
     """
-    alike = alike or CountedKinds(layout, values).on(rank)
-    names, place = layout.rank_components(rank), alike.place
-    order = layout.model.component_index
-    numbers = [order[name] for name in names]  # ascending
-    here = [layout.model.component(name) for name in names]
-    found: dict[str, list[Wait]] = {}
-    for name in dict.fromkeys(value for component in here for value in (*component.inputs, *component.outputs)):
-        value = values[name]
-        if value.producer is not None and value.savers is not None:
-            begins = bisect_right(numbers, order[value.producer])
-            waits = partial(_waits, layout, value, value.savers, place, rank, begins)
-            found[name] = alike.waits("values", value, waits)
-    return found
+    actions, chunks = pipeline.actions(rank), pipeline.chunks
+    chunk_of = {stage: chunk for chunk, stage in enumerate(stages_by_rank(pipeline.order, pipeline.ranks, chunks)[rank])}
+    inward, outward = pipeline.links_of(rank)
+    parts: dict[str, Sequence[Hashable]] = {
+        **dict.fromkeys(("alive", "waiting", "unread"), range(chunks)),
+        "arriving": inward,
+        "leaving": outward,
+        "between": inner,
+    }
+    columns = {key: number for number, key in enumerate((part, key) for part, keys in parts.items() for key in keys)}
+    changes = np.zeros((len(actions) + 1, len(columns)), dtype=np.int64)
+    for key, born, freed, _ in _action_lifetimes(pipeline, rank, chunk_of, inner):
+        if born <= freed:
+            changes[born, columns[key]] += 1
+            changes[freed + 1, columns[key]] -= 1
+    counts = changes.cumsum(axis=0)[:-1]
+    numbers: Sequence[int] = [0] * len(actions)
+    if apart:
+        numbers = few_actions(pipeline.order, rank, pipeline.ranks, pipeline.microbatches, chunks).microbatches
+    kinds = [(chunk_of[action.stage], action.phase, number) for action, number in zip(actions, numbers, strict=True)]
+    compared = counts.copy()
+    compared[:, 2 * chunks : 3 * chunks] = 0  # batches not yet read
+    first: dict[Hashable, int] = {}
+    for row, kind in enumerate(kinds):
+        first.setdefault((kind, compared[row].tobytes()), row)
+    rows = counts[list(first.values())]
+    bounds = np.cumsum([0, *map(len, parts.values())])
+    alive, waiting, unread, arriving, leaving, between = (rows[:, a:b] for a, b in pairwise(bounds))
+    return HeldMoments(
+        kinds=tuple(kinds[row] for row in first.values()),
+        alive=alive,
+        waiting=waiting,
+        unread=unread,
+        read=alive,
+        arriving=arriving,
+        leaving=leaving,
+        between=between,
+    )
 
 
-def _waits(
-    layout: PlanIndex, value: Value, savers: tuple[str, ...], place: Mapping[str, int], rank: int, begins: int
-) -> list[Wait]:
-    """`begins`: components of the rank up to the maker of the value."""
-    shard, tp = layout.plan.shard_of_rank(rank), layout.plan.mesh.tp
-    assert value.producer is not None
-    made, here = layout.source[value.name].value, value.producer in place
-    if not here and layout.stage_of_value[value.name] == layout.plan.stage_of_rank(rank):
-        begins = _room_from(layout, value, rank, begins)
-    last: dict[ValueLayout, int] = {}
-    kept: dict[ValueLayout, int] = {made: place[value.producer]} if here and value.producer in savers else {}
-    cut: list[Wait] = []
-    for reading in layout.readings[value.name]:
-        for name in reading.components:
-            if name not in place:
-                continue
-            hops = conversion(made, reading.ends.value, tp) if here else ()
-            storage = storage_of(hops, made, shard) if here else reading.ends.value
-            while hops and hops[-1].operation in LOCAL_HOPS:
-                hops = hops[:-1]
-            whole = storage_of(hops, made, shard) if here else storage
-            if whole != storage and not is_view(conversion(made, reading.ends.value, tp)[-1], shard):
-                last[whole] = max(last.get(whole, 0), place[name] - 1)
-                cut.append(Wait(place[name], place[name], bytes_here(layout, value, storage, rank)))
-            elif name in savers:
-                kept[storage] = min(kept.get(storage, place[name]), place[name])
-            else:
-                last[storage] = max(last.get(storage, 0), place[name])
-    ends = {storage: kept.get(storage, last.get(storage, -1)) for storage in dict.fromkeys((*last, *kept))}
-    waits = [Wait(begins, end, bytes_here(layout, value, storage, rank)) for storage, end in ends.items()]
-    return [wait for wait in (*waits, *cut) if wait.first <= wait.last and wait.size_bytes]
+def _action_lifetimes(
+    pipeline: Pipeline, rank: int, chunk_of: Mapping[int, int], inner: Sequence[StageLink]
+) -> Iterator[Lifetime]:
+    """By action of the rank: microbatches of each chunk, and messages of each link."""
+    actions = pipeline.actions(rank)
+    at = {action: number for number, action in enumerate(actions)}
+    for number, (stage, phase, microbatch) in enumerate(actions):
+        last = at[Action(stage, pipeline.last_backward, microbatch)]
+        if phase is Phase.FORWARD:
+            yield Lifetime(("alive", chunk_of[stage]), number, last)
+            yield Lifetime(("unread", chunk_of[stage]), 0, number - 1)
+        elif phase is Phase.BACKWARD_INPUT:
+            yield Lifetime(("waiting", chunk_of[stage]), number + 1, last)
+        if phase in (Phase.FORWARD, pipeline.backward):
+            for link in inner:
+                if link.source == stage and (link.source < link.target) == (phase is Phase.FORWARD):
+                    yield Lifetime(("between", link), number + 1, at[Action(link.target, phase, microbatch)] - 1)
+    for other in range(pipeline.ranks):
+        if other != rank:
+            for group in message_groups(pipeline, other, rank):
+                for link in group.links:
+                    yield Lifetime(("arriving", link), group.room, group.read - 1)
+            for group in message_groups(pipeline, rank, other):
+                for link in group.links:
+                    yield Lifetime(("leaving", link), group.made + 1, group.gone - 1)
 
 
-def waiting_gradients(
-    layout: PlanIndex, values: Mapping[str, Value], rank: int, alike: AlikeOnRank | None = None
-) -> dict[str, list[Wait]]:
-    """Gradients that a rank has while other components than their reader and their maker run (`waiting_bytes`).
-
-    One that is a part of a larger gradient keeps all of that, until another reader adds to it. Left out is what another stage
-    sends for the half for weights alone: its message is counted until then (`StageLink.late`).
+def decoupled_moments(held: int, inward: Sequence[StageLink], outward: Sequence[StageLink]) -> HeldMoments:
+    """Of a stage that is not synchronised with the others: in a step one forward of a new batch, then one backward of an older
+    one. There is room for the gradient of a step from its beginning.
 
     Args:
-        layout: the plan and its model. values: by name, as kept under the plan. rank: global number.
-        alike: what was counted already on the ranks of this plan; None: nothing.
+        held: batches that it has run forward and not backward, at the fullest moment. inward, outward: links of its rank.
     """
-    alike = alike or CountedKinds(layout, values).on(rank)
-    here = [layout.model.component(name) for name in layout.rank_components(rank)]
-    found: dict[str, list[Wait]] = {}
-    for value in dict.fromkeys(value for component in here for value in (*component.outputs, *component.inputs)):
-        entry = values[value]
-        if entry.differentiable and entry.producer is not None:
-            waits = alike.waits("gradients", entry, partial(_gradient_waits, layout, values, entry, alike.place, rank))
-            if waits:
-                found[value] = waits
-    return found
+
+    def rows(first: Sequence[int], second: Sequence[int]) -> Counts:
+        return np.array([first, second], dtype=np.int64).reshape(2, len(first))
+
+    posted = [int(link.source > link.target) for link in inward]
+    return HeldMoments(
+        kinds=((0, Phase.FORWARD, 0), (0, Phase.BACKWARD, 0)),
+        alive=rows([held], [held]),
+        waiting=rows([0], [0]),
+        unread=rows([0], [0]),
+        read=rows([1], [1]),
+        arriving=rows(posted, [0] * len(posted)),
+        leaving=rows([0] * len(outward), [0] * len(outward)),
+        between=rows([], []),
+    )
 
 
-def _gradient_waits(
-    layout: PlanIndex, values: Mapping[str, Value], entry: Value, place: Mapping[str, int], rank: int
-) -> list[Wait]:
-    """Of one value that a rank makes or reads."""
-    assert entry.producer is not None
-    order, names = layout.model.component_index, layout.rank_components(rank)
-    halves, home = PIPELINE_ORDERS[layout.plan.pipeline_order].halves, layout.stage_of_value[entry.name]
-    late = halves and not layout.wants_input_gradient(entry.producer)
-    first_reader = min((place[name] for name in layout.consumers[entry.name] if name in place), default=0)
-    ends = place.get(entry.producer, first_reader) + 1
-    found: list[Wait] = []
-    for reading in layout.readings[entry.name]:
-        readers = [name for name in reading.components if name in layout.differentiable]
-        local = sorted(place[name] for name in readers if name in place)
-        if not readers or not (local or entry.producer in place):
-            continue
-        if late and not local and reading.stage != home:
-            continue
-        begins = local[-1] if local else bisect_left(names, min(map(order.__getitem__, readers)), key=order.__getitem__)
-        if not local and reading.stage == home:
-            begins = _room_until(layout, entry, rank, begins)
-        size = _gradient_size(layout, entry, reading)
-        whole = 0.0
-        if local and not layout.is_halved(names[local[-1]]):  # else what waits between the halves keeps it
-            whole = _whole_bytes(layout, values, entry.name, names[local[-1]])
-        again = local[-2] if len(local) > 1 else ends
-        stays = reading.stage == home and reading.ends.gradient == layout.source[entry.name].gradient
-        if whole > size and (stays or len(local) > 1):  # what is sent is copied, and what is converted made anew
-            found.append(Wait(max(again, ends), begins - 1, whole))
-            begins = max(again, ends)
-        found.append(Wait(ends, begins - 1, size))
-    return found
+# --- buckets that are whole for a while (ZeRO 2 and 3), by use --------------------------------------------------------
 
 
-def between_chunks(kept: KeptActivations, rank: int) -> dict[StageLink, float]:
-    """Bytes of one microbatch that one chunk of a rank makes and another one there reads, by link, ascending.
+WholeBucket = tuple[str, int, int]
+"""What of it, its number, and a microbatch: "gradients" of the microbatch while they are whole, "sums" (room for this rank's
+part of their sum), or "parameters", gathered for that microbatch first."""
 
-    Values wait until a component keeps them, or for their last reader; a gradient from the first backward that adds to it.
-    In a V the first and the last chunk of a rank are neighbours in the model.
+
+def bucket_lifetimes(layout: PlanIndex, uses: Sequence[Use], buckets: Collection[Bucket]) -> Iterator[Lifetime]:
+    """When buckets are whole on their ranks.
+
+    Gradients are there from the first backward that adds to them until the computation that waits for their reduce_scatter, or
+    for a later one of the same group. While they are being sent, there is room for this rank's part of the sum too. Parameters
+    are there from the computation beside which they are gathered to the last one that needs them.
 
     Args:
-        kept: values under the plan. rank: global number.
+        layout: the plan and its model. uses: computations of a place on the pp axis, which are the clock. buckets: of a rank.
     """
-    layout = kept.layout
-    found: dict[StageLink, float] = {}
-    if layout.plan.chunks == 1:
-        return found
-    here = layout.rank_components(rank)
-    for name in dict.fromkeys(output for component in here for output in layout.model.component(component).outputs):
-        value, source = kept.values[name], layout.source[name]
-        maker = layout.chunk_of[layout.model.value[name].producer or ""]
-        readers = {reader: layout.chunk_of[reader] for reader in layout.consumers[name] if layout.runs_on(rank, reader)}
-        later = [chunk for chunk in readers.values() if chunk != maker]
-        savers = [layout.chunk_of[saver] for saver in value.savers or () if layout.runs_on(rank, saver)]
-        links = []
-        if later and value.savers is not None and maker not in savers:
-            links.append((StageLink(maker, min(savers, default=max(later))), source.value))
-        back = [chunk for reader, chunk in readers.items() if chunk != maker and reader in layout.differentiable]
-        if back and value.differentiable:
-            links.append((StageLink(max(back), maker), source.gradient))
-        for link, how in links:
-            found[link] = found.get(link, 0.0) + bytes_here(layout, value, how, rank)
-    return dict(sorted(found.items()))
+    sizes = {bucket.number: bucket.padded_bytes for bucket in buckets}
+    for bucket, _, _, first, last, freed in gradient_windows(layout, uses, sizes, in_order=False):
+        number, microbatch, size = bucket.number, uses[first].microbatch, sizes[bucket.number]
+        yield Lifetime(("gradients", number, microbatch), first, freed, size)
+        yield Lifetime(("sums", number, microbatch), last + 1, freed, size // len(bucket.group))
+    for bucket, _, ahead, first, last, _ in parameter_windows(layout, uses, sizes, in_order=False):
+        yield Lifetime(("parameters", bucket.number, uses[first].microbatch), ahead, last, sizes[bucket.number])
 
 
-def _room_from(layout: PlanIndex, value: Value, rank: int, begins: int) -> int:
-    """The first component beside which there is room for a value that another tp rank makes.
+# --- what the executor does between two computations ------------------------------------------------------------------
 
-    A rank that only receives makes room as soon as its communication before has ended, long before the other one sends.
+BucketOfMicrobatch = tuple[int, int]
+
+
+@dataclass(kw_only=True)
+class Room:
+    """What happens to buckets around one computation, in this order.
+
+    Attributes:
+        forgotten: gradients given up before it. ending_parameters: given up after it.
+        ending_gradients: complete after it. beginning_parameters: for which there is room from then on.
+    """
+
+    forgotten: list[BucketOfMicrobatch] = field(default_factory=list)
+    ending_parameters: list[int] = field(default_factory=list)
+    ending_gradients: list[BucketOfMicrobatch] = field(default_factory=list)
+    beginning_parameters: list[int] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class BucketRooms:
+    """Attributes: around: by number of a task. first_parameters: gathered before anything was computed in the step."""
+
+    around: dict[int, Room] = field(default_factory=dict)
+    first_parameters: list[int] = field(default_factory=list)
+
+    def at(self, task: int) -> Room:
+        """Around the computation `task`."""
+        return self.around.setdefault(task, Room())
+
+
+def bucket_rooms(tasks: RankTasks, layout: PlanIndex, rank: int) -> BucketRooms:
+    """When a rank gives up buckets that are whole for a while, and makes room for parameters (`bucket_lifetimes`).
+
+    The first backward that adds to gradients makes the room for them.
 
     Args:
-        begins: components of the rank before the maker of the value.
+        tasks: of the rank, in issue order. layout: of the plan. rank: global number.
     """
-    names, order = layout.rank_components(rank), layout.model.component_index
-    assert value.producer is not None
-    found = 0
-    for other in layout.values_at[layout.plan.stage_of_rank(rank)]:
-        entry = layout.model.value[other]
-        before = entry.producer is not None and order[entry.producer] < order[value.producer]
-        if before and _communicates(layout, other, rank, gradient=False):
-            assert entry.producer is not None
-            found = max(found, sum(order[name] <= order[entry.producer] for name in names))
-    return min(found, begins)
-
-
-def _room_until(layout: PlanIndex, value: Value, rank: int, begins: int) -> int:
-    """One more than the last component whose backward runs beside the room for a gradient of another tp rank's making.
-
-    Args:
-        begins: components of the rank before the reader whose gradient it is.
-    """
-    names, order = layout.rank_components(rank), layout.model.component_index
-    assert value.producer is not None
-    later = [
-        sum(order[name] < order[entry.producer] for name in names) + (entry.producer in names)
-        for entry in map(layout.model.value.__getitem__, layout.values_at[layout.plan.stage_of_rank(rank)])
-        if entry.producer is not None
-        and entry.differentiable
-        and order[entry.producer] > order[value.producer]
-        and _communicates(layout, entry.name, rank, gradient=True)
-    ]
-    return max(begins, min(later, default=len(names)))
-
-
-def _communicates(layout: PlanIndex, value: str, rank: int, *, gradient: bool) -> bool:
-    """Whether the rank takes part in converting a value of its stage, or its gradient, on the tp axis."""
-    shard, tp, stage = layout.plan.shard_of_rank(rank), layout.plan.mesh.tp, layout.plan.stage_of_rank(rank)
-    if layout.stage_of_value[value] != stage:
-        return False
-    source = layout.source[value]
-    for reading in layout.readings[value]:
-        ends = (reading.ends.gradient, source.gradient) if gradient else (source.value, reading.ends.value)
-        for hop in conversion(*ends, tp):
-            if hop.operation in POINT_TO_POINT_HOPS:
-                if any(shard in pair for pair in hop_pairs(hop, tp)):
-                    return True
-            elif hop.operation not in LOCAL_HOPS:
-                return True
-    return False
-
-
-def _whole_bytes(layout: PlanIndex, values: Mapping[str, Value], value: str, reader: str) -> float:
-    """Of the gradient of an output of the reader that its gradient of the value is a part of; 0: of none."""
-    output = dict(layout.model.component(reader).gradient_views).get(value)
-    return local_bytes(layout, values[output], layout.source[output].gradient) if output else 0.0
-
-
-def _gradient_size(layout: PlanIndex, value: Value, reading: Reading) -> float:
-    """Of the gradient of one reading, converted as far as that sends something: what sends nothing is made when it is read."""
-    storage = reading.ends.gradient
-    for hop in conversion(storage, layout.source[value.name].gradient, layout.plan.mesh.tp):
-        storage = storage if hop.operation in LOCAL_HOPS else hop.target
-    return local_bytes(layout, value, storage)
-
-
-# ZeRO 2 and 3: bytes of buckets that are whole (unsharded) on a rank while each of its components runs.
-#
-# The executor makes and gives up their room between computations (`parsim.program.lifetimes`), so they do not depend on how
-# fast the communication is. Gradients are there from the first backward that adds to them until the computation that waits
-# for
-# their reduce_scatter. While they are being sent, there is room for this rank's part of the sum too. Parameters are there
-# from
-# the computation beside which they are gathered to the last one that needs them.
-
-
-def unsharded_bytes(layout: PlanIndex, rank: int) -> dict[tuple[Phase, str, int], float]:
-    """Bytes of whole buckets by phase, component of the rank and microbatch; empty below ZeRO 2.
-
-    Args:
-        layout: the plan and its model. rank: global number.
-
-    Returns:
-        Of a few actions (`parsim.program.lifetimes`), by which `HeldMoment.microbatch` counts too. A forward that is computed
-        again is a phase of its own: gradients that are still being sent then may be gone in the backward. Leaves out temporary
-        copies of the communication library.
-    """
+    rooms = BucketRooms()
     if layout.plan.zero_stage < 2:
-        return {}
-    plan = layout.plan
-    place, pipeline = plan.stage_of_rank(rank), (plan.mesh.pp, plan.microbatches, plan.chunks)
-    # buckets come and go by what runs right before and after
-    uses = uses_of(layout, place, few_actions(plan.pipeline_order, place, *pipeline).actions)
-    found: dict[tuple[Phase, str, int], float] = {}
-    sizes = {bucket.number: bucket.padded_bytes for bucket in layout.rank_buckets(rank)}
-    changes = [0] * (len(uses) + 1)  # of the bytes that are whole, from one use to the next
-    gradients, parameters = (windows(layout, uses, sizes, in_order=False) for windows in (gradient_windows, parameter_windows))
-    for window in (*gradients, *parameters):
-        size = sizes[window.bucket.number]
-        begins, ends = (window.ahead, window.last) if window.parameters else (window.first, window.freed)
-        if begins > ends:
+        return rooms
+    computed: dict[Use, int] = {}
+    updates: list[int] = []  # clipping and updates: all that was sent has come by then
+    for task, stream, _ in tasks:
+        if stream != COMPUTE:
             continue
-        changes[begins] += size
-        changes[ends + 1] -= size
-        if not window.parameters and (sent := max(begins, window.last + 1)) <= ends:
-            part = size // len(window.bucket.group)
-            changes[sent] += part
-            changes[ends + 1] -= part
-    whole = accumulate(changes)
-    for use, size in zip(uses, whole, strict=False):
-        if layout.runs_on(rank, use.component):
-            found[use.phase, use.component, use.microbatch] = float(size)
-    return found
+        if isinstance(task.work, Compute) and task.origin.microbatch is not None:
+            computed[Use(task.work.phase, task.work.component, task.origin.microbatch)] = task.index
+        elif isinstance(task.work, OptimizerStep | ClipGradients):
+            updates.append(task.index)
+    uses = uses_of(layout, layout.plan.stage_of_rank(rank))
+    here = [number for number, use in enumerate(uses) if use in computed]
+    for (what, bucket, microbatch), born, freed, _ in bucket_lifetimes(layout, uses, layout.rank_buckets(rank)):
+        begins, ends = bisect_left(here, born), bisect_right(here, freed)
+        behind = computed[uses[here[begins - 1]]] if begins else None
+        if what == "parameters":
+            (rooms.first_parameters if behind is None else rooms.at(behind).beginning_parameters).append(bucket)
+            rooms.at(computed[uses[here[ends - 1]]]).ending_parameters.append(bucket)
+        elif what == "sums":
+            assert behind is not None
+            rooms.at(behind).ending_gradients.append((bucket, microbatch))
+            before = [computed[uses[number]] for number in here[ends : ends + 1]] or updates[:1]
+            for index in before:
+                rooms.at(index).forgotten.append((bucket, microbatch))
+    return rooms
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
-    """The changes of memory by the second forward of a recomputed component, bytes of one microbatch.
-
-    Attributes:
-        saved_bytes: saved for the backward. released_bytes: of its inputs, released at that moment.
-        first_bytes, fullest_bytes: where only some operators run again, the fullest moment of the first forward, and that of
-            the second beyond all that is kept. None: that of the whole forward.
+@dataclass(kw_only=True)
+class MessageRooms:
+    """Attributes:
+    first: receives for which there is room from the beginning of the step.
+    behind: by computation, those for which there is room from its end.
+    awaited: by receive or computation, what else it waits for.
+    forgotten: by computation, sends whose tensors are given up right before it.
     """
 
-    saved_bytes: int
-    released_bytes: int = 0
-    first_bytes: int = 0
-    fullest_bytes: int | None = None
+    first: list[Task] = field(default_factory=list)
+    behind: dict[int, list[Task]] = field(default_factory=dict)
+    awaited: dict[int, list[int]] = field(default_factory=dict)
+    forgotten: dict[int, list[int]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """What a rank exchanges with others.
+def message_rooms(tasks: RankTasks, layout: PlanIndex, rank: int) -> MessageRooms:
+    """When a rank makes room for what other stages send, and gives up what it sends (`receive_rooms`, `send_ends`).
 
-    Attributes:
-        communicators: process groups with collectives or transfers this rank takes part in; 0 for one rank alone.
-        largest_message_bytes: the largest bucket or transfer; gloo keeps a scratch copy of it.
-        posted_bytes: room for gradients that is there from the beginning of the step, and read by the first backwards, where
-            `RankStep.pipeline` does not say.
+    Args:
+        tasks: of the rank, in issue order. layout: of the plan. rank: global number.
+    """
+    streams: dict[str, list[Task]] = {}
+    for task, stream, _ in tasks:
+        if isinstance(task.work, SendRecv) and task.origin.hop is None and task.origin.value is not None:  # else of a round
+            streams.setdefault(stream, []).append(task)
+    rooms = MessageRooms()
+    if not streams:
+        return rooms
+    computations = _Computations(tasks, layout)
+    waits = ends(pipeline_of(layout, layout.plan.shard_of_rank(rank)))
+    for stream_tasks in streams.values():
+        groups = computations.grouped(stream_tasks)
+        work = stream_tasks[0].work
+        assert isinstance(work, SendRecv)
+        if work.destination == rank:
+            reads = [
+                computations.first.get((target, microbatch, source < target)) for (source, target, microbatch), _ in groups
+            ]
+            for (_, receives), room in zip(groups, receive_rooms(reads), strict=True):
+                if room == 0:
+                    rooms.first.extend(receives)
+                    continue
+                index = computations.tasks[room - 1].index
+                rooms.behind.setdefault(index, []).extend(receives)
+                for task in receives:
+                    rooms.awaited.setdefault(task.index, []).append(index)
+            continue
+        made = [computations.last.get((source, microbatch, source < target)) for (source, target, microbatch), _ in groups]
+        never = len(computations.tasks)
+        backwards = [
+            computations.first.get((source, microbatch, False), never) if source < target else never
+            for (source, target, microbatch), _ in groups
+        ]
+        for (_, sends), (number, by_next) in zip(groups, send_ends(made, backwards, computations.update), strict=True):
+            if number == never:
+                continue
+            task, indices = computations.tasks[number], [send.index for send in sends]
+            rooms.forgotten.setdefault(task.index, []).extend(indices)
+            again = isinstance(task.work, Compute) and task.work.phase is Phase.RECOMPUTE  # a backward has to wait in any case
+            if waits and (by_next or again):
+                rooms.awaited.setdefault(task.index, []).extend(indices)
+    return rooms
+
+
+class _Computations:
+    """The computations of a rank in order, and which of them belong to the actions that read and make its messages.
+
+    Attributes: first, last: by stage of the plan, microbatch, and whether it is the forward, the number of the first
+        computation of an action, and of the last one that makes something for others. update: number of the first update.
     """
 
-    backend: str = "nccl"
-    communicators: int = 0
-    largest_message_bytes: int = 0
-    posted_bytes: float = 0.0
+    def __init__(self, tasks: RankTasks, layout: PlanIndex) -> None:
+        self._layout = layout
+        self.tasks = [task for task, stream, _ in tasks if stream == COMPUTE]
+        self.first: dict[tuple[int, int, bool], int] = {}
+        self.last: dict[tuple[int, int, bool], int] = {}
+        for number, task in enumerate(self.tasks):
+            if not isinstance(task.work, Compute) or task.origin.microbatch is None:
+                continue
+            name, forward = task.work.component, task.work.phase is Phase.FORWARD
+            key = (layout.chunk_of[name], task.origin.microbatch, forward)
+            self.first.setdefault(key, number)
+            if forward or (task.work.phase is not Phase.BACKWARD_WEIGHT and layout.wants_input_gradient(name)):
+                self.last[key] = number
+        updates = (number for number, task in enumerate(self.tasks) if isinstance(task.work, OptimizerStep))
+        self.update = next(updates, len(self.tasks))
 
+    def grouped(self, stream: Iterable[Task]) -> list[tuple[tuple[int, int, int], list[Task]]]:
+        """The messages of one stream in issue order, those together that one action makes and one action reads; each group with
+        the two stages and the microbatch."""
+        groups: list[tuple[tuple[int, int, int], list[Task]]] = []
+        for task in stream:
+            link = self._link(task)
+            assert task.origin.microbatch is not None
+            key = (link.source, link.target, task.origin.microbatch)
+            if not groups or groups[-1][0] != key:
+                groups.append((key, []))
+            groups[-1][1].append(task)
+        return groups
 
-NO_TRAFFIC = Traffic()
-"""A rank that communicates with nobody."""
+    def _link(self, task: Task) -> StageLink:
+        work, origin, plan = task.work, task.origin, self._layout.plan
+        assert isinstance(work, SendRecv)
+        assert origin.value is not None
+        ends_here = (plan.stage_of_rank(work.source), plan.stage_of_rank(work.destination))
+        for link, _, reading in messages(self._layout, [origin.value], plan.shard_of_rank(work.source)):
+            how = reading.ends.gradient if origin.gradient else reading.ends.value
+            places = (plan.stage_places[link.source], plan.stage_places[link.target])
+            if (link.source > link.target) == origin.gradient and places == ends_here and how == (origin.layout or PIECES):
+                return link
+        raise AssertionError(f"no stage sends {origin.value} from rank {work.source} to rank {work.destination}")

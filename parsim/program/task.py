@@ -73,3 +73,7 @@ class Task:
     @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(resource.rank for resource in self.resources))
+
+
+RankTasks = list[tuple[Task, str, tuple[int, ...]]]
+"""Of one rank in issue order: a task, its stream on the rank, and the tasks of the rank that it waits for."""

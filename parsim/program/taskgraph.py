@@ -14,7 +14,7 @@ from typing import Any
 
 from parsim.errors import GraphError, PlanError
 from parsim.plans.layouts import parse_hop, parse_layout
-from parsim.program.task import Origin, Resource, Task, parse_resource
+from parsim.program.task import Origin, RankTasks, Resource, Task, parse_resource
 from parsim.work import (
     ClipGradients,
     Collective,
@@ -295,10 +295,6 @@ def in_order(before: Sequence[Sequence[int]]) -> list[int]:
             if waiting[later] == 0:
                 ready.append(later)
     return ready
-
-
-RankTasks = list[tuple[Task, str, tuple[int, ...]]]
-"""In issue order: a task, its stream on the rank, and the tasks of the rank that it waits for."""
 
 
 def rank_tasks(graph: TaskGraph, rank: int) -> RankTasks:

@@ -11,9 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra")
 
+from experiments.common.equality import Case, even_plan  # noqa: E402
 from parsim.costs.compute.launches import backward_launches  # noqa: E402
 from parsim.hardware.cluster import cluster_from_profile  # noqa: E402
-from parsim.hardware.profile import load_profile  # noqa: E402
+from parsim.hardware.compose import load_profile  # noqa: E402
 from parsim.model import trace  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
@@ -23,7 +24,6 @@ from parsim.predict.memory import plan_memory  # noqa: E402
 from parsim.program.placed import PlanIndex  # noqa: E402
 from tests.execute import frozen_modules  # noqa: E402
 from tests.execute.bitwise import assert_equal_to_module  # noqa: E402
-from tests.execute.equality import Case, even_plan  # noqa: E402
 from tests.execute.test_equality import assert_equal_to_one_process  # noqa: E402
 
 KINDS = ("adapters", "parametrized_adapters", "frozen_start", "frozen_middle", "biases_only")

@@ -15,7 +15,7 @@ from torch import Tensor, nn  # noqa: E402
 from parsim.app.config import parse_config  # noqa: E402
 from parsim.errors import ConfigError, CostError, ModelError, TraceError  # noqa: E402
 from parsim.hardware.cluster import cluster_from_profile  # noqa: E402
-from parsim.hardware.profile import load_profile  # noqa: E402
+from parsim.hardware.compose import load_profile  # noqa: E402
 from parsim.model import build as build_file  # noqa: E402
 from parsim.model.interface import interface_of  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402

@@ -13,7 +13,7 @@ from parsim.costs.compute.compute import ComputeCosts  # noqa: E402
 from parsim.costs.compute.formula import WINOGRAD_REDUCTION  # noqa: E402
 from parsim.errors import TraceError  # noqa: E402
 from parsim.hardware.cluster import cluster_from_profile  # noqa: E402
-from parsim.hardware.profile import load_profile  # noqa: E402
+from parsim.hardware.compose import load_profile  # noqa: E402
 from parsim.model import trace  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
 from parsim.model.operator_table import TABLE, UNLISTED, OperatorRow  # noqa: E402

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 
 RUN = """\
 [model]

@@ -184,8 +184,9 @@ def readers(folder: Path) -> list[Reader]:
     from parsim.execute.job import Job, RunSpec
     from parsim.execute.measurement import RankRecord
     from parsim.execute.streams import TaskTime
+    from parsim.hardware.compose import load_profile
     from parsim.hardware.network import load_network, shipped_networks
-    from parsim.hardware.profile import load_profile, save_profile
+    from parsim.hardware.profile import save_profile
     from parsim.model.catalogue.hugging_face import read_config
     from parsim.model.model import Model
     from parsim.model.spec import ModelSpec

@@ -174,7 +174,7 @@ def test_programs_that_train_something_else_are_named(own: Any) -> None:
 
 
 def test_the_peaks_and_the_context_of_a_profile_are_what_was_measured(own: Any) -> None:
-    from parsim.hardware.profile import load_profile
+    from parsim.hardware.compose import load_profile
 
     predictions, shipped = own("predictions"), load_profile("dgx1-v100-32gb")
     ((name, entry),) = shipped.device_types.items()
@@ -332,7 +332,7 @@ def test_every_case_has_a_name_of_its_own_and_follows_what_it_needs(own: Any, tm
 
 
 def test_a_step_that_was_measured_is_not_predicted_any_more(own: Any, tmp_path: Path) -> None:
-    from parsim.hardware.profile import load_profile
+    from parsim.hardware.compose import load_profile
     from tools.gpu.device import cpu_device
 
     scope, predictions = own("questions").REHEARSED, own("predictions")

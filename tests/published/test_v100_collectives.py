@@ -12,7 +12,8 @@ import pytest
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.errors import DataError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import CollectivePoint, Profile, load_profile, save_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import CollectivePoint, Profile, save_profile
 from parsim.units import MIB
 from parsim.work import Collective
 from tools.published.v100 import MEMORY_ROWS, REFIT_TOLERANCE, build, largest_difference, main, refit

@@ -13,8 +13,10 @@ from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.communication.internode import choices
 from parsim.errors import DataError
 from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.network import load_network, shipped_networks
-from parsim.hardware.profile import load_profile, save_profile, source_keys
+from parsim.hardware.profile import save_profile
+from parsim.hardware.records import source_keys
 from parsim.units import GIB, KIB, MIB
 from parsim.work import Collective
 from tools.published.v100_machines import LARGE_BYTES, MACHINES, build, lane_rate, main

@@ -21,7 +21,8 @@ from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.compute.formula import saturation_s
 from parsim.errors import DataError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import Profile, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile
 from parsim.hardware.records import OperatorFit, OperatorPoint
 from parsim.model.load import load_model
 from parsim.model.model import Model

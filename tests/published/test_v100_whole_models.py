@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from parsim.errors import DataError
-from parsim.hardware.profile import Profile, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile
 from parsim.units import MIB
 from tools.published.v100_collectives import CollectiveRow, read_collective_rows
 from tools.published.v100_throughput import (

@@ -16,9 +16,10 @@ from calibration.measure.allocator import distinct_bytes, measure_allocator
 from calibration.measure.components import make_case
 from calibration.rounds.request import CalibrationRequest
 from parsim.execute.processes.machine import forget_peak, peak_resident_bytes, resident_bytes
-from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.devices import DEVICE_KINDS, Allocator, Spread, allocator_of
-from parsim.hardware.profile import Profile, Quantiles, load_profile
+from parsim.hardware.cluster import allocator_of, cluster_from_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.devices import DEVICE_KINDS, Allocator, Spread
+from parsim.hardware.profile import Profile, Quantiles
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.units import MIB

@@ -11,8 +11,7 @@ from parsim.model.model import Model
 from parsim.plans.layouts import BATCH, REPLICATE, Placement, ValueLayout, conversion
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
-from parsim.predict.memory import rank_boundary
-from parsim.program.lifetimes import Wait, gradient_bytes, storage_of, waiting_gradients, waiting_values
+from parsim.program.lifetimes import KeptActivations, Lifetime, RankValues, storage_of
 from parsim.program.placed import PlanIndex
 
 SAMPLES, RATE = 8, 100
@@ -56,6 +55,15 @@ def placed(model: Model, *placements: Placement) -> PlanIndex:
     return PlanIndex(Plan(strategy="custom", mesh=mesh, stages=(stage,), global_batch=SAMPLES), model)
 
 
+def here(layout: PlanIndex, rank: int) -> RankValues:
+    return RankValues(KeptActivations(layout, "fp32"), rank)
+
+
+def of(value: str, lifetimes: list[Lifetime]) -> list[tuple[int, int, float]]:
+    """Where a value is: first and last component, and bytes."""
+    return [(life.born, life.freed, life.size_bytes) for life in lifetimes if life.value == value and life.born <= life.freed]
+
+
 @pytest.mark.parametrize("operation", ["broadcast", "scatter"])
 def test_who_sends_copies_or_pieces_keeps_its_own_tensor(operation: str) -> None:
     made = ValueLayout("placed", 2, rank=0)
@@ -70,7 +78,7 @@ def test_a_broadcast_value_is_held_once_by_its_maker() -> None:
     """b makes it on rank 0 and keeps it; c reads it on both ranks and keeps it. Rank 1 has a copy, rank 0 none."""
     model = branched()
     layout = placed(model, FIRST, FIRST, REPLICATE, REPLICATE)
-    held = [rank_boundary(layout, model.value, rank).held_bytes for rank in range(2)]
+    held = [sum(here(layout, rank).held_bytes().values()) for rank in range(2)]
     assert held == [0.0, WHOLE], "what b saves on rank 0 is its own; c's copy on rank 1 is nobody's"
 
 
@@ -78,35 +86,33 @@ def test_a_gradient_that_moves_is_on_one_rank_at_a_time() -> None:
     """Of c's output: from loss on rank 1 to c on rank 0. Neither rank ever has it twice."""
     model = branched()
     layout = placed(model, FIRST, FIRST, FIRST, SECOND)
-    assert gradient_bytes(layout, model.value, "c", 0) == (2 * WHOLE, 2 * WHOLE)
+    assert here(layout, 0).gradients_of("c")[:2] == (2 * WHOLE, 2 * WHOLE)
 
 
 def test_a_rank_that_gathers_has_the_pieces_and_the_whole() -> None:
     model = branched()
     layout = placed(model, FIRST, FIRST, FIRST, BATCH)
-    assert gradient_bytes(layout, model.value, "c", 0) == (2 * WHOLE, 4 * WHOLE)
+    assert here(layout, 0).gradients_of("c")[:2] == (2 * WHOLE, 4 * WHOLE)
 
 
 def test_a_copy_for_another_layout_waits_for_its_reader() -> None:
     """a's output is read on rank 1 by b, which keeps it, and later by c on all ranks: that copy waits while b runs."""
     model = branched()
     layout = placed(model, BATCH, SECOND, REPLICATE, REPLICATE)
-    waits = waiting_values(layout, model.value, 1)["a:0"]
-    assert Wait(1, 1, WHOLE) in waits, "b counts it from its forward on"
-    assert Wait(1, 2, WHOLE) in waits, "the whole that c reads"
-    assert waiting_values(layout, model.value, 0)["a:0"] == [Wait(1, 1, WHOLE)], "rank 0 runs a and c alone"
+    waits = of("a:0", here(layout, 1).waiting_values())
+    assert (1, 1, WHOLE) in waits, "b counts it from its forward on"
+    assert (1, 2, WHOLE) in waits, "the whole that c reads"
+    assert of("a:0", here(layout, 0).waiting_values()) == [(1, 1, WHOLE)], "rank 0 runs a and c alone"
 
 
 def test_a_gradient_that_is_a_part_of_another_keeps_all_of_it() -> None:
     """The gradient of a's output from c waits beside b, as large as that of c's output; b's addition makes it anew."""
     model = branched(views=True)
     layout = placed(model, REPLICATE, REPLICATE, REPLICATE, REPLICATE)
-    assert [wait for wait in waiting_gradients(layout, model.value, 0)["a:0"] if wait.first <= wait.last] == [
-        Wait(1, 1, 2 * WHOLE)
-    ]
+    assert of("a:0", here(layout, 0).waiting_gradients()) == [(1, 1, 2 * WHOLE)]
     plain = branched()
     layout = placed(plain, REPLICATE, REPLICATE, REPLICATE, REPLICATE)
-    assert [wait for wait in waiting_gradients(layout, plain.value, 0)["a:0"] if wait.first <= wait.last] == [Wait(1, 1, WHOLE)]
+    assert of("a:0", here(layout, 0).waiting_gradients()) == [(1, 1, WHOLE)]
 
 
 def test_gradient_views_are_in_the_file_of_a_model_only_where_there_are_any() -> None:
@@ -118,5 +124,5 @@ def test_who_only_receives_has_room_as_soon_as_its_communication_before_has_ende
     """b runs on rank 0 alone. Rank 1 waits for its output from the beginning, and for its gradient since the loss."""
     model = branched()
     layout = placed(model, REPLICATE, FIRST, REPLICATE, REPLICATE)  # rank 1: a, c, loss
-    assert waiting_values(layout, model.value, 1)["b:0"] == [Wait(0, 1, WHOLE)]
-    assert Wait(1, 2, WHOLE) in waiting_gradients(layout, model.value, 1)["a:0"]
+    assert of("b:0", here(layout, 1).waiting_values()) == [(0, 1, WHOLE)]
+    assert (1, 2, WHOLE) in of("a:0", here(layout, 1).waiting_gradients())

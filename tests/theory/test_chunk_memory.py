@@ -5,32 +5,21 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import NO_ALLOCATOR
-from parsim.hardware.profile import load_profile
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import in_flight, pipeline_actions, rank_of_stage
 from parsim.plans.plan import Plan, Stage
 from parsim.predict import memory as plan_memory
-from parsim.program.lifetimes import (
-    Chunks,
-    HeldMoment,
-    KeptActivations,
-    Pipeline,
-    StageLink,
-    Wait,
-    held_moments,
-    pipeline_of,
-    waiting_gradients,
-)
+from parsim.program.lifetimes import KeptActivations, Pipeline, RankValues, StageLink, held_moments
 from parsim.program.placed import PlanIndex
 from parsim.work import Phase
-from tests.models import chain_model, residual_model, sharded_model
+from tests.models import residual_model
 
 
 def machine(devices: int) -> Cluster:
@@ -55,25 +44,6 @@ def peaks(plan: Plan, model: Model) -> list[int]:
     return [sum(entry.tensor_lines.values()) for entry in found]
 
 
-@pytest.mark.parametrize("model", [chain_model(), residual_model(), sharded_model()])
-@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_action_by_action_equals_the_closed_form_without_a_pipeline(
-    model: Model, order: str, recompute: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for microbatches in (1, 4):
-        plan = pipeline(model, 1, order=order, microbatches=microbatches, recompute=recompute)
-        closed = peaks(plan, model)
-
-        def walked(kept: KeptActivations, rank: int, names: list[str]) -> Chunks:
-            moments = held_moments(pipeline_of(kept.layout, 0), rank)
-            return Chunks(chunk_of=dict.fromkeys(names, 0), moments=moments)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(plan_memory, "rank_chunks", walked)
-            assert peaks(plan, model) == closed
-
-
 @given(
     st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"]),
     st.integers(1, 4),
@@ -87,27 +57,26 @@ def test_the_moments_hold_what_the_actions_leave(order: str, ranks: int, microba
     rank = data.draw(st.integers(0, ranks - 1))
     found = held_moments(Pipeline(order=order, ranks=ranks, microbatches=microbatches, chunks=chunks), rank)
     actions = pipeline_actions(order, rank, ranks, microbatches, chunks)
-    assert max(sum(moment.alive) for moment in found) == in_flight(order, rank, ranks, microbatches, chunks)
+    assert found.alive.sum(axis=1).max() == in_flight(order, rank, ranks, microbatches, chunks)
     assert order != "1f1b" or in_flight(order, rank, ranks, microbatches) == min(microbatches, ranks - rank)
-    assert {moment.phase for moment in found} == {action.phase for action in actions}
-    assert all(0 <= w <= a for moment in found for w, a in zip(moment.waiting, moment.alive, strict=True))
+    assert {phase for _, phase, _ in found.kinds} == {action.phase for action in actions}
+    assert ((found.waiting >= 0) & (found.waiting <= found.alive)).all()
 
 
 def test_one_rank_of_a_zero_bubble_pipeline_by_hand() -> None:
     """Rank 1 of 2: F0 I0 W0. The half for weights still has the microbatch, that for inputs does not wait for itself."""
     found = held_moments(Pipeline(order="zero-bubble", ranks=2, microbatches=1), 1)
-    assert found == (
-        HeldMoment(0, Phase.FORWARD, (1,), (0,), unread=(0,)),
-        HeldMoment(0, Phase.BACKWARD_INPUT, (1,), (0,), unread=(0,)),
-        HeldMoment(0, Phase.BACKWARD_WEIGHT, (1,), (1,), unread=(0,)),
-    )
+    assert found.kinds == ((0, Phase.FORWARD, 0), (0, Phase.BACKWARD_INPUT, 0), (0, Phase.BACKWARD_WEIGHT, 0))
+    assert found.alive.tolist() == [[1], [1], [1]]
+    assert found.waiting.tolist() == [[0], [0], [1]]
+    assert found.unread.tolist() == [[0], [0], [0]]
 
 
 @given(st.integers(1, 9))
 def test_what_one_chunk_of_a_v_makes_waits_for_the_other(microbatches: int) -> None:
     """Rank 1 of 2 has stages 1 and 2: a value waits from one forward to the other, a gradient likewise in the backward."""
     shape = Pipeline(order="zero-bubble-v", ranks=2, microbatches=microbatches, chunks=2)
-    found = held_moments(shape, 1, own=(StageLink(1, 2), StageLink(2, 1)))
+    found = held_moments(shape, 1, inner=(StageLink(1, 2), StageLink(2, 1)))
     values, gradients = set[int](), set[int]()
     seen = set()
     for action in pipeline_actions("zero-bubble-v", 1, 2, microbatches, 2):
@@ -123,7 +92,9 @@ def test_what_one_chunk_of_a_v_makes_waits_for_the_other(microbatches: int) -> N
             gradients.add(action.microbatch)
     assert not values
     assert not gradients, "all are read"
-    kept = {(moment.chunk, moment.phase, moment.between) for moment in found}
+    kept = {
+        (chunk, phase, tuple(between)) for (chunk, phase, _), between in zip(found.kinds, found.between.tolist(), strict=True)
+    }
     assert kept <= seen
     for place in (0, 1):
         assert max(between[place] for *_, between in kept) == max(between[place] for *_, between in seen)
@@ -136,7 +107,7 @@ def test_the_gradient_of_a_skip_between_stages_waits_for_its_maker() -> None:
     layout = PlanIndex(pipeline(model, 2), model)  # a, b | c, d, loss
     names = layout.rank_components(0)
     assert list(names) == ["a", "b"]
-    waiting = waiting_gradients(layout, dict(model.value), 0)
+    waiting = RankValues(KeptActivations(layout, "fp32"), 0).waiting_gradients()
     size = model.value["a:0"].size_bytes(8)
-    assert Wait(1, 1, size) in waiting["a:0"], "beside b, from the beginning of the backward"
-    assert all(wait.first > wait.last for wait in waiting["b:0"]), "b itself reads it"
+    there = [(life.value, life.born, life.freed, life.size_bytes) for life in waiting if life.born <= life.freed]
+    assert there == [("a:0", 1, 1, size)], "beside b, from the beginning of the backward; b itself reads that of its output"

@@ -18,7 +18,8 @@ from parsim.costs.communication.intranode import choose_protocol, protocol_lines
 from parsim.costs.communication.regime_fits import fit_regimes
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import CollectivePoint, LinkModel, LinkProtocol, Regime, Sourced, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import CollectivePoint, LinkModel, LinkProtocol, Regime, Sourced
 from parsim.hardware.topology import Link, Topology
 from parsim.work import COLLECTIVES, Collective, SendRecv
 

@@ -26,7 +26,7 @@ from parsim.engines.scenario.scenario import (
 )
 from parsim.errors import ScenarioError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.program.columns import columns_of
 from parsim.program.task import Origin, Resource, Task
 from parsim.program.taskgraph import TaskGraph, from_text

@@ -13,7 +13,7 @@ from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.communication.contention import hamiltonian_cycles, ring_set
 from parsim.costs.estimate import Estimate
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.units import GIB, KIB, MIB
 from parsim.work import Collective
 

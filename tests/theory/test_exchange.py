@@ -11,7 +11,7 @@ from parsim.costs.communication.collectives import estimate_send_recv
 from parsim.costs.communication.internode import exchange_seconds
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.plans.mixing import mixing_graph
 from parsim.work import SendRecv
 

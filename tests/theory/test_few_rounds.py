@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from parsim.errors import PlanError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import Action, few_rounds, pipeline_actions
+from parsim.predict import memory as plan_memory
 from parsim.predict.problem import PlanningProblem
-from parsim.program import lifetimes as unsharded_memory
 from parsim.program.lifetimes import FewActions, few_actions
 from parsim.program.passes.unsharded import uses_of
 from parsim.program.placed import PlanIndex
@@ -49,10 +49,10 @@ def test_buckets_are_whole_as_long_with_few_actions(
     )
     size = data.draw(st.sampled_from((1_000_000, 25_000_000, 10**9)))
     layout = PlanIndex(replace(plan, zero_stage=zero_stage, bucket_bytes=size), problem.model)
-    short = [unsharded_memory.unsharded_bytes(layout, rank) for rank in range(plan.world_size)]
+    short = [plan_memory.whole_bytes(layout, rank) for rank in range(plan.world_size)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unsharded_memory, "few_actions", every_action)
-        whole = [unsharded_memory.unsharded_bytes(layout, rank) for rank in range(plan.world_size)]
+        patch.setattr(plan_memory, "few_actions", every_action)
+        whole = [plan_memory.whole_bytes(layout, rank) for rank in range(plan.world_size)]
     for rank, (few, every) in enumerate(zip(short, whole, strict=True)):
         pipeline = order[0], plan.stage_of_rank(rank), pp, plan.microbatches, order[1]
         uses = [(uses_of(layout, pipeline[1], [action]), number) for action, number in zip(*standing(pipeline), strict=True)]

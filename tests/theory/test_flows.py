@@ -10,8 +10,8 @@ from parsim.engines.scenario.links import Flow, flow_of
 from parsim.engines.scenario.scenario import conditions_for, parse_scenario
 from parsim.errors import CostError, ScenarioError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.network import load_network
-from parsim.hardware.profile import load_profile
 from parsim.program.columns import columns_of
 from parsim.program.taskgraph import from_text
 from parsim.work import COLLECTIVES, Collective, SendRecv

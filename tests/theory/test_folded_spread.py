@@ -17,7 +17,8 @@ from parsim.engines import noise as side_by_side
 from parsim.engines.noise import SlowestRanks, slowest_ranks
 from parsim.engines.static import compile_graph, makespans_s, simulate
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import Noise, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Noise
 from parsim.plans.layouts import parse_placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage

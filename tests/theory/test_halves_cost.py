@@ -10,7 +10,7 @@ from parsim.costs.compute.formula import component_kernels
 from parsim.costs.compute.launches import ComputeRequest
 from parsim.costs.costs import Costs
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.records import ComponentPoint
 from parsim.model.catalogue.presets import load_preset
 from parsim.plans.mesh import Mesh

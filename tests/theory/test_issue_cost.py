@@ -17,8 +17,8 @@ from parsim.costs.compute.surfaces import Parts, composed_issue_s
 from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.compose import profile_from_parts
-from parsim.hardware.profile import HostOverhead, Noise, PaceToday, ProbeSeconds, Profile, load_profile
+from parsim.hardware.compose import load_profile, profile_from_parts
+from parsim.hardware.profile import HostOverhead, Noise, PaceToday, ProbeSeconds, Profile
 from parsim.hardware.records import ComponentPoint, OptimizerPoint
 from parsim.model.catalogue.sublayers import EAGER, SamplePart, Shape
 from parsim.model.catalogue.transformer import transformer

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,26 +10,29 @@ from hypothesis import strategies as st
 from parsim.model.component import Value
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
-from parsim.predict.memory import rank_boundary
-from parsim.program.lifetimes import AlikeOnRank, CountedKinds, Wait, waiting_gradients, waiting_values
+from parsim.program.lifetimes import KeptActivations, RankValues
 from parsim.program.placed import PlanIndex
 from tests.models import deep_model
 from tests.theory.test_lowering_by_kinds import planned
 
-T = TypeVar("T")
+
+def keeping(layout: PlanIndex, values: dict[str, Value], *, by_kinds: bool = True) -> KeptActivations:
+    """What is kept, of values with keepers of their own choice; `by_kinds`: what is alike is counted once."""
+    kept = KeptActivations(layout, "fp32")
+    kept.__dict__["values"] = values
+    if not by_kinds:
+        kept.__dict__["kinds"] = {}
+    return kept
 
 
-class Anew(AlikeOnRank):
-    """Counts everything anew."""
-
-    def waits(self, what: str, value: Value, count: Callable[[], list[Wait]]) -> list[Wait]:
-        return count()
-
-    def of_value(self, what: str, value: Value, count: Callable[[], T]) -> T:
-        return count()
-
-    def of_component(self, what: str, name: str, count: Callable[[], T]) -> T:
-        return count()
+def counted(here: RankValues) -> tuple[object, ...]:
+    return (
+        here.waiting_values(),
+        here.waiting_gradients(),
+        here.held_bytes(),
+        here.loaded_bytes(),
+        [here.gradients_of(name) for name in here.names],
+    )
 
 
 def kept_values(draw: st.DataObject, layout: PlanIndex) -> dict[str, Value]:
@@ -58,19 +59,16 @@ def kept_values(draw: st.DataObject, layout: PlanIndex) -> dict[str, Value]:
 def test_a_rank_keeps_what_it_keeps_when_every_value_is_counted(draw: st.DataObject) -> None:
     layout = planned(draw, placed=draw.draw(st.booleans()))
     values = kept_values(draw, layout)
-    shared, anew = CountedKinds(layout, values), CountedKinds(layout, values)
+    shared, anew = keeping(layout, values), keeping(layout, values, by_kinds=False)
     for rank in range(layout.plan.world_size):
         if layout.rank_components(rank) and (layout.shards_alike or rank % layout.plan.mesh.tp == 0):
-            found = rank_boundary(layout, values, rank, None, shared.on(rank))
-            assert found == rank_boundary(layout, values, rank, None, Anew(anew, rank))
-            for waits in (waiting_values, waiting_gradients):
-                assert waits(layout, values, rank, shared.on(rank)) == waits(layout, values, rank, Anew(anew, rank))
+            assert counted(RankValues(shared, rank)) == counted(RankValues(anew, rank))
 
 
 def test_what_is_counted_does_not_grow_with_the_blocks() -> None:
     """Of a chain in two stages, whatever its length."""
 
-    def counted(layers: int) -> int:
+    def count(layers: int) -> int:
         model = deep_model(layers)
         names = tuple(component.name for component in model.components)
         mesh, half = Mesh(pp=2, tp=2), len(names) // 2
@@ -79,9 +77,9 @@ def test_what_is_counted_does_not_grow_with_the_blocks() -> None:
         )
         plan = Plan(strategy="custom", mesh=mesh, stages=stages, global_batch=32, microbatches=4)
         layout = PlanIndex(plan, model)
-        found = CountedKinds(layout, dict(model.value))
+        kept = KeptActivations(layout, "fp32")
         for rank in (0, 2):
-            rank_boundary(layout, found.values, rank, None, found.on(rank))
-        return len(found.known)
+            counted(RankValues(kept, rank))
+        return len(kept.counted)
 
-    assert counted(24) == counted(48)
+    assert count(24) == count(48)

@@ -11,8 +11,8 @@ import pytest
 import parsim as ps
 from parsim.errors import DoesNotFitError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import DEVICE_KINDS, Allocator
-from parsim.hardware.profile import load_profile
 from parsim.predict.memory import SAFE_PROBABILITY
 from parsim.units import format_bytes
 from tests.models import sharded_model

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import Allocator, Spread
-from parsim.hardware.profile import load_profile
 from parsim.predict.evaluate import evaluate
 from parsim.predict.memory import FIT_PROBABILITY, SAFE_PROBABILITY, RankMemory, bytes_at, fit_probability, verdict_text
 from parsim.predict.problem import PlanningProblem

@@ -13,8 +13,8 @@ from parsim.costs.loading import update_bytes
 from parsim.engines.static import simulate
 from parsim.errors import CostError, PlanError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.compose import profile_from_parts
-from parsim.hardware.profile import HostMemory, load_profile
+from parsim.hardware.compose import load_profile, profile_from_parts
+from parsim.hardware.profile import HostMemory
 from parsim.model.component import Value
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
@@ -420,7 +420,7 @@ def test_where_nothing_fits_offload_is_named_if_it_helps() -> None:
         assert (kept.chosen is not None) == helps
 
 
-@pytest.mark.parametrize("strategy", ["dp", "mp", "hp", "adaptive"])
+@pytest.mark.parametrize("strategy", ["dp", "mp", "hp", pytest.param("adaptive", marks=pytest.mark.slow)])
 def test_a_search_keeps_what_is_offloaded(strategy: str) -> None:
     model = saving(chain_model((5e10,) * 4, elements=10**6), size=10**6)
     problem = problem_of(model, machine(4), optimizer_offload=True, activation_offload=("c0", "c1"))

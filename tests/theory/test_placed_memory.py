@@ -6,21 +6,16 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.model import Model
 from parsim.plans.layouts import parse_placement
 from parsim.plans.mesh import Mesh
-from parsim.plans.pipeline import in_flight
 from parsim.plans.plan import Plan, Stage
-from parsim.predict.memory import RankMemory, RankStep, plan_memory, rank_boundary, rank_chunks, rank_memory, rank_weights
-from parsim.program.lifetimes import KeptActivations
+from parsim.predict.memory import RankMemory, plan_memory
 from parsim.program.placed import PlanIndex
-from tests.models import chain_model, residual_model, sharded_model
+from tests.models import chain_model, sharded_model
 
 MODEL = sharded_model()
 BATCH = 64
@@ -121,83 +116,3 @@ def test_ranks_of_every_replica_are_alike() -> None:
     assert [entry.rank for entry in found] == [0, 1, 2, 3]
     assert [entry.lines for entry in found[:2]] == [entry.lines for entry in found[2:]]
     assert found[0].lines != found[1].lines
-
-
-def test_samples_by_component_need_their_boundary() -> None:
-    device = cluster().devices[0].type
-    samples = {component.name: 4 for component in MODEL.components}
-    step = RankStep(components=MODEL.components, values=MODEL.value, microbatch_samples=samples)
-    with pytest.raises(CostError, match="give their boundary"):
-        rank_memory(0, step, device, optimizer="sgd", precision="fp32")
-    del samples["b"]
-    with pytest.raises(CostError, match="'b' has none"):
-        rank_memory(0, step, device, optimizer="sgd", precision="fp32")
-
-
-@pytest.mark.parametrize("model", [chain_model(), residual_model(), residual_model(tied=True), sharded_model()])
-@pytest.mark.parametrize(("pp", "dp", "tp"), [(1, 1, 1), (2, 2, 1), (3, 1, 1), (2, 1, 2)])
-def test_the_general_count_equals_the_uniform_one_where_all_is_batch_sharded(model: Model, pp: int, dp: int, tp: int) -> None:
-    of = plan(mesh=Mesh(pp=pp, dp=dp, tp=tp), model=model, microbatches=4)
-    layout = PlanIndex(of, model)
-    for found in memory(of, model):
-        rank = found.rank
-        names = layout.rank_components(rank)
-        step = RankStep(
-            components=[model.component(name) for name in names],
-            values=model.value,
-            microbatch_samples={name: layout.local_samples(name) for name in names},
-            in_flight=in_flight(of.pipeline_order, of.stage_of_rank(rank), pp, 4),
-            pipeline=rank_chunks(KeptActivations(layout, "fp32"), rank, names),
-            loaded_microbatches=4,
-            boundary=rank_boundary(layout, model.value, rank),
-            weights=rank_weights(layout, rank),
-        )
-        again = rank_memory(rank, step, cluster().devices[rank].type, optimizer="adam", precision="fp32")
-        assert [line for line in again.lines if line[0] != "communication"] == [
-            line for line in found.lines if line[0] != "communication"
-        ]
-
-
-KINDS = {
-    "a": ["batch", "replicate", "place:0", "place:3", "shard:column/2", "shard:column/4"],
-    "b": ["batch", "replicate", "place:1", "shard:row/2", "shard:row/4"],
-    "c": ["batch", "replicate", "place:0", "shard:column/2", "shard:column/4"],
-    "d": ["batch", "replicate", "place:2", "shard:row/2", "shard:row/4"],
-    "loss": ["batch", "replicate", "place:0"],
-}
-
-
-@settings(max_examples=60)
-@given(
-    placements=st.tuples(*(st.sampled_from(KINDS[name]) for name in ("a", "b", "c", "d", "loss"))),
-    zero_stage=st.integers(0, 3),
-    microbatches=st.sampled_from([1, 4]),
-)
-def test_any_mixture(placements: tuple[str, ...], zero_stage: int, microbatches: int) -> None:
-    of = plan(*placements, zero_stage=zero_stage, microbatches=microbatches)
-    found = memory(of)
-    everything = memory(plan(*["replicate"] * 5, microbatches=microbatches))[0]
-    parts = [rank_weights(PlanIndex(of, MODEL), rank) for rank in range(4)]
-    updated = sum(step.elements for entry in parts for step in entry.updates)
-    assert updated >= 4 * (WEIGHT + BIAS), "every parameter is updated somewhere"
-    for entry, own in zip(found, parts, strict=True):
-        assert all(size >= 0 for _, size in entry.lines)
-        held = sum(parameter.elements for parameter in PlanIndex(of, MODEL).rank_parameters(entry.rank))
-        assert sum(step.elements for step in own.updates) <= held + 4 * len(PlanIndex(of, MODEL).rank_buckets(entry.rank))
-        assert entry.line("activations") <= everything.line("activations")
-        assert entry.line("boundary_values") <= 2 * microbatches * 5 * VALUE
-    more = memory(replace(of, global_batch=2 * BATCH))
-    assert all(big.total_bytes >= small.total_bytes for big, small in zip(more, found, strict=True))
-
-
-@settings(max_examples=40)
-@given(
-    placements=st.tuples(
-        *(st.sampled_from([kind for kind in KINDS[name] if "place" not in kind]) for name in ("a", "b", "c", "d", "loss"))
-    ),
-    zero_stage=st.integers(0, 3),
-)
-def test_tp_ranks_hold_alike_where_no_component_is_placed_on_one(placements: tuple[str, ...], zero_stage: int) -> None:
-    layout = PlanIndex(plan(*placements, zero_stage=zero_stage), MODEL)
-    assert all(rank_boundary(layout, MODEL.value, rank) == rank_boundary(layout, MODEL.value, 0) for rank in range(4))
-    assert all(rank_weights(layout, rank) == rank_weights(layout, 0) for rank in range(4))

@@ -14,15 +14,15 @@ from parsim.costs.compute.compute import ComputeCosts, compute_costs
 from parsim.costs.costs import Costs
 from parsim.errors import PlanError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.compose import profile_from_parts
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile, profile_from_parts
 from parsim.plans.layouts import hop_groups, hop_pairs
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.stages import concurrent_groups, concurrent_transfers, concurrent_with
 from parsim.predict.breakdown import union
-from parsim.program.fold import Exchange, InsideSeconds, exchanges_of
-from parsim.program.lifetimes import KeptActivations, rank_traffic
+from parsim.predict.folding import Exchange, InsideSeconds, exchanges_of
+from parsim.predict.memory import communication_bytes
+from parsim.program.lifetimes import KeptActivations, RankValues
 from parsim.program.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message
 from parsim.program.placed import PlanIndex
 from parsim.work import Collective, Compute, Phase, SendRecv, Work
@@ -134,16 +134,16 @@ def test_paths_that_are_alike_pay_the_same(name: str, axes: tuple[int, int, int]
 @settings(deadline=None, max_examples=60)
 @given(plans(), st.data())
 def test_messages_that_are_alike_count_once(plan: Plan, data: st.DataObject) -> None:
-    """The traffic of a rank is that of its values one by one."""
+    """The largest message of a rank is that of its values one by one."""
     layout = index_of(plan)
     rank = data.draw(st.integers(0, plan.world_size - 1))
-    whole = rank_traffic(KeptActivations(layout, "fp32"), rank, "gloo")
+    whole = communication_bytes(RankValues(KeptActivations(layout, "fp32"), rank), "gloo")
     values, largest = layout.values_at[plan.stage_of_rank(rank)], 0
     for name in values:
         alone = PlanIndex(plan, MODEL)
         alone.__dict__["values_at"] = {**layout.values_at, plan.stage_of_rank(rank): (name,)}
-        largest = max(largest, rank_traffic(KeptActivations(alone, "fp32"), rank, "gloo").largest_message_bytes)
-    assert not values or whole.largest_message_bytes == largest
+        largest = max(largest, communication_bytes(RankValues(KeptActivations(alone, "fp32"), rank), "gloo"))
+    assert not values or whole == largest
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 3)), max_size=12))

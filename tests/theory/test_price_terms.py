@@ -18,6 +18,7 @@ from parsim.costs.estimate import Term, folded_s, running_totals_s
 from parsim.costs.observed import CommunicationClass, RunCorrections
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import (
     CollectiveFit,
     CommunicationFactor,
@@ -30,7 +31,6 @@ from parsim.hardware.profile import (
     Profile,
     Regime,
     Update,
-    load_profile,
 )
 from parsim.hardware.records import ComponentPoint, OptimizerPoint
 from parsim.model.model import Model

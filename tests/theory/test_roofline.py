@@ -14,8 +14,9 @@ from parsim.costs.compute.launches import ComputeRequest, component_launches
 from parsim.costs.compute.surfaces import LaunchModel, SurfaceModel
 from parsim.costs.estimate import Estimate
 from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import DeviceType
-from parsim.hardware.profile import Profile, load_profile
+from parsim.hardware.profile import Profile
 from parsim.hardware.records import OperatorSurface
 from parsim.model.component import Component, Operator
 from parsim.work import Phase

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.schedule.placement.brute_force import solve_brute_force
 from parsim.search.placement.certificate import solve_milp
 from parsim.search.placement.exact import Frontiers, Relaxation, numbers_among, options_in_reach, solve_exactly, undominated
 from parsim.search.placement.paper import PaperProblem, solve_paper_brute_force, solve_paper_dynamic, solve_paper_milp
 from parsim.search.placement.problem import PlacementProblem, fits, step_s
+from tests.theory.brute_force import solve_brute_force
 
 CLOSE = 1e-9
 

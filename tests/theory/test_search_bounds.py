@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from parsim.errors import ParsimError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.layouts import BATCH

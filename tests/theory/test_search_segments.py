@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.screen import Outline, plan_of
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
@@ -15,7 +16,6 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import simulated_step
 from parsim.predict.problem import PlanningProblem
-from parsim.schedule.parts.screen import Outline, plan_of
 from parsim.search.bound import step_bound_s
 from parsim.search.memory_floor import floor_excess_bytes, kept_together, least_kept, plan_floor
 from parsim.search.recompute import place_excess_bytes, recomputed_to_fit, segmented_to_fit

@@ -15,7 +15,8 @@ from parsim.costs.costs import Costs
 from parsim.costs.estimate import Estimate
 from parsim.errors import ModelError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import Profile, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile
 from parsim.model.component import Component, OperatorShard, Parameter, ParameterShard, Sharding
 from parsim.model.shard.narrow import narrow
 from parsim.work import Compute, Phase

@@ -12,13 +12,14 @@ from parsim.app.functions import simulate
 from parsim.costs.costs import Costs
 from parsim.errors import PlanError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
+from parsim.predict.folding import folding_of
 from parsim.predict.memory import plan_memory
 from parsim.predict.problem import PlanningProblem
-from parsim.program.fold import folding_of, unfolded
+from parsim.program.fold import unfolded
 from parsim.program.lower import lower
 from parsim.program.passes.gradients import REPLICA_STREAM
 from parsim.program.placed import PlanIndex

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from parsim.errors import PlanError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage

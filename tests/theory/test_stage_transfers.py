@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parsim.plans.pipeline import PIPELINE_ORDERS, pipeline_actions, rank_of_stage
-from parsim.program.lifetimes import Pipeline, StageLink, beside_actions, ends, groups
+from parsim.program.lifetimes import Pipeline, StageLink, ends, held_moments, message_groups
 
 
 def chain_links(order: str, ranks: int, chunks: int, skips: frozenset[tuple[int, int]] = frozenset()) -> tuple[StageLink, ...]:
@@ -61,7 +61,7 @@ def test_of_every_stream_at_most_one_group_lies_ahead_where_reads_are_in_order(p
     for other in range(pipeline.ranks):
         if other == rank:
             continue
-        found = groups(pipeline, other, rank)
+        found = message_groups(pipeline, other, rank)
         assert all(group.room <= group.read for group in found), "there is room before the action that waits for it"
         rooms = [group.room for group in found]
         assert rooms == sorted(rooms), "in the order of the stream"
@@ -71,18 +71,31 @@ def test_of_every_stream_at_most_one_group_lies_ahead_where_reads_are_in_order(p
                 assert sum(group.room <= number < group.read for group in found) <= 1
 
 
+def beside(pipeline: Pipeline, rank: int) -> list[tuple[str, list[int], list[int]]]:
+    """By moment of a rank what runs, and the messages for which there is room, and that are held."""
+    moments = held_moments(pipeline, rank)
+    runs = [phase.value for _, phase, _ in moments.kinds]
+    return list(zip(runs, moments.arriving.tolist(), moments.leaving.tolist(), strict=True))
+
+
 def test_the_last_stage_of_1f1b_by_hand() -> None:
     """F0 B0 F1 B1: while F0 runs there is room for the value of F1, and its gradient is held while F1 runs."""
     pipeline = Pipeline(order="1f1b", ranks=2, microbatches=2, links=(StageLink(0, 1), StageLink(1, 0)))
-    arriving, leaving = beside_actions(pipeline, 1)
-    assert arriving == [[StageLink(0, 1)], [StageLink(0, 1)], [], []]
-    assert leaving == [[], [], [StageLink(1, 0)], [StageLink(1, 0)]]
-    arriving, leaving = beside_actions(pipeline, 0)  # F0 F1 B0 B1
-    assert arriving == [[StageLink(1, 0)], [StageLink(1, 0)], [StageLink(1, 0)], []]
-    assert leaving == [[], [StageLink(0, 1)], [StageLink(0, 1)], []]
+    assert beside(pipeline, 1) == [
+        ("forward", [1], [0]),
+        ("backward", [1], [0]),
+        ("forward", [0], [1]),
+        ("backward", [0], [1]),
+    ]
+    assert beside(pipeline, 0) == [  # F0 F1 B0 B1
+        ("forward", [1], [0]),
+        ("forward", [1], [1]),
+        ("backward", [1], [1]),
+        ("backward", [0], [0]),
+    ]
 
 
 @pytest.mark.parametrize("order", ["gpipe", "1f1b"])
 def test_one_microbatch_has_room_for_its_gradient_and_holds_its_value_to_the_backward(order: str) -> None:
     pipeline = Pipeline(order=order, ranks=2, microbatches=1, links=(StageLink(0, 1), StageLink(1, 0)))
-    assert beside_actions(pipeline, 0) == ([[StageLink(1, 0)], []], [[], []])
+    assert beside(pipeline, 0) == [("forward", [1], [0]), ("backward", [0], [0])]

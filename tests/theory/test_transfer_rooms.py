@@ -8,9 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from parsim.errors import PlanError
-from parsim.execute.transfers import transfer_rooms
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
+from parsim.program.lifetimes import message_rooms
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 from parsim.program.taskgraph import rank_tasks
@@ -38,7 +38,7 @@ def test_room_for_messages_adds_no_cycle(plan: Plan) -> None:
                 after[task.index].add(last[place])
             last[place] = task.index
     for rank in range(plan.world_size):
-        rooms = transfer_rooms(rank_tasks(graph, rank), layout, rank)
+        rooms = message_rooms(rank_tasks(graph, rank), layout, rank)
         for index, before in rooms.awaited.items():
             after[index].update(before)
     assert len(list(TopologicalSorter(after).static_order())) == len(graph.tasks)  # raises CycleError for a cycle
@@ -51,7 +51,7 @@ def test_every_receive_has_room_once(data: st.DataObject) -> None:
     layout, graph = PlanIndex(plan, MODEL), lower(plan, MODEL)
     for rank in range(plan.world_size):
         tasks = rank_tasks(graph, rank)
-        rooms = transfer_rooms(tasks, layout, rank)
+        rooms = message_rooms(tasks, layout, rank)
         given_room = [task.index for task in (*rooms.first, *(task for some in rooms.behind.values() for task in some))]
         received = [task.index for task, stream, _ in tasks if stream.startswith("pp<")]
         assert sorted(given_room) == sorted(received)
@@ -74,7 +74,7 @@ def test_a_second_forward_waits_until_the_value_is_sent_that_is_given_up_before_
     )
     layout = PlanIndex(plan, model)
     tasks = rank_tasks(lower(plan, model), 0)
-    rooms = transfer_rooms(tasks, layout, 0)
+    rooms = message_rooms(tasks, layout, 0)
     again = next(task for task, _, _ in tasks if isinstance(task.work, Compute) and task.work.phase is Phase.RECOMPUTE)
     sent = [task.index for task, _, _ in tasks if isinstance(task.work, SendRecv) and task.work.source == 0]
     assert rooms.forgotten[again.index] == sent

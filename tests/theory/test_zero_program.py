@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from parsim.engines.static import simulate
 from parsim.errors import PlanError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
-from parsim.predict.memory import plan_memory
-from parsim.program.lifetimes import Room, rooms_of, unsharded_bytes
+from parsim.predict.memory import plan_memory, whole_bytes
+from parsim.program.lifetimes import Room, bucket_rooms
 from parsim.program.lower import lower
 from parsim.program.passes.gradients import REPLICA_STREAM
 from parsim.program.placed import PlanIndex
@@ -74,15 +74,11 @@ def test_lines_in_closed_form() -> None:
     assert [found[stage].line("parameters") for stage in found] == [whole, whole, whole, whole // 4]
     assert [found[stage].line("gradients") for stage in found] == [whole, whole, whole // 4, whole // 4]
     assert [found[stage].line("optimizer_state") for stage in found] == [2 * whole, whole // 2, whole // 2, whole // 2]
-    assert unsharded_bytes(PlanIndex(replicas(1), CHAIN), 0) == {}
+    assert whole_bytes(PlanIndex(replicas(1), CHAIN), 0) == {}
     assert all("unsharded" not in {name for name, _, _ in entry.spreads} for entry in found.values())
     sent, part = 2 * BUCKET + BUCKET // 4, BUCKET // 4
     most = [
-        {
-            name: size
-            for (phase, name, _), size in unsharded_bytes(PlanIndex(replicas(stage), CHAIN), 0).items()
-            if _backward(phase)
-        }
+        {name: size for (phase, name, _), size in whole_bytes(PlanIndex(replicas(stage), CHAIN), 0).items() if _backward(phase)}
         for stage in (2, 3)
     ]
     assert most[0] == {"loss": 0, "c5": BUCKET, "c4": sent, "c3": sent, "c2": sent, "c1": sent, "c0": sent}
@@ -121,14 +117,15 @@ def test_the_executor_holds_what_is_predicted_and_what_the_program_needs(plan: P
         ]
         indices = {task.index for task, _ in own}
         tasks = [(task, stream, tuple(index for index in task.dependencies if index in indices)) for task, stream in own]
-        assert _fullest(layout, tasks, start, end) == {use: size for use, size in unsharded_bytes(layout, rank).items() if size}
+        predicted = {use: size for use, size in whole_bytes(layout, rank).items() if size}
+        assert _fullest(layout, rank, tasks, start, end) == predicted
 
 
 def _fullest(
-    layout: PlanIndex, tasks: list[tuple[Task, str, tuple[int, ...]]], start: np.ndarray, end: np.ndarray
+    layout: PlanIndex, rank: int, tasks: list[tuple[Task, str, tuple[int, ...]]], start: np.ndarray, end: np.ndarray
 ) -> dict[tuple[Phase, str, int], float]:  # type: ignore[type-arg]
     """Bytes of buckets while a component runs, as the executor makes and gives up their room."""
-    rooms = rooms_of(tasks)
+    rooms = bucket_rooms(tasks, layout, rank)
     sending = {
         (task.origin.bucket, task.origin.microbatch): task
         for task, _, _ in tasks

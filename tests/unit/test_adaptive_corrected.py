@@ -18,7 +18,7 @@ from parsim.costs.observed import (
 )
 from parsim.errors import CostError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.plans.mesh import Mesh
 from parsim.predict.problem import PlanningProblem
 from parsim.search.stages import balanced_plan

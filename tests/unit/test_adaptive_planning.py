@@ -13,7 +13,7 @@ from parsim.costs.observed import NO_RUN_CORRECTIONS, CommunicationClass, RunCor
 from parsim.errors import ScheduleError
 from parsim.execute.train import mean_round_s
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.optimizers import OPTIMIZERS
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan

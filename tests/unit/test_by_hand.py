@@ -14,7 +14,7 @@ from parsim.app.config import parse_config
 from parsim.app.load import fixed_plan, problem_of
 from parsim.errors import ConfigError, PlanError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.model import Model
 from parsim.plans.layouts import BATCH, REPLICATE, Placement, parse_placement
 from parsim.plans.mesh import Mesh

@@ -14,16 +14,8 @@ from parsim.costs.compute.compute import ComputeCosts
 from parsim.costs.estimate import OverlapFactors
 from parsim.errors import CostError, GraphError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import (
-    CollectiveFit,
-    Communication,
-    HostOverhead,
-    Overlap,
-    OverlapPoint,
-    Profile,
-    Regime,
-    load_profile,
-)
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import CollectiveFit, Communication, HostOverhead, Overlap, OverlapPoint, Profile, Regime
 from parsim.hardware.records import ComponentPoint, ComputeRecords, OptimizerPoint
 from parsim.model.catalogue.sublayers import SamplePart, Shape, Software
 from parsim.model.catalogue.transformer import transformer

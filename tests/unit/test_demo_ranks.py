@@ -20,7 +20,8 @@ from parsim.app.calibration import ChosenRanks, choose_ranks
 from parsim.commands.demo import demo as demo_command
 from parsim.errors import ConfigError
 from parsim.execute.job import Job
-from parsim.hardware.profile import Profile, load_profile, save_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile, save_profile
 
 See = Callable[..., None]
 

@@ -14,7 +14,8 @@ from parsim.costs.conformal import ValidationRecord
 from parsim.costs.history import NO_HISTORY, History, append_record, fingerprint, history_path, read_history
 from parsim.errors import ProfileError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import Noise, Profile, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Noise, Profile
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.search.families import FAMILIES

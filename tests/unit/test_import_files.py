@@ -21,8 +21,8 @@ from parsim.formats.ledger import ledger_of
 from parsim.formats.source import MOST_BYTES, SourceFile
 from parsim.formats.topology import read_topo_matrix
 from parsim.hardware.cluster import cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.parts import load_gpu
-from parsim.hardware.profile import load_profile
 from parsim.timeline import Timeline
 from parsim.work import Collective
 from tests.unit.import_samples import DEEPSPEED, TOPO, gpu_trace, nccl_text, switched_topo

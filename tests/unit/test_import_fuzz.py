@@ -31,7 +31,7 @@ from parsim.formats.nccl_tests import read_nccl_tests, with_measured
 from parsim.formats.nsys import read_nsys
 from parsim.formats.source import SourceFile
 from parsim.formats.topology import read_lstopo, read_topo_matrix, with_links
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.units import printable
 from tests.unit.import_samples import DEEPSPEED, LSTOPO, TOPO, gpu_trace, nccl_json, nccl_text, nsys_database, switched_topo
 

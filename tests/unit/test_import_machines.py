@@ -13,7 +13,7 @@ from parsim.formats.ledger import ledger_of
 from parsim.formats.nsys import read_nsys
 from parsim.formats.source import SourceFile
 from parsim.formats.topology import read_lstopo
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.timeline import Timeline
 from tests.unit.import_samples import LSTOPO, TOPO, nsys_database
 

@@ -13,15 +13,8 @@ from parsim.errors import CostError, ImportedFileError
 from parsim.formats.nccl_tests import NcclLog, read_nccl_tests, with_measured
 from parsim.formats.source import SourceFile
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import (
-    CollectivePoint,
-    Profile,
-    SourceEntry,
-    load_profile,
-    parse_profile,
-    save_profile,
-    shipped_profiles,
-)
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import CollectivePoint, Profile, SourceEntry, parse_profile, save_profile, shipped_profiles
 from parsim.hardware.records import to_text
 from parsim.work import Collective
 from tests.unit.import_samples import SIZES, nccl_json, nccl_text, seconds_of

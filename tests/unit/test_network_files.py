@@ -16,8 +16,9 @@ from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.communication.contention import ring_set
 from parsim.errors import ConfigError, CostError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile, cluster_links
+from parsim.hardware.compose import load_profile
 from parsim.hardware.network import load_network, parse_network, shipped_networks
-from parsim.hardware.profile import load_profile, shipped_profiles
+from parsim.hardware.profile import shipped_profiles
 from parsim.hardware.topology import Topology
 from parsim.work import Collective
 from tests.round_machines import network, network_dict, pair_machine

@@ -10,7 +10,7 @@ import pytest
 from parsim.costs.observed import CommunicationClass, RunCorrections
 from parsim.errors import ScheduleError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.plans.plan import NONE, Plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem

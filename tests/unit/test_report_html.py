@@ -29,7 +29,7 @@ from report_samples import (
 from parsim.app.write_folder import report_facts
 from parsim.execute.cuda.gpu import MemoryUse
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.predict.memory import NOT_TENSORS, RankMemory
 from parsim.report import figures
 from parsim.report import figures as memory_figures

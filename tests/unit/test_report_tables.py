@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from report_samples import RESNET, breakdown_of, durations_s, memory_of, results, run_in_order, step_graph
 from rich.console import Console
 
-from parsim.hardware.profile import Profile, load_profile, shipped_profiles
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile, shipped_profiles
 from parsim.predict.compare import compare
 from parsim.predict.result import Interval
 from parsim.report import tables

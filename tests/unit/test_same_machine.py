@@ -22,7 +22,8 @@ from parsim.execute.processes.machine import (
     profile_differences,
     stolen_share,
 )
-from parsim.hardware.profile import DeviceTypeEntry, Profile, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import DeviceTypeEntry, Profile
 from parsim.hardware.records import ComponentPoint
 from tests.unit.test_profile import minimal
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.screen import Outline, plan_of, screened_s
 from parsim.errors import PlanError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
@@ -12,7 +13,6 @@ from parsim.model.catalogue.transformer import transformer
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import simulated_step
 from parsim.predict.problem import PlanningProblem
-from parsim.schedule.parts.screen import Outline, plan_of, screened_s
 
 SHAPE = Shape(name="small", layers=14, hidden=2048, heads=16, vocab=32000)
 

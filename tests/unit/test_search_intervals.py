@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.plans.constraints import PlanConstraints
 from parsim.predict.evaluate import Evaluation, with_interval
 from parsim.predict.problem import PlanningProblem

@@ -15,7 +15,7 @@ from parsim.engines import static
 from parsim.engines.static import compile_graph
 from parsim.errors import PlanError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.model.component import Component, Parameter, Sharding, Value
 from parsim.model.load import load_model
 from parsim.model.model import Model

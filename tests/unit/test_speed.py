@@ -11,7 +11,8 @@ import torch
 
 from parsim.execute.processes.speed_probe import SpeedProbe
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import HostOverhead, Noise, PaceToday, ProbeSeconds, Profile, load_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import HostOverhead, Noise, PaceToday, ProbeSeconds, Profile
 from parsim.hardware.speed_factor import SpeedFactor, probe_seconds, speed_beside, speed_since
 from parsim.numeric import Floats
 from parsim.plans.plan import Plan

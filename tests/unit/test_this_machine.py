@@ -15,7 +15,8 @@ from parsim.app.question import question_of
 from parsim.errors import ConfigError
 from parsim.execute.processes.machine import describe_environment
 from parsim.files import HOME_VARIABLE
-from parsim.hardware.profile import Profile, load_profile, save_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile, save_profile
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec

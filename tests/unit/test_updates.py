@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.common.slow_machines import Machine, after_run, error
 from parsim.costs.history import fingerprint
 from parsim.costs.observed import (
     CommunicationClass,
@@ -20,14 +21,14 @@ from parsim.costs.observed import (
 )
 from parsim.errors import CostError, ProfileError
 from parsim.hardware.cluster import cluster_from_profile
-from parsim.hardware.profile import Profile, load_profile, save_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.profile import Profile, save_profile
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.search.families import FAMILIES
 from parsim.work import Phase
 from tests.models import chain_model
-from tests.slow_machines import Machine, after_run, error
 
 SLOW = RunCorrections(ranks=((0, 1.0), (1, 1.2)))
 TARGET = 0.05

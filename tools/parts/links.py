@@ -1,4 +1,7 @@
-"""The JSON of every link part: switches fitted to logs, and the other links from what was published about them."""
+"""The JSON of every link part: switches fitted to logs, and the other links from what was published about them.
+
+Networks are derived from logs between two nodes and from line rates; all else is as in `infiniband-400g`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parsim.hardware.compose import load_profile
 from parsim.hardware.network import load_network
-from parsim.hardware.profile import LinkProtocol, Profile, load_profile
+from parsim.hardware.profile import LinkProtocol, Profile
 from tools.parts import collectives
 from tools.parts.catalog import LLM_PROF
 from tools.parts.gpus import digits

@@ -21,6 +21,7 @@ from typing import Any
 
 from calibration.fit.operators import fit_operators, read_operator_points
 from parsim.errors import DataError, ParsimError, ProfileError
+from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import (
     CollectivePoint,
     Communication,
@@ -34,7 +35,6 @@ from parsim.hardware.profile import (
     Provenance,
     Sourced,
     SourceEntry,
-    load_profile,
     save_profile,
 )
 from parsim.hardware.records import ComputeRecords, OperatorPoint

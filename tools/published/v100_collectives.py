@@ -14,7 +14,7 @@ from pathlib import Path
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
 from parsim.costs.communication.internode import choices
 from parsim.hardware.cluster import Cluster, cluster_from_profile
-from parsim.hardware.profile import load_profile
+from parsim.hardware.compose import load_profile
 from parsim.units import MIB
 from parsim.work import Collective, SendRecv
 from tools.published.v100_throughput import LeftOut, read_table

@@ -19,6 +19,7 @@ import numpy as np
 
 from parsim.costs.communication.regime_fits import rounded
 from parsim.errors import DataError, ParsimError
+from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import (
     CollectivePoint,
     Communication,
@@ -32,11 +33,9 @@ from parsim.hardware.profile import (
     Provenance,
     Sourced,
     SourceEntry,
-    load_profile,
     save_profile,
-    source_keys,
 )
-from parsim.hardware.records import ComputeRecords, Efficiency, OperatorFit
+from parsim.hardware.records import ComputeRecords, Efficiency, OperatorFit, source_keys
 from parsim.units import GIB, MIB
 from tools.published.v100_throughput import read_table
 

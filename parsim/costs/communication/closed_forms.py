@@ -129,8 +129,7 @@ def _positive(value: float) -> float:
     return value
 
 
-# The mutual slowdown of computation and communication of a program: measured factors, chosen by the sizes of its
-# messages.
+# The mutual slowdown of computation and communication of a program: measured factors, chosen by the sizes of its messages.
 
 
 def overlap_of(measured: Overlap, works: Sequence[Work], seconds: Iterable[float]) -> OverlapFactors:
@@ -237,8 +236,7 @@ def regime_at(regimes: Sequence[Regime], size_bytes: float) -> tuple[Regime, flo
 #
 #     seconds = bytes * seconds_per_byte alone + contention + latency
 #
-# Contention is what the bytes take longer while other groups use the same links: bytes times the difference between the
-# seconds
+# Contention is what the bytes take longer while other groups use the same links: bytes times the difference between the seconds
 # per byte beside them and alone. Latency is not stretched.
 
 

@@ -30,8 +30,8 @@ from parsim.hardware.topology import Link, Topology, walk_of
 # How many rings a group of devices can run at once: edge-disjoint directed Hamiltonian cycles on the link graph.
 #
 # NCCL all_reduces along several rings at once, each over its own lanes, so the bandwidth of a group is the number of rings
-# times the rate of a lane. On an eight-GPU cube mesh that gives 1, 4 and 6 rings for GPUs 0-1, 0-3 and 0-7. Every lane
-# carries one ring in each direction.
+# times the rate of a lane. On an eight-GPU cube mesh that gives 1, 4 and 6 rings for GPUs 0-1, 0-3 and 0-7. Every lane carries
+# one ring in each direction.
 
 
 MAX_RING_DEVICES = 8

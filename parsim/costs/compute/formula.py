@@ -303,18 +303,21 @@ def attention_seconds(
     return seconds
 
 
+def _one(value: float) -> Array:
+    return np.array([value], dtype=np.float64)
+
+
 def _tiles_s(launch: Launch, coefficients: Mapping[str, float]) -> float:
-    problems, rows, columns, depth, _ = product_of(launch)
-    shapes = (np.array([value], dtype=np.float64) for value in (rows, columns, depth, problems, launch.size_bytes))
-    return float(tile_seconds(*shapes, coefficients)[0])
+    problems, rows, columns, depth = map(_one, product_of(launch)[:4])
+    return float(tile_seconds(rows, columns, depth, problems, _one(launch.size_bytes), coefficients)[0])
 
 
 def _attention_s(launch: Launch, coefficients: Mapping[str, float]) -> float:
-    problems, queries, keys, depth, _ = product_of(launch)
-    causal = float(launch.function == "causal")
-    numbers = (queries, keys, depth, depth, problems, causal, launch.size_bytes)
-    shapes = (np.array([value], dtype=np.float64) for value in numbers)
-    return float(attention_seconds(*shapes, coefficients, backward=launch.phase == "backward")[0])
+    problems, queries, keys, depth = map(_one, product_of(launch)[:4])
+    causal, size_bytes = _one(launch.function == "causal"), _one(launch.size_bytes)
+    backward = launch.phase == "backward"
+    seconds = attention_seconds(queries, keys, depth, depth, problems, causal, size_bytes, coefficients, backward=backward)
+    return float(seconds[0])
 
 
 FORMULAS: Mapping[str, Callable[[Launch, Mapping[str, float]], float]] = {

@@ -296,10 +296,10 @@ def _beyond(elements: float, cache: float) -> float:
 #     t = component_s + launch_s * launches + sum over kinds of  factor_kind * seconds of its launches
 #         + seconds_per_parameter_byte * bytes of its parameters + seconds_per_activation_byte * bytes its operators move
 #
-# component_s and launch_s are the work of the interpreter and of autograd. The factors correct a call that was measured
-# alone for the state of the machine inside a training step. The bytes are parameters and activations that no cache holds
-# any more. None is negative, so t stays monotone. Half a backward takes half of component_s and its own launches;
-# parameters belong to the weights' half.
+# component_s and launch_s are the work of the interpreter and of autograd. The factors correct a call that was measured alone
+# for the state of the machine inside a training step. The bytes are parameters and activations that no cache holds any more.
+# None is negative, so t stays monotone. Half a backward takes half of component_s and its own launches; parameters belong to
+# the weights' half.
 #
 # Leaves out: which model the component stands in, though a model with little memory keeps more of it in the caches.
 

@@ -175,10 +175,8 @@ def _names(cluster: Cluster) -> tuple[Mapping[str, str], ...]:
 
 # Links shared max-min fairly: the rates of flows that each load several links, by filling all of them like water.
 #
-# A flow has one rate; link l carries `loads[l, f]` times the rate of flow f, at most its capacity, and no flow goes faster
-# than
-# its own limit. The rates are max-min fair: none can be raised without lowering one that is not higher already. All rates
-# rise
+# A flow has one rate; link l carries `loads[l, f]` times the rate of flow f, at most its capacity, and no flow goes faster than
+# its own limit. The rates are max-min fair: none can be raised without lowering one that is not higher already. All rates rise
 # together; where a link is full, the flows on it stop, and the others go on. A collective is one flow whose loads couple its
 # links: the slowest paces all of them.
 #
