@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calibration.rounds.pace import Pace
-from calibration.rounds.raw_points import entries_of
+from calibration.rounds.request import entries_of
 from parsim.hardware.profile import Noise, ProbeSeconds
 from parsim.numeric import Floats
 

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from calibration.rounds.request import CalibrationRequest, check_measurable
-from calibration.rounds.speed_probe import paced_together
-from calibration.rounds.turns import WARM_UP, CalibrationSection, Entries
+from calibration.rounds.turns import WARM_UP, CalibrationSection, Entries, paced_together
 from parsim.costs.communication.collectives import ON_ONE_CORE, packed_operation
 from parsim.execute.cuda.driver import driver_of
 from parsim.execute.operations import all_gather_flat, reduce_scatter_flat, run_hop

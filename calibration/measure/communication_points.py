@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from calibration.fit.drift import Drift, RoundTiming, estimate_drift
-from calibration.rounds.raw_points import entries_of
+from calibration.rounds.request import entries_of
 from parsim.costs.communication.closed_forms import regimes_s
 from parsim.hardware.profile import CollectiveFit, CollectivePoint, Overlap, OverlapPoint
 from parsim.model.model import Model

@@ -27,11 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from calibration.measure.arithmetic import DTYPES, numerics
 from calibration.measure.delayed_streams import Pausing
+from calibration.measure.device import DTYPES, numerics
 from calibration.rounds.request import CalibrationRequest
-from calibration.rounds.speed_probe import paced
-from calibration.rounds.turns import CalibrationSection, Entries
+from calibration.rounds.turns import CalibrationSection, Entries, paced
 from parsim.data.datasets import dataset_for
 from parsim.data.samples import BatchOrder, Samples
 from parsim.errors import DataError

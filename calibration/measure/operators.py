@@ -29,8 +29,7 @@ from torch import Tensor
 from calibration.measure.operator_shapes import CPU_REACH, Reach, Sizes, gpu_reach, operator_launches
 from calibration.operand_pool import CACHE_MULTIPLE, OperandPool, last_cache_bytes
 from calibration.rounds.request import CalibrationRequest
-from calibration.rounds.speed_probe import paced
-from calibration.rounds.turns import CalibrationSection, Entries
+from calibration.rounds.turns import CalibrationSection, Entries, paced
 from parsim.costs.compute.launches import Launch
 from parsim.execute.cuda.driver import DeviceClock, Group, driver_of, timed_groups, warm_gpu
 from parsim.execute.processes.speed_probe import SpeedProbe

@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Protocol
 
 from calibration.fit.build_profile import build_profile
-from calibration.rounds.environment import closing_line, opening_line
-from calibration.rounds.gpu_room import check_gpus, check_room, look_apart
-from calibration.rounds.raw_points import RawPoints, load_raw, raw_path, save_raw
-from calibration.rounds.request import CalibrationRequest
-from calibration.rounds.resume_folder import Leftover, WorkFolder, alone, open_folder
-from calibration.rounds.turns import gather_raw
+from calibration.rounds.environment import check_gpus, check_room, closing_line, look_apart, opening_line
+from calibration.rounds.request import CalibrationRequest, RawPoints, load_raw, raw_path, save_raw
+from calibration.rounds.turns import Leftover, WorkFolder, alone, gather_raw, open_folder
 from parsim.app.doctor import Found
 from parsim.errors import ConfigError, ExecutionError, MissingDependencyError, ProfileError
 from parsim.execute.processes.launch import launch

@@ -62,7 +62,7 @@ def _rank(rank: int, size: int, store: Path, model: Model, runs: Sequence[RunSpe
             entry.step(keep=False)
             entry.measure_memory()
             entry.close()
-            found: Mapping[str, Any] = {"peak_bytes": entry.peak_bytes, "lines": entry.memory_lines}
+            found: Mapping[str, Any] = {"peak_bytes": entry.record.peak_bytes, "lines": entry.record.memory_lines}
             write_text_atomically(record_path(folder, run.name, rank), json.dumps(found))
         dist.barrier()
     dist.destroy_process_group()

@@ -17,8 +17,8 @@ from predictions import digest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from experiments.common.accuracy import accuracy
 from experiments.common.markdown import table
-from parsim.analyze.accuracy import accuracy
 from parsim.predict.compare import aa_floor
 from parsim.program.taskgraph import parse_work
 from parsim.units import format_bytes, format_seconds

@@ -31,11 +31,13 @@ from pathlib import Path
 from typing import Any
 
 BEGIN_S = time.monotonic()  # what imports take belongs to the budget
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from fake_peers import IssuedStep, PlannedRun, drawn_durations_s, issued_step, simulated_ends_s, with_rooms
 from questions import GRANULARITY, REHEARSED, Question
 
+from experiments.common.reference import largest_difference, train_reference
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.execute.cuda.driver import Driver, TorchCudaDriver
 from parsim.execute.cuda.gpu import NCCL, SHARE_VARIABLE, STAGED, prepare_cuda, usable_gpus
@@ -43,7 +45,6 @@ from parsim.execute.job import Job, RunSpec
 from parsim.execute.loading import Pin
 from parsim.execute.processes.launch import launch
 from parsim.execute.rank_run import run_dataset
-from parsim.execute.reference import largest_difference, train_reference
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec

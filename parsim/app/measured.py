@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from parsim.app.export_folder import export_folder
 from parsim.app.frames import breakdown_frame, frame, timeline_frame
 from parsim.app.prediction import Prediction
 from parsim.costs.diagnosis import Diagnosis
+from parsim.formats.exports import Exported
 from parsim.predict.compare import Comparison
 from parsim.units import format_percent, format_seconds
 
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from parsim.execute.measurement import Measurement
-    from parsim.formats.exports import Exported
 
 
 KIND_COLUMNS = (
@@ -88,8 +89,6 @@ class Measured:
         Raises:
             ConfigError: there is no such checkpoint, or the module's code is not trusted (PARSIM_ALLOW_CODE=1).
         """
-        from parsim.app.export_folder import export_folder
-
         options = {"weights": weights} | ({} if checkpoint is None else {"checkpoint": checkpoint})
         return export_folder(self.folder, format=format, out=None if out is None else Path(out), **options).file
 
@@ -103,8 +102,6 @@ class Measured:
         Raises:
             ConfigError: an unknown format, or a plan that it cannot express.
         """
-        from parsim.app.export_folder import export_folder
-
         return export_folder(self.folder, format=format, out=None if out is None else Path(out))
 
     def compare(self) -> None:

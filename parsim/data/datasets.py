@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from parsim.data.generated import TargetValues
-from parsim.data.samples import VALUES, Samples, Target, image_shape
+from parsim.data.samples import VALUES, Samples, Target, TargetValues, image_shape
 from parsim.model.interface import Interface, interface_of
 from parsim.model.objective import BINARY, CLASSES
 from parsim.model.spec import ModelSpec

@@ -11,8 +11,8 @@ A resource has one of two disciplines. `issue`, the usual one: it runs its tasks
 `arrival`: it is exclusive and serves first come, first served. Only the dynamic engine can decide that order; what it recorded
 replays in the static engine and the executor (`unrolled`).
 
-Three readers: `repeated.simulate_program` simulates repeat by repeat and stops where the state recurs; `dynamic.run_program`
-adds arrival, slowdown and conditions; `unrolled` writes the whole run out as one graph. All three give the same seconds.
+Two readers: `dynamic.run_program`, with arrival, slowdown and conditions, and `unrolled`, which writes the whole run out as one
+graph. Both give the same seconds.
 """
 
 from __future__ import annotations

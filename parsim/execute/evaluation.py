@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parsim.data.samples import Samples, StreamSamples
 from parsim.errors import ExecutionError
 from parsim.execute.checkpoint import checkpoint
-from parsim.execute.checkpoint.checkpoint import RankState, checkpoint_at, keep_only, restore_one_by_one, step_folders, step_of
+from parsim.execute.checkpoint.checkpoint import checkpoint_at, keep_only, step_folders, step_of
 from parsim.execute.checkpoint.reshard import whole_weights
 from parsim.execute.job import EvaluationRule, RunSpec
 from parsim.execute.loading import batch_to_score
@@ -27,22 +27,41 @@ from parsim.execute.processes.heartbeat import Doing, pulse
 from parsim.execute.processes.output import write_progress
 from parsim.execute.rank_run import RankRun, run_dataset
 from parsim.execute.stage import seeded_module
-from parsim.model.inputs import IGNORED
 from parsim.model.interface import interface_of
 from parsim.model.objective import CLASSES, TARGET, choose_output
 from parsim.model.total_loss import entries, output_kinds, total_loss
 
-# Validation on all ranks: every rank takes whole weights, scores its share of the samples, and the sums are added up.
+# How good weights are: loss and metrics over samples, at validations on all ranks and at the end of a training in one
+# process.
 #
-# Between two steps a rank holds the whole weights beside its own part, and no activations of the training. Predicted as the
-# line
-# `evaluation` (`parsim.predict.memory`). The sums of batches are joined exactly (`math.fsum`), so the score depends on no
-# number of ranks.
+# At a validation every rank takes whole weights and scores its share of the batches. It holds them beside its own part, and
+# no
+# activations of the training. Predicted as the line `evaluation` (`parsim.predict.memory`). The sums of batches are joined
+# exactly (`math.fsum`), so a score depends on no number of ranks.
 
 
-MOST_BATCH = 64
+BATCH = 64
+"""Samples of a forward, at most."""
+ACCURACY = "accuracy"
 Sums = dict[str, tuple[list[float], list[float]]]
 """Numerators and denominators by metric."""
+
+
+def score(
+    run: RunSpec, state: checkpoint.RankState, data: Samples, device: torch.device, *, at_once: int = BATCH
+) -> dict[str, float]:
+    """Mean test loss, and for classes the share of right answers; other losses have no accuracy.
+
+    Args:
+        state: whole; running statistics are those of the first replica. at_once: samples of a forward.
+    """
+    module = _module(run, device)
+    checkpoint.restore_one_by_one(dict(module.named_parameters()), state.weights)
+    checkpoint.restore_one_by_one(dict(module.named_buffers()), state.buffers)
+    metrics = (ACCURACY,) if interface_of(run.model).objective.row.targets == CLASSES else ()
+    means = _joined(list(_batch_sums(run, module, data, metrics, device=device, at_once=at_once, doing="scoring")))
+    result = {"test_loss": means[LOSS_NAME]}
+    return result if math.isnan(means.get(ACCURACY, math.nan)) else {**result, "test_accuracy": means[ACCURACY]}
 
 
 def scores(
@@ -63,14 +82,72 @@ def scores(
         rank, ranks: which share of the batches is scored here.
     """
     random = checkpoint.rng_state(str(device))
+    at_once = max(1, min(BATCH, run.plan.microbatch_samples))
     try:
-        own = _own_sums(run, weights, buffers, data, metrics, device=device, rank=rank, ranks=ranks)
+        module = _module(run, device)
+        for name, value in module.named_parameters():
+            if name in weights:
+                value.data = weights[name].to(device=device, dtype=value.dtype)  # not a copy: it would be one more whole model
+        checkpoint.restore_tensors({name: value for name, value in module.named_buffers() if name in buffers}, buffers)
+        share = rank, ranks
+        own = list(_batch_sums(run, module, data, metrics, device=device, at_once=at_once, doing="validating", share=share))
     finally:
         checkpoint.restore_rng(random, str(device))
     everyone: list[list[Sums]] = gather_values(own) if ranks > 1 else [own]
-    batches = [batch for found in everyone for batch in found]
+    return _joined([batch for batches in everyone for batch in batches])
+
+
+def _module(run: RunSpec, device: torch.device) -> nn.Module:
+    dtype = torch.float64 if run.dtype == "float64" else torch.float32
+    return seeded_module(run.model, run.seed, dtype, device).eval()
+
+
+def _batch_sums(
+    run: RunSpec,
+    module: nn.Module,
+    data: Samples,
+    metrics: Sequence[str],
+    *,
+    device: torch.device,
+    at_once: int,
+    doing: str,
+    share: tuple[int, int] = (0, 1),
+) -> Iterator[Sums]:
+    """The sums of every batch; `share`: (rank, ranks), of which each scores every ranks-th batch."""
+    dtype = torch.float64 if run.dtype == "float64" else torch.float32
+    interface = interface_of(run.model)
+    objective, names = interface.objective, [entry.name for entry in interface.inputs]
+    rank, ranks = share
+    with torch.no_grad():
+        for start in range(rank * at_once, len(data), ranks * at_once):
+            indices = np.arange(start, min(start + at_once, len(data)), dtype=np.int64)
+            values = batch_to_score(data, indices, dtype, device, doing=doing)
+            target = values.pop(TARGET, None)
+            args, kwargs = interface.arguments(dict(zip(names, values.values(), strict=True)))
+            output = module(*args, **kwargs)
+            total = float(total_loss(objective, output, target, len(indices), run.model.name))
+            sums: Sums = {LOSS_NAME: ([total], [float(len(indices))])}
+            if metrics and target is not None:  # a model that takes its targets itself has none
+                sums |= _metric_sums(output, target, objective, run.model.name, metrics)
+            yield sums
+
+
+def _metric_sums(output: Any, target: Tensor, objective: Any, name: str, metrics: Sequence[str]) -> Sums:
+    tensors = entries(output)
+    read = tensors[choose_output(name, output_kinds(tensors), objective.output)]
+    classes = objective.classes_dim
+    dim = -1 if classes is None else classes + 1 if classes >= 0 else classes
+    sums: Sums = {}
+    for metric in metrics:
+        above, below = METRICS[metric].sums(read, target, dim)
+        sums[metric] = above.double().reshape(-1).tolist(), below.double().reshape(-1).tolist()
+    return sums
+
+
+def _joined(batches: Sequence[Sums]) -> dict[str, float]:
+    """The mean loss and every metric over all batches."""
     result = {}
-    for name in (LOSS_NAME, *metrics):
+    for name in batches[0]:
         above, below = (_added([batch[name][place] for batch in batches]) for place in (0, 1))
         result[name] = above[0] / below[0] if name == LOSS_NAME else METRICS[name].value(above, below)
     return result
@@ -78,59 +155,6 @@ def scores(
 
 def _added(parts: Sequence[Sequence[float]]) -> list[float]:
     return [math.fsum(entry) if all(map(math.isfinite, entry)) else math.nan for entry in zip(*parts, strict=True)]
-
-
-def _own_sums(
-    run: RunSpec,
-    weights: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    data: Samples,
-    metrics: Sequence[str],
-    *,
-    device: torch.device,
-    rank: int,
-    ranks: int,
-) -> list[Sums]:
-    """Of every batch of this rank's share."""
-    dtype = torch.float64 if run.dtype == "float64" else torch.float32
-    module = seeded_module(run.model, run.seed, dtype, device)
-    for name, value in module.named_parameters():
-        if name in weights:
-            value.data = weights[name].to(device=device, dtype=dtype)  # not a copy: it would be one more of the whole model
-    checkpoint.restore_tensors({name: value for name, value in module.named_buffers() if name in buffers}, buffers)
-    module.eval()
-    interface = interface_of(run.model)
-    objective, names = interface.objective, [entry.name for entry in interface.inputs]
-    size = max(1, min(MOST_BATCH, run.plan.microbatch_samples))
-    found: list[Sums] = []
-    with torch.no_grad():
-        for number, start in enumerate(range(0, len(data), size)):
-            if number % ranks != rank:
-                continue
-            indices = np.arange(start, min(start + size, len(data)), dtype=np.int64)
-            values = batch_to_score(data, indices, dtype, device, doing="validating")
-            target = values.pop(TARGET, None)
-            args, kwargs = interface.arguments(dict(zip(names, values.values(), strict=True)))
-            output = module(*args, **kwargs)
-            total = float(total_loss(objective, output, target, len(indices), run.model.name))
-            sums: Sums = {LOSS_NAME: ([total], [float(len(indices))])}
-            if metrics:
-                sums |= _metric_sums(output, target, objective, run.model.name, metrics)
-            found.append(sums)
-    return found
-
-
-def _metric_sums(output: Any, target: Tensor | None, objective: Any, name: str, metrics: Sequence[str]) -> Sums:
-    tensors = entries(output)
-    read = tensors[choose_output(name, output_kinds(tensors), objective.output)]
-    classes = objective.classes_dim
-    dim = -1 if classes is None else classes + 1 if classes >= 0 else classes
-    sums: Sums = {}
-    for metric in metrics:
-        assert target is not None, "the workflow refuses metrics of a model that takes its targets itself"
-        above, below = METRICS[metric].sums(read, target, dim)
-        sums[metric] = above.double().reshape(-1).tolist(), below.double().reshape(-1).tolist()
-    return sums
 
 
 STATE = "validation"
@@ -265,49 +289,3 @@ class Validation:
         """For the result of the run. stopped: the step at which the training ended early; None: it did not."""
         best = {"step": self.best.step, "monitor": self.rule.monitor, "score": self.best.score, "folder": str(self.folder)}
         return {"validation": self.seen, "best": best, "stopped_early_at": stopped}
-
-
-# How good the trained weights are: loss and accuracy on the test samples, in one process, whatever the plan was.
-
-
-BATCH = 64
-
-
-def score(run: RunSpec, state: RankState, data: Samples, device: torch.device, *, at_once: int = BATCH) -> dict[str, float]:
-    """Mean test loss, and for classes the share of right answers; other losses have no accuracy.
-
-    Running statistics are those of the first replica.
-
-    Args:
-        at_once: samples of a forward.
-    """
-    dtype = torch.float64 if run.dtype == "float64" else torch.float32
-    module = seeded_module(run.model, run.seed, dtype, device)
-    restore_one_by_one(dict(module.named_parameters()), state.weights)
-    restore_one_by_one(dict(module.named_buffers()), state.buffers)
-    module.eval()
-    interface = interface_of(run.model)
-    objective, names = interface.objective, [entry.name for entry in interface.inputs]
-    total, right, counted = 0.0, 0, 0
-    with torch.no_grad():
-        for start in range(0, len(data), at_once):
-            indices = np.arange(start, min(start + at_once, len(data)), dtype=np.int64)
-            values = batch_to_score(data, indices, dtype, device, doing="scoring")
-            target = values.pop(TARGET, None)
-            args, kwargs = interface.arguments(dict(zip(names, values.values(), strict=True)))
-            output = module(*args, **kwargs)
-            total += float(total_loss(objective, output, target, len(indices), run.model.name))
-            if target is not None and objective.row.targets == CLASSES:
-                found = entries(output)
-                logits = found[choose_output(run.model.name, output_kinds(found), objective.output)]
-                correct, all_targets = _right(logits, target, objective.classes_dim)
-                right, counted = right + correct, counted + all_targets
-    result = {"test_loss": total / len(data)}
-    return result if not counted else {**result, "test_accuracy": right / counted}
-
-
-def _right(logits: Tensor, target: Tensor, classes_dim: int | None) -> tuple[int, int]:
-    """Right answers, and targets that count."""
-    dim = -1 if classes_dim is None else classes_dim + 1 if classes_dim >= 0 else classes_dim
-    wanted = target != IGNORED
-    return int(((logits.argmax(dim) == target) & wanted).sum()), int(wanted.sum())

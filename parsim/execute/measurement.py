@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,37 +22,37 @@ from parsim.records import check_types
 from parsim.timeline import Span, Timeline
 
 SCHEMA_VERSION = 2
-"""Of what a rank leaves. Version 1, which files without the key have too, writes NaN where another rank counts the loss."""
+"""Of what a rank leaves."""
 
 
 MOST_RECORDED = 10**6
 """Steps whose task times a file may claim to hold."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RankRecord:
-    """One rank of one run, as written by the worker.
+    """What one rank measured of one run, as it goes on; the worker writes it at the end.
 
     Attributes:
         rounds: per round (start_s, end_s, steps). steps: task times of each recorded step.
         losses: mean loss per training step, already divided by the global batch; None where other ranks count it.
         cpu_s: CPU seconds of this process per round. peak_bytes: live tensors of one step.
-        pace_s: how fast this rank's core was beside each round (`parsim.execute.processes.speed_probe`); empty if nobody
-        looked. memory_lines: peak_bytes by line (`execute/records/memory_lines`); of a CPU rank alone.
+        pace_s: how fast this rank's core was beside each round (`parsim.execute.processes.speed_probe`); empty: nobody looked.
+        memory_lines: peak_bytes by line (`execute/records/memory_lines`), of a CPU rank alone. memory: what was counted.
     """
 
     rank: int
-    rounds: list[tuple[float, float, int]]
-    steps: list[list[TaskTime]]
-    losses: list[float | None]
-    cpu_s: list[float]
-    peak_bytes: int
+    rounds: list[tuple[float, float, int]] = field(default_factory=list)
+    steps: list[list[TaskTime]] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
     pace_s: list[float] = field(default_factory=list)
     memory_lines: Mapping[str, int] = field(default_factory=dict)
     memory: MemoryUse | None = None
 
     def on_clock(self, seconds: Callable[[float], float]) -> RankRecord:
-        """The same on another clock, such as that of rank 0, which may be on another machine.
+        """With the times of another clock, such as that of rank 0, which may be on another machine.
 
         Args:
             seconds: from seconds on this rank's clock to those on the other.
@@ -124,30 +125,64 @@ class RankRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One run over all its ranks.
+    """One run over all its ranks, each with its record."""
 
-    Attributes:
-        step_s: float64 [rounds], the mean step of each round. steps: of all rounds together. timelines: one per recorded step.
-        losses: per training step. peak_bytes: live tensors, per rank.
-        pace_s: float64 [ranks that looked, moments], how fast their cores were (`parsim.execute.processes.speed_probe`): the
-            first ranks, one per core. Of a measurement its rounds; of a training on cores its begin and its end.
-    """
+    ranks: tuple[RankRecord, ...]
 
-    step_s: NDArray[np.float64]
-    steps: int
-    timelines: tuple[Timeline, ...]
-    losses: tuple[float, ...]
-    peak_bytes: tuple[int, ...]
-    cpu_s: tuple[float, ...]
-    pace_s: NDArray[np.float64]
-    memory: tuple[MemoryUse | None, ...] = ()
+    @cached_property
+    def step_s(self) -> NDArray[np.float64]:
+        """float64 [rounds]: the mean step of each round, from the first rank's start to the last one's end."""
+        ends = [(min(start for start, _, _ in spans), max(end for _, end, _ in spans)) for spans in self._rounds]
+        return np.array([(end - start) / spans[0][2] for (start, end), spans in zip(ends, self._rounds, strict=True)])
+
+    @property
+    def _rounds(self) -> list[tuple[tuple[float, float, int], ...]]:
+        """The spans of all ranks, round by round."""
+        return list(zip(*(record.rounds for record in self.ranks), strict=False))
+
+    @property
+    def steps(self) -> int:
+        """Those of all rounds together."""
+        return sum(spans[0][2] for spans in self._rounds)
+
+    @cached_property
+    def timelines(self) -> tuple[Timeline, ...]:
+        """One per recorded step."""
+        return tuple(merge_times(times) for times in zip(*(record.steps for record in self.ranks), strict=False))
+
+    @cached_property
+    def losses(self) -> tuple[float, ...]:
+        """Mean loss of every training step, added up over the ranks that count it. A loss that is not finite stays so.
+
+        Steps without a loss are left out: the first of decoupled stages, before a batch has come through all of them.
+        """
+        by_step = zip(*(record.losses for record in self.ranks), strict=True)
+        steps = ([loss for loss in losses if loss is not None] for losses in by_step)
+        return tuple(float(sum(losses)) for losses in steps if losses)
+
+    @property
+    def cpu_s(self) -> tuple[float, ...]:
+        """CPU seconds of all rounds, per rank."""
+        return tuple(float(np.sum(record.cpu_s)) for record in self.ranks)
+
+    @property
+    def pace_s(self) -> NDArray[np.float64]:
+        """float64 [ranks that looked, moments], how fast their cores were: the first ranks, one per core. The moments of a
+        measurement are its rounds; of a training on cores its begin and its end."""
+        looked = [record.pace_s for record in self.ranks if record.pace_s]
+        moments = min(map(len, looked), default=0)
+        return np.array([seconds[:moments] for seconds in looked], dtype=np.float64).reshape(len(looked), moments)
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """Live tensors, per rank."""
+        return tuple(record.peak_bytes for record in self.ranks)
 
     @property
     def memory_uses(self) -> tuple[MemoryUse | None, ...]:
-        """By rank what was counted; a rank whose counters were not read has its live tensors alone."""
-        known = self.memory or (None,) * len(self.peak_bytes)
+        """What was counted, per rank; a rank whose counters were not read has its live tensors alone."""
         return tuple(
-            use or (MemoryUse(live_bytes=peak) if peak else None) for use, peak in zip(known, self.peak_bytes, strict=True)
+            record.memory or (MemoryUse(live_bytes=record.peak_bytes) if record.peak_bytes else None) for record in self.ranks
         )
 
     @property
@@ -156,25 +191,8 @@ class Measurement:
 
 
 def load_measurement(folder: Path, graph: TaskGraph) -> Measurement:
-    """Merge the records of all ranks of a run. Raises ExecutionError if one is missing."""
-    records = [RankRecord.load(folder, rank) for rank in range(graph.world_size)]
-    count = min(len(record.rounds) for record in records)
-    step_s = np.array([_round_step_s(records, number) for number in range(count)])
-    timelines = tuple(
-        merge_times([record.steps[step] for record in records]) for step in range(min(len(r.steps) for r in records))
-    )
-    looked = [record.pace_s for record in records if record.pace_s]
-    moments = min((len(own) for own in looked), default=0)
-    return Measurement(
-        step_s=step_s,
-        steps=sum(entry[2] for entry in records[0].rounds[:count]),
-        timelines=timelines,
-        losses=total_losses(records),
-        peak_bytes=tuple(record.peak_bytes for record in records),
-        cpu_s=tuple(float(np.sum(record.cpu_s)) for record in records),
-        memory=tuple(record.memory for record in records),
-        pace_s=np.array([own[:moments] for own in looked], dtype=np.float64).reshape(len(looked), moments),
-    )
+    """The records of all ranks of a run. Raises ExecutionError if one is missing."""
+    return Measurement(ranks=tuple(RankRecord.load(folder, rank) for rank in range(graph.world_size)))
 
 
 _HEADER = re.compile(
@@ -191,23 +209,6 @@ def _table(content: bytes) -> NDArray[np.float64]:
     if not np.isfinite(found).all():
         raise ValueError("its table of task times holds numbers that are not finite")
     return found
-
-
-def total_losses(records: Sequence[RankRecord]) -> tuple[float, ...]:
-    """The mean loss of every training step, added up over the ranks that count it. A loss that is not finite stays so.
-
-    Steps without a loss are left out: the first of decoupled stages, before a batch has come through all of them.
-    """
-    steps = (
-        [value for value in values if value is not None] for values in zip(*(record.losses for record in records), strict=True)
-    )
-    return tuple(float(sum(values)) for values in steps if values)
-
-
-def _round_step_s(records: Sequence[RankRecord], number: int) -> float:
-    start = min(record.rounds[number][0] for record in records)
-    end = max(record.rounds[number][1] for record in records)
-    return (end - start) / records[0].rounds[number][2]
 
 
 def merge_times(per_rank: Sequence[Sequence[TaskTime]]) -> Timeline:

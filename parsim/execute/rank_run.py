@@ -328,16 +328,9 @@ class RankRun:
             workers=run.workers,
         )
         self.step_number = 0
-        self.losses: list[float | None] = []
         self.own_loss: float | None = None
-        self.recorded: list[list[TaskTime]] = []
         self._seen, self._every = 0, 1
-        self.rounds: list[tuple[float, float, int]] = []
-        self.cpu_s: list[float] = []
-        self.pace_s: list[float] = []
-        self.peak_bytes = 0
-        self.memory_lines: dict[str, int] = {}
-        self.memory: MemoryUse | None = None
+        self.record = RankRecord(rank=place.rank)
         self.counters = counters_of(device)
         self.built_s = time.perf_counter() - began
 
@@ -359,8 +352,8 @@ class RankRun:
         checkpoint.restore_rng(random, str(self.stage.device))
         after.stage.randomness.go_on(self.stage.randomness.state)
         after.checkpoints, after.notes = self.checkpoints, self.notes
-        after.step_number, after.losses, after.rounds, after.cpu_s = self.step_number, self.losses, self.rounds, self.cpu_s
-        after.own_loss = self.own_loss
+        after.step_number, after.own_loss = self.step_number, self.own_loss
+        after.record = replace(self.record, steps=[])
         if after.stale is not None:
             after.stale.restart(after.step_number)
         self.close()
@@ -419,22 +412,22 @@ class RankRun:
         if own is not None and self.checkpoints is not None and not math.isfinite(own):
             check_loss(own, **self._where())
         if keep:
-            self.losses.append(own)
+            self.record.losses.append(own)
             if script.is_first:
                 self._sample(times)
 
     def _sample(self, times: list[TaskTime]) -> None:
         """Keep the task times of every step, then of every second one, of every fourth, ..., as they become too many."""
         if self._seen % self._every == 0:
-            self.recorded.append(times)
+            self.record.steps.append(times)
         self._seen += 1
-        if len(self.recorded) >= RECORDED_STEPS:
-            del self.recorded[1::2]
+        if len(self.record.steps) >= RECORDED_STEPS:
+            del self.record.steps[1::2]
             self._every *= 2
 
     def forget_times(self) -> None:
         """Of tasks: those that follow are sampled anew."""
-        self.recorded.clear()
+        self.record.steps.clear()
         self._seen, self._every = 0, 1
 
     def _batch(self, step: int) -> int:
@@ -497,8 +490,8 @@ class RankRun:
         cpu, start = time.process_time(), time.perf_counter()
         for _ in range(steps):
             self.step(keep=True)
-        self.rounds.append((start, time.perf_counter(), steps))
-        self.cpu_s.append(time.process_time() - cpu)
+        self.record.rounds.append((start, time.perf_counter(), steps))
+        self.record.cpu_s.append(time.process_time() - cpu)
 
     def measure_memory(self) -> None:
         """One step under the eyes of the live-bytes counter, and on a GPU some more under those of allocator and driver; their
@@ -507,15 +500,15 @@ class RankRun:
             self.program.watch = watch
             for _ in range(1 if self.stale is None else 1 + self.stale.filling):  # what waits was made under no watch
                 self.step(keep=False)
-            self.peak_bytes, self.memory_lines = watch.live.peak_bytes, watch.peak_lines()
+            self.record.peak_bytes, self.record.memory_lines = watch.live.peak_bytes, watch.peak_lines()
         self.program.watch = StepWatch()
-        self.memory = MemoryUse(live_bytes=self.peak_bytes)
+        self.record.memory = MemoryUse(live_bytes=self.record.peak_bytes)
         if self.counters is not None:
             self.counters.forget_peaks()
             for _ in range(FILLING):
                 self.step(keep=False)
-            self.memory = replace(
-                self.memory,
+            self.record.memory = replace(
+                self.record.memory,
                 allocated_bytes=self.counters.allocated_bytes(),
                 reserved_bytes=self.counters.reserved_bytes(),
                 driver_bytes=self.counters.driver_bytes(),
@@ -546,7 +539,7 @@ class RankRun:
         if self.mixing is not None:
             self.mixing.load_own(saved.own)
         if self.stale is not None:
-            self.stale.load_own(saved.own, found.step, self.program, self.loader.batch)
+            self.stale.load_own(saved.own, found.step, self.program.run_forward_again, self.loader.batch)
         checkpoint.restore_rng(saved.rng, str(self.stage.device))
         if "cpu" in saved.rng:
             self.stage.randomness.go_on(saved.rng["cpu"])
@@ -554,19 +547,6 @@ class RankRun:
         self.notes = {name: value for name, value in saved.progress.items() if name not in OTHERS}
         if self.rate is not None:
             self.rate.load(saved.progress.get(RATE))
-
-    def record(self) -> RankRecord:
-        return RankRecord(
-            rank=self.stage.rank,
-            rounds=self.rounds,
-            steps=self.recorded,
-            losses=self.losses,
-            cpu_s=self.cpu_s,
-            peak_bytes=self.peak_bytes,
-            pace_s=self.pace_s,
-            memory_lines=self.memory_lines,
-            memory=self.memory,
-        )
 
 
 def _bytes_of(tensors: Sequence[Tensor]) -> list[int]:

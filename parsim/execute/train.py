@@ -95,7 +95,7 @@ class TrainingLog:
         Args:
             validation: the scores after the last step, where it had some.
         """
-        own = entry.losses[self._written :]
+        own = entry.record.losses[self._written :]
         everyone = gather_values(own)
         self._written += len(own)
         if place.rank != 0 or not own:
@@ -249,13 +249,13 @@ def train(
             write_progress(log.progress(entry, entry.own_loss / share))
         if stopped is not None:
             break
-    entry.pace_s = pace_s + _looks(probe)
+    entry.record.pace_s = pace_s + _looks(probe)
     looks = {} if validation is None else validation.to_dict(stopped)
     done_by_rank_0(place, lambda: _score_last(job, entry, folder, steering, looks))
     entry.checkpoints = None  # from here on steps are made for their times and their memory alone
-    if not entry.rounds:
+    if not entry.record.rounds:
         entry.timed(1)
-        entry.losses.clear()
+        entry.record.losses.clear()
     entry.measure_memory()
     return entry
 
@@ -381,8 +381,8 @@ def _scored_in_memory(entry: RankRun, state: checkpoint.RankState, samples: Samp
 def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
     """Show the controller the last window; change plan if it says so."""
     assert job.adaptive is not None
-    times = entry.recorded[-job.adaptive.window_steps :]
-    step_s = mean_round_s(entry.rounds, len(times))
+    times = entry.record.steps[-job.adaptive.window_steps :]
+    step_s = mean_round_s(entry.record.rounds, len(times))
     plan = steering.decide(entry.run.plan, entry.layout.model, entry.step_number, times, step_s)
     if plan is not None or steering.ends(entry.step_number):
         entry.forget_times()

@@ -96,7 +96,7 @@ def _work(job: Job, place: ProcessPlace, pinning: Pinning, timeout_s: float) -> 
     check_switches(asked)
     for entry in runs:
         if entry is not None:
-            record = entry.record()
+            record = entry.record
             if before.ahead_s or after.ahead_s:
                 record = record.on_clock(clocks.on_rank_0(before, after))
             record.save(Path(job.output) / entry.run.name)
@@ -150,7 +150,7 @@ def _measure(job: Job, runs: Sequence[RankRun | None], place: ProcessPlace, *, l
                 entry.timed(job.steps)
             meet()
             if own is not None and entry is not None:
-                entry.pace_s.append((before_s + own.seconds()) / 2)
+                entry.record.pace_s.append((before_s + own.seconds()) / 2)
         if place.rank == 0:
             write_progress({"round": f"{number + 1}/{job.rounds}"})
     meet()

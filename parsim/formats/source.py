@@ -69,7 +69,7 @@ def file_formats() -> Registry[FileFormat]:
     names = sorted(module.name for module in pkgutil.iter_modules(parsim.formats.__path__))
     modules = [importlib.import_module(f"parsim.formats.{name}") for name in names]
     rows = {name: row for module in modules for name, row in getattr(module, "FORMATS", {}).items()}
-    return Registry("file format", FileFormat, rows, error=ImportedFileError)
+    return Registry("file format", FileFormat, rows)
 
 
 @dataclass(frozen=True, slots=True)

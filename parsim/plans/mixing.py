@@ -266,16 +266,6 @@ def check_doubly_stochastic(matrix: Matrix, *, tolerance: float = STOCHASTIC_TOL
         )
 
 
-def check_column_stochastic(matrix: Matrix, *, tolerance: float = STOCHASTIC_TOLERANCE) -> None:
-    """Raise AlgorithmError unless entries are >= 0 and columns sum to 1: what each worker sends is all it has."""
-    columns = stochastic_error(matrix)[1]
-    if not columns <= tolerance or (matrix < 0).any():
-        raise AlgorithmError(
-            f"push-sum needs a column-stochastic matrix: entries >= 0 and columns that sum to 1, off by up to {columns:.3g}; "
-            "divide each column by its sum"
-        )
-
-
 def unreached(matrices: list[Matrix]) -> tuple[int, ...]:
     """Workers that do not hear of worker 0, or that worker 0 does not hear of, however long the matrices repeat."""
     links = np.zeros(matrices[0].shape, dtype=bool)
@@ -286,26 +276,7 @@ def unreached(matrices: list[Matrix]) -> tuple[int, ...]:
 
 def check_connected(graph: Callable[[int], Matrix], *, period: int = 1) -> None:
     """Raise AlgorithmError unless every worker's weights reach every other within repetitions of W_0 .. W_(period-1)."""
-    _refuse(unreached([graph(t) for t in range(period)]))
-
-
-def check_connected_within(graph: Callable[[int], Matrix], rounds: int) -> None:
-    """The same for a function of t without a period: everyone reached by the links of W_0 .. W_(rounds-1) taken together.
-
-    Looks only as far as it has to: a graph that is connected at once costs one matrix.
-    """
-    together: Matrix | None = None
-    apart: tuple[int, ...] = ()
-    for t in range(rounds):
-        matrix = np.abs(graph(t))
-        together = matrix if together is None else together + matrix
-        apart = unreached([together])
-        if not apart:
-            return
-    _refuse(apart)
-
-
-def _refuse(apart: tuple[int, ...]) -> None:
+    apart = unreached([graph(t) for t in range(period)])
     if apart:
         shown = ", ".join(map(str, apart[:8])) + (", ..." if len(apart) > 8 else "")
         others = ", ".join(sorted(set(GRAPHS) - {"alone"}))

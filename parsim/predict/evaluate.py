@@ -28,13 +28,14 @@ from parsim.model.shard.narrow import narrow
 from parsim.numeric import Floats, Ints
 from parsim.plans.plan import Plan
 from parsim.predict.breakdown import RankBreakdown, breakdown, busiest_resource_s, step_fractions
+from parsim.predict.folding import folding_of
 from parsim.predict.memory import RankMemory
 from parsim.predict.nearly_alike import lowered, nearly_alike, nearly_shifted
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import Interval, IntervalCorrection, PlanResult
 from parsim.predict.rounds import MixingPeriod, folds, is_one_step, mixing_period, priced_units
 from parsim.program.columns import Columns, Unit
-from parsim.program.fold import Folding, folding_of, unfolded
+from parsim.program.fold import Folding, unfolded
 from parsim.program.taskgraph import TaskGraph
 from parsim.timeline import Timeline
 from parsim.units import format_percent, format_seconds
@@ -161,7 +162,7 @@ def evaluate(
     Args:
         problem: model, cluster, batch and prices. engine: "static" or "dynamic".
         samples: draws for the interval (0: the interval is the median). reason: why the plan was kept.
-        fold: simulate interchangeable ranks once (`parsim.program.fold`); None: with more than `MANY_RANKS` ranks, or with
+        fold: simulate interchangeable ranks once (`parsim.predict.folding`); None: with more than `MANY_RANKS` ranks, or with
             cp or ep. Not done if ranks share cores.
         run: the step of this plan, where it was simulated already.
 

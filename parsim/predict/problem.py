@@ -15,9 +15,8 @@ from parsim.costs.loading import MeasuredLoading, OwnLoading
 from parsim.costs.observed import NO_RUN_CORRECTIONS, RunCorrections
 from parsim.hardware.cluster import Cluster
 from parsim.model.divided import divided_model
-from parsim.model.formats import check_recorded, model_in, number_format
+from parsim.model.formats import Numerics, check_recorded, model_in, number_format
 from parsim.model.model import Model
-from parsim.model.optimizers import optimizer_bytes
 from parsim.plans.constraints import FREE, PlanConstraints
 from parsim.plans.layouts import Placement
 from parsim.plans.mesh import Mesh
@@ -90,6 +89,10 @@ class PlanningProblem(Remembering):
         """The ZeRO stage of a plan that is not searched for: 0 where it is left open."""
         return self.zero_stage if isinstance(self.zero_stage, int) else 0
 
+    @cached_property
+    def numerics(self) -> Numerics:
+        return Numerics(precision=self.precision, optimizer=self.optimizer, master_weights=self.master_weights, ema=self.ema)
+
     def state_bytes_per_element(self, optimizer: str = "") -> int:
         """What an optimizer keeps of a parameter.
 
@@ -97,9 +100,7 @@ class PlanningProblem(Remembering):
             optimizer: of a `Parameter`; "": the problem's.
         """
         if optimizer not in self._state_bytes:
-            name = optimizer or self.optimizer
-            found = optimizer_bytes(name, self.precision, master_weights=self.master_weights, ema=self.ema)
-            self._state_bytes[optimizer] = found[0]
+            self._state_bytes[optimizer] = self.numerics.optimizer_bytes(optimizer)[0]
         return self._state_bytes[optimizer]
 
     @cached_property
@@ -198,10 +199,7 @@ class PlanningProblem(Remembering):
             self._unlike_memories[plan] = unlike_memory(
                 self.layout(plan),
                 self.cluster,
-                precision=self.precision,
-                optimizer=self.optimizer,
-                master_weights=self.master_weights,
-                ema=self.ema,
+                self.numerics,
                 scored=self.scored,
                 fit_probability=self.fit_probability,
             )

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.model.component import ALONE, Component, Selective, Value, share_of
+from parsim.model.component import ALONE, Component, Selective, Size, Value, share_of
 from parsim.model.formats import component_in, value_in
 from parsim.model.shard.narrow import narrow
 from parsim.plans.layouts import LOCAL_HOPS, PIECES, Hop, ValueLayout, conversion, hop_pairs
@@ -250,7 +250,7 @@ class KeptActivations:
                 released += rate * samples + fixed
         return Again(saved_bytes=max(0, saved), released_bytes=released)
 
-    def _again_by_operator(self, name: str, selective: Selective, samples: int) -> Again:
+    def _again_by_operator(self, name: str, selective: Selective[Size], samples: int) -> Again:
         """Inputs that the backward does not need are let go here too. The counted bytes contain all else."""
         released = 0
         for value in selective.values:

@@ -7,9 +7,9 @@ over rows. Batches of different sizes are padded with samples of weight 0.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,116 +17,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from parsim.data.blocks.exchange import BlockGrid, Processes, available_bytes, balanced_sizes, in_one_process
-from parsim.data.blocks.tensor import BlockTensor, from_array, take
+from parsim.data.blocks.exchange import available_bytes
 from parsim.data.samples import BatchOrder, part
 from parsim.errors import AlgorithmError, near_matches
-from parsim.numeric import Floats, Ints
-from parsim.plans.averaging import Shards
+from parsim.numeric import Floats
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import Synchronisation
 from parsim.relaxed.problems import LearningProblem
 from parsim.units import format_bytes
 
-# What workers train on: block tensors whose rows are dealt to their owners, and batches of a worker's own rows.
-#
-# The rows of a worker's shard become blocks on its rank (`shuffling.take`). One process that plays all workers holds all
-# shards.
-# On a process group each process holds its worker's shard alone. Batches are the same, bit for bit, in both cases.
 
+class SampleOrder(Protocol):
+    """Which samples each step trains on: `parsim.data.BatchOrder`, or shards of unequal replicas."""
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WorkerBatch:
-    """Samples of m workers: inputs and targets [m, batch, ...]. real: bool [m, batch], false where there is no sample."""
-
-    inputs: Tensor
-    targets: Tensor
-    real: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Feed:
-    """The rows of the workers whose blocks this process holds, one worker after the other.
-
-    Attributes:
-        begins: where each of these workers' rows begin. sizes: the samples of every worker.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    begins: Mapping[int, int]
-    sizes: tuple[int, ...]
-
-    def rows(self, worker: int) -> Ints:
-        """The numbers of a worker's samples: 0, 1, ..., counted within its shard."""
-        return np.arange(self.sizes[worker], dtype=np.int64)
-
-    def batch(self, workers: Sequence[int], rows: NDArray[np.int64]) -> WorkerBatch:
-        """Rows int64 [m, batch] of these m workers' own shards, padded with -1.
-
-        Raises:
-            AlgorithmError: a worker whose blocks another process holds.
-        """
-        missing = [worker for worker in workers if worker not in self.begins]
-        if missing:
-            raise AlgorithmError(
-                f"the samples of workers {missing} are on other processes; here are those of {list(self.begins)}"
-            )
-        wanted = torch.from_numpy(rows)
-        begins = torch.tensor([self.begins[worker] for worker in workers])[:, None]
-        index = wanted.clamp(min=0) + begins
-        return WorkerBatch(inputs=self.inputs[index], targets=self.targets[index], real=wanted >= 0)
-
-
-def feed_workers(inputs: BlockTensor, targets: BlockTensor, shards: Shards, *, blocks_per_worker: int = 1) -> Feed:
-    """Send every worker the rows of its shard; worker j is rank j of the block tensors' processes.
-
-    Args:
-        inputs, targets: [n, ...], rows in the same order. shards: row numbers per worker.
-        blocks_per_worker: pieces of each shard (as many as it has rows, if they are fewer); changes no batch.
-
-    Raises:
-        AlgorithmError: other processes than workers, or fewer than one block per worker.
-        DataError: a row that is not there, more than there is memory for.
-    """
-    if len(shards) != inputs.processes.ranks or blocks_per_worker < 1:
-        raise AlgorithmError(
-            f"each worker is one rank with at least one block: got {len(shards)} workers, {inputs.processes.ranks} ranks and "
-            f"{blocks_per_worker} blocks per worker"
-        )
-    pieces = [balanced_sizes(len(shard), max(1, min(blocks_per_worker, len(shard)))) for shard in shards]
-    sizes = [size for worker in pieces for size in worker]
-    owners = [worker for worker, sizes_of in enumerate(pieces) for _ in sizes_of]
-    order = np.concatenate(shards)
-    rows = [_own_rows(take(tensor, order, sizes=sizes, owners=_by_row(tensor, owners))) for tensor in (inputs, targets)]
-    lengths = tuple(len(shard) for shard in shards)
-    own = [worker for worker in range(len(shards)) if inputs.processes.holds(worker)]
-    begins = dict(zip(own, [0, *itertools.accumulate(lengths[worker] for worker in own)], strict=False))
-    return Feed(inputs=rows[0], targets=rows[1], begins=begins, sizes=lengths)
-
-
-def feed_problem(problem: LearningProblem, shards: Shards, *, processes: Processes | None = None) -> Feed:
-    """The training samples of a problem for workers that one process plays, or for a process group of as many ranks."""
-    where = processes or in_one_process(len(shards))
-
-    def cut(array: Tensor) -> BlockTensor:
-        grid = BlockGrid.balanced(array.shape, (min(where.ranks, len(array)),))
-        return from_array(array, grid=grid, processes=where)
-
-    return feed_workers(cut(problem.inputs), cut(problem.targets), shards)
-
-
-def _by_row(tensor: BlockTensor, owners: Sequence[int]) -> list[int]:
-    """The owner of each row of blocks, for all blocks of the row."""
-    return [owner for owner in owners for _ in range(math.prod(tensor.grid.counts[1:]))]
-
-
-def _own_rows(tensor: BlockTensor) -> Tensor:
-    """The rows of the blocks that this process holds, in their order. Blocks that lie side by side are joined."""
-    across = math.prod(tensor.grid.counts[1:])
-    grid = BlockGrid(sizes=(tensor.grid.sizes[0], *((size,) for size in tensor.shape[1:])))
-    rows = tensor.rechunk(grid, owners=tensor.owners[::across])
-    return torch.cat([rows.blocks[number] for number in sorted(rows.blocks)])
+    def indices(self, step: int) -> NDArray[np.int64]:
+        """int64 [global batch], the parts of the replicas one after another; -1 where a replica has no sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,17 +138,8 @@ class LocalTraining:
 
     def step(self, workers: Workers, samples: NDArray[np.int64]) -> Workers:
         """One local step of each worker on its own samples: int64 [m, batch], padded with -1; a row of -1 makes no step."""
-        wanted = torch.from_numpy(samples)
-        index = wanted.clamp(min=0)
-        return self.step_on(
-            workers, WorkerBatch(inputs=self.problem.inputs[index], targets=self.problem.targets[index], real=wanted >= 0)
-        )
-
-    def step_on(self, workers: Workers, batch: WorkerBatch) -> Workers:
-        """One local step of each worker on its samples of the batch; a worker without a real sample makes no step."""
-        count = batch.real.sum(1)
-        moved = self.updated(workers, self._gradient_on(workers.weights, batch))
-        steps = (count > 0).to(torch.int64)
+        moved = self.updated(workers, self.gradient(workers.weights, samples))
+        steps = torch.from_numpy((samples >= 0).any(1)).to(torch.int64)
         if bool(steps.all()):
             return moved
         still = (steps == 0)[:, None]
@@ -255,22 +151,17 @@ class LocalTraining:
         )
 
     def gradient(self, weights: Tensor, samples: NDArray[np.int64]) -> Tensor:
-        """Of the mean loss, [m, D], for weights [m, D] on samples int64 [m, batch]."""
-        index = torch.tensor(samples)
-        real = torch.ones(index.shape, dtype=torch.bool)
-        return self._gradient_on(
-            weights, WorkerBatch(inputs=self.problem.inputs[index], targets=self.problem.targets[index], real=real)
-        )
+        """Of the mean loss, [m, D], for weights [m, D] on samples int64 [m, batch], padded with -1."""
+        wanted = torch.tensor(samples)
+        real, index = wanted >= 0, wanted.clamp(min=0)
+        share = real.to(weights.dtype) / real.sum(1).clamp(min=1)[:, None]
+        gradient: Tensor = self._gradient(weights, self.problem.inputs[index], self.problem.targets[index], share)[0]
+        return gradient
 
     def updated(self, workers: Workers, gradient: Tensor) -> Workers:
         """Every worker after one update of its optimizer by a gradient [m, D]."""
         weights, moments = LOCAL_OPTIMIZERS[self.optimizer.kind](workers, gradient, self.optimizer)
         return Workers(weights=weights, moments=moments, steps=workers.steps + 1)
-
-    def _gradient_on(self, weights: Tensor, batch: WorkerBatch) -> Tensor:
-        share = batch.real.to(weights.dtype) / batch.real.sum(1).clamp(min=1)[:, None]
-        gradient: Tensor = self._gradient(weights, batch.inputs, batch.targets, share)[0]
-        return gradient
 
 
 COPIES = 6
@@ -292,46 +183,17 @@ def check_room(replicas: int, weight_bytes: int) -> None:
         )
 
 
-def epoch_batches(
-    shard: NDArray[np.int64], batch: int, *, seed: int, worker: int, epoch: int, keep_remainder: bool = False
-) -> NDArray[np.int64]:
-    """int64 [steps, batch]: a worker's shard in the order of (seed, worker, epoch).
-
-    The samples left over are dropped, or make a last short batch (padded with -1). A shard smaller than the batch makes
-    one step on all of it.
-    """
-    order = shard[np.random.default_rng([seed, worker, epoch]).permutation(len(shard))]
-    steps = batches_in(len(order), batch, keep_remainder)
-    order = order[: steps * batch]
-    padding = np.full(steps * batch - len(order), -1, dtype=np.int64)
-    return np.concatenate([order, padding]).reshape(steps, batch)
-
-
-def batches_in(samples: int, batch: int, keep_remainder: bool) -> int:
-    """Steps of one epoch over a shard: samples / batch, rounded up with the remainder, else down but at least one."""
-    return -(-samples // batch) if keep_remainder else max(1, samples // batch)
-
-
-def stack_batches(batches: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """[steps_j, batch] of m workers as [max steps, m, batch], padded with rows of -1."""
-    longest = max(len(entry) for entry in batches)
-    stacked = np.full((longest, len(batches), batches[0].shape[1]), -1, dtype=np.int64)
-    for worker, entry in enumerate(batches):
-        stacked[: len(entry), worker] = entry
-    return stacked
-
-
 # Decoupled stages with gradients that are late, on one row of weights.
 #
 # The gradient of stage k for batch b is block k of the ordinary gradient at the weights with which batch b ran forward: those
 # that stage k had in step b + k. So one gradient of the whole model per step is enough. Its blocks wait until their stage is
-# due: stage k of K applies that of batch b in step b + 2 (K - 1) - k. Equal to the tick engine (`parsim.virtual.ticks`,
-# order "concurrent", stashed weights) to rounding. Replicas sum gradients in every step, so one stands for all.
+# due: stage k of K applies that of batch b in step b + 2 (K - 1) - k. Replicas sum gradients in every step: one stands for
+# all.
 #
 # Leaves out: BatchNorm and dropout, as all virtual replicas do.
 
 
-def stale_steps(training: LocalTraining, order: BatchOrder, stages: Sequence[Sequence[str]]) -> Iterator[Workers]:
+def stale_steps(training: LocalTraining, order: SampleOrder, stages: Sequence[Sequence[str]]) -> Iterator[Workers]:
     """Step after step without end: the weights of all stages behind each, as one worker.
 
     Args:
@@ -457,7 +319,7 @@ def _mixing(matrix: Floats, dtype: torch.dtype) -> Tensor:
 
 
 def steps_of(
-    rule: Synchronisation, replicas: int, training: LocalTraining, order: BatchOrder, stages: Sequence[Sequence[str]] = ()
+    rule: Synchronisation, replicas: int, training: LocalTraining, order: SampleOrder, stages: Sequence[Sequence[str]] = ()
 ) -> Iterator[tuple[Workers, int]]:
     """Step after step without end: the replicas behind each, and the rounds so far.
 

@@ -15,7 +15,7 @@ from functools import cached_property
 
 from parsim.costs.costs import Costs
 from parsim.model.component import Component, Value
-from parsim.model.formats import cast_bytes, component_in
+from parsim.model.formats import component_in
 from parsim.model.optimizers import update_steps
 from parsim.model.shard.narrow import narrow
 from parsim.plans.layouts import BATCH, LOCAL_HOPS, REPLICATE, Hop, Placement, ValueLayout, conversion, hop_groups, hop_pairs
@@ -300,7 +300,7 @@ class Prices:
         key = component.name, placement.rule, placement.ways
         if key not in known:
             own = narrow(component_in(component, precision), placement.rule, placement.ways)
-            known[key] = own, cast_bytes(own, precision)
+            known[key] = own, own.cast_bytes
         return known[key]
 
     def memory_bytes(self, component: Component, placement: Placement, shard: int) -> float:

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import distributed, nn
 
-from parsim.algorithms.pushsum import rotating_peers
+from experiments.relaxed.pushsum import rotating_peers
+from experiments.relaxed.sharded import Partition
 from parsim.execute.processes.group import close_group, init_group, worker_main
-from parsim.plans.averaging import shard_samples
 from parsim.plans.mixing import mixing_graph
 from parsim.relaxed.problems import LearningProblem, load_problem, perceptron
-from parsim.relaxed.replicas import epoch_batches
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -58,12 +57,12 @@ def train(case: dict, rank: int, n: int) -> np.ndarray:
     problem = problem_of(n)
     model = copy.deepcopy(model_of(problem))
     optimizer = OPTIMIZERS[case["optimizer"]](model.parameters())
-    shard = shard_samples("iid", problem.targets.numpy(), n, seed=case["seed"])[rank]
+    order = Partition(workers=n, epochs=case["epochs"], batch=case["batch"], seed=case["seed"]).order(problem)
     push_sum = case["graph"] == "rotating"
     graph = rotating_peers(n) if push_sum else mixing_graph(case["graph"], n)
     mass, biased, t = torch.ones(1, dtype=torch.float64), vector(model), 0
     for epoch in range(case["epochs"]):
-        for samples in epoch_batches(shard, case["batch"], seed=case["seed"], worker=rank, epoch=epoch):
+        for samples in order.batches(rank, epoch):
             before = vector(model)
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(problem.inputs[samples]), problem.targets[samples]).backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -17,15 +16,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from parsim.algorithms.periods import every_epochs
 from parsim.data import blocks
 from parsim.data.blocks import exchange
 from parsim.data.blocks import exchange as room
 from parsim.data.blocks.tensor import ORDERS, reduce_blocks
 from parsim.errors import DataError
-from parsim.relaxed.problems import load_problem, perceptron
-from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, Workers, feed_problem, feed_workers
-from parsim.virtual.rounds import Partition, RoundRule, train_in_rounds
 from tests.block_cases import RANKS, broadcast_pairs, cut_arrays, grids, keys, made, owners
 from tests.execute.block_ranks import RankPool
 
@@ -36,7 +31,6 @@ ROOM = 24
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    load_problem("digits")  # imported before the fork, so not again by every rank
     ranks = RankPool(RANKS, tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.close()
@@ -226,40 +220,3 @@ def test_64_blocks_on_4_processes_in_messages_of_8_kib(pool: RankPool) -> None:
         assert largest <= 8192
         assert 6 <= rounds <= 20
         assert right == (True, True)
-
-
-def epoch_averaging(partition: Partition, blocks_per_worker: int) -> Any:
-    """S2 on real processes: each rank trains on the blocks that it was dealt, and weights are all_reduced after each epoch."""
-    problem = load_problem("digits", dtype=torch.float64)
-    rank, processes = dist.get_rank(), here()
-    dealt = [
-        blocks.from_array(array, grid=blocks.BlockGrid.balanced(array.shape, (64,)), processes=processes)
-        for array in (problem.inputs, problem.targets)
-    ]
-    shards = partition.shards(problem.targets.numpy())
-    feed = feed_workers(dealt[0], dealt[1], shards, blocks_per_worker=blocks_per_worker)
-    training = LocalTraining(perceptron(problem, (16,), dtype=torch.float64), problem, LocalOptimizer())
-    weights = training.start.clone()
-    for epoch in range(partition.epochs):
-        worker = Workers.fresh(weights[None])
-        for rows in partition.batches(feed.rows(rank), rank, epoch):
-            worker = training.step_on(worker, feed.batch([rank], rows[None]))
-        weights = worker.weights[0].clone()
-        dist.all_reduce(weights)
-        weights /= dist.get_world_size()
-    return weights.numpy(), feed.inputs.numpy()
-
-
-def test_epoch_averaging_from_64_blocks_on_4_processes(pool: RankPool) -> None:
-    """Digits: 64 blocks as they are read, 64 as they are dealt. The rows are bitwise those of the virtual workers."""
-    partition = Partition(workers=RANKS, epochs=2, batch=16, keep_remainder=True)
-    problem = load_problem("digits", dtype=torch.float64)
-    training = LocalTraining(perceptron(problem, (16,), dtype=torch.float64), problem, LocalOptimizer())
-    rule = RoundRule(period=every_epochs(1, partition.steps_per_epoch(problem)))
-    virtual = train_in_rounds(training, partition, rule).weights
-    feed = feed_problem(problem, partition.shards(problem.targets.numpy()))
-    for rank, (weights, rows) in enumerate(pool.call(epoch_averaging, partition, 16)):
-        assert (torch.from_numpy(weights) - virtual).abs().max().item() <= 1e-12
-        begin = feed.begins[rank]
-        assert np.array_equal(rows, feed.inputs[begin : begin + feed.sizes[rank]].numpy())
-    assert math.prod(feed.inputs.shape) == math.prod(problem.inputs.shape)

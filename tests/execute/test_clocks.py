@@ -12,11 +12,11 @@ pytest.importorskip("torch")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.execute.measurement import RankRecord, _round_step_s
+from experiments.common.forked import run_ranks
+from parsim.execute.measurement import Measurement, RankRecord
 from parsim.execute.processes import exchange as clocks
 from parsim.execute.processes.exchange import ClockLook, look, meet, on_rank_0
 from parsim.execute.streams import TaskTime
-from tests.execute.forked import run_ranks
 
 AHEAD_S = 86_400.0
 ROUND_S = 0.05
@@ -63,7 +63,5 @@ def _round(rank: int, machines: list[str]) -> list[tuple[float, float, int]]:
 def test_a_round_of_two_machines_lasts_as_long_as_it_does(tmp_path: Path, machines: list[str]) -> None:
     """Before, it lasted as long as one machine had been running longer than the other."""
     rounds = run_ranks(_round, 2, tmp_path, machines)
-    records = [
-        RankRecord(rank=rank, rounds=own, steps=[], losses=[], cpu_s=[], peak_bytes=0) for rank, own in enumerate(rounds)
-    ]
-    assert ROUND_S <= _round_step_s(records, 0) < ROUND_S + 5.0
+    records = tuple(RankRecord(rank=rank, rounds=own) for rank, own in enumerate(rounds))
+    assert ROUND_S <= Measurement(ranks=records).step_s[0] < ROUND_S + 5.0

@@ -191,7 +191,7 @@ def test_options_that_exclude_one_another_are_refused(asked: Prediction) -> None
 
 def reference(asked: Prediction, data: Any) -> dict[str, torch.Tensor]:
     """The weights of a training in one process."""
-    from parsim.execute.reference import train_reference
+    from experiments.common.reference import train_reference
 
     training = asked.question.training
     found = train_reference(

@@ -15,6 +15,8 @@ import torch
 
 from calibration.measure.collectives import CollectiveItem, all_items, make_bench, measure_item, preparation
 from calibration.rounds.request import CalibrationRequest
+from experiments.common.equality import Case, compare_case, even_plan, launched, run_cases
+from experiments.common.forked import run_ranks
 from parsim.app.ask import ask, run_spec
 from parsim.app.config import load_config
 from parsim.costs.communication.collectives import estimate_collective
@@ -28,8 +30,6 @@ from parsim.model.optimizers import OPTIMIZERS, Optimizer
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.work import Collective, CollectiveKind
-from tests.execute.equality import Case, compare_case, even_plan, launched, run_cases
-from tests.execute.forked import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "extensions"
 TANH = ModelSpec(name="my_extensions:tanh_mlp", input_shape=(1, 8, 8), loss="my_extensions:SMOOTHED")

@@ -41,7 +41,7 @@ from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 from parsim.report.more_tables import memory_levels
 from parsim.units import GIB
-from tests.execute.test_equality import MLP, case
+from tests.execute.small_plans import MLP, case
 
 HELD = {"parameters": 2 * GIB, "gradients": 2 * GIB, "optimizer_state": 4 * GIB, "buffers": 0}
 PREDICTED = {**HELD, "activations": 5 * GIB, "workspace": GIB}
@@ -334,17 +334,17 @@ class Counters:
 def test_memory_is_counted_four_ways(rank_run: RankRun, tmp_path: Path) -> None:
     rank_run.step(keep=False)  # from here on there is an optimizer state
     rank_run.measure_memory()
-    alone = rank_run.memory
+    alone = rank_run.record.memory
     assert alone is not None
-    assert alone.live_bytes == rank_run.peak_bytes > 0
+    assert alone.live_bytes == rank_run.record.peak_bytes > 0
     assert alone.allocated_bytes is alone.reserved_bytes is alone.driver_bytes is None
     counters = Counters()
     rank_run.counters = counters
     rank_run.measure_memory()
     assert counters.asked == ["forget"]
-    found = rank_run.memory
+    found = rank_run.record.memory
     assert found == MemoryUse(live_bytes=alone.live_bytes, allocated_bytes=110, reserved_bytes=200, driver_bytes=700)
-    rank_run.record().save(tmp_path)
+    rank_run.record.save(tmp_path)
     assert RankRecord.load(tmp_path, 0).memory == found
 
 
@@ -388,7 +388,7 @@ def test_the_nearest_plan_that_needs_less_is_named() -> None:
 
 def test_a_model_may_exceed_a_gpu_unless_it_follows_an_example_there() -> None:
     """Every rank builds in the memory of its host and moves its part. An example is followed with all weights on the GPU."""
-    asked = plan("mlp", cluster="dgx1-v100-32gb", global_batch=64).chosen
+    asked = plan("mlp", cluster="dgx1-v100-32gb", global_batch=64, strategy="dp").chosen
     problem = asked.problem
     memory = problem.cluster.devices[0].type.context_bytes + problem.model.parameter_bytes - 1
     devices = tuple(replace(device, type=replace(device.type, memory_bytes=memory)) for device in problem.cluster.devices)

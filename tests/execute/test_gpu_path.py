@@ -22,11 +22,10 @@ import torch.distributed as dist
 from calibration import __main__ as measuring
 from calibration.fit.build_profile import build_profile
 from calibration.measure import collectives, components, device, operators, overlap, shards
-from calibration.measure.arithmetic import arithmetic_settings
 from calibration.measure.components import Case, component_section, make_case
+from calibration.measure.device import arithmetic_settings
 from calibration.rounds.calibrate import models_of
-from calibration.rounds.raw_points import RawPoints
-from calibration.rounds.request import CalibrationRequest
+from calibration.rounds.request import CalibrationRequest, RawPoints
 from calibration.rounds.turns import WARM_UP
 from parsim.costs.costs import Costs
 from parsim.errors import CostError
@@ -34,6 +33,7 @@ from parsim.execute import worker
 from parsim.execute.cuda import gpu as rank_gpu
 from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.job import Job, RunSpec
+from parsim.execute.measurement import RankRecord
 from parsim.execute.processes import speed_probe
 from parsim.execute.processes.group import ProcessPlace
 from parsim.execute.processes.machine import describe_environment
@@ -281,7 +281,7 @@ class Entry:
 
     def __init__(self, noted: list[str]) -> None:
         self.noted = noted
-        self.pace_s: list[float] = []
+        self.record = RankRecord(rank=0)
 
     def step(self, *, keep: bool) -> None:
         self.noted.append("step")
@@ -309,6 +309,6 @@ def test_the_memory_of_a_run_is_seen_before_the_probe_takes_some(one_gpu: None, 
     job, entry = Job(output="", mode="measure", runs=(run,), steps=1, rounds=2, warmup_steps=1), Entry(noted)
     worker._measure(job, [entry], place(), looks=True)  # type: ignore[list-item]
     assert noted == ["step", "memory", "probe", "timed", "timed"]
-    assert entry.pace_s == [1.0, 1.0]
+    assert entry.record.pace_s == [1.0, 1.0]
     worker._measure(job, [entry], place(), looks=False)  # type: ignore[list-item]
     assert noted.count("probe") == 1

@@ -24,8 +24,8 @@ from parsim.execute.train import TrainingLog
 from parsim.plans.mesh import Mesh
 from parsim.work import LoadBatch, OptimizerStep
 from tests.execute.interpreted import CPU, planned
+from tests.execute.small_plans import MLP, case
 from tests.execute.test_cuda_races import RELAXED
-from tests.execute.test_equality import MLP, case
 from tests.virtual_cuda import VirtualDriver
 
 
@@ -94,7 +94,7 @@ def test_norms_of_gradients_do_not_stay_on_the_device(tmp_path: Path, monkeypatc
     for step in range(10):
         log.begin_step(entry)
         stage.gradient_norm = torch.full((1,), step / 2, dtype=torch.float64)
-        entry.losses.append(1.0)
+        entry.record.losses.append(1.0)
         log.end_step(entry)
         assert sum(isinstance(norm, Tensor) for norm in log._norms) < 4
     log.write(entry, SimpleNamespace(rank=0), None)  # type: ignore[arg-type]
@@ -116,8 +116,7 @@ def test_decoupled_stages_go_on_with_values_on_their_device(monkeypatch: pytest.
         assert {"arrived", "inputs"} <= kinds
         monkeypatch.setattr(stale._stage, "device", torch.device("meta"))
         given: list[Tensor] = []
-        again: Any = SimpleNamespace(run_forward_again=lambda batch, draw: given.extend(stale.arrived.values()))
-        stale.load_own(saved, 8, again, loader.batch)
+        stale.load_own(saved, 8, lambda batch, draw: given.extend(stale.arrived.values()), loader.batch)
         assert {tensor.device.type for tensor in [*given, *stale._arriving.values()]} == {"meta"}
         assert given
 

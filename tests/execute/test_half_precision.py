@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from parsim.execute.autocast_step import autocast_peak_bytes
+from experiments.memory.autocast_step import autocast_peak_bytes
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import NO_ALLOCATOR
@@ -15,7 +15,7 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.problem import PlanningProblem
-from tests.execute.test_equality import BERT, GPT, VGG, VIT
+from tests.execute.small_plans import BERT, GPT, VGG, VIT
 
 WIDE = ModelSpec(name="mlp", args=(("width", 256),))
 

@@ -150,9 +150,9 @@ def weights_of(kept: Path) -> dict[str, object]:
 def assert_equal_to_one_process(kept: Path) -> None:
     import torch
 
+    from experiments.common.reference import train_reference
     from parsim.execute.job import Job
     from parsim.execute.rank_run import run_dataset
-    from parsim.execute.reference import train_reference
 
     (run,) = Job.load(kept / "job.json").runs
     expected = train_reference(

@@ -5,20 +5,21 @@ Everything here compares weights to 1e-12 in float64.
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parsim.algorithms.periods import Period, at_end, every_epochs, every_steps
+from experiments.relaxed.decoupled import TickEngine, TickRule, cut_sequential
+from experiments.relaxed.gossip import GossipRule, train_on_graph
+from experiments.relaxed.sharded import Partition
 from parsim.plans.mixing import GRAPHS, Ada, ada_graphs, mixing_graph
+from parsim.plans.synchronisation import Synchronisation
 from parsim.relaxed.problems import LearningProblem, load_problem, perceptron
-from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, stack_batches
-from parsim.virtual.agent import TickRule, cut_sequential
-from parsim.virtual.gossip import GossipRule, train_on_graph
-from parsim.virtual.rounds import Partition, RoundRule, train_in_rounds
-from parsim.virtual.ticks import TickEngine
+from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, steps_of
 
 F64 = torch.float64
 few = settings(max_examples=12, deadline=None)
@@ -50,12 +51,15 @@ def apart(first: Tensor, second: Tensor) -> float:
 
 def rows(part: Partition) -> list[np.ndarray]:
     """The samples [n, batch] of every step."""
-    shards = part.shards(problem().targets.numpy())
-    epochs = (
-        stack_batches([part.batches(shard, worker, epoch) for worker, shard in enumerate(shards)])
-        for epoch in range(part.epochs)
-    )
-    return [samples for epoch in epochs for samples in epoch]
+    order = part.order(problem())
+    return [order.indices(step).reshape(part.workers, -1) for step in range(part.epochs * order.steps_per_epoch)]
+
+
+def planned(part: Partition, seed: int, optimizer: str = "sgd", **rule: object) -> Tensor:
+    """Weights [n, D] of virtual replicas that train by the rule of a plan."""
+    order = part.order(problem())
+    steps = steps_of(Synchronisation(**rule), part.workers, training(seed, optimizer), order)
+    return next(islice(steps, part.epochs * order.steps_per_epoch - 1, None))[0].weights
 
 
 def synchronous(part: Partition, seed: int, momentum: float) -> Tensor:
@@ -87,20 +91,20 @@ def test_period_1_complete_and_nothing_stale_is_synchronous_sgd(n: int, seed: in
     part, momentum = partition(n, seed), 0.9 if optimizer == "sgd_momentum" else 0.0
     wanted = synchronous(part, seed, momentum)
     gossip = train_on_graph(training(seed, optimizer), part, GossipRule(graph=mixing_graph("complete", n)))
-    averaged = train_in_rounds(training(seed, optimizer), part, RoundRule(period=every_steps(1)))
+    averaged = planned(part, seed, optimizer, kind="average")
     locked = ticked(part, seed, modules, TickRule(schedule="bp", learning_rate=0.1, momentum=momentum))
-    for found in (gossip.replicas.workers.weights, averaged.workers, locked):
+    for found in (gossip.replicas.workers.weights, averaged, locked):
         assert apart(found, wanted) <= 1e-12
 
 
 @few
-@given(workers, seeds, optimizers)
+@given(st.integers(2, 6), seeds, optimizers)
 def test_epoch_averaging_is_the_complete_graph_once_per_epoch(n: int, seed: int, optimizer: str) -> None:
     part = partition(n, seed)
-    period = every_epochs(1, part.steps_per_epoch(problem()))
-    averaged = train_in_rounds(training(seed, optimizer), part, RoundRule(period=period))
-    mixed = train_on_graph(training(seed, optimizer), part, GossipRule(graph=mixing_graph("complete", n), period=period))
-    assert apart(averaged.workers, mixed.replicas.workers.weights) <= 1e-12
+    steps = part.order(problem()).steps_per_epoch
+    averaged = planned(part, seed, optimizer, kind="average", period_steps=steps)
+    mixed = planned(part, seed, optimizer, kind="gossip", graph="complete", period_steps=steps)
+    assert apart(averaged, mixed) <= 1e-12
 
 
 @few
@@ -123,37 +127,29 @@ def test_complete_consensus_of_stale_groups_is_gradient_averaging(n: int, seed: 
 
 
 @few
-@given(st.integers(4, 8), seeds, st.sampled_from(["linear", "exponential", "step"]))
+@given(st.integers(4, 8), seeds, st.sampled_from(["linear", "exponential"]))
 def test_ada_is_a_matrix_that_varies_in_time(n: int, seed: int, kind: str) -> None:
     part = partition(n, seed, epochs=3)
-    ada = Ada(n=n, kind=kind, rate=0.6, milestones=(1,))
-    lattices, steps = ada_graphs(ada, 3), part.steps_per_epoch(problem())
-    found = train_on_graph(training(seed), part, GossipRule(graph=ada))
-    varying = train_in_rounds(training(seed), part, RoundRule(period=every_steps(1), mixing=lambda t: lattices[t // steps](t)))
-    assert apart(found.replicas.workers.weights, varying.workers) <= 1e-12
+    ada = Ada(n=n, kind=kind, rate=0.6)
+    lattices, steps = ada_graphs(ada, 3), part.order(problem()).steps_per_epoch
+    by_epoch = train_on_graph(training(seed), part, GossipRule(graph=ada)).replicas.workers.weights
+    varying = train_on_graph(training(seed), part, GossipRule(graph=lambda t: lattices[t // steps](t)))
+    of_a_plan = planned(part, seed, kind="gossip", graph=f"ada(kind={kind}, rate=0.6, rounds={steps}, epochs=3)")
+    assert apart(by_epoch, varying.replicas.workers.weights) <= 1e-12
+    assert apart(by_epoch, of_a_plan) <= 1e-12
 
 
 @few
-@given(st.integers(2, 6), seeds, optimizers, st.integers(1, 9))
-def test_no_links_is_independent_training_and_one_worker_is_sgd(n: int, seed: int, optimizer: str, period: int) -> None:
-    part, momentum = partition(n, seed), 0.9 if optimizer == "sgd_momentum" else 0.0
-    alone = train_on_graph(
-        training(seed, optimizer), part, GossipRule(graph=mixing_graph("alone", n), period=every_steps(period))
-    ).replicas.workers.weights
-    never = train_in_rounds(training(seed, optimizer), part, RoundRule(period=at_end(), mixing=mixing_graph("alone", n)))
-    assert apart(alone, never.workers) <= 1e-12
-    one = partition(1, seed)
-    for graph in ("ring", "complete", "exponential"):
-        rule = GossipRule(graph=mixing_graph(graph, 1), period=every_steps(period))
-        found = train_on_graph(training(seed, optimizer), one, rule)
-        assert apart(found.weights, synchronous(one, seed, momentum)) <= 1e-12
+@given(st.integers(2, 6), seeds, graphs)
+def test_gossip_on_a_graph_is_the_rule_of_a_plan(n: int, seed: int, name: str) -> None:
+    part, graph = partition(n, seed), mixing_graph(name, n)
+    gossip = train_on_graph(training(seed), part, GossipRule(graph=graph))
+    assert apart(gossip.replicas.workers.weights, planned(part, seed, kind="gossip", graph=name)) <= 1e-12
 
 
 @few
-@given(st.integers(2, 6), seeds, graphs, st.integers(1, 4), st.integers(0, 6))
-def test_two_drivers_read_one_schedule(n: int, seed: int, name: str, steps: int, warmup: int) -> None:
-    part, period, graph = partition(n, seed), Period(steps=steps, warmup_steps=warmup), mixing_graph(name, n)
-    gossip = train_on_graph(training(seed), part, GossipRule(graph=graph, period=period))
-    rounds = train_in_rounds(training(seed), part, RoundRule(period=period, mixing=graph))
-    assert gossip.exchanges == rounds.synchronisations
-    assert apart(gossip.replicas.workers.weights, rounds.workers) <= 1e-12
+@given(seeds, optimizers, st.sampled_from(["ring", "complete", "exponential"]))
+def test_one_worker_is_sgd(seed: int, optimizer: str, graph: str) -> None:
+    part, momentum = partition(1, seed), 0.9 if optimizer == "sgd_momentum" else 0.0
+    run = train_on_graph(training(seed, optimizer), part, GossipRule(graph=mixing_graph(graph, 1)))
+    assert apart(run.weights, synchronous(part, seed, momentum)) <= 1e-12

@@ -13,12 +13,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from experiments.common.equality import even_plan
+from experiments.common.reference import train_reference
 from parsim.data.datasets import dataset_for
 from parsim.data.samples import order_of
 from parsim.errors import ModelError, TraceError
 from parsim.execute.loading import Loader
 from parsim.execute.rank_run import make_streams
-from parsim.execute.reference import train_reference
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica, seeded_module
 from parsim.model.inputs import ModelInput
@@ -27,7 +28,6 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
-from tests.execute.equality import even_plan
 from tests.execute.odd_modules import CLASSES, TOKENS, VOCABULARY, WIDTH
 
 STEPS, BATCH = 3, 4

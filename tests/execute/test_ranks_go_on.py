@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ from parsim.numeric import keep_nothing
 from parsim.plans.mesh import Mesh
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
-from tests.execute.test_equality import MLP, case
+from tests.execute.small_plans import MLP, case
 
 PLACE: Any = SimpleNamespace(rank=0)
 
@@ -178,13 +178,13 @@ def test_a_record_holds_the_times_of_rank_0_s_clock(
     looks = iter([ClockLook(0.0, 1000.0), ClockLook(1e9, 1003.0)])
     monkeypatch.setattr(clocks, "look", lambda: next(looks))
     rounds: list[tuple[float, float, int]] = []
-    ended = RankRun.record
+    ended = RankRecord.on_clock
 
-    def record(self: RankRun) -> RankRecord:
+    def on_clock(self: RankRecord, seconds: Callable[[float], float]) -> RankRecord:
         rounds.extend(self.rounds)
-        return ended(self)
+        return ended(self, seconds)
 
-    monkeypatch.setattr(RankRun, "record", record)
+    monkeypatch.setattr(RankRecord, "on_clock", on_clock)
     worker._work(job_of(tmp_path, steps=2), group, PINNING, 60.0)
     found = RankRecord.load(tmp_path / "run", 0)
     assert len(rounds) == len(found.rounds) == 2

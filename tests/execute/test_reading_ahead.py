@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,10 +29,10 @@ from parsim.program.placed import PlanIndex
 from tests.execute import own_data
 from tests.execute.interpreted import interpret
 from tests.execute.own_data import Noisy
-from tests.execute.test_equality import MLP, VIT, case
+from tests.execute.small_plans import MLP, VIT, case
 from tests.virtual_cuda import VirtualDriver
 
-SPEC = replace(MLP, input_shape=(1, 8, 8))
+SPEC = MLP.model_copy(update={"input_shape": (1, 8, 8)})
 CPU = torch.device("cpu")
 STEPS = 3
 

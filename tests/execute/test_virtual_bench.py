@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from parsim.algorithms.dbench import METRICS, kendall_tau
+from experiments.relaxed.bench import ALL_METRICS, BenchRun, ranks, relations, run_bench, summary, tensor_rows
+from experiments.relaxed.dbench import METRICS, kendall_tau
+from experiments.relaxed.gossip import GossipRule
 from parsim.errors import AlgorithmError
 from parsim.plans.mixing import Ada, mixing_graph
 from parsim.relaxed.problems import load_problem, perceptron
 from parsim.relaxed.replicas import LocalOptimizer, LocalTraining
-from parsim.virtual.bench import ALL_METRICS, BenchRun, ranks, relations, run_bench, summary, tensor_rows
-from parsim.virtual.gossip import GossipRule
 
 N = 8
 WAYS = {
@@ -41,7 +41,7 @@ def torch_double() -> object:
 @pytest.fixture(scope="module")
 def runs() -> list[BenchRun]:
     models = {"linear": training(()), "mlp": training((8,))}
-    return run_bench(models, WAYS, scales=(4, N), shardings=("iid", "label_sorted"), seeds=(0, 1), epochs=3, batch=5, every=2)
+    return run_bench(models, WAYS, scales=(4, N), shardings=("iid", "label_sorted"), seeds=(0, 1), epochs=2, batch=5, every=2)
 
 
 def test_every_combination_runs_once(runs: list[BenchRun]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +14,14 @@ import torch
 from gossip_process import model_of, problem_of
 from torch import Tensor, nn
 
-from parsim.algorithms.periods import AlgorithmWarning, every_epochs, every_steps
-from parsim.algorithms.pushsum import failing_links, rotating_peers
+from experiments.relaxed.gossip import GossipRule, GossipRun, Replicas, train_on_graph
+from experiments.relaxed.pushsum import failing_links, rotating_peers
+from experiments.relaxed.sharded import Partition
 from parsim.errors import AlgorithmError
 from parsim.execute.processes.launch import launch
 from parsim.plans.mixing import GRAPHS, Ada, ada_graphs, mixing_graph
-from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, epoch_batches, stack_batches
-from parsim.virtual.gossip import GossipRule, GossipRun, StatisticsRecording, train_on_graph
-from parsim.virtual.replicas import Replicas, mixed_rows
-from parsim.virtual.rounds import Partition, RoundRule, train_in_rounds
+from parsim.plans.synchronisation import parse_synchronisation
+from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, Workers, steps_of
 
 RATES = {"sgd": 0.1, "sgd_momentum": 0.05, "adam": 0.01}
 
@@ -49,14 +49,13 @@ def synchronous(n: int, optimizer: str, *, epochs: int = 2) -> Tensor:
     model = copy.deepcopy(model_of(problem))
     make = {"sgd": torch.optim.SGD, "sgd_momentum": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer]
     rule = make(model.parameters(), lr=RATES[optimizer], **({"momentum": 0.9} if optimizer == "sgd_momentum" else {}))
-    shards = partition.shards(problem.targets.numpy())
-    for epoch in range(epochs):
-        batches = [epoch_batches(shard, 5, seed=4, worker=worker, epoch=epoch) for worker, shard in enumerate(shards)]
-        for samples in stack_batches(batches):
-            rule.zero_grad()
-            losses = [nn.functional.cross_entropy(model(problem.inputs[own]), problem.targets[own]) for own in samples]
-            torch.stack(losses).mean().backward()
-            rule.step()
+    order = partition.order(problem)
+    for step in range(epochs * order.steps_per_epoch):
+        rule.zero_grad()
+        samples = order.indices(step).reshape(n, -1)
+        losses = [nn.functional.cross_entropy(model(problem.inputs[own]), problem.targets[own]) for own in samples]
+        torch.stack(losses).mean().backward()
+        rule.step()
     return torch.cat([value.detach().flatten() for value in model.parameters()])
 
 
@@ -75,44 +74,30 @@ def test_centralised_is_synchronous_training_with_every_optimizer(optimizer: str
     assert apart(run.weights, synchronous(6, optimizer)) <= 1e-12
 
 
-def test_averaging_adam_every_step_is_something_else_and_says_so() -> None:
-    with pytest.warns(AlgorithmWarning, match="does not equal synchronous adam"):
-        run = train(6, "adam", graph=mixing_graph("complete", 6))
-    assert apart(run.weights, synchronous(6, "adam")) > 1e-4
-
-
 def test_one_worker_is_sgd_and_no_links_are_independent_training() -> None:
     assert apart(train(1, graph=mixing_graph("ring", 1)).weights, synchronous(1, "sgd")) <= 1e-13
-    run = train(4, "sgd_momentum", graph=mixing_graph("alone", 4))
-    batches = [
-        [epoch_batches(shard, 5, seed=4, worker=worker, epoch=epoch) for epoch in range(2)]
-        for worker, shard in enumerate(partition_of(4).shards(problem_of(4).targets.numpy()))
-    ]
-    for worker, epochs in enumerate(batches):
-        alone = Replicas.begin(training_of(4, "sgd_momentum"), 1)
-        for samples in epochs:
-            alone = alone.local_steps(samples[:, None])
-        assert apart(alone.average(), run.replicas.workers.weights[worker]) <= 1e-13
+    run, training = train(4, "sgd_momentum", graph=mixing_graph("alone", 4)), training_of(4, "sgd_momentum")
+    order = partition_of(4).order(problem_of(4))
+    for worker in range(4):
+        alone = Workers.fresh(training.start[None])
+        for epoch in range(2):
+            for samples in order.batches(worker, epoch):
+                alone = training.step(alone, samples[None])
+        assert apart(alone.weights[0], run.replicas.workers.weights[worker]) <= 1e-13
 
 
 @pytest.mark.parametrize("name", sorted(set(GRAPHS) - {"alone"}))
 def test_the_mean_moves_by_the_mean_gradient(name: str) -> None:
     """mean x <- mean x - eta mean g, for any doubly stochastic W and both orders."""
     n, training = 8, training_of(8)
-    replicas = Replicas.begin(training, n)
-    replicas = Replicas(
-        training=training,
-        workers=type(replicas.workers).fresh(
-            replicas.workers.weights + torch.randn(n, len(training.start), dtype=torch.float64)
-        ),
-    )
-    samples = np.arange(n * 5).reshape(1, n, 5)
+    drawn = training.start + torch.randn(n, len(training.start), dtype=torch.float64)
+    replicas = Replicas(training=training, workers=Workers.fresh(drawn))
     matrix = mixing_graph(name, n)(2)
-    stepped = replicas.local_steps(samples)
-    moved = stepped.average()
-    assert apart(stepped.mix(matrix).average(), moved) <= 1e-12
-    run = replicas.mix(matrix).workers.weights + (stepped.workers.weights - replicas.workers.weights)
-    assert apart(run.mean(0), moved) <= 1e-12
+    stepped = replicas.step(np.arange(n * 5).reshape(n, 5))
+    moved = stepped.workers.weights.mean(0)
+    assert apart(stepped.mix(matrix).workers.weights.mean(0), moved) <= 1e-12
+    overlapped = replicas.mix(matrix).workers.weights + (stepped.workers.weights - replicas.workers.weights)
+    assert apart(overlapped.mean(0), moved) <= 1e-12
 
 
 def test_ada_is_a_time_varying_matrix() -> None:
@@ -120,7 +105,6 @@ def test_ada_is_a_time_varying_matrix() -> None:
     ada = Ada(n=n, start=6, rate=2.0)
     graphs = ada_graphs(ada, 3)
     assert [graph.connections(0) for graph in graphs] == [6, 4, 2]
-    assert train(n, epochs=3, graph=ada).exchanges == 3 * steps
     varying = train(n, epochs=3, graph=lambda t: graphs[t // steps](t))
     assert apart(train(n, epochs=3, graph=ada).replicas.workers.weights, varying.replicas.workers.weights) == 0.0
 
@@ -141,19 +125,11 @@ def test_closed_loop_sees_what_training_measures() -> None:
     assert all(epoch.measured is not None and epoch.measured.after <= epoch.measured.before for epoch in run.epochs)
 
 
-def test_mixing_once_per_epoch_with_the_complete_graph_is_epoch_averaging() -> None:
-    n = 4
-    period = every_epochs(1, 8)
-    run = train(n, graph=mixing_graph("complete", n), period=period)
-    averaged = train_in_rounds(training_of(n), partition_of(n), RoundRule(period=period))
-    assert run.exchanges == averaged.synchronisations == 2
-    assert apart(run.replicas.workers.weights, averaged.workers) <= 1e-12
-
-
-def test_the_engine_of_rounds_gives_the_same_gossip() -> None:
-    graph = mixing_graph("one_peer_exponential", 8)
-    other = train_in_rounds(training_of(8), partition_of(8), RoundRule(period=every_steps(1), mixing=graph))
-    assert apart(train(8, graph=graph).replicas.workers.weights, other.workers) <= 1e-12
+def test_replicas_of_a_plan_gossip_the_same() -> None:
+    graph, order = mixing_graph("one_peer_exponential", 8), partition_of(8).order(problem_of(8))
+    steps = steps_of(parse_synchronisation("gossip/1 one_peer_exponential"), 8, training_of(8), order)
+    planned = next(islice(steps, 2 * order.steps_per_epoch - 1, None))[0]
+    assert apart(train(8, graph=graph).replicas.workers.weights, planned.weights) <= 1e-12
 
 
 def test_push_sum_with_a_doubly_stochastic_matrix_is_plain_gossip() -> None:
@@ -174,23 +150,6 @@ def test_push_sum_learns_over_failing_links() -> None:
         train(8, graph=graph)
 
 
-def test_chunks_change_no_number() -> None:
-    runs = [
-        train_on_graph(training_of(6, "adam"), partition_of(6), GossipRule(graph=mixing_graph("ring", 6)), chunk=chunk)
-        for chunk in (1, 4, 256)
-    ]
-    for run in runs[1:]:
-        assert apart(run.replicas.workers.weights, runs[0].replicas.workers.weights) <= 1e-13
-
-
-def test_sparse_mixing_is_dense_mixing() -> None:
-    rows = torch.randn(64, 7, dtype=torch.float64)
-    for name in ("ring", "star", "one_peer_exponential", "exponential"):
-        matrix = mixing_graph(name, 64)(3)
-        assert apart(mixed_rows(matrix, rows), torch.tensor(matrix) @ rows) <= 1e-13
-    assert mixed_rows(mixing_graph("ring", 64)(0), rows.float()).dtype == torch.float32
-
-
 def test_the_clock_of_a_run() -> None:
     n, steps = 8, 8
     ring = GossipRule(graph=mixing_graph("ring", n))
@@ -203,20 +162,12 @@ def test_the_clock_of_a_run() -> None:
         step_s=lambda t: np.where(np.arange(n) == 0, 3.0 if t == 0 else 1.0, 1.0),
     )
     assert slow.epochs[-1].seconds == steps + 2.0
-    every_fourth = GossipRule(graph=mixing_graph("ring", n), period=every_steps(4))
-    rare = train_on_graph(training_of(n), partition_of(n, epochs=1), every_fourth, exchange_s=lambda matrix: 0.25)
-    assert rare.epochs[-1].seconds == steps + 2 * 0.25
     assert apart(slow.weights, run.weights) == 0.0, "seconds change no weight where everyone waits for its neighbours"
 
 
 def test_the_profile_of_a_run() -> None:
-    run = train_on_graph(
-        training_of(6),
-        partition_of(6),
-        GossipRule(graph=mixing_graph("ring", 6)),
-        recording=StatisticsRecording(every=3),
-        every_replica=True,
-    )
+    rule = GossipRule(graph=mixing_graph("ring", 6))
+    run = train_on_graph(training_of(6), partition_of(6), rule, record_every=3)
     profile = run.profile
     assert profile is not None
     assert profile.tensors == ("0.weight", "0.bias", "2.weight", "2.bias")
@@ -225,10 +176,7 @@ def test_the_profile_of_a_run() -> None:
     assert (profile.consensus > profile.consensus_after).all(), "recorded before mixing, and after"
     weights = run.replicas.workers.weights
     assert run.replicas.norms()[:, 0] == pytest.approx(weights[:, : 8 * 6].norm(dim=1).numpy())
-    assert run.epochs[-1].mean_score == pytest.approx(np.mean([run.replicas.training.score(row) for row in weights]))
-    final = train(6, graph=mixing_graph("ring", 6), final_average=True)
-    assert final.replicas.consensus() <= 1e-28
-    assert apart(final.weights, run.weights) <= 1e-14
+    assert run.replicas.mean_score == pytest.approx(np.mean([run.replicas.training.score(row) for row in weights]))
 
 
 def test_bad_input() -> None:
@@ -238,23 +186,8 @@ def test_bad_input() -> None:
         train_on_graph(training_of(2), partition_of(200), GossipRule(graph=mixing_graph("ring", 200)))
     with pytest.raises(AlgorithmError, match="did you mean combine_adapt or adapt_combine"):
         GossipRule(graph=mixing_graph("ring", 4), combination="adapt")
-    with pytest.raises(AlgorithmError, match=r"period is every_steps\(1\)"):
-        GossipRule(graph=mixing_graph("ring", 4), combination="combine_adapt", period=every_steps(2))
     with pytest.raises(AlgorithmError, match="doubly stochastic"):
         train(2, graph=lambda t: np.array([[0.5, 0.5], [0.2, 0.8]]))
-    blocks = np.kron(np.eye(2), np.full((2, 2), 0.5))
-    with pytest.raises(AlgorithmError, match=r"not connected: 2 workers .*\(2, 3\).*independent training .* alone"):
-        train(4, graph=lambda t: blocks)
-    turning = [blocks, np.roll(np.roll(blocks, 1, axis=0), 1, axis=1)]
-    assert train(4, graph=lambda t: turning[t % 2]).exchanges > 2, "connected over two rounds, though in neither alone"
-    with pytest.raises(AlgorithmError, match=r"mixing matrix \[2, 2\], got \[4, 4\]"):
-        train(2, graph=lambda t: blocks)
-    with pytest.raises(AlgorithmError, match=r"samples \[steps, 3, batch\]"):
-        Replicas.begin(training_of(3), 3).local_steps(np.zeros((2, 4, 5), dtype=np.int64))
-    with pytest.raises(AlgorithmError, match=r"mixing matrix \[3, 3\]"):
-        Replicas.begin(training_of(3), 3).mix(np.eye(2))
-    with pytest.raises(AlgorithmError, match="must be at least 1"):
-        Replicas.begin(training_of(3), 0)
 
 
 CASES = {

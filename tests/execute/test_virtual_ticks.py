@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parsim.algorithms.staleness import DECOUPLINGS, diagonal_versions
+from experiments.relaxed.decoupled import DECOUPLINGS, GradientEvent, TickEngine, TickRule, cut_sequential, diagonal_versions
 from parsim.errors import AlgorithmError
-from parsim.virtual.agent import TickRule, cut_sequential
-from parsim.virtual.ticks import GradientEvent, TickEngine
 
 LOSS = nn.CrossEntropyLoss()
 

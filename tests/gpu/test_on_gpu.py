@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from experiments.common.reference import train_reference
 from parsim.execute.cuda.driver import TorchCudaDriver
 from parsim.execute.rank_run import make_streams
-from parsim.execute.reference import train_reference
 from parsim.execute.runtime import RankProgram
 from parsim.execute.stage import StageReplica
 from parsim.model.load import load_model

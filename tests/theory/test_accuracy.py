@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.analyze.accuracy import accuracy, rank_correlation, regret
+from experiments.common.accuracy import accuracy, rank_correlation, regret
 from parsim.errors import ConfigError
 
 SECONDS = st.floats(1e-6, 1e3)

@@ -1,8 +1,7 @@
-"""Merges, means and the outer optimizer against their closed forms; periods; who may be synchronous with whom."""
+"""Merges, means and the outer optimizer against their closed forms."""
 
 from __future__ import annotations
 
-import warnings
 from fractions import Fraction
 
 import numpy as np
@@ -10,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.algorithms.arrivals import merge_events
-from parsim.algorithms.periods import AlgorithmWarning, at_end, every_epochs, every_steps, post_local, warn_if_not_synchronous
+from experiments.relaxed.arrivals import merge_events
 from parsim.errors import AlgorithmError
 from parsim.plans.averaging import (
     MERGES,
@@ -24,7 +22,6 @@ from parsim.plans.averaging import (
     effective_workers,
     merge,
     participation_weights,
-    sample_weights,
     turn_weight,
     turns_matrix,
 )
@@ -97,7 +94,7 @@ def test_running_and_buffered_weigh_by_samples(samples: list[int], seed: int) ->
     rng = np.random.default_rng(seed)
     models, start = list(rng.standard_normal((len(samples), 3))), rng.standard_normal(3)
     shares = (np.array(samples) / np.mean(samples)).tolist()
-    wanted = sample_weights(samples) @ np.array(models)
+    wanted = np.array(samples) / sum(samples) @ np.array(models)
     for kind in ("running", "buffered"):
         rule = MergeRule(kind=kind, workers=len(samples), buffer=len(samples))
         assert np.abs(merged_models(rule, start, models, shares) - wanted).max() <= 1e-11
@@ -165,7 +162,7 @@ def test_participation_is_a_pure_function_and_averages_the_drawn() -> None:
     assert sorted(first.tolist())[-3:] == pytest.approx([1 / 3] * 3)
     assert np.count_nonzero(first) == 3
     assert any(not np.array_equal(first, participation_weights(10, 0.3, r, seed=1)) for r in range(5))
-    weighted = participation_weights(4, 1.0, 0, weights=sample_weights([1, 2, 3, 4]))
+    weighted = participation_weights(4, 1.0, 0, weights=np.array([0.1, 0.2, 0.3, 0.4]))
     assert weighted == pytest.approx([0.1, 0.2, 0.3, 0.4])
     counts = sum(participation_weights(8, 0.25, r) > 0 for r in range(400))
     assert counts.min() > 60, "every worker is drawn about a quarter of the time"
@@ -199,41 +196,12 @@ def test_averaging_matrix() -> None:
         averaging_matrix(2, np.array([0.5, 0.6]))
 
 
-def test_periods() -> None:
-    assert [step for step in range(10) if every_steps(3).due(step)] == [2, 5, 8]
-    assert [step for step in range(10) if post_local(2, 4).due(step)] == [0, 1, 5, 9]
-    assert [step for step in range(12) if every_epochs(2, 3).due(step)] == [5, 11]
-    assert every_epochs(0, 3) == at_end()
-    assert not any(at_end().due(step) for step in range(10))
-    assert all(every_steps(1).due(step) for step in range(10))
-
-
-@given(st.integers(1, 7), st.integers(0, 9), st.integers(0, 40))
-def test_count_of_synchronisations(steps: int, warmup: int, total: int) -> None:
-    period = post_local(warmup, steps)
-    assert period.count(total) == sum(period.due(step) for step in range(total))
-
-
 def test_bad_input() -> None:
-    with pytest.raises(AlgorithmError, match=r"at least 1 step, got 0; use at_end"):
-        every_steps(0)
     with pytest.raises(AlgorithmError, match="did you mean half"):
         MergeRule(kind="halve", workers=2)
     with pytest.raises(AlgorithmError, match="buffer"):
         MergeRule(kind="buffered", workers=2, buffer=3)
-    with pytest.raises(AlgorithmError, match="at least one sample"):
-        sample_weights([3, 0])
     with pytest.raises(AlgorithmError, match="fraction"):
         participation_weights(4, 0.0, 0)
     with pytest.raises(AlgorithmError, match="outer"):
         OuterOptimizer(momentum=1.0)
-
-
-def test_adam_every_step_warns_and_sgd_does_not() -> None:
-    with pytest.warns(AlgorithmWarning, match="does not equal synchronous adam"):
-        warn_if_not_synchronous(every_steps(1), "adam")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_if_not_synchronous(every_steps(1), "sgd_momentum")
-        warn_if_not_synchronous(every_steps(2), "adam")
-    assert not caught

@@ -9,9 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.algorithms.arrivals import master_synchronisation_s, merge_events, pairwise_merge_s, ring_synchronisation_s
+from experiments.relaxed.arrivals import (
+    master_synchronisation_s,
+    merge_events,
+    pairwise_merge_s,
+    ring_synchronisation_s,
+)
+from experiments.relaxed.sharded import SHARDINGS, shard_samples, shard_sizes
 from parsim.errors import AlgorithmError
-from parsim.plans.averaging import SHARDINGS, shard_samples, shard_sizes
 
 
 @pytest.mark.parametrize("kind", SHARDINGS)

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import GRID_S, random_graph
 
-from parsim.algorithms.arrivals import merge_events
+from experiments.relaxed.arrivals import merge_events
 from parsim.costs.estimate import OverlapFactors
 from parsim.engines import dynamic, static
 from parsim.engines.program import DurationsOf, Part, Program, by_step, durations_by_step_s, unrolled
-from parsim.engines.repeated import simulate_program
 from parsim.engines.scenario.scenario import Conditions, Straggler
 from parsim.errors import GraphError
 from parsim.program.task import COMPUTE, Origin, Resource, Task
@@ -137,7 +136,7 @@ def workers_graph(workers: int) -> TaskGraph:
 @pytest.mark.parametrize("merge_s", [0.0, 0.25, 2.0])
 @pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (1.0, 1.7, 3.1), (0.25, 2.0, 2.0, 0.5)])
 def test_asynchronous_workers_arrive_as_the_event_queue_says(speeds: tuple[float, ...], merge_s: float) -> None:
-    """The queue of `algorithms.arrivals` was written for this alone: the same merges at the same times, ties included."""
+    """The queue of `experiments.relaxed.arrivals` makes the same merges at the same times, ties included."""
     epochs, workers = 5, len(speeds)
     graph = workers_graph(workers)
     durations = np.array([seconds for speed in speeds for seconds in (speed, merge_s)])
@@ -169,8 +168,6 @@ def test_what_a_program_cannot_be() -> None:
     merging = Program(parts=(part,), arrival=frozenset({COUNTER}))
     with pytest.raises(GraphError, match=r"inside another serves r0.merge by arrival; list it under the outermost"):
         Program(parts=(merging, part))
-    with pytest.raises(GraphError, match=r"r0.merge serves by arrival, which only the dynamic engine decides"):
-        simulate_program(merging, always(np.ones(4)))
     with pytest.raises(GraphError, match=r"r0.merge serves by arrival: the order is known once .* pass `served`"):
         unrolled(merging)
     with pytest.raises(GraphError, match="at least once, got repeat 0"):

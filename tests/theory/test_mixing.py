@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.algorithms.pushsum import PushSum, column_stochastic, failing_links, rotating_peers
+from experiments.relaxed.pushsum import (
+    PushSum,
+    column_stochastic,
+    failing_links,
+    rotating_peers,
+)
 from parsim.errors import AlgorithmError
 from parsim.plans.mixing import (
     ADA_SCHEDULES,

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments.relaxed.clock import TIMINGS, ReplicaClock, random_stragglers, round_seconds
 from parsim.errors import AlgorithmError
 from parsim.plans.mixing import mixing_graph
-from parsim.virtual.clock import TIMINGS, ReplicaClock, random_stragglers, round_seconds
 
 
 def written_out(timing: str, links: np.ndarray, steps: np.ndarray, exchange: float) -> np.ndarray:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.stats import kendalltau
 
-from parsim.algorithms.dbench import (
+from experiments.relaxed.dbench import (
     METRICS,
     VarianceProfile,
     average_ranks,

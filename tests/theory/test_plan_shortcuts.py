@@ -20,8 +20,8 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.stages import concurrent_groups, concurrent_transfers, concurrent_with
 from parsim.predict.breakdown import union
+from parsim.predict.folding import Exchange, InsideSeconds, exchanges_of
 from parsim.predict.memory import communication_bytes
-from parsim.program.fold import Exchange, InsideSeconds, exchanges_of
 from parsim.program.lifetimes import KeptActivations, RankValues
 from parsim.program.passes.convert import POINT_TO_POINT_HOPS, hop_collective, hop_message
 from parsim.program.placed import PlanIndex

@@ -1,8 +1,7 @@
-"""Programs of repeated parts against the same run unrolled into one graph, in both engines; what recurs is not simulated."""
+"""Programs of repeated parts against the same run unrolled into one graph."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -13,7 +12,6 @@ from strategies import random_graph
 
 from parsim.engines import dynamic, static
 from parsim.engines.program import Part, Program, durations_by_step_s, unrolled
-from parsim.engines.repeated import simulate_program
 from parsim.errors import GraphError
 from parsim.program.task import COMPUTE, Origin, Resource, Task
 from parsim.program.taskgraph import TaskGraph
@@ -56,61 +54,6 @@ def random_program(random: Random, depth: int = 1) -> Program:
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 10**9), st.booleans())
-def test_a_program_ends_as_its_unrolled_run(seed: int, varying: bool) -> None:
-    random = Random(seed)
-    program = random_program(random)
-    whole = unrolled(program)
-    assert len(whole.tasks) == program.run_tasks
-    rng = np.random.default_rng(seed)
-    drawn: dict[int, np.ndarray] = {}
-    used: list[np.ndarray] = []
-    for part in program.walk():
-        fresh = rng.integers(0, 50, len(part.graph.tasks)) / 1024
-        used.append(fresh if varying else drawn.setdefault(id(part), fresh))
-    times = simulate_program(program, lambda part, t: used[t] if varying else drawn[id(part)], varying=varying)
-    durations = np.concatenate(used)
-    for engine in (static, dynamic):
-        timeline = engine.simulate(whole, durations)
-        assert times.makespan_s == pytest.approx(timeline.makespan_s, abs=1e-9)
-        if not varying:
-            continue
-        ends = np.zeros(len(whole.tasks))
-        ends[timeline.task] = timeline.end_s
-        edges = np.cumsum([0, *map(len, used)])
-        wanted = [ends[first:last].max(initial=0.0) for first, last in pairwise(edges)]
-        assert times.end_s.tolist() == np.maximum.accumulate(wanted).tolist(), "the same sums, so the same bits"
-    if varying:
-        assert times.simulated == program.repeats == len(times.end_s)
-
-
-def test_a_value_makes_the_next_repeat_wait_and_a_frontier_does_not() -> None:
-    """Two ranks, 1 s and 3 s: alone each goes on at its own pace; a value read by rank 0 holds it to rank 1's."""
-    free = Program(parts=(Part(graph=chain(2), repeat=10),))
-    times = simulate_program(free, lambda part, t: [1.0, 3.0])
-    assert times.frontier_s[Resource(0, COMPUTE)] == 10.0
-    assert times.makespan_s == 30.0
-    held = Program(parts=(Part(graph=chain(2), repeat=10, makes={"x": (1,)}, reads={"x": (0,)}),))
-    times = simulate_program(held, lambda part, t: [1.0, 3.0])
-    assert times.frontier_s[Resource(0, COMPUTE)] == 28.0
-    assert times.ready_s["x"] == 30.0
-    assert (times.end_s == 3.0 * np.arange(1, 11)).all()
-
-
-def test_a_million_repeats_are_a_handful() -> None:
-    graph = Part(graph=chain(2, 3), repeat=1_000_000, makes={"x": (2,)}, reads={"x": (3,)})
-    times = simulate_program(Program(parts=(graph,)), lambda part, t: [0.25] * 6)
-    assert times.simulated <= 4
-    assert times.makespan_s == pytest.approx(750_000.0, abs=1e-6)
-    nested = Program(parts=(Program(parts=(Part(graph=chain()), Part(graph=chain(1, 2))), repeat=1000),), repeat=50)
-    times = simulate_program(nested, lambda part, t: np.full(len(part.graph.tasks), 0.5))
-    assert nested.repeats == 100_000 == len(times.end_s)
-    assert times.makespan_s == pytest.approx(75_000.0, rel=1e-12)
-    assert times.simulated < 50
-    assert nested.written_tasks == 3
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.integers(0, 10**9), st.booleans())
 def test_the_dynamic_engine_runs_a_program_as_it_is_written(seed: int, varying: bool) -> None:
     """Start and end of every task, bit for bit those of the unrolled graph; values are read many steps after they were made."""
     random = Random(seed)
@@ -126,8 +69,6 @@ def test_the_dynamic_engine_runs_a_program_as_it_is_written(seed: int, varying: 
     timeline = static.simulate(unrolled(program), np.concatenate(durations_by_step_s(program, seconds, varying=varying)))
     np.testing.assert_array_equal(done.start_s[timeline.task], timeline.start_s)
     np.testing.assert_array_equal(done.end_s[timeline.task], timeline.end_s)
-    times = simulate_program(program, seconds, varying=varying)
-    assert np.maximum.accumulate(done.step_end_s) == pytest.approx(times.end_s, abs=1e-9)
 
 
 def test_bad_programs() -> None:

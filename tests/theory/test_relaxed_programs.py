@@ -411,11 +411,11 @@ def test_only_ranks_that_are_drawn_compute_and_have_a_loss(problem: PlanningProb
                 run=SimpleNamespace(plan=plan),
                 stage=SimpleNamespace(loss_counts=True),
                 checkpoints=None,
-                losses=[],
+                record=SimpleNamespace(losses=[]),
                 _batch=lambda number: number,
                 _sample=lambda times: None,
             ),
         )
         RankRun.step(entry, keep=True)
-        assert entry.losses == [2.5 / 2 if drawn[rank] else None]
+        assert entry.record.losses == [2.5 / 2 if drawn[rank] else None]
         assert entry.own_loss == (2.5 / 4 if drawn[rank] else None), "of a quarter of the batch: 2.5 over its own samples"

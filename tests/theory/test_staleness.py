@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parsim.algorithms.staleness import (
+from experiments.relaxed.decoupled import (
     DECOUPLINGS,
     ModuleTimes,
     balanced_speedup,

@@ -8,9 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parsim.errors import ScheduleError
-from parsim.predict.evaluate import evaluate
-from parsim.schedule.live.scenario import (
+from experiments.adaptive.scenario import (
     Disturbance,
     Path,
     PoolCourse,
@@ -22,6 +20,8 @@ from parsim.schedule.live.scenario import (
     oracle,
     stay,
 )
+from parsim.errors import ScheduleError
+from parsim.predict.evaluate import evaluate
 from parsim.search.adapt.controller import Controller, ControllerConfig, Keep, Replan
 from parsim.search.adapt.planning import pool_planner, priced, switch_cost
 from tests.unit.test_adaptive_planning import DP, HP, MP, PROBLEM

@@ -24,8 +24,8 @@ from parsim.app.training_checks import (
     steps_per_round,
     whole_periods,
 )
-from parsim.errors import ConfigError, PlanError
-from parsim.execute.measurement import Measurement
+from parsim.errors import PlanError
+from parsim.execute.measurement import Measurement, RankRecord
 from parsim.plans.mesh import Mesh
 from parsim.plans.mixing import mixing_graph
 from parsim.plans.plan import Plan, Stage
@@ -235,27 +235,6 @@ participation = 0.5
     assert parse_config(RUN).plan.relaxed == ALL_REDUCE
 
 
-@pytest.mark.parametrize(
-    ("table", "words"),
-    [
-        ('{ kind = "average", period_steps = 0 }', "plan.synchronisation.period_steps = 0: must be >= 1"),
-        ('{ kind = "average", perod = 1 }', "period_steps"),
-        ('{ kind = "average", participation = 2.0 }', "plan.synchronisation: .*at most 1"),
-        ('{ kind = "gossip", graph = "alone" }\nmesh = { dp = 4 }', "not connected"),
-        ('{ kind = "gossip", graph = { name = "ada", rounds = "five", epochs = 3 } }', "rounds = 'five' is not a number"),
-        ('{ kind = "gossip", graph = { name = "ada", rounds = 5, epochs = 2.5 } }', "epochs = '2.5' is not a number"),
-        ('{ kind = "gossip", graph = { name = "lattice", neighbors = 2 } }', "no setting 'neighbors'"),
-        ('{ kind = "average", weights = [0.5, 0.4] }\nmesh = { dp = 2 }', "sum to 1"),
-        ('{ kind = "average" }\nzero_stage = 2', "zero_stage"),
-        ('{ kind = "stale" }', "strategy 'dp'"),
-        ('"averag/8"', "average"),
-    ],
-)
-def test_run_file_errors_name_the_key(table: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        parse_config(f"{RUN}synchronisation = {table}\n")
-
-
 def test_what_a_run_cannot_mix_is_refused() -> None:
     rule = Synchronisation(kind="average", period_steps=4)
     check_rounds(plan_of(rule), "fp32", evaluates=True)
@@ -272,15 +251,7 @@ def test_what_a_run_cannot_mix_is_refused() -> None:
 
 
 def test_a_training_is_averaged_over_whole_periods() -> None:
-    seen = Measurement(
-        step_s=np.arange(10.0),
-        steps=10,
-        timelines=(),
-        losses=(),
-        peak_bytes=(),
-        cpu_s=(),
-        pace_s=np.empty((0, 0)),
-    )
+    seen = Measurement(ranks=(RankRecord(rank=0, rounds=[(0.0, float(step_s), 1) for step_s in range(10)]),))
     assert whole_periods(seen, plan_of(Synchronisation(kind="average", period_steps=4))).tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
     assert len(whole_periods(seen, plan_of(ALL_REDUCE))) == 10
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import parsim
+from experiments.relaxed.decoupled import TickEngine, TickRule
 from parsim.app.learners import Learner
 from parsim.data.samples import BatchOrder
 from parsim.errors import AlgorithmError
@@ -18,8 +19,6 @@ from parsim.plans.plan import Plan, Stage
 from parsim.plans.synchronisation import ALL_REDUCE, parse_synchronisation
 from parsim.relaxed.problems import load_problem, perceptron
 from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, stale_steps, steps_of
-from parsim.virtual.agent import TickRule
-from parsim.virtual.ticks import TickEngine
 
 STEPS = 20
 TOLERANCE = 1e-12

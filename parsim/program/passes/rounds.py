@@ -237,7 +237,7 @@ def without_idle(graph: TaskGraph, layout: PlanIndex, number: int, steps: int) -
 # are 2 (K - 1 - s) steps late. Between steps a rank waits for its own transfers (`parsim.engines.program`), and for no
 # others.
 #
-# Source: the schedule of fully decoupled training with delayed gradients ("fdg" of `parsim.algorithms.staleness`).
+# Source: the schedule of fully decoupled training with delayed gradients ("fdg" of `experiments/relaxed/decoupled.py`).
 
 
 def without_arrivals(graph: TaskGraph, layout: PlanIndex) -> TaskGraph:

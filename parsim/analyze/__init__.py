@@ -1,1 +1,0 @@
-"""Analyses of a Timeline: the breakdown of each rank's step, its critical path, and its lower bounds."""
