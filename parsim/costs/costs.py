@@ -25,6 +25,7 @@ from parsim.errors import CostError, near_matches
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import DEVICE_KINDS, Device, device_name
 from parsim.model.component import Component
+from parsim.model.formats import Numerics
 from parsim.model.model import Model
 from parsim.work import (
     BY_OPERATOR_PART,
@@ -200,15 +201,10 @@ class Costs:
         if isinstance(work, HostCopy):
             copy, factor = estimate_host_copy(work, path), self.scale.communication
             return copy if factor == 1.0 else copy.then(Term("scale", "over", factor, "assumed", "links as they would be"))
-        return estimate_host_update(
-            work,
-            work.optimizer or self.optimizer,
-            self.cluster,
-            ranks,
-            precision=self.precision,
-            master_weights=self.master_weights,
-            ema=self.ema,
+        numerics = Numerics(
+            precision=self.precision, optimizer=self.optimizer, master_weights=self.master_weights, ema=self.ema
         )
+        return estimate_host_update(work, self.cluster, ranks, numerics)
 
     def host_path_of(self, rank: int) -> HostPath:
         """Between a rank's device and its host. Raises CostError as `host_path`."""

@@ -25,7 +25,7 @@ from tests.execute.own_data import SLEEP_S
 from tests.execute.small_plans import MLP
 from tests.execute.test_bad_run import cpu_profile
 
-SPEC: ModelSpec = replace(MLP, input_shape=(1, 8, 8))
+SPEC: ModelSpec = MLP.model_copy(update={"input_shape": (1, 8, 8)})
 BATCH = 16
 
 FILE = """\

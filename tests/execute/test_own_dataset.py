@@ -30,7 +30,7 @@ from tests.execute.test_bad_run import cpu_profile
 from tests.execute.test_equality import assert_equal_to_one_process
 
 HERE = "tests.execute.own_data"
-SPEC = replace(MLP, input_shape=(1, 8, 8))
+SPEC = MLP.model_copy(update={"input_shape": (1, 8, 8)})
 
 
 def load(name: str, split: str = "train", spec: ModelSpec = SPEC) -> Samples:

@@ -18,20 +18,14 @@ from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
 from parsim.costs.communication.closed_forms import (
-    busbw_bytes_per_s,
-    fitted_s,
     hops_text,
     moving_terms,
     regime_at,
-    regimes_s,
-    ring_all_reduce_s,
     ring_steps,
-    ring_traffic,
-    tree_all_reduce_s,
 )
 from parsim.costs.communication.contention import RingSet, Way, group_pace, leaf_shares, rings_of, transfer_pace, uplink_rate
 from parsim.costs.communication.internode import choices, chosen_terms, parts_of, point_to_point
-from parsim.costs.communication.intranode import ProtocolLine, choose_protocol, inside_choice, link_model_of, protocol_lines
+from parsim.costs.communication.intranode import inside_choice, link_model_of
 from parsim.costs.communication.measured import fits_of, measured_fit, measured_transfer
 from parsim.costs.estimate import Estimate, Term, Terms
 from parsim.errors import CostError
@@ -130,23 +124,6 @@ def alike_transfers(cluster: Cluster, pair: tuple[int, int], concurrent: GroupsA
     kind = link_model_of(cluster).link_kind
     return transfer_pace(cluster, kind, pair, concurrent), transfer_pace(cluster, kind, pair), len(concurrent)
 
-
-__all__ = [
-    "ProtocolLine",
-    "busbw_bytes_per_s",
-    "choose_protocol",
-    "estimate_collective",
-    "estimate_send_recv",
-    "fitted_s",
-    "packed_operation",
-    "protocol_lines",
-    "regime_at",
-    "regimes_s",
-    "ring_all_reduce_s",
-    "ring_steps",
-    "ring_traffic",
-    "tree_all_reduce_s",
-]
 
 ON_ONE_CORE = "send_recv_on_one_core"
 """The name in profiles of a transfer between ranks that share a core: only one end works at a time."""

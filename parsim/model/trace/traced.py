@@ -446,11 +446,11 @@ def check_trained(recording: Recording, name: str) -> None:
     raise ModelError(f"{name} has nothing to train: {why}; a plan of training needs a gradient for at least one parameter")
 
 
-Halves = tuple[TracedForward, TracedForward] | TraceError
+ForwardsInHalf = tuple[TracedForward, TracedForward] | TraceError
 """Two forwards under autocast, or why there are none."""
 
 
-def _under_autocast(forwards: Callable[[], tuple[TracedForward, TracedForward]]) -> Halves:
+def _under_autocast(forwards: Callable[[], tuple[TracedForward, TracedForward]]) -> ForwardsInHalf:
     """A forward that fails under autocast alone can still be trained without it; torch's log of the failure is left out."""
     try:
         with without_log():
@@ -459,7 +459,7 @@ def _under_autocast(forwards: Callable[[], tuple[TracedForward, TracedForward]])
         return error
 
 
-def _with_halves(model: Model, halves: Halves) -> Model:
+def _with_halves(model: Model, halves: ForwardsInHalf) -> Model:
     """The model with what was recorded under autocast, or with the reason why nothing was."""
     try:
         if isinstance(halves, TraceError):
@@ -472,7 +472,7 @@ def _with_halves(model: Model, halves: Halves) -> Model:
 
 def _followed(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], granularity: str, loss: str | None
-) -> tuple[TracedForward, TracedForward, Halves]:
+) -> tuple[TracedForward, TracedForward, ForwardsInHalf]:
     """Forwards on the example batch, and on it twice, each without and with autocast; all take the branches of the first."""
     twice = repeated(args, kwargs)
     first = measure(module, args, kwargs, granularity=granularity, loss=loss, example=True)
