@@ -220,8 +220,8 @@ def seconds_beside(together: Sequence[Ran]) -> list[float]:
 
 SHARING_PAIRS = 4
 """Pairs of a step of a rank on every core and one of all ranks, in turn. Ranks that take turns find less of their own data in
-the caches, the more ranks there are. On a 2-core virtual machine training steps of four ranks took 0 to 8% more processor seconds
-each than those of two ranks with a core each (2026-11-22)."""
+the caches, the more ranks there are. On a 2-core virtual machine training steps of four ranks took 0 to 8% more processor
+seconds each than those of two ranks with a core each (2026-11-22)."""
 
 
 def measure_core_sharing(case: Case, bench: Bench) -> list[dict[str, Any]]:
@@ -258,9 +258,10 @@ def core_sharing_factor(pairs: Sequence[tuple[float, float]]) -> float:
 
 RESUME_BYTES = 256 * KIB
 RESUME_PAIRS = 4
-"""Pairs of a step with pauses and one without, in turn. After a wait for communication a rank's data has left the caches, and an
-idle core has to wake up. On a 2-core virtual machine every component took 0.04 to 0.25 ms longer after an exchange (2026-11-21, six
-models, 4 KiB to 1 MiB). Larger messages cost more. Tensor parallelism and pipelines wait before most of their components."""
+"""Pairs of a step with pauses and one without, in turn. After a wait for communication a rank's data has left the caches, and
+an idle core has to wake up. On a 2-core virtual machine every component took 0.04 to 0.25 ms longer after an exchange
+(2026-11-21, six models, 4 KiB to 1 MiB). Larger messages cost more. Tensor parallelism and pipelines wait before most of
+their components."""
 
 
 def measure_resume(case: Case, bench: Bench) -> list[dict[str, Any]]:
