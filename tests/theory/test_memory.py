@@ -13,7 +13,7 @@ from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import DEVICE_KINDS, Allocator, DeviceType, Spread
 from parsim.model.component import Component, Footprint, Operator, Parameter, Value
-from parsim.model.formats import component_in
+from parsim.model.formats import Numerics, component_in
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
@@ -125,7 +125,7 @@ def memory(
         pipeline_order=order,
     )
     cluster = machine(device, ranks=max(2, plan.world_size), backend=backend)
-    every = plan_memory(PlanIndex(plan, model), cluster, precision=precision, optimizer=optimizer)
+    every = plan_memory(PlanIndex(plan, model), cluster, Numerics(precision=precision, optimizer=optimizer))
     return every[mesh.stage_range(parts.index([*chosen]))[0]]
 
 
@@ -291,7 +291,7 @@ def published(model: Model, optimizer: str, dp: int = 1) -> RankMemory:
     stage = Stage(components=tuple(component.name for component in model.components), ranks=mesh.stage_ranks(0))
     plan = Plan(strategy="custom", mesh=mesh, stages=(stage,), global_batch=128 * dp)
     cluster = machine(V100, backend="nccl")
-    return plan_memory(PlanIndex(plan, model), cluster, precision="fp32", optimizer=optimizer)[0]
+    return plan_memory(PlanIndex(plan, model), cluster, Numerics(optimizer=optimizer))[0]
 
 
 def test_resnet50_on_one_v100_and_data_parallel() -> None:
