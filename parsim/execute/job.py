@@ -509,8 +509,7 @@ class Job:
 
 # Groups of parameters with optimizers of their own: which parameters are whose, in a Model and by torch's names.
 #
-# A Model with groups says of each parameter its group and optimizer. Buckets, updates, prices and memory follow from that;
-# the
+# A Model with groups says of each parameter its group and optimizer. Buckets, updates, prices and memory follow from that; the
 # rates and arguments stay in the recipe, which the executor reads.
 
 

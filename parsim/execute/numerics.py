@@ -31,16 +31,13 @@ from parsim.program.placed import PlanIndex
 
 # Random numbers of components on many ranks: ranks with the same samples draw the same ones, all others independent ones.
 #
-# At the beginning of a step every rank draws one number from a generator of its own. Its state is the same everywhere,
-# because
+# At the beginning of a step every rank draws one number from a generator of its own. Its state is the same everywhere, because
 # the module was built from one seed on all of them. Nobody else draws from it: samples of one's own are read with the
-# generators of the process, on a GPU in a thread beside the step. Before each forward of a component that draws, the
-# generator
-# of its device is seeded. The seed comes from this number, the component, the microbatch and the group of samples that the
-# rank
-# works on. So replicas draw different masks, and the shards of a component begin in one state
-# (`parsim.model.shard.rules` goes on from there). A step leaves the rank's generator one number further, whatever was
-# drawn. A checkpoint keeps its state, and ranks never drift apart.
+# generators of the process, on a GPU in a thread beside the step. Before each forward of a component that draws, the generator
+# of its device is seeded. The seed comes from this number, the component, the microbatch and the group of samples that the rank
+# works on. So replicas draw different masks, and the shards of a component begin in one state (`parsim.model.shard.rules` goes
+# on from there). A step leaves the rank's generator one number further, whatever was drawn. A checkpoint keeps its state, and
+# ranks never drift apart.
 #
 # On a GPU, a component that may draw from the generator of the host has that one seeded as well, and to itself while it runs:
 # whoever reads samples waits (`parsim.data.samples`).
@@ -134,9 +131,8 @@ _NO_RANDOMNESS: contextlib.AbstractContextManager[None] = contextlib.nullcontext
 
 # Dynamic loss scaling for fp16: the largest power of two (times the first scale) under which no gradient overflows.
 #
-# A step whose gradients are not all finite is skipped, on all ranks or on none, and the scale falls; after enough good steps
-# in a
-# row it grows. The rule is that of torch.amp.GradScaler, so a plan trains as one process with that scaler does.
+# A step whose gradients are not all finite is skipped, on all ranks or on none, and the scale falls; after enough good steps in
+# a row it grows. The rule is that of torch.amp.GradScaler, so a plan trains as one process with that scaler does.
 
 
 FIRST_SCALE, GROWTH_STEPS = 65536.0, 2000

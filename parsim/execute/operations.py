@@ -38,8 +38,7 @@ from parsim.work import NORM, ClipGradients, Collective, Compute, LoadBatch, Pha
 
 # The communicating hops of a conversion, applied to tensors by plain torch.distributed collectives.
 #
-# Nothing is changed in place: a tensor that comes in may be another's output or gradient as well. Point-to-point hops are
-# sends
+# Nothing is changed in place: a tensor that comes in may be another's output or gradient as well. Point-to-point hops are sends
 # and receives of whole tensors or pieces of the batch and need nothing from here.
 
 
@@ -336,7 +335,8 @@ class Computing:
                 outputs = [self._sum(instances, microbatch) for instances in own.arriving]
             so_far = [self._growing.pop((item, microbatch), None) for item in own.growing]
             if begins:
-                stage.begin_gradients(unsharded)
+                for bucket in unsharded:
+                    stage.divided[bucket].begin_gradients()
             if halved:
                 runnable = stage.runnables[name] if stale is None or stale.due is None else stale.due.runnables[name]
                 gradients, self._halves[key] = backward_inputs(record, runnable.parameters(), outputs, so_far)
@@ -357,7 +357,8 @@ class Computing:
         stage, unsharded = self._stage, self._stage.unsharded_of(name)
 
         def run() -> None:
-            stage.begin_gradients(unsharded)
+            for bucket in unsharded:
+                stage.divided[bucket].begin_gradients()
             backward_weights(self._halves.pop(key))
 
         return run
@@ -426,7 +427,7 @@ class Communicating:
     def begin_parameters(self, buckets: Sequence[int]) -> None:
         """Room for all parameters of the buckets (ZeRO 3)."""
         for bucket in buckets:
-            self._values.watch.resized(self._stage.begin_parameters(bucket))
+            self._values.watch.resized(self._stage.divided[bucket].begin_parameters())
 
     def around(self, room: Room, operation: Operation) -> Operation:
         """The operation, and the room for buckets that are whole for a while around it (ZeRO 2 and 3)."""
@@ -436,12 +437,12 @@ class Communicating:
                 del self._sent[key]
             operation()
             for bucket in room.ending_parameters:
-                self._stage.end_parameters(bucket)
-                self._values.watch.resized(self._stage.flat_parameters(bucket))
+                divided = self._stage.divided[bucket]
+                divided.end_parameters()
+                self._values.watch.resized(divided.parameters)
             for bucket, microbatch in room.ending_gradients:
-                chunk = self._stage.gradient_chunk(bucket)
-                own = torch.empty(chunk.shape, dtype=chunk.dtype, device=chunk.device)
-                self._sent[bucket, microbatch] = self._stage.end_gradients(bucket), own
+                divided = self._stage.divided[bucket]
+                self._sent[bucket, microbatch] = divided.end_gradients(), torch.empty_like(divided.summed)
             self.begin_parameters(room.beginning_parameters)
 
         return run
@@ -467,17 +468,17 @@ class Communicating:
             lent(flat)
             lent(own)
             reduce_scatter_flat(own, flat, group)
-            stage.add_gradients(number, own)
+            stage.divided[number].gradients.add_(own)
 
         def reduce_scatter() -> None:
-            flat, chunk = stage.flat_gradient(number), stage.gradient_chunk(number)
+            flat, chunk = stage.buckets[number], stage.divided[number].summed
             lent(flat)
             own = torch.empty_like(chunk)  # the chunk is part of what is sent
             reduce_scatter_flat(own, flat, group)
             chunk.copy_(own)
 
         def all_gather() -> None:
-            flat, chunk = stage.flat_parameters(number), stage.parameter_chunk(number)
+            flat, chunk = stage.divided[number].parameters, stage.divided[number].chunk.data
             lent(flat)
             all_gather_flat(flat, chunk.clone() if microbatch is None else chunk, group)
 

@@ -125,10 +125,9 @@ def flat_gradients(parameters: Sequence[Tensor]) -> Tensor:
 
 # Exponential moving averages of the weights, as `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn` keeps them.
 #
-# A rank averages what its optimizer updates: its parameters, its part of a divided bucket, or the copies in fp32. The
-# averages
-# are an entry of the optimizer's state, `EMA`. So they are divided, moved to another plan, and kept in checkpoints as
-# the optimizer's own arrays are.
+# A rank averages what its optimizer updates: its parameters, its part of a divided bucket, or the copies in fp32. The averages
+# are an entry of the optimizer's state, `EMA`. So they are divided, moved to another plan, and kept in checkpoints as the
+# optimizer's own arrays are.
 #
 # Leaves out: a step that an overflowing gradient skips is not counted.
 

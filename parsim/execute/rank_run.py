@@ -61,8 +61,7 @@ from parsim.work import Compute, Phase
 # The measured peak of live tensors, in the lines in which `parsim.predict.memory` predicts it.
 #
 # The lines are those alive at the end of that forward at which most is alive: what a step keeps, before a backward lets go of
-# it. `workspace` is by how much the fullest moment of the step exceeds that, whenever it comes. So both sides add up to a
-# peak,
+# it. `workspace` is by how much the fullest moment of the step exceeds that, whenever it comes. So both sides add up to a peak,
 # and mean the same by a line.
 
 

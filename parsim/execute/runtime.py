@@ -138,16 +138,13 @@ def _updates(tasks: RankTasks) -> bool:
 # One order for the launches of all ranks, in which every task of a step comes behind all that it waits for, on any rank.
 #
 # NCCL's kernels wait for data, and CUDA promises for no two streams that they run at the same time. So NCCL asks that every
-# rank
-# gives its communications in the same order, over whatever communicators. Each rank launches its tasks in this order,
-# computation
-# too. Then no rank waits for ever even where a GPU runs one thing after the other: where streams share a queue, or loading a
-# kernel waits until the device is idle. Nor does it where the host waits for its peers, as at the first collective of every
-# communicator, which connects them. The first task in the order that has not ended can always run.
+# rank gives its communications in the same order, over whatever communicators. Each rank launches its tasks in this order,
+# computation too. Then no rank waits for ever even where a GPU runs one thing after the other: where streams share a queue, or
+# loading a kernel waits until the device is idle. Nor does it where the host waits for its peers, as at the first collective of
+# every communicator, which connects them. The first task in the order that has not ended can always run.
 #
-# A launch is early: a task stands behind about as many others as separate it from the beginning of the step. Streams still
-# run at
-# the same time where the device lets them.
+# A launch is early: a task stands behind about as many others as separate it from the beginning of the step. Streams still run
+# at the same time where the device lets them.
 #
 # Source: NCCL's user guide, "Using multiple NCCL communicators concurrently"; CUDA programming guide, "Lazy Loading".
 

@@ -299,8 +299,7 @@ def _reached(links: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 # How fast a mixing graph brings workers together: spectral gap, contraction, and closed forms of circulant graphs.
 #
-# One mixing shrinks the distance from the mean, |X - mean|, by at least rho = ||W - 11^T/n||_2. The gap is 1 - |lambda_2|,
-# the
+# One mixing shrinks the distance from the mean, |X - mean|, by at least rho = ||W - 11^T/n||_2. The gap is 1 - |lambda_2|, the
 # second largest modulus of an eigenvalue; for symmetric and for circulant W, rho = 1 - gap.
 
 
@@ -372,8 +371,7 @@ def exponential_gap(tau: int) -> float:
 # Ada: the mixing graph adapts during training, dense early and sparse late, as a ring lattice of k_e neighbours in epoch e.
 #
 # A schedule says k for an epoch, from the epoch alone (linear, exponential, step) or from what was measured (closed_loop). A
-# new
-# one is a function and a row of ADA_SCHEDULES. k is rounded to even and kept between k_min and n-1 (complete).
+# new one is a function and a row of ADA_SCHEDULES. k is rounded to even and kept between k_min and n-1 (complete).
 #
 # Source: the idea is the Ada paper's (arXiv 2509.12213, abstract); its schedule and constants could not be obtained. So the
 # schedules and the controller are ours, as this project's specification states them.

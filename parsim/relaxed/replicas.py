@@ -187,8 +187,7 @@ def check_room(replicas: int, weight_bytes: int) -> None:
 #
 # The gradient of stage k for batch b is block k of the ordinary gradient at the weights with which batch b ran forward: those
 # that stage k had in step b + k. So one gradient of the whole model per step is enough. Its blocks wait until their stage is
-# due: stage k of K applies that of batch b in step b + 2 (K - 1) - k. Replicas sum gradients in every step: one stands for
-# all.
+# due: stage k of K applies that of batch b in step b + 2 (K - 1) - k. Replicas sum gradients in every step: one stands for all.
 #
 # Leaves out: BatchNorm and dropout, as all virtual replicas do.
 

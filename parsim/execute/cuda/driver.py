@@ -189,9 +189,9 @@ def driver_of(device: torch.device) -> Driver[Any, Any] | None:
 # Seconds of work on a GPU, by its own events, with the launches of the host out of the way.
 #
 # A GPU runs what the host queues. Small kernels take less time than their launch, so a clock around them measures the host.
-# Here a kernel that only waits (the hold) is queued first. The host queues everything else while the device still waits.
-# Then the device runs it without a gap, and events between the calls record the times. The host's own seconds of queueing
-# are kept beside.
+# Here a kernel that only waits (the hold) is queued first. The host queues everything else while the device still waits. Then
+# the device runs it without a gap, and events between the calls record the times. The host's own seconds of queueing are kept
+# beside.
 #
 # Every call goes to an `EventClock` (`parsim.execute.cuda.driver`); tests have one with computed time.
 
@@ -303,8 +303,7 @@ def products(dtype: torch.dtype, device: torch.device) -> QueuedCall:
 # A thread that makes one call after the other, of which workers may be forked.
 #
 # Rejected: ThreadPoolExecutor. A process forked of its thread waits for that thread when it ends, which it is itself, and so
-# ends
-# with an error.
+# ends with an error.
 
 
 T = TypeVar("T")
