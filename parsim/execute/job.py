@@ -218,7 +218,7 @@ class EvaluationRule:
 
     @property
     def larger_is_better(self) -> bool:
-        """Of `monitor`."""
+        """Whether a larger value of `monitor` is better."""
         if self.mode is not None:
             return self.mode == "max"
         return self.monitor != LOSS_NAME and bool(METRICS[self.monitor].larger_is_better)
@@ -326,7 +326,7 @@ PLAIN = TrainingRecipe()
 
 
 SCHEMA_VERSION = 1
-"""Of job.json."""
+"""Version of job.json."""
 
 SCORE = "score.json"
 """In the job's output, once all steps are made."""

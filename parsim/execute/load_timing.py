@@ -56,7 +56,7 @@ SIGMA = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """Of one reader: seconds beside the samples, of a read right behind another, per sample, per sample that is passed."""
+    """One reader: seconds beside the samples, of a read right behind another, per sample, per sample that is passed."""
 
     first_s: float
     again_s: float
@@ -169,7 +169,7 @@ def _quiet(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def standard_error(seconds: Sequence[float]) -> float:
-    """Of the mean, relative to it."""
+    """Standard error of the mean, relative to it."""
     mean = float(np.mean(seconds))
     return float(np.std(seconds, ddof=1)) / math.sqrt(len(seconds)) / mean if len(seconds) > 1 and mean > 0 else FEW_SIGMA
 

@@ -190,7 +190,7 @@ def _typed(array: NDArray[np.generic], own: str | None, dtype: torch.dtype) -> T
 def batch_values(
     data: Samples, indices: NDArray[np.int64], wanted: Sequence[str] | None, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """The same on the device."""
+    """`host_values` on the device."""
     return {name: tensor.to(device) for name, tensor in host_values(data, indices, wanted, dtype).items()}
 
 

@@ -330,7 +330,7 @@ def lacking(error: KeyError, rank: int) -> ExecutionError:
 
 
 def _parts(flat: Tensor, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Of an array that holds one parameter behind the other: the part of each, in its shape."""
+    """Cut an array that holds one parameter behind the other: the part of each, in its shape."""
     offset = 0
     for parameter in parameters:
         yield flat[offset : offset + parameter.numel()].view(parameter.shape)

@@ -66,7 +66,7 @@ class ComponentRandomness:
 
     @property
     def state(self) -> Tensor:
-        """Of the generator, for a checkpoint or another plan."""
+        """State of the generator, for a checkpoint or another plan."""
         return self._generator.get_state()
 
     def go_on(self, state: Tensor) -> None:
@@ -162,7 +162,7 @@ class LossScale:
         return torch.tensor([self.scale, float(self.good_steps)], dtype=torch.float64)
 
     def from_tensor(self, saved: Tensor) -> LossScale:
-        """As `to_tensor` left it; how often it grows stays as it is here."""
+        """Inverse of `to_tensor`; how often it grows stays as it is here."""
         scale, good_steps = saved.tolist()
         return replace(self, scale=scale, good_steps=int(good_steps) % self.growth_steps)
 
@@ -260,7 +260,7 @@ def set_switches(*, tf32: bool) -> None:
 
 
 def switches() -> dict[str, Any]:
-    """The same, and what else of torch's decides in which numbers matmuls add up, as it is now."""
+    """What of torch's decides in which numbers matmuls add up, as it is now."""
     backends: Any = torch.backends
     matmul, cudnn = backends.cuda.matmul, backends.cudnn
     return {

@@ -174,7 +174,7 @@ _Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Instances:
-    """Of one component: what it reads, each once, and where each of its inputs is among them; what it makes; per output the
+    """A component: what it reads, each once, and where each of its inputs is among them; what it makes; per output the
     gradients that its backward adds up; the gradients of its inputs, and which are complete behind its backward, each with
     whether another stage wants it."""
 

@@ -334,7 +334,7 @@ class RankRun:
         self.built_s = time.perf_counter() - began
 
     def switched(self, plan: Plan, place: ProcessPlace, groups: ProcessGroups) -> RankRun:
-        """The same training under another plan: weights, optimizer state, buffers, random state, data order and records stay.
+        """Go on under another plan: weights, optimizer state, buffers, random state, data order and records stay.
 
         Every rank calls it at the same step.
         """
@@ -381,7 +381,7 @@ class RankRun:
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """Of the next step, by group of parameters; "" for those in none."""
+        """Rates of the next step, by group of parameters; "" for those in none."""
         if self.rate is not None:
             return self.rate.of(min(self.step_number, self.steps - 1))
         return {"": self.run.learning_rate, **{group.name: group.learning_rate for group in self.run.recipe.groups}}
@@ -425,7 +425,7 @@ class RankRun:
             self._every *= 2
 
     def forget_times(self) -> None:
-        """Of tasks: those that follow are sampled anew."""
+        """Forget the task times so far: those that follow are sampled anew."""
         self.record.steps.clear()
         self._seen, self._every = 0, 1
 
@@ -549,7 +549,7 @@ class RankRun:
 
 
 def _bytes_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Of every storage once."""
+    """Bytes of every storage, each counted once."""
     return list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 

@@ -277,7 +277,7 @@ class RankProgram:
             self._store.put(self._store.moved(self._tasks[index]), microbatch, tensor, computed=True)
 
     def run_forward_again(self, batch: BatchSource, draw: int) -> None:
-        """Of a decoupled stage that goes on from a checkpoint: the forward of a batch that waits for its backward.
+        """Repeat the forward of a batch that waits for its backward, where a decoupled stage goes on from a checkpoint.
 
         Args:
             batch: its values. draw: of the random numbers of its step.
@@ -423,7 +423,7 @@ def _is_ready(following: BatchSource | None) -> bool:
 
 
 def _last(before: Sequence[int], places: Mapping[int, tuple[int, str]]) -> tuple[int, ...]:
-    """Of what a task waits for, the last of each stream: streams run in issue order.
+    """The last task of each stream among those that a task waits for: streams run in issue order.
 
     Args:
         before: tasks. places: per task of the script its number in issue order, and its stream.

@@ -462,7 +462,7 @@ def seeded_module(spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.
     check_real(module)
 
     def cast(tensor: Tensor) -> Tensor:
-        """As `Module.double` does: `Module.to` would drop the imaginary part of complex buffers."""
+        """Cast like `Module.double`: `Module.to` would drop the imaginary part of complex buffers."""
         return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
 
     module._apply(cast)  # type: ignore[no-untyped-call]

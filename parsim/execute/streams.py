@@ -39,7 +39,7 @@ class TaskTime(NamedTuple):
 
 
 _recorded = tuple.__new__
-"""As TaskTime(...), in a third of its time: it is made for every task of every step."""
+"""Makes a TaskTime in a third of the time of TaskTime(...), for every task of every step."""
 
 __all__ = [
     "Operation",

@@ -49,7 +49,7 @@ NORMS = 256
 
 
 class TrainingLog:
-    """Of one training on this rank.
+    """The log of one training, on one rank.
 
     Args:
         folder: of the run. entry: where the training stands. steps: of the whole training.
@@ -397,7 +397,7 @@ def _steer(job: Job, steering: Steering, entry: RankRun, place: ProcessPlace, gr
 
 
 def mean_round_s(rounds: Sequence[tuple[float, float, int]], steps: int) -> float:
-    """Of the last rounds, a step each. What passes between them (a decision, a planning) is not a part of it.
+    """Mean seconds of the last rounds, a step each. What passes between them (a decision, a planning) is not a part of it.
 
     Args:
         rounds: (begin, end, steps) in seconds. steps: how many of the last ones count; 0: the mean is 0.

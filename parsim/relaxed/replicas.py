@@ -129,7 +129,7 @@ class LocalTraining:
         return result
 
     def score(self, weights: Tensor) -> float:
-        """Of one row of weights on the test samples: accuracy or R^2."""
+        """Accuracy or R^2 of one row of weights on the test samples."""
         with torch.no_grad():
             return self.problem.score(self.outputs(weights, self.problem.test_inputs))
 
@@ -151,7 +151,7 @@ class LocalTraining:
         )
 
     def gradient(self, weights: Tensor, samples: NDArray[np.int64]) -> Tensor:
-        """Of the mean loss, [m, D], for weights [m, D] on samples int64 [m, batch], padded with -1."""
+        """Gradient of the mean loss, [m, D], for weights [m, D] on samples int64 [m, batch], padded with -1."""
         wanted = torch.tensor(samples)
         real, index = wanted >= 0, wanted.clamp(min=0)
         share = real.to(weights.dtype) / real.sum(1).clamp(min=1)[:, None]

@@ -389,7 +389,7 @@ def restore_tensors(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> 
 
 
 def restore_one_by_one(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """As `restore_tensors`, of the names that are saved, each of which is read when its turn comes.
+    """`restore_tensors` for the names that are saved, each of which is read when its turn comes.
 
     Args:
         live: by name. saved: such as the weights of `load_state`.

@@ -26,7 +26,7 @@ URGENT, USUAL = -1, 0
 """torch.cuda's priorities: the lower the number, the sooner."""
 
 CYCLES = 20_000_000
-"""Of the sleep kernel that tells how many cycles one second has: about 10 ms."""
+"""Cycles of the sleep kernel that tells how many one second has: about 10 ms."""
 
 STEADY, MOST_SLEEPS = 0.02, 50
 """The clock of a GPU that was idle rises within some kernels: the rate counts once two in a row differ by so little."""
@@ -83,7 +83,7 @@ class Driver(EventClock[E], Protocol[S, E]):
         """The stream reads memory that another may have allocated: it is free only when that has ended too."""
 
     def unowned(self, tensor: Tensor) -> Tensor:
-        """The same memory as a tensor of which the allocator knows nothing; it holds the tensor."""
+        """A tensor on this memory of which the allocator knows nothing; it holds the one that is given."""
 
 
 class TorchCudaDriver:
@@ -140,12 +140,12 @@ class TorchCudaDriver:
         return time.perf_counter()
 
     def cycles_per_s(self) -> float:
-        """Of the sleep kernel; the first call on a GPU measures it and waits for the device."""
+        """Cycles of the sleep kernel in a second; the first call on a GPU measures it and waits for the device."""
         return _cycles_per_s(self._device)
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """The same memory under another storage, which holds the tensor; no mode of torch sees it being made.
+    """A tensor's memory under another storage, which holds the tensor; no mode of torch sees it being made.
 
     Modes that count memory would take it for the first reader of what has just arrived.
     """
@@ -205,7 +205,7 @@ HOLD_MARGIN = 1.5
 """A hold is longer than what the host last needed by this factor, and by FIRST_HOLD_S."""
 
 WARM_S = 1.1
-"""Of sustained work before anything is timed: clocks rise within milliseconds, and fall with power and heat within a second."""
+"""Seconds of work before anything is timed: clocks rise within milliseconds, and fall with power and heat within a second."""
 
 WARM_SIDE = 4096
 
@@ -218,7 +218,7 @@ class Group(NamedTuple):
 
 
 class TimedGroups(NamedTuple):
-    """Of every group.
+    """What was timed, group by group.
 
     Attributes:
         seconds: of the device. issue_s: of the host, to queue the calls. hidden: the host had queued everything before the

@@ -204,7 +204,7 @@ def _remove_abandoned() -> None:
 WORDS_VARIABLE = "PARSIM_LAST_WORDS"
 _LENGTH = struct.Struct("<I")
 ROOM_BYTES = 8192
-"""Of each rank."""
+"""For each rank."""
 
 
 class LastWords:
@@ -265,7 +265,7 @@ class RankOutput:
     read_bytes: dict[Path, int] = field(default_factory=dict)
 
     def paths(self, rank: int) -> tuple[Path, Path]:
-        """Of stdout and stderr of a rank."""
+        """The files of a rank's stdout and stderr."""
         return self.folder / str(rank) / "stdout.log", self.folder / str(rank) / "stderr.log"
 
     @property

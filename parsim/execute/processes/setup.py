@@ -117,7 +117,7 @@ SWITCH = "PARSIM_PRIORITY"
 """Environment variable: 0 leaves all threads alike."""
 
 LOWEST = 1
-"""Of the real-time priorities: above everything usual, below whatever else the system runs so."""
+"""Real-time priority: above everything usual, below whatever else the system runs so."""
 
 
 def take_priority() -> bool:
