@@ -39,9 +39,6 @@ from parsim.execute.loading import WorkerBatches, host_values, prepare_worker
 from parsim.execute.processes.output import descendants, die_with_parent
 from parsim.execute.processes.setup import available_cores, keep_freed_memory, prepare_rank
 
-# What reading batches costs, from what readers told of their reads: seconds per read and per sample, with their spread.
-
-
 BUDGET_S = 1.0
 """Seconds of reading, at most, behind the first sample."""
 PATIENCE_S = 20.0

@@ -35,9 +35,6 @@ from parsim.execute.processes.setup import cores_before_pinning
 from parsim.program.placed import PlanIndex
 from parsim.units import format_bytes
 
-# Processes that read batches ahead of the training, by torch's DataLoader. They change when samples are read, never which.
-
-
 Read = Callable[[int, int], dict[str, Tensor]]
 AHEAD = 2
 """Microbatches that each worker holds ready; torch's default."""

@@ -128,11 +128,11 @@ def _exchanged(pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
-# What all operations of a rank share while a step runs: the values, the room for those of other ranks, and the watch.
-
-
 class StepValues:
-    """Attributes: watch: receives the events of a step, for tools that count memory."""
+    """What all operations of a rank share while a step runs: the values, and the room for those of other ranks.
+
+    Attributes: watch: receives the events of a step, for tools that count memory.
+    """
 
     def __init__(self, stage: StageReplica, store: Store, streams: Streams) -> None:
         self.stage, self.store, self.streams = stage, store, streams
@@ -376,9 +376,6 @@ class Computing:
 def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
     """Equal entries for tensors that share memory."""
     return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
-
-
-# Collectives and transfers of a rank: gradient buckets, conversions on the tp axis, and values between stages.
 
 
 class Communicating:

@@ -30,8 +30,6 @@ from parsim.program.task import COMPUTE, HOST, RankTasks, Task
 from parsim.program.taskgraph import TaskGraph, in_order, rank_tasks
 from parsim.work import ClipGradients, Collective, Compute, LoadBatch, OptimizerStep, Phase, SendRecv
 
-# What a rank does in each training step: its tasks in issue order, which differ where a mixing round follows some steps.
-
 
 def _with_every_replica(graph: TaskGraph, layout: PlanIndex) -> TaskGraph:
     """The graph of a step in which all replicas compute."""

@@ -23,9 +23,6 @@ from torch import Tensor
 from parsim.execute.processes.heartbeat import pulse
 from parsim.execute.processes.setup import take_priority
 
-# When a task ran, as one rank saw it.
-
-
 Operation = Callable[[], None]
 
 
@@ -40,13 +37,6 @@ class TaskTime(NamedTuple):
 
 _recorded = tuple.__new__
 """Makes a TaskTime in a third of the time of TaskTime(...), for every task of every step."""
-
-__all__ = [
-    "Operation",
-    "Streams",
-    "TaskTime",
-    "ThreadStreams",
-]
 
 
 class Streams(Protocol):

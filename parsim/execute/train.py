@@ -33,13 +33,6 @@ from parsim.numeric import keep_nothing, keep_what_is_there
 from parsim.program.placed import PlanIndex
 from parsim.units import format_seconds
 
-# What a training tells while it runs: a line of progress, and metrics.jsonl with one line per step.
-#
-# The losses of ranks are added up where ranks meet anyway: at validations, checkpoints and the end. So a step sends nothing
-# more than its graph says. A line is {"step", "loss", "learning_rate", "seconds", ...}; a resumed training first drops the
-# lines behind its checkpoint.
-
-
 BOARD = "tensorboard"
 """Folder of event files, where the training writes them."""
 RECENT = 20
@@ -49,10 +42,10 @@ NORMS = 256
 
 
 class TrainingLog:
-    """The log of one training, on one rank.
+    """What a training tells while it runs: a line of progress, and metrics.jsonl with one line per step.
 
-    Args:
-        folder: of the run. entry: where the training stands. steps: of the whole training.
+    The losses of ranks are added up where ranks meet anyway: at validations, checkpoints and the end. So a step sends nothing
+    more than its graph says. A resumed training first drops the lines behind its checkpoint.
     """
 
     def __init__(self, folder: Path, entry: RankRun, steps: int) -> None:

@@ -509,9 +509,6 @@ def remove_checkpoint(place: Path) -> None:
     shutil.rmtree(place, ignore_errors=True)
 
 
-# Checkpoints of a training that went on from an older one: those behind it are of a part that is trained anew.
-
-
 UNUSED = "unused-"
 """What the name of a checkpoint begins with that no training goes on from."""
 

@@ -250,9 +250,6 @@ def read_last_words(path: Path, rank: int) -> str:
         return ""
 
 
-# What the ranks of an attempt write to stdout and stderr: into files, read by the launcher as they grow.
-
-
 _FRAME = re.compile(r'File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.*)')
 
 
