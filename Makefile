@@ -6,7 +6,7 @@
 #   make test-all  the slow tests too
 #   make check     what CI runs: ruff, mypy --strict, make test
 #   make bench     speed of the engines
-#   make bench-quick  every benchmark once with small sizes: does it run? (part of make test)
+#   make bench-quick  every benchmark once with small sizes: does it run? (part of make test-all)
 #   make fuzz      100,000 damaged files of every kind, within FUZZ_SECONDS=3600
 #   make chaos     200 faults at random moments of real runs, within CHAOS_SECONDS=7200
 #   make docs      the documentation as a site in site/

@@ -18,7 +18,6 @@ from dataclasses import replace
 
 from machine import QUICK_NOTE, add_quick, machine_line
 from plan_phases import phases_ms, print_phases
-from screen import Outline, plan_of
 
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
@@ -29,6 +28,7 @@ from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
 from parsim.program.placed import Divisions
+from screen import Outline, plan_of
 
 SEQ, PER_NODE = 4096, 8
 PLANS = (

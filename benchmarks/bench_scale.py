@@ -25,8 +25,8 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.breakdown import breakdown
 from parsim.predict.evaluate import evaluate
+from parsim.predict.folding import folding_of
 from parsim.predict.problem import PlanningProblem
-from parsim.program.fold import folding_of
 from parsim.program.placed import PlanIndex
 from parsim.program.templates import lower_columns
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 
 from machine import QUICK_NOTE, add_quick, machine_line
-from screen import Outline, plan_of, screened_s
 
 from parsim.app.load import problem_of
 from parsim.app.question import question_of
@@ -21,6 +20,7 @@ from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import simulated_step
 from parsim.predict.problem import PlanningProblem
 from parsim.units import divisors
+from screen import Outline, plan_of, screened_s
 
 QUESTIONS = (
     ("llama3-70b", "64xh100-sxm", 512, "model.args.seq=8192"),

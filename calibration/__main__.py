@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from calibration.measure.allocator import measure_allocator, reading_bytes
-from calibration.measure.arithmetic import DTYPES, OPERATOR_DTYPES, arithmetic_settings, set_arithmetic
 from calibration.measure.collectives import affordable_sizes, collective_section, make_bench
 from calibration.measure.communication_points import all_reduce_sizes
 from calibration.measure.components import Case, component_section, make_case
-from calibration.measure.device import measure_device
+from calibration.measure.device import DTYPES, OPERATOR_DTYPES, arithmetic_settings, measure_device, set_arithmetic
 from calibration.measure.operators import operator_section
 from calibration.measure.overlap import overlap_section
 from calibration.measure.shards import shard_section

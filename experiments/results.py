@@ -12,7 +12,6 @@ nothing: its claims are "not checked", and nothing of it is kept. DIR holds publ
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 import time
@@ -21,8 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experiments.common.catalogue import DATA, ROOT, Experiment, chosen
-from experiments.common.page import PAGE, SITE_PAGE, made_anew, page, quick_page, site_page
+from experiments.common.catalogue import DATA, ROOT, Experiment, Part, chosen, record, recorded
+from experiments.common.page import pages_anew, quick_page
 from experiments.common.running import PROGRESS_LOG, ExperimentError, documented
 from parsim.files import write_text_atomically
 
@@ -34,99 +33,87 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="small versions: a check that all runs, not a result")
     parser.add_argument("--page", action="store_true", help="write the page from what is committed; run nothing")
     parser.add_argument("--check", action="store_true", help="compare the page with what is committed; write nothing")
-    parser.add_argument("--only", default="", help="names with commas between")
+    parser.add_argument("--only", default="", help="names of experiments or of parts, with commas between")
     parser.add_argument("--data", type=Path, help="folder with v100/ and large/, the published tables")
-    parser.add_argument("--limit", type=float, help="seconds for one experiment")
-    parser.add_argument("--arguments", default="", help="of run.py, in place of the usual ones; with one name in --only")
-    asked = parser.parse_args()
+    parser.add_argument("--limit", type=float, help="seconds for one part")
+    parser.add_argument("--arguments", default="", help="in place of the usual ones; with one part in --only")
+    options = parser.parse_args()
     try:
-        some = chosen(asked.only)
+        parts = chosen(options.only)
     except ValueError as error:
         parser.error(str(error))
-    if asked.arguments and len(some) != 1:
-        parser.error("--arguments are for one experiment; name it with --only")
-    if asked.check:
+    if options.arguments and len(parts) != 1:
+        parser.error("--arguments are for one part; name it with --only")
+    if options.check:
         return check()
-    if asked.quick:
-        return quick(some, asked.limit or QUICK_LIMIT_S)
-    failed = [] if asked.page else whole(some, asked.data, shlex.split(asked.arguments), asked.limit)
-    for path, text in made_anew().items():
+    if options.quick:
+        return quick(parts, options.limit or QUICK_LIMIT_S)
+    failed = [] if options.page else whole(parts, options.data, shlex.split(options.arguments), options.limit)
+    for path, text in pages_anew().items():
         write_text_atomically(path, text)
-    write_text_atomically(PAGE, page())
-    write_text_atomically(SITE_PAGE, site_page())
     return 1 if failed else 0
 
 
 def check() -> int:
     """Whether the pages say what the results say."""
-    wanted = {**made_anew(), PAGE: page(), SITE_PAGE: site_page()}
-    old = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    pages = pages_anew()
+    old = [path for path, text in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in old:
         print(f"{path.relative_to(ROOT)} differs from what is committed; run python experiments/results.py --page")
     return 1 if old else 0
 
 
-def whole(some: Sequence[Experiment], data: Path | None, arguments: Sequence[str], limit_s: float | None) -> list[str]:
-    """Run experiments and keep what they give.
+def whole(
+    parts: Sequence[tuple[Experiment, Part]], data: Path | None, arguments: Sequence[str], limit_s: float | None
+) -> list[str]:
+    """Run parts of experiments and keep what they give.
 
     Args:
-        some: to run. data: folder of published tables. arguments: in place of the usual ones. limit_s: for each.
+        parts: to run. data: folder of published tables. arguments: in place of the usual ones. limit_s: for each.
 
     Returns:
         The names of those that failed.
     """
     failed = []
-    for each in some:
-        usual = arguments or each.whole
+    for experiment, part in parts:
+        usual = arguments or part.whole
         if usual is None or (data is None and any(DATA in word for word in usual)):
-            print(f"{each.name}: not run; {each.why}", file=sys.stderr)
+            print(f"{part.name}: not run; {part.why}", file=sys.stderr)
             continue
         words = [word.replace(DATA, str(data)) for word in usual]
-        out = ROOT / "runs" / each.name
-        print(f"{each.name} ... (progress: {out / PROGRESS_LOG})", file=sys.stderr, flush=True)
+        out = ROOT / "runs" / part.name
+        print(f"{part.name} ... (progress: {out / PROGRESS_LOG})", file=sys.stderr, flush=True)
         try:
-            found = documented(each.name, words, quick="--quick" in words, out=out, limit_s=limit_s)
+            document = documented(experiment.script(part), words, quick="--quick" in words, out=out, limit_s=limit_s)
         except ExperimentError as error:
-            print(f"{each.name}: {error}", file=sys.stderr)
-            failed.append(each.name)
+            print(error, file=sys.stderr)
+            failed.append(part.name)
             continue
+        run = document["run"]
         if data is not None:
-            found["run"]["command"] = found["run"]["command"].replace(str(data), "DIR")
-        if each.writes:
-            found = json.loads(each.results.read_text(encoding="utf-8")) | {"run": found["run"]}
-        write_text_atomically(each.results, lines_of(found))
-        print(f"{each.name}: {found['run']['wall_s']:.0f} s, {found['run']['cpu_s']:.0f} CPU-s", file=sys.stderr, flush=True)
+            run["command"] = run["command"].replace(str(data), "DIR")
+        record(part.name, (recorded(part.name) or {}) | {"run": run} if part.writes else document)
+        print(f"{part.name}: {run['wall_s']:.0f} s, {run['cpu_s']:.0f} CPU-s", file=sys.stderr, flush=True)
     return failed
 
 
-def lines_of(document: dict[str, object]) -> str:
-    """JSON with a line per row of a table, so that changes can be read."""
-    parts = []
-    for key, value in document.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            rows = ",\n".join(json.dumps(row) for row in value)
-            parts.append(f"{json.dumps(key)}: [\n{rows}\n]")
-        else:
-            parts.append(f"{json.dumps(key)}: {json.dumps(value)}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def quick(some: Sequence[Experiment], limit_s: float) -> int:
+def quick(parts: Sequence[tuple[Experiment, Part]], limit_s: float) -> int:
     """Run small versions and print what ran. Nothing is compared, and nothing is kept."""
     began, outcomes, failed = time.perf_counter(), {}, 0
-    for each in some:
-        if each.quick is None:
-            outcomes[each.name] = f"no small version: {each.why}"
+    for experiment, part in parts:
+        if part.quick is None:
+            outcomes[part.name] = f"no small version: {part.why}"
             continue
-        print(f"{each.name} ...", file=sys.stderr, flush=True)
+        print(f"{part.name} ...", file=sys.stderr, flush=True)
+        out = ROOT / "runs" / "quick" / part.name
         try:
-            found = documented(each.name, each.quick, quick=True, out=ROOT / "runs" / "quick" / each.name, limit_s=limit_s)
+            run = documented(experiment.script(part), part.quick, quick=True, out=out, limit_s=limit_s)["run"]
         except ExperimentError as error:
-            outcomes[each.name] = f"FAILED: {error}"
+            outcomes[part.name] = f"FAILED: {error}"
             failed += 1
         else:
-            outcomes[each.name] = f"ran in {found['run']['wall_s']:.0f} s ({found['run']['cpu_s']:.0f} CPU-s)"
-    print(quick_page(some, outcomes, time.perf_counter() - began))
+            outcomes[part.name] = f"ran in {run['wall_s']:.0f} s ({run['cpu_s']:.0f} CPU-s)"
+    print(quick_page(parts, outcomes, time.perf_counter() - began))
     return 1 if failed else 0
 
 

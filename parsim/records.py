@@ -1,7 +1,8 @@
-"""Whether a record that was read from a file holds what its annotations say. A file may hold anything.
+"""Records and plain JSON values: write one as the other, and check what a file held. A file may hold anything.
 
-A checker is made once per class from its annotations. Whole numbers are no booleans and fit 64 bits; other numbers are finite.
-Leaves out: annotations that exist for the type checker alone, and anything beside plain values, containers and dataclasses.
+A checker and a reader are made once per class from its annotations. Whole numbers are no booleans and fit 64 bits; other
+numbers are finite. Leaves out: annotations that exist for the type checker alone, and anything beside plain values, containers,
+dataclasses and named tuples.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ def _checker(kind: Hashable) -> TypeCheck:
         return _all(list if origin is list else tuple if origin is Sequence else origin, _checker(arguments[0]))
     if origin in (dict, Mapping):
         return _mapping(*map(_checker, arguments))
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+    if _is_record(kind):
         return _record(kind)
+    if _is_named_tuple(kind):
+        return _tuple(list(typing.get_type_hints(kind).values()))
     return _PLAIN.get(kind, lambda value: "")
 
 
@@ -110,19 +113,103 @@ def _mapping(check_key: TypeCheck, check_value: TypeCheck) -> TypeCheck:
     return check
 
 
-def _record(kind: type) -> TypeCheck:
-    try:
-        hints = typing.get_type_hints(kind)
-    except NameError:  # names that only the type checker imports
-        hints = {}
-    checks = [(field.name, _checker(hints[field.name])) for field in dataclasses.fields(kind) if field.name in hints]
+def _is_record(kind: Any) -> bool:
+    return dataclasses.is_dataclass(typing.get_origin(kind) or kind)
+
+
+def _is_named_tuple(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def _record(kind: Any) -> TypeCheck:
+    record: type = typing.get_origin(kind) or kind
+    checks = [(name, _checker(hint)) for name, hint in _field_types(kind).items()]
 
     def check(value: Any) -> Problem:
-        if not isinstance(value, kind):
-            return _expected(f"a {kind.__name__}", value)
+        if not isinstance(value, record):
+            return _expected(f"a {record.__name__}", value)
         return _first((name, check(getattr(value, name))) for name, check in checks)
 
     return check
+
+
+def _field_types(kind: Any) -> dict[str, Any]:
+    """Types of a dataclass' fields, with what a generic class is of in the place of its type variables."""
+    record = typing.get_origin(kind) or kind
+    bound: dict[Any, Any] = {}
+    for generic in (kind, *getattr(record, "__orig_bases__", ())):
+        origin = typing.get_origin(generic)
+        if origin not in (None, typing.Generic):
+            bound |= dict(zip(origin.__parameters__, typing.get_args(generic), strict=True))
+    try:
+        hints = typing.get_type_hints(record)
+    except NameError:  # names that only the type checker imports
+        return {}
+
+    def of_this(hint: Any) -> Any:
+        if variables := getattr(hint, "__parameters__", ()):
+            return hint[tuple(bound[variable] for variable in variables)]
+        return bound.get(hint, hint)
+
+    return {field.name: of_this(hints[field.name]) for field in dataclasses.fields(record) if field.name in hints}
+
+
+def plain(value: Any) -> Any:
+    """A record as JSON values: a dataclass as a table without the fields that have their default, tuples as lists."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        table = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return {field.name: plain(content) for field, content in table if content != field.default}
+    if isinstance(value, tuple | list):
+        return [plain(entry) for entry in value]
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items()}
+    return value
+
+
+def record_from(kind: Any, document: Any) -> Any:
+    """The record that `plain` wrote. Check it with `check_types`; what has no place in the class is a TypeError."""
+    return _reader(kind)(document)
+
+
+@cache
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType) and type(None) in arguments:
+        inner = [_reader(argument) for argument in arguments if argument is not type(None)]
+        return (lambda value: value if value is None else inner[0](value)) if len(inner) == 1 else lambda value: value
+    if origin is tuple:
+        return _tuple_reader(arguments)
+    if _is_record(kind):
+        return _record_reader(kind)
+    if _is_named_tuple(kind):
+        return lambda value: kind(*value)
+    return lambda value: value
+
+
+def _tuple_reader(kinds: Sequence[Any]) -> Callable[[Any], Any]:
+    if len(kinds) == 2 and kinds[1] is Ellipsis:
+        read = _reader(kinds[0])
+        return lambda value: tuple([read(entry) for entry in _entries(value)])
+    readers = [_reader(kind) for kind in kinds]
+    return lambda value: tuple([read(entry) for read, entry in zip(readers, _entries(value), strict=True)])
+
+
+def _entries(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(_expected("a list", value).removeprefix(": "))
+    return value
+
+
+def _record_reader(kind: Any) -> Callable[[Any], Any]:
+    record: type = typing.get_origin(kind) or kind
+    readers = {name: _reader(hint) for name, hint in _field_types(kind).items()}
+
+    def read(table: Any) -> Any:
+        if not isinstance(table, dict):
+            raise ValueError(_expected(f"a {record.__name__}", table).removeprefix(": "))
+        return record(**{name: readers[name](value) if name in readers else value for name, value in table.items()})
+
+    return read
 
 
 def _first(problems: typing.Iterable[tuple[object, Problem]]) -> Problem:

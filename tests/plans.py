@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from parsim.model.model import Model
-from parsim.plans.layouts import BATCH, REPLICATE, Placement
+from experiments.common.placements import choices
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import PIPELINE_ORDERS, rank_of_stage
 from parsim.plans.plan import Plan, Stage
@@ -16,22 +15,6 @@ from tests.models import sharded_model
 
 MODEL = sharded_model()
 NAMES = tuple(component.name for component in MODEL.components)
-
-
-def choices(model: Model, name: str, tp: int, *, placed: bool = True) -> list[Placement]:
-    """Every placement a component can have; `placed`: on one tp rank alone, too."""
-    found = [BATCH]
-    if tp > 1:
-        found.append(REPLICATE)
-        if placed:
-            found += [Placement("place", shard=shard) for shard in range(tp)]
-    for sharding in model.component(name).shardings:
-        found += [
-            Placement("shard", rule=sharding.rule, ways=ways)
-            for ways in range(2, tp + 1)
-            if tp % ways == 0 and sharding.limit % ways == 0
-        ]
-    return found
 
 
 @st.composite

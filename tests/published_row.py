@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-FOLDER = Path(__file__).parents[1] / "experiments" / "published"
-"""Whose modules import one another by name: a test puts it on `sys.path`."""
-
 ROW = {
     "id": "megatron-x-1",
     "hardware": "A100-80GB SXM",

@@ -14,8 +14,7 @@ from calibration.fit.surfaces import consistent_operators, fit_surfaces
 from calibration.measure.communication_points import collective_points, overlap_factors
 from calibration.rounds.environment import core_count, doubts, provenance_environment
 from calibration.rounds.pace import HOST_PACE, at_one_pace, usual_pace
-from calibration.rounds.raw_points import RawPoints, entries_of
-from calibration.rounds.request import CalibrationRequest
+from calibration.rounds.request import CalibrationRequest, RawPoints, entries_of
 from parsim.costs.communication.regime_fits import fit_linear, fit_regimes
 from parsim.costs.compute.surfaces import SurfaceModel
 from parsim.hardware.devices import DEVICE_KINDS, Allocator

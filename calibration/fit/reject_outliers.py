@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from calibration.fit.drift import MEDIAN_ERROR
 from calibration.rounds.pace import PACE
-from calibration.rounds.raw_points import entries_of
+from calibration.rounds.request import entries_of
 from parsim.errors import ProfileError
 from parsim.hardware.profile import CollectivePoint
 from parsim.hardware.records import ComponentPoint

@@ -1,4 +1,4 @@
-"""How much computation and communication of one rank slow each other down while both run."""
+"""How computation and communication of one rank slow each other down; how sharing cores and waiting slow computation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ import torch.distributed as dist
 
 from calibration.measure.collectives import COLLECTIVES, Bench, merged_seconds
 from calibration.measure.components import Case
-from calibration.measure.core_sharing import measure_core_sharing
-from calibration.measure.post_wait import measure_resume
 from calibration.rounds.request import CalibrationRequest
-from calibration.rounds.speed_probe import paced_together
-from calibration.rounds.turns import WARM_UP, CalibrationSection, Entries, in_turn
+from calibration.rounds.turns import WARM_UP, CalibrationSection, Entries, in_turn, paced_together
 from parsim.execute.cuda.driver import driver_of
 from parsim.execute.processes.exchange import gather_values
 from parsim.execute.processes.speed_probe import SpeedProbe
@@ -34,7 +31,7 @@ OTHERS_BYTES = (256 * KIB, 8 * MIB)
 """Sizes at which operations other than all_reduce run beside computation; not in a quick calibration."""
 
 PAIRS = 3
-"""Of steps alone and steps beside calls, in turn: the machine's speed is another one a second later."""
+"""Pairs of steps alone and steps beside calls, in turn: the machine's speed is another one a second later."""
 
 PAUSE_S = 0.002
 """Between two calls beside steps (not on CUDA, where the host would wait): as buckets come, when their gradients are there. The
@@ -209,7 +206,7 @@ def computation_factor(pairs: Sequence[tuple[Ran, Ran]], beside: Sequence[Sequen
 
 
 def seconds_beside(together: Sequence[Ran]) -> list[float]:
-    """Of the calls that ran wholly beside computation on every rank. Args: together: [rank], of one pair."""
+    """Seconds of the calls that ran wholly beside computation on every rank. Args: together: [rank], of one pair."""
     begin_s = max(rank.window_s[0] for rank in together)
     end_s = min(rank.window_s[1] for rank in together)
     calls = [rank.calls for rank in together]
@@ -219,3 +216,84 @@ def seconds_beside(together: Sequence[Ran]) -> list[float]:
         for number, seconds in enumerate(merged)
         if all(times[number].ready_s >= begin_s and times[number].end_s <= end_s for times in calls)
     ]
+
+
+SHARING_PAIRS = 4
+"""Pairs of a step of a rank on every core and one of all ranks, in turn. Ranks that take turns find less of their own data in
+the caches, the more ranks there are. On a 2-core virtual machine training steps of four ranks took 0 to 8% more processor
+seconds each than those of two ranks with a core each (2026-11-22)."""
+
+
+def measure_core_sharing(case: Case, bench: Bench) -> list[dict[str, Any]]:
+    """How many times as many processor seconds this rank's computation took with all ranks as with one on every core; called by
+    every rank. Nothing on the ranks beyond the cores, or where each has one.
+
+    One entry: model, samples, ratio.
+    """
+    if bench.world_size <= bench.cores:
+        return []
+    pairs = in_turn(
+        SHARING_PAIRS, partial(_computing_s, case, bench, bench.cores), partial(_computing_s, case, bench, bench.world_size)
+    )
+    if bench.rank >= bench.cores:
+        return []
+    return [{"model": case.number, "samples": case.samples, "ratio": core_sharing_factor(pairs)}]
+
+
+def _computing_s(case: Case, bench: Bench, active: int) -> float:
+    """Processor seconds of the computations of one step, of the first `active` ranks at once; the others wait, and say 0."""
+    dist.barrier(group=bench.everyone)
+    computed_s = 0.0
+    if bench.rank < active:
+        case.step()
+        computed_s = sum(case.streams.computed_s)
+    dist.barrier(group=bench.everyone)
+    return computed_s
+
+
+def core_sharing_factor(pairs: Sequence[tuple[float, float]]) -> float:
+    """The geometric mean of the ratios of (uncrowded, crowded) seconds."""
+    return statistics.geometric_mean(many / few for few, many in pairs)
+
+
+RESUME_BYTES = 256 * KIB
+RESUME_PAIRS = 4
+"""Pairs of a step with pauses and one without, in turn. After a wait for communication a rank's data has left the caches, and
+an idle core has to wake up. On a 2-core virtual machine every component took 0.04 to 0.25 ms longer after an exchange
+(2026-11-21, six models, 4 KiB to 1 MiB). Larger messages cost more. Tensor parallelism and pipelines wait before most of
+their components."""
+
+
+def measure_resume(case: Case, bench: Bench) -> list[dict[str, Any]]:
+    """What this rank's computations took longer after an exchange with all others, median of a few pairs of steps; called by
+    every rank.
+
+    On a CPU, processor seconds count: ranks that share a core take turns at it, and how long one waits for it says nothing
+    of its work. Handing the communication over is part of them, which the thread that computes does; the wait is the
+    communication's. On a GPU the events of each computation count, which the host has queued before the device begins with it.
+
+    One entry: model, samples, seconds (per computation; where noise hides it, less than 0).
+    """
+    call = COLLECTIVES["all_reduce"](bench, RESUME_BYTES, bench.everyone)
+    pairs = in_turn(RESUME_PAIRS, partial(_computing, case, bench, None), partial(_computing, case, bench, call))
+    longer_s = statistics.median(resumed_s(plain, paused) for plain, paused in pairs)
+    return [{"model": case.number, "samples": case.samples, "seconds": longer_s}]
+
+
+def _computing(case: Case, bench: Bench, before: Operation | None) -> list[float]:
+    """Seconds of every computation of one step."""
+    dist.barrier(group=bench.everyone)
+    case.streams.before = before
+    try:
+        tasks = case.step(held=case.on_gpu).tasks
+    finally:
+        case.streams.before = None
+    if bench.device.type == "cuda":
+        ordered = sorted((entry for entry in tasks if entry.stream == COMPUTE), key=lambda entry: entry.ready_s)
+        return [entry.end_s - entry.ready_s for entry in ordered]
+    return case.streams.computed_s
+
+
+def resumed_s(plain: Sequence[float], paused: Sequence[float]) -> float:
+    """Seconds per computation by which a step with pauses took longer than one without; the first one never waits."""
+    return (sum(paused[1:]) - sum(plain[1:])) / max(1, len(paused) - 1)

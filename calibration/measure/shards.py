@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from calibration.measure.arithmetic import DTYPES, autocast
 from calibration.measure.components import Case, pausing_streams
+from calibration.measure.device import DTYPES, autocast
 from calibration.rounds.request import CalibrationRequest
 from calibration.rounds.turns import WARM_UP, CalibrationSection, Entries
 from parsim.execute.cuda.driver import warm_gpu

@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Protocol
 
 from calibration.fit.build_profile import build_profile
-from calibration.rounds.environment import closing_line, opening_line
-from calibration.rounds.gpu_room import check_gpus, check_room, look_apart
-from calibration.rounds.raw_points import RawPoints, load_raw, raw_path, save_raw
-from calibration.rounds.request import CalibrationRequest
-from calibration.rounds.resume_folder import Leftover, WorkFolder, alone, open_folder
-from calibration.rounds.turns import gather_raw
+from calibration.rounds.environment import check_gpus, check_room, closing_line, look_apart, opening_line
+from calibration.rounds.request import CalibrationRequest, RawPoints, load_raw, raw_path, save_raw
+from calibration.rounds.turns import Leftover, WorkFolder, alone, gather_raw, open_folder
 from parsim.app.doctor import Found
 from parsim.errors import ConfigError, ExecutionError, MissingDependencyError, ProfileError
 from parsim.execute.processes.launch import launch
@@ -160,14 +157,14 @@ def stopped_points(request: CalibrationRequest, out: Path) -> RawPoints | None:
 
 
 def models_of(request: CalibrationRequest) -> Iterator[Model]:
-    """Of `request.measured_models`, recorded with the weights of its precision, as plans in it are. fp64 is not planned."""
+    """The Models of `request.measured_models`, with the weights of its precision, as plans in it have them (fp64 has none)."""
     weights = RECORDED_WEIGHTS.get(number_format(request.precision).weight_bytes, "float32")
     for spec, _, granularity in request.measured_models:
         yield load_model(spec, granularity=granularity, weights=weights)
 
 
 def unfitted_path(profile: Path) -> Path:
-    """Of the raw points of a calibration that ended without a profile: a machine may be there once, and a fit can be mended."""
+    """Path of the raw points of a calibration without a profile: a machine may be there once, and a fit can be mended."""
     return raw_path(profile.with_name(f"{profile.stem}.unfitted.json"))
 
 

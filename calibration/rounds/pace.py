@@ -1,4 +1,4 @@
-"""Measurements as if the cores had always been as fast, from how fast they were beside each (`calibration.rounds.speed_probe`).
+"""Measurements as if the cores had always been as fast, from how fast they were beside each (`turns.paced`).
 
 A core of a shared machine flips between speeds every few seconds (`parsim.execute.processes.speed_probe`). Times of a
 fast and of a slow period can be compared and added after each is divided by the speed factor measured next to it.
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from calibration.rounds.raw_points import entries_of
+from calibration.rounds.request import entries_of
 from parsim.program.taskgraph import parse_work
 from parsim.work import LoadBatch
 
@@ -54,7 +54,7 @@ PacedEntry = dict[str, Any]
 
 
 class Pace(NamedTuple):
-    """Of the cores over a calibration.
+    """How fast the cores were over a calibration.
 
     Attributes:
         alone_s, together_s: mean, of one rank alone and with a rank on every core.

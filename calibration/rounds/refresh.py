@@ -21,11 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from calibration.measure.arithmetic import DTYPES, set_arithmetic
 from calibration.measure.components import KEPT_STEPS, WARM_STEPS, Case, make_case
-from calibration.rounds.raw_points import load_raw, raw_path
-from calibration.rounds.request import CalibrationRequest
-from calibration.rounds.resume_folder import alone
+from calibration.measure.device import DTYPES, set_arithmetic
+from calibration.rounds.request import CalibrationRequest, load_raw, raw_path
+from calibration.rounds.turns import alone
 from parsim.errors import ConfigError
 from parsim.execute.cuda.driver import warm_gpu
 from parsim.execute.processes.exchange import gather_values

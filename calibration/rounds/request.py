@@ -1,23 +1,30 @@
-"""The request of a calibration: plain data that the parent process and the measuring ranks share as JSON."""
+"""The request of a calibration: plain data that the parent process and the measuring ranks share as JSON.
+What comes of it are raw points, every single timing, which are kept compressed beside the profile.
+"""
 
 from __future__ import annotations
 
+import gzip
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from parsim.errors import ConfigError, near_matches
+from parsim.errors import ConfigError, ProfileError, near_matches
+from parsim.files import parse_json, read_regular, reading, unpacked, version_problem, write_atomically
+from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
 from parsim.units import KIB, MIB
 from parsim.work import COLLECTIVE_KINDS
 
 DEVICES = ("cpu", "cuda")
 PRECISIONS = {"cpu": ("fp32", "fp64"), "cuda": ("fp32", "tf32", "amp_bf16", "amp_fp16", "bf16", "fp64")}
-"""That a device of each kind is measured in (`calibration.measure.arithmetic`)."""
+"""That a device of each kind is measured in (`calibration.measure.device`)."""
 SIZES_BYTES = (KIB, 4 * KIB, 16 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, *(MIB * 2**power for power in range(9)))
 QUICK_SIZES_BYTES = (KIB, 64 * KIB, MIB, 4 * MIB)
 QUICK_SHARE = 0.125
-"""Of the time that a quick calibration takes."""
+"""Share of the usual time that a quick calibration takes."""
 
 
 def check_measurable(collective: str) -> None:
@@ -138,3 +145,67 @@ def active_levels(nproc: int, cores: int) -> tuple[int, ...]:
     """How many ranks compute at once in a measurement: one, and one per core; ascending, each once. How ranks on one core slow
     one another is not measured: they share it (`parsim.engines`)."""
     return tuple(sorted({1, min(cores, nproc)}))
+
+
+SCHEMA_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawPoints:
+    """Everything a profile is computed from.
+
+    Attributes:
+        raw: what the ranks left (see `calibration.rounds.turns.gather_raw`). The other fields are as `build_profile` takes
+        them.
+    """
+
+    raw: Mapping[str, Any]
+    request: CalibrationRequest
+    models: Sequence[Model]
+    created: str
+    command: str
+    name: str
+
+
+def entries_of(raw: Mapping[str, Any], key: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Everything of one kind that was measured ("sweeps", "shards", "collectives", ...), with the rank that did."""
+    for number, rank in enumerate(raw["ranks"]):
+        for entry in rank.get(key, ()):
+            yield number, entry
+
+
+def raw_path(profile: Path) -> Path:
+    """`mine.raw.json.gz` beside `mine.json`."""
+    return profile.with_name(f"{profile.stem}.raw.json.gz")
+
+
+def save_raw(points: RawPoints, path: Path) -> None:
+    """Write atomically; equal points make equal files."""
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "name": points.name,
+        "created": points.created,
+        "command": points.command,
+        "request": json.loads(points.request.to_json()),
+        "models": [json.loads(model.to_json()) for model in points.models],
+        "raw": points.raw,
+    }
+    write_atomically(path, lambda file: file.write(gzip.compress(json.dumps(document).encode(), mtime=0)))
+
+
+def load_raw(path: Path) -> RawPoints:
+    """Raises ProfileError for a file that is not there, not whole, or of another version of parsim."""
+    if not path.is_file():
+        raise ProfileError(f"there are no raw points {path}; they are written by `parsim calibrate`, beside the profile")
+    with reading(f"cannot read the raw points {path}", ProfileError, "calibrate again"):
+        document = parse_json(unpacked(read_regular(path)))
+        if problem := version_problem(document if isinstance(document, dict) else {}, SCHEMA_VERSION):
+            raise ProfileError(f"raw points {path}: {problem}; or calibrate again")
+        return RawPoints(
+            raw=document["raw"],
+            request=CalibrationRequest.from_json(json.dumps(document["request"])),
+            models=[Model.from_json(json.dumps(model), str(path)) for model in document["models"]],
+            created=document["created"],
+            command=document["command"],
+            name=document["name"],
+        )

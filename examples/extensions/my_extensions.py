@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from parsim.data import DataRequest, DataSource
 from parsim.data.samples import Dataset
+from parsim.formats.exports import EvaluatedStep, Exported
+from parsim.formats.imports import MachineReading
+from parsim.formats.nccl_tests import NcclLog, NcclRow, NcclTest, reading_of
+from parsim.formats.source import FileFormat, SourceFile
 from parsim.hardware.devices import Allocator, DeviceKind, Spread
 from parsim.model.formats import NumberFormat
 from parsim.model.objective import Loss
@@ -21,6 +26,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import Action, PipelineOrder, in_a_v
 from parsim.plans.plan import Plan
 from parsim.predict.problem import PlanningProblem
+from parsim.report.trace import task_label
 from parsim.search.families import Strategy
 from parsim.search.stages import balanced_plan
 from parsim.work import CollectiveKind, Phase
@@ -131,3 +137,32 @@ def _smoothed(output: Tensor, target: Tensor) -> Tensor:
 
 
 SMOOTHED = Loss(total=_smoothed)
+
+
+# file format
+def _read_timings(source: SourceFile) -> MachineReading:
+    tests = []
+    for operation, devices, sizes_and_seconds in (line.split(",") for line in source.text.splitlines()[1:]):
+        pairs = (pair.split(":") for pair in sizes_and_seconds.split())
+        rows = tuple(NcclRow(size_bytes=int(size), seconds=float(seconds), in_place=False) for size, seconds in pairs)
+        group = tuple(map(int, devices.split()))
+        tests.append(NcclTest(operation=operation, group=group, devices=(), rows=rows, repeats=1))
+    return reading_of(NcclLog(tests=tuple(tests), skipped={}), source)
+
+
+def _write_spans(step: EvaluatedStep, file: Path) -> Exported:
+    graph, timeline = step.evaluation.graph, step.evaluation.timeline
+    spans = [f"{task_label(graph.tasks[span.task])},{span.start_s},{span.end_s}" for span in timeline]
+    file.write_text("\n".join(["task,start_s,end_s", *spans]))
+    return Exported(format="TIMINGS", file=file, summary=f"{len(spans)} spans: {file}")
+
+
+TIMINGS = FileFormat(
+    what="a CSV of timings",
+    reads="machine",
+    sniff=lambda source: source.begins("collective,devices,"),
+    read=_read_timings,
+    writes="step",
+    write=_write_spans,
+    file="spans.csv",
+)

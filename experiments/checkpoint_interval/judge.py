@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.common.claims import Claim, of_every
+from experiments.common.claims import Claim, Judge, of_every
 from experiments.common.markdown import table
 from parsim.units import format_seconds
 
@@ -12,11 +12,7 @@ AS_ASSUMED = "as the formulas assume"
 
 
 def claims(document: dict[str, Any]) -> list[Claim]:
-    """The formulas where their assumptions hold.
-
-    Args:
-        document: results.json; an empty one compares nothing.
-    """
+    """The formulas where their assumptions hold."""
     rows = document.get("rows", [])
     return [
         of_every(
@@ -34,16 +30,15 @@ def claims(document: dict[str, Any]) -> list[Claim]:
     ]
 
 
-def tables(document: dict[str, Any]) -> str:
-    """Intervals of every case, and what the formulas' cost, as Markdown.
-
-    Args:
-        document: results.json.
-    """
+def tables(document: dict[str, Any]) -> dict[str, str]:
+    """Intervals of every case, and what the formulas' cost, as Markdown."""
     head = ("case", "M", "d", "Young", "Daly", "simulated", "mean run", "Young's costs", "Daly's costs")
     lines = []
     for row in document["rows"]:
         times = [format_seconds(row[key]) for key in ("M_s", "d_s", "young_s", "daly_s", "simulated_s", "run_s")]
         costs = [f"{row[f'{name}_costs_percent']:+.2f}% ± {row[f'{name}_error_percent']:.2f}" for name in ("young", "daly")]
         lines.append([row["case"], *times, *costs])
-    return table(head, lines)
+    return {"checkpoint_interval": table(head, lines)}
+
+
+JUDGES = {"checkpoint_interval": Judge(claims=claims, tables=tables)}

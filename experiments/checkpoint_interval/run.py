@@ -1,6 +1,6 @@
 """How often should a run write a checkpoint, and when are Young's and Daly's formulas right?
 
-    python experiments/checkpoint_interval/run.py [--quick] [--seed N] [--json] [--out DIR]
+    python -m experiments.checkpoint_interval.run [--quick] [--seed N] [--json] [--out DIR]
 
 Every case is a whole run simulated under many checkpoint intervals with the same failures for all. Shown: both formulas, the
 interval of the shortest mean run, and by how much the run grows when a formula's interval is taken instead.

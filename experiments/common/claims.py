@@ -1,7 +1,7 @@
 """A claim of an experiment and what its committed results say of it. Needs the standard library alone.
 
-Every experiment has a `judge.py` with `claims(document) -> list[Claim]`: a pure function of its results.json. So a verdict can
-be worked out again from what is committed, and a run never judges itself.
+Every experiment has a `judge.py` with a Judge for each of its parts: pure functions of what results.json keeps of the part. So
+a verdict can be worked out again from what is committed, and a run never judges itself.
 """
 
 from __future__ import annotations
@@ -37,6 +37,23 @@ class Claim:
             raise ValueError(f"verdict {self.verdict!r} of {self.text!r} is none of {', '.join(VERDICTS)}")
         if self.verdict == NOT_CHECKED and not self.found:
             raise ValueError(f"{self.text!r} is not checked; say why in `found`")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """What the pages say of a part of an experiment, each a function of its document in results.json.
+
+    Attributes:
+        claims: with their verdicts; of an empty document none is compared. tables: Markdown by the name in the README's marks.
+        finding: the opening of the README's section, where it is computed. page_rows: rows of other pages that quote the
+            results, by page and by how they begin. after: head of the table that new ones of these rows stand in.
+    """
+
+    claims: Callable[[dict[str, Any]], list[Claim]]
+    tables: Callable[[dict[str, Any]], dict[str, str]] | None = None
+    finding: Callable[[dict[str, Any]], str] | None = None
+    page_rows: Callable[[dict[str, Any]], dict[str, dict[str, str]]] | None = None
+    after: str = ""
 
 
 def claim(text: str, holds: bool | None, found: str = "") -> Claim:

@@ -43,12 +43,14 @@ class ExperimentError(Exception):
     """An experiment that did not end with results."""
 
 
-def documented(name: str, arguments: Sequence[str], *, quick: bool, out: Path, limit_s: float | None = None) -> dict[str, Any]:
-    """Run `experiments/NAME/run.py`, and read the JSON that it prints.
+def documented(
+    script: str, arguments: Sequence[str], *, quick: bool, out: Path, limit_s: float | None = None
+) -> dict[str, Any]:
+    """Run `python -m SCRIPT`, and read the JSON that it prints.
 
     Args:
-        name: of the folder. arguments: of run.py, without --json and --out. quick: whether these make the small version.
-        out: where tables and figures go. limit_s: seconds after which it is stopped.
+        script: a module, `experiments.FOLDER.NAME`. arguments: of it, without --json and --out.
+        quick: whether these make the small version. out: where tables and figures go. limit_s: seconds until it is stopped.
 
     Returns:
         `run` (command, machine, versions, date, commit, load, quick, wall_s, cpu_s) and what the experiment printed; a
@@ -59,7 +61,7 @@ def documented(name: str, arguments: Sequence[str], *, quick: bool, out: Path, l
     Raises:
         ExperimentError: it failed, took too long, or printed no JSON.
     """
-    command = [sys.executable, f"experiments/{name}/run.py", *arguments, "--json", *_out(name, out)]
+    command = [sys.executable, "-m", script, *arguments, "--json", *_out(script, out)]
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     load, began_at = os.getloadavg()[0], commit()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -71,19 +73,19 @@ def documented(name: str, arguments: Sequence[str], *, quick: bool, out: Path, l
                 command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=told, text=True, timeout=limit_s, check=False
             )
     except subprocess.TimeoutExpired:
-        raise ExperimentError(f"{name} was stopped after {limit_s:g} s; give it more, or leave it out") from None
+        raise ExperimentError(f"{script} was stopped after {limit_s:g} s; give it more, or leave it out") from None
     if done.returncode:
         last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:] or ["no message"]
-        raise ExperimentError(f"{name} ended with status {done.returncode}: {last[0]}; more in {log}")
+        raise ExperimentError(f"{script} ended with status {done.returncode}: {last[0]}; more in {log}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     printed = "".join(line for line in done.stdout.splitlines(keepends=True) if not line.startswith(PROGRESS))
     try:
         found = json.loads(printed)
     except json.JSONDecodeError:
-        raise ExperimentError(f"{name} printed no JSON document, but {printed[:80]!r}") from None
+        raise ExperimentError(f"{script} printed no JSON document, but {printed[:80]!r}") from None
     described = describe_environment()
     run = {
-        "command": " ".join(["python", f"experiments/{name}/run.py", *arguments]),
+        "command": " ".join(["python", "-m", script, *arguments]),
         "machine": machine_line(described),
         "versions": {key: described["versions"][key] for key in VERSIONS if key in described["versions"]},
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -96,10 +98,10 @@ def documented(name: str, arguments: Sequence[str], *, quick: bool, out: Path, l
     return {"run": run, **(found if isinstance(found, dict) else {"rows": found})}
 
 
-def _out(name: str, out: Path) -> tuple[str, ...]:
-    """--out DIR where the experiment has it."""
-    script = ROOT / "experiments" / name / "run.py"
-    return ("--out", str(out)) if '"--out", type=Path, default' in script.read_text(encoding="utf-8") else ()
+def _out(script: str, out: Path) -> tuple[str, ...]:
+    """--out DIR where the script has it."""
+    source = (ROOT / script.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
+    return ("--out", str(out)) if '"--out", type=Path, default' in source else ()
 
 
 def commit() -> str:

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from drawn import drawn
-
+from experiments.memory.drawn import drawn
 from parsim.execute.job import PLAIN, TrainingRecipe
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile

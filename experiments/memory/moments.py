@@ -17,11 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cases import Case, Question
-from kinds import ALL, cases_of
-from ranks import measure, measured
-from run import job_of, models_of, problem_of
-
+from experiments.memory.cases import Case, Question
+from experiments.memory.kinds import ALL, cases_of
+from experiments.memory.ranks import measure, measured
+from experiments.memory.run import job_of, models_of, problem_of
 from parsim.execute import rank_run
 from parsim.execute.rank_run import LineWatch, watching
 from parsim.execute.stage import StageReplica

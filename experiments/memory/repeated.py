@@ -12,10 +12,9 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from kinds import ALL, cases_of
-from ranks import measure, measured
-from run import job_of, models_of, problem_of
-
+from experiments.memory.kinds import ALL, cases_of
+from experiments.memory.ranks import measure, measured
+from experiments.memory.run import job_of, models_of, problem_of
 from parsim.model.formats import recorded_weights
 
 

@@ -1,6 +1,6 @@
 """How far is the predicted peak memory from the measured one?
 
-    python experiments/memory/run.py [--quick] [--models A,B] [--ranks N] [--seconds N] [--missing] [--predict] [--write]
+    python -m experiments.memory.run [--quick] [--models A,B] [--ranks N] [--seconds N] [--missing] [--predict] [--write]
 
 Ten models under named plans and plans drawn at random, on two and four processes: one device, replicas, pipelines of every
 order, shards, ZeRO 1 to 3, components placed by themselves or recomputed; and plain steps under autocast. Nine kinds of modules
@@ -28,14 +28,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import BATCH_SAMPLES, Case, Question, processes, staged
-from kinds import ALL, cases_of
-from lines import by_line
-from ranks import is_measured, measure, measured
-from readme import RESULTS, SMALLEST_BYTES, summary
 from torch.multiprocessing.spawn import ProcessRaisedException
 
+from experiments.common.catalogue import record, recorded
 from experiments.memory.autocast_step import autocast_peak_bytes
+from experiments.memory.cases import BATCH_SAMPLES, Case, Question, processes, staged
+from experiments.memory.judge import SMALLEST_BYTES, summary
+from experiments.memory.kinds import ALL, cases_of
+from experiments.memory.lines import by_line
+from experiments.memory.ranks import is_measured, measure, measured
 from parsim.execute.job import RunSpec
 from parsim.files import write_text_atomically
 from parsim.model.formats import RECORDED_WEIGHTS, recorded_weights
@@ -64,7 +65,7 @@ def main() -> None:
     questions = [question for question in ALL if names is None or question.label.rpartition("-")[0] in names]
     questions = questions[: 2 if asked.quick else None]
     until = 0.0 if asked.predict else time.monotonic() + asked.seconds
-    before = peaks_before(json.loads(RESULTS.read_text())["rows"] if RESULTS.is_file() else ())
+    before = peaks_before((recorded("memory") or {}).get("rows", ()))
     failed: set[str] = set()
     open_ = list(questions)
     while open_ and time.monotonic() < until:
@@ -74,11 +75,11 @@ def main() -> None:
     for row in sorted(rows, key=lambda row: -abs(row["error_percent"])):
         print(f"{row['error_percent']:+7.2f}%  {row['model']:22} {row['case']:45} {row['plan']}")
     print(json.dumps(summary(rows), indent=1))
-    if asked.write:
-        text = ",\n".join(json.dumps(row) for row in rows)
+    if asked.write:  # a plan that is not drawn any more stays as it was recorded
+        every = [*(recorded("memory") or {}).get("rows", ()), *rows]
+        rows = list({(row["model"], row["case"], row["plan"]): row for row in every}.values())
         machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
-        head = json.dumps({"date": time.strftime("%Y-%m-%d"), **machine})
-        write_text_atomically(RESULTS, f'{{"run": {head},\n"rows": [\n{text}\n]}}\n')
+        record("memory", {"run": {"date": time.strftime("%Y-%m-%d"), **machine}, "rows": rows})
 
 
 Peaks = Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]]

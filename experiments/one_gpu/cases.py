@@ -18,7 +18,7 @@ from rounds import build_all, interleaved
 from supervise import scratch_folder
 
 from calibration.rounds.calibrate import CalibrationRequest, calibrate, stopped_points, unfitted_path
-from calibration.rounds.raw_points import raw_path, save_raw
+from calibration.rounds.request import raw_path, save_raw
 from parsim.errors import ExecutionError
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.machine import describe_environment

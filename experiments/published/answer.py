@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from question import Asked
 
+from experiments.published.question import Asked
 from parsim.costs.draws import medians_s
 from parsim.engines.program import mean_step_s
 from parsim.plans.plan import Plan

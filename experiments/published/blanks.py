@@ -6,11 +6,10 @@ import math
 import re
 from dataclasses import dataclass, field, replace
 
-from machines import Machine
-from rows import Row
-from rules import Framework, micro_of, recompute_of
-from shapes import shape_of_name
-
+from experiments.published.machines import Machine
+from experiments.published.rows import Row
+from experiments.published.rules import Framework, micro_of, recompute_of
+from experiments.published.shapes import shape_of_name
 from parsim.hardware.parts import load_gpu
 from parsim.model.catalogue.sublayers import Shape
 

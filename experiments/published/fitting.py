@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from intervals import Ends, ends_of, reach_of, spread_of
-from predict import Facts, Predicted, key_of
+from experiments.published.intervals import Ends, ends_of, reach_of, spread_of
+from experiments.published.predict import Facts, Predicted, key_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from rows import Row
-
+from experiments.published.rows import Row
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import profile_from_parts
 from parsim.hardware.network import Network, load_network

@@ -23,12 +23,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from answer import Answer, answer, with_memory_of
-from blanks import CannotExpressError
-from question import Asked, question_of
-from quoted import in_unit, larger_is_faster
-from rows import Row, read_rows
-
+from experiments.published.answer import Answer, answer, with_memory_of
+from experiments.published.blanks import CannotExpressError
+from experiments.published.question import Asked, question_of
+from experiments.published.quoted import in_unit, larger_is_faster
+from experiments.published.rows import Row, read_rows
 from parsim.errors import ParsimError
 
 COLUMNS = ("id", "unit", "predicted", "p05", "p95", "step_s", "fits", "fit_probability", "why")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from blanks import (
+from experiments.published.blanks import (
     BERT_SEQ,
     CannotExpressError,
     Notes,
@@ -18,11 +18,10 @@ from blanks import (
     split_of,
     states_of,
 )
-from machines import chip_of, cluster_of, machine_of
-from row_plan import Given, plan_of
-from rows import Row
-from rules import WITHOUT, Framework, framework_of
-
+from experiments.published.machines import chip_of, cluster_of, machine_of
+from experiments.published.row_plan import Given, plan_of
+from experiments.published.rows import Row
+from experiments.published.rules import WITHOUT, Framework, framework_of
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.parts import load_gpu
 from parsim.model.catalogue.sublayers import TORCH_SOFTMAX_ARRAYS, SamplePart, Shape, softmax_is_fused

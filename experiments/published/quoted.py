@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from question import Asked
+from experiments.published.question import Asked
 
 
 def parameters_used(asked: Asked) -> float:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from blanks import Batch, CannotExpressError, Split, States
-from rows import Row
-from rules import Framework
-
+from experiments.published.blanks import Batch, CannotExpressError, Split, States
+from experiments.published.rows import Row
+from experiments.published.rules import Framework
 from parsim.model.catalogue.sublayers import Shape
 from parsim.model.model import Model
 from parsim.plans.layouts import BATCH, Placement

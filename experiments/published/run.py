@@ -1,9 +1,9 @@
 """How far are predictions of published training runs from what was measured, judged on sources that nothing was fitted on?
 
-    python experiments/published/run.py --rows TRAINING.csv [--quick] [--json] [--only REGEX] [--keep FILE]
+    python -m experiments.published.run --rows TRAINING.csv [--quick] [--json] [--only REGEX] [--keep FILE]
 
 Predicts every row (`predict.py`). Each source is judged by factors that were fitted on the rows of the other sources, at most
-one per GPU type and precision (cross-validation over sources). Writes results.json and README.md beside this file. The rows
+one per GPU type and precision (cross-validation over sources). Writes results.json and fitted.json beside this file. The rows
 themselves are not part of the repository.
 """
 
@@ -21,12 +21,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from fitting import Judged, covered, fitted_factors, held_out, interval_ends
-from predict import Predicted, predict_all
-from readme import readme
-from rows import Row, read_rows
-from rules import WITHOUT
-
+from experiments.common.catalogue import record
+from experiments.published.fitting import Judged, covered, fitted_factors, held_out, interval_ends
+from experiments.published.judge import tables
+from experiments.published.predict import Predicted, predict_all
+from experiments.published.rows import Row, read_rows
+from experiments.published.rules import WITHOUT
 from parsim.files import write_atomically
 
 HERE = Path(__file__).parent
@@ -190,7 +190,7 @@ def results(predictions: Sequence[Predicted]) -> dict[str, Any]:
 
 
 def write(predictions: Sequence[Predicted], document: Mapping[str, Any]) -> None:
-    """fitted.json, results.json and README.md beside this file, from predictions of all rows without factors."""
+    """fitted.json and results.json beside this file, from predictions of all rows without factors."""
     rows = judged(predictions)
     factors = fitted_factors(rows)
     fitted = {
@@ -198,8 +198,7 @@ def write(predictions: Sequence[Predicted], document: Mapping[str, Any]) -> None
         "intervals": {name: [round(end, 4) for end in ends] for name, ends in sorted(interval_ends(rows, factors).items())},
     }
     (HERE / "fitted.json").write_text(json.dumps(fitted, indent=1) + "\n")
-    (HERE / "results.json").write_text(json.dumps(document, indent=1) + "\n")
-    (HERE / "README.md").write_text(readme(document))
+    record("published", document)
 
 
 WORTH: dict[str, str] = {
@@ -293,8 +292,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = json.loads(path.read_text()) if options.without and path.is_file() else {}
         found = worth(rows, [options.without] if options.without else list(WORTH))
         path.write_text(json.dumps(known | found, indent=1) + "\n")
-        known = json.loads((HERE / "results.json").read_text())
-        (HERE / "README.md").write_text(readme(known))
         return 0
     if options.quick:
         rows = rows[::10]
@@ -302,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     document = results(predictions)
     if not options.quick and options.only == "." and not options.without:
         write(predictions, document)
-    print(json.dumps(document, indent=1) if options.json else readme(document).split("## Rules")[0])
+    print(json.dumps(document, indent=1) if options.json else tables(document)["groups of rows"])
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.common.claims import Claim, claim, of_every
+from experiments.common.claims import Claim, Judge, claim, of_every
 from experiments.common.markdown import table
 
 AT_SPEED = "at the pace beside them"
@@ -12,11 +12,7 @@ MEDIAN, COVERAGE = 0.05, 0.85
 
 
 def claims(document: dict[str, Any]) -> list[Claim]:
-    """The error at the measured speed, the intervals, and whether every correction is needed.
-
-    Args:
-        document: results.json; an empty one compares nothing.
-    """
+    """The error at the measured speed, the intervals, and whether every correction is needed."""
     row = document.get(AT_SPEED, {}).get("all")
     return [
         claim(
@@ -39,11 +35,7 @@ def claims(document: dict[str, Any]) -> list[Claim]:
 
 
 def finding(document: dict[str, Any]) -> str:
-    """The opening of the README: two sentences.
-
-    Args:
-        document: results.json.
-    """
+    """The opening of the README: two sentences."""
     forecast, corrected = document["errors"]["all"], document[AT_SPEED]["all"]
     return (
         f"{forecast['cases']} real runs of {document['cases']} cases were predicted with a median error of "
@@ -58,11 +50,7 @@ AFTER = "| what | forecast | at measured speed | where |"
 
 
 def page_rows(document: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Rows of README.md and docs/accuracy.md that quote these results: by page, by how the row begins.
-
-    Args:
-        document: results.json.
-    """
+    """Rows of README.md and docs/accuracy.md that quote these results: by page, by how the row begins."""
     forecast, corrected = document["errors"]["all"], document[AT_SPEED]["all"]
     refreshed = document["refreshed before the launch"]["all"]
     choice = list(document["choice"].values())[-1]
@@ -90,12 +78,8 @@ def page_rows(document: dict[str, Any]) -> dict[str, dict[str, str]]:
     }
 
 
-def tables(document: dict[str, Any]) -> str:
-    """Errors by group, forecast first, and what every correction is worth.
-
-    Args:
-        document: results.json.
-    """
+def tables(document: dict[str, Any]) -> dict[str, str]:
+    """Errors by group, forecast first, and what every correction is worth."""
     head = ("steps of", "n", "forecast, median error", "p95", "at the measured speed", "p95", "A/A median", "inside 90%")
     lines = []
     for name, forecast in document["errors"].items():
@@ -117,7 +101,7 @@ def tables(document: dict[str, Any]) -> str:
     ]
     gain = "mean gain in points of error (95%)"
     second = table(("correction", "runs", "median error with it", "without it", gain, "helps"), corrections, words=1)
-    return f"{table(head, lines, words=1)}\n\n{second}"
+    return {"this_machine": f"{table(head, lines, words=1)}\n\n{second}"}
 
 
 def _percent(value: float) -> str:
@@ -126,3 +110,6 @@ def _percent(value: float) -> str:
 
 def _signed(value: float) -> str:
     return f"{100 * value:+.1f}%"
+
+
+JUDGES = {"this_machine": Judge(claims=claims, tables=tables, finding=finding, page_rows=page_rows, after=AFTER)}

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cases import GRANULARITY, Case
-
 from calibration.rounds.calibrate import Launcher
+from experiments.this_machine.cases import GRANULARITY, Case
 from parsim.execute.job import Job, RunSpec
 from parsim.execute.measurement import Measurement, load_measurement
 from parsim.execute.processes.output import relayed

@@ -14,9 +14,9 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-from cases import SMALL, SUBJECTS, cases_of, problem_of
-from measuring import Seen, measure
 
+from experiments.this_machine.cases import SMALL, SUBJECTS, cases_of, problem_of
+from experiments.this_machine.measuring import Seen, measure
 from parsim.costs.observed import task_durations_s
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.setup import SWITCH, is_granted

@@ -1,6 +1,6 @@
 """How close are the predictions on the machine at hand, and how often do the intervals hold?
 
-    python experiments/this_machine/run.py [--quick] [--out DIR] [--records N] [--rounds N] [--seed N] [--json]
+    python -m experiments.this_machine.run [--quick] [--out DIR] [--records N] [--rounds N] [--seed N] [--json]
         [--keep FILE.tar.xz]
 
 1. Calibrates the machine on half of the models: with a rank per core and with twice as many. Where root can make them, also
@@ -35,16 +35,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
-from ablation import WITHOUT
-from cases import CALIBRATED_BATCHES, GRANULARITY, SMALL, SUBJECTS, Case, Subject, cases_of, problem_of
-from judging import CaseRow, judged, printed
-from measuring import STEPS, Seen, measure, progress
-from namespaces import possible, shaped_pair
 
 from calibration.rounds.calibrate import Launcher, calibrate
-from calibration.rounds.raw_points import raw_path
 from calibration.rounds.refresh import refresh
-from calibration.rounds.request import CalibrationRequest
+from calibration.rounds.request import CalibrationRequest, raw_path
+from experiments.this_machine.ablation import WITHOUT
+from experiments.this_machine.cases import CALIBRATED_BATCHES, GRANULARITY, SMALL, SUBJECTS, Case, Subject, cases_of, problem_of
+from experiments.this_machine.judging import CaseRow, judged, printed
+from experiments.this_machine.measuring import STEPS, Seen, measure, progress
+from experiments.this_machine.namespaces import possible, shaped_pair
 from parsim.costs.observed import task_durations_s
 from parsim.execute.processes.launch import launch
 from parsim.execute.processes.machine import describe_environment, machine_line

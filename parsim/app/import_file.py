@@ -8,6 +8,7 @@ from typing import Any
 
 from parsim.app.config import cluster_section, parse_config
 from parsim.app.config_text import merge, parse_overrides
+from parsim.app.functions import simulate
 from parsim.app.load import cluster_of
 from parsim.errors import ConfigError, ImportedFileError, ParsimError, ProfileError
 from parsim.files import document_text, parse_toml, write_text_atomically
@@ -86,8 +87,6 @@ def import_file(
 
 def _predicted(against: Path) -> PredictedParts:
     """The predicted step of a run file, as means over its ranks."""
-    from parsim.app.functions import simulate
-
     prediction = simulate(against)
     device = prediction.problem.cluster.devices[0].type
     ranks = prediction.breakdown()

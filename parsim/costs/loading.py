@@ -28,8 +28,7 @@ from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import DEVICE_KINDS, Device, device_name
 from parsim.hardware.topology import Link
-from parsim.model.formats import number_format
-from parsim.model.optimizers import optimizer_bytes
+from parsim.model.formats import Numerics
 from parsim.records import check_types
 from parsim.units import format_bytes, format_seconds
 from parsim.work import HostCopy, HostUpdate, LoadBatch
@@ -187,22 +186,6 @@ def estimate_measured_load(work: LoadBatch, loading: MeasuredLoading, *, ranks: 
     )
 
 
-def copied_behind(read: Estimate, copy: Estimate) -> Estimate:
-    """A batch that is read, and copied to a GPU once it is there.
-
-    Args:
-        read: of `estimate_measured_load`. copy: of the same batch.
-    """
-    last = Term("copy", "plus", copy.median_s, copy.terms[0].origin, copy.detail)
-    return Estimate.of(
-        (*read.terms, last),
-        source=read.source,
-        parameters=read.parameters,
-        repeat_sigma=read.repeat_sigma,
-        detail=read.detail,
-    )
-
-
 def _terms(work: LoadBatch, loading: MeasuredLoading, ranks: int, on_cores: bool) -> Terms:
     read_s, parts = loading.read_s(work), _count(work.parts, "part")
     if loading.workers and on_cores:
@@ -346,26 +329,19 @@ def ranks_on_a_node(cluster: Cluster, ranks: int) -> int:
     return max(Counter(device.node for device in cluster.devices[:ranks]).values(), default=1)
 
 
-def update_bytes(optimizer: str, precision: str, *, master_weights: bool, ema: bool) -> int:
-    """Bytes that the host reads and writes per parameter.
-
-    Args:
-        optimizer: a key of OPTIMIZERS. precision, master_weights, ema: as in RUN.toml.
-    """
-    state = optimizer_bytes(optimizer, precision, master_weights=master_weights, ema=ema)[0]
-    width = number_format(precision).weight_bytes
-    has_copies = width < FULL_BYTES and master_weights  # the master weights are among the state
+def update_bytes(numerics: Numerics, optimizer: str = "") -> int:
+    """Bytes that the host reads and writes per parameter; `optimizer`: of a group of parameters, "": the usual one."""
+    state, width = numerics.optimizer_bytes(optimizer)[0], numerics.format.weight_bytes
+    has_copies = width < FULL_BYTES and numerics.master_weights  # the master weights are among the state
     return width + 2 * state + (width if has_copies else 2 * width)
 
 
-def estimate_host_update(
-    work: HostUpdate, optimizer: str, cluster: Cluster, ranks: int, *, precision: str, master_weights: bool, ema: bool
-) -> Estimate:
+def estimate_host_update(work: HostUpdate, cluster: Cluster, ranks: int, numerics: Numerics) -> Estimate:
     """Price an update that the host makes.
 
     Args:
-        work: how many parameters. optimizer: its row. cluster: the bandwidth of its hosts' memory.
-        ranks: of the plan; those of a node share it. precision, master_weights, ema: decide how wide state and weights are.
+        work: how many parameters. cluster: the bandwidth of its hosts' memory. ranks: of the plan; those of a node share it.
+        numerics: decide how wide state and weights are.
 
     Returns:
         An Estimate. Leaves out the host's arithmetic.
@@ -380,7 +356,7 @@ def estimate_host_update(
             f"{cluster.profile.name}: set cluster.host_memory_bandwidth_bytes_per_s (of a node, all sockets together), or "
             "host_memory of the profile"
         )
-    each, sharing = update_bytes(optimizer, precision, master_weights=master_weights, ema=ema), ranks_on_a_node(cluster, ranks)
+    each, sharing = update_bytes(numerics, work.optimizer), ranks_on_a_node(cluster, ranks)
     rate = host.bandwidth_bytes_per_s / sharing
     what = f"{each} bytes per parameter over {format_bytes(rate)}/s, a node's memory shared by {sharing} ranks"
     return Estimate.of(

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from parsim.data.cifar import load_cifar
-from parsim.data.generated import TargetValues, load_digits, load_synthetic, load_values
+from parsim.data.generated import load_digits, load_synthetic, load_values
 from parsim.data.own import loader_of
 from parsim.data.samples import (
     VALUES,
     BatchOrder,
+    DataRequest,
     Dataset,
+    DataSource,
     NamedDataset,
     Order,
     Samples,
     Target,
+    TargetValues,
     hold_out,
     order_of,
     part,
@@ -60,37 +61,6 @@ def _synthetic(ask: DataRequest) -> Samples:
     if ask.target.task == VALUES:
         return load_values(ask.inputs, ask.targets, ask.split, seed=ask.seed, samples=ask.samples)
     return load_synthetic(ask.input_shape, ask.target, ask.split, seed=ask.seed, samples=ask.samples)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataRequest:
-    """A request for a dataset; the attributes are the arguments of `load_dataset`.
-
-    With `target.task` "values", `inputs` and `targets` say what the model takes and predicts.
-    """
-
-    input_shape: tuple[int, ...]
-    target: Target
-    split: str
-    root: Path | None
-    seed: int
-    samples: int
-    inputs: tuple[ModelInput, ...] = ()
-    targets: TargetValues | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataSource:
-    """One dataset.
-
-    Attributes:
-        load: makes the Dataset; the same samples for equal requests, on every rank. Raises DataError where the model does not
-            suit the data.
-        is_own: a factory that may have a split "validation".
-    """
-
-    load: Callable[[DataRequest], Samples]
-    is_own: bool = False
 
 
 DATASETS: Registry[DataSource] = Registry(

@@ -7,13 +7,12 @@ the mean of a few numbers of the sample, chosen once, with noise. Class and bina
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from parsim.data.samples import Dataset, NamedDataset, Target, check_images, image_shape
+from parsim.data.samples import Dataset, NamedDataset, Target, TargetValues, check_images, image_shape
 from parsim.errors import DataError, MissingDependencyError
 from parsim.model.inputs import DEFAULT_DTYPE, IGNORED, IGNORED_SHARE, ModelInput
 
@@ -21,14 +20,6 @@ MOST_BYTES = 256 * 2**20
 """Of all rows that are kept; further samples repeat them."""
 MIXED = 4
 NOISE = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class TargetValues:
-    """The targets of a sample. binary: numbers that are 0 or 1."""
-
-    described: ModelInput
-    binary: bool = False
 
 
 def load_values(

@@ -6,14 +6,10 @@ import inspect
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from parsim.data.samples import Dataset, Described, MapSamples, NamedDataset, StreamSamples
+from parsim.data.samples import DataRequest, Dataset, Described, MapSamples, NamedDataset, StreamSamples
 from parsim.errors import DataError, FactoryError, NoSplitError
-
-if TYPE_CHECKING:
-    from parsim.data import DataRequest
-
 
 TAKEN = ("split", "root", "seed")
 """Arguments that a factory may have."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -676,3 +677,42 @@ def hold_out(data: Samples, share: float, seed: int) -> tuple[ChosenSamples, Cho
     keys = np.random.PCG64(np.random.SeedSequence([seed, HELD_OUT, len(data)])).random_raw(len(data))
     order = np.argsort(keys, kind="stable").astype(np.int64)
     return ChosenSamples(data, np.sort(order[count:])), ChosenSamples(data, np.sort(order[:count]))
+
+
+@dataclass(frozen=True, slots=True)
+class TargetValues:
+    """The targets of a sample. binary: numbers that are 0 or 1."""
+
+    described: ModelInput
+    binary: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataRequest:
+    """A request for a dataset; the attributes are the arguments of `load_dataset`.
+
+    With `target.task` "values", `inputs` and `targets` say what the model takes and predicts.
+    """
+
+    input_shape: tuple[int, ...]
+    target: Target
+    split: str
+    root: Path | None
+    seed: int
+    samples: int
+    inputs: tuple[ModelInput, ...] = ()
+    targets: TargetValues | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSource:
+    """One dataset.
+
+    Attributes:
+        load: makes the Dataset; the same samples for equal requests, on every rank. Raises DataError where the model does not
+            suit the data.
+        is_own: a factory that may have a split "validation".
+    """
+
+    load: Callable[[DataRequest], Samples]
+    is_own: bool = False

@@ -24,8 +24,7 @@ from parsim.errors import ExecutionError
 from parsim.execute.job import Job, RunSpec
 from parsim.model.formats import check_executable, number_format
 from parsim.model.runnable import CallProgram
-from parsim.model.shard.apply import may_draw_on_host
-from parsim.model.shard.propagate import draws
+from parsim.model.shard.propagate import draws, may_draw_on_host
 from parsim.model.shard.rules import generator_of
 from parsim.program.placed import PlanIndex
 

@@ -17,7 +17,7 @@ from parsim.execute.mixing import GroupsByStream
 from parsim.execute.stage import StageReplica
 from parsim.execute.stale import StaleStage
 from parsim.execute.store import Instance, StepWatch, Store, ValueKey, batch_piece
-from parsim.execute.streams import Operation, Streams
+from parsim.execute.streams import BatchSource, Operation, Streams
 from parsim.model.autograd.cut import (
     BackwardHalf,
     Saved,
@@ -161,9 +161,6 @@ def component_of(task: Task) -> tuple[str, int]:
     assert microbatch is not None
     return component, microbatch
 
-
-BatchSource = Callable[[int], Mapping[str, Tensor]]
-"""Microbatch number -> the batch values (model inputs, "target") this rank reads: its `Layout.batch_ways` share."""
 
 GATHERED = 3
 """The ZeRO stage from which parameters come and go."""

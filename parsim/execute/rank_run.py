@@ -533,7 +533,7 @@ class RankRun:
         if self.mixing is not None:
             self.mixing.load_own(saved.own)
         if self.stale is not None:
-            self.stale.load_own(saved.own, found.step, self.program, self.loader.batch)
+            self.stale.load_own(saved.own, found.step, self.program.run_forward_again, self.loader.batch)
         checkpoint.restore_rng(saved.rng, str(self.stage.device))
         if "cpu" in saved.rng:
             self.stage.randomness.go_on(saved.rng["cpu"])

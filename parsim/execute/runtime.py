@@ -17,12 +17,12 @@ from torch import Tensor
 
 from parsim.errors import ExecutionError
 from parsim.execute.mixing import GroupsByStream, MixingRounds
-from parsim.execute.operations import BatchSource, Communicating, Computing, StepValues
+from parsim.execute.operations import Communicating, Computing, StepValues
 from parsim.execute.processes.group import StreamLink
 from parsim.execute.stage import StageReplica
 from parsim.execute.stale import StaleStage, runs
 from parsim.execute.store import StepWatch, Store
-from parsim.execute.streams import Operation, Streams, TaskTime
+from parsim.execute.streams import BatchSource, Operation, Streams, TaskTime
 from parsim.program.lifetimes import bucket_rooms, message_rooms
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
@@ -191,9 +191,6 @@ def room_waits(graph: TaskGraph, layout: PlanIndex) -> Mapping[int, Sequence[int
         for index, awaited in message_rooms(own, layout, rank).awaited.items():
             found.setdefault(index, []).extend(awaited)
     return found
-
-
-__all__ = ["BatchSource", "RankProgram", "required_groups", "required_links"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,22 +15,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parsim.execute.mixing import PLAN, lacking
 from parsim.execute.stage import StageReplica
+from parsim.execute.streams import BatchSource
 from parsim.model.autograd.cut import Saved
 from parsim.model.runnable import Runnable
 from parsim.plans.plan import Plan
 from parsim.program.task import Task
 from parsim.work import Compute, LoadBatch, Phase, SendRecv
-
-if TYPE_CHECKING:
-    from parsim.execute.operations import BatchSource
-    from parsim.execute.runtime import RankProgram
 
 
 def runs(task: Task, plan: Plan, rank: int, since: int) -> bool:
@@ -163,12 +160,18 @@ class StaleStage:
             state |= {f"waiting/{batch}/weights/{name}": weight.detach() for name, weight in weights.items()}
         return state
 
-    def load_own(self, state: Mapping[str, Any], step: int, program: RankProgram, source: Callable[[int], BatchSource]) -> None:
+    def load_own(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        run_forward: Callable[[BatchSource, int], None],
+        source: Callable[[int], BatchSource],
+    ) -> None:
         """Run the batches that waited forward again, as they were; a checkpoint of another plan begins with none.
 
         Args:
             state: of `own_state`, on any device. step: in which the training goes on.
-            program: of this rank. source: of a batch, by number.
+            run_forward: of a batch, with the number that its random draws follow from. source: of a batch, by number.
 
         Raises:
             ExecutionError: a part of the state is missing.
@@ -190,7 +193,7 @@ class StaleStage:
                 self.arrived, self.forward = inputs, self._enter(batch, inputs)
                 module = self._modules[batch % len(self._modules)]
                 self._copy_weights(module, {name: state[f"{prefix}weights/{name}"] for name in self._trained(module)})
-                program.run_forward_again(source(batch), int(state[f"{prefix}draw"]))
+                run_forward(source(batch), int(state[f"{prefix}draw"]))
             for name, tensor in self._stage.buffers().items():
                 tensor.data.copy_(buffers[name])  # as training forwards write them: what waits may have saved them
             self._arriving = {int(part[1]): here(part) for part in parts if part[0] == "arrived"}

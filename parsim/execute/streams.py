@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +24,8 @@ from parsim.execute.processes.heartbeat import pulse
 from parsim.execute.processes.setup import take_priority
 
 Operation = Callable[[], None]
+BatchSource = Callable[[int], Mapping[str, Tensor]]
+"""Microbatch number -> the batch values (model inputs, "target") this rank reads: its `Layout.batch_ways` share."""
 
 
 class TaskTime(NamedTuple):

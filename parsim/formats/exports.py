@@ -62,7 +62,7 @@ def format_to_write(name: str, options: Mapping[str, object]) -> FileFormat:
         name: of it, or "package.module:ROW". options: by name those that were given, of `parsim export`.
 
     Raises:
-        ConfigError: an unknown format, or an option of another one. ImportedFileError: a row that cannot be loaded.
+        ConfigError: an unknown format, an option of another one, or a row that cannot be loaded.
     """
     rows = written_formats()
     if name not in rows and not is_reference(name):

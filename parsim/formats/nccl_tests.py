@@ -524,8 +524,15 @@ def _price_s(cluster: Cluster, operation: str, ranks: tuple[int, ...], size_byte
 
 
 def _reading(source: SourceFile, *, collective: str | None = None, ranks: Sequence[int] | None = None) -> MachineReading:
-    """What a file says of a machine, before the profile is known that it changes."""
-    log = read_nccl_tests(source, collective=collective, ranks=ranks)
+    return reading_of(read_nccl_tests(source, collective=collective, ranks=ranks), source)
+
+
+def reading_of(log: NcclLog, source: SourceFile) -> MachineReading:
+    """What timed collectives say of a machine, before the profile is known that they change.
+
+    Args:
+        log: of this or of another benchmark. source: its file.
+    """
     return MachineReading(
         devices=max(max(test.group) for test in log.tests) + 1,
         names=tuple(name for test in log.tests for name in test.devices),

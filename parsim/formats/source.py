@@ -27,7 +27,7 @@ from parsim.registry import Registry
 from parsim.units import format_bytes, printable
 
 MOST_BYTES = 2**29
-"""Of a file, unpacked. A trace of ten steps of a large model is some 300 MB."""
+"""Size of a file, unpacked. A trace of ten steps of a large model is some 300 MB."""
 SNIFFED = 2_000_000
 """Characters at the beginning of a text by which it is recognised."""
 _CHUNK = 2**20
@@ -69,7 +69,7 @@ def file_formats() -> Registry[FileFormat]:
     names = sorted(module.name for module in pkgutil.iter_modules(parsim.formats.__path__))
     modules = [importlib.import_module(f"parsim.formats.{name}") for name in names]
     rows = {name: row for module in modules for name, row in getattr(module, "FORMATS", {}).items()}
-    return Registry("file format", FileFormat, rows, error=ImportedFileError)
+    return Registry("file format", FileFormat, rows)
 
 
 @dataclass(frozen=True, slots=True)

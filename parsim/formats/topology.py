@@ -21,7 +21,7 @@ Source: open-mpi.org/projects/hwloc, documentation 2.x: "Importing and exporting
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ SWITCH = "nvswitch0"
 MOST_LANES = 18
 """NVLinks of one GPU. A matrix that shows more in one row shows what goes through switches."""
 MOST_DEVICES = 512
-"""Of one machine."""
+"""GPUs and cards of one machine at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +180,35 @@ def _changed(profile: Profile, *, tree: MachineTree, digest: str, text: str) -> 
     )
 
 
+def _tree(
+    gpus: Sequence[tuple[int, int]], cards: Sequence[tuple[str, int, int]], lanes: Mapping[tuple[int, int], int] | None
+) -> MachineTree:
+    """A tree of what hangs together, whatever a tool calls it.
+
+    Args:
+        gpus: the switch and the socket of each, as any numbers. cards: name, switch and socket.
+        lanes: None: the tool does not show them.
+    """
+    switches = list(dict.fromkeys(switch for switch, _ in gpus))
+    sockets = list(dict.fromkeys(socket for _, socket in gpus))
+    socket_of = dict(reversed(gpus))
+    ends: list[tuple[str, str]] = []
+    for name, switch, socket in cards:
+        if switch in socket_of:
+            ends.append((name, f"pcie{switches.index(switch)}"))
+            continue
+        if socket not in sockets:
+            sockets.append(socket)  # a socket without a GPU
+        ends.append((name, f"socket{sockets.index(socket)}"))
+    return MachineTree(
+        lanes=lanes or {},
+        shows_lanes=lanes is not None,
+        switch=tuple(switches.index(switch) for switch, _ in gpus),
+        socket=tuple(sockets.index(socket_of[switch]) for switch in switches),
+        cards=tuple(ends),
+    )
+
+
 def classes(count: int, joined: list[tuple[int, int]]) -> tuple[int, ...]:
     """Per member the number of its class, in order of first appearance; `joined` pairs are of one class."""
     parent = list(range(count))
@@ -265,42 +294,26 @@ def read_topo_matrix(source: SourceFile) -> MachineTree:
 def _tree_of_matrix(
     gpus: list[str], cards: list[str], near: dict[tuple[str, str], str], affinity: list[str], names: dict[str, str]
 ) -> MachineTree:
-    devices = [*gpus, *cards]
-    number = {name: place for place, name in enumerate(devices)}
+    number = {name: place for place, name in enumerate([*gpus, *cards])}
 
     def joined(entries: tuple[str, ...]) -> list[tuple[int, int]]:
         return [(number[a], number[b]) for (a, b), entry in near.items() if entry in entries and a in number and b in number]
 
-    switches = classes(len(devices), joined(SAME_SWITCH))
+    switches = classes(len(number), joined(SAME_SWITCH))
     alike = [(a, b) for a in range(len(gpus)) for b in range(a) if affinity[a] and affinity[a] == affinity[b]]
-    sockets = classes(len(devices), [*joined(SAME_SOCKET), *alike])
-    of_gpu = switches[: len(gpus)]
-    used = list(dict.fromkeys(of_gpu))
+    sockets = classes(len(number), [*joined(SAME_SOCKET), *alike])
     lanes = {
         (number[a], number[b]): int(entry[2:])
         for (a, b), entry in near.items()
         if entry.startswith("NV") and a in gpus and b in gpus and number[a] < number[b] and int(entry[2:]) > 0
     }
-    seats = list(dict.fromkeys(sockets[: len(gpus)]))
-    card_ends = []
-    for card in cards:
-        switch, socket = switches[number[card]], sockets[number[card]]
-        if switch not in used and socket not in seats:
-            seats.append(socket)  # a socket without a GPU
-        end = f"pcie{used.index(switch)}" if switch in used else f"socket{seats.index(socket)}"
-        card_ends.append((names.get(card, card), end))
-    return MachineTree(
-        lanes=lanes,
-        shows_lanes=True,
-        switch=tuple(used.index(switch) for switch in of_gpu),
-        socket=tuple(seats.index(sockets[of_gpu.index(switch)]) for switch in used),
-        cards=tuple(card_ends),
-    )
+    places = list(zip(switches, sockets, strict=True))
+    return _tree(places[: len(gpus)], [(names.get(card, card), *places[number[card]]) for card in cards], lanes)
 
 
 EXPECTED_XML = "the output of `lstopo --of xml` (`lstopo topology.xml`) on a machine with its GPUs"
 DRIVERS = ("nvml", "cuda", "rsmi")
-"""Of OS devices whose numbers order the GPUs, as their tools do."""
+"""Names of OS devices whose numbers order the GPUs, as their tools do."""
 GPU_OS_DEVICES = re.compile(r"(nvml|cuda|rsmi)([0-9]{1,4})")
 CARD_OS_DEVICES = re.compile(
     r"mlx\d{1,2}_\d{1,3}|hfi\d_\d|hsi\d|bnxt_re\d{1,3}|ib\d{1,3}|rdmap\d{1,3}s\d{1,3}|efa_\d{1,3}", re.ASCII
@@ -310,7 +323,7 @@ GPU_CLASSES = ("0300", "0302", "0380", "1200")
 MOST_OBJECTS = 200_000
 MOST_DEPTH = 200
 LANE_MB_PER_S, FIRST_LANE_MB_PER_S, BLACKWELL_LANE_MB_PER_S = 25_000, 20_000, 50_000
-"""Of one NVLink per direction: from V100 to H200, of P100, of B100 and later."""
+"""Bandwidth of one NVLink per direction: from V100 to H200, of P100, of B100 and later."""
 BLACKWELL = re.compile(r"\bG?B[123]00\b")
 
 
@@ -382,28 +395,32 @@ def read_lstopo(source: SourceFile) -> MachineTree:
         raise ImportedFileError(f"{source.path} shows {len(gpus)} GPUs; at most {MOST_DEVICES} belong to one machine")
     nodes = [node for _, node in gpus]
     lanes = _lanes(document, nodes)
-    return _tree_of_xml(nodes, [node for node in devices if _card_name(node)], lanes, source)
+    if homeless := [node for node in nodes if not any(above.kind == "Bridge" for above in node.path())]:
+        names = listed(node.attributes.get("name", "a GPU") for node in homeless)
+        raise ImportedFileError(f"{source.path} does not say which bridge {names} hangs at; expected {EXPECTED_XML}")
+    cards = [(shown(_card_name(node)), _switch(node), _socket(node)) for node in devices if _card_name(node)]
+    return _tree([(_switch(node), _socket(node)) for node in nodes], cards, lanes)
 
 
 def _parsed(source: SourceFile) -> _Document:
     """The objects of the file. No entity is expanded and nothing is fetched."""
-    found = _Document()
+    document = _Document()
     stack: list[tuple[str, _Object | None]] = []
     matrix: list[_Matrix] = []
     text: list[str] = []
 
     def begin(name: str, attributes: dict[str, str]) -> None:
         if not stack:
-            found.root = name
-        if len(stack) >= MOST_DEPTH or len(found.objects) > MOST_OBJECTS:
+            document.root = name
+        if len(stack) >= MOST_DEPTH or len(document.objects) > MOST_OBJECTS:
             raise ImportedFileError(
                 f"{source.path} is nested deeper or holds more than a machine does; expected {EXPECTED_XML}"
             )
         above = stack[-1][1] if stack else None
         node = above
         if name == "object":
-            node = _Object(attributes.get("type", ""), attributes, above, len(found.objects))
-            found.objects.append(node)
+            node = _Object(attributes.get("type", ""), attributes, above, len(document.objects))
+            document.objects.append(node)
             if above is not None:
                 above.below.append(node)
         elif name == "info" and above is not None:
@@ -420,7 +437,7 @@ def _parsed(source: SourceFile) -> _Document:
         elif matrix and name == "u64values":
             matrix[-1].values += "".join(text).split()
         elif matrix and name.startswith("distances2"):
-            found.matrices.append(matrix.pop())
+            document.matrices.append(matrix.pop())
         text.clear()
 
     def refuse(*_: object) -> None:
@@ -436,7 +453,7 @@ def _parsed(source: SourceFile) -> _Document:
         parser.Parse(source.data, True)
     except (expat.ExpatError, ValueError, LookupError) as error:
         raise ImportedFileError(f"{source.path} is not a complete XML file: {shown(error)}; expected {EXPECTED_XML}") from error
-    return found
+    return document
 
 
 def _os_devices(node: _Object) -> Iterator[str]:
@@ -448,13 +465,13 @@ def _is_gpu(node: _Object) -> bool:
     if any(GPU_OS_DEVICES.fullmatch(name) for name in _os_devices(node)):
         return True
     vendor_and_class = node.attributes.get("pci_type", "").lower()
-    found = re.match(r"([0-9a-f]{4}) \[([0-9a-f]{4}):", vendor_and_class)
-    return found is not None and found[1] in GPU_CLASSES and found[2] in GPU_VENDORS
+    match = re.match(r"([0-9a-f]{4}) \[([0-9a-f]{4}):", vendor_and_class)
+    return match is not None and match[1] in GPU_CLASSES and match[2] in GPU_VENDORS
 
 
 def _order(node: _Object) -> tuple[int, int, str]:
     """By the driver's number, then by bus."""
-    numbers = {found[1]: int(found[2]) for name in _os_devices(node) if (found := GPU_OS_DEVICES.fullmatch(name))}
+    numbers = {match[1]: int(match[2]) for name in _os_devices(node) if (match := GPU_OS_DEVICES.fullmatch(name))}
     bus = node.attributes.get("pci_busid", "")
     return next(((0, numbers[driver], bus) for driver in DRIVERS if driver in numbers), (1, 0, bus))
 
@@ -473,37 +490,9 @@ def _switch(node: _Object) -> int:
 
 def _socket(node: _Object) -> int:
     for kinds in (("Package", "Socket"), ("Group", "NUMANode"), ("Machine",)):
-        found = next((above for above in node.path() if above.kind in kinds), None)
-        if found is not None:
-            return found.number
+        if (above := next((above for above in node.path() if above.kind in kinds), None)) is not None:
+            return above.number
     return 0
-
-
-def _tree_of_xml(
-    gpus: list[_Object], cards: list[_Object], lanes: dict[tuple[int, int], int] | None, source: SourceFile
-) -> MachineTree:
-    if unknown := [
-        node.attributes.get("name", "a GPU") for node in gpus if not any(above.kind == "Bridge" for above in node.path())
-    ]:
-        raise ImportedFileError(f"{source.path} does not say which bridge {listed(unknown)} hangs at; expected {EXPECTED_XML}")
-    switches = list(dict.fromkeys(_switch(node) for node in gpus))
-    seats = list(dict.fromkeys(_socket(node) for node in gpus))
-    of_switch = {_switch(node): _socket(node) for node in gpus}
-    ends: list[tuple[str, str]] = []
-    for card in cards:
-        switch, seat = _switch(card), _socket(card)
-        if seat not in seats:
-            seats.append(seat)
-        ends.append(
-            (shown(_card_name(card)), f"pcie{switches.index(switch)}" if switch in switches else f"socket{seats.index(seat)}")
-        )
-    return MachineTree(
-        lanes=lanes or {},
-        shows_lanes=lanes is not None,
-        switch=tuple(switches.index(_switch(node)) for node in gpus),
-        socket=tuple(seats.index(of_switch[switch]) for switch in switches),
-        cards=tuple(ends),
-    )
 
 
 def _lanes(document: _Document, gpus: list[_Object]) -> dict[tuple[int, int], int] | None:
@@ -547,12 +536,12 @@ def _lane_speed(gpus: list[_Object], values: list[int]) -> int:
     """MB/s of a lane, by the generation of the GPUs."""
     parts = [node for gpu in gpus for node in gpu.inside()]
     models = " ".join(text for node in parts for text in (node.attributes.get("name", ""), *node.infos.values()))
-    known = (BLACKWELL_LANE_MB_PER_S,) if BLACKWELL.search(models) else (LANE_MB_PER_S, FIRST_LANE_MB_PER_S)
-    for speed in known:
+    speeds = (BLACKWELL_LANE_MB_PER_S,) if BLACKWELL.search(models) else (LANE_MB_PER_S, FIRST_LANE_MB_PER_S)
+    for speed in speeds:
         if all(value % speed == 0 for value in values):
             return speed
     seen = listed(sorted(set(values)))
-    raise ImportedFileError(f"NVLinkBandwidth of {seen} MB/s is not a multiple of a lane's {listed(known)} MB/s")
+    raise ImportedFileError(f"NVLinkBandwidth of {seen} MB/s is not a multiple of a lane's {listed(speeds)} MB/s")
 
 
 FORMATS = {

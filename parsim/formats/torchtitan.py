@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,18 +78,24 @@ def read_toml(document: Mapping[str, Any]) -> Recipe:
     flat |= {f"float8.{key}": value for key, value in float8.items()}
     flat = {key: value for key, value in flat.items() if not isinstance(value, Mapping)}
     recipe = Recipe(framework=NAME, model=_read_model(flat))
-    reader = _Keys(flat)
-    recipe.args["seq"] = reader.number("training.seq_len", 2048)
-    recipe.micro_batch = reader.number("training.local_batch_size", 0) or reader.number("training.batch_size", 8)
-    recipe.tp = reader.number("parallelism.tensor_parallel_degree", 1) or reader.number("training.tensor_parallel_degree", 1)
-    recipe.pp = reader.number("parallelism.pipeline_parallel_degree", 1)
-    recipe.cp = reader.number("parallelism.context_parallel_degree", 1)
-    recipe.ep = reader.number("parallelism.expert_parallel_degree", 1)
-    _read_data_parallel(reader, recipe)
+
+    def number(key: str, default: int) -> int:
+        if key not in flat:
+            return default
+        recipe.taken[key] = whole_number(NAME, key, flat[key])
+        return int(recipe.taken[key])
+
+    recipe.args["seq"] = number("training.seq_len", 2048)
+    recipe.micro_batch = number("training.local_batch_size", 0) or number("training.batch_size", 8)
+    recipe.tp = number("parallelism.tensor_parallel_degree", 1) or number("training.tensor_parallel_degree", 1)
+    recipe.pp = number("parallelism.pipeline_parallel_degree", 1)
+    recipe.cp = number("parallelism.context_parallel_degree", 1)
+    recipe.ep = number("parallelism.expert_parallel_degree", 1)
+    _read_data_parallel(flat, number, recipe)
     batch = flat.get("training.global_batch_size", -1)
     if batch != -1:
-        recipe.training["global_batch"] = reader.number("training.global_batch_size", 1)
-    _read_pipeline(reader, recipe)
+        recipe.training["global_batch"] = number("training.global_batch_size", 1)
+    _read_pipeline(flat, number, recipe)
     compiled = bool(flat.get("compile.enable", flat.get("training.compile", False)))
     recipe.args["kernels"] = "fused" if compiled else "eager"
     recipe.args["sequence_parallel"] = True
@@ -104,21 +110,20 @@ def read_toml(document: Mapping[str, Any]) -> Recipe:
     fused = flat.get("optimizer.implementation", "fused") not in ("foreach", "for-loop")
     recipe.training["optimizer"] = f"{kind}_fused" if fused else kind
     _read_recompute(flat, recipe)
-    reader.read |= {"model.name": flat.get("model.name"), "model.flavor": flat.get("model.flavor")}
-    _sort(flat, reader, recipe)
+    recipe.taken |= {"model.name": flat.get("model.name"), "model.flavor": flat.get("model.flavor")}
+    for key, value in flat.items():
+        if key in recipe.taken:
+            continue
+        if key in LEFT_OUT and (recipe.training["precision"] == "fp8" or not key.startswith("float8.")):
+            if value not in (False, None, "", 0):
+                recipe.left_out[key] = LEFT_OUT[key]
+            else:
+                recipe.ignored.append(key)
+        elif key.partition(".")[0] in SAME_TIME or key in IGNORED or key.startswith(SAME_BEGINNINGS):
+            recipe.ignored.append(key)
+        else:
+            recipe.unknown.append(key)
     return recipe
-
-
-class _Keys:
-    def __init__(self, flat: Mapping[str, Any]) -> None:
-        self.flat = flat
-        self.read: dict[str, Any] = {}
-
-    def number(self, key: str, default: int) -> int:
-        if key not in self.flat:
-            return default
-        self.read[key] = whole_number(NAME, key, self.flat[key])
-        return int(self.read[key])
 
 
 def _read_model(flat: Mapping[str, Any]) -> str:
@@ -132,36 +137,34 @@ def _read_model(flat: Mapping[str, Any]) -> str:
     return model
 
 
-def _read_data_parallel(reader: _Keys, recipe: Recipe) -> None:
+def _read_data_parallel(flat: Mapping[str, Any], number: Callable[[str, int], int], recipe: Recipe) -> None:
     """FSDP over the shard degree, replicated by the other; -1 takes all that is left."""
-    shard = reader.flat.get(
-        "parallelism.data_parallel_shard_degree", reader.flat.get("training.data_parallel_shard_degree", -1)
-    )
-    replicate = reader.number("parallelism.data_parallel_replicate_degree", 1)
-    reader.read["parallelism.data_parallel_shard_degree"] = shard
+    shard = flat.get("parallelism.data_parallel_shard_degree", flat.get("training.data_parallel_shard_degree", -1))
+    replicate = number("parallelism.data_parallel_replicate_degree", 1)
+    recipe.taken["parallelism.data_parallel_shard_degree"] = shard
     recipe.zero = 0 if shard == 1 else 3
     if shard not in (-1, 1) or (replicate > 1 and shard != -1):
         recipe.dp = whole_number(NAME, "parallelism.data_parallel_shard_degree", shard) * replicate
     recipe.replicate = max(1, replicate)
-    if reader.flat.get("parallelism.fsdp_reshard_after_forward") == "never" and recipe.zero == 3:
+    if flat.get("parallelism.fsdp_reshard_after_forward") == "never" and recipe.zero == 3:
         recipe.zero = 2
-    if recipe.pp > 1 and recipe.zero == 3 and reader.flat.get("parallelism.fsdp_reshard_after_forward") != "always":
+    if recipe.pp > 1 and recipe.zero == 3 and flat.get("parallelism.fsdp_reshard_after_forward") != "always":
         recipe.left_out["parallelism.fsdp_reshard_after_forward"] = "parameters are whole for a step under a pipeline: ZeRO 1"
         recipe.zero = 1
 
 
-def _read_pipeline(reader: _Keys, recipe: Recipe) -> None:
-    schedule = str(reader.flat.get("parallelism.pipeline_parallel_schedule", "1F1B"))
-    micro = reader.number("parallelism.pipeline_parallel_microbatch_size", 0)
+def _read_pipeline(flat: Mapping[str, Any], number: Callable[[str, int], int], recipe: Recipe) -> None:
+    schedule = str(flat.get("parallelism.pipeline_parallel_schedule", "1F1B"))
+    micro = number("parallelism.pipeline_parallel_microbatch_size", 0)
     if recipe.pp == 1:
         return
-    reader.read["parallelism.pipeline_parallel_schedule"] = schedule
+    recipe.taken["parallelism.pipeline_parallel_schedule"] = schedule
     recipe.local_batch, recipe.micro_batch = recipe.micro_batch, micro or 1
     orders = {name.lower(): row for name, row in SCHEDULES.items()}
     if schedule.lower() not in orders:
         recipe.left_out["parallelism.pipeline_parallel_schedule"] = f"{schedule} is not known, and 1F1B is taken"
     recipe.order, recipe.chunks = orders.get(schedule.lower(), ("1f1b", 1))
-    if recipe.chunks > 1 and reader.number("parallelism.pipeline_parallel_layers_per_stage", 0):
+    if recipe.chunks > 1 and number("parallelism.pipeline_parallel_layers_per_stage", 0):
         recipe.left_out["parallelism.pipeline_parallel_layers_per_stage"] = "two stages per rank are taken"
 
 
@@ -181,22 +184,6 @@ def _read_recompute(flat: Mapping[str, Any], recipe: Recipe) -> None:
         raise ConfigError(f"{NAME}: activation_checkpoint.mode = {mode!r} must be none, selective or full")
 
 
-def _sort(flat: Mapping[str, Any], reader: _Keys, recipe: Recipe) -> None:
-    recipe.taken = dict(reader.read)
-    for key, value in flat.items():
-        if key in reader.read:
-            continue
-        if key in LEFT_OUT and (recipe.training["precision"] == "fp8" or not key.startswith("float8.")):
-            if value not in (False, None, "", 0):
-                recipe.left_out[key] = LEFT_OUT[key]
-            else:
-                recipe.ignored.append(key)
-        elif key.partition(".")[0] in SAME_TIME or key in IGNORED or key.startswith(SAME_BEGINNINGS):
-            recipe.ignored.append(key)
-        else:
-            recipe.unknown.append(key)
-
-
 COMPILED = {"fused": True, "eager": False}
 OPTIMIZERS = {
     "adamw_fused": ("AdamW", "fused"),
@@ -206,9 +193,9 @@ OPTIMIZERS = {
 }
 PRECISIONS = {"bf16": "bfloat16", "fp8": "bfloat16", "fp32": "float32"}
 BETAS, EPS = (0.9, 0.999), 1e-8
-"""Of torch's Adam and AdamW; torchtitan has a beta2 of 0.95 where its file gives none."""
+"""Defaults of torch's Adam and AdamW; torchtitan has a beta2 of 0.95 where its file gives none."""
 SAMPLE_STEPS = 1000
-"""Of a question that does not say for how long it trains."""
+"""Steps of a question that does not say for how long it trains."""
 
 
 def write_torchtitan(recipe: PlannedRecipe, file: Path) -> Exported:

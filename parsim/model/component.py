@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from parsim.errors import ModelError
 
@@ -158,44 +158,52 @@ def share_of(size: int, ways: int) -> Share:
     return Share(-(-size // ways), size) if size else Share(1, ways)
 
 
-class ShardPeak(NamedTuple):
-    """Bytes alive at one moment of a shard: those that every shard has whole, and those it has its part of."""
+Size = tuple[int, int]
+"""Bytes per sample, and bytes whatever the samples."""
+
+
+class DividedSize(NamedTuple):
+    """Bytes in a shard: those that every shard has whole, and those it has its part of."""
 
     bytes_per_sample: int
     fixed_bytes: int
     divided_bytes_per_sample: int
     divided_fixed_bytes: int
 
-    def at(self, share: Share) -> tuple[int, int]:
+    def at(self, share: Share) -> Size:
         """(bytes per sample, fixed bytes) in a shard."""
         (whole, fixed, divided, divided_fixed), (own, ways) = self, share  # as `Share.of`: asked a hundred thousand times
         return whole + divided * own // ways, fixed + divided_fixed * own // ways
 
 
+Bytes = TypeVar("Bytes", Size, DividedSize)
+"""Sizes of a whole component, or of its shards for every number of them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selective:
-    """What a component keeps, and what runs again, if it is recomputed by operator. Bytes are (per sample, fixed).
+class Selective(Generic[Bytes]):
+    """What a component keeps, and what runs again, if it is recomputed by operator.
 
     Attributes:
-        values: its inputs and outputs whose storage stays.
+        values: its inputs and outputs whose storage stays; of shards those of the whole component, left out.
         kept: of the outputs of operators that stay, those in `values` apart.
         again: what the second forward adds to all that is kept and leaves for the backward; below 0 if it frees more.
-        first_peaks, second_peaks: the fullest moments of the first forward, as `Component.forward_peaks`, and of the second,
+        first_peaks, second_peaks: the fullest moments of the first forward, as `Footprint.forward_peaks`, and of the second,
             beyond all that is kept.
-        operators: (number, how often) of those that run again.
+        operators: (number, how often) of those that run again; of shards left out, as `values`.
     """
 
-    values: tuple[str, ...]
-    kept: tuple[int, int]
-    again: tuple[int, int]
-    first_peaks: tuple[tuple[int, int], ...]
-    second_peaks: tuple[tuple[int, int], ...]
-    operators: tuple[tuple[int, int], ...]
+    kept: Bytes
+    again: Bytes
+    first_peaks: tuple[Bytes, ...]
+    second_peaks: tuple[Bytes, ...]
+    values: tuple[str, ...] = ()
+    operators: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitBackward:
-    """The first half of a backward that puts off the gradients of parameters. Bytes are (per sample, fixed).
+    """The first half of a backward that puts off the gradients of parameters.
 
     Attributes:
         peaks: its moments that can be the fullest, beyond all saved activations, of which none is let go meanwhile; with the
@@ -204,49 +212,35 @@ class SplitBackward:
             at operators with parameters, less what only operators behind them had saved.
     """
 
-    peaks: tuple[tuple[int, int], ...]
-    waiting: tuple[int, int]
+    peaks: tuple[Size, ...]
+    waiting: Size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardSelective:
-    """The bytes of Selective in one shard."""
+class Footprint(Generic[Bytes]):
+    """Memory of a component, or what its shards have of it, in fp32 or under autocast to half precision.
 
-    kept: ShardPeak
-    again: ShardPeak
-    first_peaks: tuple[ShardPeak, ...]
-    second_peaks: tuple[ShardPeak, ...]
-
-    def at(self, share: Share, whole: Selective) -> Selective:
-        """One shard of a component."""
-        return replace(
-            whole,
-            kept=self.kept.at(share),
-            again=self.again.at(share),
-            first_peaks=tuple(peak.at(share) for peak in self.first_peaks),
-            second_peaks=tuple(peak.at(share) for peak in self.second_peaks),
-        )
-
-
-class HalfDivided(NamedTuple):
-    """The parts that shards divide of what a HalfComponent saves per sample and once, and of its casts."""
-
-    activation_bytes: int
-    fixed_bytes: int
-    cast_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HalfSharding:
-    """A shard under autocast to half precision, with the attributes of Sharding.
-
-    `divided`: of what it saves; None: not recorded, and taken in proportion to what is saved without autocast.
+    Attributes:
+        saved_activation_bytes, saved_fixed_bytes: what the forward keeps for the backward, per sample and whatever the samples;
+            a storage saved by two components belongs to the first. Of a sharding: the part of the component's that is divided.
+        cast_bytes: half-precision copies of weights that are kept for the backward, which saved_fixed_bytes leaves out. Of a
+            sharding: the part that is divided. 0 without autocast.
+        forward_peaks: the moments of the forward that can be the fullest. They count live tensors it has made so far, saved
+            ones included. Empty: not counted.
+        backward_peaks: the moments of the backward that can be the fullest. They count live bytes beyond all saved activations,
+            with the gradients of outputs, inputs and parameters. Empty: not counted.
+        selective: as it is recomputed by operator; None: it cannot be, or that keeps no less.
+        split_backward: the backward in halves; None: not counted (as of shards), or it has none (no parameters, or no gradient
+            of an input).
     """
 
-    forward_peaks: tuple[ShardPeak, ...] = ()
-    backward_peaks: tuple[ShardPeak, ...] = ()
-    selective: ShardSelective | None = None
-    divided: HalfDivided | None = None
+    saved_activation_bytes: int = 0
+    saved_fixed_bytes: int = 0
+    cast_bytes: int = 0
+    forward_peaks: tuple[Bytes, ...] = ()
+    backward_peaks: tuple[Bytes, ...] = ()
+    selective: Selective[Bytes] | None = None
+    split_backward: SplitBackward | None = None
 
 
 FULL = "full"
@@ -255,7 +249,7 @@ MAXIMUM = "maximum"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharding:
+class Sharding(Footprint[DividedSize]):
     """One way of dividing a component over `ways` ranks with no communication inside it (`parsim.model.shard.narrow` does it).
 
     Attributes:
@@ -270,10 +264,7 @@ class Sharding:
             residuals); shard 0 takes its gradient.
         parameters, buffers: those that are divided; what is not listed, every shard holds whole.
         operators: those that are divided; the others run whole on every shard.
-        saved_activation_bytes, saved_fixed_bytes: the part of the component's that is divided.
-        forward_peaks, backward_peaks: those of a shard, as `Component` has them of the whole; empty: not counted.
-        half: the same under autocast; None: not recorded.
-        selective: of a shard that is recomputed by operator; None: it cannot be, or nothing is gained.
+        half: its memory under autocast; None: not recorded.
     """
 
     rule: str
@@ -283,12 +274,7 @@ class Sharding:
     parameters: tuple[ParameterShard, ...] = ()
     buffers: tuple[ParameterShard, ...] = ()
     operators: tuple[OperatorShard, ...] = ()
-    saved_activation_bytes: int = 0
-    saved_fixed_bytes: int = 0
-    forward_peaks: tuple[ShardPeak, ...] = ()
-    backward_peaks: tuple[ShardPeak, ...] = ()
-    half: HalfSharding | None = None
-    selective: ShardSelective | None = None
+    half: Footprint[DividedSize] | None = None
     size: int = 0
 
     def allows(self, ways: int) -> bool:
@@ -306,59 +292,42 @@ MOST_PADDED = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HalfComponent:
-    """What a Component keeps under autocast to half precision, with the attributes of Component.
+class ValueFootprint:
+    """Memory of a value, in fp32 or under autocast to half precision.
 
-    `cast_bytes`: half-precision copies of its weights that are kept for the backward, which saved_fixed_bytes leaves out.
+    Attributes:
+        bytes_per_sample, fixed_bytes: size = samples * bytes_per_sample + fixed_bytes.
+        saved: its storage is counted in some component's saved activations.
+        savers: the components whose backward needs it, in the order in which they run; the first counts it. Empty: none does,
+            so that it is let go once it is read. None: unknown.
     """
 
-    saved_activation_bytes: int
-    saved_fixed_bytes: int
-    cast_bytes: int
-    forward_peaks: tuple[tuple[int, int], ...] = ()
-    backward_peaks: tuple[tuple[int, int], ...] = ()
-    selective: Selective | None = None
-    split_backward: SplitBackward | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HalfValue:
-    """A Value under autocast to half precision, with the attributes of Value."""
-
     bytes_per_sample: int
-    fixed_bytes: int
-    saved: bool
-    savers: tuple[str, ...] | None
+    fixed_bytes: int = 0
+    saved: bool = True
+    savers: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Value:
+class Value(ValueFootprint):
     """A tensor that crosses a component boundary, or enters or leaves the model.
 
     Attributes:
         name: unique in the model, e.g. "input:0", "layer1.0:0".
         producer: the component that makes it; None for an input of the model.
-        bytes_per_sample, fixed_bytes: size = samples * bytes_per_sample + fixed_bytes.
         storage_bytes_per_sample: of the memory it is a view of, which whoever keeps it where it was made keeps too; 0: it is
             all of that memory.
         differentiable: False for token ids, masks, positions.
         batch_first: dim 0 is the samples, so that it can be cut into pieces of the batch and put together again.
-        saved: its storage is counted in some component's saved activations.
-        savers: the components whose backward needs it, in the order in which they run; the first counts it. Empty: none does,
-            so that it is let go once it is read. None: unknown.
-        half: the same under autocast; None: not recorded.
+        half: its memory under autocast; None: not recorded.
     """
 
     name: str
     producer: str | None
-    bytes_per_sample: int
-    fixed_bytes: int = 0
     differentiable: bool = True
-    saved: bool = True
-    savers: tuple[str, ...] | None = None
     batch_first: bool = True
     storage_bytes_per_sample: int = 0
-    half: HalfValue | None = None
+    half: ValueFootprint | None = None
 
     def size_bytes(self, samples: int) -> int:
         return self.bytes_per_sample * samples + self.fixed_bytes
@@ -383,31 +352,22 @@ class InnerExchange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Component:
+class Component(Footprint[Size]):
     """The paper's c_i: a layer or a block that can be run on its own.
 
     Attributes:
         inputs, outputs: names of Values. parameters: those used, tied ones included.
         buffer_bytes: running statistics and the like.
-        saved_activation_bytes, saved_fixed_bytes: what its forward keeps for its backward, per sample and whatever the
-            samples; a storage saved by two components belongs to the first.
-        forward_peaks: (bytes per sample, fixed bytes) of the moments of its forward that can be the fullest. They count
-            live tensors it has made so far, saved ones included. Empty: not counted.
-        backward_peaks: (bytes per sample, fixed bytes) of the moments of its backward that can be the fullest. They count
-            live bytes beyond all saved activations, with the gradients of outputs, inputs and parameters. Empty: not
-            counted.
         paged_bytes: per sample, of arrays among the saved ones that a kernel begins on a page of `PAGE_BYTES` each. The other
             numbers count them without that.
         pair_bytes: of what compares every sample with every other (a contrastive loss), times the square of the samples. Three
             numbers: among the saved bytes, and the most in any moment of the forward and of the backward. No other number
             has it.
         shardings: the ways it can be tensor-sharded; none: it cannot.
-        half: what it keeps under autocast; None: not recorded.
+        half: its memory under autocast; None: not recorded.
         inside: of a piece of the sequence, or with divided experts (`parsim.model.axes`); None: neither.
-        selective: as it is recomputed by operator; None: it cannot be, or that keeps no less.
         gradient_views: (input, output), where the gradient of the input is a part of the memory of the output's, as behind a
             concatenation.
-        split_backward: its backward in halves; None: not counted, or it has none (no parameters, or no gradient of an input).
     """
 
     name: str
@@ -415,19 +375,13 @@ class Component:
     outputs: tuple[str, ...]
     parameters: tuple[Parameter, ...] = ()
     buffer_bytes: int = 0
-    saved_activation_bytes: int = 0
-    saved_fixed_bytes: int = 0
-    forward_peaks: tuple[tuple[int, int], ...] = ()
-    backward_peaks: tuple[tuple[int, int], ...] = ()
     operators: tuple[Operator, ...] = ()
     shardings: tuple[Sharding, ...] = ()
-    half: HalfComponent | None = None
+    half: Footprint[Size] | None = None
     inside: InnerExchange | None = None
     paged_bytes: tuple[int, ...] = ()
     pair_bytes: tuple[int, int, int] = (0, 0, 0)
-    selective: Selective | None = None
     gradient_views: tuple[tuple[str, str], ...] = ()
-    split_backward: SplitBackward | None = None
 
     def at_samples(self, samples: int) -> Component:
         """The component with what is not linear in its samples as fixed bytes: pairs of samples, and the rest of last pages.
@@ -505,7 +459,7 @@ class Component:
         return _fingerprint(self.operators, self.parameters, self.saved_activation_bytes, len(self.inputs), len(self.outputs))
 
 
-def _more_kept(selective: Selective, rest: int) -> Selective:
+def _more_kept(selective: Selective[Size], rest: int) -> Selective[Size]:
     """Of a kernel whose outputs are kept: what its arrays leave of their last pages is kept too."""
     return replace(
         selective,

@@ -22,21 +22,19 @@ import re
 from dataclasses import replace
 from fractions import Fraction
 from statistics import NormalDist
+from typing import Any, TypeVar
 
 from parsim.errors import PlanError
 from parsim.model.component import (
     Component,
-    HalfComponent,
-    HalfSharding,
-    HalfValue,
+    DividedSize,
+    Footprint,
     InnerExchange,
     Operator,
     OperatorShard,
     Parameter,
-    Selective,
     Sharding,
-    ShardPeak,
-    ShardSelective,
+    Size,
     Value,
 )
 from parsim.model.model import Model
@@ -182,39 +180,42 @@ def _piece(component: Component, cp: int, context_bytes: int, ring: bool) -> Com
     operators = tuple(_token_operator(component.name, operator, cp) for operator in component.operators)
     held = 2 * context_bytes // cp if ring else context_bytes
 
-    def peaks(entries: tuple[tuple[int, int], ...], more: int) -> tuple[tuple[int, int], ...]:
-        return tuple((rate // cp + more, fixed) for rate, fixed in entries)
+    shardings = tuple(_piece_sharding(sharding, component, operators, cp, held) for sharding in component.shardings)
+    return replace(_piece_memory(component, cp, held), operators=operators, shardings=shardings)
 
-    def half(entry: HalfComponent) -> HalfComponent:
-        return replace(
-            entry,
-            saved_activation_bytes=entry.saved_activation_bytes // cp,
-            forward_peaks=peaks(entry.forward_peaks, held),
-            backward_peaks=peaks(entry.backward_peaks, 2 * held),
-            selective=selective(entry.selective),
-            split_backward=None,
-        )
 
-    def selective(entry: Selective | None) -> Selective | None:
-        return entry and replace(
-            entry,
-            kept=peaks((entry.kept,), 0)[0],
-            again=peaks((entry.again,), 0)[0],
-            first_peaks=peaks(entry.first_peaks, held),
-            second_peaks=peaks(entry.second_peaks, 0),
-        )
+Memory = TypeVar("Memory", Component, Sharding, Footprint[Size], Footprint[DividedSize])
 
-    return replace(
-        component,
-        operators=operators,
-        saved_activation_bytes=component.saved_activation_bytes // cp,
-        forward_peaks=peaks(component.forward_peaks, held),
-        backward_peaks=peaks(component.backward_peaks, 2 * held),
-        shardings=tuple(_piece_sharding(entry, component, operators, cp, held) for entry in component.shardings),
-        half=None if component.half is None else half(component.half),
-        selective=selective(component.selective),
-        split_backward=None,
-    )
+
+def _piece_memory(memory: Memory, cp: int, held: int) -> Memory:
+    """Memory of one of cp pieces of the sequence, which holds so many bytes of keys and values while it computes."""
+
+    def piece(size: Any, more: int = 0) -> Any:
+        if isinstance(size, DividedSize):
+            return size._replace(
+                bytes_per_sample=size.bytes_per_sample // cp,
+                divided_bytes_per_sample=size.divided_bytes_per_sample // cp + more,
+            )
+        return size[0] // cp + more, size[1]
+
+    selective = memory.selective
+    changed: dict[str, Any] = {
+        "saved_activation_bytes": memory.saved_activation_bytes // cp,
+        "forward_peaks": tuple(piece(size, held) for size in memory.forward_peaks),
+        "backward_peaks": tuple(piece(size, 2 * held) for size in memory.backward_peaks),
+        "selective": selective
+        and replace(
+            selective,
+            kept=piece(selective.kept),
+            again=piece(selective.again),
+            first_peaks=tuple(piece(size, held) for size in selective.first_peaks),
+            second_peaks=tuple(map(piece, selective.second_peaks)),
+        ),
+        "split_backward": None,
+    }
+    if isinstance(memory, Component | Sharding) and memory.half is not None:
+        changed["half"] = _piece_memory(memory.half, cp, held)
+    return replace(memory, **changed)
 
 
 def _piece_sharding(sharding: Sharding, whole: Component, operators: tuple[Operator, ...], cp: int, held: int) -> Sharding:
@@ -223,40 +224,7 @@ def _piece_sharding(sharding: Sharding, whole: Component, operators: tuple[Opera
         share = Fraction(operators[part.number].activation_bytes, before) if before else Fraction(0)
         return replace(part, activation_bytes=min(operators[part.number].activation_bytes, int(part.activation_bytes * share)))
 
-    def peaks(entries: tuple[ShardPeak, ...], more: int) -> tuple[ShardPeak, ...]:
-        return tuple(
-            entry._replace(
-                bytes_per_sample=entry.bytes_per_sample // cp,
-                divided_bytes_per_sample=entry.divided_bytes_per_sample // cp + more,
-            )
-            for entry in entries
-        )
-
-    def half(entry: HalfSharding) -> HalfSharding:
-        return HalfSharding(
-            forward_peaks=peaks(entry.forward_peaks, held),
-            backward_peaks=peaks(entry.backward_peaks, 2 * held),
-            selective=selective(entry.selective),
-            divided=entry.divided and entry.divided._replace(activation_bytes=entry.divided.activation_bytes // cp),
-        )
-
-    def selective(entry: ShardSelective | None) -> ShardSelective | None:
-        return entry and ShardSelective(
-            kept=peaks((entry.kept,), 0)[0],
-            again=peaks((entry.again,), 0)[0],
-            first_peaks=peaks(entry.first_peaks, held),
-            second_peaks=peaks(entry.second_peaks, 0),
-        )
-
-    return replace(
-        sharding,
-        operators=tuple(cut(part) for part in sharding.operators),
-        saved_activation_bytes=sharding.saved_activation_bytes // cp,
-        forward_peaks=peaks(sharding.forward_peaks, held),
-        backward_peaks=peaks(sharding.backward_peaks, 2 * held),
-        half=None if sharding.half is None else half(sharding.half),
-        selective=selective(sharding.selective),
-    )
+    return replace(_piece_memory(sharding, cp, held), operators=tuple(cut(part) for part in sharding.operators))
 
 
 _TOKENS = {"matmul": "m", "attention": "q", "embedding": "rows", "memory_bound": "elements"}
@@ -295,12 +263,9 @@ def _value(value: Value, cp: int) -> Value:
     def piece(size: int) -> int:
         return -(-size // cp)
 
-    def half(entry: HalfValue) -> HalfValue:
-        return replace(entry, bytes_per_sample=piece(entry.bytes_per_sample))
-
     return replace(
         value,
         bytes_per_sample=piece(value.bytes_per_sample),
         storage_bytes_per_sample=piece(value.storage_bytes_per_sample),
-        half=None if value.half is None else half(value.half),
+        half=value.half and replace(value.half, bytes_per_sample=piece(value.half.bytes_per_sample)),
     )

@@ -1,4 +1,4 @@
-"""Components and values as they are under a precision: in fp32 as recorded, under autocast as recorded there.
+"""The numbers of a training, and components and values under a precision: as recorded in fp32 or under autocast.
 
 For memory, and for the bytes that are sent. Computation is priced by the precision of the measurement or the fit; here is said
 only which product of a recorded Model is left out of 8 and 4 bits.
@@ -6,23 +6,14 @@ only which product of a recorded Model is left out of 8 and 4 bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from parsim.errors import CostError, ExecutionError
-from parsim.model.component import (
-    NOT_LOW,
-    Component,
-    HalfComponent,
-    HalfSharding,
-    HalfValue,
-    Sharding,
-    ShardPeak,
-    ShardSelective,
-    Value,
-)
+from parsim.model.component import NOT_LOW, Bytes, Component, DividedSize, Footprint, Sharding, Size, Value, ValueFootprint
 from parsim.model.model import Model
+from parsim.model.optimizers import OPTIMIZERS
 from parsim.registry import Registry
 
 # The precisions of training: the types of storage and of computation, and the devices that support them.
@@ -153,17 +144,60 @@ def recorded_weights(precision: str) -> str:
     return RECORDED_WEIGHTS[number_format(precision).weight_bytes]
 
 
-HalfSizes = TypeVar("HalfSizes")
-
 RECORDED_BYTES = 2
 """Per element under the autocast that Models are recorded under."""
 
 FULL_BYTES = 4
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics:
+    """The numbers that a training computes in, and what it keeps of every weight.
+
+    Attributes:
+        precision: a row of FORMATS. optimizer: a row of OPTIMIZERS, for weights in no update group with another.
+        master_weights: of weights stored in half precision the optimizer updates copies in fp32.
+        ema: it keeps a moving average of the weights.
+
+    Raises:
+        CostError: an unknown precision. ConfigError: an unknown optimizer.
+    """
+
+    precision: str = "fp32"
+    optimizer: str = "sgd"
+    master_weights: bool = True
+    ema: bool = False
+
+    def __post_init__(self) -> None:
+        _ = self.format, OPTIMIZERS[self.optimizer]
+
+    @property
+    def format(self) -> NumberFormat:
+        return number_format(self.precision)
+
+    def optimizer_bytes(self, optimizer: str = "") -> tuple[int, int]:
+        """Bytes per parameter of an optimizer, the usual one if none is named: those that stay, those an update takes.
+
+        With weights in half precision the state is as wide as the weights, or as wide as fp32 with master weights. Master
+        weights add a copy of the weights that stays and one of the gradients during the update.
+        """
+        row = OPTIMIZERS[optimizer or self.optimizer]
+        state = row.state_bytes_per_element + (FULL_BYTES if self.ema else 0)
+        temporary = row.temporary_bytes_per_element
+        width = self.format.weight_bytes
+        if width >= FULL_BYTES:
+            return state, temporary
+        if self.master_weights:
+            return state + FULL_BYTES, temporary + FULL_BYTES
+        return state * width // FULL_BYTES, temporary * width // FULL_BYTES
+
+
+HalfSizes = TypeVar("HalfSizes")
+
+
 @lru_cache(maxsize=65536)
 def component_in(component: Component, precision: str) -> Component:
-    """A component's kept bytes under `precision`; its work is unchanged. What a sharding divides of them is recorded as well.
+    """A component with its memory under `precision`, and that of its shards; its work is unchanged.
 
     A Model may not have been recorded under autocast, or only at other than 2 bytes per element. Then all its bytes are assumed
     to shrink in proportion, with a cast of every weight under autocast.
@@ -171,26 +205,84 @@ def component_in(component: Component, precision: str) -> Component:
     size = _reduced_bytes(precision)
     if size is None:
         return component
-    half = _recorded(component.half, size) or _assumed_component(component, size)
-    return replace(
-        component,
-        saved_activation_bytes=half.saved_activation_bytes,
-        saved_fixed_bytes=half.saved_fixed_bytes,
-        forward_peaks=half.forward_peaks,
-        backward_peaks=half.backward_peaks,
-        shardings=tuple(_sharding(entry, component, half, size) for entry in component.shardings),
-        half=half,
-        selective=component.selective and (half.selective or component.selective),
-        split_backward=half.split_backward,
+    half = _recorded(component.half, size)
+    if half is None:
+        casts = size * sum(parameter.elements for parameter in component.parameters)
+        half = replace(_shrunk(component, size), cast_bytes=casts)
+    half = replace(half, selective=component.selective and (half.selective or component.selective))
+    shardings = tuple(_sharding_in(sharding, component, half, size) for sharding in component.shardings)
+    return replace(component, shardings=shardings, half=half, **_sizes_of(half))
+
+
+def _sharding_in(sharding: Sharding, component: Component, component_half: Footprint[Size], element_bytes: int) -> Sharding:
+    """A sharding with its memory under autocast; what is not recorded is divided in proportion, as without autocast."""
+    half = _recorded(sharding.half, element_bytes)
+    if half is None:
+
+        def share(half_bytes: int, part: int, whole: int) -> int:
+            return half_bytes * part // whole if whole else 0
+
+        cut = {part.name for part in sharding.parameters}
+        elements = sum(parameter.elements for parameter in component.parameters)
+        cut_elements = sum(parameter.elements for parameter in component.parameters if parameter.name in cut)
+        half = replace(
+            _shrunk(sharding, element_bytes),
+            saved_activation_bytes=share(
+                component_half.saved_activation_bytes, sharding.saved_activation_bytes, component.saved_activation_bytes
+            ),
+            saved_fixed_bytes=share(component_half.saved_fixed_bytes, sharding.saved_fixed_bytes, component.saved_fixed_bytes),
+            cast_bytes=share(component_half.cast_bytes, cut_elements, elements),
+        )
+    half = replace(half, selective=sharding.selective and (half.selective or sharding.selective))
+    return replace(sharding, half=half, **_sizes_of(half))
+
+
+def _sizes_of(footprint: Footprint[Bytes]) -> dict[str, Any]:
+    return {field.name: getattr(footprint, field.name) for field in fields(Footprint)}
+
+
+def _shrunk(footprint: Footprint[Bytes], element_bytes: int) -> Footprint[Bytes]:
+    """Memory with activations in so many bytes per element instead of 4, in proportion. Leaves out halves of a backward."""
+
+    def shrunk(size: Bytes) -> Bytes:
+        if isinstance(size, DividedSize):
+            return size._replace(
+                bytes_per_sample=size.bytes_per_sample * element_bytes // FULL_BYTES,
+                divided_bytes_per_sample=size.divided_bytes_per_sample * element_bytes // FULL_BYTES,
+            )
+        return size[0] * element_bytes // FULL_BYTES, size[1]
+
+    selective = footprint.selective
+    return Footprint(
+        saved_activation_bytes=footprint.saved_activation_bytes * element_bytes // FULL_BYTES,
+        saved_fixed_bytes=footprint.saved_fixed_bytes * element_bytes // FULL_BYTES,
+        forward_peaks=tuple(map(shrunk, footprint.forward_peaks)),
+        backward_peaks=tuple(map(shrunk, footprint.backward_peaks)),
+        selective=selective
+        and replace(
+            selective,
+            kept=shrunk(selective.kept),
+            again=shrunk(selective.again),
+            first_peaks=tuple(map(shrunk, selective.first_peaks)),
+            second_peaks=tuple(map(shrunk, selective.second_peaks)),
+        ),
     )
 
 
 def value_in(value: Value, precision: str) -> Value:
-    """Its size and its keepers under `precision`."""
+    """Its size and its keepers under `precision`; if not recorded under autocast, it shrinks where a gradient flows."""
     size = _reduced_bytes(precision)
     if size is None:
         return value
-    half = _recorded(value.half, size) or _assumed_value(value, size)
+    half = _recorded(value.half, size)
+    if half is None:
+        element_bytes = size if value.differentiable else FULL_BYTES
+        half = ValueFootprint(
+            bytes_per_sample=value.bytes_per_sample * element_bytes // FULL_BYTES,
+            fixed_bytes=value.fixed_bytes * element_bytes // FULL_BYTES,
+            saved=value.saved,
+            savers=value.savers,
+        )
     return replace(
         value,
         bytes_per_sample=half.bytes_per_sample,
@@ -273,14 +365,6 @@ def _as_sent(value: Value, precision: str) -> Value:
     return replace(seen, saved=value.saved, savers=value.savers)
 
 
-def cast_bytes(component: Component, precision: str) -> int:
-    """Copies of the weights in fewer bytes that a component (or a shard of it) keeps for its backward; 0 without autocast."""
-    size = _reduced_bytes(precision)
-    if size is None:
-        return 0
-    return (_recorded(component.half, size) or _assumed_component(component, size)).cast_bytes
-
-
 def is_half(precision: str) -> bool:
     """Whether it means autocast to fewer bytes. (A Model for bf16 is recorded in bf16.)"""
     return bool(number_format(precision).autocast)
@@ -315,80 +399,3 @@ def _reduced_bytes(precision: str) -> int | None:
 def _recorded(half: HalfSizes | None, element_bytes: int) -> HalfSizes | None:
     """The values recorded under autocast, if they have that many bytes per element."""
     return half if element_bytes == RECORDED_BYTES else None
-
-
-def _sharding(sharding: Sharding, whole: Component, half: HalfComponent, element_bytes: int) -> Sharding:
-    def scaled(part: int, of: int, now: int) -> int:
-        return part * now // of if of else 0
-
-    seen = _recorded(sharding.half, element_bytes) or _assumed_sharding(sharding, element_bytes)
-    rate = scaled(sharding.saved_activation_bytes, whole.saved_activation_bytes, half.saved_activation_bytes)
-    fixed = scaled(sharding.saved_fixed_bytes, whole.saved_fixed_bytes, half.saved_fixed_bytes)
-    if seen.divided is not None:  # the residual stream, which is not divided, stays as wide as it was
-        rate, fixed = seen.divided.activation_bytes, seen.divided.fixed_bytes
-    return replace(
-        sharding,
-        saved_activation_bytes=rate,
-        saved_fixed_bytes=fixed,
-        forward_peaks=seen.forward_peaks,
-        backward_peaks=seen.backward_peaks,
-        half=seen,
-        selective=sharding.selective and (seen.selective or sharding.selective),
-    )
-
-
-def _assumed_sharding(sharding: Sharding, element_bytes: int) -> HalfSharding:
-    def halved(peaks: tuple[ShardPeak, ...]) -> tuple[ShardPeak, ...]:
-        return tuple(
-            peak._replace(
-                bytes_per_sample=peak.bytes_per_sample * element_bytes // FULL_BYTES,
-                divided_bytes_per_sample=peak.divided_bytes_per_sample * element_bytes // FULL_BYTES,
-            )
-            for peak in peaks
-        )
-
-    own = sharding.selective
-    return HalfSharding(
-        forward_peaks=halved(sharding.forward_peaks),
-        backward_peaks=halved(sharding.backward_peaks),
-        selective=None
-        if own is None
-        else ShardSelective(
-            kept=halved((own.kept,))[0],
-            again=halved((own.again,))[0],
-            first_peaks=halved(own.first_peaks),
-            second_peaks=halved(own.second_peaks),
-        ),
-    )
-
-
-def _assumed_component(component: Component, element_bytes: int) -> HalfComponent:
-    def halved(peaks: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-        return tuple((rate * element_bytes // FULL_BYTES, fixed) for rate, fixed in peaks)
-
-    return HalfComponent(
-        saved_activation_bytes=component.saved_activation_bytes * element_bytes // FULL_BYTES,
-        saved_fixed_bytes=component.saved_fixed_bytes * element_bytes // FULL_BYTES,
-        cast_bytes=element_bytes * sum(parameter.elements for parameter in component.parameters),
-        forward_peaks=halved(component.forward_peaks),
-        backward_peaks=halved(component.backward_peaks),
-        selective=None
-        if component.selective is None
-        else replace(
-            component.selective,
-            kept=halved((component.selective.kept,))[0],
-            again=halved((component.selective.again,))[0],
-            first_peaks=halved(component.selective.first_peaks),
-            second_peaks=halved(component.selective.second_peaks),
-        ),
-    )
-
-
-def _assumed_value(value: Value, element_bytes: int) -> HalfValue:
-    size = element_bytes if value.differentiable else FULL_BYTES
-    return HalfValue(
-        bytes_per_sample=value.bytes_per_sample * size // FULL_BYTES,
-        fixed_bytes=value.fixed_bytes * size // FULL_BYTES,
-        saved=value.saved,
-        savers=value.savers,
-    )

@@ -204,7 +204,7 @@ def settle_module(
     from parsim.model.total_loss import output_kinds
     from parsim.model.trace.record import run_recorded
 
-    recording = run_recorded(module, args, kwargs, loss=None, example=example, repeats=True)
+    recording = run_recorded(module, args, kwargs, loss=None, example=example)
     first = recording.tensors[recording.inputs[0][1]]
     kinds = output_kinds({entry: recording.tensors[number] for entry, number in recording.outputs.items()})
     tokens = not first.is_floating_point() if tokens is None else tokens

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from parsim.errors import ModelError
 from parsim.files import (
@@ -19,28 +18,11 @@ from parsim.files import (
     version_problem,
     write_text_atomically,
 )
-from parsim.model.component import (
-    Component,
-    HalfComponent,
-    HalfDivided,
-    HalfSharding,
-    HalfValue,
-    InnerExchange,
-    Operator,
-    OperatorShard,
-    Parameter,
-    ParameterShard,
-    Selective,
-    Sharding,
-    ShardPeak,
-    ShardSelective,
-    SplitBackward,
-    Value,
-)
-from parsim.records import Remembering, check_types
+from parsim.model.component import Component, Parameter, Value
+from parsim.records import Remembering, check_types, plain, record_from
 from parsim.units import format_count
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 COUPLED = "coupled"
 """`Model.loss_form` of a loss that is not a sum over samples."""
 ADDED_UP = "added up"
@@ -204,28 +186,8 @@ class Model(Remembering):
         return {name: tuple(names) for name, names in users.items()}
 
     def to_json(self) -> str:
-        """Numbers are per sample; every key that holds bytes says so."""
-        document = {"schema_version": SCHEMA_VERSION, **asdict(self)}
-        for key in ("loss", "loss_form", "assumptions", "half_refused"):
-            if not document[key]:
-                del document[key]
-        for component in document["components"]:
-            _drop_defaults([component], "paged_bytes", ())
-            _drop_defaults([component], "pair_bytes", (0, 0, 0))
-            _drop_defaults([component], "gradient_views", ())
-            _drop_defaults(component["parameters"], "trainable", True)
-            _drop_defaults(component["parameters"], "expert_ways", 1)
-            _drop_defaults(component["parameters"], "group", "")
-            _drop_defaults(component["parameters"], "optimizer", "")
-            _drop_defaults((component,), "inside", None)
-            _drop_defaults((component, *_given(component["half"])), "selective", None)
-            _drop_defaults((component, *_given(component["half"])), "split_backward", None)
-            _drop_defaults(component["operators"], "gradients", "")
-            for sharding in component["shardings"]:
-                _drop_defaults((*sharding["parameters"], *sharding["buffers"]), "runs", ())
-                _drop_defaults((sharding, *sharding["parameters"], *sharding["buffers"]), "size", 0)
-                _drop_defaults((sharding, *_given(sharding["half"])), "selective", None)
-        return json.dumps(document, indent=1)
+        """Numbers are per sample; every key that holds bytes says so. A key that is left out has its default."""
+        return json.dumps({"schema_version": SCHEMA_VERSION, **plain(self)}, indent=1)
 
     def save(self, path: Path) -> None:
         write_text_atomically(path, self.to_json())
@@ -238,14 +200,9 @@ class Model(Remembering):
             if problem := version_problem(document, SCHEMA_VERSION):
                 raise ModelError(f"{where}: {problem}; or trace the model again")
             del document["schema_version"]
-            document["components"] = tuple(_component(entry) for entry in document["components"])
-            document["values"] = tuple(_value(entry) for entry in document["values"])
-            document["inputs"] = tuple(document["inputs"])
-            document["outputs"] = tuple(document["outputs"])
-            document["assumptions"] = tuple(document.get("assumptions", ()))
-            found = cls(**document)
-            check_types(found, "model")
-            return found
+            model: Model = record_from(cls, document)
+            check_types(model, "model")
+            return model
 
     @classmethod
     def load(cls, path: Path) -> Model:
@@ -253,143 +210,3 @@ class Model(Remembering):
             raise ModelError(f"no model file {path}")
         with reading(f"{path} is not a model", ModelError, "write it with Model.save"):
             return cls.from_json(read_text(path), str(path))
-
-
-def _drop_defaults(entries: Iterable[dict[str, Any]], key: str, default: object) -> None:
-    """Keys that came later are written only where they say something, so that files without it read as before."""
-    for entry in entries:
-        if entry[key] == default:
-            del entry[key]
-
-
-def _given(entry: dict[str, Any] | None) -> tuple[dict[str, Any], ...]:
-    return () if entry is None else (entry,)
-
-
-def _component(entry: dict[str, Any]) -> Component:
-    operators = tuple(
-        Operator(**{**operator, "shape": tuple((str(name), size) for name, size in operator["shape"])})
-        for operator in entry["operators"]
-    )
-    return Component(
-        **{
-            **entry,
-            "inputs": tuple(entry["inputs"]),
-            "outputs": tuple(entry["outputs"]),
-            "parameters": tuple(Parameter(**parameter) for parameter in entry["parameters"]),
-            **_peaks(entry),
-            "operators": operators,
-            "shardings": tuple(_sharding(sharding) for sharding in entry["shardings"]),
-            "paged_bytes": tuple(map(int, entry.get("paged_bytes", ()))),
-            "pair_bytes": tuple(map(int, entry.get("pair_bytes", (0, 0, 0)))),
-            "half": None
-            if entry["half"] is None
-            else HalfComponent(
-                **{
-                    **entry["half"],
-                    **_peaks(entry["half"]),
-                    "selective": _selective(entry["half"]),
-                    "split_backward": _split_backward(entry["half"]),
-                }
-            ),
-            "selective": _selective(entry),
-            "split_backward": _split_backward(entry),
-            "gradient_views": tuple((str(value), str(whole)) for value, whole in entry.get("gradient_views", ())),
-            "inside": None if entry.get("inside") is None else _inside(entry["inside"]),
-        }
-    )
-
-
-def _inside(entry: dict[str, Any]) -> InnerExchange:
-    return InnerExchange(**{**entry, "experts": tuple(entry["experts"])})
-
-
-def _pair(one: Any) -> tuple[int, int]:
-    return int(one[0]), int(one[1])
-
-
-def _selective(entry: dict[str, Any]) -> Selective | None:
-    found = entry.get("selective")
-    if found is None:
-        return None
-    return Selective(
-        values=tuple(found["values"]),
-        kept=_pair(found["kept"]),
-        again=_pair(found["again"]),
-        first_peaks=tuple(map(_pair, found["first_peaks"])),
-        second_peaks=tuple(map(_pair, found["second_peaks"])),
-        operators=tuple(map(_pair, found["operators"])),
-    )
-
-
-def _split_backward(entry: dict[str, Any]) -> SplitBackward | None:
-    found = entry.get("split_backward")
-    return None if found is None else SplitBackward(peaks=tuple(map(_pair, found["peaks"])), waiting=_pair(found["waiting"]))
-
-
-def _shard_selective(entry: dict[str, Any]) -> ShardSelective | None:
-    found = entry.get("selective")
-    if found is None:
-        return None
-
-    def peak(one: Any) -> ShardPeak:
-        return ShardPeak(*map(int, one))
-
-    return ShardSelective(
-        kept=peak(found["kept"]),
-        again=peak(found["again"]),
-        first_peaks=tuple(map(peak, found["first_peaks"])),
-        second_peaks=tuple(map(peak, found["second_peaks"])),
-    )
-
-
-def _peaks(entry: dict[str, Any]) -> dict[str, tuple[tuple[int, int], ...]]:
-    return {key: tuple((int(rate), int(fixed)) for rate, fixed in entry[key]) for key in ("forward_peaks", "backward_peaks")}
-
-
-def _names(entry: list[str] | None) -> tuple[str, ...] | None:
-    return None if entry is None else tuple(entry)
-
-
-def _value(entry: dict[str, Any]) -> Value:
-    half = entry["half"]
-    return Value(
-        **{
-            **entry,
-            "savers": _names(entry["savers"]),
-            "half": None if half is None else HalfValue(**{**half, "savers": _names(half["savers"])}),
-        }
-    )
-
-
-def _sharding(entry: dict[str, Any]) -> Sharding:
-    return Sharding(
-        **{
-            **entry,
-            "inputs": tuple(entry["inputs"]),
-            "outputs": tuple(entry["outputs"]),
-            "parameters": tuple(_part(part) for part in entry["parameters"]),
-            "buffers": tuple(_part(part) for part in entry["buffers"]),
-            "operators": tuple(OperatorShard(**part) for part in entry["operators"]),
-            **_shard_peaks(entry),
-            "half": None
-            if entry["half"] is None
-            else HalfSharding(
-                **_shard_peaks(entry["half"]), selective=_shard_selective(entry["half"]), divided=_divided(entry["half"])
-            ),
-            "selective": _shard_selective(entry),
-        }
-    )
-
-
-def _divided(entry: dict[str, Any]) -> HalfDivided | None:
-    found = entry.get("divided")
-    return None if found is None else HalfDivided(*map(int, found))
-
-
-def _part(entry: dict[str, Any]) -> ParameterShard:
-    return ParameterShard(**{**entry, "runs": tuple(entry.get("runs", ()))})
-
-
-def _shard_peaks(entry: dict[str, Any]) -> dict[str, tuple[ShardPeak, ...]]:
-    return {key: tuple(ShardPeak(*map(int, peak)) for peak in entry[key]) for key in ("forward_peaks", "backward_peaks")}

@@ -1,3 +1,9 @@
+"""Losses as sums over samples, so that gradients add up over microbatches and replicas; and what a loss reads of an output.
+
+The executor divides by the global batch; per sample a loss is the mean over that sample's targets. A new loss is one row, or a
+plain function of (output, target) named as "package:function".
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -15,15 +21,6 @@ from parsim.registry import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-# Losses as sums over samples, so that gradients add up over microbatches and replicas.
-#
-# The executor divides by the global batch; per sample a loss is the mean over that sample's targets. A new loss is one row,
-# or
-# a plain function of (output, target) named as "package:function". Which tensor of an output a loss reads and what its
-# targets
-# are is settled in `parsim.model.objective`.
 
 
 def _cross_entropy(output: Tensor, target: Tensor) -> Tensor:

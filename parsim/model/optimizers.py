@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from parsim.errors import ConfigError
-from parsim.model.formats import number_format
 from parsim.registry import Registry
 from parsim.work import OptimizerStep
 
@@ -197,30 +196,3 @@ def update_steps(parameters: Iterable[Grouped]) -> tuple[OptimizerStep, ...]:
         OptimizerStep(elements=sum(sizes[group, name]), tensors=len(sizes[group, name]), update_group=group, optimizer=name)
         for group, name in sorted(sizes)
     )
-
-
-FULL_BYTES = 4
-
-
-def optimizer_bytes(optimizer: str, precision: str, *, master_weights: bool, ema: bool = False) -> tuple[int, int]:
-    """Bytes per parameter of the optimizer: those that stay, and those an update takes for a while.
-
-    With weights in half precision the state is as wide as the weights, or as wide as fp32 with master weights. Master weights
-    add a copy of the weights that stays and one of the gradients during the update.
-
-    Args:
-        optimizer: a key of `OPTIMIZERS`. precision: such as "bf16". master_weights: keep fp32 copies of half-precision
-            weights. ema: keep a moving average of what the optimizer updates.
-
-    Raises:
-        ConfigError: an unknown optimizer.
-    """
-    row = OPTIMIZERS[optimizer]
-    state = row.state_bytes_per_element + (FULL_BYTES if ema else 0)
-    temporary = row.temporary_bytes_per_element
-    width = number_format(precision).weight_bytes
-    if width >= FULL_BYTES:
-        return state, temporary
-    if master_weights:
-        return state + FULL_BYTES, temporary + FULL_BYTES
-    return state * width // FULL_BYTES, temporary * width // FULL_BYTES

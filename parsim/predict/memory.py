@@ -43,10 +43,9 @@ import numpy as np
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import DeviceType
 from parsim.model.component import Component, Value
-from parsim.model.formats import cast_bytes, number_format
+from parsim.model.formats import Numerics, number_format
 from parsim.model.model import Model
-from parsim.model.optimizers import optimizer_bytes
-from parsim.plans.layouts import LOCAL_HOPS, Hop, conversion, hop_groups, hop_pairs
+from parsim.plans.layouts import LOCAL_HOPS, POINT_TO_POINT_HOPS, Hop, conversion, hop_groups, hop_pairs
 from parsim.plans.pipeline import pipeline_actions
 from parsim.program.buckets import Bucket
 from parsim.program.lifetimes import (
@@ -63,7 +62,6 @@ from parsim.program.lifetimes import (
     local_bytes,
     pipeline_of,
 )
-from parsim.program.passes.convert import POINT_TO_POINT_HOPS
 from parsim.program.passes.gradients import replica_sum_work, updates_of
 from parsim.program.passes.offload import ComponentUses, groups_of
 from parsim.program.passes.rounds import most_neighbours, outer_arrays
@@ -266,11 +264,8 @@ Scored = Literal["", "weights", "averages"]
 def plan_memory(
     layout: PlanIndex,
     cluster: Cluster,
+    numerics: Numerics,
     *,
-    precision: str,
-    optimizer: str,
-    master_weights: bool = True,
-    ema: bool = False,
     scored: Scored = "",
     fit_probability: float = FIT_PROBABILITY,
 ) -> tuple[RankMemory, ...]:
@@ -281,7 +276,7 @@ def plan_memory(
 
     Args:
         layout: the plan and its model. cluster: devices by rank.
-        precision, optimizer, master_weights: as in RUN.toml. ema: whether averages of the weights are kept.
+        numerics: of the training.
         scored: what is validated between steps. fit_probability: with which a rank must fit.
 
     Returns:
@@ -293,16 +288,7 @@ def plan_memory(
     Raises:
         ConfigError: an unknown optimizer.
     """
-    first = unlike_memory(
-        layout,
-        cluster,
-        precision=precision,
-        optimizer=optimizer,
-        master_weights=master_weights,
-        ema=ema,
-        scored=scored,
-        fit_probability=fit_probability,
-    )
+    first = unlike_memory(layout, cluster, numerics, scored=scored, fit_probability=fit_probability)
     return of_every_rank(layout, cluster, first)
 
 
@@ -328,24 +314,20 @@ def of_every_rank(layout: PlanIndex, cluster: Cluster, first: Sequence[RankMemor
 def unlike_memory(
     layout: PlanIndex,
     cluster: Cluster,
+    numerics: Numerics,
     *,
-    precision: str,
-    optimizer: str,
-    master_weights: bool = True,
-    ema: bool = False,
     scored: Scored = "",
     fit_probability: float = FIT_PROBABILITY,
 ) -> tuple[RankMemory, ...]:
     """Of ranks that hold as much as one another that of the first, as `plan_memory` takes and gives it; in rank order."""
-    plan, kept = layout.plan, KeptActivations(layout, precision)
+    plan, kept = layout.plan, KeptActivations(layout, numerics.precision)
     offloaded = offloaded_by(kept) if plan.activation_offload else NOTHING
-    state = _StateBytes(optimizer=optimizer, precision=precision, master_weights=master_weights, ema=ema)
     backend = cluster.profile.communication.backend
     memories = []
     for rank in (rank for place in range(plan.mesh.pp) for rank in _unlike_ranks(layout, cluster, place)):
-        memory = _rank_memory(RankValues(kept, rank), cluster.devices[rank].type, state, offloaded.away, backend)
+        memory = _rank_memory(RankValues(kept, rank), cluster.devices[rank].type, numerics, offloaded.away, backend)
         if plan.offloads:
-            memory = _with_offload_lines(memory, kept, offloaded, state)
+            memory = _with_offload_lines(memory, kept, offloaded, numerics)
         memories.append(replace(memory, wanted_probability=fit_probability))
     if plan.offloads:
         memories = with_host_limits(memories, of_every_rank(layout, cluster, memories), layout, cluster)
@@ -364,31 +346,16 @@ def _unlike_ranks(layout: PlanIndex, cluster: Cluster, place: int) -> list[int]:
 # --- one rank ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StateBytes:
-    """What decides the bytes of an optimizer per parameter (`optimizer_bytes`)."""
-
-    optimizer: str
-    precision: str
-    master_weights: bool
-    ema: bool
-
-    def of(self, optimizer: str) -> tuple[int, int]:
-        """Those that stay, and those that an update takes for a while. `optimizer`: of a group of parameters, or ""."""
-        name = optimizer or self.optimizer
-        return optimizer_bytes(name, self.precision, master_weights=self.master_weights, ema=self.ema)
-
-
-def _rank_memory(here: RankValues, device: DeviceType, state: _StateBytes, away: Mapping[str, int], backend: str) -> RankMemory:
+def _rank_memory(here: RankValues, device: DeviceType, numerics: Numerics, away: Mapping[str, int], backend: str) -> RankMemory:
     """Peak memory of a rank on a device.
 
     Args:
-        here: what lies between its components. device: its limit and allocator. state: of the optimizer.
+        here: what lies between its components. device: its limit and allocator. numerics: of the training.
         away: by component, how much of what it saves lies in the host's memory. backend: that communicates.
     """
     layout, plan, kept, rank = here.layout, here.layout.plan, here.kept, here.rank
     saved = {name: max(0, kept.saved_bytes(name) - away.get(name, 0)) for name in here.names}
-    copies = {name: cast_bytes(kept.component(name), state.precision) for name in here.names}
+    copies = {name: kept.component(name).cast_bytes for name in here.names}
     held_of, loaded_of = here.held_bytes(), here.loaded_bytes()
     pipeline = pipeline_of(layout, here.shard, here.stage)
     inward, outward = pipeline.links_of(here.stage)
@@ -429,7 +396,7 @@ def _rank_memory(here: RankValues, device: DeviceType, state: _StateBytes, away:
     passing = sum(lines[name] for name in ("activations", "casts", "boundary_values", "inputs", "receive_buffers"))
     staying, updating = 0, 0
     for update in () if plan.optimizer_offload else updates_of(layout, rank):  # one after the other
-        stays, passes = state.of(update.optimizer)
+        stays, passes = numerics.optimizer_bytes(update.optimizer)
         staying, updating = staying + stays * update.elements, max(updating, passes * update.elements)
     beyond = updating - passing  # all that passes is gone by the update
     unsharded = min(peak.whole_bytes, peak.size_bytes) if peak.size_bytes >= beyond else 0.0
@@ -503,7 +470,7 @@ class ComponentMoments:
         forward: the fullest moment of its forward, beyond what it and those before it in its chunk keep.
         second: beyond all that is kept, while it runs forward again; with what waits beside it.
         backward: likewise while it runs backward. handed: gradients of its inputs, as it makes them, with what waits beside it.
-        whole: buckets that are whole meanwhile, by phase and microbatch.
+        whole: buckets that are whole meanwhile, by phase and microbatch. phase: of the task that hands on its gradients.
         first_half: beyond all that is kept, while it runs the first half of its backward; with what waits beside it. None: it
             was not counted, or the backward is not halved.
         waits: what it adds between the halves of a microbatch's backward.
@@ -517,14 +484,15 @@ class ComponentMoments:
     backward: float
     handed: float
     whole: Mapping[tuple[Phase, int], float]
+    phase: Phase
     first_half: float | None
     waits: float
     only_weights: bool
     largest_bytes: int
 
-    def moment(self, size: float, microbatch: int, *phases: Phase) -> Moment:
-        """So many bytes beside the buckets that are whole in the phase, or in the one of several that the plan has."""
-        whole = max((self.whole.get((phase, microbatch), 0.0) for phase in phases), default=0.0)
+    def moment(self, size: float, microbatch: int, phase: Phase) -> Moment:
+        """So many bytes beside the buckets that are whole then."""
+        whole = self.whole.get((phase, microbatch), 0.0) if self.whole else 0.0
         return Moment(size + whole, whole)
 
     def of_backward(self, level: float, microbatch: int, size: float | None = None) -> Moment:
@@ -535,7 +503,7 @@ class ComponentMoments:
         """
         again = self.moment(level + self.second, microbatch, Phase.RECOMPUTE) if self.second else Moment(0.0, 0.0)
         level += self.backward if size is None else size
-        return max(again, self.moment(level, microbatch, Phase.BACKWARD, Phase.BACKWARD_INPUT))
+        return max(again, self.moment(level, microbatch, self.phase))
 
 
 def _component_moments(
@@ -596,6 +564,7 @@ def _component_moments(
                 backward=max(backward + beside, converted_of.get(name, 0.0)),
                 handed=gradients.handed + beside,
                 whole=whole.get(name, {}),
+                phase=layout.gradient_phase(name),
                 first_half=first_half if halved else None,
                 waits=waits,
                 only_weights=only_weights,
@@ -645,7 +614,7 @@ def _action_peak(parts: Sequence[ComponentMoments], phase: Phase, microbatch: in
                 moments.append(part.of_backward(level, microbatch, part.first_half))
             elif not part.only_weights:
                 ended = level + part.waits + part.handed
-                moments.append(part.moment(ended, microbatch, Phase.BACKWARD, Phase.BACKWARD_INPUT))
+                moments.append(part.moment(ended, microbatch, part.phase))
                 moments.append(part.of_backward(level, microbatch))
             level += part.waits
     else:  # what waited for a component is free after it
@@ -672,7 +641,10 @@ def whole_bytes(layout: PlanIndex, rank: int) -> dict[Use, float]:
     few = few_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
     uses = uses_of(layout, place, few.actions)  # buckets come and go by what runs right before and after
     sizes = alive_bytes(bucket_lifetimes(layout, uses, layout.rank_buckets(rank)), len(uses))
-    return {use: size for use, size in zip(uses, sizes, strict=True) if layout.runs_on(rank, use.component)}
+    by_use = dict(zip(uses, sizes, strict=True))
+    if layout.shards_alike:
+        return by_use
+    return {use: size for use, size in by_use.items() if layout.runs_on(rank, use.component)}
 
 
 def _backward_bytes(component: Component, samples: int) -> float:
@@ -858,12 +830,14 @@ def with_offloaded(layout: PlanIndex, precision: str) -> PlanIndex:
     return replace(layout, offloaded=offloaded_by(KeptActivations(layout, precision)).copied)
 
 
-def _with_offload_lines(memory: RankMemory, kept: KeptActivations, offloaded: Offloaded, state: _StateBytes) -> RankMemory:
+def _with_offload_lines(memory: RankMemory, kept: KeptActivations, offloaded: Offloaded, numerics: Numerics) -> RankMemory:
     """The memory of a rank with the line of what is in flight, and with its lines in the host's memory."""
     layout, plan = kept.layout, kept.layout.plan
     lines, host = memory.lines, list[tuple[str, int]]()
     if plan.optimizer_offload:
-        stays = sum(state.of(update.optimizer)[0] * update.elements for update in updates_of(layout, memory.rank))
+        stays = sum(
+            numerics.optimizer_bytes(update.optimizer)[0] * update.elements for update in updates_of(layout, memory.rank)
+        )
         buckets = layout.rank_buckets(memory.rank)
         copies = sum(layout.updated_bytes(bucket.family, len(bucket.group)) for bucket in buckets)
         host += [("optimizer_state", stays), ("gradients", copies), ("parameters", copies)]

@@ -26,10 +26,11 @@ from parsim.engines.program import mean_step_s
 from parsim.engines.static import CompiledGraph, compile_graph
 from parsim.plans.mesh import Mesh
 from parsim.plans.stages import concurrent_groups
+from parsim.predict.folding import merged
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.rounds import beside_products, mixing_period
 from parsim.program.columns import Columns
-from parsim.program.fold import Folding, merged, unfolded
+from parsim.program.fold import Folding, unfolded
 from parsim.program.placed import PlanIndex
 from parsim.program.templates import lower_columns, moved_work
 from parsim.work import Collective, Work, is_communication, ranks_of_work

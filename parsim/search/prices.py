@@ -15,15 +15,26 @@ from functools import cached_property
 
 from parsim.costs.costs import Costs
 from parsim.model.component import Component, Value
-from parsim.model.formats import cast_bytes, component_in
+from parsim.model.formats import component_in
 from parsim.model.optimizers import update_steps
 from parsim.model.shard.narrow import narrow
-from parsim.plans.layouts import BATCH, LOCAL_HOPS, REPLICATE, Hop, Placement, ValueLayout, conversion, hop_groups, hop_pairs
+from parsim.plans.layouts import (
+    BATCH,
+    LOCAL_HOPS,
+    POINT_TO_POINT_HOPS,
+    REPLICATE,
+    Hop,
+    Placement,
+    ValueLayout,
+    conversion,
+    hop_groups,
+    hop_pairs,
+)
 from parsim.plans.mesh import Mesh
 from parsim.plans.stages import Groups, concurrent_with
 from parsim.predict.problem import PlanningProblem
 from parsim.program.buckets import alike, hold
-from parsim.program.passes.convert import POINT_TO_POINT_HOPS, hop_collective
+from parsim.program.passes.convert import hop_collective
 from parsim.work import Collective, Compute, Phase, SendRecv, Work
 
 
@@ -300,7 +311,7 @@ class Prices:
         key = component.name, placement.rule, placement.ways
         if key not in known:
             own = narrow(component_in(component, precision), placement.rule, placement.ways)
-            known[key] = own, cast_bytes(own, precision)
+            known[key] = own, own.cast_bytes
         return known[key]
 
     def memory_bytes(self, component: Component, placement: Placement, shard: int) -> float:

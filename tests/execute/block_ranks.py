@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.execute.forked import fork_context
+from experiments.common.forked import fork_context
 
 WAIT_S = 120
 """Starting four processes that import torch takes more than 20 s where much else runs."""

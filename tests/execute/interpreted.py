@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
+from experiments.common.equality import Case
 from experiments.one_gpu.fake_peers import PlannedRun, fake_rank
 from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.loading import Loader
 from parsim.execute.runtime import RankProgram
-from tests.execute.equality import Case
 from tests.virtual_cuda import VirtualDriver
 
 CPU = torch.device("cpu")

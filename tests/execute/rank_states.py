@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.common.placements import choices
 from parsim.errors import PlanError
 from parsim.execute.checkpoint.checkpoint import RankState, latest_checkpoint, load_state, save_checkpoint
 from parsim.execute.optimizer import make_optimizer
@@ -20,7 +21,6 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.program.placed import PlanIndex
-from tests.plans import choices
 
 CPU = torch.device("cpu")
 TABLE = ModelSpec(name="tests.execute.placed_modules:shared_table", input_shape=(6,))

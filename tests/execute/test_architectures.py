@@ -11,12 +11,12 @@ pytest.importorskip("transformers", reason="needs the hf extra")
 
 from torch import Tensor  # noqa: E402
 
+from experiments.common.shards import assert_shards_equal_whole, values_of  # noqa: E402
 from parsim.model import record  # noqa: E402
 from parsim.model.component import PARTIAL, Component, Parameter, Sharding  # noqa: E402
 from parsim.model.runnable import CallProgram, Runnable  # noqa: E402
 from parsim.model.shard.propagate import variants  # noqa: E402
 from tests.architectures import ARCHITECTURES, batch_of, small_module  # noqa: E402
-from tests.execute.shards import assert_shards_equal_whole, values_of  # noqa: E402
 
 pytestmark = pytest.mark.hf
 

@@ -34,10 +34,10 @@ from calibration.measure.components import DTYPES, make_case, optimizer_cases, s
 from calibration.measure.shards import ShardChoice, run_parts, sweeps_of, useful_batches, useful_cuts
 from calibration.rounds.calibrate import CalibrationRequest, calibrate, refit, stopped_points, unfitted_path
 from calibration.rounds.environment import core_count
-from calibration.rounds.raw_points import RawPoints, load_raw, raw_path, save_raw
 from calibration.rounds.refresh import refresh
-from calibration.rounds.request import SIZES_BYTES, active_levels
+from calibration.rounds.request import SIZES_BYTES, RawPoints, active_levels, load_raw, raw_path, save_raw
 from calibration.rounds.turns import CalibrationSection, SectionProgress, next_section
+from experiments.common.forked import run_ranks
 from parsim.app.doctor import Found, Gpu
 from parsim.errors import ConfigError, CostError, ExecutionError, ProfileError
 from parsim.hardware.compose import load_profile
@@ -50,7 +50,6 @@ from parsim.model.shard.narrow import narrow
 from parsim.model.spec import ModelSpec
 from parsim.program.taskgraph import work_text
 from parsim.units import GIB
-from tests.execute.forked import run_ranks
 
 MLP = ModelSpec(name="mlp", args=(("width", 64),), input_shape=(1, 32, 32))
 GPT = ModelSpec(name="gpt_small", args=(("layers", 2),))

@@ -17,12 +17,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from calibration.rounds import resume_folder as leftover
+from calibration.rounds import turns
 from calibration.rounds.calibrate import calibrate
-from calibration.rounds.raw_points import load_raw, raw_path
-from calibration.rounds.request import CalibrationRequest
-from calibration.rounds.resume_folder import WorkFolder, alone, open_folder
-from calibration.rounds.turns import START, SectionProgress, gather_raw, read_progress
+from calibration.rounds.request import CalibrationRequest, load_raw, raw_path
+from calibration.rounds.turns import START, SectionProgress, WorkFolder, alone, gather_raw, open_folder, read_progress
 from parsim.errors import ConfigError, ExecutionError
 from parsim.hardware.compose import load_profile
 from parsim.model.spec import ModelSpec
@@ -71,7 +69,7 @@ def test_two_calibrations_never_write_one_profile(tmp_path: Path) -> None:
     """The second is told so before it touches anything; one that was killed holds nothing up."""
     out = tmp_path / "mine.json"
     hold = (
-        "import pathlib, sys\nfrom calibration.rounds.resume_folder import alone\n"
+        "import pathlib, sys\nfrom calibration.rounds.turns import alone\n"
         "with alone(pathlib.Path(sys.argv[1])):\n print(1, flush=True)\n input()"
     )
     command = [sys.executable, "-c", hold, str(out)]
@@ -103,9 +101,9 @@ def test_a_leftover_of_the_same_request_is_used_and_of_another_refused(tmp_path:
     assert lines == ["going on with the calibration that was stopped after 3 rounds"] * 2
     with pytest.raises(ConfigError, match=r"another request \(models.*--restart.*--out"):
         open_folder(replace(REQUEST, nproc=1), out, "use", lines.append)
-    here = leftover.describe_environment()
+    here = turns.describe_environment()
     versions = {**here["versions"], "torch": "0.1"}
-    monkeypatch.setattr(leftover, "describe_environment", lambda: {**here, "processor": "Z80", "versions": versions})
+    monkeypatch.setattr(turns, "describe_environment", lambda: {**here, "processor": "Z80", "versions": versions})
     with pytest.raises(ConfigError, match=r"another processor and another version of torch \(processor .*, Z80 now; torch"):
         open_folder(REQUEST, out, "require", lines.append)
     assert folder.has_turns

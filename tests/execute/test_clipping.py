@@ -1,17 +1,14 @@
-"""Clipping by the global norm: torch's clip_grad_norm_ in one process, under every kind of plan; as tasks of the graph."""
+"""Clipping by the global norm as tasks of the graph, and its price. `test_equality` trains with it."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
 
-from experiments.common.reference import largest_difference, train_reference
-from parsim.data.datasets import dataset_for
-from parsim.execute.job import PLAIN, TrainingRecipe
+from experiments.common.equality import Case
+from experiments.common.mixed import MODELS, random_case
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.plans.mesh import Mesh
@@ -25,66 +22,7 @@ from parsim.program.taskgraph import from_text, to_text
 from parsim.program.templates import lower_columns
 from parsim.search.search import search
 from parsim.work import ClipGradients, Collective
-from tests.execute.equality import Case
-from tests.execute.mixed import MODELS, random_case
-from tests.execute.test_equality import GPT, MLP, VIT, assert_equal_to_one_process, case
-
-CLIP = TrainingRecipe(clip_norm=0.5)
-
-
-def clipped(item: Case) -> Case:
-    return replace(
-        item, plan=replace(item.plan, clip_gradients=True), recipe=CLIP, optimizer="sgd_momentum", learning_rate=0.02
-    )
-
-
-QUICK = [
-    clipped(case(MLP, Mesh(dp=2), bucket_bytes=2**11)),
-    clipped(case(MLP, Mesh(dp=2), zero_stage=1, bucket_bytes=2**11)),
-    clipped(case(GPT, Mesh(dp=2), zero_stage=2, microbatches=2)),
-    clipped(case(VIT, Mesh(dp=2), zero_stage=3, bucket_bytes=2**12)),
-    clipped(case(GPT, Mesh(pp=2), microbatches=2)),
-    *[clipped(random_case(name, 2, random.Random(seed))) for seed, name in enumerate(("mlp", "gpt_small"))],
-]
-
-
-@pytest.mark.xdist_group("launch")
-def test_plans_clip_as_one_process_does(tmp_path: Path) -> None:
-    assert_equal_to_one_process(QUICK, tmp_path, steps=5)
-
-
-def test_the_norm_that_is_asked_for_changes_the_training() -> None:
-    item = QUICK[0]
-    data = dataset_for(item.spec, item.dataset, root=None)
-    ends = [
-        train_reference(
-            item.spec, item.plan, data, optimizer="sgd", learning_rate=0.02, dtype=torch.float64, seed=0, steps=5, recipe=recipe
-        ).parameters
-        for recipe in (CLIP, PLAIN)
-    ]
-    assert largest_difference(*ends) > 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("launch")
-@pytest.mark.parametrize("processes", [2, 4])
-def test_random_plans_clip_as_one_process_does(tmp_path: Path, processes: int) -> None:
-    rng = random.Random(processes)
-    cases = [clipped(random_case(name, processes, rng)) for name in MODELS if name != "resnet_small" for _ in range(3)]
-    cases += [clipped(case(spec, Mesh(pp=2, dp=2), zero_stage=stage)) for spec in (MLP, GPT) for stage in (0, 1, 2, 3)][
-        : 8 if processes == 4 else 0
-    ]
-    assert_equal_to_one_process(cases, tmp_path, steps=30)
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("launch")
-def test_a_scaled_loss_is_unscaled_before_it_is_clipped(tmp_path: Path) -> None:
-    from tests.execute.equality import compare_case, run_cases
-
-    item = replace(clipped(case(MLP, Mesh(dp=2), zero_stage=1, dtype="float32", precision="amp_fp16")), loss_scale=2.0**12)
-    (run,) = run_cases([item], tmp_path, steps=10)
-    assert compare_case(item, run, tmp_path, steps=10).parameters <= 2e-3
+from tests.execute.small_plans import GPT, MLP, case
 
 
 @pytest.mark.parametrize("seed", range(2, 5))

@@ -12,11 +12,11 @@ pytest.importorskip("torch")
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments.common.forked import run_ranks
 from parsim.execute.measurement import Measurement, RankRecord
 from parsim.execute.processes import exchange as clocks
 from parsim.execute.processes.exchange import ClockLook, look, meet, on_rank_0
 from parsim.execute.streams import TaskTime
-from tests.execute.forked import run_ranks
 
 AHEAD_S = 86_400.0
 ROUND_S = 0.05

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from experiments.common.forked import run_ranks
 from parsim.execute.operations import all_gather_flat, reduce_scatter_flat, run_hop
 from parsim.plans.layouts import HOPS, LOCAL_HOPS, hop_groups, parse_hop
-from tests.execute.forked import run_ranks
 from tests.layouts import every_hop, held, whole_array
 
 POINT_TO_POINT = ("gather", "scatter", "move")

@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from experiments.common.equality import Case
+from experiments.common.mixed import random_case
 from parsim.execute.cuda.driver import alias_of
 from parsim.execute.cuda.streams import CudaStreams
 from parsim.model.trace.memory import LiveBytes
 from parsim.plans.mesh import Mesh
 from parsim.plans.synchronisation import parse_synchronisation
 from parsim.program.task import COMPUTE
-from tests.execute.equality import Case
 from tests.execute.interpreted import interpret
-from tests.execute.mixed import random_case
-from tests.execute.test_equality import GPT, MLP, RESNET, VIT, case
+from tests.execute.small_plans import GPT, MLP, RESNET, VIT, case
 from tests.virtual_cuda import Hazard, VirtualDriver
 
 PLANS = {

@@ -15,8 +15,11 @@ import torch
 
 from calibration.measure.collectives import CollectiveItem, all_items, make_bench, measure_item, preparation
 from calibration.rounds.request import CalibrationRequest
-from parsim.app.ask import ask, run_spec
+from experiments.common.equality import Case, compare_case, even_plan, launched, run_cases
+from experiments.common.forked import run_ranks
+from parsim.app.ask import ask
 from parsim.app.config import load_config
+from parsim.app.launch import run_spec
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.communication.regime_fits import fit_regimes
 from parsim.errors import ConfigError
@@ -28,8 +31,6 @@ from parsim.model.optimizers import OPTIMIZERS, Optimizer
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.work import Collective, CollectiveKind
-from tests.execute.equality import Case, compare_case, even_plan, launched, run_cases
-from tests.execute.forked import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "extensions"
 TANH = ModelSpec(name="my_extensions:tanh_mlp", input_shape=(1, 8, 8), loss="my_extensions:SMOOTHED")

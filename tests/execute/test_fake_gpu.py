@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from experiments.common.equality import Case
+from experiments.common.mixed import random_case
 from experiments.one_gpu.fake_peers import FakeRank, PlannedRun, fake_rank
 from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.numerics import numerics_in
@@ -23,11 +25,9 @@ from parsim.execute.operations import StepValues
 from parsim.execute.stage import StageReplica
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
-from tests.execute.equality import Case
 from tests.execute.interpreted import CPU, planned, run_steps
-from tests.execute.mixed import random_case
+from tests.execute.small_plans import GPT, MLP, TOKENS, VIT, case
 from tests.execute.test_cuda_races import PLANS, RELAXED
-from tests.execute.test_equality import GPT, MLP, TOKENS, VIT, case
 from tests.fake_gpu import GPU, fake_gpu, python_engine
 from tests.virtual_cuda import VirtualDriver
 from tools.cuda_operators import without_cuda_kernel

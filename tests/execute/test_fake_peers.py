@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
+from experiments.common.equality import Case
+from experiments.common.mixed import random_case
 from experiments.one_gpu.fake_peers import Ends, IssuedStep, drawn_durations_s, issued_step, simulated_ends_s, with_rooms
-from tests.execute.equality import Case
 from tests.execute.interpreted import CPU, planned
-from tests.execute.mixed import random_case
 from tests.execute.test_cuda_races import PLANS
 from tests.virtual_cuda import VirtualDriver
 

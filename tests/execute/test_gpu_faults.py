@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parsim.app.ask import check_runnable, nearest_that_fits
 from parsim.app.functions import plan
+from parsim.app.launch import check_runnable, nearest_that_fits
 from parsim.errors import DoesNotFitError, ExecutionError, OutOfMemoryError, RankLostError
 from parsim.execute.checkpoint import checkpoint
 from parsim.execute.cuda.faults import (
@@ -41,7 +41,7 @@ from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 from parsim.report.more_tables import memory_levels
 from parsim.units import GIB
-from tests.execute.test_equality import MLP, case
+from tests.execute.small_plans import MLP, case
 
 HELD = {"parameters": 2 * GIB, "gradients": 2 * GIB, "optimizer_state": 4 * GIB, "buffers": 0}
 PREDICTED = {**HELD, "activations": 5 * GIB, "workspace": GIB}
@@ -388,7 +388,7 @@ def test_the_nearest_plan_that_needs_less_is_named() -> None:
 
 def test_a_model_may_exceed_a_gpu_unless_it_follows_an_example_there() -> None:
     """Every rank builds in the memory of its host and moves its part. An example is followed with all weights on the GPU."""
-    asked = plan("mlp", cluster="dgx1-v100-32gb", global_batch=64).chosen
+    asked = plan("mlp", cluster="dgx1-v100-32gb", global_batch=64, strategy="dp").chosen
     problem = asked.problem
     memory = problem.cluster.devices[0].type.context_bytes + problem.model.parameter_bytes - 1
     devices = tuple(replace(device, type=replace(device.type, memory_bytes=memory)) for device in problem.cluster.devices)

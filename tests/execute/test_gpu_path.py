@@ -22,11 +22,10 @@ import torch.distributed as dist
 from calibration import __main__ as measuring
 from calibration.fit.build_profile import build_profile
 from calibration.measure import collectives, components, device, operators, overlap, shards
-from calibration.measure.arithmetic import arithmetic_settings
 from calibration.measure.components import Case, component_section, make_case
+from calibration.measure.device import arithmetic_settings
 from calibration.rounds.calibrate import models_of
-from calibration.rounds.raw_points import RawPoints
-from calibration.rounds.request import CalibrationRequest
+from calibration.rounds.request import CalibrationRequest, RawPoints
 from calibration.rounds.turns import WARM_UP
 from parsim.costs.costs import Costs
 from parsim.errors import CostError

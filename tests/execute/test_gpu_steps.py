@@ -25,8 +25,8 @@ from parsim.execute.train import TrainingLog
 from parsim.plans.mesh import Mesh
 from parsim.work import LoadBatch, OptimizerStep
 from tests.execute.interpreted import CPU, planned
+from tests.execute.small_plans import MLP, case
 from tests.execute.test_cuda_races import RELAXED
-from tests.execute.test_equality import MLP, case
 from tests.virtual_cuda import VirtualDriver
 
 
@@ -117,8 +117,7 @@ def test_decoupled_stages_go_on_with_values_on_their_device(monkeypatch: pytest.
         assert {"arrived", "inputs"} <= kinds
         monkeypatch.setattr(stale._stage, "device", torch.device("meta"))
         given: list[Tensor] = []
-        again: Any = SimpleNamespace(run_forward_again=lambda batch, draw: given.extend(stale.arrived.values()))
-        stale.load_own(saved, 8, again, loader.batch)
+        stale.load_own(saved, 8, lambda batch, draw: given.extend(stale.arrived.values()), loader.batch)
         assert {tensor.device.type for tensor in [*given, *stale._arriving.values()]} == {"meta"}
         assert given
 

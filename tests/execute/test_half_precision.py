@@ -15,7 +15,7 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.problem import PlanningProblem
-from tests.execute.test_equality import BERT, GPT, VGG, VIT
+from tests.execute.small_plans import BERT, GPT, VGG, VIT
 
 WIDE = ModelSpec(name="mlp", args=(("width", 256),))
 

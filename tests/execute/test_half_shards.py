@@ -8,16 +8,16 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 
 from torch import Tensor, nn  # noqa: E402
 
+from experiments.common.shards import bytes_of, narrowed, value_piece, values_of  # noqa: E402
 from parsim.model import ModelSpec, record  # noqa: E402
 from parsim.model.build import build_module  # noqa: E402
 from parsim.model.component import Component  # noqa: E402
-from parsim.model.formats import cast_bytes, component_in  # noqa: E402
+from parsim.model.formats import component_in  # noqa: E402
 from parsim.model.interface import example_batch, loss_of  # noqa: E402
 from parsim.model.load import trace_spec  # noqa: E402
 from parsim.model.shard.apply import shard_runnable  # noqa: E402
 from parsim.model.shard.narrow import narrow, ways_of  # noqa: E402
 from parsim.model.trace.traced import model_of  # noqa: E402
-from tests.execute.shards import bytes_of, narrowed, value_piece, values_of  # noqa: E402
 
 SAMPLES = 5
 HALF = torch.bfloat16
@@ -77,5 +77,4 @@ def test_a_weight_that_every_step_reads_is_cast_once() -> None:
 
 
 def kept_by(component: Component) -> int:
-    casts = cast_bytes(component, "amp_bf16")
-    return component.saved_activation_bytes * SAMPLES + component.saved_fixed_bytes + casts
+    return component.saved_activation_bytes * SAMPLES + component.saved_fixed_bytes + component.cast_bytes

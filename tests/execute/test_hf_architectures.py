@@ -24,6 +24,7 @@ from parsim.model.total_loss import total_loss  # noqa: E402
 from parsim.model.trace import traced  # noqa: E402
 from parsim.model.trace.count import measure  # noqa: E402
 from tests.hugging_face_configs import FULL, SMALL  # noqa: E402
+from tests.quick import some_quick  # noqa: E402
 
 pytestmark = pytest.mark.hf
 SOME = ("gpt2", "mixtral", "gemma3", "t5")
@@ -72,7 +73,7 @@ def test_the_model_equals_that_of_the_full_trace(name: str, tmp_path: Path, monk
     assert trained == _given_a_gradient(spec, module)  # not whisper's positions, and not CLIP's norm beside its head
 
 
-@pytest.mark.parametrize("name", [name for name in SMALL if name != "mamba"])
+@pytest.mark.parametrize("name", _slow_unless_some(name for name in SMALL if name != "mamba"))
 def test_flop_equals_the_counter(name: str, tmp_path: Path) -> None:
     """Of the real module on a real batch, attention unfused: the counter does not know the CPU's fused one.
 
@@ -101,7 +102,7 @@ def test_flop_equals_the_counter(name: str, tmp_path: Path) -> None:
     assert counted == pytest.approx(counter.get_total_flops() / batch + experts, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("name", some_quick(FULL, "llama-3-8b", "gpt2", "t5-base", "vit-base"))
 def test_published_number_of_parameters(name: str, tmp_path: Path) -> None:
     config, expected = FULL[name]
     assert sum(parameter.numel() for parameter in build_fake(written(tmp_path, config)).parameters()) == expected
@@ -158,7 +159,7 @@ def test_a_contrastive_loss_is_that_of_transformers(tmp_path: Path) -> None:
 def test_a_contrastive_loss_is_planned_as_coupled(tmp_path: Path) -> None:
     """And run refuses to divide its batch."""
     import parsim as ps
-    from parsim.app.ask import check_loss
+    from parsim.app.launch import check_loss
     from parsim.app.question import loss_note
     from parsim.errors import PlanError
     from parsim.model.model import COUPLED

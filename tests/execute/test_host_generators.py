@@ -23,7 +23,7 @@ from parsim.model.autograd import recompute as recomputing
 from parsim.model.autograd.recompute import forward_keeping_inputs, recompute
 from parsim.model.inputs import ModelInput
 from parsim.model.runnable import PLAIN, CallProgram, Op, Ref, TensorKind
-from parsim.model.shard.apply import may_draw_on_host
+from parsim.model.shard.propagate import may_draw_on_host
 from tests.execute.test_component_randomness import WHOLE, layout, recorded
 from tests.execute.test_recompute import DROPPING, given_to
 from tests.execute.test_recompute import recorded as recorded_of

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.common.equality import Case
+from experiments.common.mixed import random_case
 from experiments.one_gpu.fake_peers import fake_rank
 from parsim.execute.cuda.streams import CudaStreams
 from parsim.execute.runtime import launch_order
@@ -27,11 +29,9 @@ from parsim.program.placed import PlanIndex
 from parsim.program.task import COMPUTE, Task
 from parsim.program.taskgraph import rank_tasks
 from parsim.work import Collective, Mix, OptimizerStep, SendRecv
-from tests.execute.equality import Case
 from tests.execute.interpreted import CPU, planned
-from tests.execute.mixed import random_case
+from tests.execute.small_plans import GPT, MLP, VIT, case
 from tests.execute.test_cuda_races import PLANS
-from tests.execute.test_equality import GPT, MLP, VIT, case
 from tests.virtual_cuda import VirtualDriver
 
 MORE = {

@@ -27,7 +27,7 @@ from parsim.execute.processes import setup as pinning
 from parsim.model.load import load_model
 from parsim.plans.mesh import Mesh
 from parsim.program.placed import PlanIndex
-from tests.execute.test_equality import case
+from tests.execute.small_plans import case
 from tests.execute.test_reading_ahead import SPEC
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

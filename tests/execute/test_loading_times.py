@@ -22,10 +22,10 @@ from parsim.model.spec import ModelSpec
 from parsim.work import LoadBatch
 from tests.execute import own_data
 from tests.execute.own_data import SLEEP_S
+from tests.execute.small_plans import MLP
 from tests.execute.test_bad_run import cpu_profile
-from tests.execute.test_equality import MLP
 
-SPEC: ModelSpec = replace(MLP, input_shape=(1, 8, 8))
+SPEC: ModelSpec = MLP.model_copy(update={"input_shape": (1, 8, 8)})
 BATCH = 16
 
 FILE = """\

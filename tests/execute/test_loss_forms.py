@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import parsim
-from parsim.app.ask import check_loss
+from experiments.common.equality import even_plan
 from parsim.app.config import parse_config
+from parsim.app.launch import check_loss
 from parsim.app.training_checks import check_images_suit, steps_per_epoch
 from parsim.data.datasets import dataset_for
 from parsim.errors import PlanError, TraceError
@@ -23,7 +24,6 @@ from parsim.model.objective import Objective
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from tests.execute.described_modules import Contrastive, OwnLoss, TwoHeads
-from tests.execute.equality import even_plan
 
 HERE = "tests.execute.described_modules"
 CONTRASTIVE = ModelSpec(name=f"{HERE}:Contrastive", input_shape=(6,))

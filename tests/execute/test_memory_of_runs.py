@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.common.forked import run_job, run_ranks
 from parsim.execute.checkpoint.reshard import whole_weights
 from parsim.execute.evaluation import scores
 from parsim.execute.job import Job, RunSpec
@@ -26,7 +27,6 @@ from parsim.plans.stages import even_parts, stages_of
 from parsim.predict.problem import PlanningProblem
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
-from tests.execute.forked import run_job, run_ranks
 
 SPEC = ModelSpec(name="mlp", args=(("width", 256),))
 MODEL = load_model(SPEC, granularity="layer")

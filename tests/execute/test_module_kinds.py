@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra")
@@ -16,12 +14,9 @@ from parsim.errors import TraceError  # noqa: E402
 from parsim.model import record, trace  # noqa: E402
 from parsim.model.autograd.cut import backward_components, forward_components  # noqa: E402
 from parsim.model.model import Model  # noqa: E402
-from parsim.model.spec import ModelSpec  # noqa: E402
 from parsim.model.trace.checks import eager  # noqa: E402
 from parsim.model.trace.recorder import Routing, balanced_choice  # noqa: E402
-from parsim.plans.mesh import Mesh  # noqa: E402
 from tests.execute.bitwise import assert_same_state  # noqa: E402
-from tests.execute.equality import Case, even_plan  # noqa: E402
 from tests.execute.module_kinds import (  # noqa: E402
     CLASSES,
     KINDS,
@@ -33,7 +28,7 @@ from tests.execute.module_kinds import (  # noqa: E402
     Packed,
     WhereExperts,
 )
-from tests.execute.test_equality import assert_equal_to_one_process  # noqa: E402
+from tests.quick import some_quick  # noqa: E402
 
 UNCOUNTED = ("lstm", "gru_state", "rnn", "lstm_cells", "complex", "normalised")
 """torch's counter has no formula for some of their kernels."""
@@ -72,7 +67,7 @@ def test_components_equal_the_module_on_other_data(name: str, training: bool) ->
         assert_same_state(expected, cut)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", some_quick(KINDS, *list(KINDS)[::3]))
 def test_flop_are_those_of_torch(name: str) -> None:
     """Whatever the balance: every token has as many experts."""
     torch.manual_seed(0)
@@ -188,16 +183,3 @@ def test_sparse_gradients_and_packed_sequences_are_refused_with_the_way_round() 
         trace(nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Linear(4, CLASSES)), torch.zeros(2, 3, dtype=torch.long))
     with pytest.raises(TraceError, match=r"packs sequences by their lengths.*module_kinds.py:\d+.*gather"):
         trace(Packed(), (torch.randn(2, LENGTH, WIDTH), torch.tensor([5, 3])))
-
-
-MIXTURE = ModelSpec(name="tests.execute.module_kinds:mixture", input_shape=(LENGTH, WIDTH), loss="cross_entropy")
-
-
-@pytest.mark.slow
-def test_experts_on_two_ranks_train_what_one_process_trains(tmp_path: Path) -> None:
-    """Data parallel and in a pipeline; every rank sees other tokens, and so other sizes."""
-    cases = [
-        Case(spec=MIXTURE, plan=even_plan(MIXTURE, mesh, strategy="hp", batch=16, microbatches=parts), dataset="synthetic")
-        for mesh, parts in ((Mesh(dp=2), 1), (Mesh(pp=2), 2))
-    ]
-    assert_equal_to_one_process(cases, tmp_path, steps=5)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from experiments.common.equality import even_plan
 from experiments.common.reference import train_reference
 from parsim.data.datasets import dataset_for
 from parsim.data.samples import order_of
@@ -27,7 +28,6 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
-from tests.execute.equality import even_plan
 from tests.execute.odd_modules import CLASSES, TOKENS, VOCABULARY, WIDTH
 
 STEPS, BATCH = 3, 4

@@ -14,10 +14,10 @@ from calibration.measure.collectives import COLLECTIVES, make_bench  # noqa: E40
 from calibration.measure.components import make_case  # noqa: E402
 from calibration.measure.overlap import beside_steps, measure_overlap  # noqa: E402
 from calibration.rounds.request import CalibrationRequest  # noqa: E402
+from experiments.common.forked import run_ranks  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
 from parsim.work import COLLECTIVES as OPERATIONS  # noqa: E402
-from tests.execute.forked import run_ranks  # noqa: E402
 
 MLP = ModelSpec(name="mlp", args=(("width", 24),))
 SIZE_BYTES = 2**16

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import parsim
+from experiments.common.equality import even_plan
 from parsim.data.datasets import dataset_for
 from parsim.data.samples import MapSamples, Samples, StreamSamples, order_of
 from parsim.errors import DataError, FactoryError, NoSplitError
@@ -23,13 +24,13 @@ from parsim.model.trace.memory import LiveBytes
 from parsim.plans.mesh import Mesh
 from parsim.program.placed import PlanIndex
 from tests.execute import own_data
-from tests.execute.equality import even_plan
 from tests.execute.own_data import Noisy
+from tests.execute.small_plans import MLP, case
 from tests.execute.test_bad_run import cpu_profile
-from tests.execute.test_equality import MLP, assert_equal_to_one_process, case
+from tests.execute.test_equality import assert_equal_to_one_process
 
 HERE = "tests.execute.own_data"
-SPEC = replace(MLP, input_shape=(1, 8, 8))
+SPEC = MLP.model_copy(update={"input_shape": (1, 8, 8)})
 
 
 def load(name: str, split: str = "train", spec: ModelSpec = SPEC) -> Samples:

@@ -16,6 +16,7 @@ import torch.nn.functional as functional  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from experiments.common.equality import Case, compare_case, run_cases  # noqa: E402
 from parsim.app.functions import open_run, run  # noqa: E402
 from parsim.errors import ModelError  # noqa: E402
 from parsim.model.component import ParameterShard, Sharding, share_of  # noqa: E402
@@ -33,7 +34,6 @@ from parsim.plans.layouts import (  # noqa: E402
 )
 from parsim.plans.mesh import Mesh  # noqa: E402
 from parsim.plans.plan import Plan, Stage  # noqa: E402
-from tests.execute.equality import Case, compare_case, run_cases  # noqa: E402
 from tests.execute.test_bad_run import cpu_profile  # noqa: E402
 from tests.hugging_face_configs import SMALL  # noqa: E402
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.common.equality import Case, compare_case, even_plan, run_cases
 from experiments.common.reference import largest_difference
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.execute.job import Job, RunSpec, Switch
@@ -16,7 +17,6 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.layouts import parse_placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
-from tests.execute.equality import Case, compare_case, even_plan, run_cases
 
 MLP = ModelSpec(name="mlp", args=(("depth", 1), ("width", 64)), input_shape=(1, 8, 8))
 STEPS = 200

@@ -13,8 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the torch extra")
 
-from experiments.plans_executed import run  # noqa: E402
-from experiments.plans_executed.comparing import (  # noqa: E402
+from experiments.executor import plans_executed as run  # noqa: E402
+from experiments.executor.comparing import (  # noqa: E402
     LEAST_MOVED,
     TOLERANCE,
     Outcome,
@@ -22,10 +22,10 @@ from experiments.plans_executed.comparing import (  # noqa: E402
     outcomes_of,
     planted_fault,
 )
-from experiments.plans_executed.drawing import drawn  # noqa: E402
-from experiments.plans_executed.features import FEATURES, counted  # noqa: E402
-from experiments.plans_executed.models import SUBJECTS  # noqa: E402
-from experiments.plans_executed.readme import RESULTS, run_of, summary, write_readme  # noqa: E402
+from experiments.executor.drawing import drawn  # noqa: E402
+from experiments.executor.features import FEATURES, counted  # noqa: E402
+from experiments.executor.judge import run_of, summary  # noqa: E402
+from experiments.executor.models import SUBJECTS  # noqa: E402
 from parsim.plans.plan import Plan  # noqa: E402
 
 PLANS, STEPS = 50, 100
@@ -64,8 +64,7 @@ def test_a_call_that_ends_early_keeps_the_rows_of_before_and_goes_on(tmp_path: P
     """Rows without a commit are of an earlier search, and are run again; the others are not, with --go-on."""
     old = {"model": "mlp", "processes": 2, "number": 0, "plan": "old"}
     kept = old | {"number": 1, "commit": "1234567"}
-    monkeypatch.setattr(run, "RESULTS", tmp_path / "results.json")
-    run.RESULTS.write_text(json.dumps({"rows": [old, kept]}))
+    monkeypatch.setattr(run, "recorded", lambda name: {"rows": [old, kept]})
     new = old | {"plan": "new", "commit": "89abcde"}
     assert run.with_earlier([new]) == [new, kept]
     paths = {number: tmp_path / f"{number}.json" for number in range(3)}
@@ -129,11 +128,11 @@ def test_every_drawn_plan_equals_one_process_over_a_hundred_steps(name: str, pro
 
 def test_the_committed_results_hold() -> None:
     """Of as many plans as the README says; the slow tests above run and count them all."""
-    document = json.loads(RESULTS.read_text())
+    document = run.recorded(run.NAME)
+    assert document is not None
     rows = document["rows"]
     assert document["summary"] == json.loads(json.dumps(summary(rows)))
     assert document["run"]["steps"] == STEPS
     assert not [row for row in rows if row["difference"] is None or row["difference"] > TOLERANCE]
     assert not [row for row in rows if row["moved"] <= LEAST_MOVED]
     assert len({(row["model"], row["processes"], row["number"]) for row in rows}) == len(rows) >= 20
-    write_readme(check=True)

@@ -1,10 +1,9 @@
-"""Training in every precision a CPU can run equals one process that trains in the same precision; and differs from fp32."""
+"""The parts of training in half precision: loss scales, masters, switches. `test_equality` trains in every precision."""
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,137 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from experiments.common.reference import largest_difference, train_reference
 from parsim.errors import CostError, ExecutionError
-from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
-from parsim.execute.job import PLAIN, RunSpec, TrainingRecipe, UpdateGroup
+from parsim.execute.job import PLAIN, RunSpec, TrainingRecipe
 from parsim.execute.numerics import LossScale, check_switches, numerics_of, overflow_flag, set_switches, switches
 from parsim.execute.optimizer import MasterWeights
-from parsim.execute.rank_run import run_dataset
 from parsim.execute.stage import StageReplica
 from parsim.model.formats import FORMATS, check_executable, number_format
 from parsim.model.trace.memory import LiveBytes
 from parsim.plans.mesh import Mesh
 from parsim.program.placed import PlanIndex
-from tests.execute.equality import Case, compare_case, run_cases
-from tests.execute.test_equality import BERT, GPT, MLP, VGG, VIT, case
+from tests.execute.small_plans import MLP
+from tests.execute.test_equality import TWO_OPTIMIZERS, inexact
 
-STEPS = 8
 CPU = torch.device("cpu")
-
-
-def inexact(spec: object, mesh: Mesh, precision: str, **options: object) -> Case:
-    own = {key: options.pop(key) for key in ("loss_scale", "loss_scale_growth_steps", "master_weights") if key in options}
-    made = case(spec, mesh, dtype="float32", **options)  # type: ignore[arg-type]
-    return dataclasses.replace(made, precision=precision, **own)  # type: ignore[arg-type]
-
-
-# The scale falls from 2^24 in steps that are skipped, and grows every third good one.
-SCALING = {"loss_scale": 2.0**24, "loss_scale_growth_steps": 3}
-ADAM = {"optimizer": "adam", "learning_rate": 1e-3}
-BIASES = UpdateGroup(name="biases", parameters=("*.bias",), optimizer="sgd_momentum", learning_rate=0.02)
-TWO_OPTIMIZERS = TrainingRecipe(groups=(BIASES,))
-CASES = [
-    inexact(MLP, Mesh(), "amp_bf16"),
-    inexact(VIT, Mesh(dp=2), "amp_bf16", **ADAM),
-    inexact(GPT, Mesh(pp=2), "amp_bf16", microbatches=4),
-    inexact(BERT, Mesh(pp=2), "amp_bf16", microbatches=2, order="zero-bubble"),
-    inexact(VGG, Mesh(dp=2), "amp_bf16", microbatches=2),
-    inexact(VIT, Mesh(pp=2), "amp_bf16", microbatches=2, recompute="full"),
-    inexact(VIT, Mesh(dp=2), "amp_fp16", **SCALING, **ADAM),
-    inexact(GPT, Mesh(pp=2), "amp_fp16", microbatches=2, **SCALING),
-    inexact(VIT, Mesh(dp=2), "amp_fp16", zero_stage=1, **SCALING, **ADAM),
-    inexact(VIT, Mesh(dp=2), "amp_fp16", zero_stage=2, microbatches=2, **SCALING),
-    inexact(GPT, Mesh(dp=2), "amp_fp16", zero_stage=3, **SCALING),
-    inexact(MLP, Mesh(dp=2), "bf16", **ADAM),
-    inexact(VIT, Mesh(dp=2), "bf16"),
-    inexact(GPT, Mesh(pp=2), "bf16", microbatches=2, **ADAM),
-    inexact(VIT, Mesh(pp=2), "bf16", master_weights=False, microbatches=2),
-    inexact(MLP, Mesh(dp=2), "bf16", master_weights=False, **ADAM),
-    inexact(VIT, Mesh(dp=2), "bf16", zero_stage=1, **ADAM),
-    inexact(VIT, Mesh(dp=2), "bf16", zero_stage=3, **ADAM),
-    dataclasses.replace(inexact(MLP, Mesh(dp=2), "bf16", **ADAM), recipe=TWO_OPTIMIZERS),
-    dataclasses.replace(inexact(MLP, Mesh(dp=2), "bf16", zero_stage=3, **ADAM), recipe=TWO_OPTIMIZERS),
-]
-# Half precision rounds at 2^-8 (bf16) and 2^-11 (fp16); where kernels add up in another order, a value moves by its last digit.
-# Plans that add up in the same order as one process are compared exactly.
-EXACT = 1e-6
-TOLERANCE = {"amp_bf16": 5e-3, "amp_fp16": 1e-3, "bf16": 0.05}
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[RunSpec]]:
-    path = tmp_path_factory.mktemp("precision")
-    return path, run_cases(CASES, path, steps=STEPS)
-
-
-def tolerance(of: Case) -> float:
-    return EXACT if of.spec == MLP else TOLERANCE[of.precision]
-
-
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[str(entry) for entry in CASES])
-def test_every_precision_equals_one_process_in_it(number: int, runs: tuple[Path, list[RunSpec]]) -> None:
-    path, specs = runs
-    difference = compare_case(CASES[number], specs[number], path, steps=STEPS)
-    print(CASES[number], difference)
-    assert difference.worst < tolerance(CASES[number]), difference
-
-
-@pytest.mark.parametrize("number", [0, 1, 6], ids=str)
-def test_mixed_precision_is_not_fp32(number: int, runs: tuple[Path, list[RunSpec]]) -> None:
-    """The plan lies far nearer to one process in its precision than that lies to fp32."""
-    path, specs = runs
-    run, of = specs[number], CASES[number]
-    found = latest_checkpoint(path / run.name / "checkpoints")
-    assert found is not None
-    weights = dict(load_state(found).weights)
-    trained = [
-        train_reference(
-            of.spec,
-            of.plan,
-            run_dataset(run, "train"),
-            optimizer=of.optimizer,
-            learning_rate=of.learning_rate,
-            dtype=torch.float32,
-            seed=run.seed,
-            steps=STEPS,
-            numerics=numerics,
-        ).parameters
-        for numerics in (numerics_of(run, CPU), None)
-    ]
-    own, full = (largest_difference(parameters, weights) for parameters in trained)
-    assert full > 20 * own
-
-
-def test_bf16_keeps_weights_in_bf16_and_masters_in_fp32(runs: tuple[Path, list[RunSpec]]) -> None:
-    path, specs = runs
-    for number, of in enumerate(CASES):
-        if of.precision != "bf16":
-            continue
-        found = latest_checkpoint(path / specs[number].name / "checkpoints")
-        assert found is not None
-        state = load_state(found)
-        assert {tensor.dtype for tensor in state.weights.values()} == {torch.bfloat16}
-        for name, entry in state.optimizer.items():
-            assert ("master" in entry) == of.master_weights
-            if of.master_weights:
-                assert entry["master"].dtype == torch.float32
-                assert torch.equal(entry["master"].to(torch.bfloat16), state.weights[name])
-
-
-def test_the_scale_fell_and_grew_again(runs: tuple[Path, list[RunSpec]]) -> None:
-    path, specs = runs
-    scales = set()
-    for run, of in zip(specs, CASES, strict=True):
-        if of.precision == "amp_fp16":
-            found = latest_checkpoint(path / run.name / "checkpoints")
-            assert found is not None
-            scales.add(float(load_state(found).progress["loss_scale"][0]))
-    assert scales
-    assert max(scales) < SCALING["loss_scale"]
-
-
-# --- the parts --------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 5), st.sampled_from([2.0**16, 2.0**127, 1.0]))
@@ -277,7 +158,7 @@ def test_what_cannot_run_is_refused_with_the_way_out() -> None:
 
 def stage(precision: str, recipe: TrainingRecipe = PLAIN) -> StageReplica:
     """The MLP on one process."""
-    of = dataclasses.replace(CASES[0], recipe=recipe)
+    of = replace(inexact(MLP, Mesh(), "amp_bf16"), recipe=recipe)
     run = RunSpec(
         name="x",
         model=of.spec,

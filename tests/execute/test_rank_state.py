@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments.common.equality import Case, compare_case, run_cases
 from parsim.errors import ExecutionError
 from parsim.execute.checkpoint.checkpoint import RankState
 from parsim.execute.stage import StageReplica
@@ -18,7 +19,6 @@ from parsim.model.spec import ModelSpec
 from parsim.plans.layouts import BATCH, PIECES, REPLICATE, Placement, ValueLayout, parse_placement
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
-from tests.execute.equality import Case, compare_case, run_cases
 from tests.execute.rank_states import (
     GPT,
     MLP,

@@ -44,7 +44,7 @@ from parsim.numeric import keep_nothing
 from parsim.plans.mesh import Mesh
 from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
-from tests.execute.test_equality import MLP, case
+from tests.execute.small_plans import MLP, case
 
 PLACE: Any = SimpleNamespace(rank=0)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,10 +30,10 @@ from parsim.program.placed import PlanIndex
 from tests.execute import own_data
 from tests.execute.interpreted import interpret
 from tests.execute.own_data import Noisy
-from tests.execute.test_equality import MLP, VIT, case
+from tests.execute.small_plans import MLP, VIT, case
 from tests.virtual_cuda import VirtualDriver
 
-SPEC = replace(MLP, input_shape=(1, 8, 8))
+SPEC = MLP.model_copy(update={"input_shape": (1, 8, 8)})
 CPU = torch.device("cpu")
 STEPS = 3
 
@@ -106,7 +106,11 @@ def test_recomputing_what_draws_nothing_leaves_generators_alone(recompute: str, 
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("the generator is another's")
 
-    monkeypatch.setattr(recomputing, "set_generator_state", refused)
+    def none_kept(kept: recomputing.RecomputeInputs) -> contextlib.AbstractContextManager[None]:
+        assert not kept.generators
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(recomputing, "_generators_of", none_kept)
     monkeypatch.setattr(torch.random, "fork_rng", refused)
     interpret(of, 0, VirtualDriver())
 

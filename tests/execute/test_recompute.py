@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from experiments.common.equality import run_cases
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.model.autograd.cut import Saved, backward_component, forward_component
 from parsim.model.autograd.recompute import RecomputeInputs, forward_keeping_calls, forward_keeping_inputs, recompute
@@ -18,8 +19,7 @@ from parsim.model.runnable import Runnable
 from parsim.model.spec import ModelSpec
 from parsim.model.trace.trace import record
 from parsim.plans.mesh import Mesh
-from tests.execute.equality import Case, run_cases
-from tests.execute.test_equality import BERT, GPT, MLP, RESNET, VGG, VIT, assert_equal_to_one_process, case
+from tests.execute.small_plans import GPT, RESNET, case
 
 CPU = torch.device("cpu")
 FirstForward = Callable[[Runnable, Sequence[Tensor], torch.device], tuple[tuple[Tensor, ...], RecomputeInputs]]
@@ -95,44 +95,6 @@ def test_masks_differ_where_the_generator_is_not_restored() -> None:
     given = given_to(dropping)
     torch.manual_seed(2)
     assert not torch.equal(forward_component(dropping, given)[0][0], forward_component(dropping, given)[0][0])
-
-
-QUICK = [
-    case(MLP, Mesh(), microbatches=2, recompute="full"),
-    case(RESNET, Mesh(dp=2), batch=4, microbatches=2, recompute="full"),
-    case(GPT, Mesh(pp=2), microbatches=4, recompute=("h.0", "h.1"), optimizer="adam", learning_rate=1e-3),
-    case(VIT, Mesh(pp=2), microbatches=4, order="zero-bubble", recompute="full"),
-    case(RESNET, Mesh(dp=2), batch=4, microbatches=2, recompute="selective"),
-    case(GPT, Mesh(pp=2), microbatches=4, recompute=("h.0", "selective:h.1"), optimizer="adam", learning_rate=1e-3),
-    case(VIT, Mesh(pp=2), microbatches=4, order="zero-bubble", recompute="selective"),
-]
-
-MODELS = (MLP, VIT, RESNET, GPT, BERT, VGG)
-
-
-def every_order(spec: ModelSpec) -> list[Case]:
-    return [
-        case(spec, Mesh(dp=2), microbatches=2, recompute="full", optimizer="adamw", learning_rate=1e-3),
-        case(spec, Mesh(pp=2), microbatches=4, order="gpipe", recompute="full"),
-        case(spec, Mesh(pp=2), microbatches=4, order="1f1b", recompute="full", zero_stage=1),
-        case(spec, Mesh(pp=2), microbatches=4, order="interleaved", chunks=2, recompute="full"),
-        case(spec, Mesh(pp=2), microbatches=4, order="zero-bubble", recompute="full"),
-        case(spec, Mesh(dp=2), microbatches=2, recompute="selective", optimizer="adamw", learning_rate=1e-3, zero_stage=3),
-        case(spec, Mesh(pp=2), microbatches=4, order="1f1b", recompute="selective"),
-    ]
-
-
-@pytest.mark.xdist_group("launch")
-@pytest.mark.parametrize("steps", [30, pytest.param(100, marks=pytest.mark.slow)])
-def test_plans_with_recomputation_equal_one_process(tmp_path: Path, steps: int) -> None:
-    assert_equal_to_one_process(QUICK, tmp_path, steps=steps)
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("launch")
-@pytest.mark.parametrize("spec", MODELS, ids=lambda spec: spec.name)
-def test_every_order_with_recomputation_equals_one_process(spec: ModelSpec, tmp_path: Path) -> None:
-    assert_equal_to_one_process(every_order(spec), tmp_path)
 
 
 @pytest.mark.xdist_group("launch")

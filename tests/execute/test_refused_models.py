@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 from torch import Tensor, nn  # noqa: E402
 
 import parsim  # noqa: E402
+from experiments.common.equality import even_plan  # noqa: E402
 from parsim.app.ask import check_loss  # noqa: E402
 from parsim.app.question import loss_note  # noqa: E402
 from parsim.errors import ModelError, ParsimError, PlanError  # noqa: E402
@@ -24,7 +25,6 @@ from parsim.model.load import (  # noqa: E402
 )
 from parsim.model.spec import ModelSpec  # noqa: E402
 from parsim.plans.mesh import Mesh  # noqa: E402
-from tests.execute.equality import even_plan  # noqa: E402
 
 HERE = "tests.execute.test_refused_models"
 EXAMPLE = torch.zeros(4, 6)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from experiments.common.equality import Case, even_plan, run_cases
+from experiments.common.forked import run_job
 from parsim.data.samples import BatchOrder
 from parsim.errors import AlgorithmError
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
@@ -24,8 +26,7 @@ from parsim.plans.synchronisation import parse_synchronisation
 from parsim.program.placed import PlanIndex
 from parsim.relaxed.problems import LearningProblem
 from parsim.relaxed.replicas import LocalOptimizer, LocalTraining, check_room, train_planned
-from tests.execute.equality import Case, even_plan, run_cases
-from tests.execute.forked import run_job
+from tests.quick import some_quick
 
 STEPS = 20
 TOLERANCE = 1e-12
@@ -133,6 +134,7 @@ def test_averaging_after_every_step_of_sgd_is_synchronous_training(tmp_path: Pat
     assert (synchronous - expected).abs().max().item() <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_replicas_of_two_stages_average_stage_by_stage(tmp_path: Path) -> None:
     plan = even_plan(MLP, Mesh(dp=2, pp=2), strategy="hp", batch=16)
     rule = parse_synchronisation("average/4 outer=nesterov:0.7:0.9")
@@ -183,7 +185,10 @@ def test_a_step_that_fails_is_reported_at_once(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize(
-    "text", ["average/5 outer=nesterov:0.7:0.9", "gossip/3 ring", "merge/5", "merge/13 merge=staleness:0.6:0.5"]
+    "text",
+    some_quick(
+        ["average/5 outer=nesterov:0.7:0.9", "gossip/3 ring", "merge/5", "merge/13 merge=staleness:0.6:0.5"], "gossip/3 ring"
+    ),
 )
 def test_a_resumed_training_equals_one_that_was_not_stopped(text: str, tmp_path: Path) -> None:
     """It stops after 13 steps, between two rounds, when replicas hold different weights."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.live_replanning.disturbing import AtStep
+from experiments.adaptive.disturbing import AtStep
 from experiments.this_machine.namespaces import ShapedPair, possible, shaped_pair
 from parsim.execute.job import Job, RunSpec, Switch
 from parsim.files import read_json

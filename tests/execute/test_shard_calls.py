@@ -12,12 +12,12 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 
 from torch import Tensor, nn  # noqa: E402
 
+from experiments.common.shards import assert_shards_equal_whole, values_of  # noqa: E402
 from parsim.model import record  # noqa: E402
 from parsim.model.build import build_module  # noqa: E402
 from parsim.model.component import Sharding  # noqa: E402
 from parsim.model.runnable import Runnable  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
-from tests.execute.shards import assert_shards_equal_whole, values_of  # noqa: E402
 from tests.execute.test_architectures import component  # noqa: E402
 from tests.hugging_face_configs import SMALL  # noqa: E402
 

@@ -10,22 +10,22 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 
 from torch import Tensor  # noqa: E402
 
+from experiments.common.shards import bytes_of, narrowed, traced_and_recorded, value_piece, values_of  # noqa: E402
 from parsim.model import Model, record  # noqa: E402
-from parsim.model.component import Component, Sharding, ShardPeak, share_of  # noqa: E402
+from parsim.model.component import Component, DividedSize, Sharding, share_of  # noqa: E402
 from parsim.model.runnable import Runnable  # noqa: E402
 from parsim.model.shard.apply import shard_runnable  # noqa: E402
 from parsim.model.shard.narrow import narrow, ways_of  # noqa: E402
 from parsim.model.trace.traced import model_of  # noqa: E402
 from tests.architectures import batch_of, small_module  # noqa: E402
-from tests.execute.shards import bytes_of, narrowed, traced_and_recorded, value_piece, values_of  # noqa: E402
 
 SAMPLES = 5
 
 
 def test_a_moment_of_one_of_four() -> None:
     """100 bytes per sample and 8 more on every shard, and a quarter of 40 and of 12."""
-    assert ShardPeak(100, 8, 40, 12).at(share_of(0, 4)) == (110, 11)
-    assert ShardPeak(100, 8, 40, 20).at(share_of(10, 4)) == (112, 14), "three of ten rows"
+    assert DividedSize(100, 8, 40, 12).at(share_of(0, 4)) == (110, 11)
+    assert DividedSize(100, 8, 40, 20).at(share_of(10, 4)) == (112, 14), "three of ten rows"
 
 
 @pytest.mark.parametrize("name", ["mlp", "vgg_small", "resnet_small", "vit_small", "gpt_small", "bert_small"])

@@ -12,14 +12,7 @@ torch = pytest.importorskip("torch", reason="needs the torch extra")
 from torch import nn  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from parsim.errors import ModelError  # noqa: E402
-from parsim.model import LOSS, ModelSpec, load_model, record  # noqa: E402
-from parsim.model.build import build_module  # noqa: E402
-from parsim.model.interface import example_batch, loss_of  # noqa: E402
-from parsim.model.runnable import Runnable  # noqa: E402
-from parsim.model.shard.apply import shard_runnable  # noqa: E402
-from parsim.model.shard.narrow import narrow  # noqa: E402
-from tests.execute.shards import (  # noqa: E402
+from experiments.common.shards import (  # noqa: E402
     assert_shards_equal_whole,
     copied,
     narrowed,
@@ -27,6 +20,14 @@ from tests.execute.shards import (  # noqa: E402
     value_piece,
     values_of,
 )
+from parsim.errors import ModelError  # noqa: E402
+from parsim.model import LOSS, ModelSpec, load_model, record  # noqa: E402
+from parsim.model.build import build_module  # noqa: E402
+from parsim.model.interface import example_batch, loss_of  # noqa: E402
+from parsim.model.runnable import Runnable  # noqa: E402
+from parsim.model.shard.apply import shard_runnable  # noqa: E402
+from parsim.model.shard.narrow import narrow  # noqa: E402
+from tests.quick import some_quick  # noqa: E402
 
 SMALL = ("mlp", "vgg_small", "resnet_small", "vit_small", "gpt_small", "bert_small")
 SAMPLES = 3
@@ -45,8 +46,8 @@ def recorded(name: str, granularity: str) -> tuple[tuple[Runnable, ...], dict[st
     return runnables, values_of(runnables, {"input:0": next(iter(inputs.values())), "target": target})
 
 
-@pytest.mark.parametrize("granularity", ["layer", "sublayer", "block"])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("granularity", some_quick(["layer", "sublayer", "block"], "sublayer"))
+@pytest.mark.parametrize("name", some_quick(SMALL, "mlp", "vgg_small", "gpt_small"))
 def test_shards_equal_the_whole(name: str, granularity: str) -> None:
     model = load_model(ModelSpec(name=name), granularity=granularity)
     runnables, values = recorded(name, granularity)
@@ -71,7 +72,7 @@ def test_three_ways() -> None:
     assert_shards_equal_whole(runnable, component, component.sharding("column+row"), 3, [values[v] for v in component.inputs])
 
 
-@pytest.mark.parametrize("name", ["vgg_small", "resnet_small", "vit_small", "gpt_small"])
+@pytest.mark.parametrize("name", some_quick(SMALL[1:5], "vgg_small", "gpt_small"))
 def test_narrow_is_what_a_shard_does(name: str) -> None:
     """Flop and parameters of one of four shards in a real forward, against `narrow`; attention is not counted by torch here."""
     model = load_model(ModelSpec(name=name), granularity="layer")
@@ -114,7 +115,7 @@ def saved_bytes(runnable: Runnable, inputs: list[torch.Tensor], counted: Sequenc
     return sum(tensor.untyped_storage().nbytes() for key, tensor in seen.items() if key not in known)
 
 
-@pytest.mark.parametrize("name", ["mlp", "vgg_small", "resnet_small", "vit_small", "gpt_small", "bert_small"])
+@pytest.mark.parametrize("name", some_quick(SMALL, "mlp", "vgg_small", "gpt_small"))
 def test_saved_bytes_of_a_shard(name: str) -> None:
     """In float32, at another batch and other ways than the trace used. Left out: embeddings by vocabulary, which keep their
     token mask besides, components without a gradient, and one whose input is a view of a larger tensor.

@@ -1,4 +1,4 @@
-"""ZeRO within sharding groups (HSDP) for real: equal to one process, states divided over a group and alike in all groups."""
+"""ZeRO within sharding groups (HSDP): states divided over a group and alike in all groups."""
 
 from __future__ import annotations
 
@@ -10,54 +10,10 @@ from parsim.model.load import load_model
 from parsim.plans.mesh import Mesh
 from parsim.program.passes.gradients import counted_by
 from parsim.program.placed import PlanIndex
-from tests.execute.equality import Case
 from tests.execute.rank_states import MLP as SMALL_MLP
 from tests.execute.rank_states import all_ranks, assert_same_state, even_plan, random_state, saved
-from tests.execute.test_clipping import clipped
-from tests.execute.test_equality import BERT, GPT, MLP, RESNET, VGG, VIT, assert_equal_to_one_process, case
 
 GROUPS = Mesh(dp=4, dp_shard=2)
-ADAM = {"optimizer": "adam", "learning_rate": 1e-3}
-
-QUICK = [
-    case(MLP, GROUPS, zero_stage=1, bucket_bytes=2**11, **ADAM),
-    case(MLP, GROUPS, zero_stage=2, microbatches=2, bucket_bytes=2**11, **ADAM),
-    case(MLP, GROUPS, zero_stage=3, microbatches=2, bucket_bytes=1, **ADAM),
-    case(GPT, GROUPS, zero_stage=3, microbatches=2),
-    *[clipped(case(MLP, GROUPS, zero_stage=stage, bucket_bytes=2**11)) for stage in (1, 2, 3)],
-]
-
-EVERY_MODEL = [
-    item
-    for spec in (MLP, VIT, RESNET, GPT, BERT, VGG)
-    for stage in (1, 2, 3)
-    for item in (
-        case(spec, GROUPS, zero_stage=stage, microbatches=2, bucket_bytes=2**12, **ADAM),
-        clipped(case(spec, GROUPS, zero_stage=stage)),
-    )
-]
-
-
-@pytest.mark.xdist_group("launch")
-@pytest.mark.parametrize("steps", [20, pytest.param(100, marks=pytest.mark.slow)])
-def test_plans_on_four_processes_equal_one_process(tmp_path: Path, steps: int) -> None:
-    assert_equal_to_one_process(QUICK, tmp_path, steps=steps)
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("launch")
-def test_every_model_on_four_processes(tmp_path: Path) -> None:
-    assert_equal_to_one_process(EVERY_MODEL, tmp_path, steps=10)
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("launch")
-def test_groups_beside_stages_and_shards_on_eight_processes(tmp_path: Path) -> None:
-    cases: list[Case] = [
-        case(MLP, Mesh(pp=2, dp=4, dp_shard=2), zero_stage=stage, microbatches=2, bucket_bytes=2**11, **ADAM)
-        for stage in (1, 2, 3)
-    ]
-    assert_equal_to_one_process(cases, tmp_path, steps=10)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

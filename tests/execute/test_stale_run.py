@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import parsim as ps
+from experiments.common.equality import Case, even_plan, run_cases
+from experiments.common.forked import run_job
 from experiments.relaxed.decoupled import TickEngine, TickRule
 from parsim.data.samples import BatchOrder, part
 from parsim.errors import PlanError
@@ -25,8 +27,7 @@ from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.plans.synchronisation import parse_synchronisation
 from parsim.program.lower import lower
-from tests.execute.equality import Case, even_plan, run_cases
-from tests.execute.forked import run_job
+from tests.quick import some_quick
 
 TOLERANCE = 1e-12
 STEPS = 20
@@ -143,7 +144,7 @@ def test_four_ranks_equal_the_tick_engine(tmp_path: Path) -> None:
     assert_equal_to_ticks(cases(Mesh(pp=4), Mesh(pp=2, dp=2)), tmp_path)
 
 
-@pytest.mark.parametrize("stop", [1, 13])
+@pytest.mark.parametrize("stop", some_quick([1, 13], 13))
 def test_a_resumed_training_goes_on_with_the_batches_in_flight(stop: int, tmp_path: Path) -> None:
     """Stopped while the stages fill, and when they are full."""
     model = spec(norm=True)
@@ -156,6 +157,7 @@ def test_a_resumed_training_goes_on_with_the_batches_in_flight(stop: int, tmp_pa
     assert difference(run, tmp_path / "checkpoints") <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_no_stage_moves_before_its_first_gradient(tmp_path: Path) -> None:
     """With momentum and weight decay an optimizer would move weights by gradients of zero."""
     model = spec()

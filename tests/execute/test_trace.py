@@ -22,11 +22,12 @@ from parsim.model.objective import loss_sum  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
 from tests.execute.bitwise import assert_equal_to_module, assert_same_state  # noqa: E402
 from tests.execute.traced_modules import CASES, ManyConsumers, TiedWeights  # noqa: E402
+from tests.quick import some_quick  # noqa: E402
 
 SMALL = ("resnet_small", "vit_small", "gpt_small", "bert_small", "vgg_small", "mlp")
 
 
-@pytest.mark.parametrize("granularity", ["block", "layer", "sublayer"])
+@pytest.mark.parametrize("granularity", some_quick(["block", "layer", "sublayer"], "layer"))
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", CASES)
 def test_awkward_modules(name: str, training: bool, granularity: str) -> None:
@@ -38,7 +39,7 @@ def test_awkward_modules(name: str, training: bool, granularity: str) -> None:
 
 
 @pytest.mark.parametrize("granularity", ["block", "layer", pytest.param("sublayer", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", some_quick(SMALL, "mlp", "gpt_small"))
 def test_zoo(name: str, granularity: str) -> None:
     spec = ModelSpec(name=name)
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the torch extra")
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 
+from experiments.common.shards import assert_shards_equal_whole, values_of  # noqa: E402
 from parsim.errors import ModelError, TraceError  # noqa: E402
 from parsim.model import record, trace  # noqa: E402
 from parsim.model.build import build_module  # noqa: E402
@@ -18,7 +19,7 @@ from parsim.model.interface import example_batch, loss_of  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402
 from parsim.model.spec import ModelSpec  # noqa: E402
 from tests.execute.bitwise import assert_equal_to_module  # noqa: E402
-from tests.execute.shards import assert_shards_equal_whole, values_of  # noqa: E402
+from tests.quick import some_quick  # noqa: E402
 
 pytestmark = pytest.mark.hf
 
@@ -62,7 +63,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=list(CONFIGS))
+@pytest.fixture(params=some_quick(CONFIGS, "gpt2"))
 def spec(request: pytest.FixtureRequest, tmp_path: Path) -> ModelSpec:
     path = tmp_path / request.param / "config.json"
     path.parent.mkdir()

@@ -1,10 +1,8 @@
-"""Schedules, weight decay with exclusions and torch's arguments: a plan trains as one process with torch's own classes does."""
+"""Schedules and exclusions from weight decay, against torch's own classes. `test_equality` trains with them."""
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,51 +15,9 @@ from parsim.execute.learning_rate import LearningRate, check_schedule
 from parsim.execute.optimizer import check_exempt, exempt_names
 from parsim.execute.stage import seeded_module
 from parsim.hardware.records import sorted_pairs
-from parsim.plans.mesh import Mesh
-from tests.execute.equality import Case
-from tests.execute.test_equality import GPT, MLP, VIT, assert_equal_to_one_process, case
-
-COSINE = TrainingRecipe(
-    optimizer_args=(("betas", (0.8, 0.95)), ("eps", 1e-6)),
-    weight_decay=0.3,
-    no_weight_decay=("norm", "bias"),
-    schedule=Schedule(name="CosineAnnealingLR", warmup=5),
-)
-ONE_CYCLE = TrainingRecipe(weight_decay=0.1, no_weight_decay=("*bias",), schedule=Schedule(name="OneCycleLR"))
-STEPS = TrainingRecipe(
-    optimizer_args=(("momentum", 0.8), ("nesterov", True)),
-    schedule=Schedule(name="MultiStepLR", arguments=(("gamma", 0.3), ("milestones", (4, 9))), warmup=3),
-)
-
-
-def with_recipe(item: Case, recipe: TrainingRecipe) -> Case:
-    return replace(item, recipe=recipe)
-
+from tests.execute.small_plans import VIT
 
 EPOCHS_OF_TEN = BatchOrder(n=40, global_batch=4)
-ADAMW = {"optimizer": "adamw", "learning_rate": 2e-3}
-CASES = [
-    with_recipe(case(VIT, Mesh(dp=2), zero_stage=2, bucket_bytes=2**12, **ADAMW), COSINE),
-    with_recipe(case(MLP, Mesh(dp=2), zero_stage=3, bucket_bytes=2**13, **ADAMW), ONE_CYCLE),
-    with_recipe(case(GPT, Mesh(dp=2), zero_stage=1), STEPS),
-    with_recipe(case(GPT, Mesh(pp=2), microbatches=2, **ADAMW), COSINE),
-]
-
-
-@pytest.mark.xdist_group("launch")
-def test_plans_equal_torchs_own_schedulers_and_groups(tmp_path: Path) -> None:
-    assert_equal_to_one_process(CASES, tmp_path, steps=12)
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("launch")
-def test_half_precision_and_masters_follow_the_schedule(tmp_path: Path) -> None:
-    """bf16 with copies in fp32: the copies are what decays."""
-    item = with_recipe(case(MLP, Mesh(dp=2), zero_stage=1, dtype="float32", precision="bf16", **ADAMW), COSINE)
-    from tests.execute.equality import compare_case, run_cases
-
-    (run,) = run_cases([item], tmp_path, steps=15)
-    assert compare_case(item, run, tmp_path, steps=15).parameters <= 0.02
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,7 @@ def best_of(document: dict[str, Any]) -> dict[str, Any]:
     return next(entry for entry in document["validation"] if entry["step"] == document["best"]["step"])
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 def test_a_segmentation_trains_validates_and_exports(here: Path) -> None:
     file = write(here, SEGMENTATION)

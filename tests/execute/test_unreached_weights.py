@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from experiments.common.equality import Case, compare_case, even_plan, run_cases
 from parsim.app.export_folder import state_dict_of
 from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
 from parsim.execute.job import TrainingRecipe
@@ -16,7 +17,6 @@ from parsim.model.inputs import ModelInput
 from parsim.model.load import load_model
 from parsim.model.spec import ModelSpec
 from parsim.plans.mesh import Mesh
-from tests.execute.equality import Case, compare_case, even_plan, run_cases
 
 HERE = "tests.execute.test_unreached_weights"
 WIDTH, STEPS = 8, 3
@@ -103,6 +103,7 @@ def test_parts_of_equal_blocks_are_told_apart() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 def test_unreached_weights_and_views_of_weights_train_as_in_torch(tmp_path: Path) -> None:
     """With weight decay, which would shrink a weight whose gradient is zero. Under ZeRO 3 a view of a weight outlives it."""

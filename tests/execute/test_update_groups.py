@@ -1,27 +1,21 @@
-"""Several networks with optimizers of their own in one model: a GAN trains under a plan as in the loop that people write."""
+"""Several networks with optimizers of their own in one model: tasks, memory, price. `test_equality` trains a GAN."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import parsim
-from parsim.data.datasets import dataset_for
-from parsim.data.samples import order_of
+from experiments.common.equality import even_plan
 from parsim.errors import ConfigError
-from parsim.execute.checkpoint.checkpoint import latest_checkpoint, load_state
-from parsim.execute.job import Argument, EmaRule, RunSpec, Schedule, TrainingRecipe, UpdateGroup, with_update_groups
+from parsim.execute.job import UpdateGroup, with_update_groups
 from parsim.execute.stage import seeded_module
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
-from parsim.hardware.records import sorted_pairs
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
@@ -31,91 +25,11 @@ from parsim.program.lower import lower
 from parsim.program.taskgraph import from_text, to_text
 from parsim.program.templates import lower_columns
 from parsim.work import OptimizerStep
-from tests.execute.equality import Case, compare_case, even_plan, run_cases
 from tests.execute.test_bad_run import cpu_profile
+from tests.execute.test_equality import APART, MAKER, TTUR, TWO_RATES, game, group
 from tests.matrix.kinds import GAME
 
-STEPS = 5
-BETAS = sorted_pairs({"betas": (0.5, 0.9)})
-
-
-def group(
-    name: str, pattern: str, optimizer: str, rate: float, arguments: tuple[tuple[str, Argument], ...] = ()
-) -> UpdateGroup:
-    return UpdateGroup(name=name, parameters=(pattern,), optimizer=optimizer, learning_rate=rate, optimizer_args=arguments)
-
-
-CRITIC, MAKER = "discriminator.*", "generator.*"
-TWO_RATES = (group("critic", CRITIC, "adam", 4e-3, BETAS), group("maker", MAKER, "adam", 1e-3, BETAS))
-UNLIKE = (group("critic", CRITIC, "sgd_momentum", 2e-2), group("maker", MAKER, "adamw", 1e-3))
-HEAD = (group("head", "discriminator.2.*", "sgd", 0.1),)
-TTUR, APART, REST = (TrainingRecipe(groups=groups) for groups in (TWO_RATES, UNLIKE, HEAD))
-DECAYED = TrainingRecipe(
-    weight_decay=0.1, no_weight_decay=("bias",), groups=(replace(TWO_RATES[0], weight_decay=0.3), TWO_RATES[1])
-)
-CLIPPED = replace(REST, schedule=Schedule(name="CosineAnnealingLR", warmup=2), clip_norm=0.1)
-
-
-def case(mesh: Mesh, recipe: TrainingRecipe, **options: object) -> Case:
-    plan = even_plan(GAME, mesh, strategy="dp" if mesh.dp > 1 else "single" if mesh.pp == 1 else "mp", batch=8, **options)  # type: ignore[arg-type]
-    plan = replace(plan, clip_gradients=recipe.clip_norm is not None)
-    return Case(spec=GAME, plan=plan, dataset="synthetic", optimizer="adam", learning_rate=2e-3, recipe=recipe)
-
-
-CASES = [
-    case(Mesh(), TTUR),
-    case(Mesh(), APART, microbatches=2),
-    case(Mesh(dp=2), TTUR, bucket_bytes=2**9),
-    case(Mesh(dp=2), APART, zero_stage=1),
-    case(Mesh(dp=2), TTUR, zero_stage=2, microbatches=2),
-    case(Mesh(dp=2), APART, zero_stage=3),
-    case(Mesh(dp=2), replace(APART, ema=EmaRule(decay=0.9)), zero_stage=3),
-    case(Mesh(dp=2), DECAYED, zero_stage=1),
-    case(Mesh(pp=2), TTUR, microbatches=2),
-    case(Mesh(dp=2), CLIPPED),
-]
-
-
-def plain_loop(run: RunSpec) -> dict[str, torch.Tensor]:
-    """The loop that people write: a loss and an optimizer for each player, both updated from the same weights."""
-    module = seeded_module(GAME, run.seed, torch.float64, torch.device("cpu"))
-    data = dataset_for(GAME, "synthetic", root=None, split="train", seed=run.seed)
-    order = order_of(data, 8, run.seed)
-    made: dict[str, torch.optim.Optimizer] = {}
-    for group, player in zip(run.recipe.groups, (module.discriminator, module.generator), strict=True):
-        arguments = dict(group.optimizer_args)
-        make = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd_momentum": torch.optim.SGD}[group.optimizer]
-        if group.optimizer == "sgd_momentum":
-            arguments["momentum"] = 0.9
-        made[group.name] = make(player.parameters(), lr=group.learning_rate, **arguments)  # type: ignore[operator]
-    for step in range(STEPS):
-        real, noise = (torch.from_numpy(np.asarray(value)).double() for value in data.values(order.indices(step)).values())
-        fake = module.generator(noise)
-        critic = (F.softplus(-module.discriminator(real)) + F.softplus(module.discriminator(fake.detach()))).mean()
-        of_critic = torch.autograd.grad(critic, list(module.discriminator.parameters()))
-        of_maker = torch.autograd.grad(F.softplus(-module.discriminator(fake)).mean(), list(module.generator.parameters()))
-        for player, found in ((module.discriminator, of_critic), (module.generator, of_maker)):
-            for parameter, gradient in zip(player.parameters(), found, strict=True):
-                parameter.grad = gradient
-        for optimizer in made.values():
-            optimizer.step()
-    return dict(module.named_parameters())
-
-
-@pytest.mark.xdist_group("launch")
-def test_players_train_as_in_a_plain_loop(tmp_path: Path) -> None:
-    """Weights of every plan after five steps in float64, on one and on two processes; the optimizers' states too."""
-    runs = run_cases(CASES, tmp_path, steps=STEPS)
-    for item, run in zip(CASES, runs, strict=True):
-        difference = compare_case(item, run, tmp_path, steps=STEPS)
-        assert difference.worst <= 1e-10, f"{item}: {difference}"
-        if run.recipe not in (TTUR, APART):
-            continue
-        found = latest_checkpoint(tmp_path / run.name / "checkpoints")
-        assert found is not None
-        weights = load_state(found).weights
-        for name, expected in plain_loop(run).items():
-            assert torch.allclose(weights[name], expected, rtol=0, atol=1e-10), f"{item}: {name}"
+UNLIKE, HEAD = APART.groups, (group("head", "discriminator.2.*", "sgd", 0.1),)
 
 
 def model_of(groups: tuple[UpdateGroup, ...], granularity: str = "block") -> Model:
@@ -123,7 +37,7 @@ def model_of(groups: tuple[UpdateGroup, ...], granularity: str = "block") -> Mod
 
 
 def steps_of(model: Model, mesh: Mesh, **options: object) -> dict[int, list[OptimizerStep]]:
-    graph = lower(case(mesh, TTUR, **options).plan, model)
+    graph = lower(game(mesh, TTUR, **options).plan, model)
     found: dict[int, list[OptimizerStep]] = {}
     for task in graph.tasks:
         if isinstance(task.work, OptimizerStep):
@@ -171,7 +85,7 @@ def test_memory_and_price_are_those_of_each_players_optimizer() -> None:
     module = seeded_module(GAME, 0, torch.float32, torch.device("cpu"))
     critic, maker = elements(module.discriminator), elements(module.generator)
     cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"), 1)
-    plan = case(Mesh(), TTUR).plan
+    plan = game(Mesh(), TTUR).plan
 
     def problem(groups: tuple[UpdateGroup, ...], optimizer: str = "adam") -> PlanningProblem:
         return PlanningProblem(model=model_of(groups), cluster=cluster, global_batch=8, optimizer=optimizer)

@@ -13,6 +13,8 @@ import torch.nn.functional as functional  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from experiments.common.equality import Case, compare_case, run_cases  # noqa: E402
+from experiments.common.shards import assert_shards_equal_whole, traced_and_recorded  # noqa: E402
 from parsim.model.component import MAXIMUM, PARTIAL  # noqa: E402
 from parsim.model.inputs import IGNORED  # noqa: E402
 from parsim.model.load import load_model  # noqa: E402
@@ -24,8 +26,6 @@ from parsim.plans.mesh import Mesh  # noqa: E402
 from parsim.plans.plan import Plan, Stage  # noqa: E402
 from parsim.program.lower import lower  # noqa: E402
 from parsim.work import Collective  # noqa: E402
-from tests.execute.equality import Case, compare_case, run_cases  # noqa: E402
-from tests.execute.shards import assert_shards_equal_whole, traced_and_recorded  # noqa: E402
 from tests.hugging_face_configs import SMALL  # noqa: E402
 
 SPEC = ModelSpec(name="gpt_small", args=(("heads", 2), ("hidden", 16), ("layers", 2), ("seq", 12), ("vocab", 32)))
@@ -90,6 +90,7 @@ def all_in_shards(model: Model, otherwise: str) -> Plan:
     return Plan(strategy="custom", mesh=Mesh(tp=2), stages=(stage,), global_batch=8, microbatches=2)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 def test_two_processes_share_a_vocabulary(tmp_path: Path) -> None:
     """Every component in shards, the last part of the loss on pieces of the batch or on all: weights as of one process.

@@ -1,11 +1,9 @@
-"""Moving averages of the weights: those of torch's AveragedModel, under every kind of plan; exported, validated, predicted."""
+"""Moving averages of the weights: torch's AveragedModel, exported, validated, predicted. `test_equality` trains with them."""
 
 from __future__ import annotations
 
 import json
-import random
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +11,10 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from parsim.app.ask import ask, check_runnable
+from parsim.app.ask import ask
 from parsim.app.config import load_config
 from parsim.app.export_folder import export_folder
+from parsim.app.launch import check_runnable
 from parsim.errors import ConfigError, PlanError
 from parsim.execute.job import EmaRule, EvaluationRule, TrainingRecipe
 from parsim.hardware.cluster import cluster_from_profile
@@ -24,44 +23,8 @@ from parsim.model.build import build_module
 from parsim.plans.mesh import Mesh
 from parsim.predict.evaluate import evaluate
 from parsim.predict.problem import PlanningProblem
-from tests.execute.equality import Case
-from tests.execute.mixed import MODELS, random_case
+from tests.execute.small_plans import GPT, case
 from tests.execute.test_bad_run import cpu_profile
-from tests.execute.test_equality import GPT, MLP, VIT, assert_equal_to_one_process, case
-
-EMA = TrainingRecipe(ema=EmaRule(decay=0.9))
-
-
-def averaged(item: Case, optimizer: str = "adamw") -> Case:
-    return replace(item, recipe=EMA, optimizer=optimizer, learning_rate=0.01)
-
-
-QUICK = [
-    averaged(case(MLP, Mesh(dp=2), bucket_bytes=2**11), "sgd"),
-    averaged(case(MLP, Mesh(dp=2), zero_stage=1, bucket_bytes=2**11)),
-    averaged(case(GPT, Mesh(dp=2), zero_stage=2, microbatches=2), "sgd_momentum"),
-    averaged(case(VIT, Mesh(dp=2), zero_stage=3, bucket_bytes=2**12)),
-    averaged(case(GPT, Mesh(pp=2), microbatches=2)),
-    averaged(random_case("gpt_small", 2, random.Random(1))),
-]
-
-
-@pytest.mark.xdist_group("launch")
-def test_plans_average_as_torchs_averaged_model_does(tmp_path: Path) -> None:
-    """Weights, moments and averages, float64 at 1e-10."""
-    assert_equal_to_one_process(QUICK, tmp_path, steps=6)
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("launch")
-@pytest.mark.parametrize("processes", [2, 4])
-def test_random_plans_average_as_one_process_does(tmp_path: Path, processes: int) -> None:
-    rng = random.Random(processes)
-    cases = [averaged(random_case(name, processes, rng)) for name in MODELS if name != "resnet_small" for _ in range(3)]
-    cases += [averaged(case(spec, Mesh(pp=2, dp=2), zero_stage=stage)) for spec in (MLP, GPT) for stage in (0, 1, 2, 3)][
-        : 8 if processes == 4 else 0
-    ]
-    assert_equal_to_one_process(cases, tmp_path, steps=30)
 
 
 def test_torchs_averaged_model_itself_is_the_oracle() -> None:
@@ -145,8 +108,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.xdist_group("launch")
 def test_averages_are_validated_and_exported(here: Path) -> None:
     from experiments.common.reference import train_reference
-    from parsim.app.ask import run_spec
     from parsim.app.functions import run
+    from parsim.app.launch import run_spec
     from parsim.execute.rank_run import run_dataset
 
     done = run("run.toml", out="kept")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from experiments.common.shards import assert_shards_equal_whole, values_of
 from parsim.data.datasets import dataset_for
 from parsim.data.samples import BatchOrder
 from parsim.errors import ParsimError
@@ -40,7 +41,6 @@ from parsim.program.lower import lower
 from parsim.program.placed import PlanIndex
 from parsim.search.search import search
 from tests.execute.bitwise import assert_same_state
-from tests.execute.shards import assert_shards_equal_whole, values_of
 
 SAMPLES = 4
 MEMORY_TOLERANCE = 0.03

@@ -37,7 +37,7 @@ PROBLEMS = given(
 )
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @PROBLEMS
 def test_adaptive_is_never_predicted_slower_than_what_is_printed_beside_it(**problem: Any) -> None:
     assert_adaptive_first(**problem)
@@ -91,6 +91,7 @@ def assert_adaptive_first(
     return len(printed) - len(adaptive)
 
 
+@pytest.mark.slow
 def test_adaptive_is_not_slower_than_a_family_that_is_asked_alone() -> None:
     """Late parts of mixed placements are many, and once left none for the buckets of data parallelism (870 us against 859)."""
     problem = PlanningProblem(

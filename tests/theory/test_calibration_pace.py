@@ -9,7 +9,7 @@ import pytest
 
 from calibration.fit.drift import noise_of, rank_sigma
 from calibration.rounds.pace import Pace, at_one_pace, usual_pace
-from calibration.rounds.speed_probe import paced
+from calibration.rounds.turns import paced
 from parsim.execute.processes.speed_probe import SpeedProbe
 
 FAST_S, SLOW_S = 6e-3, 10e-3

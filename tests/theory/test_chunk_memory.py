@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import NO_ALLOCATOR
+from parsim.model.formats import Numerics
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.pipeline import in_flight, pipeline_actions, rank_of_stage
@@ -40,7 +41,7 @@ def pipeline(model: Model, pp: int, *, order: str = "1f1b", chunks: int = 1, **m
 
 
 def peaks(plan: Plan, model: Model) -> list[int]:
-    found = plan_memory.plan_memory(PlanIndex(plan, model), machine(plan.world_size), precision="fp32", optimizer="sgd")
+    found = plan_memory.plan_memory(PlanIndex(plan, model), machine(plan.world_size), Numerics(optimizer="sgd"))
     return [sum(entry.tensor_lines.values()) for entry in found]
 
 

@@ -15,9 +15,9 @@ pytest.importorskip("torch")
 import torch
 
 from calibration.measure.allocator import GpuMemory
-from calibration.measure.arithmetic import DTYPES, OPERATOR_DTYPES, arithmetic_settings, autocast, set_arithmetic
 from calibration.measure.components import GpuStep, StepTimes, gpu_sweep_record, make_case, pausing_streams
 from calibration.measure.delayed_streams import Pausing
+from calibration.measure.device import DTYPES, OPERATOR_DTYPES, arithmetic_settings, autocast, set_arithmetic
 from calibration.rounds.pace import HOST_PACE, PACE, Pace, at_one_pace, usual_pace
 from calibration.rounds.refresh import looks
 from calibration.rounds.request import PRECISIONS, CalibrationRequest

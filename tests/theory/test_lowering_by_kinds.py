@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from experiments.common.placements import choices
 from parsim.engines.static import compile_graph, simulate
 from parsim.errors import PlanError
 from parsim.model.model import Model
@@ -25,7 +26,6 @@ from parsim.program.task import Task
 from parsim.program.templates import Pieces, lower_columns
 from parsim.timeline import Timeline
 from tests.models import deep_model
-from tests.plans import choices
 
 LAYERS = 6
 MODELS = {

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from parsim.errors import ConfigError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import DEVICE_KINDS, Allocator, DeviceType, Spread
-from parsim.hardware.profile import load_profile
-from parsim.model.component import Component, HalfComponent, Operator, Parameter, Value
-from parsim.model.formats import component_in
+from parsim.model.component import Component, Footprint, Operator, Parameter, Value
+from parsim.model.formats import Numerics, component_in
 from parsim.model.load import load_model
 from parsim.model.model import Model
 from parsim.model.spec import ModelSpec
@@ -125,7 +125,7 @@ def memory(
         pipeline_order=order,
     )
     cluster = machine(device, ranks=max(2, plan.world_size), backend=backend)
-    every = plan_memory(PlanIndex(plan, model), cluster, precision=precision, optimizer=optimizer)
+    every = plan_memory(PlanIndex(plan, model), cluster, Numerics(precision=precision, optimizer=optimizer))
     return every[mesh.stage_range(parts.index([*chosen]))[0]]
 
 
@@ -207,7 +207,7 @@ def test_adams_temporaries_are_the_peak_where_activations_are_small() -> None:
 
 def test_half_precision_keeps_what_autocast_was_seen_to_keep() -> None:
     """Per component as recorded: some saved bytes stay as they are, some halve; copies of weights only where they were cast."""
-    seen = HalfComponent(saved_activation_bytes=120, saved_fixed_bytes=4, cast_bytes=110, backward_peaks=((3, 5),))
+    seen = Footprint(saved_activation_bytes=120, saved_fixed_bytes=4, cast_bytes=110, backward_peaks=((3, 5),))
     block = component_in(replace(BLOCK, half=seen), "amp_bf16")
     half, full = memory((block,), precision="amp_bf16"), memory((BLOCK,))
     assert half.line("activations") == 10 * 120 + 4
@@ -291,7 +291,7 @@ def published(model: Model, optimizer: str, dp: int = 1) -> RankMemory:
     stage = Stage(components=tuple(component.name for component in model.components), ranks=mesh.stage_ranks(0))
     plan = Plan(strategy="custom", mesh=mesh, stages=(stage,), global_batch=128 * dp)
     cluster = machine(V100, backend="nccl")
-    return plan_memory(PlanIndex(plan, model), cluster, precision="fp32", optimizer=optimizer)[0]
+    return plan_memory(PlanIndex(plan, model), cluster, Numerics(optimizer=optimizer))[0]
 
 
 def test_resnet50_on_one_v100_and_data_parallel() -> None:

@@ -9,9 +9,8 @@ from parsim.errors import ConfigError, CostError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import Profile, Sourced
-from parsim.model.formats import FORMATS, is_half
+from parsim.model.formats import FORMATS, Numerics, is_half
 from parsim.model.load import load_model
-from parsim.model.optimizers import optimizer_bytes
 from parsim.model.spec import ModelSpec
 from parsim.predict.problem import PlanningProblem
 from parsim.search.families import FAMILIES
@@ -93,11 +92,11 @@ def test_operators_are_those_of_fp32() -> None:
 def test_the_optimizer_s_bytes_by_precision() -> None:
     for optimizer, state in (("sgd", 0), ("sgd_momentum", 4), ("adamw", 8)):
         for precision in ("fp32", "tf32", "amp_bf16", "amp_fp16"):
-            assert optimizer_bytes(optimizer, precision, master_weights=True)[0] == state
-        assert optimizer_bytes(optimizer, "bf16", master_weights=True)[0] == state + 4
-        assert optimizer_bytes(optimizer, "bf16", master_weights=False)[0] == state // 2
+            assert Numerics(optimizer=optimizer, precision=precision).optimizer_bytes()[0] == state
+        assert Numerics(optimizer=optimizer, precision="bf16").optimizer_bytes()[0] == state + 4
+        assert Numerics(optimizer=optimizer, precision="bf16", master_weights=False).optimizer_bytes()[0] == state // 2
     with pytest.raises(ConfigError, match="unknown optimizer"):
-        optimizer_bytes("lion", "fp32", master_weights=True)
+        Numerics(optimizer="lion")
 
 
 def test_sizes_of_every_precision() -> None:

@@ -16,6 +16,7 @@ from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile, profile_from_parts
 from parsim.hardware.profile import HostMemory
 from parsim.model.component import Value
+from parsim.model.formats import Numerics
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import ActivationOffload, Plan, Stage
@@ -131,7 +132,7 @@ def test_a_step_with_the_optimizer_on_the_host_takes_what_the_closed_form_says(e
     ],
 )
 def test_bytes_of_an_update_on_the_host(precision: str, master_weights: bool, expected: int) -> None:
-    assert update_bytes("adam", precision, master_weights=master_weights, ema=False) == expected
+    assert update_bytes(Numerics(precision=precision, optimizer="adam", master_weights=master_weights)) == expected
 
 
 def test_ranks_of_a_node_share_the_hosts_memory_and_links() -> None:
@@ -420,7 +421,7 @@ def test_where_nothing_fits_offload_is_named_if_it_helps() -> None:
         assert (kept.chosen is not None) == helps
 
 
-@pytest.mark.parametrize("strategy", ["dp", "mp", "hp", "adaptive"])
+@pytest.mark.parametrize("strategy", ["dp", "mp", "hp", pytest.param("adaptive", marks=pytest.mark.slow)])
 def test_a_search_keeps_what_is_offloaded(strategy: str) -> None:
     model = saving(chain_model((5e10,) * 4, elements=10**6), size=10**6)
     problem = problem_of(model, machine(4), optimizer_offload=True, activation_offload=("c0", "c1"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -115,9 +114,8 @@ def test_no_uniform_choice_is_faster() -> None:
 
 
 def test_the_command_shows_the_paper_beside_the_placement_problem() -> None:
-    arguments = ["plan", "mlp", "--on", "dgx1-v100-32gb", "--batch", "32", "--set", "cluster.devices=4", "--certify"]
-    shown = CliRunner().invoke(build(), [*arguments, "--json"])
+    arguments = ["plan", "mlp", "--on", "dgx1-v100-32gb", "--batch", "32", "--set", "cluster.devices=2", "--certify"]
+    shown = CliRunner().invoke(build(), arguments)
     assert shown.exit_code == 0, shown.output
-    paper = json.loads(shown.stdout)["certificate"]["paper"]
-    assert paper["verdict"] == "agree"
-    assert "Certificate of the paper's formulation" in CliRunner().invoke(build(), arguments).stdout
+    assert "Certificate of the paper's formulation" in shown.stdout
+    assert "both solvers prove the same answer" in shown.stdout

@@ -9,6 +9,7 @@ import pytest
 
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.formats import Numerics
 from parsim.model.model import Model
 from parsim.plans.layouts import parse_placement
 from parsim.plans.mesh import Mesh
@@ -43,7 +44,7 @@ def plan(*placements: str, mesh: Mesh | None = None, model: Model = MODEL, zero_
 
 
 def memory(of: Plan, model: Model = MODEL, optimizer: str = "adam") -> tuple[RankMemory, ...]:
-    return plan_memory(PlanIndex(of, model), cluster(), precision="fp32", optimizer=optimizer)
+    return plan_memory(PlanIndex(of, model), cluster(), Numerics(optimizer=optimizer))
 
 
 SHARDED = ("shard:column/4", "shard:row/4", "shard:column/4", "shard:row/4", "batch")

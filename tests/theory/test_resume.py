@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from calibration.fit.build_profile import core_sharing, resuming_s
-from calibration.measure.core_sharing import core_sharing_factor
 from calibration.measure.delayed_streams import Pausing
-from calibration.measure.post_wait import resumed_s
+from calibration.measure.overlap import core_sharing_factor, resumed_s
 from parsim.execute.rank_run import make_streams
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile

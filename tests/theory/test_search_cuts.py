@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from experiments.search_exhaustive.problems import ClusterDraw, ModelDraw, ProblemDraw, built_model
+from experiments.search.problems import ClusterDraw, ModelDraw, ProblemDraw, built_model
 from parsim.model.model import Model
 from parsim.plans.layouts import Placement
 from parsim.plans.mesh import Mesh

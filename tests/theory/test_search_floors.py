@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.search_properties.asking import drawn, hungry
-from experiments.search_properties.never_slower import by_hand
+from experiments.search.asking import drawn, hungry
+from experiments.search.never_slower import by_hand
 from parsim.errors import ParsimError
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile

@@ -1,6 +1,6 @@
 """Properties of the search that a user calls, over random models, clusters and batches.
 
-The properties and the draws are those of `experiments/search_properties`, which keeps how many problems each compared. Here
+The properties and the draws are those of `experiments/search`, which keeps how many problems each compared. Here
 each runs on few problems at every change, and on more in the slow set.
 """
 
@@ -11,10 +11,10 @@ from random import Random
 
 import pytest
 
-from experiments.search_exhaustive.problems import ProblemDraw
-from experiments.search_properties.asking import SHAPES, TINY, Shape
-from experiments.search_properties.counting import Counts, assert_holds, counted
-from experiments.search_properties.properties import PROPERTIES
+from experiments.search.asking import SHAPES, TINY, Shape
+from experiments.search.counting import Counts, assert_holds, counted
+from experiments.search.problems import ProblemDraw
+from experiments.search.properties import PROPERTIES
 
 QUICK, MANY = 2, 40
 """Problems that each property compares: in the tests at every change, and in the slow ones."""

@@ -13,12 +13,14 @@ from parsim.costs.costs import Costs
 from parsim.errors import PlanError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.formats import Numerics
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
+from parsim.predict.folding import folding_of
 from parsim.predict.memory import plan_memory
 from parsim.predict.problem import PlanningProblem
-from parsim.program.fold import folding_of, unfolded
+from parsim.program.fold import unfolded
 from parsim.program.lower import lower
 from parsim.program.passes.gradients import REPLICA_STREAM
 from parsim.program.placed import PlanIndex
@@ -101,7 +103,7 @@ def test_memory_is_that_of_as_many_replicas_as_a_group_has() -> None:
     """States of 8 replicas in groups of 4 are those of 4 replicas that divide over all."""
     for stage in (1, 2, 3):
         whole, parts = (
-            plan_memory(PlanIndex(plan, CHAIN), TWO_NODES, precision="fp32", optimizer="adam")
+            plan_memory(PlanIndex(plan, CHAIN), TWO_NODES, Numerics(optimizer="adam"))
             for plan in (replace(replicas(stage), global_batch=16), replace(grouped(8, 4, stage), global_batch=32))
         )
         for line in ("parameters", "gradients", "optimizer_state", "unsharded"):

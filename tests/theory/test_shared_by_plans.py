@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from parsim.errors import PlanError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.formats import Numerics
 from parsim.model.model import Model
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
@@ -25,7 +26,7 @@ CHANGES = ("zero_stage", "bucket_bytes", "recompute", "segments", "microbatches"
 
 
 def memory(layout: PlanIndex) -> tuple[RankMemory, ...]:
-    return plan_memory(layout, MACHINE, precision="fp32", optimizer="adam")
+    return plan_memory(layout, MACHINE, Numerics(optimizer="adam"))
 
 
 def found_with(plan: Plan, model: Model) -> tuple[object, ...]:
@@ -62,7 +63,7 @@ def test_a_plan_finds_the_same_after_others_of_its_model(draw: st.DataObject) ->
 @given(st.data())
 def test_alike_ranks_hold_what_the_first_of_them_does(draw: st.DataObject) -> None:
     layout = planned(draw)
-    first = unlike_memory(layout, MACHINE, precision="fp32", optimizer="adam")
+    first = unlike_memory(layout, MACHINE, Numerics(optimizer="adam"))
     every = memory(layout)
     assert [entry.rank for entry in every] == list(range(layout.plan.world_size))
     assert {replace(entry, rank=0) for entry in every} == {replace(entry, rank=0) for entry in first}

@@ -14,6 +14,7 @@ from parsim.engines.static import simulate
 from parsim.errors import PlanError
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
+from parsim.model.formats import Numerics
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, Stage
 from parsim.predict.memory import plan_memory, whole_bytes
@@ -67,8 +68,7 @@ def test_lines_in_closed_form() -> None:
     and gradients, and either the gradients of the one before, being sent, or the parameters of the next, being gathered."""
     cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"))
     found = {
-        stage: plan_memory(PlanIndex(replicas(stage), CHAIN), cluster, precision="fp32", optimizer="adam")[0]
-        for stage in (0, 1, 2, 3)
+        stage: plan_memory(PlanIndex(replicas(stage), CHAIN), cluster, Numerics(optimizer="adam"))[0] for stage in (0, 1, 2, 3)
     }
     whole = LAYERS * BUCKET
     assert [found[stage].line("parameters") for stage in found] == [whole, whole, whole, whole // 4]
@@ -91,7 +91,7 @@ def test_lines_in_closed_form() -> None:
 def test_every_stage_needs_less_on_many_ranks() -> None:
     cluster = cluster_from_profile(load_profile("dgx1-v100-32gb"))
     totals = [
-        plan_memory(PlanIndex(replicas(stage, dp=8), CHAIN), cluster, precision="fp32", optimizer="adam")[0].total_bytes
+        plan_memory(PlanIndex(replicas(stage, dp=8), CHAIN), cluster, Numerics(optimizer="adam"))[0].total_bytes
         for stage in (0, 1, 2, 3)
     ]
     assert totals == sorted(totals, reverse=True)

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import numpy as np
 import pytest
 
+from experiments.this_machine import ablation
 from parsim.hardware.compose import load_profile
-
-FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "this_machine"
-
-
-@pytest.fixture(scope="module")
-def ablation() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("this_machine_ablation", FOLDER / "ablation.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+from parsim.hardware.profile import HostOverhead, Overlap
 
 
-def test_a_correction_that_halves_the_error_helps_and_noise_does_not(ablation: ModuleType) -> None:
+def test_a_correction_that_halves_the_error_helps_and_noise_does_not() -> None:
     noise = np.random.default_rng(1).normal(0, 0.02, size=(200, 2))
     runs = {
         factor: [
@@ -43,7 +27,7 @@ def test_a_correction_that_halves_the_error_helps_and_noise_does_not(ablation: M
     assert (noisy["runs"], noisy["median_with"]) == (200, pytest.approx(0.05, abs=0.005))
 
 
-def test_runs_of_one_case_are_no_evidence_of_many(ablation: ModuleType) -> None:
+def test_runs_of_one_case_are_no_evidence_of_many() -> None:
     """One case in two gains; a hundred runs of each are still two cases."""
     runs = [
         ablation.Compared(case=case, with_s=1.0, without_s=without_s, measured_s=1.0 if case == "a" else without_s)
@@ -53,9 +37,7 @@ def test_runs_of_one_case_are_no_evidence_of_many(ablation: ModuleType) -> None:
     assert not ablation.ablated(runs)["helps"]
 
 
-def test_every_correction_can_be_left_out_of_a_profile(ablation: ModuleType) -> None:
-    from parsim.hardware.profile import HostOverhead, Overlap
-
+def test_every_correction_can_be_left_out_of_a_profile() -> None:
     some = load_profile("dgx1-v100-32gb")
     source = next(iter(some.sources))
     host = HostOverhead(task_s=1e-5, step_s=1e-3, post_wait_s=1e-4, core_sharing=1.1, source=source)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "experiments" / "adaptive_parallelism"
-sys.path[:0] = [str(ROOT), str(FOLDER)]
-
-import fitted  # noqa: E402
-from fitted import bandwidth_rows, fitted_rows, hours_by, parts_of, printed_objective, solved, stages_of  # noqa: E402
-from honest import traced  # noqa: E402
-from paper import MODELS, STRATEGIES  # noqa: E402
-
-from experiments.adaptive_parallelism.judge import claims, verdict_of  # noqa: E402
+from experiments.adaptive import fitted
+from experiments.adaptive.fitted import bandwidth_rows, fitted_rows, hours_by, parts_of, printed_objective, solved, stages_of
+from experiments.adaptive.honest import traced
+from experiments.adaptive.judge_parallelism import parallelism_claims as claims
+from experiments.adaptive.judge_parallelism import verdict_of
+from experiments.adaptive.paper import MODELS, STRATEGIES
 
 
 def table(honest: dict[str, float] | None = None) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experiments.adaptive_tuning.scenario import (
+from experiments.adaptive.scenario import (
     Disturbance,
     Path,
     PoolCourse,

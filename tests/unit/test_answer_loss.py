@@ -16,7 +16,7 @@ from parsim.model.model import Model
 from parsim.model.objective import usual_loss
 from parsim.model.spec import ModelSpec
 
-ASKED = ["mlp", "--on", "dgx1-v100-32gb", "--batch", "64"]
+ASKED = ["mlp", "--on", "dgx1-v100-32gb", "--batch", "64", "--set", "plan.strategy=dp"]
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_unet_is_not_trained_by_a_cross_entropy_over_its_width() -> None:
         cluster="dgx1-v100-32gb",
         global_batch=64,
         example_inputs=torch.randn(2, 3, 32, 32),
-        settings={"model.loss": "mse"},
+        settings={"model.loss": "mse", "plan.strategy": "dp"},
     )
     assert answer.to_dict()["loss"] == "mse"
     assert "loss: mse" in answer.lines()

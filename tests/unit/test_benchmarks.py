@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.quick import some_quick
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SAYS = {
     "bench_engines": "| dynamic |",
@@ -31,7 +33,7 @@ def test_every_benchmark_is_tested() -> None:
     assert sorted(SAYS) == sorted(path.stem for path in BENCHMARKS.glob("bench_*.py"))
 
 
-@pytest.mark.parametrize("name", sorted(SAYS))
+@pytest.mark.parametrize("name", some_quick(sorted(SAYS), "bench_engines"))
 def test_a_quick_benchmark_runs_to_its_end(name: str) -> None:
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

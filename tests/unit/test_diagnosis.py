@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
+from experiments.common.slow_machines import Machine
 from parsim.costs.diagnosis import Diagnosis, ObservedStep, PredictedStep, diagnose
 from parsim.costs.observed import NO_RUN_CORRECTIONS, CommunicationClass, ComputeClass, RunCorrections
 from parsim.errors import CostError
@@ -17,7 +18,6 @@ from parsim.predict.evaluate import Evaluation, evaluate
 from parsim.search.adapt.observed import diagnosis_of
 from parsim.work import Phase
 from tests.models import chain_model
-from tests.slow_machines import Machine
 from tests.unit.test_updates import plan_of, problem_on
 
 STEPS = 24

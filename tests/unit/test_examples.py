@@ -14,6 +14,7 @@ SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 PRINTS = {
     "hugging_face.py": "tokens/s; fits with probability",
+    "large_models.py": (EXAMPLES.parent / "docs" / "large-models.md").read_text(encoding="utf-8"),
     "own_module.py": "optimizer_state",
     "run_and_compare.py": "loss:",
     "what_if.py": "ms disturbed",

@@ -14,13 +14,15 @@ import pytest
 
 from parsim.app.answer import Answer
 from parsim.app.ask import ask as answer
-from parsim.app.ask import check_runnable
 from parsim.app.config import parse_config
+from parsim.app.import_file import import_file
+from parsim.app.launch import check_runnable
 from parsim.cli import main
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.data import DATASETS, load_dataset
 from parsim.data.samples import Target
 from parsim.errors import ConfigError, CostError, DataError, GraphError, ModelError, PlanError, ProfileError, ScheduleError
+from parsim.formats.source import file_formats
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.hardware.devices import DEVICE_KINDS
@@ -44,6 +46,7 @@ REGISTRIES: list[tuple[Registry[Any], type[Exception]]] = [
     (FAMILIES, ScheduleError),
     (DATASETS, DataError),
     (LOSSES, ModelError),
+    (file_formats(), ConfigError),
 ]
 
 RUN = """
@@ -312,3 +315,31 @@ def changed_profile(folder: Path, *, kind: str = "cuda", peaks: dict[str, float]
     path = folder / f"{kind.replace(':', '-')}.json"
     path.write_text(json.dumps(document))
     return path
+
+
+# --- file format ------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_format_of_ones_own_is_read_and_written(tmp_path: Path) -> None:
+    """Points of the file are in the profile, with a fit to them; the predicted step is written span by span."""
+    seconds = {2**power: 20e-6 + 2**power / 50e9 for power in range(20, 28)}
+    pairs = " ".join(f"{size}:{second}" for size, second in seconds.items())
+    (tmp_path / "timings.csv").write_text(f"collective,devices,sizes\nall_reduce,0 1,{pairs}\n")
+    imported = import_file(
+        tmp_path / "timings.csv", kind="my_extensions:TIMINGS", cluster="2xh100-sxm", into=tmp_path / "mine.json"
+    )
+    assert imported.found["groups"][0]["points"] == len(seconds)
+    work = Collective(operation="all_reduce", group=(0, 1), size_bytes=2**26)
+    priced = estimate_collective(work, cluster_from_profile(load_profile(str(tmp_path / "mine.json"))))
+    assert priced.median_s == pytest.approx(seconds[2**26], rel=0.05)
+    prediction = ask("model.name=mlp").chosen
+    done = prediction.export("my_extensions:TIMINGS", out=tmp_path / "spans.csv")
+    assert len((tmp_path / "spans.csv").read_text().splitlines()) == 1 + len(prediction.evaluation.timeline)
+    assert "spans" in done.summary
+
+
+def test_a_format_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="format 'kineto' is unknown"):
+        ask("model.name=mlp").chosen.export("kineto", out=tmp_path / "x")
+    with pytest.raises(ConfigError, match="file format 'my_extensions:NOTHING' cannot be loaded"):
+        ask("model.name=mlp").chosen.export("my_extensions:NOTHING", out=tmp_path / "x")

@@ -180,7 +180,7 @@ def test_a_file_is_locked_by_one_process_and_a_file_system_without_locks_holds_n
         assert files.lock(one.fileno())
         assert files.lock(other.fileno(), waits=True)
         assert not files.lock(one.fileno(), sure=True), "what another process may use is not removed"
-    alone = pytest.importorskip("calibration.rounds.resume_folder").alone  # needs torch
+    alone = pytest.importorskip("calibration.rounds.turns").alone  # needs torch
     profile = tmp_path / "mine.json"
     with alone(profile), alone(profile):
         pass

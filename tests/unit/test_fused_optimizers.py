@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parsim.model.optimizers import OPTIMIZERS, optimizer_bytes
+from parsim.model.formats import Numerics
+from parsim.model.optimizers import OPTIMIZERS
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
@@ -27,4 +28,4 @@ def test_fused_makes_the_same_update(name: str) -> None:
 def test_fused_reads_and_writes_each_array_once() -> None:
     """Parameter, gradient and two moments are read, all but the gradient written; the gradient is zeroed."""
     assert OPTIMIZERS["adam_fused"].accesses_per_element == 4 + 3 + 1
-    assert optimizer_bytes("adam_fused", "fp32", master_weights=True) == (8, 0)
+    assert Numerics(optimizer="adam_fused").optimizer_bytes() == (8, 0)

@@ -15,8 +15,7 @@ pytest.importorskip("torch")
 import torch
 
 from calibration.rounds.calibrate import calibrate
-from calibration.rounds.environment import doubts
-from calibration.rounds.gpu_room import check_gpus, check_room, held_bytes, look_apart
+from calibration.rounds.environment import check_gpus, check_room, doubts, held_bytes, look_apart
 from calibration.rounds.request import CalibrationRequest
 from parsim.app.doctor import Found, Gpu
 from parsim.errors import ConfigError
@@ -94,7 +93,7 @@ def test_launches_that_were_not_hidden_cast_doubt() -> None:
 def test_a_script_without_a_guard_can_look_at_the_machine(tmp_path: Path) -> None:
     """`parsim.run` in a plain script calibrates this machine. A process that imported the script again would begin anew."""
     script = tmp_path / "plain.py"
-    script.write_text("from calibration.rounds.gpu_room import look_apart\nprint('torch', look_apart().torch)\n")
+    script.write_text("from calibration.rounds.environment import look_apart\nprint('torch', look_apart().torch)\n")
     done = subprocess.run(
         [sys.executable, str(script)],
         capture_output=True,
@@ -108,7 +107,7 @@ def test_a_script_without_a_guard_can_look_at_the_machine(tmp_path: Path) -> Non
 
 
 def test_a_look_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("calibration.rounds.gpu_room.LOOK", "raise OSError('no driver')")
+    monkeypatch.setattr("calibration.rounds.environment.LOOK", "raise OSError('no driver')")
     with pytest.raises(ConfigError, match=r"failed: OSError: no driver; `parsim doctor`"):
         look_apart()
 
@@ -116,10 +115,10 @@ def test_a_look_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_another_process_found_comes_back_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     look = f"""
 import sys
-from calibration.rounds import gpu_room
+from calibration.rounds import environment
 from parsim.app.doctor import Found, Gpu
-gpu_room.look = lambda environment: {FOUND!r}
-gpu_room.keep_look(sys.argv[1])
+environment.look = lambda environment: {FOUND!r}
+environment.keep_look(sys.argv[1])
 """
-    monkeypatch.setattr("calibration.rounds.gpu_room.LOOK", look)
+    monkeypatch.setattr("calibration.rounds.environment.LOOK", look)
     assert look_apart() == FOUND

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from experiments.adaptive.judge import PAIRS
+from experiments.adaptive.judge import live_claims as claims
+from experiments.adaptive.throttle import Throttle
 from experiments.common.claims import MET, MISSED, NOT_CHECKED
-from experiments.live_replanning.judge import PAIRS, claims
-from experiments.live_replanning.throttle import Throttle
 from parsim.execute.processes.output import rank_processes
 
 

@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from experiments.common import page
+from experiments.this_machine import judging
+from experiments.this_machine.judge import JUDGES
+from experiments.this_machine.run import other_record
+
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "experiments" / "this_machine"
-sys.path.insert(0, str(ROOT))
-
-from experiments.common import page  # noqa: E402
-from experiments.common.catalogue import CATALOGUE  # noqa: E402
-
-THIS_MACHINE = next(each for each in CATALOGUE if each.name == "this_machine")
-MODULES = ("ablation", "cases", "judging", "measuring", "namespaces", "run")
+JUDGE = JUDGES["this_machine"]
+assert JUDGE.tables is not None
+assert JUDGE.finding is not None
 
 
-@pytest.fixture(scope="module")
-def modules() -> Iterator[dict[str, ModuleType]]:
-    """Its modules, which import one another by bare names."""
-    import importlib
-
-    before = {name: sys.modules.pop(name, None) for name in MODULES}
-    sys.path.insert(0, str(FOLDER))
-    yield {name: importlib.import_module(name) for name in ("judging", "run")}
-    sys.path.remove(str(FOLDER))
-    for name, module in before.items():
-        sys.modules.pop(name, None)
-        if module is not None:
-            sys.modules[name] = module
-
-
-def row(judging: ModuleType, number: int, record: str) -> Any:
+def row(number: int, record: str) -> judging.CaseRow:
     measured = 0.010 * (1 + 0.01 * number)
     without = {"gaps between tasks": 1.2 * measured, "cores shared by all ranks": 1.02 * measured}
     return judging.CaseRow(
@@ -65,10 +47,9 @@ def row(judging: ModuleType, number: int, record: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def document(modules: dict[str, ModuleType]) -> dict[str, Any]:
+def document() -> dict[str, Any]:
     """Of two launches with one rank per core; as results.json has it."""
-    judging = modules["judging"]
-    rows = [row(judging, number, f"record-{record}") for record in (1, 2, 3) for number in range(8)]
+    rows = [row(number, f"record-{record}") for record in (1, 2, 3) for number in range(8)]
     found = {"run": {}, "machine": "a processor", "date": "2026-11-24", **judging.judged(rows)}
     assert judging.printed(found)
     back: dict[str, Any] = json.loads(json.dumps(found))
@@ -76,21 +57,17 @@ def document(modules: dict[str, ModuleType]) -> dict[str, Any]:
 
 
 def test_a_record_of_one_launch_is_judged_and_drawn(document: dict[str, Any]) -> None:
-    verdicts = [(claim.verdict, claim.found) for claim in page.claims_of(THIS_MACHINE, document)]
+    verdicts = [(claim.verdict, claim.found) for claim in page.claims_of(JUDGE, document)]
     assert verdicts == [("met", "2.0%; A/A floor 2.0%"), ("met", "100.0%"), ("met", "2 of 2")]
-    judge = page.judge_of(THIS_MACHINE)
-    assert judge is not None
-    assert "ranks share cores" not in judge.tables(document)
-    assert judge.finding(document).startswith("24 real runs of 8 cases were predicted with a median error of 10.0% beforehand")
+    assert "ranks share cores" not in JUDGE.tables(document)["this_machine"]
+    assert JUDGE.finding(document).startswith("24 real runs of 8 cases were predicted with a median error of 10.0% beforehand")
 
 
 def test_a_correction_that_changes_nothing_here_is_called_not_tried(document: dict[str, Any]) -> None:
-    judge = page.judge_of(THIS_MACHINE)
-    assert judge is not None
     found = document["corrections"]
     assert found["gaps between tasks"]["changed"] == 24
     assert found["cores shared by all ranks"]["changed"] == 0
-    (line,) = [line for line in judge.tables(document).splitlines() if line.startswith("| cores shared")]
+    (line,) = [line for line in JUDGE.tables(document)["this_machine"].splitlines() if line.startswith("| cores shared")]
     assert "not tried" in line
     assert "**no**" not in line
 
@@ -100,9 +77,9 @@ def test_pages_quote_the_record(document: dict[str, Any], tmp_path: Path, monkey
     for name in ("README.md", "docs/accuracy.md"):
         (tmp_path / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.setattr(page, "FOLDER", tmp_path / "experiments")
-    monkeypatch.setattr(page, "results_of", lambda each: document if each.name == "this_machine" else None)
+    monkeypatch.setattr(page, "results_of", lambda part: document if part.name == "this_machine" else None)
     for _ in range(2):
-        for path, text in page._quoting_pages().items():
+        for path, text in page.quoting_pages().items():
             path.write_text(text, encoding="utf-8")
     readme, accuracy = (tmp_path / "README.md").read_text(), (tmp_path / "docs" / "accuracy.md").read_text()
     assert readme.count("median 10.0% and 2.0%") == 1
@@ -112,8 +89,7 @@ def test_pages_quote_the_record(document: dict[str, Any], tmp_path: Path, monkey
     assert accuracy.count("| choosing, the committed record: among 4 plans |") == 1
 
 
-def test_a_folder_of_another_record_is_not_gone_on_with(modules: dict[str, ModuleType], tmp_path: Path) -> None:
-    other_record = modules["run"].other_record
+def test_a_folder_of_another_record_is_not_gone_on_with(tmp_path: Path) -> None:
     assert other_record(tmp_path, {"seed": 1}) == ""
     assert other_record(tmp_path, {"seed": 1}) == ""
     assert '"seed": 1' in other_record(tmp_path, {"seed": 2})

@@ -6,19 +6,14 @@ from typing import Any
 
 import pytest
 
-from tests.published_row import FOLDER, row_with
+from tests.published_row import row_with
 
 OWN = {"hidden": "1536", "heads": "24", "tp": "8", "pp": "1", "dp": "1", "precision": "fp16"}
 
 
-@pytest.fixture(autouse=True)
-def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-
-
 def asked(without: str = "", **values: str) -> Any:
-    from question import question_of
-    from rows import row_of
+    from experiments.published.question import question_of
+    from experiments.published.rows import row_of
 
     return question_of(row_of(dict(row_with(**OWN | values))), without=without)
 
@@ -54,7 +49,7 @@ def test_heads_that_the_fused_softmax_does_not_take_are_masked_and_normalised_in
 
 @pytest.mark.parametrize(("precision", "piece", "expected"), [("fp16", "", "fp16"), ("bf16", "", "bf16"), ("", "", "bf16")])
 def test_rows_in_fp16_scale_their_loss_and_share_the_factor_of_bf16(precision: str, piece: str, expected: str) -> None:
-    from answer import _problem
+    from experiments.published.answer import _problem
 
     question = asked(piece, precision=precision)
     assert question.precision == "bf16"
@@ -62,7 +57,7 @@ def test_rows_in_fp16_scale_their_loss_and_share_the_factor_of_bf16(precision: s
 
 
 def test_a_scaled_loss_and_clipping_take_time_and_can_be_left_out() -> None:
-    from answer import answer
+    from experiments.published.answer import answer
 
     whole, unscaled, unclipped = (answer(asked(piece)).step_s for piece in ("", "loss scaling", "clipping"))
     assert unscaled < whole
@@ -73,7 +68,7 @@ def test_a_scaled_loss_and_clipping_take_time_and_can_be_left_out() -> None:
 
 def test_flop_of_selective_recomputation_are_those_of_its_authors() -> None:
     """Korthikanti et al. (2022): 72 B L s h^2 (1 + s / 3h + V / 12 L h); without recomputation s / 6h."""
-    from quoted import in_unit
+    from experiments.published.quoted import in_unit
 
     batch, seq, layers, hidden, vocab = 16, 1024, 4, 1536, 51200
     for unit, divisor in (("percent MFU", 6), ("percent HFU", 3)):

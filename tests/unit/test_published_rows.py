@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from tests.published_row import FOLDER, row_with
+from tests.published_row import row_with
 
 HEAD = (
     "id,source,hardware,gpus,model,params,layers,hidden,heads,seq,global_batch,micro_batch,tp,pp,dp,cp,ep,vpp,zero_stage,"
@@ -19,17 +18,12 @@ HEAD = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-
-
 def row(**values: str) -> dict[str, str]:
     return row_with(**{"id": "megatron-x-0001"} | values)
 
 
 def test_numbers_as_sources_write_them() -> None:
-    from rows import number
+    from experiments.published.rows import number
 
     assert [number(text) for text in ("39.1e9", "1.7B", "2,048", "", None, "n/a", "56 (x)")] == [
         39.1e9, 1.7e9, 2048, None, None, None, 56,
@@ -79,8 +73,8 @@ def test_shards_of_a_layer_hold_it_all() -> None:
 
 
 def test_full_recomputation_sends_the_sums_again() -> None:
-    from question import question_of
-    from rows import row_of
+    from experiments.published.question import question_of
+    from experiments.published.rows import row_of
 
     asked = question_of(row_of(row(id="megatron-sc21-0001")))
     assert len(asked.plan.segments) == 4
@@ -91,9 +85,9 @@ def test_full_recomputation_sends_the_sums_again() -> None:
 
 def test_flop_are_counted_as_megatron_counts_them() -> None:
     """Narayanan et al. (2021), equation 3: 96 B s l h^2 (1 + s / 6h + V / 16 l h)."""
-    from question import question_of
-    from quoted import in_unit
-    from rows import row_of
+    from experiments.published.question import question_of
+    from experiments.published.quoted import in_unit
+    from experiments.published.rows import row_of
 
     asked = question_of(row_of(row(unit="TFLOP/s/GPU (hardware, incl. recompute)")))
     batch, seq, layers, hidden, vocab = 16, 1024, 4, 1024, 51200
@@ -103,8 +97,8 @@ def test_flop_are_counted_as_megatron_counts_them() -> None:
 
 def test_a_count_that_is_none_is_told_and_not_only_blank() -> None:
     """8 GPUs follow from dp; that "-4" or "many" stood there must not get lost."""
-    from question import question_of
-    from rows import row_of
+    from experiments.published.question import question_of
+    from experiments.published.rows import row_of
 
     for text in ("-4", "many", "1.5"):
         read = row_of(row(gpus=text))
@@ -126,8 +120,8 @@ def test_a_count_that_is_none_is_told_and_not_only_blank() -> None:
     ],
 )
 def test_a_row_that_cannot_be_expressed_says_why(broken: dict[str, str], reason: str) -> None:
-    from predict import predict
-    from rows import row_of
+    from experiments.published.predict import predict
+    from experiments.published.rows import row_of
 
     found = predict(row_of(row(**broken)))
     assert found.value is None
@@ -191,8 +185,8 @@ def test_heads_of_channels_that_are_not_aligned_lose_the_tensor_cores(heads: int
 
 
 def test_heads_that_a_row_does_not_state_are_those_of_its_framework() -> None:
-    from question import question_of
-    from rows import row_of
+    from experiments.published.question import question_of
+    from experiments.published.rows import row_of
 
     bloom = question_of(
         row_of(row(id="bloom-tune-x-1", hidden="14400", heads="", layers="80", gpus="80", tp="8", pp="10", dp="1"))
@@ -206,8 +200,8 @@ def test_heads_that_a_row_does_not_state_are_those_of_its_framework() -> None:
 
 
 def test_recipes_of_the_launcher_fill_what_its_rows_leave_out() -> None:
-    from rows import row_of
-    from rules import framework_of
+    from experiments.published.rows import row_of
+    from experiments.published.rules import framework_of
 
     bert = framework_of(row_of(row(id="nemo-launcher-x-1", model="BERT 4B")))
     assert (bert.tp, bert.micro, bert.batch, bert.recompute) == (1, 8, 2048, "selective")
@@ -217,7 +211,7 @@ def test_recipes_of_the_launcher_fill_what_its_rows_leave_out() -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @drawn(errors=st.lists(st.floats(-1.5, 1.5), min_size=1, max_size=60))
 def test_ends_of_an_interval_hold_the_prediction_and_nine_rows_of_ten(errors: list[float]) -> None:
-    from intervals import NOISE, ends_of, reach_of, spread_of
+    from experiments.published.intervals import NOISE, ends_of, reach_of, spread_of
 
     spread = spread_of(errors)
     reach = reach_of([spread.scales_away(error) for error in errors], spread)
@@ -228,7 +222,7 @@ def test_ends_of_an_interval_hold_the_prediction_and_nine_rows_of_ten(errors: li
 
 
 def test_an_interval_gives_no_room_to_the_side_on_which_no_row_errs() -> None:
-    from intervals import NOISE, ends_of, reach_of, spread_of
+    from experiments.published.intervals import NOISE, ends_of, reach_of, spread_of
 
     errors = [-0.01 * number for number in range(40)]
     spread = spread_of(errors)
@@ -241,7 +235,7 @@ def test_an_interval_gives_no_room_to_the_side_on_which_no_row_errs() -> None:
 
 
 def test_few_rows_are_all_held_for_the_one_to_come() -> None:
-    from intervals import reach_of, spread_of
+    from experiments.published.intervals import reach_of, spread_of
 
     spread = spread_of([0.0, 0.1, -0.3])
     assert reach_of([-3.0, 0.5, 4.0], spread) == (3.0, 4.0)
@@ -251,8 +245,8 @@ def test_few_rows_are_all_held_for_the_one_to_come() -> None:
 
 
 def test_cards_of_a_node_are_counted_where_each_has_its_own_rate() -> None:
-    from machines import machine_of
-    from rows import row_of
+    from experiments.published.machines import machine_of
+    from experiments.published.rows import row_of
 
     several = machine_of(row_of(row(hardware="A100-80GB SXM, 8/node, 4x Omni-Path 100Gb/s per node")))
     whole = machine_of(row_of(row(hardware="A100, 8/node, 800 Gb/s per node between nodes")))
@@ -266,7 +260,7 @@ def test_cards_of_a_node_are_counted_where_each_has_its_own_rate() -> None:
     ("layers", "pp", "chunks"), [(105, 35, 3), (128, 64, 2), (96, 16, 2), (45, 15, 3), (35, 35, 1), (70, 14, 5), (7, 3, 2)]
 )
 def test_chunks_that_a_row_does_not_state_cut_evenly(layers: int, pp: int, chunks: int) -> None:
-    from blanks import usual_chunks
+    from experiments.published.blanks import usual_chunks
 
     assert usual_chunks(2, layers, pp) == chunks
 
@@ -276,9 +270,8 @@ def test_overlapped_tensor_parallelism_hides_at_most_what_the_products_take(seq:
     """Of n pieces one is always exposed; the step is shorter, and not by more than all of that communication."""
     from dataclasses import replace
 
-    from question import question_of
-    from rows import row_of
-
+    from experiments.published.question import question_of
+    from experiments.published.rows import row_of
     from parsim.plans.plan import Plan
     from parsim.predict.evaluate import evaluate
     from parsim.predict.problem import PlanningProblem
@@ -318,9 +311,8 @@ def test_sums_of_the_backward_run_beside_gradients_of_weights(recompute: str, op
     """Wide products hide all sums of the backward: 9 of 26 where the eight of the layers are sent twice forward, else half."""
     from dataclasses import replace
 
-    from question import question_of
-    from rows import row_of
-
+    from experiments.published.question import question_of
+    from experiments.published.rows import row_of
     from parsim.errors import PlanError
     from parsim.plans.plan import Plan
     from parsim.predict.evaluate import evaluate
@@ -358,10 +350,10 @@ def test_sums_of_the_backward_run_beside_gradients_of_weights(recompute: str, op
 
 def test_recipes_that_spare_layers_take_the_time_without_and_the_memory_with_recomputation() -> None:
     """Of a row that would not fit; what it assumes is told. A row that fits, or states its recomputation, is as before."""
-    from answer import answer
-    from predict import predict
-    from question import question_of
-    from rows import row_of
+    from experiments.published.answer import answer
+    from experiments.published.predict import predict
+    from experiments.published.question import question_of
+    from experiments.published.rows import row_of
 
     values = {
         "hardware": "DGX-H100",
@@ -399,8 +391,8 @@ def test_recipes_that_spare_layers_take_the_time_without_and_the_memory_with_rec
 )
 def test_sizes_that_no_run_has_are_refused(sizes: dict[str, str], reason: str) -> None:
     """A plan of 1e9 layers would fill the memory, and its process take the other rows with it."""
-    from predict import predict
-    from rows import row_of
+    from experiments.published.predict import predict
+    from experiments.published.rows import row_of
 
     assert reason in predict(row_of(row(**sizes))).why
 
@@ -408,7 +400,7 @@ def test_sizes_that_no_run_has_are_refused(sizes: dict[str, str], reason: str) -
 def test_a_row_whose_process_ends_is_answered() -> None:
     import os
 
-    import predict
+    from experiments.published import predict
 
     found = predict._apart(os._exit, 3)  # type: ignore[arg-type]  # it ends as one that is out of memory: without an exception
     assert "its process was ended" in found.why
@@ -416,7 +408,7 @@ def test_a_row_whose_process_ends_is_answered() -> None:
 
 def test_the_command_answers_every_row(tmp_path: Path) -> None:
     """A value is never read: the answer is the same without it."""
-    from predict import COLUMNS, main
+    from experiments.published.predict import COLUMNS, main
 
     source, out = tmp_path / "rows.csv", tmp_path / "out.csv"
     rows = [row(value="1"), row(id="megatron-x-0002", value=""), row(id="x-3", hardware="abacus"), {"id": "only"}]
@@ -437,12 +429,6 @@ def test_the_command_answers_every_row(tmp_path: Path) -> None:
     assert main([str(tmp_path / "none.csv"), "--out", str(out)]) == 1
 
 
-def teardown_module() -> None:
-    """Names as common as `rows` must not shadow those of other experiments."""
-    for name in ("rows", "shapes", "rules", "machines", "question", "quoted", "answer", "predict", "intervals"):
-        sys.modules.pop(name, None)
-
-
 @pytest.mark.parametrize(
     ("name", "precision", "expected", "element_bytes"),
     [
@@ -455,8 +441,8 @@ def teardown_module() -> None:
     ],
 )
 def test_a_precision_that_is_not_stated_is_the_frameworks(name: str, precision: str, expected: str, element_bytes: int) -> None:
-    from question import question_of
-    from rows import row_of
+    from experiments.published.question import question_of
+    from experiments.published.rows import row_of
 
     asked = question_of(row_of(row(id=name, precision=precision, hardware="DGX-B200")))
     assert asked.precision == expected
@@ -465,8 +451,8 @@ def test_a_precision_that_is_not_stated_is_the_frameworks(name: str, precision: 
 
 
 def test_the_host_of_a_gh200_is_a_grace_and_can_be_left_out() -> None:
-    from question import question_of
-    from rows import row_of
+    from experiments.published.question import question_of
+    from experiments.published.rows import row_of
 
     given = row_of(row(id="sailor-x-1", hardware="GH-96 (4 per node, Alps Clariden)", precision="fp16?"))
     grace, none = (question_of(given, without=piece).cluster.profile.host for piece in ("", "host launch rate"))
@@ -476,8 +462,8 @@ def test_the_host_of_a_gh200_is_a_grace_and_can_be_left_out() -> None:
 
 
 def test_bf16_of_megatron_adds_gradients_up_in_fp32() -> None:
-    from question import question_of
-    from rows import row_of
+    from experiments.published.question import question_of
+    from experiments.published.rows import row_of
 
     moved = []
     for precision, piece in (("fp16", ""), ("bf16", ""), ("bf16", "gradients of bf16 in fp32")):

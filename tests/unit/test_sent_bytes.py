@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from parsim.model.component import Component, HalfValue, Value
+from parsim.model.component import Component, Value, ValueFootprint
 from parsim.model.formats import model_as_sent, value_in
 from parsim.model.model import Model
 
-KEPT = HalfValue(bytes_per_sample=400, fixed_bytes=0, saved=True, savers=("b",))
+KEPT = ValueFootprint(bytes_per_sample=400, fixed_bytes=0, saved=True, savers=("b",))
 """A stream that autocast leaves in fp32."""
 
 
-def model(half: HalfValue | None = None) -> Model:
+def model(half: ValueFootprint | None = None) -> Model:
     return Model(
         name="two",
         granularity="block",
@@ -47,7 +47,7 @@ def test_what_was_recorded_decides() -> None:
 
 
 @pytest.mark.parametrize("half", [None, KEPT, replace(KEPT, bytes_per_sample=200, savers=())])
-def test_memory_counts_the_same_values_afterwards(half: HalfValue | None) -> None:
+def test_memory_counts_the_same_values_afterwards(half: ValueFootprint | None) -> None:
     whole = model(half)
     sent = model_as_sent(whole, "amp_bf16")
     assert model_as_sent(sent, "amp_bf16") is sent

@@ -24,7 +24,7 @@ from parsim.app.training_checks import (
     steps_per_round,
     whole_periods,
 )
-from parsim.errors import ConfigError, PlanError
+from parsim.errors import PlanError
 from parsim.execute.measurement import Measurement, RankRecord
 from parsim.plans.mesh import Mesh
 from parsim.plans.mixing import mixing_graph
@@ -233,27 +233,6 @@ participation = 0.5
         kind="gossip", period_steps=2, graph="ring"
     )
     assert parse_config(RUN).plan.relaxed == ALL_REDUCE
-
-
-@pytest.mark.parametrize(
-    ("table", "words"),
-    [
-        ('{ kind = "average", period_steps = 0 }', "plan.synchronisation.period_steps = 0: must be >= 1"),
-        ('{ kind = "average", perod = 1 }', "period_steps"),
-        ('{ kind = "average", participation = 2.0 }', "plan.synchronisation: .*at most 1"),
-        ('{ kind = "gossip", graph = "alone" }\nmesh = { dp = 4 }', "not connected"),
-        ('{ kind = "gossip", graph = { name = "ada", rounds = "five", epochs = 3 } }', "rounds = 'five' is not a number"),
-        ('{ kind = "gossip", graph = { name = "ada", rounds = 5, epochs = 2.5 } }', "epochs = '2.5' is not a number"),
-        ('{ kind = "gossip", graph = { name = "lattice", neighbors = 2 } }', "no setting 'neighbors'"),
-        ('{ kind = "average", weights = [0.5, 0.4] }\nmesh = { dp = 2 }', "sum to 1"),
-        ('{ kind = "average" }\nzero_stage = 2', "zero_stage"),
-        ('{ kind = "stale" }', "strategy 'dp'"),
-        ('"averag/8"', "average"),
-    ],
-)
-def test_run_file_errors_name_the_key(table: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        parse_config(f"{RUN}synchronisation = {table}\n")
 
 
 def test_what_a_run_cannot_mix_is_refused() -> None:

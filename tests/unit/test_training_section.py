@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-
-import pytest
 
 from parsim.app.config import Question, parse_config
-from parsim.app.sections import REFUSED
 from parsim.app.training_checks import samples_not_taken
-from parsim.errors import ConfigError
 from parsim.execute.job import TrainingRecipe
 
 FILE = """\
@@ -35,14 +30,6 @@ def test_torchs_names_mean_the_rows_of_the_table() -> None:
     with_momentum = config_of('optimizer = "SGD"\noptimizer_args = { momentum = 0.8, nesterov = true }')
     assert with_momentum.training.optimizer == "sgd_momentum"
     assert dict(with_momentum.training.recipe.group_settings) == {"momentum": 0.8, "nesterov": True}
-
-
-@pytest.mark.parametrize(("name", "why"), REFUSED.items())
-def test_optimizers_that_no_plan_runs_are_refused_with_the_reason(name: str, why: str) -> None:
-    for text in (f'optimizer = "{name}"', f'[training.groups.head]\nparameters = ["head.*"]\noptimizer = "{name}"'):
-        with pytest.raises(ConfigError) as refused:
-            config_of(text)
-        assert f"torch's {name} {why}" in str(refused.value)
 
 
 def test_a_schedule_is_written_and_read_again() -> None:
@@ -89,36 +76,6 @@ def test_a_group_takes_over_what_it_leaves_out() -> None:
     assert config.training.optimizers == ("adam", "sgd_momentum")
     assert parse_config(config.to_toml()) == config
     assert TrainingRecipe.from_dict(json.loads(json.dumps(config.training.recipe.to_dict()))) == config.training.recipe
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ("[training.groups.critic]\nparameters = []", "training.groups.critic.parameters"),
-        ('[training.groups.critic]\noptimizer = "adam"', "training.groups.critic.parameters"),
-        ('[training.groups.critic]\nparameters = ["a"]\noptimizer = "adma"', "did you mean adam"),
-        ('[training.groups.critic]\nparameters = ["a"]\nlr = 1.0', "training.groups.critic.lr"),
-        ('[training.groups."a b"]\nparameters = ["a"]', "training.groups"),
-        ('[training.groups.a]\nparameters = ["a"]\noptimizer_args = { weight_decay = 1.0 }', "set weight_decay of the group"),
-        ('[training.schedule]\nname = "CosineAnealingLR"', "did you mean CosineAnnealingLR"),
-        ('[training.schedule]\nname = "StepLR"\nstep = 3', "StepLR has no argument 'step'; did you mean step_size"),
-        ('[training.schedule]\nname = "StepLR"', "StepLR needs step_size; it takes: step_size, gamma"),
-        ("[training.schedule]\nwarmup = -1", "training.schedule.warmup = -1: must be >= 0"),
-        ('no_weight_decay = ["bias"]', "set weight_decay too"),
-        ("optimizer_args = { weight_decay = 0.1 }", "set training.weight_decay"),
-        ('optimizer = "AdamX"', "training.optimizer = 'AdamX' is unknown"),
-    ],
-)
-def test_a_wrong_key_is_one_message(more: str, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        config_of(more)
-    assert said in str(caught.value)
-
-
-def test_code_inside_nested_tables_counts_as_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PARSIM_ALLOW_CODE", raising=False)
-    with pytest.raises(ConfigError, match=r"training.schedule.name = 'elsewhere:ROW' runs code"):
-        parse_config(FILE + '[training.schedule]\nname = "elsewhere:ROW"', folder=tmp_path)
 
 
 def test_samples_of_a_whole_training_are_not_those_of_a_run() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.common.slow_machines import Machine, after_run, error
 from parsim.costs.history import fingerprint
 from parsim.costs.observed import (
     CommunicationClass,
@@ -28,7 +29,6 @@ from parsim.predict.problem import PlanningProblem
 from parsim.search.families import FAMILIES
 from parsim.work import Phase
 from tests.models import chain_model
-from tests.slow_machines import Machine, after_run, error
 
 SLOW = RunCorrections(ranks=((0, 1.0), (1, 1.2)))
 TARGET = 0.05

@@ -1,4 +1,7 @@
-"""The JSON of every link part: switches fitted to logs, and the other links from what was published about them."""
+"""The JSON of every link part: switches fitted to logs, and the other links from what was published about them.
+
+Networks are derived from logs between two nodes and from line rates; all else is as in `infiniband-400g`.
+"""
 
 from __future__ import annotations
 

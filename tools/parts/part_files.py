@@ -1,4 +1,7 @@
-"""The JSON of one GPU: datasheet numbers, prices and watts from the tables, with their sources, and its fits."""
+"""The JSON of one GPU: datasheet numbers, prices and watts from the tables, with their sources, and its fits.
+
+The V100's forms are parts, too: the numbers and fits of the shipped profiles of machines that have them.
+"""
 
 from __future__ import annotations
 

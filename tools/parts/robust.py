@@ -3,6 +3,8 @@
 A parameter is fitted as its logarithm. The residuals are log(predicted / measured) over `ERROR_SIGMA`, under a soft L1 loss, so
 that a few odd rows count little. Each parameter adds one residual (theta - prior mean) / prior sigma: with many rows the data
 decide, with few the prior does. Rows are weighted so that no source counts for more than `FULL_ROWS` rows.
+
+A RowTable holds the rows as columns of one length.
 """
 
 from __future__ import annotations

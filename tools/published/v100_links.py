@@ -1,4 +1,9 @@
-"""The link model of a DGX-1 with V100s: NCCL's tuner constants, and the times fitted to published all_reduces."""
+"""The link model of a DGX-1 with V100s: NCCL's tuner constants, and the times fitted to published all_reduces.
+
+One rate per lane and latencies per protocol are fitted for every group at once. The tables do not name the protocol of a
+point, because the library's tuner chooses it (its constants are in the model). NCCL's constants of 2020 reproduce the sizes at
+which the measured times jump.
+"""
 
 from __future__ import annotations
 

@@ -20,207 +20,18 @@ from parsim.model.component import (
     PARTS,
     UNALIGNED,
     Component,
+    DividedSize,
     Operator,
     OperatorShard,
     Parameter,
     ParameterShard,
     Selective,
     Sharding,
-    ShardPeak,
-    ShardSelective,
+    Size,
     Value,
 )
 from parsim.registry import Registry
 from parsim.units import nearest_divisors
-
-# Operators of a transformer layer, and how tensor parallelism divides them. Sizes are of one sample.
-#
-# As in traced Models, operators count four bytes per element; the precision decides what is moved.
-
-
-FULL_BYTES = 4
-CAST_ARRAYS = 2.0
-"""Of 2 bytes per element: read, and written in 8 bits in both orders."""
-
-
-@dataclass
-class Layer:
-    """What a component under construction does.
-
-    Attributes:
-        weight_bytes: of one parameter as stored. casts: inputs of products are cast to 8 bits.
-        gradient_arrays, early_stop, bias_kernels: as in Software.
-        saved, saved_divided: bytes kept for the backward, and the part of them that a shard has its share of.
-        given, given_divided: of it what lies in the storage of the component's input.
-        again, again_divided: of it what runs again where the component is recomputed by operator; by the operators `repeated`.
-        peak, peak_fixed: bytes of gradients at the fullest moment of the backward, per sample and whatever the samples;
-            with `_divided` the part of them that is shared likewise.
-    """
-
-    prefix: str
-    weight_bytes: int = 2
-    casts: bool = False
-    gradient_arrays: float = 0.0
-    early_stop: bool = False
-    bias_kernels: bool = False
-    operators: list[Operator] = field(default_factory=list)
-    cut: list[OperatorShard] = field(default_factory=list)
-    parameters: list[Parameter] = field(default_factory=list)
-    cut_parameters: list[ParameterShard] = field(default_factory=list)
-    saved: int = 0
-    saved_divided: int = 0
-    given: int = 0
-    given_divided: int = 0
-    again: int = 0
-    again_divided: int = 0
-    repeated: list[int] = field(default_factory=list)
-    peak: int = 0
-    peak_divided: int = 0
-    peak_fixed: int = 0
-    peak_fixed_divided: int = 0
-
-    def add(self, operator: Operator, dim: str = "", divided_bytes: int = 0) -> None:
-        """One more operator; `dim` is what a shard has a part of, `divided_bytes` the activations it divides."""
-        if dim:
-            self.cut.append(OperatorShard(number=len(self.operators), dim=dim, activation_bytes=divided_bytes))
-        self.operators.append(operator)
-
-    def weight(self, name: str, elements: int, dim: int | None = None) -> None:
-        """A parameter, cut along `dim` (None: whole on every shard)."""
-        full = f"{self.prefix}.{name}"
-        self.parameters.append(Parameter(name=full, elements=elements, element_bytes=self.weight_bytes))
-        if dim is not None:
-            self.cut_parameters.append(ParameterShard(name=full, dim=dim))
-
-    def keep(self, size: int, *, divided: bool) -> None:
-        """Bytes per sample that the backward needs."""
-        self.saved += size
-        self.saved_divided += size if divided else 0
-
-    def reads(self, size: int, *, divided: bool) -> None:
-        """Bytes per sample of what is kept that are the component's input."""
-        self.given += size
-        self.given_divided += size if divided else 0
-
-    def repeat(self, begin: int, size: int = 0, *, divided: bool) -> None:
-        """By operator, all operators from number `begin` on run again, and so many bytes of what is kept are made by them."""
-        self.repeated += range(begin, len(self.operators))
-        self.again += size
-        self.again_divided += size if divided else 0
-
-    def stop_early(self) -> None:
-        """Everything up to the last product runs again, and makes all that is kept beside the component's input.
-
-        Leaves out: nothing of the memory. The last product saves its input before it runs, and its result is not kept.
-        """
-        last = max(number for number, operator in enumerate(self.operators) if operator.kind == "matmul")
-        self.repeated = list(range(last))
-        self.again, self.again_divided = self.saved - self.given, self.saved_divided - self.given_divided
-
-    def linear(
-        self,
-        name: str,
-        rows: int,
-        outputs: int,
-        inputs: int,
-        *,
-        split: str,
-        bias: bool = False,
-        problems: int = 1,
-        added: str = BIAS_GRADIENT,
-        low: bool = True,
-    ) -> None:
-        """A product with a weight: split "column" (its outputs), "row" (its inputs) or "" (whole on every shard).
-
-        `problems`: of so many experts, each with its own weight and `rows` rows. `added`: as `bias_kernel` has it; with "row"
-        the residual's kernel adds the bias. `low`: training in 8 or 4 bits multiplies in them.
-        """
-        whole = problems * rows
-        shape = (("m", rows), ("n", outputs), ("k", inputs))
-        operator = Operator(
-            kind="matmul",
-            shape=shape if problems == 1 else (*shape, ("problems", problems)),
-            batch="rows",
-            forward_flop=2.0 * whole * outputs * inputs,
-            activation_bytes=FULL_BYTES * whole * (outputs + inputs),
-            parameter_bytes=FULL_BYTES * problems * outputs * inputs,
-            function="" if low else NOT_LOW,
-        )
-        if self.casts and low:
-            self.moved(whole * inputs, CAST_ARRAYS, divided=split == "row")
-        part = {"column": ("n", outputs), "row": ("k", inputs)}.get(split)
-        self.add(operator, *((part[0], FULL_BYTES * whole * part[1]) if part else ()))
-        self.weight(f"{name}.weight", problems * outputs * inputs, {"column": 0, "row": 1}.get(split))
-        gradient = self.weight_bytes * problems * outputs * inputs
-        if split:
-            self.peak_fixed_divided = max(self.peak_fixed_divided, gradient)
-        else:
-            self.peak_fixed = max(self.peak_fixed, gradient)
-        if bias:
-            self.weight(f"{name}.bias", problems * outputs, 0 if split == "column" else None)
-            if split == "column":
-                self.bias_kernel(whole * outputs, added, divided=True)
-
-    def qkv(self, tokens: int, queries: int, keys: int, hidden: int, *, bias: bool) -> None:
-        """The product that makes queries, keys and values; its bias has no other kernel that could add it.
-
-        The gradients of the three, which are views of one array, are copied together before the product's backward.
-        """
-        self.linear("qkv", tokens, queries + 2 * keys, hidden, split="column", bias=bias, added=BIAS)
-        if self.bias_kernels:
-            self.moved(tokens * (queries + 2 * keys), 0.0, divided=True, function=PARTS)
-
-    def bias_kernel(self, elements: int, function: str, *, divided: bool) -> None:
-        """What a bias costs beside fused kernels, `BIAS` or `BIAS_GRADIENT`, where the product's kernel does not do it."""
-        if self.bias_kernels:
-            self.moved(elements, 2.0 if function == BIAS else 0.0, divided=divided, function=function)
-
-    def moved(
-        self,
-        elements: int,
-        arrays: float,
-        *,
-        divided: bool,
-        parameters: int = 0,
-        function: str = "",
-        batch: str = "batch",
-    ) -> None:
-        """A fused pointwise kernel over `elements` that moves so many arrays in its forward; `batch`: as of Operator."""
-        size = round(FULL_BYTES * elements * arrays)
-        operator = Operator(
-            kind="memory_bound",
-            shape=(("elements", elements),),
-            batch=batch,
-            forward_flop=0.0,
-            activation_bytes=size,
-            parameter_bytes=FULL_BYTES * parameters,
-            function=function,
-        )
-        self.add(operator, *(("elements", size) if divided else ()))
-
-    def sum_gradients(self) -> None:
-        """The last operator: every microbatch adds its gradients of the parameters to those before it.
-
-        Leaves out: experts, whose share of a rank depends on the plan.
-        """
-        if not self.gradient_arrays:
-            return
-        cut = {part.name for part in self.cut_parameters}
-        for divided in (True, False):
-            elements = sum(
-                entry.elements for entry in self.parameters if (entry.name in cut) == divided and ".experts." not in entry.name
-            )
-            if elements:
-                self.moved(elements, self.gradient_arrays, divided=divided, function=GRADIENT_SUM, batch="none")
-
-    def norm(self, name: str, tokens: int, hidden: int, *, divided: bool, kind: str = "layer", arrays: float = 2.0) -> None:
-        """A normalisation; a fused one is read and written once."""
-        elements = 2 * hidden if kind == "layer" else hidden
-        self.moved(tokens * hidden, arrays, divided=divided, parameters=elements)
-        self.weight(f"{name}.weight", hidden)
-        if kind == "layer":
-            self.weight(f"{name}.bias", hidden)
-
 
 # The sizes of a transformer.
 
@@ -424,8 +235,14 @@ KERNELS: Registry[Software] = Registry(
 """What `args = { kernels = ... }` of a model by name chooses."""
 
 
-RULE = "tensor"
-SEQUENCE = "sequence"
+# Operators of a transformer layer, and how tensor parallelism divides them. Sizes are of one sample.
+#
+# As in traced Models, operators count four bytes per element; the precision decides what is moved.
+
+
+FULL_BYTES = 4
+CAST_ARRAYS = 2.0
+"""Of 2 bytes per element: read, and written in 8 bits in both orders."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,26 +263,195 @@ class SamplePart:
         return 1 if software.casts else self.element_bytes
 
 
-def new_layer(prefix: str, software: Software, part: SamplePart) -> Layer:
-    """A component under construction."""
-    return Layer(
-        prefix,
-        weight_bytes=part.element_bytes,
-        casts=software.casts,
-        gradient_arrays=software.gradient_arrays,
-        early_stop=software.early_stop,
-        bias_kernels=software.bias_kernels,
-    )
+@dataclass
+class Layer:
+    """What a component under construction does.
+
+    Attributes:
+        prefix: of its parameters' names. shape, software, part: of the model, and the tokens that a rank sees.
+        saved, saved_divided: bytes kept for the backward, and the part of them that a shard has its share of.
+        given, given_divided: of it what lies in the storage of the component's input.
+        again, again_divided: of it what runs again where the component is recomputed by operator; by the operators `repeated`.
+        peak, peak_fixed: bytes of gradients at the fullest moment of the backward, per sample and whatever the samples;
+            with `_divided` the part of them that is shared likewise.
+    """
+
+    prefix: str
+    shape: Shape
+    software: Software
+    part: SamplePart
+    operators: list[Operator] = field(default_factory=list)
+    cut: list[OperatorShard] = field(default_factory=list)
+    parameters: list[Parameter] = field(default_factory=list)
+    cut_parameters: list[ParameterShard] = field(default_factory=list)
+    saved: int = 0
+    saved_divided: int = 0
+    given: int = 0
+    given_divided: int = 0
+    again: int = 0
+    again_divided: int = 0
+    repeated: list[int] = field(default_factory=list)
+    peak: int = 0
+    peak_divided: int = 0
+    peak_fixed: int = 0
+    peak_fixed_divided: int = 0
+
+    def add(self, operator: Operator, dim: str = "", divided_bytes: int = 0) -> None:
+        """One more operator; `dim` is what a shard has a part of, `divided_bytes` the activations it divides."""
+        if dim:
+            self.cut.append(OperatorShard(number=len(self.operators), dim=dim, activation_bytes=divided_bytes))
+        self.operators.append(operator)
+
+    def weight(self, name: str, elements: int, dim: int | None = None) -> None:
+        """A parameter, cut along `dim` (None: whole on every shard)."""
+        full = f"{self.prefix}.{name}"
+        self.parameters.append(Parameter(name=full, elements=elements, element_bytes=self.part.element_bytes))
+        if dim is not None:
+            self.cut_parameters.append(ParameterShard(name=full, dim=dim))
+
+    def keep(self, size: int, *, divided: bool) -> None:
+        """Bytes per sample that the backward needs."""
+        self.saved += size
+        self.saved_divided += size if divided else 0
+
+    def reads(self, size: int, *, divided: bool) -> None:
+        """Bytes per sample of what is kept that are the component's input."""
+        self.given += size
+        self.given_divided += size if divided else 0
+
+    def repeat(self, begin: int, size: int = 0, *, divided: bool) -> None:
+        """By operator, all operators from number `begin` on run again, and so many bytes of what is kept are made by them."""
+        self.repeated += range(begin, len(self.operators))
+        self.again += size
+        self.again_divided += size if divided else 0
+
+    def stop_early(self) -> None:
+        """Everything up to the last product runs again, and makes all that is kept beside the component's input.
+
+        Leaves out: nothing of the memory. The last product saves its input before it runs, and its result is not kept.
+        """
+        last = max(number for number, operator in enumerate(self.operators) if operator.kind == "matmul")
+        self.repeated = list(range(last))
+        self.again, self.again_divided = self.saved - self.given, self.saved_divided - self.given_divided
+
+    def linear(
+        self,
+        name: str,
+        rows: int,
+        outputs: int,
+        inputs: int,
+        *,
+        split: str,
+        bias: bool = False,
+        problems: int = 1,
+        added: str = BIAS_GRADIENT,
+        low: bool = True,
+    ) -> None:
+        """A product with a weight: split "column" (its outputs), "row" (its inputs) or "" (whole on every shard).
+
+        `problems`: of so many experts, each with its own weight and `rows` rows. `added`: as `bias_kernel` has it; with "row"
+        the residual's kernel adds the bias. `low`: training in 8 or 4 bits multiplies in them.
+        """
+        whole = problems * rows
+        shape = (("m", rows), ("n", outputs), ("k", inputs))
+        operator = Operator(
+            kind="matmul",
+            shape=shape if problems == 1 else (*shape, ("problems", problems)),
+            batch="rows",
+            forward_flop=2.0 * whole * outputs * inputs,
+            activation_bytes=FULL_BYTES * whole * (outputs + inputs),
+            parameter_bytes=FULL_BYTES * problems * outputs * inputs,
+            function="" if low else NOT_LOW,
+        )
+        if self.software.casts and low:
+            self.moved(whole * inputs, CAST_ARRAYS, divided=split == "row")
+        part = {"column": ("n", outputs), "row": ("k", inputs)}.get(split)
+        self.add(operator, *((part[0], FULL_BYTES * whole * part[1]) if part else ()))
+        self.weight(f"{name}.weight", problems * outputs * inputs, {"column": 0, "row": 1}.get(split))
+        gradient = self.part.element_bytes * problems * outputs * inputs
+        if split:
+            self.peak_fixed_divided = max(self.peak_fixed_divided, gradient)
+        else:
+            self.peak_fixed = max(self.peak_fixed, gradient)
+        if bias:
+            self.weight(f"{name}.bias", problems * outputs, 0 if split == "column" else None)
+            if split == "column":
+                self.bias_kernel(whole * outputs, added, divided=True)
+
+    def qkv(self, tokens: int, queries: int, keys: int, hidden: int, *, bias: bool) -> None:
+        """The product that makes queries, keys and values; its bias has no other kernel that could add it.
+
+        The gradients of the three, which are views of one array, are copied together before the product's backward.
+        """
+        self.linear("qkv", tokens, queries + 2 * keys, hidden, split="column", bias=bias, added=BIAS)
+        if self.software.bias_kernels:
+            self.moved(tokens * (queries + 2 * keys), 0.0, divided=True, function=PARTS)
+
+    def bias_kernel(self, elements: int, function: str, *, divided: bool) -> None:
+        """What a bias costs beside fused kernels, `BIAS` or `BIAS_GRADIENT`, where the product's kernel does not do it."""
+        if self.software.bias_kernels:
+            self.moved(elements, 2.0 if function == BIAS else 0.0, divided=divided, function=function)
+
+    def moved(
+        self,
+        elements: int,
+        arrays: float,
+        *,
+        divided: bool,
+        parameters: int = 0,
+        function: str = "",
+        batch: str = "batch",
+    ) -> None:
+        """A fused pointwise kernel over `elements` that moves so many arrays in its forward; `batch`: as of Operator."""
+        size = round(FULL_BYTES * elements * arrays)
+        operator = Operator(
+            kind="memory_bound",
+            shape=(("elements", elements),),
+            batch=batch,
+            forward_flop=0.0,
+            activation_bytes=size,
+            parameter_bytes=FULL_BYTES * parameters,
+            function=function,
+        )
+        self.add(operator, *(("elements", size) if divided else ()))
+
+    def sum_gradients(self) -> None:
+        """The last operator: every microbatch adds its gradients of the parameters to those before it.
+
+        Leaves out: experts, whose share of a rank depends on the plan.
+        """
+        if not self.software.gradient_arrays:
+            return
+        cut = {part.name for part in self.cut_parameters}
+        for divided in (True, False):
+            elements = sum(
+                entry.elements for entry in self.parameters if (entry.name in cut) == divided and ".experts." not in entry.name
+            )
+            if elements:
+                self.moved(elements, self.software.gradient_arrays, divided=divided, function=GRADIENT_SUM, batch="none")
+
+    def norm(self, name: str, tokens: int, hidden: int, *, divided: bool, kind: str = "layer", arrays: float = 2.0) -> None:
+        """A normalisation; a fused one is read and written once."""
+        elements = 2 * hidden if kind == "layer" else hidden
+        self.moved(tokens * hidden, arrays, divided=divided, parameters=elements)
+        self.weight(f"{name}.weight", hidden)
+        if kind == "layer":
+            self.weight(f"{name}.bias", hidden)
 
 
-def attention(layer: Layer, shape: Shape, software: Software, part: SamplePart, *, norm: bool, residual: bool) -> None:
+RULE = "tensor"
+SEQUENCE = "sequence"
+
+
+def attention(layer: Layer, *, norm: bool, residual: bool) -> None:
     """From the stream to the product after attention; with the norm before and the residual after it, if they belong here."""
+    shape, software, part = layer.shape, layer.software, layer.part
     n, h, d = part.tokens, shape.hidden, shape.dim
     queries, keys = shape.heads * d, shape.keys * d
     if norm:
-        _entering_norm(layer, "norm1", shape, software, part)
+        _entering_norm(layer, "norm1")
     if shape.key_rank:
-        _latent_products(layer, shape, part)
+        _latent_products(layer)
         width = shape.heads * (d + shape.rope_dim)
         layer.keep(part.element_bytes * n * (2 * width + 2 * queries + shape.query_rank + shape.key_rank), divided=True)
     else:
@@ -483,15 +469,16 @@ def attention(layer: Layer, shape: Shape, software: Software, part: SamplePart, 
         layer.moved(n * (queries + keys), software.rope_arrays, divided=True)
     if software.flash:
         layer.repeat(begin, part.element_bytes * n * (queries + keys) if shape.qk_norm else 0, divided=True)
-    scores_of(layer, shape, software, part, width // shape.heads)
+    scores_of(layer, width // shape.heads)
     layer.linear("proj", n, h, queries, split="row", bias=shape.bias)
     layer.peak, layer.peak_divided = part.element_bytes * n * h, part.element_bytes * n * (queries + 2 * keys)
     if residual:
-        residual_of(layer, shape, software, n * h, divided=False)
+        residual_of(layer, n * h, divided=False)
 
 
-def _entering_norm(layer: Layer, name: str, shape: Shape, software: Software, part: SamplePart) -> None:
+def _entering_norm(layer: Layer, name: str) -> None:
     """The norm of the stream before a sublayer; it keeps the stream and what it makes."""
+    shape, software, part = layer.shape, layer.software, layer.part
     n, h, begin = part.tokens, shape.hidden, len(layer.operators)
     layer.norm(name, n, h, divided=False, kind=shape.norm, arrays=software.norm_arrays)
     layer.keep((part.element_bytes + part.operand_bytes(software)) * n * h, divided=False)
@@ -501,8 +488,9 @@ def _entering_norm(layer: Layer, name: str, shape: Shape, software: Software, pa
         layer.repeat(begin, part.operand_bytes(software) * n * h, divided=False)
 
 
-def _latent_products(layer: Layer, shape: Shape, part: SamplePart) -> None:
+def _latent_products(layer: Layer) -> None:
     """Multi-head latent attention: low-rank queries, and keys and values from one latent array."""
+    shape, part = layer.shape, layer.part
     n, h, d = part.tokens, shape.hidden, shape.dim
     layer.linear("q_down", n, shape.query_rank, h, split="")
     layer.norm("q_norm", n, shape.query_rank, divided=False, kind="rms")
@@ -512,7 +500,8 @@ def _latent_products(layer: Layer, shape: Shape, part: SamplePart) -> None:
     layer.linear("kv_up", n, 2 * shape.heads * d, shape.key_rank, split="column")
 
 
-def scores_of(layer: Layer, shape: Shape, software: Software, part: SamplePart, dim: int) -> None:
+def scores_of(layer: Layer, dim: int) -> None:
+    shape, software, part = layer.shape, layer.software, layer.part
     n, keys, heads = part.tokens, part.context, shape.heads
     scores = heads * n * keys
     if software.flash:
@@ -559,8 +548,9 @@ def _batched(problems: int, m: int, n: int, k: int, aligned: bool) -> Operator:
     )
 
 
-def residual_of(layer: Layer, shape: Shape, software: Software, elements: int, *, divided: bool) -> None:
+def residual_of(layer: Layer, elements: int, *, divided: bool) -> None:
     """The addition to the stream, of the last product's bias too."""
+    shape, software = layer.shape, layer.software
     layer.moved(elements, software.residual_arrays, divided=divided)
     if shape.bias:
         layer.bias_kernel(elements, BIAS_GRADIENT, divided=divided)
@@ -568,28 +558,28 @@ def residual_of(layer: Layer, shape: Shape, software: Software, elements: int, *
         layer.keep(elements, divided=divided)
 
 
-def mlp(layer: Layer, shape: Shape, software: Software, part: SamplePart, *, experts: bool, norm: bool, residual: bool) -> None:
+def mlp(layer: Layer, *, experts: bool, norm: bool, residual: bool) -> None:
     """From the stream to the product after the MLP; likewise."""
+    shape, part = layer.shape, layer.part
     n, h = part.tokens, shape.hidden
     if norm:
-        _entering_norm(layer, "norm2", shape, software, part)
+        _entering_norm(layer, "norm2")
     if experts:
         layer.linear("router", n, shape.experts, h, split="", bias=shape.expert_bias, low=False)
         visits = n * shape.active
         layer.moved(visits * h, 4, divided=False)
-        _feed(layer, shape, software, part, max(1, visits // shape.experts), shape.expert_ffn, "experts", shape.experts)
+        _feed(layer, max(1, visits // shape.experts), shape.expert_ffn, "experts", shape.experts)
         layer.keep(2 * part.element_bytes * visits * h, divided=False)
         if shape.shared_ffn:
-            _feed(layer, shape, software, part, n, shape.shared_ffn, "shared")
+            _feed(layer, n, shape.shared_ffn, "shared")
     else:
-        _feed(layer, shape, software, part, n, shape.inner, "mlp")
+        _feed(layer, n, shape.inner, "mlp")
     if residual:
-        residual_of(layer, shape, software, n * h, divided=False)
+        residual_of(layer, n * h, divided=False)
 
 
-def _feed(
-    layer: Layer, shape: Shape, software: Software, part: SamplePart, rows: int, inner: int, name: str, problems: int = 1
-) -> None:
+def _feed(layer: Layer, rows: int, inner: int, name: str, problems: int = 1) -> None:
+    shape, software, part = layer.shape, layer.software, layer.part
     arms = 2 if shape.gated else 1
     bias = shape.expert_bias if name == "experts" else shape.bias
     layer.linear(f"{name}.up", rows, arms * inner, shape.hidden, split="column", bias=bias, problems=problems)
@@ -611,7 +601,7 @@ def _feed(
 
 def embed(shape: Shape, software: Software, part: SamplePart) -> Component:
     n, h = part.tokens, shape.hidden
-    layer = new_layer("wte" if shape.tied else "embed", software, part)
+    layer = Layer("wte" if shape.tied else "embed", shape, software, part)
     lookup = Operator(
         kind="embedding",
         shape=(("rows", n), ("width", h)),
@@ -643,7 +633,7 @@ def head(shape: Shape, software: Software, part: SamplePart, reads: str, *, norm
     `fp8_output_proj` is set (pull request 4825). torchao's example of float8 training leaves the last layer out.
     """
     n, h, v = part.tokens, shape.hidden, shape.vocab
-    layer = new_layer("wte" if shape.tied else "lm_head", software, part)
+    layer = Layer("wte" if shape.tied else "lm_head", shape, software, part)
     layer.linear("", n, v, h, split="column", low=False)
     layer.parameters.clear()
     layer.cut_parameters.clear()
@@ -693,9 +683,9 @@ def component_of(
             operators=tuple(layer.cut),
             saved_activation_bytes=layer.saved_divided,
             forward_peaks=(
-                _shard_peak(layer.saved - layer.saved_divided + layer.peak, 0, layer.saved_divided + layer.peak_divided, 0),
+                DividedSize(layer.saved - layer.saved_divided + layer.peak, 0, layer.saved_divided + layer.peak_divided, 0),
             ),
-            backward_peaks=(_shard_peak(layer.peak, layer.peak_fixed, layer.peak_divided, layer.peak_fixed_divided),),
+            backward_peaks=(DividedSize(layer.peak, layer.peak_fixed, layer.peak_divided, layer.peak_fixed_divided),),
             selective=shard_selective,
         )
         for rule, (needs, makes) in rules.items()
@@ -714,26 +704,26 @@ def component_of(
     )
 
 
-def _by_operator(layer: Layer, inputs: tuple[str, ...]) -> tuple[Selective | None, ShardSelective | None]:
+def _by_operator(layer: Layer, inputs: tuple[str, ...]) -> tuple[Selective[Size] | None, Selective[DividedSize] | None]:
     """With unfused attention its core runs again, as in Megatron-LM; else norms, activation functions and rotations do.
 
     A second forward that stops early runs again whole, up to its last product (`Layer.stop_early`).
 
     Leaves out: gradients beside what the second forward makes, and what it makes and lets go of.
     """
-    if layer.early_stop and layer.given:
+    if layer.software.early_stop and layer.given:
         layer.stop_early()
     if not layer.again:
         return None, None
-    kept = _shard_peak(
+    kept = DividedSize(
         layer.saved - layer.saved_divided - (layer.given - layer.given_divided) - (layer.again - layer.again_divided),
         0,
         layer.saved_divided - layer.given_divided - layer.again_divided,
         0,
     )
-    again = _shard_peak(layer.again - layer.again_divided, 0, layer.again_divided, 0)
-    first = _shard_peak(kept.bytes_per_sample + layer.peak, 0, kept.divided_bytes_per_sample + layer.peak_divided, 0)
-    shard = ShardSelective(kept=kept, again=again, first_peaks=(first,), second_peaks=(again,))
+    again = DividedSize(layer.again - layer.again_divided, 0, layer.again_divided, 0)
+    first = DividedSize(kept.bytes_per_sample + layer.peak, 0, kept.divided_bytes_per_sample + layer.peak_divided, 0)
+    shard = Selective(kept=kept, again=again, first_peaks=(first,), second_peaks=(again,))
     whole = Selective(
         values=inputs[:1] if layer.given else (),
         kept=kept.at(ALONE),
@@ -743,10 +733,6 @@ def _by_operator(layer: Layer, inputs: tuple[str, ...]) -> tuple[Selective | Non
         operators=tuple((number, 1) for number in sorted(layer.repeated)),
     )
     return whole, shard
-
-
-def _shard_peak(rate: int, fixed: int, divided: int, divided_fixed: int) -> ShardPeak:
-    return ShardPeak(rate, fixed, divided, divided_fixed)
 
 
 def limit_of(shape: Shape) -> int:

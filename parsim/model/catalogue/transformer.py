@@ -19,6 +19,7 @@ from parsim.model.catalogue.sublayers import (
     FULL_BYTES,
     RULE,
     SEQUENCE,
+    Layer,
     SamplePart,
     Shape,
     Software,
@@ -29,12 +30,11 @@ from parsim.model.catalogue.sublayers import (
     is_mixture,
     limit_of,
     mlp,
-    new_layer,
     residual_of,
     scores_of,
     stream_value,
 )
-from parsim.model.component import Component, HalfComponent, HalfSharding, HalfValue, Selective, Sharding, Value
+from parsim.model.component import Component, Footprint, Selective, Sharding, Size, Value, ValueFootprint
 from parsim.model.model import Model
 
 FULL, HALF = 4, 2
@@ -93,9 +93,7 @@ def recorded(shape: Shape, software: Software, part: SamplePart, granularity: st
         full,
         components=tuple(_with_half(*pair) for pair in zip(full.components, half.components, strict=True)),
         values=tuple(
-            replace(
-                value, half=HalfValue(bytes_per_sample=narrow.bytes_per_sample, fixed_bytes=0, saved=True, savers=value.savers)
-            )
+            replace(value, half=ValueFootprint(bytes_per_sample=narrow.bytes_per_sample, savers=value.savers))
             for value, narrow in zip(full.values, half.values, strict=True)
         ),
     )
@@ -112,16 +110,22 @@ def _with_half(full: Component, half: Component) -> Component:
             )
             for peak in own.backward_peaks
         )
-        half_shards = HalfSharding(forward_peaks=own.forward_peaks, backward_peaks=peaks, selective=own.selective)
+        cut = {part.name for part in entry.parameters}
+        half_shards = Footprint(
+            saved_activation_bytes=own.saved_activation_bytes,
+            cast_bytes=HALF * sum(parameter.elements for parameter in half.parameters if parameter.name in cut),
+            forward_peaks=own.forward_peaks,
+            backward_peaks=peaks,
+            selective=own.selective,
+        )
         return replace(entry, half=half_shards)
 
     peaks = tuple((rate, fixed * FULL // HALF) for rate, fixed in half.backward_peaks)  # gradients of parameters stay in fp32
     return replace(
         full,
         shardings=tuple(sharding(entry) for entry in full.shardings),
-        half=HalfComponent(
+        half=Footprint(
             saved_activation_bytes=half.saved_activation_bytes,
-            saved_fixed_bytes=0,
             cast_bytes=HALF * sum(parameter.elements for parameter in half.parameters),
             forward_peaks=half.forward_peaks,
             backward_peaks=peaks,
@@ -133,9 +137,9 @@ def _with_half(full: Component, half: Component) -> Component:
 def _by_layer(shape: Shape, software: Software, part: SamplePart) -> tuple[list[Component], list[Value]]:
     made: dict[bool, Component] = {}
     for mixture in {is_mixture(shape, number) for number in range(shape.layers)}:
-        layer = new_layer("h", software, part)
-        attention(layer, shape, software, part, norm=True, residual=True)
-        mlp(layer, shape, software, part, experts=mixture, norm=True, residual=True)
+        layer = Layer("h", shape, software, part)
+        attention(layer, norm=True, residual=True)
+        mlp(layer, experts=mixture, norm=True, residual=True)
         made[mixture] = component_of("h", layer, ("x",), ("y",), {}, limit=limit_of(shape))
     components, values = [embed(shape, software, part)], []
     for number in range(shape.layers):
@@ -149,13 +153,13 @@ def _by_layer(shape: Shape, software: Software, part: SamplePart) -> tuple[list[
 
 def _by_sublayer(shape: Shape, software: Software, part: SamplePart) -> tuple[list[Component], list[Value]]:
     ends = {RULE: (("full",), ("partial",))}
-    first = new_layer("h", software, part)
-    attention(first, shape, software, part, norm=True, residual=True)
+    first = Layer("h", shape, software, part)
+    attention(first, norm=True, residual=True)
     half = component_of("h", first, ("x",), ("y",), ends, limit=limit_of(shape))
     feeds: dict[bool, Component] = {}
     for mixture in {is_mixture(shape, number) for number in range(shape.layers)}:
-        layer = new_layer("h", software, part)
-        mlp(layer, shape, software, part, experts=mixture, norm=True, residual=True)
+        layer = Layer("h", shape, software, part)
+        mlp(layer, experts=mixture, norm=True, residual=True)
         feeds[mixture] = component_of("h", layer, ("y",), ("z",), ends, limit=limit_of(shape))
     components, values = [embed(shape, software, part)], [stream_value("x0", "embed", shape, part, ("h.0.attn",))]
     for number in range(shape.layers):
@@ -175,8 +179,8 @@ def _by_sequence(shape: Shape, software: Software, part: SamplePart) -> tuple[li
     sublayer, kept = _attention_parts(shape, software, part)
     feeds: dict[bool, Component] = {}
     for mixture in {is_mixture(shape, number) for number in range(shape.layers)}:
-        layer = new_layer("h", software, part)
-        mlp(layer, shape, software, part, experts=mixture, norm=False, residual=False)
+        layer = Layer("h", shape, software, part)
+        mlp(layer, experts=mixture, norm=False, residual=False)
         feeds[mixture] = component_of("h", layer, ("m",), ("p",), ends, limit=limit_of(shape))
     start = _norm_component(shape, software, part, joins=False)
     join = _norm_component(shape, software, part, joins=True)
@@ -217,8 +221,8 @@ def _attention_parts(
     ends = {RULE: (("full",), ("partial",))}
     limit = limit_of(shape)
     if not software.selective or software.flash:
-        layer = new_layer("h", software, part)
-        attention(layer, shape, software, part, norm=False, residual=False)
+        layer = Layer("h", shape, software, part)
+        attention(layer, norm=False, residual=False)
         whole = component_of("h", layer, ("n",), ("a",), ends, limit=limit)
         return (
             lambda here, reads, makes: [(whole, f"{here}.attn", (reads,), (makes,))],
@@ -226,9 +230,9 @@ def _attention_parts(
         )
     n, h, d = part.tokens, shape.hidden, shape.dim
     queries, keys = shape.heads * d, shape.keys * d
-    before, inside, after = (new_layer("h", software, part) for _ in range(3))
+    before, inside, after = (Layer("h", shape, software, part) for _ in range(3))
     before.qkv(n, queries, keys, h, bias=shape.bias or shape.qkv_bias)
-    scores_of(inside, shape, software, part, d)
+    scores_of(inside, d)
     after.linear("proj", n, h, queries, split="row", bias=shape.bias)
     inside.keep(part.element_bytes * n * (queries + 2 * keys), divided=True)
     inside.reads(part.element_bytes * n * (queries + 2 * keys), divided=True)
@@ -261,9 +265,9 @@ def _attention_parts(
 def _norm_component(shape: Shape, software: Software, part: SamplePart, *, joins: bool) -> Component:
     """A norm, after the addition of what a sublayer made where it joins the stream. All of it is divided."""
     n, h = part.tokens, shape.hidden
-    layer = new_layer("h", software, part)
+    layer = Layer("h", shape, software, part)
     if joins:
-        residual_of(layer, shape, software, n * h, divided=True)
+        residual_of(layer, n * h, divided=True)
     layer.norm("norm", n, h, divided=True, kind=shape.norm, arrays=software.norm_arrays)
     layer.keep((part.element_bytes + part.operand_bytes(software)) * n * h, divided=True)
     layer.peak_divided = 2 * part.element_bytes * n * h
@@ -278,7 +282,7 @@ def _renamed(component: Component, name: str, inputs: tuple[str, ...], outputs: 
     swap = {parameter.name: f"{name}.{parameter.name}" for parameter in component.parameters}
     places = dict(zip(component.inputs, inputs, strict=True))
 
-    def moved(entry: Selective | None) -> Selective | None:
+    def moved(entry: Selective[Size] | None) -> Selective[Size] | None:
         return None if entry is None else replace(entry, values=tuple(places[value] for value in entry.values))
 
     return replace(

@@ -116,6 +116,11 @@ class Step:
     tables: frozenset[int] = frozenset()
     draws: bool = False
 
+    @property
+    def name(self) -> str:
+        """What the call's function is called, for messages."""
+        return call_name(self.op)
+
     def given(self, name: str, place: int, default: Any = None) -> Any:
         """The argument called `name`, or at `place`."""
         for keyword, value in self.op.keywords:
@@ -170,6 +175,11 @@ class Step:
 
 
 Rule = Callable[[Step], RuleOutcome]
+
+
+def call_name(op: Op) -> str:
+    """What a call's function is called, for messages."""
+    return str(getattr(op.function, "__name__", op.function))
 
 
 def operands_of(op: Op) -> tuple[int, ...]:

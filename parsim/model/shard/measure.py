@@ -7,23 +7,20 @@ has and the whole has not (taking its piece of a full operand, masking tokens).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parsim.model.component import HalfComponent, HalfDivided, Operator, OperatorShard, ParameterShard, Sharding
-from parsim.model.runnable import CallProgram, TensorKind, run_op
+from parsim.model.component import DividedSize, Footprint, Operator, OperatorShard, ParameterShard, Sharding, Share, Size
+from parsim.model.runnable import CallProgram, run_op
 from parsim.model.shard.apply import localise
 from parsim.model.shard.content import SHARD, Content, Refused, Undecided
-from parsim.model.shard.propagate import Propagation, Variant, propagate, variants, vocabulary_size
-from parsim.model.trace.fakes import CallWatch, NextCall, with_workspace
-from parsim.model.trace.memory import autocast_as, like, local_program
-from parsim.model.trace.operators import OperatorMode, RawOperator, grow
+from parsim.model.shard.propagate import Variant, propagate, variants, vocabulary_size
+from parsim.model.trace.memory import autocast_as, like, local_program, with_local_tensors
+from parsim.model.trace.operators import OperatorMode, RawOperator, SavedTensors, grow
 from parsim.model.trace.recorder import storage_key
 from parsim.units import divisors
 
@@ -161,7 +158,11 @@ def _divided(
         return None
     if (one.outputs, one.parts, one.limit) != (other.outputs, other.parts, other.limit):
         return None
-    runs = [_run_shard(whole, variant.inputs, found, ways) for whole, found in ((small, one), (large, other))]
+    runs = []
+    for whole, found in ((small, one), (large, other)):
+        program, origins = localise(whole.program, found, 0, ways)
+        program = with_local_tensors(program, variant.inputs, found.parts.values(), Share(1, ways))
+        runs.append(_run_shard(whole, program, origins))
     local = dict(_numbered(grow(runs[0].operators, runs[1].operators, step)))
     cuts = {key: cut for key, operator in grown if key in local and (cut := _cut(operator, local[key], ways)) is not None}
     rates = split(runs[0].saved_bytes, runs[1].saved_bytes, f"what a shard of {small.program.name} saves")
@@ -194,41 +195,46 @@ def _numbered(grown: Sequence[tuple[RawOperator | None, Operator]]) -> list[tupl
 
 
 class _ShardRun(NamedTuple):
+    """Operators of the calls that were recorded, and bytes of activations and of casts of parameters that are saved."""
+
     operators: list[RawOperator]
     saved_bytes: int
+    cast_bytes: int
 
 
-def _run_shard(whole: WholeComponent, inputs: Sequence[Content], found: Propagation, ways: int) -> _ShardRun:
-    """Shard 0 on fake tensors laid out in memory as the whole's."""
-    program, origins = localise(whole.program, found, 0, ways)
+def _run_shard(
+    whole: WholeComponent, program: CallProgram, origins: Sequence[int | None], autocast: torch.dtype | None = None
+) -> _ShardRun:
+    """Shard 0 on fake tensors laid out in memory as the whole's.
+
+    Args:
+        program: of the shard, with local shapes. origins: per call the number of the recorded one it stands for.
+    """
     environment: list[Any] = [None] * program.slots
-    uncounted: list[Tensor] = []
-    with whole.fakes:
-        for (_, slot, _), content, counted in zip(program.inputs, inputs, whole.counted_inputs, strict=True):
-            environment[slot] = _like(program.tensors[slot], content, ways)
-            if not counted:
-                uncounted.append(environment[slot])
-        state = []
-        for key, slot in program.state:
-            part = found.parts.get(key.name)
-            content = Content("full") if part is None else Content(SHARD, part.dim, part.blocks, part.runs)
-            environment[slot] = _like(program.tensors[slot], content, ways)
-            state.append(environment[slot])
+    position = 0
+    with whole.fakes, autocast_as(autocast), torch.enable_grad():
+        inputs, state = [slot for _, slot, _ in program.inputs], [slot for _, slot in program.state]
+        for slot in (*inputs, *state):
+            environment[slot] = like(program.tensors[slot]).requires_grad_(program.tensors[slot].differentiable)
         for constant, slot in program.constants:
             environment[slot] = constant
-        watch = _SavedBytes([*state, *uncounted])
-        position = 0
-        mode = OperatorMode(lambda: position, {storage_key(tensor) for tensor in state})
-        with watch.open(), mode:
+        uncounted = [environment[slot] for slot, counted in zip(inputs, whole.counted_inputs, strict=True) if not counted]
+        own = [environment[slot] for slot in state]
+        known = {storage_key(tensor) for tensor in (*own, *uncounted)}
+        saved = SavedTensors(lambda: position)
+        mode = OperatorMode(lambda: position, {storage_key(tensor) for tensor in own})
+        with saved.open(), mode:
             for op, origin in zip(program.ops, origins, strict=True):
                 position = -1 if origin is None else origin
                 run_op(op, environment)
-    return _ShardRun([raw for raw in mode.operators if raw.op >= 0], watch.size_bytes)
+        sizes = {key: size for _, key, size in saved.first_saves(known)}
+    casts = sum(size for key, size in sizes.items() if key in mode.casts)
+    return _ShardRun([raw for raw in mode.operators if raw.op >= 0], sum(sizes.values()) - casts, casts)
 
 
 def half_divided(
-    small: WholeComponent, large: WholeComponent, sharding: Sharding, half: HalfComponent, autocast: torch.dtype, split: Split
-) -> HalfDivided:
+    small: WholeComponent, large: WholeComponent, sharding: Sharding, half: Footprint[Size], autocast: torch.dtype, split: Split
+) -> Footprint[DividedSize]:
     """What shards divide of the bytes that a component saves under autocast.
 
     Autocast halves what products read, and leaves the residual stream as it is. So the part that is divided is not that
@@ -238,82 +244,13 @@ def half_divided(
         small, large: recorded under `autocast` at two batches. half: what the whole saves. split: as for `divide`.
     """
     ways = divisors(sharding.limit)[1]
-    (saved, casts), (more, _) = (_saved_by_shard(whole, sharding, ways, autocast) for whole in (small, large))
-    rate, fixed = split(saved, more, f"what a shard of {small.program.name} saves under autocast")
-    return HalfDivided(
-        activation_bytes=_whole_of(half.saved_activation_bytes, rate, ways),
-        fixed_bytes=_whole_of(half.saved_fixed_bytes, fixed, ways),
-        cast_bytes=_whole_of(half.cast_bytes, casts, ways),
+    runs = []
+    for whole in (small, large):
+        program = local_program(whole.program, sharding, 0, ways)
+        runs.append(_run_shard(whole, program, range(len(program.ops)), autocast))
+    rate, fixed = split(runs[0].saved_bytes, runs[1].saved_bytes, f"what a shard of {small.program.name} saves under autocast")
+    return Footprint(
+        saved_activation_bytes=_whole_of(half.saved_activation_bytes, rate, ways),
+        saved_fixed_bytes=_whole_of(half.saved_fixed_bytes, fixed, ways),
+        cast_bytes=_whole_of(half.cast_bytes, runs[0].cast_bytes, ways),
     )
-
-
-def _saved_by_shard(whole: WholeComponent, sharding: Sharding, ways: int, autocast: torch.dtype) -> tuple[int, int]:
-    """Bytes of activations and of casts of parameters that shard 0 saves."""
-    program = local_program(whole.program, sharding, 0, ways)
-    environment: list[Any] = [None] * program.slots
-    with whole.fakes, autocast_as(autocast):
-        slots = [slot for _, slot, _ in program.inputs]
-        state = [slot for _, slot in program.state]
-        for slot in (*slots, *state):
-            environment[slot] = like(program.tensors[slot]).requires_grad_(program.tensors[slot].differentiable)
-        uncounted = [environment[slot] for slot, counted in zip(slots, whole.counted_inputs, strict=True) if not counted]
-        own = [environment[slot] for slot in state]
-        for constant, slot in program.constants:
-            environment[slot] = constant
-        watch = _SavedBytes([*own, *uncounted])
-        with watch.open(), _Casts(own) as cast:
-            for op in program.ops:
-                run_op(op, environment)
-    casts = sum(size for key, size in watch.sizes.items() if key in cast.made)
-    return watch.size_bytes - casts, casts
-
-
-def _like(kind: TensorKind, content: Content, ways: int) -> Tensor:
-    """A new tensor of the local shape, its dims in memory in the order of the recorded one's."""
-    shape = [size // ways if content.form == SHARD and dim == content.dim else size for dim, size in enumerate(kind.shape)]
-    order = sorted(range(len(shape)), key=lambda dim: -kind.stride[dim])
-    tensor = torch.empty([shape[dim] for dim in order], dtype=kind.dtype)
-    tensor = tensor.permute([order.index(dim) for dim in range(len(shape))])
-    return tensor.requires_grad_(kind.differentiable)
-
-
-class _Casts(CallWatch):
-    """Notes casts of parameters and buffers. `made`: they themselves, by storage."""
-
-    def __init__(self, state: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._state = {storage_key(tensor) for tensor in state}
-        self.made: dict[int, Tensor] = {}
-
-    def around(self, call: NextCall, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of the call."""
-        result = with_workspace(func, args, call(func, types, args, kwargs))
-        if func is torch.ops.aten._to_copy.default and storage_key(args[0]) in self._state:
-            self.made[storage_key(result)] = result
-        return result
-
-
-class _SavedBytes:
-    """Counts what autograd keeps, each storage once; those of `known` tensors not at all. `sizes`: by storage."""
-
-    def __init__(self, known: Sequence[Tensor]) -> None:
-        self.sizes: dict[int, int] = {}
-        self._seen = {storage_key(tensor) for tensor in known}
-        self._alive: list[Tensor] = list(known)
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(self.sizes.values())
-
-    @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept):
-            yield
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        key = storage_key(tensor)
-        if key not in self._seen:
-            self._seen.add(key)
-            self._alive.append(tensor)
-            self.sizes[key] = tensor.untyped_storage().nbytes()
-        return tensor

@@ -76,7 +76,7 @@ def unbound(step: Step, content: Content) -> RuleOutcome:
     """unbind, select: one dim goes."""
     dim = step.given("dim", 1, 0) % len(step.shape(step.given("input", 0)))
     if dim == content.dim:
-        raise Refused(f"{_name(step)} takes dim {dim} apart, which is cut")
+        raise Refused(f"{step.name} takes dim {dim} apart, which is cut")
     return step.same(content._replace(dim=content.dim - (dim < content.dim)))
 
 
@@ -149,7 +149,7 @@ def repeated(step: Step, content: Content) -> RuleOutcome:
     given, times = step.given("input", 0), step.given("repeats", 1)
     dim = step.given("dim", 2)
     if type(times) is not int or dim is None:
-        raise Refused(f"{_name(step)} with repeats per entry, or over all dims")
+        raise Refused(f"{step.name} with repeats per entry, or over all dims")
     if dim % len(step.shape(given)) != content.dim:
         return step.same(content)
     return step.same(content._replace(runs=tuple(size * times for size in content.runs)))
@@ -192,13 +192,9 @@ def reduced(step: Step, content: Content) -> RuleOutcome:
     rank = len(step.shape(step.given("input", 0)))
     dims = step.given("dim", 1)
     if dims is None:
-        raise Refused(f"{_name(step)} runs over all dims, one of which is cut")
+        raise Refused(f"{step.name} runs over all dims, one of which is cut")
     over = {dim % rank for dim in ((dims,) if isinstance(dims, int) else dims)}
     if content.dim in over:
-        raise Refused(f"{_name(step)} runs over dim {content.dim}, which is cut")
+        raise Refused(f"{step.name} runs over dim {content.dim}, which is cut")
     gone = 0 if len(step.made()) == rank else sum(dim < content.dim for dim in over)
     return step.same(content._replace(dim=content.dim - gone))
-
-
-def _name(step: Step) -> str:
-    return str(getattr(step.op.function, "__name__", step.op.function))

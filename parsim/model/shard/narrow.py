@@ -16,7 +16,8 @@ def narrow(component: Component, rule: str, ways: int) -> Component:
     """The component that one of `ways` shards under `rule` runs; the component itself for rule "" or one way.
 
     Its operators, parameters and saved bytes are those of one shard, so its fingerprint tells it from the whole. Buffers are
-    counted whole. Values keep the sizes they have outside.
+    counted whole. Values keep the sizes they have outside. The memory is that of the component's precision: take that first
+    (`parsim.model.formats.component_in`).
 
     Raises:
         ModelError: no such rule, or `ways` does not divide its limit.
@@ -27,38 +28,36 @@ def narrow(component: Component, rule: str, ways: int) -> Component:
     check_ways(component.name, sharding, ways, component.shardings)
     divided = {part.name for part in sharding.parameters}
     cut = {part.number: part for part in sharding.operators}
-    saved = component.saved_activation_bytes - sharding.saved_activation_bytes
-    fixed = component.saved_fixed_bytes - sharding.saved_fixed_bytes
     share = sharding.share(ways)
-    shard = replace(
+    selective = None
+    if component.selective is not None and sharding.selective is not None:
+        selective = replace(
+            component.selective,
+            kept=sharding.selective.kept.at(share),
+            again=sharding.selective.again.at(share),
+            first_peaks=tuple(size.at(share) for size in sharding.selective.first_peaks),
+            second_peaks=tuple(size.at(share) for size in sharding.selective.second_peaks),
+        )
+
+    def left(whole: int, part: int) -> int:
+        return whole - part + share.of(part)
+
+    return replace(
         component,
         parameters=tuple(replace(p, elements=share.of(p.elements)) if p.name in divided else p for p in component.parameters),
         operators=tuple(
             _divided(operator, share, cut[number]) if number in cut else operator
             for number, operator in enumerate(component.operators)
         ),
-        saved_activation_bytes=saved + share.of(sharding.saved_activation_bytes),
-        saved_fixed_bytes=fixed + share.of(sharding.saved_fixed_bytes),
+        saved_activation_bytes=left(component.saved_activation_bytes, sharding.saved_activation_bytes),
+        saved_fixed_bytes=left(component.saved_fixed_bytes, sharding.saved_fixed_bytes),
+        cast_bytes=left(component.cast_bytes, sharding.cast_bytes),
         shardings=(),
-    )
-    half = component.half
-    if half is not None:
-        elements = sum(parameter.elements for parameter in component.parameters)
-        own = sum(parameter.elements for parameter in shard.parameters)
-        casts = half.cast_bytes * own // elements if elements else 0
-        if sharding.half is not None and sharding.half.divided is not None:
-            part = sharding.half.divided.cast_bytes
-            casts = half.cast_bytes - part + share.of(part)
-        half = replace(half, cast_bytes=casts)
-    return replace(
-        shard,
-        forward_peaks=tuple(peak.at(share) for peak in sharding.forward_peaks),
-        backward_peaks=tuple(peak.at(share) for peak in sharding.backward_peaks),
-        half=half,
+        forward_peaks=tuple(size.at(share) for size in sharding.forward_peaks),
+        backward_peaks=tuple(size.at(share) for size in sharding.backward_peaks),
+        half=None,
         split_backward=None,  # not counted for shards
-        selective=None
-        if component.selective is None or sharding.selective is None
-        else sharding.selective.at(share, component.selective),
+        selective=selective,
         inside=None
         if component.inside is None
         else replace(

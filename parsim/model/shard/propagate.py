@@ -1,4 +1,9 @@
-"""Contents carried through the calls of one component: the content of each tensor in a shard, and the form of each call."""
+"""How a component can be sharded: contents carried through its calls by the rules, and a search over what may be cut.
+
+Calls without a rule: any function may be done whole by every shard on three conditions. It is given full tensors only, is
+linear in the gradient (as all of torch's own are) and draws no random numbers. Operators of torch say by a tag whether they
+draw.
+"""
 
 from __future__ import annotations
 
@@ -26,138 +31,12 @@ from parsim.model.shard.content import (
     RuleOutcome,
     Step,
     Undecided,
+    call_name,
     cut_along,
     operands_of,
 )
-from parsim.model.shard.rules import DROPOUTS, PRODUCTS, QUOTIENTS, SAME, Functions, grouped_product, rule_of, tables_of
+from parsim.model.shard.rules import DROPOUTS, PRODUCTS, QUOTIENTS, SAME, Functions, grouped_product, rule_of
 from parsim.model.total_loss import class_sums
-
-# What is read from the calls of a component beside their rules: calls without a rule, and tensors taken apart in runs.
-#
-# Any function may be done whole by every shard on three conditions. It is given full tensors only, is linear in the gradient
-# (as
-# all of torch's own are) and draws no random numbers. Operators of torch say by a tag whether they draw.
-
-
-def whole_call(step: Step) -> RuleOutcome:
-    """The rule of calls that have none of their own."""
-    name = str(getattr(step.op.function, "__qualname__", step.op.function))
-    if any(step.contents[slot].form != FULL for slot in step.operands()):
-        raise Refused(f"{name} is not in the table of sharding rules, and not all that it reads is full")
-    if step.draws:
-        raise Refused(
-            f"{name} is not in the table of sharding rules, and may draw random numbers or do what torch does not see"
-        )
-    heavy = any(slot in step.state and len(step.tensors[slot].shape) > 1 for slot in step.operands())
-    return RuleOutcome(contents=(WHOLE,) * len(step.op.outputs), whole_weight=heavy)
-
-
-@lru_cache(maxsize=8)
-def drawing_calls(program: CallProgram) -> frozenset[int]:
-    """Numbers of the calls without a rule that draw random numbers, or may draw them, for all that is known."""
-    return frozenset(
-        number for number, op in enumerate(program.ops) if rule_of(op.function) is None and not _is_plain(program, op)
-    )
-
-
-def draws(program: CallProgram) -> bool:
-    """Whether the component draws random numbers, as far as can be seen: what cannot be seen counts as drawing."""
-    listed = any(rule_of(op.function) is not None and _drops(op) for op in program.ops)
-    return listed or bool(drawing_calls(program))
-
-
-def _drops(op: Op) -> bool:
-    keywords = dict(op.keywords)
-    if op.function is functional.scaled_dot_product_attention:
-        return bool(keywords.get("dropout_p", op.arguments[4] if len(op.arguments) > 4 else 0.0))
-    if op.function is functional.multi_head_attention_forward:
-        return bool(keywords.get("training", True) and op.arguments[10])
-    if op.function not in DROPOUTS:
-        return False
-    p, training = (op.arguments[place] if len(op.arguments) > place else other for place, other in ((1, 0.5), (2, True)))
-    return bool(keywords.get("p", p) and keywords.get("training", training))
-
-
-def _is_plain(program: CallProgram, op: Op) -> bool:
-    if isinstance(getattr(op.function, "__self__", None), type):  # a torch.autograd.Function: its backward may do anything
-        return False
-    # Calls recorded under autocast may read floats of several types, which autocast casts and the meta device refuses.
-    return any(_plain_of_types(program, op, half) for half in (None, torch.float32))
-
-
-def _plain_of_types(program: CallProgram, op: Op, half: torch.dtype | None) -> bool:
-    """Whether the call is plain on the meta device. half: the type in place of half-precision ones; None: as recorded."""
-    environment: list[Any] = [None] * program.slots
-    for slot in operands_of(op):
-        kind = program.tensors[slot]
-        dtype = half if half is not None and kind.dtype in (torch.bfloat16, torch.float16) else kind.dtype
-        environment[slot] = torch.empty_strided(kind.shape, kind.stride, dtype=dtype, device="meta")
-    watch = _Tags()
-    try:
-        with torch.no_grad(), watch:
-            run_op(_on_meta(op), environment)
-    except Exception:  # not on the meta device: nothing is known of it
-        return False
-    return watch.plain
-
-
-def _on_meta(op: Op) -> Op:
-    keywords = tuple((name, torch.device("meta") if name == "device" else value) for name, value in op.keywords)
-    return replace(op, keywords=keywords, drop=())
-
-
-class _Tags(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Whether all operators are torch's own and draw nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.plain = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        own = func.namespace in ("aten", "prims", "prim")
-        self.plain &= own and torch.Tag.nondeterministic_seeded not in func.tags
-        return func(*args, **(kwargs or {}))
-
-
-@lru_cache(maxsize=8)
-def tables_of_experts(program: CallProgram) -> frozenset[int]:
-    """Slots that products with experts read as their tables."""
-    return tables_of(program, frozenset(n for n, op in enumerate(program.ops) if rule_of(op.function) is grouped_product))
-
-
-@lru_cache(maxsize=8)
-def consumed_in_runs(program: CallProgram) -> dict[int, tuple[int, ...]]:
-    """Slots whose last dim later calls take apart in unequal parts (split, or slices that cover it), with the sizes."""
-    found: dict[int, tuple[int, ...]] = {}
-    slices: dict[int, set[tuple[int, int]]] = {}
-    for op in program.ops:
-        given = op.arguments[0] if op.arguments else None
-        if type(given) is not Ref:
-            continue
-        shape = program.tensors[given.slot].shape
-        if op.function in (Tensor.split, torch.split) and len(op.outputs) > 1:
-            sizes = [program.tensors[slot].shape for _, slot in op.outputs]
-            if all(size[:-1] == shape[:-1] for size in sizes):
-                found[given.slot] = tuple(size[-1] for size in sizes)
-        elif op.function is Tensor.__getitem__ and (taken := _last_slice(op, len(shape))) is not None:
-            start, stop, stride = taken.indices(shape[-1])
-            if stride == 1:
-                slices.setdefault(given.slot, set()).add((start, stop))
-    for slot, parts in slices.items():
-        ordered = sorted(parts)
-        edges = [start for start, _ in ordered] + [program.tensors[slot].shape[-1]]
-        if edges[0] == 0 and [stop for _, stop in ordered] == edges[1:] and len(ordered) > 1:
-            found[slot] = tuple(stop - start for start, stop in ordered)
-    return {slot: sizes for slot, sizes in found.items() if len(set(sizes)) > 1}
-
-
-def _last_slice(op: Op, rank: int) -> slice | None:
-    """The slice of x[..., a:b], else None."""
-    index = op.arguments[1]
-    if type(index) is Nested or not isinstance(index, tuple) or not index or not isinstance(index[-1], slice):
-        return None
-    whole = len(index) == rank or index[0] is Ellipsis
-    return index[-1] if whole and all(entry in (Ellipsis, slice(None)) for entry in index[:-1]) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +78,7 @@ def propagate(
     contents.update({slot: content for (_, slot, _), content in zip(program.inputs, inputs, strict=True)})
     outcomes: list[RuleOutcome] = []
     uses: dict[str, ParameterShard | None] = {}
-    drawing, runs, tables = drawing_calls(program), consumed_in_runs(program), tables_of_experts(program)
+    drawing, runs, tables = drawing_calls(program), _consumed_in_runs(program), _tables_of_experts(program)
     for number, op in enumerate(program.ops):
         step = Step(
             op=op,
@@ -215,13 +94,14 @@ def propagate(
         outcome = _answer(step)
         for slot in operands_of(op):
             if slot in state:
-                how = outcome.converted.get(slot)
-                part = _part(state[slot], how)
-                if uses.setdefault(state[slot], part) != part:
-                    raise Refused(f"{state[slot]} is used in two ways: {uses[state[slot]]} and {part}")
+                name, part = state[slot], None
+                if type(how := outcome.converted.get(slot)) is Piece:
+                    part = ParameterShard(name=name, dim=how.dim, blocks=how.blocks, runs=how.runs)
+                if uses.setdefault(name, part) != part:
+                    raise Refused(f"{name} is used in two ways: {uses[name]} and {part}")
         for (_, slot), content in zip(op.outputs, outcome.contents, strict=True):
             if contents.get(slot, content) != content:
-                raise Refused(f"{_name(op)} changes in place what was {contents[slot].form} and becomes {content.form}")
+                raise Refused(f"{call_name(op)} changes in place what was {contents[slot].form} and becomes {content.form}")
             contents[slot] = content
         outcomes.append(outcome)
     if any(contents[slot].form != FULL for _, slot in program.buffer_writes):
@@ -239,16 +119,12 @@ def propagate(
     )
 
 
-def _part(name: str, how: First | Piece | None) -> ParameterShard | None:
-    return ParameterShard(name=name, dim=how.dim, blocks=how.blocks, runs=how.runs) if type(how) is Piece else None
-
-
 def _answer(step: Step) -> RuleOutcome:
     if any(step.contents[slot].form == MAXIMUM for slot in step.operands()):
-        raise Refused(f"{_name(step.op)} of the maximum of a part")
-    outcome = (rule_of(step.op.function) or whole_call)(step)
+        raise Refused(f"{step.name} of the maximum of a part")
+    outcome = (rule_of(step.op.function) or _whole_call)(step)
     if len(outcome.contents) != len(step.op.outputs):
-        raise Refused(f"{_name(step.op)} makes {len(step.op.outputs)} tensors, and its rule describes {len(outcome.contents)}")
+        raise Refused(f"{step.name} makes {len(step.op.outputs)} tensors, and its rule describes {len(outcome.contents)}")
     return outcome
 
 
@@ -294,11 +170,152 @@ def _rule_name(labels: Sequence[str]) -> str:
     return "+".join(name for name, _ in groupby(names)) or "follow"
 
 
-def _name(op: Op) -> str:
-    return str(getattr(op.function, "__qualname__", op.function))
+# --- calls without a rule, and tensors taken apart in runs ------------------------------------------------------------
 
 
-# The ways a component can be sharded: a search over the tensors that may be cut, and a choice of useful results.
+def _whole_call(step: Step) -> RuleOutcome:
+    """The rule of calls that have none of their own."""
+    name = step.name
+    if any(step.contents[slot].form != FULL for slot in step.operands()):
+        raise Refused(f"{name} is not in the table of sharding rules, and not all that it reads is full")
+    if step.draws:
+        raise Refused(
+            f"{name} is not in the table of sharding rules, and may draw random numbers or do what torch does not see"
+        )
+    heavy = any(slot in step.state and len(step.tensors[slot].shape) > 1 for slot in step.operands())
+    return RuleOutcome(contents=(WHOLE,) * len(step.op.outputs), whole_weight=heavy)
+
+
+@lru_cache(maxsize=8)
+def drawing_calls(program: CallProgram) -> frozenset[int]:
+    """Numbers of the calls without a rule that draw random numbers, or may draw them, for all that is known."""
+    return frozenset(
+        number for number, op in enumerate(program.ops) if rule_of(op.function) is None and not _is_plain(program, op)
+    )
+
+
+def draws(program: CallProgram) -> bool:
+    """Whether the component draws random numbers, as far as can be seen: what cannot be seen counts as drawing."""
+    listed = any(rule_of(op.function) is not None and _drops(op) for op in program.ops)
+    return listed or bool(drawing_calls(program))
+
+
+def _drops(op: Op) -> bool:
+    keywords = dict(op.keywords)
+    if op.function is functional.scaled_dot_product_attention:
+        return bool(keywords.get("dropout_p", op.arguments[4] if len(op.arguments) > 4 else 0.0))
+    if op.function is functional.multi_head_attention_forward:
+        return bool(keywords.get("training", True) and op.arguments[10])
+    if op.function not in DROPOUTS:
+        return False
+    p, training = (op.arguments[place] if len(op.arguments) > place else other for place, other in ((1, 0.5), (2, True)))
+    return bool(keywords.get("p", p) and keywords.get("training", training))
+
+
+def may_draw_on_host(program: CallProgram) -> bool:
+    """Whether a component of a GPU may draw from the generator of the host, as `torch.rand(3).to(x.device)` does.
+
+    What torch does not see may. Masks of dropout are drawn where the values are, which is on the GPU.
+    """
+    watches = (_on_meta(program, program.ops[number], on_gpu=True) for number in drawing_calls(program))
+    return any(watch is None or watch.hidden or watch.drew_on_host for watch in watches)
+
+
+def _is_plain(program: CallProgram, op: Op) -> bool:
+    """Whether all operators of a call are torch's own and draw nothing."""
+    if isinstance(getattr(op.function, "__self__", None), type):  # a torch.autograd.Function: its backward may do anything
+        return False
+    # Calls recorded under autocast may read floats of several types, which autocast casts and the meta device refuses.
+    watches = (_on_meta(program, op, half=half) for half in (None, torch.float32))
+    return any(watch is not None and not watch.hidden and not watch.drew for watch in watches)
+
+
+def _on_meta(program: CallProgram, op: Op, *, half: torch.dtype | None = None, on_gpu: bool = False) -> _Draws | None:
+    """A call on the meta device; None where it cannot run there, and nothing is known of it.
+
+    Args:
+        half: the type in place of half-precision ones; None: as recorded. on_gpu: meta tensors stand for those of a GPU, so a
+            call that makes a tensor on the host makes it there.
+    """
+    environment: list[Any] = [None] * program.slots
+    for slot in operands_of(op):
+        kind = program.tensors[slot]
+        dtype = half if half is not None and kind.dtype in (torch.bfloat16, torch.float16) else kind.dtype
+        environment[slot] = torch.empty_strided(kind.shape, kind.stride, dtype=dtype, device="meta")
+
+    def device(value: Any) -> Any:
+        return value if on_gpu and (value is None or torch.device(value).type == "cpu") else torch.device("meta")
+
+    keywords = tuple((name, device(value) if name == "device" else value) for name, value in op.keywords)
+    watch = _Draws()
+    try:
+        with torch.no_grad(), watch:
+            run_op(replace(op, keywords=keywords, drop=()), environment)
+    except Exception:
+        return None
+    return watch
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Whether operators draw random numbers, for a tensor of the host, or do what torch does not see (`hidden`)."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drew = self.drew_on_host = self.hidden = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [entry for entry in (result if isinstance(result, list | tuple) else [result]) if isinstance(entry, Tensor)]
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        self.drew |= draws
+        self.drew_on_host |= draws and any(entry.device.type == "cpu" for entry in made)
+        self.hidden |= func.namespace not in ("aten", "prims", "prim")
+        return result
+
+
+@lru_cache(maxsize=8)
+def _tables_of_experts(program: CallProgram) -> frozenset[int]:
+    """Slots that products with experts read as their tables."""
+    tables = (op.arguments[1] for op in program.ops if rule_of(op.function) is grouped_product)
+    return frozenset(table.slot for table in tables if type(table) is Ref)
+
+
+@lru_cache(maxsize=8)
+def _consumed_in_runs(program: CallProgram) -> dict[int, tuple[int, ...]]:
+    """Slots whose last dim later calls take apart in unequal parts (split, or slices that cover it), with the sizes."""
+    found: dict[int, tuple[int, ...]] = {}
+    slices: dict[int, set[tuple[int, int]]] = {}
+    for op in program.ops:
+        given = op.arguments[0] if op.arguments else None
+        if type(given) is not Ref:
+            continue
+        shape = program.tensors[given.slot].shape
+        if op.function in (Tensor.split, torch.split) and len(op.outputs) > 1:
+            sizes = [program.tensors[slot].shape for _, slot in op.outputs]
+            if all(size[:-1] == shape[:-1] for size in sizes):
+                found[given.slot] = tuple(size[-1] for size in sizes)
+        elif op.function is Tensor.__getitem__ and (taken := _last_slice(op, len(shape))) is not None:
+            start, stop, stride = taken.indices(shape[-1])
+            if stride == 1:
+                slices.setdefault(given.slot, set()).add((start, stop))
+    for slot, parts in slices.items():
+        ordered = sorted(parts)
+        edges = [start for start, _ in ordered] + [program.tensors[slot].shape[-1]]
+        if edges[0] == 0 and [stop for _, stop in ordered] == edges[1:] and len(ordered) > 1:
+            found[slot] = tuple(stop - start for start, stop in ordered)
+    return {slot: sizes for slot, sizes in found.items() if len(set(sizes)) > 1}
+
+
+def _last_slice(op: Op, rank: int) -> slice | None:
+    """The slice of x[..., a:b], else None."""
+    index = op.arguments[1]
+    if type(index) is Nested or not isinstance(index, tuple) or not index or not isinstance(index[-1], slice):
+        return None
+    whole = len(index) == rank or index[0] is Ellipsis
+    return index[-1] if whole and all(entry in (Ellipsis, slice(None)) for entry in index[:-1]) else None
+
+
+# --- the ways worth offering ------------------------------------------------------------------------------------------
 
 
 TRIES = 512
@@ -415,12 +432,7 @@ def _worth(program: CallProgram, variant: Variant) -> tuple[int, int]:
     return _elements(program, variant), sum(content.form != FULL for content in variant.inputs)
 
 
-# Which shardings cut nothing but a vocabulary: these may cut it into pieces that do not divide it.
-#
-# As in Megatron-LM, pieces are equal and the last one ends in rows that stand for no token. The rows are zeros. No token
-# looks
-# them up, and the parts of the loss leave their logits out. So their gradients are zeros as well, and no optimizer moves
-# them.
+# --- vocabularies that the shards do not divide -----------------------------------------------------------------------
 
 
 _VOCABULARY: Functions = (functional.embedding, functional.linear, torch.addmm, torch.amax, Tensor.amax, class_sums)
@@ -429,7 +441,11 @@ _KNOWN: Functions = (*_VOCABULARY, *SAME, *PRODUCTS, *QUOTIENTS, torch.tanh, Ten
 
 
 def vocabulary_size(program: CallProgram, found: Propagation, logits: Collection[str]) -> int:
-    """Rows of the vocabulary, if a sharding cuts nothing else; 0 if it does.
+    """Rows of the vocabulary, if a sharding cuts nothing else and so may cut it into pieces that do not divide it; else 0.
+
+    As in Megatron-LM, pieces are equal and the last one ends in rows that stand for no token. The rows are zeros. No token
+    looks them up, and the parts of the loss leave their logits out. So their gradients are zeros as well, and no optimizer
+    moves them.
 
     Args:
         program: of the whole component. found: what the sharding does. logits: the values that the parts of the loss read.

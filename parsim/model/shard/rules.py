@@ -1,9 +1,15 @@
-"""Which operators can be sharded how: one table from recorded torch functions to rules.
+"""Which operators can be sharded how: one table from recorded torch functions to rules (`RULES`).
 
 A call that is not in the table is done whole by every shard where its operands are full and it draws no random numbers
 (`parsim.model.shard.propagate`). Contents of tensors are full, partial or shard (`parsim.model.shard.content`). The matrix
 rules are those of Shoeybi et al., "Megatron-LM" (2019), section 3; the rest is what linear, elementwise and data-moving
 calls do to them.
+
+Random numbers: what all shards hold alike is masked alike, and the pieces of a cut tensor independently. The generators of all
+shards of a component must begin its forward with one seed, which depends on the samples and on nothing else
+(`parsim.execute.numerics` sees to it). A call on full tensors or summands then draws the same numbers in every shard. A call
+on pieces draws from a stream of its shard, and leaves the generator with a next seed that is again the same for all. So the
+shards equal one process that draws the mask of a cut tensor piece by piece from the same streams.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 
 from parsim.model.component import FULL, PARTIAL
-from parsim.model.runnable import CallProgram, Ref
+from parsim.model.runnable import Ref
 from parsim.model.shard.content import (
     LARGEST_OF_PART,
     SHARD,
@@ -54,219 +60,7 @@ from parsim.model.shard.moves import (
 )
 from parsim.model.total_loss import class_sums
 
-# Sharding rules along a vocabulary: tables cut by rows, the largest of cut logits, and the sums of a cross-entropy.
-
-
-def embedding(step: Step) -> RuleOutcome:
-    """Whole, by rows of the table (a shard looks up the tokens it has, zeros for others), or by features."""
-    tokens, table = step.given("input", 0), step.given("weight", 1)
-    if step.content(tokens).form != FULL or step.content(table).form != FULL:
-        raise Refused("an embedding of tokens or from a table that are not full")
-    if step.given("max_norm", 3) is not None or step.given("scale_grad_by_freq", 5, False) or step.given("sparse", 6, False):
-        return RuleOutcome(contents=(WHOLE,), whole_weight=True)
-    part = step.decision(table, [(0, 1), (1, 1)])
-    if part is None:
-        return RuleOutcome(contents=(WHOLE,), whole_weight=True)
-    converted = {table.slot: Piece(part.dim)}
-    if part.dim == 1:
-        return RuleOutcome(contents=(cut_along(len(step.made()) - 1),), converted=converted, label="column")
-    padding = step.given("padding_idx", 2)
-    padding = None if padding is None else padding % step.shape(table)[0]
-    return RuleOutcome(
-        contents=(SUMMAND,),
-        converted=converted,
-        function=own_rows,
-        arguments=(tokens, table, ShardNumber(), padding),
-        label="vocabulary",
-    )
-
-
-def own_rows(tokens: Tensor, table: Tensor, shard: int, padding: int | None = None) -> Tensor:
-    """Rows [shard * len(table), ...) of an embedding: zeros for the tokens whose row another shard has.
-
-    Row `padding` of the whole table gets no gradient.
-    """
-    rows = table.shape[0]
-    local = tokens - shard * rows
-    foreign = (local < 0) | (local >= rows)
-    own = None if padding is None or not 0 <= padding - shard * rows < rows else padding - shard * rows
-    return functional.embedding(local.masked_fill(foreign, 0), table, own).masked_fill(foreign.unsqueeze(-1), 0)
-
-
-def largest(step: Step) -> RuleOutcome:
-    """amax: over a cut dim each shard has the largest of its part."""
-    given = step.given("input", 0)
-    content, dims = step.content(given), step.given("dim", 1, ())
-    if content.form == PARTIAL:
-        raise Refused("amax of a partial tensor is not linear")
-    if content.form == FULL:
-        return step.same(WHOLE)
-    rank = len(step.shape(given))
-    over = {dim % rank for dim in ((dims,) if isinstance(dims, int) else dims)} or set(range(rank))
-    if content.dim in over:
-        if step.tensors[step.op.outputs[0][1]].differentiable:
-            raise Refused(f"amax runs over dim {content.dim}, which is cut, and has a gradient")
-        classes = step.shape(given)[content.dim]
-        own = (given, dims, bool(step.given("keepdim", 2, False)), content.dim, classes, ShardNumber())
-        return RuleOutcome(contents=(LARGEST_OF_PART,), function=largest_of_shard, arguments=own, label="vocabulary")
-    return reduced(step, content)
-
-
-def largest_of_shard(logits: Tensor, dims: Any, keepdim: bool, cut: int, classes: int, shard: int) -> Tensor:
-    """amax over the entries [shard * n, ...) of dim `cut` that there are of `classes`: the last shard may end in padding."""
-    size = logits.shape[cut]
-    return torch.amax(logits.narrow(cut, 0, min(size, classes - shard * size)), dims, keepdim)
-
-
-def class_sums_of_shard(step: Step) -> RuleOutcome:
-    """The sums of a cross-entropy over the classes that a shard has."""
-    logits, maximum, target = step.op.arguments[:3]
-    contents = [step.content(entry) for entry in (logits, maximum, target)]
-    if contents == [WHOLE] * 3:
-        return step.same(WHOLE)
-    if contents != [cut_along(len(step.shape(logits)) - 1), WHOLE, WHOLE]:
-        raise Refused("the sums of a cross-entropy over logits that are cut, but not by classes")
-    own = (logits, maximum, target, ShardNumber(), step.shape(logits)[-1])
-    return RuleOutcome(contents=(SUMMAND,), function=class_sums, arguments=own, label="vocabulary")
-
-
-# Sharding rules of convolutions by channels, and of the norms and pools that stand beside them.
-
-
-def bias_as(bias: Ref | None, how: First | Piece) -> dict[int, First | Piece]:
-    """How a bias enters the call, if there is one."""
-    return {} if bias is None else {bias.slot: how}
-
-
-def convolution(step: Step) -> RuleOutcome:
-    """Whole, by output channels, or by input channels; one filter per channel follows its input, other groups stay whole."""
-    given, kernel, bias = step.given("input", 0), step.given("weight", 1), step.given("bias", 2)
-    content = step.content(given)
-    if any(step.content(value).form != FULL for value in (kernel, bias)):
-        raise Refused("a convolution with a kernel that is not full")
-    if content.form == FULL:
-        part = None if step.given("groups", 6, 1) != 1 else step.decision(kernel, [(0, 1)])
-        if part is None:
-            return RuleOutcome(contents=(WHOLE,), whole_weight=True)
-        return RuleOutcome(
-            contents=(cut_along(len(step.made()) - len(step.shape(kernel)) + 1),),
-            converted=bias_as(bias, Piece(0)) | {kernel.slot: Piece(0)},
-            label="channels_out",
-        )
-    groups = step.given("groups", 6, 1)
-    if content.form == SHARD and content.dim == 1 and not content.runs and groups == step.shape(given)[1]:
-        own = step.shape(kernel)[0] // groups
-        if own == 1:  # one filter for each channel
-            rest = (step.given("stride", 3, 1), step.given("padding", 4, 0), step.given("dilation", 5, 1))
-            return RuleOutcome(
-                contents=(content,),
-                converted=bias_as(bias, Piece(0, content.blocks)) | {kernel.slot: Piece(0, content.blocks)},
-                function=step.op.function,
-                arguments=(given, kernel, bias, *rest, groups // step.ways),
-            )
-    if groups != 1 or content.form != SHARD or content.dim != 1:
-        raise Refused("a convolution that is grouped, or of a tensor not cut by channels")
-    return RuleOutcome(
-        contents=(SUMMAND,),
-        converted=bias_as(bias, First()) | {kernel.slot: Piece(1, content.blocks)},
-        label="channels_in",
-    )
-
-
-def batch_norm(step: Step) -> RuleOutcome:
-    """By channels, running statistics with them."""
-    given = step.given("input", 0)
-    content = step.content(given)
-    if content.form == FULL:
-        return step.same(WHOLE)
-    if content.form == PARTIAL or content.dim != 1:
-        raise Refused("batch normalisation of a partial tensor or of one not cut by channels")
-    others = [slot for slot in step.operands() if slot != given.slot]
-    return RuleOutcome(contents=(content,), converted={slot: Piece(0, content.blocks) for slot in others})
-
-
-def pool(spatial: int, *, linear: bool) -> Rule:
-    """A pool over the last `spatial` dims; an average passes summands."""
-
-    def rule(step: Step) -> RuleOutcome:
-        given = step.given("input", 0)
-        content = step.content(given)
-        if content.form == PARTIAL and not linear:
-            raise Refused("a maximum of a partial tensor")
-        if content.form == SHARD and content.dim >= len(step.shape(given)) - spatial:
-            raise Refused("a pool over a dim that is cut")
-        return step.same(content)
-
-    return rule
-
-
-# Products of tokens, sorted by expert, with one table per expert: cut inside every expert, as an MLP is.
-#
-# So every shard has its part of all experts, and which experts the tokens choose changes nothing between shards. A table is a
-# parameter [experts, features, features], or its transpose.
-
-
-NAMES = ("transformers::grouped_mm_fallback", "aten::_grouped_mm")
-"""Operators without a Python function of their own."""
-
-
-def grouped_product(step: Step) -> RuleOutcome:
-    """y = x W[expert of the row], W [experts, inputs, outputs]: by columns, or by rows where x is cut."""
-    given, weight = step.op.arguments[0], step.op.arguments[1]
-    content, table = step.content(given), step.content(weight)
-    others = [slot for slot in step.operands() if slot not in (given.slot, weight.slot)]
-    if len(step.shape(given)) != 2 or any(step.contents[slot].form != FULL for slot in others):
-        raise Refused("a product with experts whose tokens are no rows, or whose offsets are not full")
-    if content.form == FULL:
-        part = step.decision(weight, [(2, 1), (2, 2)]) if weight.slot in step.state else None
-        if table.form == SHARD and table.dim == 2:
-            return RuleOutcome(contents=(cut_along(1, table.blocks),), label="column")
-        if part is not None:
-            return RuleOutcome(
-                contents=(cut_along(1, part.blocks),), converted={weight.slot: Piece(2, part.blocks)}, label="column"
-            )
-        if table != WHOLE:
-            raise Refused("the tables of experts are cut along their input, which is full")
-        return RuleOutcome(contents=(WHOLE,), whole_weight=True)
-    if content.form != SHARD or content.dim != 1 or content.runs:
-        raise Refused("a product with experts of tokens that are summands, or cut in several rows")
-    if weight.slot in step.state:
-        return RuleOutcome(contents=(SUMMAND,), converted={weight.slot: Piece(1, content.blocks)}, label="row")
-    if table != cut_along(1, content.blocks):
-        raise Refused("the tables of experts are not cut as the tokens' features are")
-    return RuleOutcome(contents=(SUMMAND,), label="row")
-
-
-def transposed(step: Step) -> RuleOutcome:
-    """A transpose; that of the tables of experts decides how these are cut."""
-    given = step.op.arguments[0] if step.op.arguments else None
-    if type(given) is not Ref or given.slot not in step.state or step.op.outputs[0][1] not in step.tables:
-        return moving(permuted)(step)
-    part = step.decision(given, [(1, 1), (1, 2), (2, 1)])
-    if part is None:
-        return RuleOutcome(contents=(WHOLE,), whole_weight=True)
-    made = permuted(step, cut_along(part.dim, part.blocks)).contents
-    return RuleOutcome(contents=made, converted={given.slot: Piece(part.dim, part.blocks)})
-
-
-def tables_of(program: CallProgram, is_product: frozenset[int]) -> frozenset[int]:
-    """Slots that calls read as tables of experts.
-
-    Args:
-        is_product: numbers of the calls that are such products.
-    """
-    read = (program.ops[number].arguments[1] for number in is_product)
-    return frozenset(entry.slot for entry in read if type(entry) is Ref)
-
-
-# Random numbers in shards: what all shards hold alike is masked alike, and the pieces of a cut tensor independently.
-#
-# The generators of all shards of a component must begin its forward with one seed, which depends on the samples and on
-# nothing
-# else (`parsim.execute.numerics` sees to it). A call on full tensors or summands then draws the same numbers in every shard.
-# A
-# call on pieces draws from a stream of its shard, and leaves the generator with a next seed that is again the same for all.
-# So the shards equal one process that draws the mask of a cut tensor piece by piece from the same streams.
+# --- random numbers of a shard ----------------------------------------------------------------------------------------
 
 
 def drawn_by_shard(function: Callable[..., Any], shard: int, value: Tensor, *arguments: Any, **keywords: Any) -> Any:
@@ -296,17 +90,413 @@ def _seed(seed: int, stream: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {stream}".encode(), digest_size=7).digest(), "big")
 
 
-# torch's multi-head attention as one call (nn.MultiheadAttention, nn.TransformerEncoder): cut by heads.
-#
-# Every shard does whole, and this leaves out: other widths of keys and values, biases added to them, and masks per head.
+# --- elementwise ------------------------------------------------------------------------------------------------------
+
+
+def _forms(step: Step) -> set[str]:
+    return {step.contents[slot].form for slot in step.operands()}
+
+
+def _together(step: Step) -> RuleOutcome:
+    """Elementwise with broadcasting: where one operand is cut the others are cut alike."""
+    operands = step.operands()
+    shapes = {slot: step.tensors[slot].shape for slot in operands}
+    cuts = {
+        content._replace(dim=content.dim - len(shapes[slot]))
+        for slot in operands
+        if (content := step.contents[slot]).form == SHARD
+    }
+    if not cuts:
+        return step.same(WHOLE)
+    if len(cuts) > 1:
+        raise Refused("an elementwise call on tensors that are cut in different dims")
+    (cut,) = cuts
+    size = step.made()[cut.dim]
+    converted = {
+        slot: Piece(len(shapes[slot]) + cut.dim, cut.blocks, cut.runs)
+        for slot in operands
+        if step.contents[slot].form == FULL and len(shapes[slot]) >= -cut.dim and shapes[slot][cut.dim] == size
+    }
+    made = cut._replace(dim=len(step.made()) + cut.dim)
+    return RuleOutcome(contents=(made,) * len(step.op.outputs), converted=converted)
+
+
+def _sum(step: Step) -> RuleOutcome:
+    """a + b, a - b: a full summand of partial ones is contributed by shard 0 alone."""
+    forms = _forms(step)
+    if PARTIAL not in forms:
+        return _together(step)
+    if SHARD in forms:
+        raise Refused("a sum of a partial tensor and a cut one")
+    if any(type(value) is not Ref for value in step.op.arguments[:2]):
+        raise Refused("a number added to a partial tensor would be added by every shard")
+    full = [slot for slot in step.operands() if step.contents[slot].form == FULL]
+    return RuleOutcome(contents=(SUMMAND,), converted={slot: First() for slot in full})
+
+
+def _product(step: Step) -> RuleOutcome:
+    """a * b with one partial factor."""
+    forms = [step.content(value).form for value in step.op.arguments[:2]]
+    if PARTIAL not in forms:
+        return _together(step)
+    if sorted(forms) != [FULL, PARTIAL]:
+        raise Refused("a product of a partial tensor and one that is not full")
+    return step.same(SUMMAND)
+
+
+def _quotient(step: Step) -> RuleOutcome:
+    """a / b with a partial dividend."""
+    if step.content(step.op.arguments[1]).form == PARTIAL:
+        raise Refused("a quotient by a partial tensor is not linear")
+    return _product(step)
+
+
+def _pointwise(step: Step) -> RuleOutcome:
+    """Nothing nonlinear may be done to summands."""
+    if PARTIAL in _forms(step):
+        raise Refused(f"{step.name} of a partial tensor is not linear")
+    return _together(step)
+
+
+def _dropout(step: Step) -> RuleOutcome:
+    """What all shards hold alike gets one mask, a cut tensor independent masks (`parsim.model.shard.rules`)."""
+    content = step.content(step.given("input", 0))
+    p, training = step.given("p", 1, 0.5), step.given("training", 2, True)
+    if not (p and training) or content.form != SHARD:
+        return step.same(content)
+    if step.op.function is not functional.dropout:
+        raise Refused(f"{step.name} drops whole channels, which a cut tensor may share with other shards")
+    arguments = (functional.dropout, ShardNumber(), step.given("input", 0), p, training, step.given("inplace", 3, False))
+    return RuleOutcome(contents=(content,), function=drawn_by_shard, arguments=arguments)
+
+
+def _softmax(step: Step) -> RuleOutcome:
+    outcome = _pointwise(step)
+    (content,) = outcome.contents
+    dim = step.given("dim", 1)
+    if content.form == SHARD and (dim is None or dim % len(step.made()) == content.dim):
+        raise Refused(f"softmax runs over dim {content.dim}, which is cut")
+    return outcome
+
+
+# --- products with weights and of activations -------------------------------------------------------------------------
+
+
+_RUNS = (1, 2, 3)
+"""A fused projection has as many runs as results: two with a gate, three for query, key and value."""
+
+
+def _matrix(step: Step, given: Ref, weight: Ref, bias: Ref | None, out: int) -> RuleOutcome:
+    """y = x W + b with the output features in dim `out` of W: whole, by columns (features) or by rows."""
+    content = step.content(given)
+    last = len(step.shape(given)) - 1
+    if any(step.content(value).form != FULL for value in (weight, bias)) or len(step.shape(weight)) != 2:
+        raise Refused(f"{step.name} with a weight that is not full")
+    if content.form == PARTIAL:
+        raise Refused(f"{step.name} of a partial tensor: sum it first")
+    if content.form == FULL:
+        part = step.decision(weight, [(out, blocks) for blocks in _RUNS], runs_dim=out)
+        if part is None:
+            return RuleOutcome(contents=(WHOLE,), whole_weight=True)
+        if part.dim != out:
+            raise Refused(f"{part.name} is cut along its input, which is full")
+        return RuleOutcome(
+            contents=(cut_along(last, part.blocks, part.runs),),
+            converted=_bias_as(bias, Piece(0, part.blocks, part.runs)) | {weight.slot: Piece(out, part.blocks, part.runs)},
+            label="column",
+        )
+    if content.dim != last:
+        return RuleOutcome(contents=(content,), whole_weight=True)
+    return RuleOutcome(
+        contents=(SUMMAND,),
+        converted=_bias_as(bias, First()) | {weight.slot: Piece(1 - out, content.blocks, content.runs)},
+        label="row",
+    )
+
+
+def _linear(step: Step) -> RuleOutcome:
+    return _matrix(step, step.given("input", 0), step.given("weight", 1), step.given("bias", 2), out=0)
+
+
+def _addmm(step: Step) -> RuleOutcome:
+    """Linear layers written as torch.addmm(b, x, W), W [inputs, outputs]."""
+    bias = step.given("input", 0)
+    if len(step.shape(bias)) != 1 or {name for name, _ in step.op.keywords} & {"beta", "alpha"}:
+        raise Refused("addmm with factors or with a bias that is not one row")
+    return _matrix(step, step.given("mat1", 1), step.given("mat2", 2), bias, out=1)
+
+
+def _batched_matmul(step: Step) -> RuleOutcome:
+    """Of two activations, cut in a leading dim (heads); a full one beside a cut one is taken piece by piece."""
+    pair = step.op.arguments[:2]
+    if all(type(entry) is Ref for entry in pair) and (rows := _rows(step, *pair)) is not None:
+        return rows
+    contents = {step.content(entry) for entry in pair}
+    if contents == {WHOLE}:
+        return step.same(WHOLE)
+    cuts = {
+        (content.dim - len(step.shape(entry)), content.blocks)
+        for entry in pair
+        if (content := step.content(entry)).form == SHARD and not content.runs
+    }
+    if len(cuts) != 1 or any(step.content(entry).form == PARTIAL for entry in pair):
+        raise Refused("matmul of tensors that are not cut in the same leading dim")
+    ((back, blocks),) = cuts
+    rank = len(step.made())
+    if back >= -2 or rank < -back:
+        raise Refused("matmul of tensors that are not cut in the same leading dim")
+    converted: dict[int, First | Piece] = {
+        entry.slot: Piece(len(step.shape(entry)) + back, blocks)
+        for entry in pair
+        if step.content(entry) == WHOLE and len(step.shape(entry)) >= -back and step.shape(entry)[back] > 1
+    }
+    label = "queries" if converted else "attention"
+    return RuleOutcome(contents=(cut_along(rank + back, blocks),), converted=converted, label=label)
+
+
+def _rows(step: Step, one: Ref, other: Ref) -> RuleOutcome | None:
+    """Rows of the first factor beside a full second one: of a parameter [rows, inputs], or of a cut activation."""
+    content, rank = step.content(one), len(step.made())
+    if step.content(other) != WHOLE or rank < 2:
+        return None
+    if one.slot in step.state and len(step.shape(one)) == 2 and len(step.shape(other)) > 2:
+        part = step.decision(one, [(0, 1)])
+        if part is None:
+            return RuleOutcome(contents=(WHOLE,), whole_weight=True)
+        return RuleOutcome(contents=(cut_along(rank - 2),), converted={one.slot: Piece(0)}, label="column")
+    if content.form != SHARD or content.runs or content.dim != len(step.shape(one)) - 2:
+        return None
+    return RuleOutcome(contents=(cut_along(rank - 2, content.blocks),))
+
+
+def _bias_as(bias: Ref | None, how: First | Piece) -> dict[int, First | Piece]:
+    """How a bias enters the call, if there is one."""
+    return {} if bias is None else {bias.slot: how}
+
+
+# --- convolutions by channels, norms and pools ------------------------------------------------------------------------
+
+
+def _convolution(step: Step) -> RuleOutcome:
+    """Whole, by output channels, or by input channels; one filter per channel follows its input, other groups stay whole."""
+    given, kernel, bias = step.given("input", 0), step.given("weight", 1), step.given("bias", 2)
+    content = step.content(given)
+    if any(step.content(value).form != FULL for value in (kernel, bias)):
+        raise Refused("a convolution with a kernel that is not full")
+    if content.form == FULL:
+        part = None if step.given("groups", 6, 1) != 1 else step.decision(kernel, [(0, 1)])
+        if part is None:
+            return RuleOutcome(contents=(WHOLE,), whole_weight=True)
+        return RuleOutcome(
+            contents=(cut_along(len(step.made()) - len(step.shape(kernel)) + 1),),
+            converted=_bias_as(bias, Piece(0)) | {kernel.slot: Piece(0)},
+            label="channels_out",
+        )
+    groups = step.given("groups", 6, 1)
+    if content.form == SHARD and content.dim == 1 and not content.runs and groups == step.shape(given)[1]:
+        own = step.shape(kernel)[0] // groups
+        if own == 1:  # one filter for each channel
+            rest = (step.given("stride", 3, 1), step.given("padding", 4, 0), step.given("dilation", 5, 1))
+            return RuleOutcome(
+                contents=(content,),
+                converted=_bias_as(bias, Piece(0, content.blocks)) | {kernel.slot: Piece(0, content.blocks)},
+                function=step.op.function,
+                arguments=(given, kernel, bias, *rest, groups // step.ways),
+            )
+    if groups != 1 or content.form != SHARD or content.dim != 1:
+        raise Refused("a convolution that is grouped, or of a tensor not cut by channels")
+    return RuleOutcome(
+        contents=(SUMMAND,),
+        converted=_bias_as(bias, First()) | {kernel.slot: Piece(1, content.blocks)},
+        label="channels_in",
+    )
+
+
+def _batch_norm(step: Step) -> RuleOutcome:
+    """By channels, running statistics with them."""
+    given = step.given("input", 0)
+    content = step.content(given)
+    if content.form == FULL:
+        return step.same(WHOLE)
+    if content.form == PARTIAL or content.dim != 1:
+        raise Refused("batch normalisation of a partial tensor or of one not cut by channels")
+    others = [slot for slot in step.operands() if slot != given.slot]
+    return RuleOutcome(contents=(content,), converted={slot: Piece(0, content.blocks) for slot in others})
+
+
+def _pool(spatial: int, *, linear: bool) -> Rule:
+    """A pool over the last `spatial` dims; an average passes summands."""
+
+    def rule(step: Step) -> RuleOutcome:
+        given = step.given("input", 0)
+        content = step.content(given)
+        if content.form == PARTIAL and not linear:
+            raise Refused("a maximum of a partial tensor")
+        if content.form == SHARD and content.dim >= len(step.shape(given)) - spatial:
+            raise Refused("a pool over a dim that is cut")
+        return step.same(content)
+
+    return rule
+
+
+def _layer_norm(step: Step) -> RuleOutcome:
+    """Over full features."""
+    given = step.given("input", 0)
+    content = step.content(given)
+    kept = len(step.shape(given)) - len(step.given("normalized_shape", 1))
+    if content.form == PARTIAL or (content.form == SHARD and content.dim >= kept):
+        raise Refused("layer normalisation of a partial tensor or of one cut in the dims it runs over")
+    return step.same(content)
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+EXPERT_PRODUCTS = ("transformers::grouped_mm_fallback", "aten::_grouped_mm")
+"""Products of tokens, sorted by expert, with one table per expert; operators without a Python function of their own."""
+
+
+def grouped_product(step: Step) -> RuleOutcome:
+    """y = x W[expert of the row], W [experts, inputs, outputs]: by columns, or by rows where x is cut.
+
+    So every shard has its part of all experts, and which experts the tokens choose changes nothing between shards. A table is a
+    parameter [experts, features, features], or its transpose.
+    """
+    given, weight = step.op.arguments[0], step.op.arguments[1]
+    content, table = step.content(given), step.content(weight)
+    others = [slot for slot in step.operands() if slot not in (given.slot, weight.slot)]
+    if len(step.shape(given)) != 2 or any(step.contents[slot].form != FULL for slot in others):
+        raise Refused("a product with experts whose tokens are no rows, or whose offsets are not full")
+    if content.form == FULL:
+        part = step.decision(weight, [(2, 1), (2, 2)]) if weight.slot in step.state else None
+        if table.form == SHARD and table.dim == 2:
+            return RuleOutcome(contents=(cut_along(1, table.blocks),), label="column")
+        if part is not None:
+            return RuleOutcome(
+                contents=(cut_along(1, part.blocks),), converted={weight.slot: Piece(2, part.blocks)}, label="column"
+            )
+        if table != WHOLE:
+            raise Refused("the tables of experts are cut along their input, which is full")
+        return RuleOutcome(contents=(WHOLE,), whole_weight=True)
+    if content.form != SHARD or content.dim != 1 or content.runs:
+        raise Refused("a product with experts of tokens that are summands, or cut in several rows")
+    if weight.slot in step.state:
+        return RuleOutcome(contents=(SUMMAND,), converted={weight.slot: Piece(1, content.blocks)}, label="row")
+    if table != cut_along(1, content.blocks):
+        raise Refused("the tables of experts are not cut as the tokens' features are")
+    return RuleOutcome(contents=(SUMMAND,), label="row")
+
+
+def _transposed(step: Step) -> RuleOutcome:
+    """A transpose; that of the tables of experts decides how these are cut."""
+    given = step.op.arguments[0] if step.op.arguments else None
+    if type(given) is not Ref or given.slot not in step.state or step.op.outputs[0][1] not in step.tables:
+        return moving(permuted)(step)
+    part = step.decision(given, [(1, 1), (1, 2), (2, 1)])
+    if part is None:
+        return RuleOutcome(contents=(WHOLE,), whole_weight=True)
+    made = permuted(step, cut_along(part.dim, part.blocks)).contents
+    return RuleOutcome(contents=made, converted={given.slot: Piece(part.dim, part.blocks)})
+
+
+# --- attention over a shard's own heads -------------------------------------------------------------------------------
+
+
+_ATTENTION = (("query", None), ("key", None), ("value", None), ("attn_mask", None), ("dropout_p", 0.0))
+_ATTENTION_KEYWORDS = ("is_causal", "scale", "enable_gqa")
+
+
+def _attention(step: Step) -> RuleOutcome:
+    """Scaled dot-product attention over its own heads; query and key heads may differ in number (grouped queries)."""
+    query, key, value, mask, dropout = (step.given(name, place, other) for place, (name, other) in enumerate(_ATTENTION))
+    contents = {step.content(entry) for entry in (query, key, value)}
+    if contents == {WHOLE} and step.content(mask) == WHOLE:
+        return step.same(WHOLE)
+    rank = len(step.shape(query))
+    content = step.content(query)
+    heads = rank - 3
+    if content.form != SHARD or content.dim != heads or content.blocks > 1:
+        raise Refused("attention whose query is not cut by heads")
+    converted, grouped = _own_keys(step, query, key, value)
+    if type(mask) is Ref and len(step.shape(mask)) >= 3 and step.shape(mask)[-3] > 1:
+        place = len(step.shape(mask)) - 3
+        if step.content(mask) == WHOLE:
+            converted[mask.slot] = Piece(place)
+        elif step.content(mask) != cut_along(place):
+            raise Refused("attention with a mask that is cut, but not by heads")
+    elif step.content(mask) != WHOLE:
+        raise Refused("attention with a mask that is not full")
+    picks = grouped and not converted.keys() & {key.slot, value.slot}
+    outcome = RuleOutcome(contents=(content,), converted=converted, label="queries" if grouped else "attention")
+    if not dropout and not picks:
+        return outcome
+    causal, scale, gqa = (step.given(name, 5 + place) for place, name in enumerate(_ATTENTION_KEYWORDS))
+    own = (ShardNumber(), step.ways, query, key, value, mask, dropout, bool(causal), scale, bool(gqa))
+    return replace(outcome, function=partial(attention_of_shard, picks=picks), arguments=own)
+
+
+def _own_keys(step: Step, query: Ref, key: Ref, value: Ref) -> tuple[dict[int, First | Piece], bool]:
+    """What is converted, and whether a shard picks from all key and value heads those that its queries use."""
+    content, forms = step.content(query), {step.content(entry).form for entry in (key, value)}
+    if {step.content(entry) for entry in (key, value)} == {content}:
+        return {}, False
+    if forms != {FULL}:
+        raise Refused("attention whose key and value are not cut by heads as its query is, nor full")
+    if step.shape(key)[-3] == step.shape(query)[-3]:
+        return {entry.slot: Piece(len(step.shape(entry)) - 3) for entry in (key, value)}, True
+    return {}, True
+
+
+def attention_of_shard(
+    shard: int,
+    ways: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+    *,
+    picks: bool = False,
+) -> Tensor:
+    """Scaled dot-product attention of the query heads of one shard.
+
+    Args:
+        key, value: of the shard's own heads; if `picks`, of all heads, which are fewer than the query heads.
+    """
+    if picks:
+        key, value = (_own_heads(entry, query.shape[-3], shard, ways) for entry in (key, value))
+        grouped = key.shape[-3] < query.shape[-3]
+    arguments = (query, key, value, mask, dropout, causal)
+    if not dropout:
+        return functional.scaled_dot_product_attention(*arguments, scale=scale, enable_gqa=grouped)
+    result: Tensor = drawn_by_shard(functional.scaled_dot_product_attention, shard, *arguments, scale=scale, enable_gqa=grouped)
+    return result
+
+
+def _own_heads(entry: Tensor, own: int, shard: int, ways: int) -> Tensor:
+    """Of all key or value heads those that `own` query heads of this shard read; one per query where groups are torn."""
+    group = own * ways // entry.shape[-3]
+    if own % group == 0 or group % own == 0:
+        return entry.narrow(-3, shard * own // group, max(1, own // group))
+    heads = torch.arange(shard * own, (shard + 1) * own, device=entry.device) // group
+    return entry.index_select(-3, heads)
+
+
+# --- torch's multi-head attention as one call (nn.MultiheadAttention, nn.TransformerEncoder) --------------------------
 
 
 _SIGNATURE = inspect.signature(functional.multi_head_attention_forward)
 _UNUSUAL = ("bias_k", "bias_v", "static_k", "static_v", "add_zero_attn", "use_separate_proj_weight")
 
 
-def multi_head(step: Step) -> RuleOutcome:
-    """Whole, or the input projections by heads and the output projection by rows."""
+def _multi_head(step: Step) -> RuleOutcome:
+    """Whole, or the input projections by heads and the output projection by rows.
+
+    Every shard does whole, and this leaves out: other widths of keys and values, biases added to them, and masks per head.
+    """
     bound = _SIGNATURE.bind(*step.op.arguments, **dict(step.op.keywords))
     bound.apply_defaults()
     given = bound.arguments
@@ -447,277 +637,83 @@ def _with_weights(
     return weights @ value, weights
 
 
-# Attention of a shard that picks its keys and values from whole ones, or that draws random numbers.
+# --- vocabulary: tables cut by rows, the largest of cut logits, the sums of a cross-entropy ---------------------------
 
 
-def attention_of_shard(
-    shard: int,
-    ways: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    grouped: bool,
-    *,
-    picks: bool = False,
-) -> Tensor:
-    """Scaled dot-product attention of the query heads of one shard.
-
-    Args:
-        key, value: of the shard's own heads; if `picks`, of all heads, which are fewer than the query heads.
-    """
-    if picks:
-        key, value = (_own_heads(entry, query.shape[-3], shard, ways) for entry in (key, value))
-        grouped = key.shape[-3] < query.shape[-3]
-    arguments = (query, key, value, mask, dropout, causal)
-    if not dropout:
-        return functional.scaled_dot_product_attention(*arguments, scale=scale, enable_gqa=grouped)
-    result: Tensor = drawn_by_shard(functional.scaled_dot_product_attention, shard, *arguments, scale=scale, enable_gqa=grouped)
-    return result
-
-
-def _own_heads(entry: Tensor, own: int, shard: int, ways: int) -> Tensor:
-    """Of all key or value heads those that `own` query heads of this shard read; one per query where groups are torn."""
-    group = own * ways // entry.shape[-3]
-    if own % group == 0 or group % own == 0:
-        return entry.narrow(-3, shard * own // group, max(1, own // group))
-    heads = torch.arange(shard * own, (shard + 1) * own, device=entry.device) // group
-    return entry.index_select(-3, heads)
-
-
-_RUNS = (1, 2, 3)
-"""A fused projection has as many runs as results: two with a gate, three for query, key and value."""
-
-
-def _forms(step: Step) -> set[str]:
-    return {step.contents[slot].form for slot in step.operands()}
-
-
-def _together(step: Step) -> RuleOutcome:
-    """Elementwise with broadcasting: where one operand is cut the others are cut alike."""
-    operands = step.operands()
-    shapes = {slot: step.tensors[slot].shape for slot in operands}
-    cuts = {
-        content._replace(dim=content.dim - len(shapes[slot]))
-        for slot in operands
-        if (content := step.contents[slot]).form == SHARD
-    }
-    if not cuts:
-        return step.same(WHOLE)
-    if len(cuts) > 1:
-        raise Refused("an elementwise call on tensors that are cut in different dims")
-    (cut,) = cuts
-    size = step.made()[cut.dim]
-    converted = {
-        slot: Piece(len(shapes[slot]) + cut.dim, cut.blocks, cut.runs)
-        for slot in operands
-        if step.contents[slot].form == FULL and len(shapes[slot]) >= -cut.dim and shapes[slot][cut.dim] == size
-    }
-    made = cut._replace(dim=len(step.made()) + cut.dim)
-    return RuleOutcome(contents=(made,) * len(step.op.outputs), converted=converted)
-
-
-def _sum(step: Step) -> RuleOutcome:
-    """a + b, a - b: a full summand of partial ones is contributed by shard 0 alone."""
-    forms = _forms(step)
-    if PARTIAL not in forms:
-        return _together(step)
-    if SHARD in forms:
-        raise Refused("a sum of a partial tensor and a cut one")
-    if any(type(value) is not Ref for value in step.op.arguments[:2]):
-        raise Refused("a number added to a partial tensor would be added by every shard")
-    full = [slot for slot in step.operands() if step.contents[slot].form == FULL]
-    return RuleOutcome(contents=(SUMMAND,), converted={slot: First() for slot in full})
-
-
-def _product(step: Step) -> RuleOutcome:
-    """a * b with one partial factor."""
-    forms = [step.content(value).form for value in step.op.arguments[:2]]
-    if PARTIAL not in forms:
-        return _together(step)
-    if sorted(forms) != [FULL, PARTIAL]:
-        raise Refused("a product of a partial tensor and one that is not full")
-    return step.same(SUMMAND)
-
-
-def _quotient(step: Step) -> RuleOutcome:
-    """a / b with a partial dividend."""
-    if step.content(step.op.arguments[1]).form == PARTIAL:
-        raise Refused("a quotient by a partial tensor is not linear")
-    return _product(step)
-
-
-def _pointwise(step: Step) -> RuleOutcome:
-    """Nothing nonlinear may be done to summands."""
-    if PARTIAL in _forms(step):
-        raise Refused(f"{_name(step)} of a partial tensor is not linear")
-    return _together(step)
-
-
-def _dropout(step: Step) -> RuleOutcome:
-    """What all shards hold alike gets one mask, a cut tensor independent masks (`parsim.model.shard.rules`)."""
-    content = step.content(step.given("input", 0))
-    p, training = step.given("p", 1, 0.5), step.given("training", 2, True)
-    if not (p and training) or content.form != SHARD:
-        return step.same(content)
-    if step.op.function is not functional.dropout:
-        raise Refused(f"{_name(step)} drops whole channels, which a cut tensor may share with other shards")
-    arguments = (functional.dropout, ShardNumber(), step.given("input", 0), p, training, step.given("inplace", 3, False))
-    return RuleOutcome(contents=(content,), function=drawn_by_shard, arguments=arguments)
-
-
-def _softmax(step: Step) -> RuleOutcome:
-    outcome = _pointwise(step)
-    (content,) = outcome.contents
-    dim = step.given("dim", 1)
-    if content.form == SHARD and (dim is None or dim % len(step.made()) == content.dim):
-        raise Refused(f"softmax runs over dim {content.dim}, which is cut")
-    return outcome
-
-
-def _matrix(step: Step, given: Ref, weight: Ref, bias: Ref | None, out: int) -> RuleOutcome:
-    """y = x W + b with the output features in dim `out` of W: whole, by columns (features) or by rows."""
-    content = step.content(given)
-    last = len(step.shape(given)) - 1
-    if any(step.content(value).form != FULL for value in (weight, bias)) or len(step.shape(weight)) != 2:
-        raise Refused(f"{_name(step)} with a weight that is not full")
-    if content.form == PARTIAL:
-        raise Refused(f"{_name(step)} of a partial tensor: sum it first")
-    if content.form == FULL:
-        part = step.decision(weight, [(out, blocks) for blocks in _RUNS], runs_dim=out)
-        if part is None:
-            return RuleOutcome(contents=(WHOLE,), whole_weight=True)
-        if part.dim != out:
-            raise Refused(f"{part.name} is cut along its input, which is full")
-        return RuleOutcome(
-            contents=(cut_along(last, part.blocks, part.runs),),
-            converted=bias_as(bias, Piece(0, part.blocks, part.runs)) | {weight.slot: Piece(out, part.blocks, part.runs)},
-            label="column",
-        )
-    if content.dim != last:
-        return RuleOutcome(contents=(content,), whole_weight=True)
+def _embedding(step: Step) -> RuleOutcome:
+    """Whole, by rows of the table (a shard looks up the tokens it has, zeros for others), or by features."""
+    tokens, table = step.given("input", 0), step.given("weight", 1)
+    if step.content(tokens).form != FULL or step.content(table).form != FULL:
+        raise Refused("an embedding of tokens or from a table that are not full")
+    if step.given("max_norm", 3) is not None or step.given("scale_grad_by_freq", 5, False) or step.given("sparse", 6, False):
+        return RuleOutcome(contents=(WHOLE,), whole_weight=True)
+    part = step.decision(table, [(0, 1), (1, 1)])
+    if part is None:
+        return RuleOutcome(contents=(WHOLE,), whole_weight=True)
+    converted = {table.slot: Piece(part.dim)}
+    if part.dim == 1:
+        return RuleOutcome(contents=(cut_along(len(step.made()) - 1),), converted=converted, label="column")
+    padding = step.given("padding_idx", 2)
+    padding = None if padding is None else padding % step.shape(table)[0]
     return RuleOutcome(
         contents=(SUMMAND,),
-        converted=bias_as(bias, First()) | {weight.slot: Piece(1 - out, content.blocks, content.runs)},
-        label="row",
+        converted=converted,
+        function=own_rows,
+        arguments=(tokens, table, ShardNumber(), padding),
+        label="vocabulary",
     )
 
 
-def _linear(step: Step) -> RuleOutcome:
-    return _matrix(step, step.given("input", 0), step.given("weight", 1), step.given("bias", 2), out=0)
+def own_rows(tokens: Tensor, table: Tensor, shard: int, padding: int | None = None) -> Tensor:
+    """Rows [shard * len(table), ...) of an embedding: zeros for the tokens whose row another shard has.
+
+    Row `padding` of the whole table gets no gradient.
+    """
+    rows = table.shape[0]
+    local = tokens - shard * rows
+    foreign = (local < 0) | (local >= rows)
+    own = None if padding is None or not 0 <= padding - shard * rows < rows else padding - shard * rows
+    return functional.embedding(local.masked_fill(foreign, 0), table, own).masked_fill(foreign.unsqueeze(-1), 0)
 
 
-def _addmm(step: Step) -> RuleOutcome:
-    """Linear layers written as torch.addmm(b, x, W), W [inputs, outputs]."""
-    bias = step.given("input", 0)
-    if len(step.shape(bias)) != 1 or {name for name, _ in step.op.keywords} & {"beta", "alpha"}:
-        raise Refused("addmm with factors or with a bias that is not one row")
-    return _matrix(step, step.given("mat1", 1), step.given("mat2", 2), bias, out=1)
-
-
-def _batched_matmul(step: Step) -> RuleOutcome:
-    """Of two activations, cut in a leading dim (heads); a full one beside a cut one is taken piece by piece."""
-    pair = step.op.arguments[:2]
-    if all(type(entry) is Ref for entry in pair) and (rows := _rows(step, *pair)) is not None:
-        return rows
-    contents = {step.content(entry) for entry in pair}
-    if contents == {WHOLE}:
-        return step.same(WHOLE)
-    cuts = {
-        (content.dim - len(step.shape(entry)), content.blocks)
-        for entry in pair
-        if (content := step.content(entry)).form == SHARD and not content.runs
-    }
-    if len(cuts) != 1 or any(step.content(entry).form == PARTIAL for entry in pair):
-        raise Refused("matmul of tensors that are not cut in the same leading dim")
-    ((back, blocks),) = cuts
-    rank = len(step.made())
-    if back >= -2 or rank < -back:
-        raise Refused("matmul of tensors that are not cut in the same leading dim")
-    converted: dict[int, First | Piece] = {
-        entry.slot: Piece(len(step.shape(entry)) + back, blocks)
-        for entry in pair
-        if step.content(entry) == WHOLE and len(step.shape(entry)) >= -back and step.shape(entry)[back] > 1
-    }
-    label = "queries" if converted else "attention"
-    return RuleOutcome(contents=(cut_along(rank + back, blocks),), converted=converted, label=label)
-
-
-def _rows(step: Step, one: Ref, other: Ref) -> RuleOutcome | None:
-    """Rows of the first factor beside a full second one: of a parameter [rows, inputs], or of a cut activation."""
-    content, rank = step.content(one), len(step.made())
-    if step.content(other) != WHOLE or rank < 2:
-        return None
-    if one.slot in step.state and len(step.shape(one)) == 2 and len(step.shape(other)) > 2:
-        part = step.decision(one, [(0, 1)])
-        if part is None:
-            return RuleOutcome(contents=(WHOLE,), whole_weight=True)
-        return RuleOutcome(contents=(cut_along(rank - 2),), converted={one.slot: Piece(0)}, label="column")
-    if content.form != SHARD or content.runs or content.dim != len(step.shape(one)) - 2:
-        return None
-    return RuleOutcome(contents=(cut_along(rank - 2, content.blocks),))
-
-
-_ATTENTION = (("query", None), ("key", None), ("value", None), ("attn_mask", None), ("dropout_p", 0.0))
-_ATTENTION_KEYWORDS = ("is_causal", "scale", "enable_gqa")
-
-
-def _attention(step: Step) -> RuleOutcome:
-    """Scaled dot-product attention over its own heads; query and key heads may differ in number (grouped queries)."""
-    query, key, value, mask, dropout = (step.given(name, place, other) for place, (name, other) in enumerate(_ATTENTION))
-    contents = {step.content(entry) for entry in (query, key, value)}
-    if contents == {WHOLE} and step.content(mask) == WHOLE:
-        return step.same(WHOLE)
-    rank = len(step.shape(query))
-    content = step.content(query)
-    heads = rank - 3
-    if content.form != SHARD or content.dim != heads or content.blocks > 1:
-        raise Refused("attention whose query is not cut by heads")
-    converted, grouped = _own_keys(step, query, key, value)
-    if type(mask) is Ref and len(step.shape(mask)) >= 3 and step.shape(mask)[-3] > 1:
-        place = len(step.shape(mask)) - 3
-        if step.content(mask) == WHOLE:
-            converted[mask.slot] = Piece(place)
-        elif step.content(mask) != cut_along(place):
-            raise Refused("attention with a mask that is cut, but not by heads")
-    elif step.content(mask) != WHOLE:
-        raise Refused("attention with a mask that is not full")
-    picks = grouped and not converted.keys() & {key.slot, value.slot}
-    outcome = RuleOutcome(contents=(content,), converted=converted, label="queries" if grouped else "attention")
-    if not dropout and not picks:
-        return outcome
-    causal, scale, gqa = (step.given(name, 5 + place) for place, name in enumerate(_ATTENTION_KEYWORDS))
-    own = (ShardNumber(), step.ways, query, key, value, mask, dropout, bool(causal), scale, bool(gqa))
-    return replace(outcome, function=partial(attention_of_shard, picks=picks), arguments=own)
-
-
-def _own_keys(step: Step, query: Ref, key: Ref, value: Ref) -> tuple[dict[int, First | Piece], bool]:
-    """What is converted, and whether a shard picks from all key and value heads those that its queries use."""
-    content, forms = step.content(query), {step.content(entry).form for entry in (key, value)}
-    if {step.content(entry) for entry in (key, value)} == {content}:
-        return {}, False
-    if forms != {FULL}:
-        raise Refused("attention whose key and value are not cut by heads as its query is, nor full")
-    if step.shape(key)[-3] == step.shape(query)[-3]:
-        return {entry.slot: Piece(len(step.shape(entry)) - 3) for entry in (key, value)}, True
-    return {}, True
-
-
-def _layer_norm(step: Step) -> RuleOutcome:
-    """Over full features."""
+def _largest(step: Step) -> RuleOutcome:
+    """amax: over a cut dim each shard has the largest of its part."""
     given = step.given("input", 0)
-    content = step.content(given)
-    kept = len(step.shape(given)) - len(step.given("normalized_shape", 1))
-    if content.form == PARTIAL or (content.form == SHARD and content.dim >= kept):
-        raise Refused("layer normalisation of a partial tensor or of one cut in the dims it runs over")
-    return step.same(content)
+    content, dims = step.content(given), step.given("dim", 1, ())
+    if content.form == PARTIAL:
+        raise Refused("amax of a partial tensor is not linear")
+    if content.form == FULL:
+        return step.same(WHOLE)
+    rank = len(step.shape(given))
+    over = {dim % rank for dim in ((dims,) if isinstance(dims, int) else dims)} or set(range(rank))
+    if content.dim in over:
+        if step.tensors[step.op.outputs[0][1]].differentiable:
+            raise Refused(f"amax runs over dim {content.dim}, which is cut, and has a gradient")
+        classes = step.shape(given)[content.dim]
+        own = (given, dims, bool(step.given("keepdim", 2, False)), content.dim, classes, ShardNumber())
+        return RuleOutcome(contents=(LARGEST_OF_PART,), function=largest_of_shard, arguments=own, label="vocabulary")
+    return reduced(step, content)
 
 
-def _name(step: Step) -> str:
-    return str(getattr(step.op.function, "__name__", step.op.function))
+def largest_of_shard(logits: Tensor, dims: Any, keepdim: bool, cut: int, classes: int, shard: int) -> Tensor:
+    """amax over the entries [shard * n, ...) of dim `cut` that there are of `classes`: the last shard may end in padding."""
+    size = logits.shape[cut]
+    return torch.amax(logits.narrow(cut, 0, min(size, classes - shard * size)), dims, keepdim)
+
+
+def _class_sums_of_shard(step: Step) -> RuleOutcome:
+    """The sums of a cross-entropy over the classes that a shard has."""
+    logits, maximum, target = step.op.arguments[:3]
+    contents = [step.content(entry) for entry in (logits, maximum, target)]
+    if contents == [WHOLE] * 3:
+        return step.same(WHOLE)
+    if contents != [cut_along(len(step.shape(logits)) - 1), WHOLE, WHOLE]:
+        raise Refused("the sums of a cross-entropy over logits that are cut, but not by classes")
+    own = (logits, maximum, target, ShardNumber(), step.shape(logits)[-1])
+    return RuleOutcome(contents=(SUMMAND,), function=class_sums, arguments=own, label="vocabulary")
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
 
 
 Functions = tuple[Callable[..., Any], ...]
@@ -750,20 +746,20 @@ RULES: dict[Callable[..., Any], Rule] = {
     torch.addmm: _addmm,
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), _batched_matmul),
     functional.scaled_dot_product_attention: _attention,
-    functional.multi_head_attention_forward: multi_head,
-    functional.embedding: embedding,
-    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), convolution),
-    functional.batch_norm: batch_norm,
+    functional.multi_head_attention_forward: _multi_head,
+    functional.embedding: _embedding,
+    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), _convolution),
+    functional.batch_norm: _batch_norm,
     **dict.fromkeys((functional.layer_norm, functional.rms_norm), _layer_norm),
     **dict.fromkeys((functional.softmax, torch.softmax, Tensor.softmax), _softmax),
-    **dict.fromkeys((torch.amax, Tensor.amax), largest),
-    class_sums: class_sums_of_shard,
-    **dict.fromkeys((functional.max_pool1d, torch.max_pool1d), pool(1, linear=False)),
-    **dict.fromkeys((functional.max_pool2d, torch.max_pool2d), pool(2, linear=False)),
-    **dict.fromkeys((functional.max_pool3d, torch.max_pool3d), pool(3, linear=False)),
-    **dict.fromkeys((functional.avg_pool1d, functional.adaptive_avg_pool1d), pool(1, linear=True)),
-    **dict.fromkeys((functional.avg_pool2d, functional.adaptive_avg_pool2d), pool(2, linear=True)),
-    **dict.fromkeys((functional.avg_pool3d, functional.adaptive_avg_pool3d), pool(3, linear=True)),
+    **dict.fromkeys((torch.amax, Tensor.amax), _largest),
+    class_sums: _class_sums_of_shard,
+    **dict.fromkeys((functional.max_pool1d, torch.max_pool1d), _pool(1, linear=False)),
+    **dict.fromkeys((functional.max_pool2d, torch.max_pool2d), _pool(2, linear=False)),
+    **dict.fromkeys((functional.max_pool3d, torch.max_pool3d), _pool(3, linear=False)),
+    **dict.fromkeys((functional.avg_pool1d, functional.adaptive_avg_pool1d), _pool(1, linear=True)),
+    **dict.fromkeys((functional.avg_pool2d, functional.adaptive_avg_pool2d), _pool(2, linear=True)),
+    **dict.fromkeys((functional.avg_pool3d, functional.adaptive_avg_pool3d), _pool(3, linear=True)),
     **dict.fromkeys(_SUMS, _sum),
     **dict.fromkeys(PRODUCTS, _product),
     **dict.fromkeys(QUOTIENTS, _quotient),
@@ -773,7 +769,7 @@ RULES: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), moving(reshaped)),
     **dict.fromkeys((Tensor.unflatten, torch.unflatten, Tensor.view_as, Tensor.reshape_as), moving(reshaped)),
     **dict.fromkeys((Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze), moving(reshaped)),
-    **dict.fromkeys((Tensor.permute, torch.permute, Tensor.transpose, torch.transpose), transposed),
+    **dict.fromkeys((Tensor.permute, torch.permute, Tensor.transpose, torch.transpose), _transposed),
     **dict.fromkeys((Tensor.swapaxes, torch.swapaxes, Tensor.movedim, torch.movedim, Tensor.t, torch.t), moving(permuted)),
     **dict.fromkeys((Tensor.expand, Tensor.expand_as), moving(expanded)),
     **dict.fromkeys((Tensor.unbind, torch.unbind, Tensor.select, torch.select), moving(unbound)),
@@ -791,5 +787,5 @@ def rule_of(function: Callable[..., Any]) -> Rule | None:
     found = RULES.get(function)
     if found is None and isinstance(function, OpOverload | OpOverloadPacket):
         packet = function.overloadpacket if isinstance(function, OpOverload) else function
-        return grouped_product if packet._qualified_op_name in NAMES else None
+        return grouped_product if packet._qualified_op_name in EXPERT_PRODUCTS else None
     return found

@@ -3,6 +3,11 @@
 Saved activations are the tensors that autograd keeps for the backward, found by saved-tensor hooks on the real autograd
 nodes. Each storage counts once, in the first component that saves it. Parameters and buffers are not activations. Leaves
 out what an allocator rounds up, and workspaces of kernels.
+
+Autocast to half precision keeps the weights in fp32 and casts them where an operator runs in half precision; the casts that its
+backward needs stay until then. Which operators do so is PyTorch's list for the CPU: matmul, convolution and attention in half
+precision, and what follows in the type it is given. Leaves out: CUDA's own list, which takes normalisations, softmax and losses
+in fp32, so that what these save there is up to twice as large.
 """
 
 from __future__ import annotations
@@ -10,8 +15,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -24,28 +29,24 @@ from parsim.model.component import (
     MAXIMUM,
     PARTIAL,
     Component,
-    HalfComponent,
-    HalfDivided,
-    HalfSharding,
-    HalfValue,
+    DividedSize,
+    Footprint,
     Parameter,
     Selective,
     Sharding,
-    ShardSelective,
-    SplitBackward,
+    Size,
     Value,
+    ValueFootprint,
 )
-from parsim.model.loops.repeated_calls import Shortened, shortened
 from parsim.model.model import SUBLAYER, Model
 from parsim.model.objective import OpenLoss
-from parsim.model.runnable import CallProgram, StateKey
+from parsim.model.runnable import CallProgram, Nested, Ref
 from parsim.model.shard.measure import Division, WholeComponent, divide, half_divided
 from parsim.model.total_loss import MAXIMUM as MAXIMUM_OF_LOGITS
 from parsim.model.trace.cut import CallInterval, cut, final_values, programs, value_names
 from parsim.model.trace.data_dependent import assumptions, call_module, collapse, whole_modules
 from parsim.model.trace.memory import (
     CountedPeaks,
-    Peaks,
     Recorded,
     ShardPeaks,
     autocast_as,
@@ -62,7 +63,6 @@ from parsim.model.trace.messages import backward_message
 from parsim.model.trace.operators import RawOperator, Watch, grow
 from parsim.model.trace.record import run_recorded
 from parsim.model.trace.recorder import Recorder, Recording, storage_key
-from parsim.model.tracing.repeats.canonical import calls_key, program_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,6 @@ class TracedForward:
         saved_in: per interval (storage, bytes) of what is first saved in it. savers: by storage the components that save it,
             in the order in which they run. state: storages of parameters and buffers. casts: storages that hold parameters in
             another precision. autocast: the half-precision type it ran under, or None.
-        loops: programs with fewer groups of a loop, of the intervals that were asked for.
     """
 
     batch: int
@@ -92,7 +91,6 @@ class TracedForward:
     fakes: FakeTensorMode
     casts: frozenset[int]
     autocast: torch.dtype | None
-    loops: dict[int, Shortened | None] = field(default_factory=dict)
 
     @property
     def even_batches(self) -> int:
@@ -119,10 +117,7 @@ class TracedForward:
     def recorded(self, place: int) -> Recorded:
         """One component."""
         counted = tuple(number for number, own in enumerate(self.whole(place).counted_inputs) if own)
-        program = self.programs[place]
-        if place not in self.loops:
-            self.loops[place] = shortened(program)
-        return Recorded(program, self.fakes, self.batch, self.autocast, counted, self.loops[place])
+        return Recorded(self.programs[place], self.fakes, self.batch, self.autocast, counted)
 
     def whole(self, place: int) -> WholeComponent:
         """One component, its calls counted from its first."""
@@ -136,6 +131,22 @@ class TracedForward:
         )
 
 
+def recorded_in_parts(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, granularity: str, example: bool, **settings: Any
+) -> tuple[Recording, frozenset[str]]:
+    """One forward, and the modules in it that depend on the data and so are called as a whole.
+
+    `settings`: further ones, as for `run_recorded`.
+    """
+    parts = granularity == SUBLAYER
+    recording = run_recorded(module, args, kwargs, loss_in_parts=parts, example=example, **settings)
+    if not recording.decisions:
+        return recording, frozenset()
+    loss = settings["loss"]
+    other = run_recorded(module, args, kwargs, loss=loss, loss_in_parts=parts, skew=True, example=example)
+    return recording, whole_modules(recording, other, module)
+
+
 def measure(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -146,14 +157,11 @@ def measure(
     autocast: torch.dtype | None = None,
     example: bool = False,
     answers: Sequence[bool] | None = None,
-    repeats: bool = True,
-    trusted: frozenset[Hashable] = frozenset(),
 ) -> TracedForward:
     """One fake forward of `module` in the mode it is in, under the CPU's autocast to a half-precision type if one is given.
 
-    `example`, `answers`, `trusted`: as for `run_recorded`.
+    `example`, `answers`: as for `run_recorded`.
     """
-    whole: frozenset[str] = frozenset()
     watchers: list[Watch] = []
 
     def watch(recorder: Recorder) -> Watch:
@@ -161,22 +169,9 @@ def measure(
         return watchers[-1]
 
     with autocast_as(autocast):
-        recording = run_recorded(
-            module,
-            args,
-            kwargs,
-            loss=loss,
-            loss_in_parts=granularity == SUBLAYER,
-            watch=watch,
-            example=example,
-            answers=answers,
-            repeats=repeats,
-            trusted=trusted,
+        recording, whole = recorded_in_parts(
+            module, args, kwargs, granularity=granularity, loss=loss, example=example, answers=answers, watch=watch
         )
-        if recording.decisions:
-            parts = granularity == SUBLAYER
-            other = run_recorded(module, args, kwargs, loss=loss, loss_in_parts=parts, skew=True, example=example)
-            whole = whole_modules(recording, other, module)
     first = recording.tensors[recording.inputs[0][1]]
     collapsed = collapse(recording, whole, module)
     cuts = cut(collapsed.recording, module, granularity, whole)
@@ -185,7 +180,7 @@ def measure(
     starts = [interval.start for interval in intervals]
     operators = _per_interval(intervals, watcher.mode.operators, lambda raw: raw.op)
     savers: dict[int, set[int]] = {}
-    for place, part in enumerate(_per_interval(intervals, watcher.saves, _call_of)):
+    for place, part in enumerate(_per_interval(intervals, watcher.saved.saves, _call_of)):
         for _, key, _ in part:
             savers.setdefault(key, set()).add(place)
     return TracedForward(
@@ -197,7 +192,10 @@ def measure(
         collapsed_intervals=cuts,
         programs=programs(recording, intervals),
         operators_in=[[raw.moved(raw.op - start) for raw in part] for start, part in zip(starts, operators, strict=True)],
-        saved_in=[[(key, size) for _, key, size in part] for part in _per_interval(intervals, watcher.saved(), _call_of)],
+        saved_in=[
+            [(key, size) for _, key, size in part]
+            for part in _per_interval(intervals, watcher.saved.first_saves(watcher.state), _call_of)
+        ],
         savers={key: tuple(intervals[place].name for place in sorted(places)) for key, places in savers.items()},
         state=frozenset(watcher.state),
         fakes=watcher.recorder.fakes,
@@ -207,6 +205,7 @@ def measure(
 
 
 Entry = TypeVar("Entry")
+Result = TypeVar("Result")
 
 
 def _per_interval(
@@ -302,20 +301,29 @@ def _can_leave(sharding: Sharding, outputs: Sequence[Value]) -> bool:
 
 
 class Counted:
-    """Operators, shardings and the fullest moments of components, counted once for all that are alike."""
+    """Operators, shardings and the fullest moments of components, counted once for all that are alike.
+
+    Args:
+        small, large: forwards at two batches, both with autocast or both without.
+    """
 
     def __init__(self, small: TracedForward, large: TracedForward) -> None:
         self._small, self._large = small, large
         self._logits = {name for part in small.programs if part.name == MAXIMUM_OF_LOGITS for name, _, _ in part.inputs}
-        self._divisions: dict[Hashable, tuple[tuple[StateKey, ...], Division]] = {}
-        self._calls: dict[tuple[int, int], int] = {}
-        self._numbers: dict[Hashable, int] = {}
-        self._selective: dict[str, Selective | None] = {}
-        self._names: dict[str, tuple[str, ...]] = {}
-        self._shards_selective: dict[tuple[str, str], ShardSelective | None] = {}
-        self._components: dict[str, CountedPeaks] = {}
-        self._shards: dict[tuple[str, str], tuple[ShardPeaks, ShardPeaks]] = {}
-        self._half_divided: dict[Hashable, HalfDivided] = {}
+        self._known: dict[Hashable, Any] = {}
+
+    def _once(self, key: Hashable, count: Callable[[], Result]) -> Result:
+        if key not in self._known:
+            self._known[key] = count()
+        result: Result = self._known[key]
+        return result
+
+    def _recorded(self, place: int) -> tuple[Recorded, Recorded]:
+        return self._small.recorded(place), self._large.recorded(place)
+
+    def _split_here(self, small: int, large: int, what: str) -> tuple[int, int]:
+        rounded = bool(self._small.recording.decisions)
+        return split(small, large, (self._small.batch, self._large.batch), what, rounded=rounded)
 
     def division(self, place: int, saved: tuple[int, int], cuttable: tuple[bool, ...]) -> Division:
         """The component at that place by its operators.
@@ -325,95 +333,73 @@ class Counted:
                 batch.
         """
         small, large = self._small.whole(place), self._large.whole(place)
-        batches = (self._small.batch, self._large.batch)
         logits = self._logits & {name for name, _, _ in (*small.program.inputs, *small.program.outputs)}
         key = (
             saved,
             cuttable,
             tuple(number for number, (name, _, _) in enumerate(small.program.outputs) if name in logits),
-            *((self._program_key(whole.program), tuple(whole.operators), whole.counted_inputs) for whole in (small, large)),
+            *((program_key(whole.program), tuple(whole.operators), whole.counted_inputs) for whole in (small, large)),
         )
         state = tuple(entry for entry, _ in small.program.state)
-        if key not in self._divisions:
-            split_here = partial(_split_at, batches, bool(self._small.recording.decisions))
-            self._divisions[key] = state, divide(small, large, batches[1] - batches[0], split_here, saved, cuttable, logits)
-        known, found = self._divisions[key]
+        step = self._large.batch - self._small.batch
+        known, division = self._once(
+            key, lambda: (state, divide(small, large, step, self._split_here, saved, cuttable, logits))
+        )
         renamed = {old.name: new.name for old, new in zip(known, state, strict=True)}
-        return found._replace(shardings=tuple(_with_names(sharding, renamed) for sharding in found.shardings))
+        return division._replace(shardings=tuple(_with_names(sharding, renamed) for sharding in division.shardings))
 
-    def _program_key(self, program: CallProgram) -> Hashable:
-        """As `program_key`, with a number for the calls, which copied blocks share. (The forwards keep them alive.)"""
-        own = id(program.ops), id(program.tensors)
-        if own not in self._calls:
-            self._calls[own] = self._numbers.setdefault(calls_key(program), len(self._numbers))
-        return program_key(program, self._calls[own])
-
-    def of_component(self, component: Component, place: int) -> tuple[Peaks, Peaks, SplitBackward | None]:
+    def of_component(self, component: Component, place: int) -> CountedPeaks:
         """Forward and backward of the component at that place, and its backward in halves."""
-        found = self._counted(component, place)
-        return found.forward, found.backward, found.split
-
-    def gradient_views(self, component: Component, place: int) -> tuple[tuple[str, str], ...]:
-        """Of the component at that place, as `Component.gradient_views` has them."""
-        views = self._counted(component, place).views
-        return tuple((component.inputs[number], component.outputs[whole]) for number, whole in views)
-
-    def _counted(self, component: Component, place: int) -> CountedPeaks:
-        key = component.fingerprint
-        if key not in self._components:
-            try:
-                self._components[key] = component_peaks(self._small.recorded(place), self._large.recorded(place))
-            except RuntimeError as error:
-                half = self._small.autocast is not None
-                raise TraceError(backward_message(self._small.intervals[place].name, error, half=half)) from error
-        return self._components[key]
+        try:
+            return self._once(component.fingerprint, lambda: component_peaks(*self._recorded(place)))
+        except RuntimeError as error:
+            half = self._small.autocast is not None
+            raise TraceError(backward_message(self._small.intervals[place].name, error, half=half)) from error
 
     def of_shards(self, component: Component, place: int, sharding: Sharding) -> tuple[ShardPeaks, ShardPeaks]:
-        """The same of its shards under one rule."""
-        key = component.fingerprint, sharding.rule
-        if key not in self._shards:
-            self._shards[key] = shard_peaks(self._small.recorded(place), self._large.recorded(place), sharding)
-        return self._shards[key]
+        """Forward and backward of the component's shards under one rule."""
+        key = "shards", component.fingerprint, sharding.rule
+        return self._once(key, lambda: shard_peaks(*self._recorded(place), sharding))
 
-    def half_divided(self, component: Component, half: HalfComponent, place: int, sharding: Sharding) -> HalfDivided:
+    def half_divided(
+        self, component: Component, half: Footprint[Size], place: int, sharding: Sharding
+    ) -> Footprint[DividedSize]:
         """What its shards divide of that which it saves under the autocast that both forwards ran under."""
-        key = component.fingerprint, half.saved_activation_bytes, half.saved_fixed_bytes, half.cast_bytes, sharding.rule
-        if key not in self._half_divided:
-            small, large = self._small, self._large
-            assert small.autocast is not None, "a forward under autocast"
-            split_here = partial(_split_at, (small.batch, large.batch), bool(small.recording.decisions))
-            wholes = small.whole(place), large.whole(place)
-            self._half_divided[key] = half_divided(*wholes, sharding, half, small.autocast, split_here)
-        return self._half_divided[key]
+        autocast = self._small.autocast
+        assert autocast is not None, "a forward under autocast"
+        saved = half.saved_activation_bytes, half.saved_fixed_bytes, half.cast_bytes
+        wholes = self._small.whole(place), self._large.whole(place)
+        return self._once(
+            ("divided", component.fingerprint, saved, sharding.rule),
+            lambda: half_divided(*wholes, sharding, half, autocast, self._split_here),
+        )
 
     def selective(
         self, component: Component, place: int, numbers: Sequence[int] | None, values: Mapping[str, Value]
-    ) -> Selective | None:
+    ) -> Selective[Size] | None:
         """How the component at that place is recomputed by operator; None where that keeps no less.
 
         Args:
             component: as counted so far. place: of it. numbers: of its calls, as in Division; None: it gains, and its
                 operators are known. values: of the model.
         """
-        key = component.fingerprint
-        if key not in self._selective:
+        names = (*component.inputs, *component.outputs)
+
+        def count() -> tuple[Selective[Size] | None, tuple[str, ...]]:
             functions = [raw.function for raw in self._small.operators_in[place]]
-            found = selective_of(self._small.recorded(place), self._large.recorded(place), functions, numbers)
-            self._selective[key] = found if numbers is None or gains(found, component, values) else None
-            self._names[key] = (*component.inputs, *component.outputs)
-        first = self._selective[key]
+            counted = selective_of(*self._recorded(place), functions, numbers)
+            return counted if numbers is None or gains(counted, component, values) else None, names
+
+        first, first_names = self._once(("selective", component.fingerprint), count)
         if first is None:
             return None
-        names = dict(zip(self._names[key], (*component.inputs, *component.outputs), strict=True))
-        return replace(first, values=tuple(names[name] for name in first.values))
+        renamed = dict(zip(first_names, names, strict=True))
+        return replace(first, values=tuple(renamed[name] for name in first.values))
 
-    def shard_selective(self, component: Component, place: int, sharding: Sharding) -> ShardSelective | None:
-        """The same of its shards under one rule."""
-        key = component.fingerprint, sharding.rule
-        if key not in self._shards_selective:
-            small, large = self._small.recorded(place), self._large.recorded(place)
-            self._shards_selective[key] = shard_selective(small, large, sharding)
-        return self._shards_selective[key]
+    def shard_selective(self, component: Component, place: int, sharding: Sharding) -> Selective[DividedSize] | None:
+        """How the component's shards under one rule are recomputed by operator."""
+        key = "selective shards", component.fingerprint, sharding.rule
+        return self._once(key, lambda: shard_selective(*self._recorded(place), sharding))
 
 
 def _with_names(sharding: Sharding, renamed: Mapping[str, str]) -> Sharding:
@@ -423,10 +409,6 @@ def _with_names(sharding: Sharding, renamed: Mapping[str, str]) -> Sharding:
         parameters=tuple(replace(part, name=renamed[part.name]) for part in sharding.parameters),
         buffers=tuple(replace(part, name=renamed[part.name]) for part in sharding.buffers),
     )
-
-
-def _split_at(batches: tuple[int, int], rounded: bool, small: int, large: int, what: str) -> tuple[int, int]:
-    return split(small, large, batches, what, rounded=rounded)
 
 
 def split(small: int, large: int, batches: tuple[int, int], what: str, *, rounded: bool = False) -> tuple[int, int]:
@@ -545,8 +527,8 @@ def _component(
         ),
     )
     if largest is None:
-        forward, backward, split_backward = peaks.of_component(component, place)
-        views = peaks.gradient_views(component, place)
+        forward, backward, numbered, split_backward = peaks.of_component(component, place)
+        views = tuple((component.inputs[number], component.outputs[whole]) for number, whole in numbered)
         selective = peaks.selective(component, place, division.numbers, values)
     else:
         forward, backward, most = square_peaks([run.recorded(place) for run in (small, large, largest)], one.name)
@@ -572,16 +554,7 @@ def _component(
     )
 
 
-# Saved activations of components under autocast to half precision, recorded on fake tensors.
-#
-# Autocast keeps the weights in fp32 and casts them where an operator runs in half precision; the casts that its backward
-# needs
-# stay until then. Which operators do so is PyTorch's list for the CPU: matmul, convolution and attention in half precision,
-# and
-# what follows in the type it is given. Leaves out: CUDA's own list, which takes normalisations, softmax and losses in fp32,
-# so
-# that what these save there is up to twice as large.
-
+# --- under autocast ---------------------------------------------------------------------------------------------------
 
 HALF = torch.bfloat16
 """As large as float16, and the type the CPU's autocast casts to."""
@@ -595,32 +568,32 @@ def with_half_precision(model: Model, small: TracedForward, large: TracedForward
     peaks = Counted(small, large)
     return replace(
         model,
-        components=tuple(_half_component(entry, small, large, place, peaks) for place, entry in enumerate(model.components)),
+        components=tuple(_with_half(component, small, large, place, peaks) for place, component in enumerate(model.components)),
         values=_half_values(model.values, small, large),
     )
 
 
-def _half_component(component: Component, small: TracedForward, large: TracedForward, place: int, peaks: Counted) -> Component:
+def _with_half(component: Component, small: TracedForward, large: TracedForward, place: int, peaks: Counted) -> Component:
     name = small.intervals[place].name
     batches = (small.batch, large.batch)
     rounded = bool(small.recording.decisions) or any(component.pair_bytes)
     rate, fixed = split(small.saved_bytes(place), large.saved_bytes(place), batches, f"what {name} saves", rounded=rounded)
-    forward, backward, split_backward = peaks.of_component(component, place)
-    half = HalfComponent(
+    forward, backward, _, split_backward = peaks.of_component(component, place)
+    half = Footprint(
         saved_activation_bytes=rate,
         saved_fixed_bytes=fixed,
         cast_bytes=small.saved_bytes(place, casts=True),
         forward_peaks=forward,
         backward_peaks=backward,
-        selective=_selective(component, small, place, peaks),
+        selective=_half_selective(component, small, place, peaks),
         split_backward=split_backward,
     )
-    shardings = tuple(_sharding(entry, component, half, place, peaks) for entry in component.shardings)
+    shardings = tuple(_half_sharding(sharding, component, half, place, peaks) for sharding in component.shardings)
     return replace(component, half=half, shardings=shardings)
 
 
-def _selective(component: Component, small: TracedForward, place: int, peaks: Counted) -> Selective | None:
-    """As under autocast, if it keeps less without; the casts of weights that it makes again are `cast_bytes` already."""
+def _half_selective(component: Component, small: TracedForward, place: int, peaks: Counted) -> Selective[Size] | None:
+    """Recomputation under autocast, if it keeps less without; `cast_bytes` has the casts of weights that it makes again."""
     if component.selective is None:
         return None
     found = peaks.selective(component, place, None, {})
@@ -631,14 +604,13 @@ def _selective(component: Component, small: TracedForward, place: int, peaks: Co
     return replace(found, again=(rate, fixed - casts), operators=component.selective.operators)
 
 
-def _sharding(sharding: Sharding, component: Component, half: HalfComponent, place: int, peaks: Counted) -> Sharding:
+def _half_sharding(sharding: Sharding, component: Component, half: Footprint[Size], place: int, peaks: Counted) -> Sharding:
     forward, backward = peaks.of_shards(component, place, sharding)
-    selective = sharding.selective and peaks.shard_selective(component, place, sharding)
-    found = HalfSharding(
+    found = replace(
+        peaks.half_divided(component, half, place, sharding),
         forward_peaks=forward,
         backward_peaks=backward,
-        selective=selective,
-        divided=peaks.half_divided(component, half, place, sharding),
+        selective=sharding.selective and peaks.shard_selective(component, place, sharding),
     )
     return replace(sharding, half=found)
 
@@ -653,9 +625,83 @@ def _half_values(values: tuple[Value, ...], small: TracedForward, large: TracedF
         other = large.recording.tensors[others[value.name]]
         rate, fixed = split(nbytes(one), nbytes(other), (small.batch, large.batch), f"value {value.name}")
         key = storage_key(one)
-        half = HalfValue(bytes_per_sample=rate, fixed_bytes=fixed, saved=small.counts(key), savers=small.savers.get(key, ()))
+        savers = small.savers.get(key, ())
+        half = ValueFootprint(bytes_per_sample=rate, fixed_bytes=fixed, saved=small.counts(key), savers=savers)
         found.append(replace(value, half=half))
     return tuple(found)
+
+
+# --- programs that make the same calls --------------------------------------------------------------------------------
+
+PLAIN_TYPES = (int, float, str, bool, complex, bytes, type(None), type(Ellipsis))
+
+
+def canonical(value: Any) -> Hashable:
+    """A recorded argument (a constant, Ref or Nested) in a form that can be compared and hashed.
+
+    Values of two types differ, although Python calls 1, 1.0 and True equal. Objects of unknown types equal only themselves.
+    """
+    if type(value) is Ref:
+        return "ref", value.slot
+    if type(value) is Nested:
+        return "nested", canonical_function(value.rebuild), *(canonical(item) for item in value.items)
+    if type(value) is float:
+        return "float", value.hex()
+    if type(value) in PLAIN_TYPES:
+        return type(value), value
+    if isinstance(value, tuple | list):
+        return type(value), *(canonical(item) for item in value)
+    if isinstance(value, dict):
+        return type(value), *((canonical(key), canonical(item)) for key, item in value.items())
+    if isinstance(value, slice):
+        return "slice", *(canonical(item) for item in (value.start, value.stop, value.step))
+    if type(value).__module__ == "torch" and not isinstance(value, Tensor) and type(value).__name__ in _BY_VALUE:
+        return type(value), value
+    return "object", id(value)
+
+
+_BY_VALUE = ("dtype", "device", "layout", "memory_format")
+
+
+def canonical_function(function: Any) -> Hashable:
+    """Equal for one function, and for two closures of the same code over equal values."""
+    if isinstance(function, FunctionType) and function.__closure__:
+        return function.__code__, *(canonical(cell.cell_contents) for cell in function.__closure__)
+    try:
+        hash(function)
+    except TypeError:
+        return "object", id(function)
+    return type(function), function
+
+
+def calls_key(program: CallProgram) -> Hashable:
+    """Equal for programs with the same calls between the same slots, on tensors of the same kinds."""
+    calls = tuple(
+        (
+            canonical_function(op.function),
+            canonical(op.arguments),
+            canonical(op.keywords),
+            canonical(op.outputs),
+            op.context,
+            op.drop,
+        )
+        for op in program.ops
+    )
+    return calls, program.tensors
+
+
+def program_key(program: CallProgram) -> Hashable:
+    """Equal for programs that make the same calls on tensors of the same kinds, whatever their values are named."""
+    names = {key.name: place for place, (key, _) in enumerate(program.state)}
+    return (
+        calls_key(program),
+        program.slots,
+        tuple(value[1:] for value in program.inputs),
+        tuple(value[1:] for value in program.outputs),
+        tuple((key.kind, slot) for key, slot in program.state),
+        tuple((id(constant), slot) for constant, slot in program.constants),
+        tuple((names.get(name), slot) for name, slot in program.buffer_writes),
+    )
 
 
 # Parameters that a loss is not reached from: a pooler beside the head that is trained, the head of another task.
@@ -665,57 +711,25 @@ def _half_values(values: tuple[Value, ...], small: TracedForward, large: TracedF
 # ones are: without gradient, optimizer state or communication.
 
 
-def may_be_untrained(recording: Recording) -> bool:
-    """Whether a parameter seems not to reach the loss, by the calls that were recorded; storages stand for values.
-
-    Args:
-        recording: with its loss. Where the forward depends on data, another batch may reach what this one does not.
-    """
-    if recording.decisions or recording.loss_value is None:
-        return False
-    tensors = recording.tensors
-    reached = {storage_key(tensors[recording.loss_value])}
-    numbers = {recording.loss_value}
-    for op in reversed(recording.ops):
-        made = [*(number for _, number in op.outputs), *op.mutated]
-        if any(number in numbers or storage_key(tensors[number]) in reached for number in made):
-            flows = [number for number in op.reads if tensors[number].requires_grad]
-            numbers.update(flows)
-            reached.update(storage_key(tensors[number]) for number in flows)
-    return any(number not in numbers for number in _trainable(recording))
-
-
 def untrained(recording: Recording) -> tuple[str, ...]:
     """Names of the trainable parameters that autograd finds no way to from the loss.
 
     Args:
-        recording: with its loss, and without copies of blocks, which autograd has not seen.
+        recording: with its loss. Where the forward depends on data, another batch may reach what this one does not: none.
     """
-    assert recording.loss_value is not None
-    assert not recording.copies
-    reached = _leaves(recording.tensors[recording.loss_value])
-    return tuple(
-        recording.state[number].name for number in _trainable(recording) if id(recording.tensors[number]) not in reached
-    )
-
-
-def _trainable(recording: Recording) -> Iterable[int]:
-    kinds = ((number, key) for number, key in recording.state.items() if key.kind == "parameter")
-    return [number for number, _ in kinds if recording.tensors[number].requires_grad]
-
-
-def _leaves(loss: Tensor) -> set[int]:
-    """Identities of the tensors in which a backward from `loss` leaves a gradient."""
-    waiting, seen, found = [loss.grad_fn], set[object](), set[int]()
+    if recording.decisions or recording.loss_value is None:
+        return ()
+    waiting, seen, reached = [recording.tensors[recording.loss_value].grad_fn], set[object](), set[int]()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
+        if hasattr(node, "variable"):  # where a backward leaves a gradient
+            reached.add(id(node.variable))
         waiting += [following for following, _ in node.next_functions]
-    return found
+    parameters = ((key.name, recording.tensors[number]) for number, key in recording.state.items() if key.kind == "parameter")
+    return tuple(name for name, tensor in parameters if tensor.requires_grad and id(tensor) not in reached)
 
 
 def untrained_note(names: Sequence[str]) -> str:

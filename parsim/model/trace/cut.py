@@ -11,10 +11,10 @@ the two: no boundary value is ever changed.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as functional
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from parsim.errors import TraceError
 from parsim.model.component import LOSS
 from parsim.model.model import GRANULARITIES
-from parsim.model.runnable import CallProgram, Nested, Op, Ref, Runnable, StateKey, TensorKind, renumber
-from parsim.model.trace.recorder import Call, Copied, RecordedOp, Recording, storage_key
+from parsim.model.runnable import CallProgram, Nested, Op, Ref, Runnable, TensorKind, renumber
+from parsim.model.trace.recorder import Call, RecordedOp, Recording, storage_key
 
 # Cut a block after its residual adds, so that a transformer block becomes its attention and its MLP.
 #
@@ -76,11 +76,6 @@ def sublayers(recording: Recording, block: CallInterval) -> list[CallInterval]:
     """
     adds = _residual_adds(recording, block)
     ends = [*_kept(recording, block, sorted({*adds, *_inner_sums(recording, block, adds)})), block.end]
-    return pieces_at(recording, block, ends)
-
-
-def pieces_at(recording: Recording, block: CallInterval, ends: Sequence[int]) -> list[CallInterval]:
-    """The pieces of a block that end at these calls, named as `sublayers` says."""
     if len(ends) == 1:
         return [block]
     starts = [block.start, *ends[:-1]]
@@ -210,107 +205,6 @@ def _beginning(paths: Sequence[Sequence[str]]) -> list[str]:
     return [steps[0] for steps in takewhile(lambda steps: len(set(steps)) == 1, zip(*paths, strict=False))]
 
 
-# Components that copy an earlier one, because the block around them was copied: only names differ.
-
-
-class Original(NamedTuple):
-    """Where the calls of a component come from: the place of an earlier one, and its value numbers with the copy's."""
-
-    place: int
-    numbers: Mapping[int, int]
-
-
-def originals(recording: Recording, intervals: Sequence[CallInterval]) -> list[Original | None]:
-    """Per component the earlier one that has the same calls; None for one that ran, or that is cut otherwise."""
-    places = {(interval.start, interval.end): place for place, interval in enumerate(intervals)}
-    found: list[Original | None] = []
-    for interval in intervals:
-        copy = _copy_around(recording, interval)
-        found.append(None if copy is None else _original(recording, intervals, places, interval, copy))
-    return found
-
-
-def _copy_around(recording: Recording, interval: CallInterval) -> Copied | None:
-    return next((copy for copy in recording.copies if copy.start <= interval.start and interval.end <= copy.stop), None)
-
-
-def _same_calls(recording: Recording, intervals: Sequence[CallInterval]) -> list[int | None]:
-    """Per interval the place of an earlier one that lies in a copied block and has the same calls, boundaries aside."""
-    places = {(interval.start, interval.end): place for place, interval in enumerate(intervals)}
-    state = recording.state
-    found: list[int | None] = []
-    for interval in intervals:
-        copy = _copy_around(recording, interval)
-        place = None
-        if copy is not None and all((one in state) == (other in state) for one, other in copy.numbers.items()):
-            shift = copy.start - copy.source
-            place = places.get((interval.start - shift, interval.end - shift))
-        found.append(place)
-    return found
-
-
-def pieces_of(recording: Recording, blocks: Sequence[CallInterval]) -> list[CallInterval]:
-    """The sublayers of every block. A copied block is cut where its original is."""
-    found: list[list[CallInterval]] = []
-    for block, place in zip(blocks, _same_calls(recording, blocks), strict=True):
-        if place is None:
-            found.append(sublayers(recording, block))
-            continue
-        shift = block.start - blocks[place].start
-        found.append(pieces_at(recording, block, [piece.end + shift for piece in found[place]]))
-    return [piece for pieces in found for piece in pieces]
-
-
-def _original(
-    recording: Recording,
-    intervals: Sequence[CallInterval],
-    places: Mapping[tuple[int, int], int],
-    interval: CallInterval,
-    copy: Copied,
-) -> Original | None:
-    shift = copy.start - copy.source
-    place = places.get((interval.start - shift, interval.end - shift))
-    if place is None or recording.assumed or recording.buffer_writes:
-        return None
-    one, numbers = intervals[place], copy.numbers
-    for before, after in ((one.inputs, interval.inputs), (one.outputs, interval.outputs)):
-        if [numbers[number] for number in before] != after:
-            return None
-    return Original(place, numbers)
-
-
-def renamed(
-    program: CallProgram,
-    numbers: Mapping[int, int],
-    recording: Recording,
-    interval: CallInterval,
-    names: Mapping[int, str],
-    known: Mapping[StateKey, int],
-) -> CallProgram | None:
-    """The program of a copy, with the very calls of the original; None if what it owns is not what that owns.
-
-    Args:
-        program: of the original. numbers: as in Original. interval: of the copy. names: of all values.
-        known: value numbers of parameters and buffers.
-    """
-    state = [(numbers[known[key]], slot) for key, slot in program.state]
-    if any(number not in recording.state for number, _ in state):
-        return None
-
-    def ends(before: Sequence[tuple[str, int, bool]], numbers: Sequence[int]) -> tuple[tuple[str, int, bool], ...]:
-        flows = recording.differentiable
-        pairs = zip(numbers, before, strict=True)
-        return tuple((names[number], slot, flows.get(number, False)) for number, (_, slot, _) in pairs)
-
-    return replace(
-        program,
-        name=interval.name,
-        inputs=ends(program.inputs, interval.inputs),
-        outputs=ends(program.outputs, interval.outputs),
-        state=tuple((recording.state[number], slot) for number, slot in state),
-    )
-
-
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -329,7 +223,7 @@ def cut(recording: Recording, module: nn.Module, granularity: str, whole: frozen
     labels = (_layer_labels if granularity == "layer" else _block_labels)(recording, module, whole)
     intervals = _intervals(recording, module, labels)
     if granularity == "sublayer":
-        intervals = pieces_of(recording, intervals)
+        intervals = [piece for block in intervals for piece in sublayers(recording, block)]
     intervals = _merge_in_place(recording, intervals)
     _unique_names(intervals)
     _boundaries(recording, intervals)
@@ -542,12 +436,7 @@ def programs(recording: Recording, intervals: list[CallInterval]) -> tuple[CallP
     """One Program per interval. What was assumed about the data is constant in it."""
     names = value_names(recording, intervals)
     writers = _buffer_writers(recording, intervals)
-    state = {key: number for number, key in recording.state.items()}
-    found: list[CallProgram] = []
-    for place, (interval, original) in enumerate(zip(intervals, originals(recording, intervals), strict=True)):
-        again = original and renamed(found[original.place], original.numbers, recording, interval, names, state)
-        found.append(again or _program(recording, interval, names, writers.get(place, [])))
-    return tuple(found)
+    return tuple(_program(recording, interval, names, writers.get(place, [])) for place, interval in enumerate(intervals))
 
 
 def _buffer_writers(recording: Recording, intervals: list[CallInterval]) -> dict[int, list[tuple[str, int]]]:

@@ -1,11 +1,20 @@
-"""Live bytes while a component runs: counted on fake tensors, operator by operator.
+"""Memory of components and of their shards: live bytes counted on fake tensors, operator by operator.
+
+Every size is linear in the batch, so two batches tell it; kept are the moments that can be the fullest for some batch.
 
 Forward: what it has made by then. Backward: what is alive beyond what the forward had saved. The backward runs as in the
 executor: the outputs' gradients are held until it ends, the inputs' are handed over, those of parameters are added to what is
-there. Every moment's bytes are linear in the batch; kept are the moments that can be the largest for some batch.
+there. The first half of a backward that puts off the gradients of parameters is counted behind a forward of its own: what
+arrives at operators with parameters waits, with all that the forward saved below them.
 
-The first half of a backward that puts off the gradients of parameters is counted behind a forward of its own: what arrives at
-operators with parameters waits, with all that the forward saved below them.
+Recomputation by operator: the two forwards are those of the executor (`parsim.model.autograd.recompute`), so the same outputs
+are kept. A component stays as it is (None) where that keeps no less, or where it cannot be counted. That is with sizes that are
+not linear in the batch, a loop over the samples, or a write into what it is given.
+
+Shards: every size in a shard is a whole one or a piece of one. So it is affine in the share of a shard (1 / ways, or a little
+more with padding) as it is in the batch, and two numbers of ways tell it.
+
+Of a loss that compares all samples of a batch: fixed + rate * samples + pairs * samples ** 2, from three batches.
 """
 
 from __future__ import annotations
@@ -14,18 +23,26 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from parsim.errors import ModelError, TraceError
+from parsim.errors import TraceError
 from parsim.model.autograd.cut import InputEdge, Saved, StorageRef, backward_component, backward_inputs, enter, tensors_among
 from parsim.model.autograd.recompute import FirstForward, KeptCalls, Repeat, first_forward, second_forward
-from parsim.model.component import Component, Selective, Sharding, ShardPeak, ShardSelective, Share, SplitBackward, Value
-from parsim.model.loops.counts import items_with, moments_with, size_with
-from parsim.model.loops.repeated_calls import Shortened
+from parsim.model.component import (
+    Component,
+    DividedSize,
+    ParameterShard,
+    Selective,
+    Sharding,
+    Share,
+    Size,
+    SplitBackward,
+    Value,
+)
 from parsim.model.runnable import CallProgram, TensorKind, run_op
 from parsim.model.shard.apply import content_of, shard_program
 from parsim.model.shard.content import SHARD, Content
@@ -116,9 +133,49 @@ class LiveBytes(CallWatch):
         return result
 
 
-Peaks = tuple[tuple[int, int], ...]
-"""(bytes per sample, fixed bytes) of moments."""
-CountedValue = TypeVar("CountedValue")
+Peaks = tuple[Size, ...]
+"""Moments."""
+ShardPeaks = tuple[DividedSize, ...]
+
+# --- sizes at two batches ---------------------------------------------------------------------------------------------
+
+
+def lines(less: Sequence[int], more: Sequence[int], small: int, large: int) -> Peaks:
+    """The envelope of moments' bytes at two batches; empty where they are not the same moments.
+
+    Args:
+        less, more: bytes at the batches `small` and `large`.
+    """
+    return upper_envelope(set(_sizes(less, more, (small, large)))) if len(less) == len(more) else ()
+
+
+def _sizes(less: Sequence[int], more: Sequence[int], batches: tuple[int, int]) -> list[Size]:
+    """(bytes per sample, fixed bytes) of moments at two batches."""
+    small, large = batches
+    rates = [(top - low) // (large - small) for low, top in zip(less, more, strict=True)]
+    return [(rate, low - rate * small) for rate, low in zip(rates, less, strict=True)]
+
+
+def upper_envelope(moments: set[Size]) -> Peaks:
+    """Those (rate, fixed) that are the largest `rate * samples + fixed` for some number of samples >= 1."""
+    best: list[Size] = []
+    for rate, fixed in sorted(moments):
+        while best and best[-1][1] <= fixed:
+            best.pop()
+        while len(best) > 1 and not _needed(best[-2], best[-1], (rate, fixed)):
+            best.pop()
+        best.append((rate, fixed))
+    while len(best) > 1 and sum(best[0]) <= sum(best[1]):
+        best.pop(0)
+    return tuple(best)
+
+
+def _needed(low: Size, middle: Size, high: Size) -> bool:
+    """Whether the middle line rises above both others somewhere; slopes ascend, intercepts descend."""
+    return (middle[1] - low[1]) * (high[0] - low[0]) > (high[1] - low[1]) * (middle[0] - low[0])
+
+
+# --- forward and backward ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,7 +185,7 @@ class Recorded:
     Attributes:
         autocast: the half-precision type it ran under, or None.
         counted_inputs: the inputs (by position) that are among its saved activations, so that its backward lets go of them.
-        shorter: its program with fewer groups of a loop. change: what to make of a program before it is counted.
+        change: what to make of its program before it is counted.
     """
 
     program: CallProgram
@@ -136,27 +193,26 @@ class Recorded:
     samples: int
     autocast: torch.dtype | None = None
     counted_inputs: tuple[int, ...] = ()
-    shorter: Shortened | None = None
     change: Callable[[CallProgram], CallProgram] | None = None
 
-    def counted(
-        self, count: Callable[[CallProgram], CountedValue], together: Callable[[list[CountedValue], int], CountedValue | None]
-    ) -> CountedValue:
-        """What `count` says of the program: from shortened ones if that can be shown to be the same.
+    @property
+    def counted_program(self) -> CallProgram:
+        """What is counted: the program, or what `change` makes of it."""
+        return self.program if self.change is None else self.change(self.program)
 
-        Shards of a program make its calls, so they are counted with two numbers of groups, and the program itself with three.
 
-        Args:
-            together: from the counts of `shorter.programs` that of the whole; None: they do not tell.
-        """
-        change = self.change or (lambda program: program)
-        if self.shorter is not None:
-            with contextlib.suppress(ModelError):  # a sharding that only the whole loop has
-                programs = self.shorter.programs[: 3 if self.change is None else 2]
-                found = together([count(change(program)) for program in programs], self.shorter.times)
-                if found is not None:
-                    return found
-        return count(change(self.program))
+@contextlib.contextmanager
+def autocast_as(half: torch.dtype | None) -> Any:
+    """The CPU's autocast to `half`; nothing for None."""
+    with torch.autocast("cpu", dtype=half) if half is not None else contextlib.nullcontext():
+        yield
+
+
+def like(kind: TensorKind) -> Tensor:
+    """A new tensor of that shape and memory order. It is not a view: autocast keeps the cast of no weight that is one."""
+    order: Sequence[int] = sorted(range(len(kind.shape)), key=lambda dim: -kind.stride[dim])
+    tensor = torch.empty([kind.shape[dim] for dim in order], dtype=kind.dtype)
+    return tensor.permute([list(order).index(dim) for dim in range(len(kind.shape))]).detach()
 
 
 class CountedPeaks(NamedTuple):
@@ -194,49 +250,6 @@ def _split_lines(less: SplitMoments | None, more: SplitMoments | None, batches: 
     return SplitBackward(peaks=lines(less.inputs, more.inputs, *batches), waiting=waiting)
 
 
-def lines(less: Sequence[int], more: Sequence[int], small: int, large: int) -> Peaks:
-    """The envelope of moments' bytes at two batches; empty where they are not the same moments.
-
-    Args:
-        less, more: bytes at the batches `small` and `large`.
-    """
-    if len(less) != len(more):
-        return ()
-    rates = [(top - low) // (large - small) for low, top in zip(less, more, strict=True)]
-    return upper_envelope({(rate, low - rate * small) for rate, low in zip(rates, less, strict=True)})
-
-
-@contextlib.contextmanager
-def autocast_as(half: torch.dtype | None) -> Any:
-    """The CPU's autocast to `half`; nothing for None."""
-    with torch.autocast("cpu", dtype=half) if half is not None else contextlib.nullcontext():
-        yield
-
-
-def upper_envelope(moments: set[tuple[int, int]]) -> Peaks:
-    """Those (rate, fixed) that are the largest `rate * samples + fixed` for some number of samples >= 1."""
-    best: list[tuple[int, int]] = []
-    for rate, fixed in sorted(moments):
-        while best and best[-1][1] <= fixed:
-            best.pop()
-        while len(best) > 1 and not _needed(best[-2], best[-1], (rate, fixed)):
-            best.pop()
-        best.append((rate, fixed))
-    while len(best) > 1 and sum(best[0]) <= sum(best[1]):
-        best.pop(0)
-    return tuple(best)
-
-
-def _needed(low: tuple[int, int], middle: tuple[int, int], high: tuple[int, int]) -> bool:
-    """Whether the middle line rises above both others somewhere; slopes ascend, intercepts descend."""
-    return (middle[1] - low[1]) * (high[0] - low[0]) > (high[1] - low[1]) * (middle[0] - low[0])
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    """As if it had been added in place to what is there. (Of fake tensors torch adds out of place.)"""
-    parameter.grad = None
-
-
 class SplitMoments(NamedTuple):
     """The first half of a backward: bytes beyond the saved ones after every storage that it makes, and those that it leaves for
     the second half, without the gradients of inputs."""
@@ -258,31 +271,8 @@ class Moments(NamedTuple):
 
 
 def counted_moments(recorded: Recorded) -> Moments:
-    """Of the whole program."""
-    return recorded.counted(partial(_moments_of, recorded), _together)
-
-
-def _together(counts: list[Moments], times: int) -> Moments | None:
-    forward = moments_with([count.forward for count in counts], times)
-    backward = moments_with([count.backward for count in counts], times)
-    views = {count.views for count in counts}
-    if forward is None or backward is None or len(views) > 1:
-        return None
-    splits = [count.split for count in counts if count.split is not None]
-    if not splits:
-        return Moments(forward, backward, views.pop())
-    split = _split_together(splits, times) if len(splits) == len(counts) else None
-    return None if split is None else Moments(forward, backward, views.pop(), split)
-
-
-def _split_together(counts: Sequence[SplitMoments], times: int) -> SplitMoments | None:
-    inputs = moments_with([count.inputs for count in counts], times)
-    waiting = size_with([count.waiting for count in counts], times)
-    return None if inputs is None or waiting is None else SplitMoments(inputs, waiting)
-
-
-def _moments_of(recorded: Recorded, program: CallProgram) -> Moments:
-    """Of one program in the place of the recorded one."""
+    """Bytes at every moment of a component's forward and backward."""
+    program = recorded.counted_program
     with recorded.fakes, torch.enable_grad():
         given = _given_to(program)
         with LiveBytes() as live:
@@ -329,6 +319,11 @@ class _Given:
     entries: list[InputEdge | None]
     parameters: list[Tensor]
     environment: list[Any]
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    """As if it had been added in place to what is there. (Of fake tensors torch adds out of place.)"""
+    parameter.grad = None
 
 
 def _given_to(program: CallProgram) -> _Given:
@@ -393,156 +388,7 @@ def _parts(found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> tu
     )
 
 
-def like(kind: TensorKind) -> Tensor:
-    """A new tensor of that shape and memory order. It is not a view: autocast keeps the cast of no weight that is one."""
-    order: Sequence[int] = sorted(range(len(kind.shape)), key=lambda dim: -kind.stride[dim])
-    tensor = torch.empty([kind.shape[dim] for dim in order], dtype=kind.dtype)
-    return tensor.permute([list(order).index(dim) for dim in range(len(kind.shape))]).detach()
-
-
-# Live bytes while a shard of a component runs, for every number of ways: counted on fake tensors at two of them.
-#
-# Every size in a shard is a whole one or a piece of one. So every moment's bytes are affine in the share of a shard (1 /
-# ways, or
-# a little more with padding) as they are in the batch.
-
-
-ShardPeaks = tuple[ShardPeak, ...]
-
-
-def shard_peaks(small: Recorded, large: Recorded, sharding: Sharding) -> tuple[ShardPeaks, ShardPeaks]:
-    """Forward and backward of the shards of one component as recorded at two batches.
-
-    The first shard and those after it differ, which stand in with zeros for what the first contributes: the fuller counts.
-
-    Empty where the two batches differ in more than their sizes; of the backward, too, where there is none.
-    """
-    widths = ways_of(sharding)
-    shares = [sharding.share(ways) for ways in widths]
-    forward: set[ShardPeak] = set()
-    backward: set[ShardPeak] = set()
-    for shard in (0,) if shards_are_alike(small.program, sharding, widths[0]) else (0, 1):
-        local = partial(local_program, sharding=sharding, shard=shard)
-        counted = {
-            (ways, run.samples): counted_moments(replace(run, change=partial(local, ways=ways)))
-            for ways in widths[:2]
-            for run in (small, large)
-        }
-        for found, phase in ((forward, 0), (backward, 1)):
-            lists = {at: (both.forward, both.backward)[phase] for at, both in counted.items()}
-            if any(len(lists[ways, small.samples]) != len(lists[ways, large.samples]) for ways in widths[:2]):
-                return (), ()
-            found.update(affine(lists, widths[:2], shares[:2], (small.samples, large.samples)))
-    return fullest(forward, shares), fullest(backward, shares)
-
-
-def shards_are_alike(program: CallProgram, sharding: Sharding, ways: int) -> bool:
-    """Whether the first shard makes the calls of the others, on other pieces: nobody stands in with zeros.
-
-    Args:
-        program: of the whole component. sharding: the rule. ways: how many shards.
-    """
-    first, second = (shard_program(program, sharding, shard, ways) for shard in (0, 1))
-    return len(first.ops) == len(second.ops) and all(
-        type(one.function) is type(other.function) for one, other in zip(first.ops, second.ops, strict=True)
-    )
-
-
-def local_program(program: CallProgram, sharding: Sharding, shard: int, ways: int) -> CallProgram:
-    """The calls of one shard, with the tensors that it is given in their local shapes.
-
-    Args:
-        program: of the whole component. sharding: the rule. shard, ways: which of how many.
-    """
-    parts = {part.name: Content(SHARD, part.dim, part.blocks, part.runs) for part in (*sharding.parameters, *sharding.buffers)}
-    given = [(slot, content_of(text)) for (_, slot, _), text in zip(program.inputs, sharding.inputs, strict=True)]
-    held = [(slot, parts[key.name]) for key, slot in program.state if key.name in parts]
-    tensors = list(program.tensors)
-    for slot, content in (*given, *held):
-        tensors[slot] = _piece(tensors[slot], content, sharding.share(ways))
-    return replace(shard_program(program, sharding, shard, ways), tensors=tuple(tensors))
-
-
-def _piece(kind: TensorKind, content: Content, share: Share) -> TensorKind:
-    if content.form != SHARD:
-        return kind
-    shape = tuple(share.of(size) if dim == content.dim else size for dim, size in enumerate(kind.shape))
-    return kind._replace(shape=shape)
-
-
-Lines = list[tuple[int, int]]
-
-
-def _lines(lists: dict[tuple[int, int], list[int]], ways: int, batches: tuple[int, int]) -> Lines:
-    """(bytes per sample, fixed bytes) of every moment."""
-    small, large = batches
-    return [
-        ((top - low) // (large - small), low - (top - low) // (large - small) * small)
-        for low, top in zip(lists[ways, small], lists[ways, large], strict=True)
-    ]
-
-
-def affine(
-    lists: dict[tuple[int, int], list[int]], widths: list[int], shares: list[Share], batches: tuple[int, int]
-) -> Iterator[ShardPeak]:
-    """Moments of a shard for every number of ways and samples.
-
-    Args:
-        lists: bytes of the moments at (ways, samples). widths: the ways. shares: of a shard at these. batches: the samples.
-    """
-    return _affine([_lines(lists, ways, batches) for ways in widths], shares)
-
-
-def _affine(lines: list[Lines], shares: list[Share]) -> Iterator[ShardPeak]:
-    """Per moment the bytes that are whole and those that are divided, from those at two numbers of ways.
-
-    Where the last of a dim's entries is alone, copies fall away and the moments differ: then the fullest ones are paired.
-    """
-    if len(shares) == 1:  # a prime limit: no other ways exist
-        yield from (ShardPeak(rate, fixed, 0, 0) for rate, fixed in lines[0])
-        return
-    first = shares[0]
-    if len(lines[0]) != len(lines[1]):
-        lines = [sorted(upper_envelope(set(entry))) for entry in lines]
-        longest = max(map(len, lines))
-        lines = [entry + entry[-1:] * (longest - len(entry)) for entry in lines]
-    for (rate, fixed), (other_rate, other_fixed) in zip(*lines, strict=True):
-        divided_rate, divided_fixed = (_divided(rate, other_rate, *shares), _divided(fixed, other_fixed, *shares))
-        yield ShardPeak(rate - first.of(divided_rate), fixed - first.of(divided_fixed), divided_rate, divided_fixed)
-
-
-def _divided(size: int, other: int, first: Share, second: Share) -> int:
-    """Of what has these sizes in shards with these shares, the part that is divided."""
-    return (size - other) * first.whole * second.whole // (first.own * second.whole - second.own * first.whole)
-
-
-def fullest(peaks: Iterable[ShardPeak], shares: list[Share]) -> ShardPeaks:
-    """Those that are the fullest for some batch and some ways.
-
-    Args:
-        peaks: of a shard. shares: those that occur.
-    """
-    ordered, found = sorted(peaks), set[ShardPeak]()
-    for share in shares:
-        lines: dict[tuple[int, int], ShardPeak] = {}
-        for peak in ordered:
-            line = peak.at(share)
-            if line not in lines or peak in found:
-                lines[line] = peak
-        found.update(lines[line] for line in upper_envelope(set(lines)))
-    return tuple(sorted(found))
-
-
-# What a component keeps, and what runs again, if it is recomputed by operator: counted on fake tensors at two batches.
-#
-# The two forwards are those of the executor (`parsim.model.autograd.recompute`), so the same outputs are kept. A component
-# stays
-# as it is (None) where that keeps no less, or where it cannot be counted. That is with sizes that are not linear in the
-# batch, a
-# loop over the samples, or a write into what it is given.
-
-
-Pair = tuple[int, int]
+# --- recomputation by operator ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -591,33 +437,7 @@ class _Program:
 
 def _counts(recorded: Recorded, *, kernels: bool = False) -> _Counts:
     """Both forwards of a component, with its kernels if they are asked for. Raises TraceError where it cannot run twice."""
-    return recorded.counted(partial(_counts_of, recorded, kernels), _kept_together)
-
-
-def _kept_together(counts: list[_Counts], times: int) -> _Counts | None:
-    """From the counts of shortened programs those of the whole."""
-    sizes = [size_with([getattr(count, name) for count in counts], times) for name in ("kept", "again")]
-    first, second = (moments_with([getattr(count, name) for count in counts], times) for name in ("first", "second"))
-    kernels = items_with([list(zip(count.functions, count.repeated, strict=True)) for count in counts], times)
-    stays = {(count.inputs, count.outputs) for count in counts}
-    kept, again = sizes
-    if kept is None or again is None or first is None or second is None or kernels is None or len(stays) > 1:
-        return None
-    functions, repeated = tuple(zip(*kernels, strict=True)) or ((), ())
-    inputs, outputs = stays.pop()
-    return _Counts(
-        inputs=inputs,
-        outputs=outputs,
-        kept=kept,
-        again=again,
-        first=first,
-        second=second,
-        functions=functions,
-        repeated=repeated,
-    )
-
-
-def _counts_of(recorded: Recorded, kernels: bool, program: CallProgram) -> _Counts:
+    program = recorded.counted_program
     with recorded.fakes, torch.enable_grad():
         forward = _Program(program)
         inputs = [like(program.tensors[slot]) for _, slot, _ in program.inputs]
@@ -658,7 +478,9 @@ def _first(forward: _Program, inputs: Sequence[Tensor], *, kernels: bool) -> tup
         return first_forward(forward, inputs, watch, forward.buffers)[1], mode.operators
 
 
-def selective_of(small: Recorded, large: Recorded, functions: Sequence[str], numbers: Sequence[int] | None) -> Selective | None:
+def selective_of(
+    small: Recorded, large: Recorded, functions: Sequence[str], numbers: Sequence[int] | None
+) -> Selective[Size] | None:
     """A component as recorded at two batches.
 
     Args:
@@ -700,52 +522,13 @@ def selective_of(small: Recorded, large: Recorded, functions: Sequence[str], num
     )
 
 
-def _line(small: int, large: int, batches: Pair) -> Pair | None:
+def _line(small: int, large: int, batches: tuple[int, int]) -> Size | None:
     """(per sample, fixed) of a size at two batches; None if it is not linear."""
     rate, rest = divmod(large - small, batches[1] - batches[0])
     return None if rest else (rate, small - rate * batches[0])
 
 
-def shard_selective(small: Recorded, large: Recorded, sharding: Sharding) -> ShardSelective | None:
-    """The same of the shards of a component, for every number of ways; None where they cannot be counted.
-
-    Args:
-        small, large: the whole component. sharding: the rule.
-    """
-    widths = ways_of(sharding)
-    shares = [sharding.share(ways) for ways in widths]
-    batches = small.samples, large.samples
-    found: dict[str, set[ShardPeak]] = {"kept": set(), "again": set(), "first": set(), "second": set()}
-    for shard in (0,) if shards_are_alike(small.program, sharding, widths[0]) else (0, 1):
-        try:
-            counted = {
-                (ways, run.samples): _counts(
-                    replace(run, change=partial(local_program, sharding=sharding, shard=shard, ways=ways))
-                )
-                for ways in widths[:2]
-                for run in (small, large)
-            }
-        except TraceError:
-            return None
-        for ways in widths[:2]:
-            one, other = counted[ways, batches[0]], counted[ways, batches[1]]
-            if (len(one.first), len(one.second)) != (len(other.first), len(other.second)):
-                return None
-        for name, moments in found.items():
-            at = {
-                key: [count.kept] if name == "kept" else [count.again] if name == "again" else getattr(count, name)
-                for key, count in counted.items()
-            }
-            moments.update(affine(at, widths[:2], shares[:2], batches))
-    return ShardSelective(
-        kept=max(found["kept"]),
-        again=max(found["again"]),
-        first_peaks=fullest(found["first"], shares),
-        second_peaks=fullest(found["second"], shares),
-    )
-
-
-def gains(selective: Selective | None, component: Component, values: Mapping[str, Value]) -> bool:
+def gains(selective: Selective[Size] | None, component: Component, values: Mapping[str, Value]) -> bool:
     """Whether a component keeps less per sample by operator than it saves otherwise.
 
     Args:
@@ -760,9 +543,165 @@ def gains(selective: Selective | None, component: Component, values: Mapping[str
     return now < before
 
 
-# Sizes of what compares every sample of a batch with every other, from three batches.
-#
-# Such a size is fixed + rate * samples + pairs * samples ** 2.
+# --- shards -----------------------------------------------------------------------------------------------------------
+
+
+def shard_peaks(small: Recorded, large: Recorded, sharding: Sharding) -> tuple[ShardPeaks, ShardPeaks]:
+    """Forward and backward of the shards of one component as recorded at two batches.
+
+    Empty where the two batches differ in more than their sizes; of the backward, too, where there is none.
+    """
+
+    def moments(recorded: Recorded) -> dict[str, list[int]]:
+        counted = counted_moments(recorded)
+        return {"forward": counted.forward, "backward": counted.backward}
+
+    sizes, shares = _shard_sizes(small, large, sharding, moments), _shares(sharding)
+    return ((), ()) if sizes is None else (fullest(sizes["forward"], shares), fullest(sizes["backward"], shares))
+
+
+def shard_selective(small: Recorded, large: Recorded, sharding: Sharding) -> Selective[DividedSize] | None:
+    """How the shards of a component are recomputed by operator; None where they cannot be counted.
+
+    Args:
+        small, large: the whole component. sharding: the rule.
+    """
+
+    def counts(recorded: Recorded) -> dict[str, list[int]]:
+        count = _counts(recorded)
+        return {"kept": [count.kept], "again": [count.again], "first": count.first, "second": count.second}
+
+    try:
+        sizes, shares = _shard_sizes(small, large, sharding, counts), _shares(sharding)
+    except TraceError:
+        return None
+    if sizes is None:
+        return None
+    return Selective(
+        kept=max(sizes["kept"]),
+        again=max(sizes["again"]),
+        first_peaks=fullest(sizes["first"], shares),
+        second_peaks=fullest(sizes["second"], shares),
+    )
+
+
+def _shares(sharding: Sharding) -> list[Share]:
+    return [sharding.share(ways) for ways in ways_of(sharding)]
+
+
+def _shard_sizes(
+    small: Recorded, large: Recorded, sharding: Sharding, count: Callable[[Recorded], Mapping[str, list[int]]]
+) -> dict[str, set[DividedSize]] | None:
+    """Sizes of a shard for every number of ways and samples, by what was counted.
+
+    The first shard and those after it differ, which stand in with zeros for what the first contributes: both are counted.
+
+    Args:
+        count: moments of a program, by name.
+
+    Returns:
+        None where the two batches differ in more than their sizes.
+    """
+    widths = ways_of(sharding)[:2]
+    found: dict[str, set[DividedSize]] = {}
+    for shard in (0,) if shards_are_alike(small.program, sharding, widths[0]) else (0, 1):
+        counted = {
+            (ways, run.samples): count(replace(run, change=partial(local_program, sharding=sharding, shard=shard, ways=ways)))
+            for ways in widths
+            for run in (small, large)
+        }
+        for name in counted[widths[0], small.samples]:
+            pairs = [(counted[ways, small.samples][name], counted[ways, large.samples][name]) for ways in widths]
+            if any(len(less) != len(more) for less, more in pairs):
+                return None
+            sizes = [_sizes(less, more, (small.samples, large.samples)) for less, more in pairs]
+            found.setdefault(name, set()).update(_affine(sizes, [sharding.share(ways) for ways in widths]))
+    return found
+
+
+def shards_are_alike(program: CallProgram, sharding: Sharding, ways: int) -> bool:
+    """Whether the first shard makes the calls of the others, on other pieces: nobody stands in with zeros.
+
+    Args:
+        program: of the whole component. sharding: the rule. ways: how many shards.
+    """
+    first, second = (shard_program(program, sharding, shard, ways) for shard in (0, 1))
+    return len(first.ops) == len(second.ops) and all(
+        type(one.function) is type(other.function) for one, other in zip(first.ops, second.ops, strict=True)
+    )
+
+
+def local_program(program: CallProgram, sharding: Sharding, shard: int, ways: int) -> CallProgram:
+    """The calls of one shard, with the tensors that it is given in their local shapes.
+
+    Args:
+        program: of the whole component. sharding: the rule. shard, ways: which of how many.
+    """
+    parts = (*sharding.parameters, *sharding.buffers)
+    inputs = tuple(map(content_of, sharding.inputs))
+    return with_local_tensors(shard_program(program, sharding, shard, ways), inputs, parts, sharding.share(ways))
+
+
+def with_local_tensors(
+    program: CallProgram, inputs: Sequence[Content], parts: Iterable[ParameterShard], share: Share
+) -> CallProgram:
+    """The calls of one shard, with the shapes that its inputs, parameters and buffers have there.
+
+    Args:
+        program: of the shard, with whole shapes. inputs: content per input. parts: what is cut of the state. share: of it.
+    """
+    cuts = {part.name: Content(SHARD, part.dim, part.blocks, part.runs) for part in parts}
+    given = [(slot, content) for (_, slot, _), content in zip(program.inputs, inputs, strict=True)]
+    tensors = list(program.tensors)
+    for slot, content in (*given, *((slot, cuts[key.name]) for key, slot in program.state if key.name in cuts)):
+        if content.form == SHARD:
+            sizes = enumerate(tensors[slot].shape)
+            shape = tuple(share.of(size) if dim == content.dim else size for dim, size in sizes)
+            tensors[slot] = tensors[slot]._replace(shape=shape)
+    return replace(program, tensors=tuple(tensors))
+
+
+def _affine(lines: list[list[Size]], shares: list[Share]) -> Iterator[DividedSize]:
+    """Per moment the bytes that are whole and those that are divided, from those at two numbers of ways.
+
+    Where the last of a dim's entries is alone, copies fall away and the moments differ: then the fullest ones are paired.
+    """
+    if len(shares) == 1:  # a prime limit: no other ways exist
+        yield from (DividedSize(rate, fixed, 0, 0) for rate, fixed in lines[0])
+        return
+    first = shares[0]
+    if len(lines[0]) != len(lines[1]):
+        lines = [sorted(upper_envelope(set(entry))) for entry in lines]
+        longest = max(map(len, lines))
+        lines = [entry + entry[-1:] * (longest - len(entry)) for entry in lines]
+    for (rate, fixed), (other_rate, other_fixed) in zip(*lines, strict=True):
+        divided_rate, divided_fixed = (_divided(rate, other_rate, *shares), _divided(fixed, other_fixed, *shares))
+        yield DividedSize(rate - first.of(divided_rate), fixed - first.of(divided_fixed), divided_rate, divided_fixed)
+
+
+def _divided(size: int, other: int, first: Share, second: Share) -> int:
+    """Of what has these sizes in shards with these shares, the part that is divided."""
+    return (size - other) * first.whole * second.whole // (first.own * second.whole - second.own * first.whole)
+
+
+def fullest(peaks: Iterable[DividedSize], shares: list[Share]) -> ShardPeaks:
+    """Those that are the fullest for some batch and some ways.
+
+    Args:
+        peaks: of a shard. shares: those that occur.
+    """
+    ordered, found = sorted(peaks), set[DividedSize]()
+    for share in shares:
+        lines: dict[Size, DividedSize] = {}
+        for peak in ordered:
+            line = peak.at(share)
+            if line not in lines or peak in found:
+                lines[line] = peak
+        found.update(lines[line] for line in upper_envelope(set(lines)))
+    return tuple(sorted(found))
+
+
+# --- pairs of samples -------------------------------------------------------------------------------------------------
 
 
 class SquareSize(NamedTuple):

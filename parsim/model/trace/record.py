@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Any
@@ -28,9 +28,8 @@ from parsim.model.total_loss import entries, output_kinds, total_and_form
 from parsim.model.trace.checks import Generators, changed_attributes, check_supported, draw_message, eager, hint, without_log
 from parsim.model.trace.fakes import QuickFakeMode
 from parsim.model.trace.messages import at_line, value_message
+from parsim.model.trace.operators import Watch
 from parsim.model.trace.recorder import SET_DATA, RecordedOp, Recorder, Recording, storage_key, tensors_in
-from parsim.model.tracing.repeats.block_record import Watcher
-from parsim.model.tracing.repeats.blocks import Repeats
 
 # What a forward hands on to the next one: buffers, frozen parameters and attributes that it writes and that its loss reads.
 #
@@ -313,24 +312,19 @@ def run_recorded(
     *,
     loss: str | OpenLoss | None,
     loss_in_parts: bool = False,
-    watch: Callable[[Recorder], Watcher] | None = None,
+    watch: Callable[[Recorder], Watch] | None = None,
     skew: bool = False,
     example: bool = False,
     answers: Sequence[bool] | None = None,
-    repeats: bool = False,
-    trusted: frozenset[Hashable] = frozenset(),
     twice: bool = False,
 ) -> Recording:
     """One forward of `module` on fakes of the given inputs, then the loss on its output.
 
     Args:
-        watch: makes what is open during the forward, inside the fake mode (statistics hang there); called again where the
-            forward is.
+        watch: makes what is open during the forward, inside the fake mode (statistics hang there).
         loss_in_parts: where a loss can be taken in parts (`parsim.model.total_loss`), so that shards need not gather.
         skew: take choices of experts that are not balanced, or another example, to find what depends on them.
         example: code that depends on data follows the data given. answers: to its questions, as another recording gave them.
-        repeats: copy the records of equal blocks (`parsim.model.tracing.repeats.blocks`), unless the forward depends on data;
-            the recording is for counting only. trusted: `Recording.confirmed` of another batch.
         twice: a second forward follows, to find what it reads of the first (`Recording.read_again`).
 
     Raises:
@@ -352,14 +346,7 @@ def run_recorded(
         twice=twice,
     )
     generators = Generators(module)
-    recording: Recording | None = None
-    if repeats and not example:
-        with contextlib.suppress(TraceError):  # whatever is wrong, the forward without copies says it best
-            recording = _run_recorded(
-                module, args, kwargs, loss, watch, loss_in_parts, skew=skew, answers=answers, repeats=True, trusted=trusted
-            )
-    if recording is None or recording.decisions:
-        recording = whole()
+    recording = whole()
     if drawn := generators.drawn():
         message = draw_message(type(module).__name__, drawn, whole)
         generators.put_back()
@@ -372,14 +359,12 @@ def _run_recorded(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     loss: str | OpenLoss | None,
-    watch: Callable[[Recorder], Watcher] | None,
+    watch: Callable[[Recorder], Watch] | None,
     loss_in_parts: bool,
     *,
     skew: bool = False,
     example: bool = False,
     answers: Sequence[bool] | None = None,
-    repeats: bool = False,
-    trusted: frozenset[Hashable] = frozenset(),
     twice: bool = False,
 ) -> Recording:
     leaves, spec = flatten_inputs(args, kwargs)
@@ -397,8 +382,6 @@ def _run_recorded(
             if example:
                 recorder.known.follow(_example_values(recorder, leaves, other=skew))
             watcher = None if watch is None else watch(recorder)
-            if repeats:
-                stack.enter_context(Repeats(recorder, watcher, trusted).open())
             stack.enter_context(_module_hooks(recorder))
             stack.enter_context(_autograd_functions(recorder))
             stack.enter_context(torch.enable_grad())

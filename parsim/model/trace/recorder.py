@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -385,15 +385,6 @@ class RecordedOp:
     measured: tuple[Callable[..., Any], tuple[Any, ...], tuple[tuple[str, Any], ...]] | None = None
 
 
-class Copied(NamedTuple):
-    """Calls `start` <= number < `stop` are those from `source` on again. `numbers`: its value numbers with theirs."""
-
-    start: int
-    stop: int
-    source: int
-    numbers: Mapping[int, int]
-
-
 @dataclass(slots=True)
 class Recording:
     """All of one forward (and of the loss, from op `loss_start` on).
@@ -408,8 +399,7 @@ class Recording:
         loss_form: what the loss gave, as `parsim.model.total_loss` names it.
         ends: of every call. decisions: where the forward looked at values. assumed: whole numbers that rest on an assumption
             about the data, by value number; `assumptions` says which.
-        confirmed: kinds of blocks two of which made the same record each time that they were compared.
-        changed_attributes: of modules, numbers and words that the forward has changed. copies: of blocks, in order.
+        changed_attributes: of modules, numbers and words that the forward has changed.
         kept_tensors: names of attributes that hold a tensor of the forward after it, by value number. read_again: those of
             them that a second forward has read.
     """
@@ -437,9 +427,7 @@ class Recording:
     samples: int = 1
     answers: list[bool] = field(default_factory=list)
     is_example: bool = False
-    confirmed: frozenset[Hashable] = frozenset()
     changed_attributes: tuple[str, ...] = ()
-    copies: list[Copied] = field(default_factory=list)
     kept_tensors: dict[int, str] = field(default_factory=dict)
     read_again: tuple[str, ...] = ()
 
@@ -487,8 +475,6 @@ class Recorder(TorchFunctionMode):
         Args:
             skew: take choices of experts that are not balanced (`parsim.model.trace.recorder`).
             answers: to the questions about truth values, in order, where another recording of this forward gave them.
-
-        `looks` counts the questions about values that no constant answers at once.
         """
         super().__init__()
         self.recording = Recording()
@@ -501,7 +487,6 @@ class Recorder(TorchFunctionMode):
         self._number: dict[int, int] = {}
         self.suspended = False
         self.has_gradients = True
-        self.looks = 0
         self.real_state: dict[int, Tensor] = {}
         self._exact: set[int] = set()
         self._stale: set[int] = set()
@@ -670,7 +655,6 @@ class Recorder(TorchFunctionMode):
 
     def _decide(self, name: str) -> None:
         """Note that the forward depends on data here."""
-        self.looks += 1
         line = at_line(traceback.extract_stack())
         self.recording.decisions.append(DataDecision(self.stack[-1] if self.stack else None, name, line))
 
@@ -685,7 +669,6 @@ class Recorder(TorchFunctionMode):
 
     def _look(self, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The answer to a question about values. Raises TraceError where they are unknown."""
-        self.looks += 1
         suspended, self.suspended = self.suspended, True
         try:
             assumed = False
@@ -720,7 +703,6 @@ class Recorder(TorchFunctionMode):
         Returns the result, the call that stands for it in a measurement, and whether its result is real.
         Raises TraceError where the values are unknown.
         """
-        self.looks += 1
         assumed = False
 
         def known(value: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_unflatten
 
 from parsim.errors import ModelError, TraceError
 from parsim.model.inputs import IGNORED, INTEGERS, ModelInput
-from parsim.model.model import COUPLED, MIXING, SUBLAYER, Model
+from parsim.model.model import COUPLED, MIXING, Model
 from parsim.model.objective import TARGET, OpenLoss, Settled
 from parsim.model.runnable import Nested, Ref, Runnable
 from parsim.model.total_loss import SUM
@@ -24,14 +24,14 @@ from parsim.model.trace.count import (
     TracedForward,
     combine,
     has_pairs,
-    may_be_untrained,
     measure,
+    recorded_in_parts,
     untrained,
     untrained_note,
     with_half_precision,
 )
 from parsim.model.trace.cut import CallInterval, cut, runnables, value_names
-from parsim.model.trace.data_dependent import collapse, whole_modules
+from parsim.model.trace.data_dependent import collapse
 from parsim.model.trace.record import carried, flatten_inputs, kept_note, run_recorded
 from parsim.model.trace.recorder import RecordedOp, Recording, storage_key
 from parsim.numeric import rare_collections
@@ -323,44 +323,17 @@ def run_cut(
     example: bool = False,
 ) -> tuple[Recording, list[CallInterval]]:
     """One forward as it is run: modules that depend on the data are called as a whole."""
-    parts = granularity == SUBLAYER
-    recording = run_recorded(module, args, kwargs, loss=loss, loss_in_parts=parts, example=example)
-    whole: frozenset[str] = frozenset()
-    if recording.decisions:
-        other = run_recorded(module, args, kwargs, loss=loss, loss_in_parts=parts, skew=True, example=example)
-        whole = whole_modules(recording, other, module)
+    recording, whole = recorded_in_parts(module, args, kwargs, granularity=granularity, loss=loss, example=example)
     recording = collapse(recording, whole, module).recording
     return recording, cut(recording, module, granularity, whole)
 
 
-def model_of(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    granularity: str,
-    name: str | None = None,
-    loss: str | None = None,
-    source: str = "",
-    example: bool = False,
-    declared: Sequence[ModelInput | None] = (),
-) -> Model:
-    """The Model of a module in training mode, independent of the batch of the example inputs.
-
-    `example`: code that depends on data does what it does with the example inputs. `declared`: what is known of each input, in
-    the order of the forward's arguments; integers that no table has rows for are a ModelError.
-    """
-    given = {
-        "granularity": granularity,
-        "name": name,
-        "loss": loss,
-        "source": source,
-        "example": example,
-        "declared": declared,
-    }
-    return settled_model(module, args, kwargs, **given)[0]  # type: ignore[arg-type]
+def model_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], **settings: Any) -> Model:
+    """The Model of a module; `settings`: as `settled_model` takes them."""
+    return settled_model(module, args, kwargs, **settings)[0]
 
 
+@rare_collections()
 def settled_model(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -373,23 +346,11 @@ def settled_model(
     example: bool = False,
     declared: Sequence[ModelInput | None] = (),
 ) -> tuple[Model, Settled | None]:
-    """As `model_of`, with the loss that the first forward settled; an OpenLoss cannot follow an example."""
-    with rare_collections():
-        return _settled_model(module, args, kwargs, granularity, name, loss, source, example, declared)
+    """The Model of a module in training mode, whatever the batch of the example inputs; and the loss that its forward settled.
 
-
-def _settled_model(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    granularity: str,
-    name: str | None,
-    loss: str | OpenLoss | None,
-    source: str,
-    example: bool,
-    declared: Sequence[ModelInput | None],
-) -> tuple[Model, Settled | None]:
-    """As `settled_model`."""
+    `example`: code that depends on data does what it does with the example inputs; not with an OpenLoss. `declared`: what is
+    known of each input, in the order of the forward's arguments; integers that no table has rows for are a ModelError.
+    """
     kind = type(module).__name__
     modes = [(part, part.training) for part in module.modules()]
     if not module.training:
@@ -402,13 +363,13 @@ def _settled_model(
         else:
             first = measure(module, *with_batch(args, kwargs, BATCHES[0]), granularity=granularity, loss=loss)
             if isinstance(loss, OpenLoss):
-                loss = str(_settled(first).objective)
+                assert first.recording.settled is not None, "a recording with a loss settles it"
+                loss = str(first.recording.settled.objective)
             batches = tuple(first.even_batches * batch for batch in BATCHES)
 
             def forward(batch: int, autocast: torch.dtype | None) -> TracedForward:
                 inputs = with_batch(args, kwargs, batch)
-                trusted = first.recording.confirmed
-                return measure(module, *inputs, granularity=granularity, loss=loss, autocast=autocast, trusted=trusted)
+                return measure(module, *inputs, granularity=granularity, loss=loss, autocast=autocast)
 
             small, large = (first if batch == first.batch else forward(batch, None) for batch in batches)
             halves = _under_autocast(lambda: (forward(batches[0], HALF), forward(batches[1], HALF)))
@@ -456,11 +417,8 @@ def _state_of_later_steps(
     assert not isinstance(loss, OpenLoss)
     handed = carried(recording)
     notes = [*handed.notes]
-    still: tuple[str, ...] = ()
-    if may_be_untrained(recording):
-        whole = recording if not recording.copies else run_recorded(module, args, kwargs, loss=loss, example=example)
-        still = untrained(whole)
-        notes += [untrained_note(still)] if still else []
+    still = untrained(recording)
+    notes += [untrained_note(still)] if still else []
     if recording.kept_tensors and not recording.decisions:
         again = run_recorded(module, args, kwargs, loss=None, twice=True)
         notes += [kept_note(again.read_again)] if again.read_again else []
@@ -488,16 +446,11 @@ def check_trained(recording: Recording, name: str) -> None:
     raise ModelError(f"{name} has nothing to train: {why}; a plan of training needs a gradient for at least one parameter")
 
 
-def _settled(run: TracedForward) -> Settled:
-    assert run.recording.settled is not None, "a recording with a loss settles it"
-    return run.recording.settled
-
-
-Halves = tuple[TracedForward, TracedForward] | TraceError
+ForwardsInHalf = tuple[TracedForward, TracedForward] | TraceError
 """Two forwards under autocast, or why there are none."""
 
 
-def _under_autocast(forwards: Callable[[], tuple[TracedForward, TracedForward]]) -> Halves:
+def _under_autocast(forwards: Callable[[], tuple[TracedForward, TracedForward]]) -> ForwardsInHalf:
     """A forward that fails under autocast alone can still be trained without it; torch's log of the failure is left out."""
     try:
         with without_log():
@@ -506,7 +459,7 @@ def _under_autocast(forwards: Callable[[], tuple[TracedForward, TracedForward]])
         return error
 
 
-def _with_halves(model: Model, halves: Halves) -> Model:
+def _with_halves(model: Model, halves: ForwardsInHalf) -> Model:
     """The model with what was recorded under autocast, or with the reason why nothing was."""
     try:
         if isinstance(halves, TraceError):
@@ -519,7 +472,7 @@ def _with_halves(model: Model, halves: Halves) -> Model:
 
 def _followed(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], granularity: str, loss: str | None
-) -> tuple[TracedForward, TracedForward, Halves]:
+) -> tuple[TracedForward, TracedForward, ForwardsInHalf]:
     """Forwards on the example batch, and on it twice, each without and with autocast; all take the branches of the first."""
     twice = repeated(args, kwargs)
     first = measure(module, args, kwargs, granularity=granularity, loss=loss, example=True)
