@@ -22,7 +22,7 @@ from parsim.records import check_types
 from parsim.timeline import Span, Timeline
 
 SCHEMA_VERSION = 2
-"""Of what a rank leaves."""
+"""Version of what a rank leaves."""
 
 
 MOST_RECORDED = 10**6
