@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from parsim.errors import ConfigError, near_matches
 from parsim.files import parse_toml
-from parsim.hardware.records import ConfigSection
+from parsim.hardware.records import ConfigSection, PairsOf
 from parsim.model.spec import is_known
 from parsim.registry import is_reference
 
@@ -38,11 +38,7 @@ _RULES = {
 
 
 def explained(problem: ErrorDetails, sections: type[ConfigSection]) -> str:
-    """One wrong key: its path, its value, the rule and the fix.
-
-    Args:
-        problem: as pydantic reports it. sections: the model of the whole file.
-    """
+    """One wrong key: its path, its value, the rule and the fix."""
     location = key_parts(problem)
     path = ".".join(location)
     table_key = ".".join(location[:2])
@@ -174,7 +170,11 @@ def _section_at(sections: type[ConfigSection], location: Sequence[str]) -> type:
 def fields_of(table: type) -> Mapping[str, Any]:
     """The annotations of a table's keys. Args: table: a ConfigSection, or a dataclass."""
     if issubclass(table, BaseModel):
-        return {name: field.annotation for name, field in table.model_fields.items()}
+        fields = table.model_fields.items()
+        return {
+            name: dict if any(isinstance(entry, PairsOf) for entry in field.metadata) else field.annotation
+            for name, field in fields
+        }
     return get_type_hints(table)
 
 
@@ -296,11 +296,7 @@ def parse_numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def is_path(name: str) -> bool:
-    """Whether a text is meant as a path and not as a name.
-
-    Args:
-        name: of a run file.
-    """
+    """Whether a text is meant as a path and not as a name."""
     return (name.endswith((".json", ".toml")) or os.sep in name) and not is_known(name)
 
 
