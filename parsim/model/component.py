@@ -365,7 +365,7 @@ class Component(Footprint[Size]):
             has it.
         shardings: the ways it can be tensor-sharded; none: it cannot.
         half: its memory under autocast; None: not recorded.
-        inside: of a piece of the sequence, or with divided experts (`parsim.model.axes`); None: neither.
+        inside: of a piece of the sequence, or with divided experts (`parsim.model.divided`); None: neither.
         gradient_views: (input, output), where the gradient of the input is a part of the memory of the output's, as behind a
             concatenation.
     """
