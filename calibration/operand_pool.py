@@ -22,13 +22,13 @@ CACHE_MULTIPLE = 4
 MAX_SETS = 1024
 
 ASSUMED_L2_BYTES = 64 * MIB
-"""Of a GPU whose driver does not tell; an H100 has 50 MiB."""
+"""Cache of a GPU whose driver does not tell; an H100 has 50 MiB."""
 CPU_CACHE_BYTES = 32 * MIB
 """Assumed of a CPU's last cache, which torch does not tell."""
 
 
 def last_cache_bytes(device: torch.device) -> int:
-    """Of the last cache in front of the device's memory."""
+    """Bytes of the last cache in front of the device's memory."""
     if device.type != "cuda":
         return CPU_CACHE_BYTES
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or ASSUMED_L2_BYTES

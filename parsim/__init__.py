@@ -16,7 +16,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parsim.app.answer import Answer, Calibration
+    from parsim.app.answer import Answer
+    from parsim.app.calibration import Calibration
     from parsim.app.functions import calibrate, cost, load_cluster, open_run, plan, run, simulate, trace, validate
     from parsim.app.import_file import import_file
     from parsim.app.measured import Measured

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from pydantic_core import PydanticCustomError, core_schema
+
 from parsim.errors import ConfigError, ParsimError, near_matches
 
 if TYPE_CHECKING:
@@ -111,8 +113,6 @@ class Registry(Generic[RegistryRow]):
 
 def as_key_error(value: Any, validated: Callable[[Any], Any]) -> Any:
     """A pydantic WrapValidator: what a record refuses when it is made, as pydantic reports an error of its key."""
-    from pydantic_core import PydanticCustomError
-
     try:
         return validated(value)
     except ParsimError as error:
@@ -130,14 +130,10 @@ class RowOf:
         self.also = also
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        from pydantic_core import core_schema
-
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
     def check(self, name: str) -> str:
         """Raises what pydantic reports as an error of this key."""
-        from pydantic_core import PydanticCustomError
-
         try:
             self.registry[name]
             self.also(name)

@@ -28,7 +28,7 @@ SLOW_BYTES_S = 1e-10
 10 GB/s, on a GPU of its own. So a kind or an amount that the calibrated models hardly have is not extrapolated from noise."""
 
 ISSUE_PRIOR, USUAL_LAUNCH_S = 0.01, 1e-5
-"""The same for the host's seconds per launch of one kind, in units of what a launch usually takes."""
+"""Relative weight of the host's seconds per launch of one kind, in units of what a launch usually takes."""
 
 UNKNOWN_SIGMA = 0.25
 """Assumed spread of a composition fitted to a single model, which cannot be left out."""

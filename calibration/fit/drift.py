@@ -99,7 +99,7 @@ def _medians(values: Floats, group: NDArray[np.int64], groups: int) -> Floats:
 
 
 def computation_drift(raw: Mapping[str, Any]) -> Drift:
-    """Of the measured steps: an item is a case (model, samples, active ranks, optimizer) on one rank."""
+    """Drift of the measured steps: an item is a case (model, samples, active ranks, optimizer) on one rank."""
     return estimate_drift(
         RoundTiming((rank, *(sweep[key] for key in CASE_KEYS)), sweep["round"], sum(sweep["seconds"]))
         for rank, sweep in entries_of(raw, "sweeps")

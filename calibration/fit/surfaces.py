@@ -32,7 +32,7 @@ MIN_SIGMA_PER_DOUBLING = 0.05
 LESS_TIME = 0.2
 """A launch that takes less than this part of the time of another of which no term is larger contradicts it."""
 MAX_LEFT_OUT = 0.25
-"""Of the launches of one surface; where more contradict others, no one can tell which of them are right."""
+"""Share of the launches of one surface; where more contradict others, no one can tell which of them are right."""
 
 
 def fit_surfaces(points: Sequence[OperatorPoint], source: str, *, on_gpu: bool = False) -> list[OperatorSurface]:

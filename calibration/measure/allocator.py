@@ -113,7 +113,7 @@ class GpuMemory(NamedTuple):
 
 
 def _live_bytes(case: Case) -> int:
-    """Of tensors, at the peak of one step."""
+    """Bytes of tensors at the peak of one step."""
     with watching(case.stage) as watch:
         case.program.watch = watch
         case.step()
@@ -133,7 +133,7 @@ def _entry(case: Case, live_bytes: int, taken_bytes: int) -> dict[str, Any]:
 
 
 def distinct_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of the storages of these tensors, each counted once."""
+    """Bytes of the storages of these tensors, each counted once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 

@@ -37,10 +37,10 @@ from parsim.work import COLLECTIVE_KINDS
 
 BACK_TO_BACK = 3
 BURN_S = 0.003
-"""Of computation before and after every call: no less than the system leaves a thread the core for."""
+"""Seconds of computation before and after every call: no less than the system leaves a thread the core for."""
 SMALL_BYTES, LARGE_BYTES = MIB, 16 * MIB
 ROWS = 8
-"""Of an array that is sent in parts of its rows: samples, say."""
+"""Rows of an array that is sent in parts of its rows: samples, say."""
 ALIGNMENT = 64
 """Elements; fresh arrays begin at 64 bytes or more, and sums over crooked ones are slower."""
 PACED = 4
@@ -49,7 +49,7 @@ PACED = 4
 LARGE_EVERY = 4
 """Sizes above LARGE_BYTES are measured in every fourth round, a quarter of them in each."""
 MEMORY_SHARE = 0.25
-"""Of the memory this process may use: the most that all ranks together take for arrays to send."""
+"""Share of the memory this process may use: the most that all ranks together take for arrays to send."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,13 +150,13 @@ def _all_reduce(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Call
 
 
 def _all_gather(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
-    """As ZeRO puts its parameters together again: a part of a flat array to every rank."""
+    """Gather a flat array from the parts of all ranks, as ZeRO does with its parameters."""
     flat, chunk = _flat_and_chunk(bench, size_bytes, group)
     return lambda: all_gather_flat(flat, chunk.clone(), group)
 
 
 def _reduce_scatter(bench: Bench, size_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
-    """As ZeRO sums its gradients: of a flat array every rank gets its part of the sum."""
+    """Give every rank its part of the sum of a flat array, as ZeRO does with its gradients."""
     flat, chunk = _flat_and_chunk(bench, size_bytes, group)
 
     def call() -> None:
@@ -213,7 +213,7 @@ COLLECTIVES: dict[str, Callable[[Bench, int, dist.ProcessGroup], Callable[[], No
 
 
 def preparation(operation: str) -> Callable[[Bench, int, dist.ProcessGroup], Callable[[], None]]:
-    """Of an operation of COLLECTIVES, or of a row of the user's own that says how it is called."""
+    """The call of an operation of COLLECTIVES, or of a row of the user's own that says how it is called."""
     if operation in COLLECTIVES:
         return COLLECTIVES[operation]
     check_measurable(operation)

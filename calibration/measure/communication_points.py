@@ -112,10 +112,10 @@ def overlap_stall(slower: float, longer: float) -> float:
 
 
 def overlap_factors(entries: Sequence[Mapping[str, Any]], fits: Sequence[CollectiveFit]) -> Overlap | None:
-    """Of every operation and size and of all_reduce as a whole, at least 1; None if nothing ran side by side (one rank).
+    """Slowdown of every operation and size and of all_reduce as a whole, at least 1; None with one rank.
 
-    Of communication the mean time beside computation over that which the fits give for the same operation between computations.
-    Of computation the median over models, rounds and ranks, brought to that time: what an operation takes less beside
+    Communication: the mean time beside computation over that which the fits give for the same operation between computations.
+    Computation: the median over models, rounds and ranks, brought to that time: what an operation takes less beside
     computation (whose threads hardly slept) does not hold computation up (`overlap_stall`).
     """
     groups: dict[tuple[str, int, int], list[Mapping[str, Any]]] = {}

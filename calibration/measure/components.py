@@ -53,7 +53,7 @@ from parsim.program.taskgraph import TaskGraph
 
 WARM_STEPS, KEPT_STEPS = 1, 2
 SUSTAINED_S = 0.4
-"""Of steps in a row on a GPU before any counts: several times as long as it takes a power limit to lower the clocks."""
+"""Seconds of steps in a row on a GPU before any counts: several times as long as it takes a power limit to lower the clocks."""
 HELD_TRIES = 3
 LEARNING_RATE = 1e-5
 
@@ -76,7 +76,7 @@ class StepTimes(NamedTuple):
 
 
 class GpuStep(NamedTuple):
-    """The same step thrice: plain, for its wall time; watched, for what the device takes of what is queued ahead; and held."""
+    """One step thrice: plain, for its wall time; watched, for what the device takes of what is queued ahead; and held."""
 
     plain: StepTimes
     watched: StepTimes
@@ -139,7 +139,7 @@ class Case:
         )
 
     def steps_in_a_row(self, kept: int) -> list[GpuStep]:
-        """Of a GPU: steps as in training, sustained, on one batch, and behind them as many held ones."""
+        """Times of a GPU: steps as in training, sustained, on one batch, and behind them as many held ones."""
         batch = self.batch()
         begin_s = time.perf_counter()
         while time.perf_counter() - begin_s < SUSTAINED_S:
@@ -227,7 +227,7 @@ def sweep_record(case: Case, step: StepTimes) -> dict[str, Any]:
 
 
 def gpu_sweep_record(case: Case, steps: GpuStep) -> dict[str, Any]:
-    """The same of a GPU, and beside it `issue_s`, the host's seconds of each computation.
+    """The sweep of a GPU, and beside it `issue_s`, the host's seconds of each computation.
 
     A computation takes what the device took in training if it was queued ahead there, else what it took when it was held. Gaps
     are the host's: a device with computations in its queue goes on without one. So of a step a computation takes its seconds,

@@ -36,7 +36,7 @@ COPY_BYTES = 64 * MIB
 GPU_MATMUL_SIDE = 8192
 GPU_COPY_BYTES = 2 * GIB
 GPU_COPY_SHARE = 0.1
-"""Of the GPU's memory, each of the two arrays of the copy at most."""
+"""Share of the GPU's memory for each of the two arrays of the copy, at most."""
 REPEATS = 5
 
 
@@ -145,11 +145,11 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     **dict.fromkeys(HALVES, torch.float32),
 }
-"""Of weights and gradients, and so of what gradient collectives send."""
+"""Types of weights and gradients, and so of what gradient collectives send."""
 
 OPERATOR_DTYPES: Mapping[str, torch.dtype] = {**DTYPES, **HALVES}
-"""Of the operands of single operators: under autocast those of products. Leaves out that autocast keeps norms and losses in
-fp32."""
+"""Types of the operands of single operators: under autocast those of products. Leaves out that autocast keeps norms and losses
+in fp32."""
 
 
 def set_arithmetic(precision: str) -> None:

@@ -72,7 +72,7 @@ QUICK_LEAST = 10
 
 Sizes = dict[str, int]
 Powers = tuple[int, int]
-"""Of 2: the least and the largest."""
+"""Powers of 2: the least and the largest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +113,11 @@ GPU_MAX_FLOP = 1e13
 """A product of 8192 x 12288 by 12288 x 49152: 0.2 s at 50 Tflop/s."""
 GPU_MOST_ELEMENTS = 2**30
 ARRAYS_PER_LAUNCH = 12
-"""Of the largest size, that measuring one launch holds: the pool, what it makes, and what its backward saved."""
+"""Arrays of the largest size that measuring one launch holds: the pool, what it makes, and what its backward saved."""
 
 
 def gpu_reach(free_bytes: int, element_bytes: int, *, fused_attention: bool = True) -> Reach:
-    """As far as models reach on a GPU that has so much memory left; arrays of a power of two, so that equal GPUs measure equal
+    """Sizes that models reach on a GPU with so much memory left; arrays of a power of two, so that equal GPUs measure equal
     shapes."""
     most = max(CPU_REACH.max_elements, free_bytes // (ARRAYS_PER_LAUNCH * element_bytes))
     return Reach(

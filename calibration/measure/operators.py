@@ -46,7 +46,7 @@ pass takes minutes, and one that a budget cuts off would be lost."""
 LARGEST_ARRAYS = 5
 """The pool holds so many of the largest array of any launch (the input of a pooling alone is four)."""
 FREE_SHARE = 0.7
-"""Of the memory left on a GPU once the models are there; their optimizers and activations come later."""
+"""Share of the memory left on a GPU once the models are there; their optimizers and activations come later."""
 CHAINED, CHAINED_BYTES = 8, 4 * MIB
 """So many calls stand between two events where the operands of one are no larger: an event takes about as long as a small
 kernel."""
@@ -142,8 +142,8 @@ def _convolution(s: Sizes, phase: str, pool: Pool) -> OperatorCall:
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """The same memory as a leaf of autograd. By `.data`, since arrays of the pool share a counter of versions: rewriting one
-    would make autograd refuse another that it saved."""
+    """An array of the pool as a leaf of autograd. By `.data`, since arrays of the pool share a counter of versions: rewriting
+    one would make autograd refuse another that it saved."""
     return tensor.data.requires_grad_()
 
 

@@ -31,7 +31,7 @@ OTHERS_BYTES = (256 * KIB, 8 * MIB)
 """Sizes at which operations other than all_reduce run beside computation; not in a quick calibration."""
 
 PAIRS = 3
-"""Of steps alone and steps beside calls, in turn: the machine's speed is another one a second later."""
+"""Pairs of steps alone and steps beside calls, in turn: the machine's speed is another one a second later."""
 
 PAUSE_S = 0.002
 """Between two calls beside steps (not on CUDA, where the host would wait): as buckets come, when their gradients are there. The
@@ -206,7 +206,7 @@ def computation_factor(pairs: Sequence[tuple[Ran, Ran]], beside: Sequence[Sequen
 
 
 def seconds_beside(together: Sequence[Ran]) -> list[float]:
-    """Of the calls that ran wholly beside computation on every rank. Args: together: [rank], of one pair."""
+    """Seconds of the calls that ran wholly beside computation on every rank. Args: together: [rank], of one pair."""
     begin_s = max(rank.window_s[0] for rank in together)
     end_s = min(rank.window_s[1] for rank in together)
     calls = [rank.calls for rank in together]
@@ -219,9 +219,9 @@ def seconds_beside(together: Sequence[Ran]) -> list[float]:
 
 
 SHARING_PAIRS = 4
-"""Of a step of a rank on every core and one of all ranks, in turn. Ranks that take turns find less of their own data in the
-caches, the more ranks there are. On a 2-core virtual machine training steps of four ranks took 0 to 8% more processor seconds
-each than those of two ranks with a core each (2026-11-22)."""
+"""Pairs of a step of a rank on every core and one of all ranks, in turn. Ranks that take turns find less of their own data in
+the caches, the more ranks there are. On a 2-core virtual machine training steps of four ranks took 0 to 8% more processor
+seconds each than those of two ranks with a core each (2026-11-22)."""
 
 
 def measure_core_sharing(case: Case, bench: Bench) -> list[dict[str, Any]]:
@@ -258,9 +258,10 @@ def core_sharing_factor(pairs: Sequence[tuple[float, float]]) -> float:
 
 RESUME_BYTES = 256 * KIB
 RESUME_PAIRS = 4
-"""Of a step with pauses and one without, in turn. After a wait for communication a rank's data has left the caches, and an idle
-core has to wake up. On a 2-core virtual machine every component took 0.04 to 0.25 ms longer after an exchange (2026-11-21, six
-models, 4 KiB to 1 MiB). Larger messages cost more. Tensor parallelism and pipelines wait before most of their components."""
+"""Pairs of a step with pauses and one without, in turn. After a wait for communication a rank's data has left the caches, and
+an idle core has to wake up. On a 2-core virtual machine every component took 0.04 to 0.25 ms longer after an exchange
+(2026-11-21, six models, 4 KiB to 1 MiB). Larger messages cost more. Tensor parallelism and pipelines wait before most of
+their components."""
 
 
 def measure_resume(case: Case, bench: Bench) -> list[dict[str, Any]]:

@@ -157,14 +157,14 @@ def stopped_points(request: CalibrationRequest, out: Path) -> RawPoints | None:
 
 
 def models_of(request: CalibrationRequest) -> Iterator[Model]:
-    """Of `request.measured_models`, recorded with the weights of its precision, as plans in it are. fp64 is not planned."""
+    """The Models of `request.measured_models`, with the weights of its precision, as plans in it have them (fp64 has none)."""
     weights = RECORDED_WEIGHTS.get(number_format(request.precision).weight_bytes, "float32")
     for spec, _, granularity in request.measured_models:
         yield load_model(spec, granularity=granularity, weights=weights)
 
 
 def unfitted_path(profile: Path) -> Path:
-    """Of the raw points of a calibration that ended without a profile: a machine may be there once, and a fit can be mended."""
+    """Path of the raw points of a calibration without a profile: a machine may be there once, and a fit can be mended."""
     return raw_path(profile.with_name(f"{profile.stem}.unfitted.json"))
 
 

@@ -109,14 +109,14 @@ def _of_gpus(raw: Mapping[str, Any]) -> list[str]:
 
 
 ELEMENT_BYTES = {"fp64": 8, "bf16": 2}
-"""Of a weight; 4 in all other precisions."""
+"""Bytes of a weight; 4 in all other precisions."""
 
 NEWER = (8, 0)
 """Compute capability from which on a GPU has TF32 and bfloat16 (Ampere)."""
 NEWER_PRECISIONS = ("tf32", "bf16", "amp_bf16")
 
 ROOM_SHARE = 0.8
-"""Of the free memory, for models that are held; the rest is for activations and for what operators work on."""
+"""Share of the free memory for models that are held; the rest is for activations and for what operators work on."""
 
 
 LOOK = "import sys; from calibration.rounds.environment import keep_look; keep_look(sys.argv[1])"

@@ -54,7 +54,7 @@ PacedEntry = dict[str, Any]
 
 
 class Pace(NamedTuple):
-    """Of the cores over a calibration.
+    """How fast the cores were over a calibration.
 
     Attributes:
         alone_s, together_s: mean, of one rank alone and with a rank on every core.

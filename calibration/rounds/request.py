@@ -24,7 +24,7 @@ PRECISIONS = {"cpu": ("fp32", "fp64"), "cuda": ("fp32", "tf32", "amp_bf16", "amp
 SIZES_BYTES = (KIB, 4 * KIB, 16 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, *(MIB * 2**power for power in range(9)))
 QUICK_SIZES_BYTES = (KIB, 64 * KIB, MIB, 4 * MIB)
 QUICK_SHARE = 0.125
-"""Of the time that a quick calibration takes."""
+"""Share of the usual time that a quick calibration takes."""
 
 
 def check_measurable(collective: str) -> None:

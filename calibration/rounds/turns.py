@@ -222,7 +222,7 @@ class WorkFolder:
         write_text_atomically(self.path / f"state-{number:03d}.json", json.dumps([before, after]))
 
     def states(self) -> list[list[dict[str, Any]]]:
-        """Of every start that came to its end: before and after."""
+        """States of the machine at every start that came to its end: before and after."""
         found = [json.loads(path.read_text()) for path in sorted(self.path.glob("state-*.json"))]
         return [states for states in found if states[1] is not None]
 
@@ -309,7 +309,7 @@ def paced(
 
 
 def paced_together(blocks: Iterable[Callable[[], list[PacedEntry]]], probe: SpeedProbe | None) -> list[PacedEntry]:
-    """The same for what all ranks measure together, with the mean pace over the cores; called by every rank."""
+    """What all ranks measure together, block after block, with the mean pace over the cores; called by every rank."""
     dist.barrier()
     own, found = [_seconds(probe)], []
     for measure in blocks:

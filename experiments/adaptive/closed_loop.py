@@ -24,8 +24,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from experiments.common.slow_machines import Machine, after_run, error
-from parsim.app.ask import measured, reopen
+from parsim.app.judging import measured, reopen
 from parsim.costs.observed import CommunicationClass, RunCorrections, class_of, updates_of
 from parsim.files import write_csv
 from parsim.hardware.cluster import cluster_from_profile

@@ -166,23 +166,21 @@ CATALOGUE = (
             ),
         ),
     ),
-    *(
-        Experiment(name=part.name, question=part.question, parts=(part,))
-        for part in (
+    Experiment(
+        name="relaxed",
+        question="What do relaxed ways of synchronising cost in accuracy, save in time, and how well are they predicted?",
+        parts=(
             Part(
                 name="decentralized",
-                module="run",
                 question="How do gossip graphs rank, and does Ada help?",
                 quick=("--quick", "--parts", "figures,times"),
             ),
             Part(
                 name="epoch_averaging",
-                module="run",
                 question="How much accuracy does rare averaging cost, and how much time does it save with a straggler?",
             ),
             Part(
                 name="stale_gradients",
-                module="run",
                 question="How much accuracy do decoupled stages lose, and how much time do they gain?",
             ),
             Part(
@@ -195,13 +193,12 @@ CATALOGUE = (
             ),
             Part(
                 name="time_to_accuracy",
-                module="run",
                 question="How often does the predicted winner of two ways of synchronising win when executed?",
                 whole=None,
                 quick=("dgx1-v100-32gb", "--quick"),
                 why=TWO_RANKS,
             ),
-        )
+        ),
     ),
     Experiment(
         name="memory",

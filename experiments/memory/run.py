@@ -75,7 +75,9 @@ def main() -> None:
     for row in sorted(rows, key=lambda row: -abs(row["error_percent"])):
         print(f"{row['error_percent']:+7.2f}%  {row['model']:22} {row['case']:45} {row['plan']}")
     print(json.dumps(summary(rows), indent=1))
-    if asked.write:
+    if asked.write:  # a plan that is not drawn any more stays as it was recorded
+        every = [*(recorded("memory") or {}).get("rows", ()), *rows]
+        rows = list({(row["model"], row["case"], row["plan"]): row for row in every}.values())
         machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
         record("memory", {"run": {"date": time.strftime("%Y-%m-%d"), **machine}, "rows": rows})
 

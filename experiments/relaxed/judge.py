@@ -1,21 +1,311 @@
-"""Claims of the steps of relaxed plans, from results.json."""
+"""Claims and tables of relaxed synchronisation, from results.json."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from itertools import combinations, pairwise
 from typing import Any
 
-from experiments.common.claims import Claim, Judge, claim
+from experiments.common.claims import SEEDS, Claim, Judge, Row, claim, mean_of, of_every
 from experiments.common.markdown import table
+
+GRAPHS_TOLERANCE = 0.02
+
+
+def graphs_claims(document: dict[str, Any]) -> list[Claim]:
+    """Specified accuracies, orderings on sorted shards, and published scaling."""
+    figures = [row for row in document.get("figures", []) if len(row["scores"]) >= SEEDS]
+    sorted_shards = {row["graph"]: row for row in figures if row["sharding"] == "label_sorted"}
+    scores = {name: mean_of(row, "scores") for name, row in sorted_shards.items()}
+    distance = {name: row["consensus_before"] for name, row in sorted_shards.items()}
+    sent = {name: row["sent_in_weights"] for name, row in sorted_shards.items()}
+    scaling = {row["way"]: row["efficiency"] for row in document.get("scaling", [])}
+    return [
+        *_accuracies(figures),
+        _rising("Accuracy on label-sorted shards: ring < Ada < complete", scores, ("ring", "ada", "complete")),
+        _rising(
+            "Accuracy on label-sorted shards: ring < lattice of 6 < exponential <= complete",
+            scores,
+            ("ring", "lattice6", "exponential", "complete"),
+        ),
+        _rising(
+            "Distance between replicas: complete < exponential < lattice of 6 < ring",
+            distance,
+            ("complete", "exponential", "lattice6", "ring"),
+        ),
+        _rising("Bytes sent: ring < Ada < complete", sent, ("ring", "ada", "complete")),
+        *_scaling(scaling),
+    ]
+
+
+RATIOS_AT = (6, 96, 1008)
+"""GPUs at which a way is compared with all_reduce."""
+
+
+def graphs_tables(document: dict[str, Any]) -> dict[str, str]:
+    """A step at the largest number of GPUs, term by term, with its ratio to all_reduce at several."""
+    rows: list[Row] = document.get("times", [])
+    if not rows:
+        return "No times are committed."
+    most = max(row["gpus"] for row in rows)
+    ratios = {(row["gpus"], row["algorithm"]): row["against_all_reduce"] for row in rows}
+    terms = ("compute_ms", "barrier_ms", "latency_ms", "volume_ms", "hidden_ms", "step_ms")
+    head = ("algorithm", "compute", "barrier", "latency", "volume", "hidden", "step", "epoch s", "against all_reduce")
+    lines = []
+    for row in rows:
+        if row["gpus"] == most:
+            cells = [f"{row[term]:.2f}" if term == "latency_ms" else f"{abs(row[term]):.1f}" for term in terms]
+            against = [
+                f"{ratios[gpus, row['algorithm']]:.2f}" if (gpus, row["algorithm"]) in ratios else "-" for gpus in RATIOS_AT
+            ]
+            lines.append((row["algorithm"], *cells, f"{row['epoch_s']:.2f}", " / ".join(against)))
+    text = table(head, lines, words=1)
+    return {"decentralized": text}
+
+
+def graphs_named_tables(document: dict[str, Any]) -> dict[str, str]:
+    """Accuracies, scaling and whole epochs as Markdown, by the name in the marks of the README."""
+    parts = {"specified accuracies": ("figures", _accuracy_table), "scaling": ("scaling", _scaling_table)}
+    parts["whole epochs"] = ("epochs", _epoch_table)
+    return {name: made(document[part]) for name, (part, made) in parts.items() if document.get(part)}
+
+
+def _accuracy_table(rows: list[Row]) -> str:
+    head = ("shards", "graph", "averaged", "specified", "replicas", "specified", "distance", "specified", "sent, in weights")
+
+    def told(value: float | None) -> str:
+        return "" if value is None else f"{value:.3f}"
+
+    lines = [
+        (
+            row["sharding"].replace("_", "-").replace("iid", "IID"),
+            "Ada, 14 - e" if row["graph"] == "ada" else row["graph"],
+            f"{row['accuracy']:.3f} ± {row['deviation']:.3f}",
+            told(row["specified"]),
+            f"{row['replicas']:.3f} ± {row['replicas_deviation']:.3f}",
+            told(row["specified_replicas"]),
+            f"{row['consensus_before']:.3f}",
+            told(row["specified_consensus_before"]),
+            f"{row['sent_in_weights']:,.0f}",
+        )
+        for row in rows
+    ]
+    return table(head, lines, words=2)
+
+
+def _scaling_table(rows: list[Row]) -> str:
+    head = ("way", "computation, ms", "exchange, ms", "step, ms", "efficiency", "published")
+    lines = [
+        (
+            row["way"],
+            *(f"{row[key]:.1f}" for key in ("compute_ms", "exchange_ms", "step_ms")),
+            f"{row['efficiency']:.3f}",
+            "" if row["published"] is None else f"{row['published']:.2f}",
+        )
+        for row in rows
+    ]
+    return table(head, lines, words=1)
+
+
+def _epoch_table(rows: list[Row]) -> str:
+    head = ("way", "GPUs", "rounds", "step, ms", "epoch, s", "by clock, s")
+    counts = ("gpus", "rounds")
+    lines = [
+        (
+            row["way"],
+            *(f"{row[key]:,}" for key in counts),
+            f"{row['step_ms']:.1f}",
+            f"{row['epoch_s']:.2f}",
+            f"{row['epoch_by_clock_s']:.2f}",
+        )
+        for row in rows
+    ]
+    return table(head, lines, words=1)
+
+
+def _accuracies(figures: list[Row]) -> list[Claim]:
+    """Of the averaged model, and of the replicas themselves."""
+
+    def name(row: Row, scores: str, specified: str) -> str:
+        return f"{row['sharding']} {row['graph']} ({mean_of(row, scores):.3f}, {row[specified]:.3f})"
+
+    return [
+        of_every(
+            f"Every specified accuracy {of} is met within {GRAPHS_TOLERANCE} over {SEEDS} seeds",
+            [row for row in figures if row[specified] is not None],
+            lambda row, scores=scores, specified=specified: abs(mean_of(row, scores) - row[specified]) <= GRAPHS_TOLERANCE,
+            lambda row, scores=scores, specified=specified: name(row, scores, specified),
+        )
+        for of, scores, specified in (
+            ("of the averaged model", "scores", "specified"),
+            ("of the replicas", "replica_scores", "specified_replicas"),
+        )
+    ]
+
+
+def _scaling(found: Mapping[str, float]) -> list[Claim]:
+    central, peers = found.get("all_reduce after the backward"), found.get("one-peer, machine level, combine_adapt")
+    return [
+        claim(
+            "all_reduce scales to 66% (± 12 points) at 128 GPUs, as published",
+            None if central is None else abs(central - 0.66) <= 0.12,
+            "" if central is None else f"{100 * central:.0f}%",
+        ),
+        claim(
+            "Gossip of machines with one peer scales to at least 92% there, as published",
+            None if peers is None else peers >= 0.92,
+            "" if peers is None else f"{100 * peers:.0f}%",
+        ),
+    ]
+
+
+def _rising(text: str, values: Mapping[str, float], names: tuple[str, ...]) -> Claim:
+    if not set(names) <= set(values):
+        return claim(text, None)
+    own = [values[name] for name in names]
+    return claim(text, own == sorted(own), ", ".join(f"{value:.3f}" if value < 10 else f"{value:,.0f}" for value in own))
+
+
+AVERAGING_TOLERANCE = 0.015
+AVERAGING_EPOCHS = 20
+
+
+def averaging_claims(document: dict[str, Any]) -> list[Claim]:
+    """Orderings, specified accuracies and the straggler's price."""
+    scaling: list[Row] = document.get("scaling", [])
+    scores = {
+        (row["rule"], row["workers"]): mean_of(row)
+        for row in scaling
+        if row["epochs"] == AVERAGING_EPOCHS and len(row["scores"]) >= SEEDS
+    }
+    counts = sorted(count for kind, count in scores if kind == "average")
+    both = [count for count in counts if ("half", count) in scores]
+    specified = [row for row in scaling if row["specified"] is not None and len(row["scores"]) >= SEEDS]
+    straggler = {row["rule"]: row["epochs_per_s_against_no_straggler"] for row in document.get("straggler", [])}
+    slow, merged = straggler.get("average"), straggler.get("half")
+    return [
+        of_every(
+            f"Every specified accuracy is met within {AVERAGING_TOLERANCE} over {SEEDS} seeds",
+            specified,
+            lambda row: abs(mean_of(row) - row["specified"]) <= AVERAGING_TOLERANCE,
+            lambda row: f"{row['rule']} P={row['workers']} {row['epochs']} epochs ({mean_of(row):.3f}, {row['specified']:.3f})",
+        ),
+        of_every(
+            "Accuracy of averaging falls with the number of workers",
+            list(pairwise(counts)),
+            lambda pair: scores["average", pair[0]] > scores["average", pair[1]],
+            lambda pair: f"{pair[0]} to {pair[1]} workers",
+        ),
+        of_every(
+            "Merging by halves is at most .01 more accurate than averaging",
+            both,
+            lambda count: scores["half", count] <= scores["average", count] + 0.01,
+            lambda count: f"P={count}",
+        ),
+        claim(
+            "A worker at half speed halves the rate of averaging",
+            None if slow is None else abs(slow - 0.5) <= 0.005,
+            "" if slow is None else f"{slow:.3f} of the rate",
+        ),
+        claim(
+            "Merging keeps at least .93 of (7 + .5)/8 of the rate",
+            None if merged is None else merged >= 0.93 * 7.5 / 8,
+            "" if merged is None else f"{merged:.3f} of the rate",
+        ),
+    ]
+
+
+STALE_TOLERANCE = 0.02
+EPOCH_TOLERANCE = 0.10
+
+ORDER = ("bp", "ddg", "fr", "fdg")
+"""Of the algorithms in tables."""
+
+
+def stale_claims(document: dict[str, Any]) -> list[Claim]:
+    """Accuracies, orderings of epoch times and the printed cells."""
+    enough = [row for row in document.get("accuracy", []) if len(row["scores"]) >= SEEDS]
+    specified = [row for row in enough if row["expected"] is not None]
+    by_name = {row["case"]: mean_of(row) for row in enough}
+    slow, fast = by_name.get("fdg K=4 stash lr .05 beta .5"), by_name.get("fdg K=4 stash lr .05")
+    times: list[Row] = document.get("epoch_times", [])
+    seconds = {(row["algorithm"], row["K"]): row["simulated_s"] for row in times}
+    modules = sorted({count for name, count in seconds if name == "fdg"})
+    return [
+        of_every(
+            f"Every specified accuracy is met within {STALE_TOLERANCE} over {SEEDS} seeds",
+            specified,
+            lambda row: abs(mean_of(row) - row["expected"]) <= STALE_TOLERANCE,
+            lambda row: f"{row['case']} ({mean_of(row):.3f}, {row['expected']:.3f})",
+        ),
+        claim(
+            "Gradient shrinking of .5 slows a short run",
+            None if slow is None or fast is None else slow < fast,
+            "" if slow is None or fast is None else f"{slow:.3f} against {fast:.3f}",
+        ),
+        of_every(
+            "FDG < DDG < FR < BP in epoch time",
+            modules,
+            lambda k: seconds["fdg", k] < seconds["ddg", k] < seconds["fr", k] < seconds["bp", 1],
+            lambda k: f"K={k}",
+        ),
+        of_every(
+            "One overhead explains every printed WRN-28-10 epoch within 10%",
+            times,
+            lambda row: abs(row["error"]) <= EPOCH_TOLERANCE,
+            lambda row: f"{row['algorithm']} K={row['K']} ({100 * row['error']:+.1f}%)",
+        ),
+    ]
+
+
+def stale_named_tables(document: dict[str, Any]) -> dict[str, str]:
+    """Accuracy, epoch times and speed-ups as Markdown, by the name in the marks of the README."""
+    accuracy = [
+        (
+            row["case"],
+            str(row["staleness_updates"]),
+            row["mode"],
+            f"{row['accuracy']:.3f} ± {row['deviation']:.3f}",
+            "" if row["expected"] is None else f"{row['expected']:.3f}",
+            "" if row["expected"] is None else f"{row['accuracy'] - row['expected']:+.3f}",
+        )
+        for row in document["accuracy"]
+    ]
+    epochs = [
+        (
+            row["algorithm"].upper(),
+            str(row["K"]),
+            f"{row['simulated_s']:.1f}",
+            f"{row['printed_s']:.1f}",
+            f"{100 * row['error']:+.1f}%",
+        )
+        for row in sorted(document["epoch_times"], key=lambda row: (ORDER.index(row["algorithm"]), row["K"]))
+    ]
+    speedups = [
+        (
+            str(row["K"]),
+            str(row["batches"]),
+            f"{row['closed_form']:.3f}",
+            f"{row['simulated']:.3f}",
+            str(row["batches_of_activations_held"]),
+        )
+        for row in document["speedup"]
+    ]
+    return {
+        "accuracy": table(("case", "delay, updates", "mode", "accuracy", "specified", "difference"), accuracy, words=1),
+        "epoch times": table(("algorithm", "K", "simulated s", "printed s", "error"), epochs, words=1),
+        "speed-up": table(
+            ("K", "batches", "closed form", "simulated", "activations held (batches, all modules)"), speedups, words=0
+        ),
+    }
+
 
 AIM = 0.10
 
 
-def claims(document: dict[str, Any]) -> list[Claim]:
-    """The median error, and the intervals.
-
-    Args:
-        document: results.json; an empty one compares nothing.
-    """
+def steps_claims(document: dict[str, Any]) -> list[Claim]:
+    """The median error, and the intervals."""
     summary = document.get("summary", {})
     at_speed, rows = summary.get("median_error_at_speed"), summary.get("rows", 0)
     held = summary.get("within_interval")
@@ -33,12 +323,8 @@ def claims(document: dict[str, Any]) -> list[Claim]:
     ]
 
 
-def tables(document: dict[str, Any]) -> dict[str, str]:
-    """Predicted and measured steps as Markdown.
-
-    Args:
-        document: results.json.
-    """
+def steps_tables(document: dict[str, Any]) -> dict[str, str]:
+    """Predicted and measured steps as Markdown."""
     lines = [
         (
             row["case"],
@@ -55,4 +341,80 @@ def tables(document: dict[str, Any]) -> dict[str, str]:
     return {"relaxed": text}
 
 
-JUDGES = {"relaxed": Judge(claims=claims, tables=tables)}
+PAIRS = 20
+WON = 0.8
+APART = 0.05
+"""Executed seconds that differ by less are called a tie: two measurements of one plan differ by as much here."""
+
+
+def pairs(document: dict[str, Any]) -> list[tuple[bool, float]]:
+    """Per pair of rules of one case: whether the predicted winner won, and by how much the executed seconds differ.
+
+    A way that was executed and did not reach the target is slower than any that did; two of them are not compared."""
+    rows = [row for row in document.get("rows", []) if row["predicted_s"] is not None and row["rounds"]]
+    found = []
+    for one, other in combinations(rows, 2):
+        first, second = _executed_s(one), _executed_s(other)
+        if one["case"] != other["case"] or one["predicted_s"] == other["predicted_s"] or math.inf == first == second:
+            continue
+        won = (one["predicted_s"] < other["predicted_s"]) == (first < second)
+        found.append((won, max(first, second) / min(first, second) - 1))
+    return found
+
+
+def _executed_s(row: dict[str, Any]) -> float:
+    return math.inf if row["executed_s"] is None else float(row["executed_s"])
+
+
+def races_claims(document: dict[str, Any]) -> list[Claim]:
+    """How often the predicted winner wins, over all pairs and over those that are apart."""
+    every = pairs(document)
+    apart = [won for won, gap in every if gap > APART]
+    wins = sum(won for won, _ in every)
+    return [
+        claim(
+            f"At least {PAIRS} pairs of rules were executed",
+            len(every) >= PAIRS if every else None,
+            f"{len(every)} were" if every else "",
+        ),
+        claim(
+            f"The predicted winner of a pair wins when executed, in at least {100 * WON:.0f}% of the pairs",
+            wins >= WON * len(every) if every else None,
+            f"{wins} of {len(every)}; {sum(apart)} of {len(apart)} that differ by more than {100 * APART:.0f}%"
+            if every
+            else "",
+        ),
+    ]
+
+
+def races_tables(document: dict[str, Any]) -> dict[str, str]:
+    """Predicted and executed seconds as Markdown."""
+    head = ("case", "synchronisation", "predicted s", "steps", "executed s", "steps executed")
+    lines = [
+        (
+            f"{row['case']}, {row['target']:.0%}",
+            f"`{row['rule']}`",
+            "not reached" if row["predicted_s"] is None else f"{row['predicted_s']:.2f}",
+            "" if row["predicted_steps"] is None else f"{row['predicted_steps']:.0f}",
+            _said(row["executed_s"], row["rounds"], 2),
+            _said(row["executed_steps"], row["rounds"], 0),
+        )
+        for row in document["rows"]
+    ]
+    text = table(head, lines, words=2)
+    return {"time_to_accuracy": text}
+
+
+def _said(value: float | None, rounds: int, digits: int) -> str:
+    return ("not reached" if rounds else "not run") if value is None else f"{value:.{digits}f}"
+
+
+JUDGES = {
+    "decentralized": Judge(
+        claims=graphs_claims, tables=lambda document: graphs_tables(document) | graphs_named_tables(document)
+    ),
+    "epoch_averaging": Judge(claims=averaging_claims),
+    "stale_gradients": Judge(claims=stale_claims, tables=stale_named_tables),
+    "relaxed": Judge(claims=steps_claims, tables=steps_tables),
+    "time_to_accuracy": Judge(claims=races_claims, tables=races_tables),
+}

@@ -1,6 +1,6 @@
 """How close are the predictions of relaxed plans, where they can be run?
 
-    python experiments/relaxed/run.py PROFILE [--rounds N] [--quick] [--seed N] [--json] [--out DIR]
+    python -m experiments.relaxed.run PROFILE [--rounds N] [--quick] [--seed N] [--json] [--out DIR]
 
 PROFILE is one that `parsim calibrate` has measured here for two ranks. All plans are predicted first. Then they are measured
 in interleaved rounds of one launch, the synchronous plan twice: how far its two measurements differ is the floor of every

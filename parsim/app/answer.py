@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parsim.app.config import Question
-from parsim.app.frames import frame, plans_frame
+from parsim.app.doctor import progress
+from parsim.app.frames import plans_frame
 from parsim.app.prediction import Prediction
 from parsim.app.question import assumed_text, constant_text, loss_note, loss_text, precision_text, taken_defaults
+from parsim.app.to_target import RULES, TargetRanking, to_target
 from parsim.costs.loading import MeasuredLoading
-from parsim.errors import ConfigError, DoesNotFitError, PlanError, ScheduleError
-from parsim.files import write_text_atomically
-from parsim.hardware.profile import Profile
+from parsim.errors import DoesNotFitError, PlanError, ScheduleError
 from parsim.plans.plan import plan_in_words
 from parsim.predict.evaluate import Evaluation
 from parsim.predict.memory import SAFE_PROBABILITY
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import PlanResult
-from parsim.search.search import Search, is_tie, most_frequent, search, simpler_tie
+from parsim.report.notebook import paragraph_html, table_html
+from parsim.report.tables import ReportTable, strategy_table, to_text
+from parsim.search.placement.certificate import certificate_of
+from parsim.search.placement.paper import paper_certificate
+from parsim.search.search import Search, is_tie, most_frequent, same_program, search, simpler_tie
 from parsim.search.tree import Tally
 from parsim.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from parsim.app.to_target import TargetRanking
-    from parsim.report.tables import ReportTable
 
 
 PLANS_SHOWN = 8
@@ -153,7 +153,6 @@ class Answer:
         """
         if self.search is None or not self.fits or self.prediction.is_safe:
             return None
-        from parsim.app.doctor import progress
 
         row = self._chosen_row()
         with progress(f"Looking for a plan that fits with {SAFE_PROBABILITY:.0%}"):
@@ -211,8 +210,6 @@ class Answer:
 
     def report(self) -> ReportTable:
         """The ranked table as texts."""
-        from parsim.report.tables import strategy_table
-
         results = [entry.result.to_dict() for entry in self._ranked]
         row = self._chosen_row()
         return strategy_table(results, chosen=None if row is None else results[row], title="")
@@ -240,10 +237,6 @@ class Answer:
         `relative_difference`, `microbatches`, `components`, `choices`; and `paper`, the same keys of the paper's formulation
         for this model and cluster, with the `placements` that its optimum stands for.
         """
-        from parsim.app.doctor import progress
-        from parsim.search.placement.certificate import certificate_of
-        from parsim.search.placement.paper import paper_certificate
-
         with progress("Certifying placements"):
             own = certificate_of(self.problem, self.search, self.question.plan.strategy)
             return own | {"paper": paper_certificate(self.problem)}
@@ -264,9 +257,6 @@ class Answer:
             ConfigError: an accuracy that is none, or the question asks for a relaxed rule itself. PlanError: an unknown rule.
             MissingDependencyError: without torch or scikit-learn.
         """
-        from parsim.app.doctor import progress
-        from parsim.app.to_target import RULES, to_target
-
         with progress("Training virtual replicas") as say:
             return to_target(
                 self.question,
@@ -295,16 +285,12 @@ class Answer:
         }
 
     def _chosen_row(self) -> int | None:
-        from parsim.search.search import same_program
-
         if not self.fits:
             return None
         plan = self.evaluation.result.plan
         return next(number for number, entry in enumerate(self._ranked) if same_program(entry.result.plan, plan))
 
     def __str__(self) -> str:
-        from parsim.report.tables import to_text
-
         return "\n".join(self.heading()) + f"\n\n{to_text(self.report())}" + "\n".join(self.lines())
 
     def __repr__(self) -> str:
@@ -313,8 +299,6 @@ class Answer:
         return "\n".join([f"Answer: {self.sentence()}", *rows[:PLANS_SHOWN], *more])
 
     def _repr_html_(self) -> str:
-        from parsim.report.notebook import paragraph_html, table_html
-
         return "".join(
             [
                 *map(paragraph_html, filter(None, [self.sentence(), self.runners_up()])),
@@ -393,162 +377,6 @@ def _placements(document: dict[str, Any]) -> str:
         f"\nPlacements of single components on one stage: {best['status']}, {format_seconds(best['seconds'])} under the cost "
         f"model, gap {format_percent(best['gap'])}."
     )
-
-
-# A CostTable: the result of `parsim.cost`, one row per price.
-
-
-LINES_SHOWN = 15
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostTable:
-    """Attributes: title: what was priced where. rows: one price each, as in `document`, the JSON of `parsim cost`."""
-
-    title: str
-    rows: tuple[Mapping[str, Any], ...]
-    document: Mapping[str, Any]
-
-    def table(self) -> pd.DataFrame:
-        """One row per price.
-
-        Columns: what is priced (operation, size_bytes, ranks; or component, phase, samples, rule, ways); seconds, and the 90%
-        interval of one repetition, seconds_p05 and seconds_p95; busbw_bytes_per_s and algorithm of a collective; source,
-        detail, extrapolated (outside the measured range).
-        """
-        rows = []
-        for row in self.rows:
-            plain = {key: value for key, value in row.items() if key not in ("seconds", "terms")}
-            interval = row["seconds"]
-            rows.append(plain | {"seconds": interval["median"], "seconds_p05": interval["p05"], "seconds_p95": interval["p95"]})
-        last = ("seconds", "seconds_p05", "seconds_p95")
-        names = list(dict.fromkeys(key for row in rows for key in row if key not in last))
-        found = [name for name in names if name not in ("source", "detail", "extrapolated")]
-        return frame(rows, [*found, *last, "source", "detail", "extrapolated"])
-
-    def explain(self) -> pd.DataFrame:
-        """How every price is made, one row per term in the order in which they apply.
-
-        Columns: price (number of the row of `table()`), term, operation, value, unit, running_total_s (seconds after the term;
-        the last is the price), origin, detail.
-        """
-        rows = [{"price": number, **term} for number, row in enumerate(self.rows) for term in row["terms"]]
-        return frame(rows, list(dict.fromkeys(key for row in rows for key in row)))
-
-    def to_dict(self) -> dict[str, Any]:
-        return dict(self.document)
-
-    def __str__(self) -> str:
-        from parsim.report.tables import cost_table, to_text
-
-        return to_text(cost_table(self.rows, title=self.title)).rstrip()
-
-    def __repr__(self) -> str:
-        lines = str(self).splitlines()
-        if len(lines) <= LINES_SHOWN:
-            return "\n".join(lines)
-        more = len(lines) - LINES_SHOWN + 1
-        return "\n".join([*lines[: LINES_SHOWN - 1], f"... {more} more lines: print it, or table()"])
-
-    def _repr_html_(self) -> str:
-        from parsim.report.notebook import table_html
-        from parsim.report.tables import cost_table
-
-        return table_html(cost_table(self.rows, title=self.title))
-
-
-# A Calibration: the profile of this machine, and its path.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Calibration:
-    """The result of `parsim.calibrate`; pass it to `parsim.plan` as the cluster.
-
-    Attributes:
-        path: of the profile; the raw points lie in the same folder.
-    """
-
-    path: Path
-    profile: Profile
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Timings that were discarded, and doubts about the rest."""
-        return tuple(self.profile.provenance.warnings)
-
-    def table(self) -> pd.DataFrame:
-        """The measurements as strings; columns as in the table that `parsim calibrate` prints."""
-        import pandas as pd
-
-        report = self.report()
-        return pd.DataFrame(list(report.rows), columns=[column.name for column in report.columns])
-
-    def report(self) -> ReportTable:
-        from parsim.report.more_tables import calibration_table
-
-        return calibration_table(self.profile)
-
-    def __str__(self) -> str:
-        from parsim.report.tables import to_text
-
-        return f"{to_text(self.report())}\nProfile: {self.path}"
-
-    def __repr__(self) -> str:
-        compute = self.profile.compute
-        return (
-            f"Calibration({self.path}: {len(self.profile.devices)} devices, {len(compute.components)} component points, "
-            f"{len(self.profile.communication.points)} collective points, {len(self.warnings)} warnings)"
-        )
-
-    def _repr_html_(self) -> str:
-        from parsim.report.notebook import table_html
-
-        return table_html(self.report())
-
-
-# Parts of hardware for commands and notebooks: what there is, and a profile made of them.
-
-
-def known_parts() -> dict[str, list[str]]:
-    """Names of the GPUs, links, networks and profiles that come with the package."""
-    from parsim.hardware.network import shipped_networks
-    from parsim.hardware.parts import shipped_gpus, shipped_links
-    from parsim.hardware.profile import shipped_profiles
-
-    return {
-        "gpus": shipped_gpus(),
-        "links": shipped_links(),
-        "networks": shipped_networks(),
-        "profiles": shipped_profiles(),
-    }
-
-
-def new_profile(
-    gpu: str, *, count: int | None = None, link: str | None = None, network: str | None = None, out: Path | None = None
-) -> dict[str, str]:
-    """Write a commented profile that refers to parts.
-
-    Args:
-        gpu: by name or path. count: GPUs of a node; None: as the usual machine. link, network: by name or path.
-        out: the file, which must end in .toml and not exist; None: GPU.toml in the current directory.
-
-    Returns:
-        path, and the profile's name.
-
-    Raises:
-        ConfigError: the file is there already, or ends otherwise. ProfileError: an unknown part.
-    """
-    from parsim.hardware.compose import SUFFIX, parts_file_text, read_parts_file
-
-    path = out or Path(f"{Path(gpu).stem}{SUFFIX}")
-    if path.suffix != SUFFIX:
-        raise ConfigError(f"--out {path}: a profile made of parts is a {SUFFIX} file, which can hold comments; name it so")
-    if path.exists():
-        raise ConfigError(f"{path} exists; give another --out, or remove it")
-    text = parts_file_text(gpu, count, link, network)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomically(path, text)
-    return {"path": str(path), "name": read_parts_file(path).name}
 
 
 # A plan that surely fits, beside a choice that may run out of memory.

@@ -12,11 +12,21 @@ from parsim.app.config import Question
 from parsim.app.doctor import progress
 from parsim.errors import ConfigError
 from parsim.execute.cuda.gpu import usable_gpus
+from parsim.execute.processes.setup import available_cores
+from parsim.files import write_text_atomically
+from parsim.hardware.compose import SUFFIX, parts_file_text, read_parts_file
+from parsim.hardware.network import shipped_networks
+from parsim.hardware.parts import shipped_gpus, shipped_links
+from parsim.hardware.profile import Profile, shipped_profiles
 from parsim.model.spec import ModelSpec
+from parsim.report.more_tables import calibration_table
+from parsim.report.notebook import table_html
+from parsim.report.tables import ReportTable, to_text
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from calibration.rounds.request import CalibrationRequest
-    from parsim.hardware.profile import Profile
 
 
 CalibratedDevice = Literal["cpu", "cuda"]
@@ -158,7 +168,6 @@ def ranks_here(device: CalibratedDevice) -> int:
     """One per GPU or core."""
     if device == "cuda":
         return max(1, visible_gpus())
-    from parsim.execute.processes.setup import available_cores
 
     return len(available_cores())
 
@@ -177,3 +186,79 @@ def _asked_ranks(configs: Sequence[Question]) -> int | None:
     """The most devices a file asks for by number."""
     asked = [len(chosen) if isinstance(chosen, list) else chosen for config in configs if (chosen := config.devices)]
     return max(asked, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Calibration:
+    """The result of `parsim.calibrate`; pass it to `parsim.plan` as the cluster.
+
+    Attributes:
+        path: of the profile; the raw points lie in the same folder.
+    """
+
+    path: Path
+    profile: Profile
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Timings that were discarded, and doubts about the rest."""
+        return tuple(self.profile.provenance.warnings)
+
+    def table(self) -> pd.DataFrame:
+        """The measurements as strings; columns as in the table that `parsim calibrate` prints."""
+        import pandas as pd
+
+        report = self.report()
+        return pd.DataFrame(list(report.rows), columns=[column.name for column in report.columns])
+
+    def report(self) -> ReportTable:
+        return calibration_table(self.profile)
+
+    def __str__(self) -> str:
+        return f"{to_text(self.report())}\nProfile: {self.path}"
+
+    def __repr__(self) -> str:
+        compute = self.profile.compute
+        return (
+            f"Calibration({self.path}: {len(self.profile.devices)} devices, {len(compute.components)} component points, "
+            f"{len(self.profile.communication.points)} collective points, {len(self.warnings)} warnings)"
+        )
+
+    def _repr_html_(self) -> str:
+        return table_html(self.report())
+
+
+def known_parts() -> dict[str, list[str]]:
+    """Names of the GPUs, links, networks and profiles that come with the package."""
+    return {
+        "gpus": shipped_gpus(),
+        "links": shipped_links(),
+        "networks": shipped_networks(),
+        "profiles": shipped_profiles(),
+    }
+
+
+def new_profile(
+    gpu: str, *, count: int | None = None, link: str | None = None, network: str | None = None, out: Path | None = None
+) -> dict[str, str]:
+    """Write a commented profile that refers to parts.
+
+    Args:
+        gpu: by name or path. count: GPUs of a node; None: as the usual machine. link, network: by name or path.
+        out: the file, which must end in .toml and not exist; None: GPU.toml in the current directory.
+
+    Returns:
+        path, and the profile's name.
+
+    Raises:
+        ConfigError: the file is there already, or ends otherwise. ProfileError: an unknown part.
+    """
+    path = out or Path(f"{Path(gpu).stem}{SUFFIX}")
+    if path.suffix != SUFFIX:
+        raise ConfigError(f"--out {path}: a profile made of parts is a {SUFFIX} file, which can hold comments; name it so")
+    if path.exists():
+        raise ConfigError(f"{path} exists; give another --out, or remove it")
+    text = parts_file_text(gpu, count, link, network)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text_atomically(path, text)
+    return {"path": str(path), "name": read_parts_file(path).name}

@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, PlainSerializer, PrivateAttr, StrictBool, StrictInt, ValidationError, WrapValidator
 
@@ -32,8 +32,11 @@ from parsim.app.config_text import (
 from parsim.app.sections import ClusterSection, TrainingSection, check_machine, check_widths
 from parsim.errors import ConfigError, ParsimError, PlanError, near_matches
 from parsim.files import NO_CONTROL, control_character_in, document_text, parse_toml, read_text
+from parsim.formats.recipe import Recipe
+from parsim.hardware.cluster import Cluster
 from parsim.hardware.records import ConfigSection, Count, Name
 from parsim.model.catalogue.names import SEQUENCE_PARALLEL, is_transformer
+from parsim.model.model import Model
 from parsim.model.objective import LOSSES
 from parsim.model.spec import ModelSpec, takes_usual
 from parsim.plans.constraints import PlanConstraints, check_sharding_groups
@@ -45,13 +48,8 @@ from parsim.plans.plan import WORDS as RECOMPUTE_WORDS
 from parsim.plans.synchronisation import ALL_REDUCE, Synchronisation, parse_synchronisation
 from parsim.predict.memory import FIT_PROBABILITY
 from parsim.registry import RowOf, as_key_error, is_reference
+from parsim.search.families import FAMILIES
 from parsim.units import nearest_divisors
-
-if TYPE_CHECKING:
-    from parsim.formats.recipe import Recipe
-    from parsim.hardware.cluster import Cluster
-    from parsim.model.model import Model
-
 
 Tables = TypeVar("Tables", bound=ConfigSection)
 
@@ -556,8 +554,6 @@ def _check_sequence_parallel(asked: bool, model: ModelSection) -> None:
 
 
 def _check_family(name: str) -> None:
-    from parsim.search.families import FAMILIES
-
     try:
         FAMILIES[name]
     except ParsimError as error:

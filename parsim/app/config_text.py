@@ -38,11 +38,7 @@ _RULES = {
 
 
 def explained(problem: ErrorDetails, sections: type[ConfigSection]) -> str:
-    """One wrong key: its path, its value, the rule and the fix.
-
-    Args:
-        problem: as pydantic reports it. sections: the model of the whole file.
-    """
+    """One wrong key: its path, its value, the rule and the fix."""
     location = key_parts(problem)
     path = ".".join(location)
     table_key = ".".join(location[:2])
@@ -296,11 +292,7 @@ def parse_numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def is_path(name: str) -> bool:
-    """Whether a text is meant as a path and not as a name.
-
-    Args:
-        name: of a run file.
-    """
+    """Whether a text is meant as a path and not as a name."""
     return (name.endswith((".json", ".toml")) or os.sep in name) and not is_known(name)
 
 

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from parsim.app.answer import Answer
-from parsim.app.ask import ask, device_kind, every_rank, judge, launch_job, measured, run_spec
+from parsim.app.ask import ask, every_rank
 from parsim.app.calibration import ChosenRanks, choose_ranks
 from parsim.app.doctor import progress
+from parsim.app.judging import judge, measured
+from parsim.app.launch import device_kind, launch_job, run_spec
 from parsim.app.question import question_of
 from parsim.app.run_folder import RunFolder
 from parsim.app.write_folder import report_facts, report_run

@@ -291,11 +291,7 @@ def _on_gpus(found: Found, name: str, *needed: Check) -> Check:
 
 
 def sentence(findings: dict[str, Any]) -> str:
-    """`All commands work here but calibrate --device cuda: torch 2.13.0+cpu was built without CUDA.`
-
-    Args:
-        findings: of `examine`.
-    """
+    """`All commands work here but calibrate --device cuda: torch 2.13.0+cpu was built without CUDA.`"""
     missing = [entry for entry in findings["commands"] if not entry["ok"]]
     if not missing:
         return "All commands work here."

@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from parsim.app.ask import answer_of, check_runnable, with_every_rank
+from parsim.app.ask import answer_of, with_every_rank
 from parsim.app.config import PlanSection, Question
 from parsim.app.doctor import warn
+from parsim.app.launch import check_runnable
 from parsim.app.load import cluster_of, problem_of
 from parsim.app.measured import Measured
 from parsim.app.prediction import Prediction

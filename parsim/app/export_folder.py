@@ -10,23 +10,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.app.ask import ask_again, check_runnable, device_kind, run_spec, with_every_rank
+from parsim.app.ask import with_every_rank
 from parsim.app.doctor import warn
+from parsim.app.judging import ask_again
+from parsim.app.launch import check_runnable, device_kind, run_spec
 from parsim.app.prediction import Prediction, recipe_of
 from parsim.app.run_folder import RunFolder
 from parsim.app.training_checks import check_training, total_steps
 from parsim.errors import ConfigError, PlanError, near_matches
+from parsim.execute.checkpoint.checkpoint import Checkpoint, latest_checkpoint, load_state, restore_one_by_one
 from parsim.execute.cuda.faults import visible_devices
 from parsim.execute.job import Job
 from parsim.formats.exports import EvaluatedStep, Exported, format_to_write
 from parsim.formats.launch import LOOPBACK, PORT, LaunchFile, TrainedWeights
+from parsim.model.build import build_module
 from parsim.plans.plan import Plan
 from parsim.timeline import Timeline
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from parsim.execute.checkpoint.checkpoint import Checkpoint
 
 RUN = "run"
 BEST, LAST = "best", "last"
@@ -140,8 +142,6 @@ def _machines(asked: Prediction, nodes: int | None) -> int:
 
 def _weights(folder: RunFolder, *, checkpoint: str | None = None, weights: str = "trained") -> TrainedWeights:
     """The weights of a checkpoint. The module is built anew, so its code must be trusted."""
-    from parsim.execute.checkpoint.checkpoint import latest_checkpoint
-
     if weights not in WEIGHTS:
         raise ConfigError(f"weights {weights!r} are unknown{near_matches(weights, WEIGHTS)}")
     places = {BEST: folder.best, LAST: folder.checkpoints}
@@ -171,9 +171,7 @@ def state_dict_of(spec: Any, saved: Checkpoint, *, averaged: bool, seed: int) ->
     """
     import torch
 
-    from parsim.execute.checkpoint.checkpoint import load_state, restore_one_by_one
     from parsim.execute.optimizer import EMA, averaged_state
-    from parsim.model.build import build_module
 
     state = load_state(saved)
     with torch.random.fork_rng(devices=[]):

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from parsim.predict.breakdown import RankBreakdown
+from parsim.predict.memory import RankMemory
+from parsim.predict.result import PlanResult
 from parsim.program.task import parse_resource
+from parsim.program.taskgraph import TaskGraph
+from parsim.timeline import Timeline
 from parsim.work import kind_of
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from parsim.predict.breakdown import RankBreakdown
-    from parsim.predict.memory import RankMemory
-    from parsim.predict.result import PlanResult
-    from parsim.program.taskgraph import TaskGraph
-    from parsim.timeline import Timeline
 
 
 BREAKDOWN_COLUMNS = (
@@ -100,9 +99,6 @@ def plans_frame(results: Sequence[PlanResult], chosen: int | None) -> pd.DataFra
 def breakdown_frame(breakdown: Sequence[RankBreakdown]) -> pd.DataFrame:
     """A table of seconds by category.
 
-    Args:
-        breakdown: of every rank.
-
     Returns:
         A DataFrame, one row per rank, seconds.
     """
@@ -111,9 +107,6 @@ def breakdown_frame(breakdown: Sequence[RankBreakdown]) -> pd.DataFrame:
 
 def memory_frame(memory: Sequence[RankMemory]) -> pd.DataFrame:
     """A table of memory.
-
-    Args:
-        memory: of every rank.
 
     Returns:
         A DataFrame, one row per rank and line, bytes.
@@ -129,9 +122,6 @@ def memory_frame(memory: Sequence[RankMemory]) -> pd.DataFrame:
 
 def timeline_frame(graph: TaskGraph, timeline: Timeline) -> pd.DataFrame:
     """A table of spans.
-
-    Args:
-        graph: the tasks. timeline: their spans, simulated or measured.
 
     Returns:
         A DataFrame, one row per span in order of start, seconds.

@@ -12,26 +12,38 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from parsim.app.answer import Answer, Calibration, CostTable
+from parsim.app.answer import Answer
+from parsim.app.ask import ask, check_options, simulate_prediction
+from parsim.app.calibration import Calibration, calibration_request, device_here, measure_machine
 from parsim.app.config import Granularity, Question, keys_by_name
 from parsim.app.doctor import progress
+from parsim.app.launch import check_launchable
+from parsim.app.load import THIS_MACHINE, cache_path
 from parsim.app.measured import Measured
 from parsim.app.prediction import Prediction
+from parsim.app.prices import CostTable, collective_row, component_rows
 from parsim.app.question import is_run_file, question_from_file, question_of
+from parsim.app.record_validation import updatable
 from parsim.app.sections import MOST_SAMPLES
+from parsim.app.training_checks import check_images_suit
+from parsim.costs.costs import Costs
 from parsim.errors import ConfigError, near_matches
-from parsim.hardware.cluster import Cluster
+from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.compose import load_profile
+from parsim.hardware.parts import is_shorthand, machines_of
+from parsim.model.formats import model_in, recorded_weights
+from parsim.model.load import load_model, model_from_module
 from parsim.model.model import Model
+from parsim.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import nn
 
-    AskedModel = str | Path | Model | nn.Module
-    AskedCluster = str | Path | Cluster | Calibration
 
-
+AskedModel: TypeAlias = "str | Path | Model | nn.Module"
+AskedCluster: TypeAlias = str | Path | Cluster | Calibration
 KEYS = keys_by_name()
 Asks = TypeVar("Asks", bound=Callable[..., Any])
 
@@ -135,8 +147,6 @@ def simulate(
     >>> len(ranks), bool((ranks.compute_s < ranks.step_s).all())
     (8, True)
     """
-    from parsim.app.ask import check_options, simulate_prediction
-
     path = None if scenario is None else Path(scenario)
     check_options(engine, path, whole_run)
     if isinstance(model, Answer | Prediction):
@@ -191,9 +201,7 @@ def run(
         ParsimError: DoesNotFitError, PlanError (more or fewer processes than ranks, several nodes), ModelError (a model given
             as a value, which the processes cannot build), ExecutionError (a rank failed).
     """
-    from parsim.app.ask import check_launchable
     from parsim.app.train import check_options, train
-    from parsim.app.training_checks import check_images_suit
 
     check_options(adaptive=adaptive, resume=resume, out=out, checkpoint_every=checkpoint_every)
     if isinstance(model, Answer | Prediction):
@@ -251,8 +259,6 @@ def validate(
     Raises:
         ParsimError: as `run`; ConfigError for an update of a shipped profile.
     """
-    from parsim.app.ask import ask, check_launchable
-    from parsim.app.record_validation import updatable
     from parsim.app.train import validate as measure
     from parsim.app.train import validate_again, with_history
 
@@ -330,9 +336,6 @@ def calibrate(
     Raises:
         ParsimError: MissingDependencyError without torch; ConfigError, ProfileError, ExecutionError.
     """
-    from parsim.app.calibration import calibration_request, device_here, measure_machine
-    from parsim.app.load import THIS_MACHINE, cache_path
-
     keys = {"optimizer": optimizer, "args": args, "input_shape": input_shape, "granularity": granularity}
     cluster = None if is_run_file(model) else THIS_MACHINE
     question = _question(model, cluster, global_batch, _settings(None, keys), (), None)
@@ -376,12 +379,6 @@ def cost(
     >>> price["algorithm"], 0.001 < price["seconds"]["median"] < 0.01
     ('ring', True)
     """
-    from parsim.app.ask import collective_row, component_rows
-    from parsim.costs.costs import Costs
-    from parsim.model.formats import model_in, recorded_weights
-    from parsim.model.load import load_model
-    from parsim.model.spec import ModelSpec
-
     if (collective is None) == (model is None):
         raise ConfigError("give either collective with size_bytes, or model with batch")
     where = _priced_cluster(cluster, nodes, network)
@@ -432,8 +429,6 @@ def trace(
     Raises:
         ParsimError: TraceError for a module that cannot be cut; MissingDependencyError without torch.
     """
-    from parsim.model.load import model_from_module
-
     shape = None if input_shape is None else tuple(input_shape)
     return model_from_module(
         module,
@@ -466,10 +461,6 @@ def load_cluster(
     >>> load_cluster("dgx1-v100-32gb", nodes=2, network="infiniband-100g").size
     16
     """
-    from parsim.hardware.cluster import cluster_from_profile
-    from parsim.hardware.compose import load_profile
-    from parsim.hardware.parts import is_shorthand, machines_of
-
     if not isinstance(profile, Calibration) and is_shorthand(str(profile)):
         found = machines_of(str(profile))
         profile, nodes = found.node, found.nodes * nodes
@@ -496,8 +487,6 @@ def _question(
 
 
 def _ask(question: Question, *, top: int | None = None, runs_here: bool = False) -> Answer:
-    from parsim.app.ask import ask
-
     with progress(f"Planning {question.model.name} on {question.cluster.in_words}"):
         return ask(question, top=top, runs_here=runs_here)
 

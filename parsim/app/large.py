@@ -289,11 +289,7 @@ class Quoted:
         }
 
     def lines(self, *, run: bool = True) -> list[str]:
-        """The same for people.
-
-        Args:
-            run: with those of the whole training.
-        """
+        """The same for people."""
         rate, each = self.tokens_per_s, self.tokens_per_s_per_device
         tera = self.model_flop_per_s_per_device / 1e12
         masked = f"; MFU {format_percent(self.mfu_causal)} if a causal mask halves the attention scores"
@@ -346,11 +342,7 @@ def quoted(config: Question, problem: PlanningProblem, evaluation: Evaluation) -
 
 
 def samples_run(config: Question, problem: PlanningProblem, evaluation: Evaluation) -> TrainingRun | None:
-    """What `training.samples` takes under a plan; None where the question does not have it.
-
-    Args:
-        config: the question. problem: model and cluster. evaluation: of the plan.
-    """
+    """What `training.samples` takes under a plan; None where the question does not have it."""
     samples = config.training.samples
     if samples is None:
         return None
@@ -387,11 +379,7 @@ def _mean(values: Mapping[str, float | None], counts: Mapping[str, int]) -> floa
 
 
 def operation_of(config: Question, device: str) -> RunningCosts:
-    """Price, power and failures: what the question says, else the part's own numbers, else the default with its source.
-
-    Args:
-        config: the question. device: the name of the device's type.
-    """
+    """Price, power and failures: what the question says, else the part's own numbers, else the default with its source."""
     table = config.cluster
     try:
         part = load_gpu(table.gpu or device)

@@ -93,9 +93,6 @@ class Learner:
 def learner_of(question: Question, model: Model, replicas: int) -> Learner:
     """The model asked for, if it trains on digits without buffers or randomness and so many replicas fit; else the stand-in.
 
-    Args:
-        model: of the question. replicas: that have to fit.
-
     Raises:
         AlgorithmError: the digits have fewer samples than replicas.
     """

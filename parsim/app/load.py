@@ -7,25 +7,44 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from parsim.app.calibration import calibration_request, device_here, local_batches, measure_machine
 from parsim.app.config import SWITCHES, Question, check_axes, constraints_of, mesh_of
 from parsim.app.doctor import warn
+from parsim.app.sections import ClusterSection, TrainingSection
+from parsim.costs.history import history_path, read_history
+from parsim.costs.loading import UnmeasuredLoading
+from parsim.data import DATASETS
 from parsim.errors import ConfigError, MissingDependencyError, PlanError, ProfileError
+from parsim.execute.job import with_update_groups
+from parsim.execute.processes.machine import describe_environment, differences_from_here, gpu_names
 from parsim.files import cache_folder, parse_json, read_text
+from parsim.hardware.cluster import Cluster, cluster_from_profile
+from parsim.hardware.compose import NodeGroup, load_profile, mixed_cluster
+from parsim.hardware.network import load_network, with_cards
+from parsim.hardware.profile import HostMemory, Profile, SourceEntry
+from parsim.model.catalogue.names import is_transformer
+from parsim.model.formats import recorded_weights
+from parsim.model.load import load_model
+from parsim.model.model import SUBLAYER, Model
 from parsim.plans.constraints import check_groups_fill
+from parsim.plans.mesh import check_mesh
+from parsim.plans.pipeline import PIPELINE_ORDERS
 from parsim.plans.plan import AUTO, DEFAULT_BUCKET_BYTES, NONE, Plan, check_plan
-
-if TYPE_CHECKING:
-    from parsim.app.sections import ClusterSection, TrainingSection
-    from parsim.hardware.cluster import Cluster
-    from parsim.hardware.profile import Profile
-    from parsim.model.model import Model
-    from parsim.predict.memory import Scored
-    from parsim.predict.problem import PlanningProblem
-    from parsim.search.search import Search
-
+from parsim.predict.breakdown import tokens_per_sample
+from parsim.predict.memory import Scored
+from parsim.predict.problem import PlanningProblem
+from parsim.search.by_hand import (
+    custom_plan,
+    forbids_by_pattern,
+    offload_by_pattern,
+    parse_placements,
+    pins_by_pattern,
+    placements_by_pattern,
+    recompute_by_pattern,
+)
+from parsim.search.relaxed import relaxed_search
+from parsim.search.search import Search, search
 
 GIVEN = "run file"
 """The source of numbers that a run file gives in place of the profile's."""
@@ -34,28 +53,9 @@ GIVEN = "run file"
 def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster | None = None) -> PlanningProblem:
     """Load the model and the profile that the question names, or take the values that it was made from.
 
-    Args:
-        model, cluster: instead of these.
-
     Raises: ModelError, ProfileError; ConfigError for patterns, pins, forbids and tokens that the model does not have;
         PlanError for a mesh that the devices do not make.
     """
-    from parsim.costs.history import history_path, read_history
-    from parsim.costs.loading import UnmeasuredLoading
-    from parsim.data import DATASETS
-    from parsim.execute.job import with_update_groups
-    from parsim.model.catalogue.names import is_transformer
-    from parsim.model.model import SUBLAYER
-    from parsim.predict.breakdown import tokens_per_sample
-    from parsim.predict.problem import PlanningProblem
-    from parsim.search.by_hand import (
-        forbids_by_pattern,
-        offload_by_pattern,
-        parse_placements,
-        pins_by_pattern,
-        recompute_by_pattern,
-    )
-
     cluster = cluster or config.source.cluster or cluster_of(config.cluster)
     model = with_update_groups(model or config.source.model or model_of(config), config.training.recipe.groups)
     if config.training.tokens is not None and not tokens_per_sample(model):
@@ -94,11 +94,7 @@ def problem_of(config: Question, *, model: Model | None = None, cluster: Cluster
 
 
 def scored_of(training: TrainingSection) -> Scored:
-    """What a run validates on the way, which takes memory (`parsim.predict.memory`).
-
-    Args:
-        training: the section of the run file.
-    """
+    """What a run validates on the way, which takes memory (`parsim.predict.memory`)."""
     if training.evaluation is None:
         return ""
     return "averages" if training.ema is not None and training.ema.evaluate else "weights"
@@ -106,10 +102,6 @@ def scored_of(training: TrainingSection) -> Scored:
 
 def cluster_of(table: ClusterSection, profile: Profile | None = None) -> Cluster:
     """The cluster of [cluster], on its own profile or on the one given. Raises ProfileError."""
-    from parsim.hardware.cluster import cluster_from_profile
-    from parsim.hardware.compose import NodeGroup, load_profile, mixed_cluster
-    from parsim.hardware.network import load_network, with_cards
-
     devices = list(table.devices) if isinstance(table.devices, tuple) else table.devices
     profile = with_host_memory(load_profile(table.machine), table) if profile is None and table.group is None else profile
     network = None if table.network is None else load_network(table.network)
@@ -124,13 +116,7 @@ def cluster_of(table: ClusterSection, profile: Profile | None = None) -> Cluster
 
 
 def with_host_memory(profile: Profile, table: ClusterSection) -> Profile:
-    """The profile with what the run file says of the host's memory; the same one where it says nothing.
-
-    Args:
-        profile: of the machine. table: [cluster].
-    """
-    from parsim.hardware.profile import HostMemory, SourceEntry
-
+    """The profile with what the run file says of the host's memory; the same one where it says nothing."""
     given = {
         "memory_bytes": table.host_memory_bytes,
         "bandwidth_bytes_per_s": table.host_memory_bandwidth_bytes_per_s,
@@ -151,10 +137,6 @@ def model_of(config: Question) -> Model:
     Raises:
         ModelError: an unknown or broken model. ConfigError: arguments for a model that is read from a file.
     """
-    from parsim.model.formats import recorded_weights
-    from parsim.model.load import load_model
-    from parsim.model.model import Model
-
     path = Path(config.model.name)
     if path.suffix != ".json" or not is_saved_model(path):
         weights = recorded_weights(config.training.precision)
@@ -202,9 +184,6 @@ def fixed_plan(problem: PlanningProblem, config: Question) -> Plan | None:
         return plan
     if table.strategy != "custom" or table.mesh is None:
         return None
-    from parsim.plans.mesh import check_mesh
-    from parsim.plans.pipeline import PIPELINE_ORDERS
-    from parsim.search.by_hand import custom_plan, parse_placements, placements_by_pattern
 
     mesh = mesh_of(table)
     order = table.pipeline_order or "1f1b"
@@ -226,9 +205,6 @@ def fixed_plan(problem: PlanningProblem, config: Question) -> Plan | None:
 
 def search_plans(problem: PlanningProblem, config: Question, *, top: int | None = None) -> Search:
     """Search the family that [plan] names. Raises ScheduleError, CostError."""
-    from parsim.search.relaxed import relaxed_search
-    from parsim.search.search import search
-
     if problem.constraints.synchronisation.is_relaxed:
         return relaxed_search(problem, (config.plan.strategy,), top=top)
     return search(problem, (config.plan.strategy,), top=top)
@@ -270,8 +246,6 @@ def on_this_machine(config: Question) -> Question:
 
 def cache_path(config: Question) -> Path:
     """Where a calibration for this question is kept: the name stands for the machine, torch, the model, batch and optimizer."""
-    from parsim.execute.processes.machine import describe_environment, gpu_names
-
     environment, device = describe_environment(), device_here()
     key = (
         environment["processor"],
@@ -291,8 +265,6 @@ def cache_path(config: Question) -> Path:
 
 def _found(config: Question, model: Model | None) -> Path | None:
     """The newest profile in the cache that serves the question."""
-    from parsim.execute.processes.machine import differences_from_here
-
     asked: Model | None = None
     own = cache_path(config) if model is None else None
     for path, profile in _kept_profiles():
@@ -306,8 +278,6 @@ def _found(config: Question, model: Model | None) -> Path | None:
 
 def _kept_profiles() -> Iterator[tuple[Path, Profile]]:
     """The readable profiles in the cache, the newest first; one that is broken is named on stderr."""
-    from parsim.hardware.compose import load_profile
-
     folder = profiles_folder()
     if not folder.is_dir():
         return

@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from parsim.app.export_folder import export_folder
 from parsim.app.frames import breakdown_frame, frame, timeline_frame
+from parsim.app.judging import typical_step
 from parsim.app.prediction import Prediction
 from parsim.costs.diagnosis import Diagnosis
 from parsim.formats.exports import Exported
+from parsim.predict.breakdown import breakdown
 from parsim.predict.compare import Comparison
+from parsim.report.notebook import table_html
+from parsim.report.tables import format_error, kind_table, to_text, validation_table
 from parsim.units import format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -143,9 +147,6 @@ class Measured:
 
     def breakdown(self) -> pd.DataFrame:
         """Where the measured step of each rank went; columns as `Prediction.breakdown`."""
-        from parsim.app.ask import typical_step
-        from parsim.predict.breakdown import breakdown
-
         graph = self.prediction.evaluation.graph
         return breakdown_frame(breakdown(graph, self.seen.timelines[typical_step(self.seen)]))
 
@@ -164,8 +165,6 @@ class Measured:
 
     def timeline(self) -> pd.DataFrame:
         """The measured step whose length is the median of the recorded ones; columns as `Prediction.timeline`."""
-        from parsim.app.ask import typical_step
-
         return timeline_frame(self.prediction.evaluation.graph, self.seen.timelines[typical_step(self.seen)])
 
     def to_dict(self) -> dict[str, Any]:
@@ -173,8 +172,6 @@ class Measured:
 
     def headline(self) -> str:
         """`dp ...: 32.4 ms per step measured, 29.5 ms predicted (-8.9%)`."""
-        from parsim.report.tables import format_error
-
         step = self.comparison.step
         floor = self.comparison.aa_floor
         noise = "" if floor is None else f", A/A floor ±{format_percent(floor.median)}"
@@ -187,16 +184,11 @@ class Measured:
         return f"Measured({self.headline()}; folder {self.folder})"
 
     def __str__(self) -> str:
-        from parsim.report.tables import kind_table, to_text, validation_table
-
         document = self.comparison.to_dict()
         row = (self.prediction.problem.model.name, self.prediction.plan.summary(), document)
         return "\n".join(to_text(table) for table in (validation_table([row]), kind_table(document))).rstrip()
 
     def _repr_html_(self) -> str:
-        from parsim.report.notebook import table_html
-        from parsim.report.tables import kind_table, validation_table
-
         document = self.comparison.to_dict()
         row = (self.prediction.problem.model.name, self.prediction.plan.summary(), document)
         return table_html(validation_table([row])) + table_html(kind_table(document))

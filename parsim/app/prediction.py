@@ -10,22 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 from parsim.app.config import Question
 from parsim.app.frames import breakdown_frame, memory_frame, timeline_frame
+from parsim.app.large import Quoted, TrainingRun, quoted, samples_run
 from parsim.app.question import taken_defaults
 from parsim.errors import ConfigError
 from parsim.formats.exports import EvaluatedStep, Exported, format_to_write
 from parsim.formats.recipe import PlannedRecipe, recipe_of_plan
 from parsim.plans.plan import Plan
+from parsim.predict.breakdown import critical_path
 from parsim.predict.evaluate import MANY_RANKS, Evaluation, evaluate
+from parsim.predict.explain import Explanation, explain_plan
 from parsim.predict.memory import SAFE_PROBABILITY
 from parsim.predict.problem import PlanningProblem
 from parsim.predict.result import Interval, PlanResult
+from parsim.report.notebook import table_html
+from parsim.report.tables import breakdown_table, format_rate, interval_texts, memory_table, strategy_table, to_text
+from parsim.report.trace import task_label
 from parsim.units import format_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from parsim.app.large import Quoted, TrainingRun
-    from parsim.predict.explain import Explanation
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,9 +137,6 @@ class Prediction:
 
     def critical_path(self) -> list[str]:
         """The tasks on the critical path of the step, in order, with their names in traces."""
-        from parsim.predict.breakdown import critical_path
-        from parsim.report.trace import task_label
-
         graph = self.evaluation.graph
         return [task_label(graph.tasks[index]) for index in critical_path(graph, self.evaluation.timeline)]
 
@@ -146,22 +146,16 @@ class Prediction:
         Print it, or take its `table()`: a DataFrame with the columns category, kind, component, phase, tasks, term, operation,
         value, unit, seconds, origin, detail.
         """
-        from parsim.predict.explain import explain_plan
-
         return explain_plan(self.problem, self.evaluation)
 
     @cached_property
     def quoted(self) -> Quoted | None:
         """Tokens per second, MFU and HFU, memory by line, days and price of `training.tokens`; None: no language model."""
-        from parsim.app.large import quoted
-
         return quoted(self.question, self.problem, self.evaluation)
 
     @cached_property
     def samples_run(self) -> TrainingRun | None:
         """Days, price and energy of `training.samples`; None: not asked for."""
-        from parsim.app.large import samples_run
-
         return samples_run(self.question, self.problem, self.evaluation)
 
     def export(self, format: str, *, out: str | Path) -> Exported:
@@ -199,8 +193,6 @@ class Prediction:
 
     def headline(self) -> str:
         """`355 ms per step (90% interval 294–433 ms), 2.89 k samples/s, 12 GiB of 32 GiB per device`."""
-        from parsim.report.tables import format_rate, interval_texts
-
         median, interval = interval_texts(self.step_s.to_dict())
         rate = format_rate(self.throughput_samples_per_s.median)
         fullest = max(self.evaluation.memory, key=lambda rank: rank.total_bytes)
@@ -214,8 +206,6 @@ class Prediction:
         return f"Prediction({self.plan.summary()}: {self.headline()})"
 
     def __str__(self) -> str:
-        from parsim.report.tables import breakdown_table, memory_table, strategy_table, to_text
-
         document = self.to_dict()
         title = f"{self.problem.model.name} on {self.problem.cluster.name}, batch {self.problem.global_batch}"
         tables = (
@@ -231,20 +221,13 @@ class Prediction:
         return "\n".join([text, *figures, *whole])
 
     def _repr_html_(self) -> str:
-        from parsim.report.notebook import table_html
-        from parsim.report.tables import breakdown_table, strategy_table
-
         title = f"{self.problem.model.name} on {self.problem.cluster.name}, batch {self.problem.global_batch}"
         rows = [asdict(rank) | {"step_s": rank.step_s} for rank in self.evaluation.breakdown]
         return table_html(strategy_table([self.result.to_dict()], title=title)) + table_html(breakdown_table(rows))
 
 
 def describe(evaluation: Evaluation) -> dict[str, Any]:
-    """PlanResult.to_dict() with `breakdown` and `memory` per rank.
-
-    Args:
-        evaluation: of one plan.
-    """
+    """PlanResult.to_dict() with `breakdown` and `memory` per rank."""
     return evaluation.result.to_dict() | {
         "breakdown": [asdict(rank) | {"step_s": rank.step_s} for rank in evaluation.breakdown],
         "memory": [

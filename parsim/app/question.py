@@ -21,20 +21,20 @@ from parsim.app.load import cluster_of, is_saved_model
 from parsim.app.sections import OPERATION, check_widths
 from parsim.errors import ConfigError, ModelError
 from parsim.formats.recipe import is_framework_file, read_recipe
+from parsim.hardware.cluster import Cluster
+from parsim.hardware.devices import DeviceType
 from parsim.hardware.parts import is_shorthand, machines_of
 from parsim.hardware.records import ConfigSection
 from parsim.model.catalogue.names import is_transformer, named, sequence_of, shape_of
 from parsim.model.catalogue.zoo import ZOO
 from parsim.model.formats import recorded_weights
+from parsim.model.load import model_from_module
 from parsim.model.model import ADDED_UP, COUPLED, MIXING, Model
 from parsim.model.spec import is_config, is_known, resolve, takes_usual, zoo_row
 from parsim.units import nearest_divisors
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from parsim.hardware.cluster import Cluster
-    from parsim.hardware.devices import DeviceType
 
 
 EXAMPLE = "parsim plan resnet50 --on dgx1-v100-32gb --batch 1024"
@@ -251,8 +251,6 @@ def is_run_file(name: str | Path) -> bool:
 
 def traced_model(module: Any, example_inputs: Any, question: Question) -> Model:
     """The Model of an nn.Module, with its loss, from example inputs or model.input_shape. Raises ModelError, TraceError."""
-    from parsim.model.load import model_from_module
-
     spec = question.model_spec
     return model_from_module(
         module,

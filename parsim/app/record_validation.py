@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parsim.app.config import Question
+from parsim.app.prediction import Prediction
 from parsim.app.training_checks import changes_graph
 from parsim.costs.conformal import ValidationRecord
 from parsim.costs.diagnosis import Diagnosis
@@ -17,13 +19,11 @@ from parsim.errors import ConfigError, CostError, ParsimError
 from parsim.execute.processes.machine import describe_environment
 from parsim.hardware.compose import load_profile
 from parsim.hardware.profile import save_profile
-from parsim.predict.compare import MINIMUM_ROUNDS, relative_error
+from parsim.predict.compare import MINIMUM_ROUNDS, Comparison, relative_error
+from parsim.search.adapt.observed import diagnosis_of, updated
 
 if TYPE_CHECKING:
-    from parsim.app.config import Question
-    from parsim.app.prediction import Prediction
     from parsim.execute.measurement import Measurement
-    from parsim.predict.compare import Comparison
 
 
 LEAST_RECORDED = 20
@@ -64,13 +64,7 @@ def record_of(asked: Prediction, seen: Measurement, comparison: Comparison, sess
 
 
 def diagnosed(asked: Prediction, seen: Measurement, comparison: Comparison) -> Diagnosis:
-    """Whether a run went as predicted and, where not, what was different and what to do.
-
-    Args:
-        asked: the prediction, with every rank simulated. seen: the measurement. comparison: of both.
-    """
-    from parsim.search.adapt.observed import diagnosis_of
-
+    """Whether a run went as predicted and, where not, what was different and what to do."""
     return diagnosis_of(
         asked.problem,
         asked.evaluation,
@@ -135,8 +129,6 @@ def update_profile(asked: Prediction, seen: Measurement, comparison: Comparison,
     Raises:
         ConfigError: a shipped profile, or one calibrated anew since the run. CostError: too few rounds to know their noise.
     """
-    from parsim.search.adapt.observed import updated
-
     path = updatable(asked.question)
     cluster, plan = asked.problem.cluster, asked.evaluation.result.plan
     profile = load_profile(str(path))

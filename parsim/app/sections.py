@@ -13,6 +13,7 @@ from parsim.data import DATASETS
 from parsim.errors import ConfigError
 from parsim.execute.job import PLATEAU, Argument, EmaRule, EvaluationRule, Schedule, TrainingRecipe, UpdateGroup, WeightDecay
 from parsim.hardware.network import CardCount
+from parsim.hardware.parts import Machines, load_gpu
 from parsim.hardware.records import ConfigSection, Count, Name, sorted_pairs
 from parsim.model.formats import FORMATS, check_planned
 from parsim.model.optimizers import OPTIMIZERS
@@ -226,7 +227,7 @@ class TrainingSection(ConfigSection):
 
 
 def check_widths(training: TrainingSection) -> None:
-    """Raise ConfigError where other keys contradict the precision. Args: training: with the precision that it ends up with."""
+    """Raise ConfigError where other keys contradict the precision."""
     if training.master_weights is not None and training.precision != "bf16":
         raise ConfigError(
             f'training.master_weights = {str(training.master_weights).lower()} belongs to precision = "bf16" alone, and '
@@ -320,7 +321,6 @@ class ClusterSection(ConfigSection):
             return self.profile
         if self.group is not None:
             return " + ".join(f"{group.nodes} nodes of {group.gpu}" for group in self.group)
-        from parsim.hardware.parts import Machines, load_gpu
 
         gpu = str(self.gpu)
         return Machines(gpu, self.gpus_per_node or load_gpu(gpu).gpus_per_node, self.nodes, self.link).node

@@ -7,23 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parsim.app.ask import (
-    check_launchable,
-    check_runnable,
-    device_kind,
-    judge,
-    launch_job,
-    levels_of,
-    measured,
-    reopen,
-    run_spec,
-    speed_of,
-    warn_of_profile,
-    with_every_rank,
-)
+from parsim.app.ask import with_every_rank
 from parsim.app.config import Question
 from parsim.app.doctor import progress, warn
 from parsim.app.elastic import MAX_RESTARTS, check_elastic, restarting
+from parsim.app.judging import judge, levels_of, measured, reopen, speed_of
+from parsim.app.launch import check_launchable, check_runnable, device_kind, launch_job, run_spec, warn_of_profile
 from parsim.app.measured import Measured
 from parsim.app.prediction import Prediction
 from parsim.app.record_validation import diagnosed, record_of, remember, remembered, updatable, update_profile

@@ -14,17 +14,22 @@ from parsim.app.doctor import progress
 from parsim.app.prediction import Prediction
 from parsim.costs.loading import MeasuredLoading, OwnLoading, UnmeasuredLoading
 from parsim.data import DATASETS
+from parsim.data.datasets import dataset_for, target_of
+from parsim.data.samples import Order, Samples, check_images, order_of, train_and_validation
 from parsim.errors import ConfigError, MissingDependencyError, ModelError, ParsimError, PlanError
 from parsim.execute.processes.machine import is_from_here
+from parsim.execute.processes.setup import available_cores
+from parsim.hardware.cluster import Cluster
+from parsim.model.build import build_fake, check_real
 from parsim.model.formats import number_format
+from parsim.model.interface import interface_of
+from parsim.model.model import Model
+from parsim.model.objective import CLASSES
 from parsim.plans.plan import Plan
 from parsim.predict.evaluate import evaluate
 
 if TYPE_CHECKING:
-    from parsim.data.samples import Order, Samples
     from parsim.execute.measurement import Measurement
-    from parsim.hardware.cluster import Cluster
-    from parsim.model.model import Model
 
 
 def check_training(config: Question, model: Model) -> None:
@@ -37,7 +42,6 @@ def check_training(config: Question, model: Model) -> None:
     """
     from parsim.execute.learning_rate import check_schedule
     from parsim.execute.optimizer import check_exempt, check_states
-    from parsim.model.build import build_fake, check_real
 
     training, recipe = config.training, config.training.recipe
     order = _order(config)
@@ -64,9 +68,6 @@ SHIPPED_IMAGES = ("digits", "cifar10", "cifar100")
 
 def check_images_suit(config: Question) -> None:
     """Raise DataError for a shipped set of images that does not suit the model: found before this machine is calibrated."""
-    from parsim.data.datasets import target_of
-    from parsim.data.samples import check_images
-
     if config.training.dataset not in SHIPPED_IMAGES:
         return
     try:
@@ -89,9 +90,6 @@ def check_tensorboard() -> None:
 
 def _check_metrics(config: Question, metrics: tuple[str, ...]) -> None:
     """Raise ConfigError for metrics that what the model predicts has not."""
-    from parsim.model.interface import interface_of
-    from parsim.model.objective import CLASSES
-
     interface = interface_of(config.model_spec)
     if metrics and interface.target is None:
         raise ConfigError(
@@ -148,9 +146,6 @@ def training_data(config: Question) -> tuple[Samples, Samples | None, Order]:
     Raises:
         DataError: data that do not suit the model or the batch.
     """
-    from parsim.data.datasets import dataset_for
-    from parsim.data.samples import order_of, train_and_validation
-
     training = config.training
 
     def load(split: str) -> Samples:
@@ -192,11 +187,7 @@ def check_rounds(plan: Plan, precision: str, *, evaluates: bool = False) -> None
 
 
 def check_adaptive(plan: Plan) -> None:
-    """Raise PlanError for a plan that the adaptive controller cannot change on the way.
-
-    Args:
-        plan: to train under.
-    """
+    """Raise PlanError for a plan that the adaptive controller cannot change on the way."""
     if plan.synchronisation.is_relaxed:
         raise PlanError(
             f"--adaptive changes plans of synchronous training, and this one has synchronisation {plan.synchronisation}; "
@@ -218,21 +209,13 @@ def steps_per_round(plan: Plan, usual: int) -> int:
 
 
 def changes_graph(plan: Plan) -> bool:
-    """Whether replicas gossip on one graph after another (Ada): the predicted step is a mean over all of them.
-
-    Args:
-        plan: of any synchronisation.
-    """
+    """Whether replicas gossip on one graph after another (Ada): the predicted step is a mean over all of them."""
     rule = plan.synchronisation
     return bool(rule.graph) and len(rule.mixing.phases(plan.mesh.dp)) > 1
 
 
 def on_first_graph(plan: Plan) -> Plan:
-    """The plan on its first graph alone, for a plan that changes it; any other as it is.
-
-    Args:
-        plan: of any synchronisation.
-    """
+    """The plan on its first graph alone, for a plan that changes it; any other as it is."""
     if not changes_graph(plan):
         return plan
     rule = plan.synchronisation
@@ -240,11 +223,7 @@ def on_first_graph(plan: Plan) -> Plan:
 
 
 def rounds_in_words(plan: Plan, steps: int) -> list[str]:
-    """What a training of so many steps leaves of the rounds of its plan, where that is not what the plan says.
-
-    Args:
-        plan: to train under. steps: of the whole training.
-    """
+    """What a training of so many steps leaves of the rounds of its plan, where that is not what the plan says."""
     rule, told = plan.synchronisation, []
     if rule.mixes and steps < rule.period_steps:
         told.append(
@@ -266,9 +245,6 @@ def whole_periods(seen: Measurement, plan: Plan) -> NDArray[np.float64]:
     """The measured steps of a training, less the first ones, so that every round comes with all its local steps.
 
     Of decoupled stages those are left out in which some stage had nothing to work on yet.
-
-    Args:
-        seen: of the run. plan: under which it was made.
 
     Returns:
         float64 [rounds]: seconds, as `Measurement.step_s`.
@@ -321,7 +297,6 @@ def measured_loading(config: Question, cluster: Cluster) -> OwnLoading:
     import torch
 
     from parsim.execute.load_timing import ReaderRequest, timed_loading
-    from parsim.execute.processes.setup import available_cores
 
     training = config.training
 

@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from parsim.app.ask import typical_step
+from parsim.app.judging import ask_again, judge, measured, reopen, typical_step
 from parsim.app.prediction import Prediction, describe
+from parsim.app.record_validation import diagnosed
 from parsim.app.run_folder import RunFolder, write_json
 from parsim.costs.diagnosis import Diagnosis
 from parsim.execute.processes.machine import describe_environment, machine_line
+from parsim.hardware.cluster import Cluster
 from parsim.plans.plan import plan_in_words
 from parsim.predict.breakdown import breakdown
 from parsim.predict.compare import Comparison
+from parsim.predict.evaluate import Evaluation
 from parsim.report.coverage import coverage_figures, coverage_tables
 from parsim.report.more_tables import calibration_table, memory_levels
 from parsim.report.page import ReportData, ReportRun, ReportSection, write_report
@@ -23,8 +26,6 @@ from parsim.report.trace import save_chrome_trace
 
 if TYPE_CHECKING:
     from parsim.execute.measurement import Measurement
-    from parsim.hardware.cluster import Cluster
-    from parsim.predict.evaluate import Evaluation
 
 
 def write_run_files(
@@ -115,8 +116,6 @@ def report_facts(cluster: Cluster | None = None) -> tuple[tuple[str, str], ...]:
 
 def write_prediction(folder: RunFolder, asked: Prediction) -> None:
     """The question, result.json, predicted-timeline.json.gz, trace.json and report.html of a plan that was not run."""
-    from parsim.execute.processes.machine import describe_environment
-
     evaluation, problem = asked.evaluation, asked.problem
     folder.write_question(
         asked.question, problem.model, evaluation.result.plan, problem.cluster.profile, problem.history, problem.loading
@@ -132,9 +131,6 @@ def redraw(folder: RunFolder) -> None:
     Raises:
         ConfigError: it is not a run folder.
     """
-    from parsim.app.ask import ask_again, judge, measured, reopen
-    from parsim.app.record_validation import diagnosed
-
     if not folder.job.is_file():
         write_run_files(folder, ask_again(folder))
         return

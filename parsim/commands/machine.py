@@ -143,7 +143,7 @@ def profile(
     as_json: JsonFlag = False,
 ) -> None:
     """Write a commented profile made of parts (`new`), or list GPUs, links, networks and profiles (`list`)."""
-    from parsim.app.answer import known_parts, new_profile
+    from parsim.app.calibration import known_parts, new_profile
 
     if action == "list":
         document = known_parts()

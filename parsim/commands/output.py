@@ -126,7 +126,7 @@ def print_tables(tables: Sequence[ReportTable]) -> None:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Lines for people, with control characters spelled out: they may quote names from files. Args: lines: in order."""
+    """Lines for people, with control characters spelled out: they may quote names from files."""
     print("\n".join(printable(line) for line in lines))
 
 

@@ -105,11 +105,7 @@ def sweep(
 
 
 def split_on(given: list[str]) -> tuple[str | None, str | None]:
-    """The Dask scheduler and the cluster that --on names: an address has ://, a cluster has none.
-
-    Args:
-        given: each --on.
-    """
+    """The Dask scheduler and the cluster that --on names: an address has ://, a cluster has none."""
     addresses = [text for text in given if "://" in text]
     clusters = [text for text in given if "://" not in text]
     if len(addresses) > 1 or len(clusters) > 1:

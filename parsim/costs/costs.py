@@ -14,7 +14,6 @@ from parsim.costs.estimate import Estimate, OverlapFactors, Term, Terms
 from parsim.costs.loading import (
     HostPath,
     MeasuredLoading,
-    copied_behind,
     estimate_host_copy,
     estimate_host_update,
     estimate_measured_load,
@@ -88,7 +87,7 @@ class Costs:
             CostError: no cost is known for it, or the rank or component does not exist.
         """
         if isinstance(work, HostCopy | HostUpdate):
-            return self._on_host(work, self._device(rank))
+            return self._on_host(work, rank)
         context = self._context_after_wait if after_wait else self._context
         return adjusted(self._by_profile(work, rank, concurrent), work, rank, context)
 
@@ -100,7 +99,9 @@ class Costs:
     def device_kind(self, rank: int) -> str:
         """Ranks of one kind do the same work in the same time: the device's type, and how much slower it is than that."""
         if rank not in self._device_kinds:
-            self._device_kinds[rank] = self._device_kind(rank)
+            factors = [factors for factors in (self._context.updates, self.corrections) if factors]
+            slowness = (f" x{entry.rank_factor(rank)!r}" for entry in factors)
+            self._device_kinds[rank] = self._device(rank).type.name + "".join(slowness)
         return self._device_kinds[rank]
 
     def unlike_ranks(self, ranks: range) -> tuple[int, ...]:
@@ -116,12 +117,6 @@ class Costs:
     @cached_property
     def _device_kinds(self) -> dict[int, str]:
         return {}
-
-    def _device_kind(self, rank: int) -> str:
-        name = self._device(rank).type.name
-        for factors in (self._context.updates, self.corrections):
-            name += f" x{factors.rank_factor(rank)!r}" if factors else ""
-        return name
 
     @property
     def differ_by_rank(self) -> bool:
@@ -179,12 +174,11 @@ class Costs:
                     ema=self.ema,
                     calls=self.update_calls,
                 )
-            case ClipGradients():
-                return self._computation.clip(work, self.optimizer, self._device(rank), master_weights=self.master_weights)
-            case Mix():
-                if not work.accesses:
-                    return estimate_mix(work, self._device(rank))
-                return self._computation.mix(work, self.optimizer, self._device(rank), master_weights=self.master_weights)
+            case Mix() if not work.accesses:
+                return estimate_mix(work, self._device(rank))
+            case ClipGradients() | Mix():
+                device = self._device(rank)
+                return self._computation.arithmetic(work, self.optimizer, device, master_weights=self.master_weights)
             case Collective():
                 return estimate_collective(work, self.cluster, concurrent)
             case SendRecv():
@@ -192,25 +186,22 @@ class Costs:
             case LoadBatch():
                 return self._load(work, self._device(rank))
             case HostCopy() | HostUpdate():
-                return self._on_host(work, self._device(rank))
+                return self._on_host(work, rank)
 
-    def _on_host(self, work: HostCopy | HostUpdate, device: Device) -> Estimate:
+    def _on_host(self, work: HostCopy | HostUpdate, rank: int) -> Estimate:
         """Of work that no adjustment concerns, but that links may be as fast as one asks."""
-        ranks = self.ranks or self.cluster.size
-        path = self._host_path(device)
+        path = self.host_path_of(rank)  # refuses a device that has no memory of its own
         if isinstance(work, HostCopy):
             copy, factor = estimate_host_copy(work, path), self.scale.communication
             return copy if factor == 1.0 else copy.then(Term("scale", "over", factor, "assumed", "links as they would be"))
         numerics = Numerics(
             precision=self.precision, optimizer=self.optimizer, master_weights=self.master_weights, ema=self.ema
         )
-        return estimate_host_update(work, self.cluster, ranks, numerics)
+        return estimate_host_update(work, self.cluster, self.ranks or self.cluster.size, numerics)
 
     def host_path_of(self, rank: int) -> HostPath:
         """Between a rank's device and its host. Raises CostError as `host_path`."""
-        return self._host_path(self._device(rank))
-
-    def _host_path(self, device: Device) -> HostPath:
+        device = self._device(rank)
         if device.type.name not in self._host_paths:
             self._host_paths[device.type.name] = host_path(self.cluster, self.ranks or self.cluster.size, device)
         return self._host_paths[device.type.name]
@@ -231,7 +222,7 @@ class Costs:
             return read
         if self.loading.workers or not read.median_s:
             return read if read.median_s > copy.median_s else copy
-        return copied_behind(read, copy)
+        return read.then(Term("copy", "plus", copy.median_s, copy.terms[0].origin, copy.detail))
 
     def reading_floor_s(self, work: LoadBatch, rank: int) -> float:
         """No mean step of the rank is shorter: what workers read of its batches meanwhile; 0 where it reads in its turn.
@@ -382,10 +373,7 @@ def estimate_load(work: LoadBatch, device: Device, cluster: Cluster) -> Estimate
     )
 
 
-# Price a whole graph: every distinct piece of work on every kind of device once.
-#
-# Leaves out: how tasks slow one another while they overlap; the engines apply that.
-
+# --- prices of a whole graph ------------------------------------------------------------------------------------------
 
 Priced = tuple[Work, int] | tuple[Work, int, bool]
 Concurrent = Callable[[Work], tuple[tuple[int, ...], ...]]

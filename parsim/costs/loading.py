@@ -186,22 +186,6 @@ def estimate_measured_load(work: LoadBatch, loading: MeasuredLoading, *, ranks: 
     )
 
 
-def copied_behind(read: Estimate, copy: Estimate) -> Estimate:
-    """A batch that is read, and copied to a GPU once it is there.
-
-    Args:
-        read: of `estimate_measured_load`. copy: of the same batch.
-    """
-    last = Term("copy", "plus", copy.median_s, copy.terms[0].origin, copy.detail)
-    return Estimate.of(
-        (*read.terms, last),
-        source=read.source,
-        parameters=read.parameters,
-        repeat_sigma=read.repeat_sigma,
-        detail=read.detail,
-    )
-
-
 def _terms(work: LoadBatch, loading: MeasuredLoading, ranks: int, on_cores: bool) -> Terms:
     read_s, parts = loading.read_s(work), _count(work.parts, "part")
     if loading.workers and on_cores:

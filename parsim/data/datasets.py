@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from parsim.data import load_dataset
 from parsim.data.samples import VALUES, Samples, Target, TargetValues, image_shape
 from parsim.model.interface import Interface, interface_of
 from parsim.model.objective import BINARY, CLASSES
@@ -33,8 +34,6 @@ def _is_image(interface: Interface) -> bool:
 
 def dataset_for(spec: ModelSpec, name: str, *, root: str | None, split: str = "train", seed: int = 0) -> Samples:
     """Load `name` for the model. Raises DataError as `load_dataset`."""
-    from parsim.data import load_dataset
-
     interface = interface_of(spec)
     described = interface.target
     binary = interface.objective.row.targets == BINARY

@@ -6,6 +6,7 @@ Nothing here imports torch at the top, so a run file is checked without it. A ne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -41,8 +42,6 @@ def mean_ratio(numerators: list[float], denominators: list[float]) -> float:
 
 
 def _exponential(numerators: list[float], denominators: list[float]) -> float:
-    import math
-
     return math.exp(min(mean_ratio(numerators, denominators), 700.0))
 
 

@@ -48,7 +48,7 @@ BOOL, DOUBLE, INT32, INT64, UINT64, STRING = 27, 3, 7, 9, 13, 29
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCost:
-    """Of one task: predicted seconds, arithmetic (flop) and bytes moved; 0: not counted."""
+    """Predicted seconds, arithmetic (flop) and bytes moved of one task; 0: not counted."""
 
     seconds: float
     flop: float = 0.0

@@ -334,7 +334,7 @@ def _judge(path: str, value: object, run: RunKeys) -> None:
 NAME = "DeepSpeed JSON"
 CUTS = {"pp": "a pipeline", "tp": "tensor shards", "cp": "pieces of the sequence", "ep": "divided experts"}
 GRADIENT_BYTES = {"fp32": 4, "tf32": 4, "amp_fp16": 4, "amp_bf16": 4, "bf16": 2}
-"""Of an element of a bucket, by the precisions that DeepSpeed has."""
+"""Bytes of an element of a bucket, by the precisions that DeepSpeed has."""
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "adam": ("Adam", {"torch_adam": True, "adam_w_mode": False}),
     "adam_fused": ("Adam", {"adam_w_mode": False}),

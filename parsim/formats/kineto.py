@@ -36,7 +36,7 @@ LOADING = re.compile(r"DataLoader", re.IGNORECASE)
 STEP = re.compile(r"ProfilerStep\s?#\s?\d{1,12}")
 EXPECTED = 'a trace of torch.profiler (`prof.export_chrome_trace("trace.json.gz")`), with a list `traceEvents`'
 MOST_MICROSECONDS = 1e14
-"""Of a start, from the oldest: three years."""
+"""Latest start after the oldest: three years."""
 LONGEST_NAME = 400
 NO_SHAPES = "shapes were not recorded, so kernels are not divided by their arithmetic: profile(record_shapes=True)"
 NUMBER_TYPES: Mapping[str, tuple[str, ...]] = {
@@ -343,7 +343,7 @@ def _host_flop(outermost: list[_Event], operators: list[_Event]) -> Floats:
 InputShapes = Sequence[Sequence[int]]
 _Rule = Callable[[InputShapes, Mapping[str, Any]], float]
 MOST_FLOP = 1e21
-"""Of one operator; more is a shape that cannot be."""
+"""Arithmetic of one operator at most; more is a shape that cannot be."""
 
 
 def _product(first: int) -> _Rule:

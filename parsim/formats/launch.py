@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LOOPBACK = "lo"
 PORT = 29500
 RESTARTS = 3
-"""Of the ranks of one machine, by their agent."""
+"""How often the agent of one machine restarts its ranks."""
 TORCHRUN_FILE = "launch-torchrun.sh"
 
 

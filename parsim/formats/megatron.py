@@ -129,7 +129,7 @@ def read_yaml(document: Mapping[str, Any]) -> Recipe:
 
 
 MOST_TABLES = 1_000
-"""Of a YAML file, counted as often as they are named."""
+"""Tables of a YAML file at most, counted as often as they are named."""
 
 
 def _flatten(node: Mapping[str, Any], into: dict[str, Any], seen: list[int] | None = None) -> None:
@@ -367,7 +367,7 @@ def _chunks(options: _Options, recipe: Recipe) -> None:
 
 UNKNOWN = "?"
 MOST_LETTERS = 100_000
-"""Of a variable, and of a line with its variables replaced."""
+"""Longest variable, and longest line with its variables replaced."""
 _ASSIGN = re.compile(r"^(?:export\s+|local\s+|declare\s+(?:-\S+\s+)?|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,

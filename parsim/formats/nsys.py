@@ -35,7 +35,7 @@ ON_DEVICE: Mapping[str, tuple[str, str]] = {
 MOST_ROWS = 3_000_000
 MOST_VALUE_BYTES = 10_000_000
 STEPS_BETWEEN_LOOKS, MOST_LOOKS = 100_000, 3_000
-"""Of SQLite's virtual machine: the rows of the largest file take a fifth of them."""
+"""Bound on the work of SQLite's virtual machine: the rows of the largest file take a fifth of it."""
 STEP = re.compile(r"(?:ProfilerStep\s?#|(?:train(?:ing)?[ _]?)?(?:step|iteration|iter))[ _#:=]{0,3}(\d{1,12})", re.IGNORECASE)
 
 

@@ -23,7 +23,7 @@ from parsim.plans.plan import Plan
 from parsim.units import nearest_divisors
 
 LARGEST_BYTES = 2**20
-"""Of a file that people write by hand."""
+"""Size of a file that people write by hand, at most."""
 SCRIPTS, YAML = (".sh", ".bash"), (".yaml", ".yml")
 """How names of files end that no run file and no model has."""
 LAYERS = "h.*"

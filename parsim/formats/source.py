@@ -27,7 +27,7 @@ from parsim.registry import Registry
 from parsim.units import format_bytes, printable
 
 MOST_BYTES = 2**29
-"""Of a file, unpacked. A trace of ten steps of a large model is some 300 MB."""
+"""Size of a file, unpacked. A trace of ten steps of a large model is some 300 MB."""
 SNIFFED = 2_000_000
 """Characters at the beginning of a text by which it is recognised."""
 _CHUNK = 2**20

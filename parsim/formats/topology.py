@@ -39,7 +39,7 @@ SWITCH = "nvswitch0"
 MOST_LANES = 18
 """NVLinks of one GPU. A matrix that shows more in one row shows what goes through switches."""
 MOST_DEVICES = 512
-"""Of one machine."""
+"""GPUs and cards of one machine at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +313,7 @@ def _tree_of_matrix(
 
 EXPECTED_XML = "the output of `lstopo --of xml` (`lstopo topology.xml`) on a machine with its GPUs"
 DRIVERS = ("nvml", "cuda", "rsmi")
-"""Of OS devices whose numbers order the GPUs, as their tools do."""
+"""Names of OS devices whose numbers order the GPUs, as their tools do."""
 GPU_OS_DEVICES = re.compile(r"(nvml|cuda|rsmi)([0-9]{1,4})")
 CARD_OS_DEVICES = re.compile(
     r"mlx\d{1,2}_\d{1,3}|hfi\d_\d|hsi\d|bnxt_re\d{1,3}|ib\d{1,3}|rdmap\d{1,3}s\d{1,3}|efa_\d{1,3}", re.ASCII
@@ -323,7 +323,7 @@ GPU_CLASSES = ("0300", "0302", "0380", "1200")
 MOST_OBJECTS = 200_000
 MOST_DEPTH = 200
 LANE_MB_PER_S, FIRST_LANE_MB_PER_S, BLACKWELL_LANE_MB_PER_S = 25_000, 20_000, 50_000
-"""Of one NVLink per direction: from V100 to H200, of P100, of B100 and later."""
+"""Bandwidth of one NVLink per direction: from V100 to H200, of P100, of B100 and later."""
 BLACKWELL = re.compile(r"\bG?B[123]00\b")
 
 

@@ -193,9 +193,9 @@ OPTIMIZERS = {
 }
 PRECISIONS = {"bf16": "bfloat16", "fp8": "bfloat16", "fp32": "float32"}
 BETAS, EPS = (0.9, 0.999), 1e-8
-"""Of torch's Adam and AdamW; torchtitan has a beta2 of 0.95 where its file gives none."""
+"""Defaults of torch's Adam and AdamW; torchtitan has a beta2 of 0.95 where its file gives none."""
 SAMPLE_STEPS = 1000
-"""Of a question that does not say for how long it trains."""
+"""Steps of a question that does not say for how long it trains."""
 
 
 def write_torchtitan(recipe: PlannedRecipe, file: Path) -> Exported:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from parsim.errors import AlgorithmError, PlanError, near_matches
@@ -497,8 +498,6 @@ ALL_REDUCE = Synchronisation()
 
 
 def _array(weights: MixingWeights) -> Any:
-    import numpy as np
-
     return np.array(weights, dtype=np.float64)
 
 

@@ -111,28 +111,39 @@ WORTH_SAYING = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """A plan's result with everything it was read from.
-
-    Memory and breakdown are of every rank; program and timeline of those that `folding` says stand for others.
+class SimulatedStep:
+    """The program of one plan, priced, and the seconds of its step.
 
     Attributes:
-        estimates: per unit of the program (`Columns.units`). overlap: the factors of the program as a whole.
-        steady_step_s: the tasks of a step without noise of single ranks.
-        period: where steps differ, because replicas mix in rounds: those from round to round. Program and timeline are then
-            of a step with a round, and result and breakdown of the mean step.
+        folding: which ranks of the program stand for others. estimates: per unit of the program (`Columns.units`).
+        overlap: the factors of the program as a whole.
+        steady_s: the tasks of a step without noise of single ranks. step_s: with that noise, and with the host's work between
+            steps.
+        period: where steps differ, because replicas mix in rounds: those from round to round. The program is then that of a
+            step with a round.
     """
 
     folding: Folding
-    result: PlanResult
     compiled: CompiledGraph
     estimates: tuple[Estimate, ...]
     overlap: OverlapFactors
+    steady_s: float
+    step_s: float
+    period: MixingPeriod | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(SimulatedStep):
+    """A plan's simulated step, and the result with everything else that it was read from.
+
+    Memory and breakdown are of every rank; program and timeline of those that `folding` says stand for others. Where steps
+    differ, the timeline is of a step with a round, and result and breakdown are of the mean step.
+    """
+
+    result: PlanResult
     timeline: Timeline
     memory: tuple[RankMemory, ...]
     breakdown: tuple[RankBreakdown, ...]
-    steady_step_s: float
-    period: MixingPeriod | None = None
 
     @property
     def graph(self) -> TaskGraph:
@@ -215,35 +226,9 @@ def evaluate(
         lower_bound_s=busiest_resource_s(compiled, medians) if period is None else period.lower_bound_s,
     )
     evaluation = Evaluation(
-        folding=folding,
-        result=result,
-        compiled=compiled,
-        estimates=estimates,
-        overlap=run.overlap,
-        timeline=timeline,
-        memory=memory,
-        breakdown=_of_every_rank(parts, folding),
-        steady_step_s=run.steady_s,
-        period=period,
+        **vars(run), result=result, timeline=timeline, memory=memory, breakdown=_of_every_rank(parts, folding)
     )
     return with_interval(problem, evaluation, samples=samples, reason=reason)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulatedStep:
-    """The program of one plan, priced, and the seconds of its step: what `evaluate` begins with.
-
-    Attributes: estimates: per unit of the program. steady_s: the tasks of a step without noise of single ranks. step_s: with
-        that noise, and with the host's work between steps. period: where steps differ, those from round to round.
-    """
-
-    folding: Folding
-    compiled: CompiledGraph
-    estimates: tuple[Estimate, ...]
-    overlap: OverlapFactors
-    steady_s: float
-    step_s: float
-    period: MixingPeriod | None = None
 
 
 def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = None) -> SimulatedStep:
@@ -302,7 +287,7 @@ def simulated_step(problem: PlanningProblem, plan: Plan, *, fold: bool | None = 
         steady_s = float(mean_step_s(compiled, medians[None, :], overlap, steps=REPEATED_STEPS)[0])
     step_s = steady_s
     if sigma and plan.world_size > 1:
-        noisy = folded_unsteady_step_s if folding.is_folded else _unsteady_alone_s
+        noisy = folded_unsteady_s if folding.is_folded else _unsteady_alone_s
         step_s = noisy(compiled, folding, medians, overlap, sigma)
     return SimulatedStep(
         folding=folding,
@@ -340,7 +325,7 @@ def _period_s(period: MixingPeriod, sigma: float) -> tuple[float, float]:
     steady_s = float(period.steps_s(rows)[0])
 
     def noisy_s(sigma: float) -> float:
-        return period.unsteady_s(lambda compiled, row: unsteady_step_s(compiled, row, period.overlap, sigma), rows)
+        return period.unsteady_s(lambda compiled, row: unsteady_s(compiled, row, period.overlap, sigma), rows)
 
     own = sigma / math.sqrt(period.steps)
     if period.staggers:
@@ -367,7 +352,7 @@ def with_interval(problem: PlanningProblem, evaluation: Evaluation, *, samples: 
         history = problem.history
         found = IntervalCorrection(
             correction=history.correction,
-            uncorrected=Interval.of(median, times * (median / evaluation.steady_step_s)),
+            uncorrected=Interval.of(median, times * (median / evaluation.steady_s)),
             notes=history.notes,
         )
         interval = found.corrected
@@ -405,7 +390,7 @@ def sampled_steps_s(evaluation: Evaluation, samples: int) -> NDArray[np.float64]
     return np.concatenate([mean_step_s(compiled, piece, overlap, steps=REPEATED_STEPS) for piece in pieces])
 
 
-def unsteady_step_s(compiled: CompiledGraph, rows_s: NDArray[np.float64], overlap: OverlapFactors, sigma: float) -> float:
+def unsteady_s(compiled: CompiledGraph, rows_s: NDArray[np.float64], overlap: OverlapFactors, sigma: float) -> float:
     """Seconds of the mean step under noise of single ranks. The noise is that of a rank's core, which ranks may share.
 
     Args:
@@ -436,10 +421,10 @@ def unsteady_step_s(compiled: CompiledGraph, rows_s: NDArray[np.float64], overla
 def _unsteady_alone_s(
     compiled: CompiledGraph, folding: Folding, medians_s: Floats, overlap: OverlapFactors, sigma: float
 ) -> float:
-    return unsteady_step_s(compiled, medians_s[None, :], overlap, sigma)
+    return unsteady_s(compiled, medians_s[None, :], overlap, sigma)
 
 
-def folded_unsteady_step_s(
+def folded_unsteady_s(
     compiled: CompiledGraph, folding: Folding, medians_s: Floats, overlap: OverlapFactors, sigma: float
 ) -> float:
     """The same for a folded program, from the same draws (`parsim.engines.noise`).
@@ -593,13 +578,13 @@ def step_at_speed(problem: PlanningProblem, evaluation: Evaluation, speed: Speed
     if period is None:
         compiled = evaluation.compiled
         times = _slowed_s(compiled.columns, evaluation.estimates, compiled.columns.unit, speed, on_gpu)
-        return unsteady_step_s(compiled, times, evaluation.overlap, sigma) + between_s
+        return unsteady_s(compiled, times, evaluation.overlap, sigma) + between_s
     times = _slowed_s(period.cycle.columns, period.estimates, period.unit, speed, on_gpu)
-    cycle_s = unsteady_step_s(period.cycle, times, period.overlap, sigma / math.sqrt(period.steps))
+    cycle_s = unsteady_s(period.cycle, times, period.overlap, sigma / math.sqrt(period.steps))
     local_s = 0.0
     if period.local is not None:
         alone = _slowed_s(period.local.columns, period.estimates, period.local_unit, speed, on_gpu)
-        local_s = unsteady_step_s(period.local, alone, period.overlap, 0.0)
+        local_s = unsteady_s(period.local, alone, period.overlap, 0.0)
     return float(period.mean_s(np.array(cycle_s), np.array(local_s))) + between_s
 
 

@@ -179,7 +179,7 @@ def explain_plan(problem: PlanningProblem, evaluation: Evaluation) -> Explanatio
 
 def _categories(problem: PlanningProblem, evaluation: Evaluation) -> tuple[tuple[str, float], ...]:
     """Name and seconds; those that are zero for the plan are left out, but for computation."""
-    step_s, steady_s = evaluation.result.step_s.median, evaluation.steady_step_s
+    step_s, steady_s = evaluation.result.step_s.median, evaluation.steady_s
     between_s = problem.costs(evaluation.result.plan.world_size).between_steps_s
     means = {name: _mean(evaluation.breakdown, key) for name, key in _BREAKDOWN.items()}
     alone_s = sum(means.values())

@@ -130,7 +130,7 @@ class Played:
         times = sampled_steps_s(self.evaluation, run.draws)
         step_s = (
             result.step_s.median
-            * (times / self.evaluation.steady_step_s)[:, None]
+            * (times / self.evaluation.steady_s)[:, None]
             * np.array([state.slowdown for state in self.states])[None, :]
         )
         if run.loading_samples_per_s is not None:

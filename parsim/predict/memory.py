@@ -471,7 +471,7 @@ class ComponentMoments:
         forward: the fullest moment of its forward, beyond what it and those before it in its chunk keep.
         second: beyond all that is kept, while it runs forward again; with what waits beside it.
         backward: likewise while it runs backward. handed: gradients of its inputs, as it makes them, with what waits beside it.
-        whole: buckets that are whole meanwhile, by phase and microbatch.
+        whole: buckets that are whole meanwhile, by phase and microbatch. phase: of the task that hands on its gradients.
         first_half: beyond all that is kept, while it runs the first half of its backward; with what waits beside it. None: it
             was not counted, or the backward is not halved.
         waits: what it adds between the halves of a microbatch's backward.
@@ -485,14 +485,15 @@ class ComponentMoments:
     backward: float
     handed: float
     whole: Mapping[tuple[Phase, int], float]
+    phase: Phase
     first_half: float | None
     waits: float
     only_weights: bool
     largest_bytes: int
 
-    def moment(self, size: float, microbatch: int, *phases: Phase) -> Moment:
-        """So many bytes beside the buckets that are whole in the phase, or in the one of several that the plan has."""
-        whole = max((self.whole.get((phase, microbatch), 0.0) for phase in phases), default=0.0)
+    def moment(self, size: float, microbatch: int, phase: Phase) -> Moment:
+        """So many bytes beside the buckets that are whole then."""
+        whole = self.whole.get((phase, microbatch), 0.0) if self.whole else 0.0
         return Moment(size + whole, whole)
 
     def of_backward(self, level: float, microbatch: int, size: float | None = None) -> Moment:
@@ -503,7 +504,7 @@ class ComponentMoments:
         """
         again = self.moment(level + self.second, microbatch, Phase.RECOMPUTE) if self.second else Moment(0.0, 0.0)
         level += self.backward if size is None else size
-        return max(again, self.moment(level, microbatch, Phase.BACKWARD, Phase.BACKWARD_INPUT))
+        return max(again, self.moment(level, microbatch, self.phase))
 
 
 def _component_moments(
@@ -564,6 +565,7 @@ def _component_moments(
                 backward=max(backward + beside, converted_of.get(name, 0.0)),
                 handed=gradients.handed + beside,
                 whole=whole.get(name, {}),
+                phase=layout.gradient_phase(name),
                 first_half=first_half if halved else None,
                 waits=waits,
                 only_weights=only_weights,
@@ -613,7 +615,7 @@ def _action_peak(parts: Sequence[ComponentMoments], phase: Phase, microbatch: in
                 moments.append(part.of_backward(level, microbatch, part.first_half))
             elif not part.only_weights:
                 ended = level + part.waits + part.handed
-                moments.append(part.moment(ended, microbatch, Phase.BACKWARD, Phase.BACKWARD_INPUT))
+                moments.append(part.moment(ended, microbatch, part.phase))
                 moments.append(part.of_backward(level, microbatch))
             level += part.waits
     else:  # what waited for a component is free after it
@@ -640,7 +642,10 @@ def whole_bytes(layout: PlanIndex, rank: int) -> dict[Use, float]:
     few = few_actions(plan.pipeline_order, place, plan.mesh.pp, plan.microbatches, plan.chunks)
     uses = uses_of(layout, place, few.actions)  # buckets come and go by what runs right before and after
     sizes = alive_bytes(bucket_lifetimes(layout, uses, layout.rank_buckets(rank)), len(uses))
-    return {use: size for use, size in zip(uses, sizes, strict=True) if layout.runs_on(rank, use.component)}
+    by_use = dict(zip(uses, sizes, strict=True))
+    if layout.shards_alike:
+        return by_use
+    return {use: size for use, size in by_use.items() if layout.runs_on(rank, use.component)}
 
 
 def _backward_bytes(component: Component, samples: int) -> float:

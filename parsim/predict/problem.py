@@ -35,6 +35,20 @@ class _Divided:
     models: dict[tuple[object, ...], Model] = field(default_factory=dict)
 
 
+@dataclass
+class PlanCache:
+    """What was worked out of plans and does not depend on prices.
+
+    Attributes: memories: of every rank of a plan; unlike: of the first of all ranks that hold as much as one another.
+    state_bytes: of an element, by optimizer.
+    """
+
+    layouts: dict[Plan, PlanIndex] = field(default_factory=dict)
+    memories: dict[Plan, tuple[RankMemory, ...]] = field(default_factory=dict)
+    unlike: dict[Plan, tuple[RankMemory, ...]] = field(default_factory=dict)
+    state_bytes: dict[str, int] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanningProblem(Remembering):
     """Attributes:
@@ -99,13 +113,14 @@ class PlanningProblem(Remembering):
         Args:
             optimizer: of a `Parameter`; "": the problem's.
         """
-        if optimizer not in self._state_bytes:
-            self._state_bytes[optimizer] = self.numerics.optimizer_bytes(optimizer)[0]
-        return self._state_bytes[optimizer]
+        state_bytes = self._cache.state_bytes
+        if optimizer not in state_bytes:
+            state_bytes[optimizer] = self.numerics.optimizer_bytes(optimizer)[0]
+        return state_bytes[optimizer]
 
     @cached_property
-    def _state_bytes(self) -> dict[str, int]:
-        return {}
+    def _cache(self) -> PlanCache:
+        return PlanCache()
 
     @property
     def offloads(self) -> bool:
@@ -133,10 +148,11 @@ class PlanningProblem(Remembering):
 
     def layout(self, plan: Plan) -> PlanIndex:
         """The plan over this model; made once. Raises PlanError if they do not match."""
-        if plan not in self._layouts:
-            found = PlanIndex(plan, self.model_on(plan.mesh, plan.context_exchange))
-            self._layouts[plan] = with_offloaded(found, self.precision)
-        return self._layouts[plan]
+        layouts = self._cache.layouts
+        if plan not in layouts:
+            index = PlanIndex(plan, self.model_on(plan.mesh, plan.context_exchange))
+            layouts[plan] = with_offloaded(index, self.precision)
+        return layouts[plan]
 
     def model_on(self, mesh: Mesh, exchange: str = "ring") -> Model:
         """The model as one rank of a mesh has it: a piece of the sequence (cp), its part of the experts (ep).
@@ -178,40 +194,29 @@ class PlanningProblem(Remembering):
         Args:
             corrections: in place of the problem's own.
         """
-        made = replace(self, corrections=corrections)
-        for name in ("_layouts", "_memories", "_unlike_memories", "_state_bytes"):
-            made.__dict__[name] = getattr(self, name)
-        return made
-
-    @cached_property
-    def _layouts(self) -> dict[Plan, PlanIndex]:
-        return {}
+        problem = replace(self, corrections=corrections)
+        problem.__dict__["_cache"] = self._cache
+        return problem
 
     def memory(self, plan: Plan) -> tuple[RankMemory, ...]:
         """Peak memory of every rank of a plan."""
-        if plan not in self._memories:
-            self._memories[plan] = of_every_rank(self.layout(plan), self.cluster, self.unlike_memory(plan))
-        return self._memories[plan]
+        memories = self._cache.memories
+        if plan not in memories:
+            memories[plan] = of_every_rank(self.layout(plan), self.cluster, self.unlike_memory(plan))
+        return memories[plan]
 
     def unlike_memory(self, plan: Plan) -> tuple[RankMemory, ...]:
         """The same of the first of all ranks that hold as much as one another: what to ask whether a plan fits."""
-        if plan not in self._unlike_memories:
-            self._unlike_memories[plan] = unlike_memory(
+        unlike = self._cache.unlike
+        if plan not in unlike:
+            unlike[plan] = unlike_memory(
                 self.layout(plan),
                 self.cluster,
                 self.numerics,
                 scored=self.scored,
                 fit_probability=self.fit_probability,
             )
-        return self._unlike_memories[plan]
-
-    @cached_property
-    def _unlike_memories(self) -> dict[Plan, tuple[RankMemory, ...]]:
-        return {}
-
-    @cached_property
-    def _memories(self) -> dict[Plan, tuple[RankMemory, ...]]:
-        return {}
+        return unlike[plan]
 
     def costs(self, ranks: int) -> Costs:
         """Prices under the load of `ranks` ranks that compute at once, but of at most one rank per core. The engines

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plotly.offline import get_plotlyjs
-
 from parsim.files import finite, write_text_atomically
 from parsim.report.sketch import LETTERS, PIECES
 
@@ -213,10 +211,9 @@ def explorer_html(data: ExplorerData) -> str:
     """The whole page, at most `LARGEST_BYTES`, and it says what it leaves out.
 
     With too many points it has the timelines of every second, third, ... or of none; then it shows every second, third, ...
-
-    Args:
-        data: of the sweep.
     """
+    from plotly.offline import get_plotlyjs
+
     script = get_plotlyjs().replace("</script", "<\\/script")
     every, sketched = 1, 1
     while True:

@@ -50,11 +50,7 @@ class SketchRow(NamedTuple):
 
 
 def sketch(compiled: CompiledGraph, timeline: Timeline, ranks: Sequence[int]) -> tuple[SketchRow, ...]:
-    """Up to four lanes per rank: computation, communication, loading and host; a lane in which nothing runs is left out.
-
-    Args:
-        compiled: the program. timeline: of it. ranks: that are simulated.
-    """
+    """Up to four lanes per rank: computation, communication, loading and host; a lane in which nothing runs is left out."""
     whole_s = timeline.makespan_s
     if not whole_s > 0:
         return ()

@@ -48,11 +48,7 @@ class ReportTable:
 
 
 def alone(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of one plan without the words that it is the fastest: it was compared with none.
-
-    Args:
-        result: PlanResult.to_dict().
-    """
+    """The result of one plan without the words that it is the fastest: it was compared with none."""
     reason = str(result.get("reason", ""))
     return {**result, "reason": reason.removeprefix("fastest plan that fits").removeprefix("; ")}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parsim.app.ask import check_loss
+from parsim.app.launch import check_loss
 from parsim.errors import PlanError, TraceError
 from parsim.model.load import model_from_module
 from parsim.model.model import MIXING, Model

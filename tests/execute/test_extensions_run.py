@@ -17,8 +17,9 @@ from calibration.measure.collectives import CollectiveItem, all_items, make_benc
 from calibration.rounds.request import CalibrationRequest
 from experiments.common.equality import Case, compare_case, even_plan, launched, run_cases
 from experiments.common.forked import run_ranks
-from parsim.app.ask import ask, run_spec
+from parsim.app.ask import ask
 from parsim.app.config import load_config
+from parsim.app.launch import run_spec
 from parsim.costs.communication.collectives import estimate_collective
 from parsim.costs.communication.regime_fits import fit_regimes
 from parsim.errors import ConfigError

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parsim.app.ask import check_runnable, nearest_that_fits
 from parsim.app.functions import plan
+from parsim.app.launch import check_runnable, nearest_that_fits
 from parsim.errors import DoesNotFitError, ExecutionError, OutOfMemoryError, RankLostError
 from parsim.execute.checkpoint import checkpoint
 from parsim.execute.cuda.faults import (

@@ -159,7 +159,7 @@ def test_a_contrastive_loss_is_that_of_transformers(tmp_path: Path) -> None:
 def test_a_contrastive_loss_is_planned_as_coupled(tmp_path: Path) -> None:
     """And run refuses to divide its batch."""
     import parsim as ps
-    from parsim.app.ask import check_loss
+    from parsim.app.launch import check_loss
     from parsim.app.question import loss_note
     from parsim.errors import PlanError
     from parsim.model.model import COUPLED

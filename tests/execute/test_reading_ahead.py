@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -105,7 +106,11 @@ def test_recomputing_what_draws_nothing_leaves_generators_alone(recompute: str, 
     def refused(*_: object, **__: object) -> None:
         raise AssertionError("the generator is another's")
 
-    monkeypatch.setattr(recomputing, "set_generator_state", refused)
+    def none_kept(kept: recomputing.RecomputeInputs) -> contextlib.AbstractContextManager[None]:
+        assert not kept.generators
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(recomputing, "_generators_of", none_kept)
     monkeypatch.setattr(torch.random, "fork_rng", refused)
     interpret(of, 0, VirtualDriver())
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from parsim.app.ask import ask, check_runnable
+from parsim.app.ask import ask
 from parsim.app.config import load_config
 from parsim.app.export_folder import export_folder
+from parsim.app.launch import check_runnable
 from parsim.errors import ConfigError, PlanError
 from parsim.execute.job import EmaRule, EvaluationRule, TrainingRecipe
 from parsim.hardware.cluster import cluster_from_profile
@@ -107,8 +108,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.xdist_group("launch")
 def test_averages_are_validated_and_exported(here: Path) -> None:
     from experiments.common.reference import train_reference
-    from parsim.app.ask import run_spec
     from parsim.app.functions import run
+    from parsim.app.launch import run_spec
     from parsim.execute.rank_run import run_dataset
 
     done = run("run.toml", out="kept")

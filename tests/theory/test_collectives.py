@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from parsim.costs.communication.closed_forms import busbw_bytes_per_s, fitted_s, regimes_s, ring_all_reduce_s, tree_all_reduce_s
 from parsim.costs.communication.collectives import estimate_collective, estimate_send_recv
-from parsim.costs.communication.contention import RingSet, busiest_seconds_per_byte, hamiltonian_cycles, pack_rings, ring_set
+from parsim.costs.communication.contention import RingSet, hamiltonian_cycles, link_loads, pace, pack_rings, ring_set
 from parsim.costs.communication.intranode import choose_protocol, protocol_lines
 from parsim.costs.communication.regime_fits import fit_regimes
 from parsim.errors import CostError, ProfileError
@@ -197,10 +197,10 @@ def star(arms: int, rate: float = 1e9) -> Topology:
 
 
 def test_flows_that_share_a_link_add_up() -> None:
-    beta, direct = busiest_seconds_per_byte(star(3), "nvlink", [("gpu0", "gpu1", 1.0), ("gpu0", "gpu2", 1.0)])
-    assert (beta, direct) == (pytest.approx(2e-9), False)
-    opposite, _ = busiest_seconds_per_byte(star(3), "nvlink", [("gpu0", "gpu1", 1.0), ("gpu1", "gpu0", 1.0)])
-    assert opposite == pytest.approx(1e-9), "links are full duplex"
+    shared = link_loads(star(3), "nvlink", [("gpu0", "gpu1", 1.0), ("gpu0", "gpu2", 1.0)])
+    assert pace(shared, shared) == pytest.approx(2e-9)
+    opposite = link_loads(star(3), "nvlink", [("gpu0", "gpu1", 1.0), ("gpu1", "gpu0", 1.0)])
+    assert pace(opposite, opposite) == pytest.approx(1e-9), "links are full duplex"
 
 
 def test_nothing_passes_through_another_device() -> None:
@@ -212,7 +212,7 @@ def test_nothing_passes_through_another_device() -> None:
     )
     assert chain.path("gpu0", "gpu2") == ()
     with pytest.raises(CostError, match="no link or path connects gpu0 and gpu2"):
-        busiest_seconds_per_byte(chain, "nvlink", [("gpu0", "gpu2", 1.0)])
+        link_loads(chain, "nvlink", [("gpu0", "gpu2", 1.0)])
 
 
 def test_paths_over_the_pcie_tree(dgx1: Cluster) -> None:

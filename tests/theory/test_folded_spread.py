@@ -162,7 +162,7 @@ def test_folded_steps_are_distributed_as_unfolded_ones(
         found = evaluate(problem, plan, samples=0, fold=fold)
         assert found.folding.is_folded == fold
         noisy = with_spread(found, 0.1, communication=communication)
-        lateness[fold] = prediction.sampled_steps_s(noisy, DRAWS) / found.steady_step_s - 1
+        lateness[fold] = prediction.sampled_steps_s(noisy, DRAWS) / found.steady_s - 1
     every, folded = lateness[False], lateness[True]
     error = np.hypot(every.std(), folded.std()) / np.sqrt(DRAWS)
     assert every.mean() > 20 * error, "the slowest rank makes steps longer"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parsim.app.ask import check_runnable
+from parsim.app.launch import check_runnable
 from parsim.engines.static import compile_graph, simulate
 from parsim.errors import PlanError
 from parsim.hardware.cluster import Cluster, cluster_from_profile

@@ -95,7 +95,7 @@ def test_a_step_is_no_shorter_than_the_host_and_no_shorter_than_the_device(
     takes per task is the host's: hidden where the device takes longer."""
     profile = measured(device, list(host), task_s=task_s)
     problem = PlanningProblem(model=MODEL, cluster=cluster_from_profile(profile, 1), global_batch=SAMPLES)
-    step_s = evaluate(problem, single_plan(MODEL), samples=0).steady_step_s
+    step_s = evaluate(problem, single_plan(MODEL), samples=0).steady_s
     assert step_s >= max(sum(device), sum(host))
     tasks = sum(max(one, other + task_s) for one, other in zip(device, host, strict=True))
     loading_s = Costs(MODEL, problem.cluster).estimate(*loading(problem)).median_s
@@ -121,7 +121,7 @@ def test_what_the_host_queues_in_less_time_changes_nothing(device: list[float]) 
     for issue_s in ([None] * COUNT, [0.5 * seconds for seconds in device]):
         profile = measured(device, list(issue_s))
         problem = PlanningProblem(model=MODEL, cluster=cluster_from_profile(profile, 1), global_batch=SAMPLES)
-        steps.append(evaluate(problem, single_plan(MODEL), samples=0).steady_step_s)
+        steps.append(evaluate(problem, single_plan(MODEL), samples=0).steady_s)
     assert steps[0] == steps[1]
 
 

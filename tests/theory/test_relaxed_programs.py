@@ -203,7 +203,7 @@ def test_breakdown_and_interval_are_those_of_the_mean_step(problem: PlanningProb
     found = evaluate(problem, plan_of(problem, "average/8"), samples=50)
     assert found.period is not None
     parts = [entry.step_s for entry in found.breakdown]
-    assert parts == pytest.approx([found.steady_step_s] * 4, rel=0.02)
+    assert parts == pytest.approx([found.steady_s] * 4, rel=0.02)
     assert found.result.step_s.p05 <= found.result.step_s.median <= found.result.step_s.p95
     every = evaluate(problem, plan_of(problem, "average/1"), samples=0)
     assert found.result.communication_fraction < every.result.communication_fraction / 4

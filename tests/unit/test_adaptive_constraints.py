@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from parsim.app.ask import run_spec
 from parsim.app.functions import plan
+from parsim.app.launch import run_spec
 from parsim.app.train import adaptive_spec
 from parsim.costs.observed import RunCorrections
 from parsim.errors import ExecutionError, ParsimError

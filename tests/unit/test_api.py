@@ -65,7 +65,7 @@ import parsim as ps
 answer = ps.plan("mlp", cluster="dgx1-v100-32gb", global_batch=64, strategy="dp")
 assert isinstance(answer, ps.Answer) and isinstance(answer.chosen, ps.Prediction) and isinstance(answer.chosen.plan, ps.Plan)
 assert isinstance(ps.simulate(answer), ps.Prediction)
-from parsim.app.answer import CostTable
+from parsim.app.prices import CostTable
 assert isinstance(ps.cost("dgx1-v100-32gb", model="mlp", batch=4), CostTable)
 assert len(ps.sweep("mlp", {"cluster.devices": [1, 2]}, cluster="dgx1-v100-32gb", global_batch=8).rows) == 2
 assert isinstance(ps.load_cluster("dgx2-v100"), ps.Cluster)

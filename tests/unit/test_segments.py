@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from parsim.app.ask import check_runnable
+from parsim.app.launch import check_runnable
 from parsim.engines import static
 from parsim.engines.static import compile_graph
 from parsim.errors import PlanError

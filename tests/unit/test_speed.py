@@ -90,7 +90,7 @@ def test_what_the_pace_leaves_of_the_ranks_noise_counts_and_not_all_of_it() -> N
         plan = plan_of(problem, "dp")
         evaluation = evaluate(problem, plan, samples=0, fold=False)
         left = problem.cluster.profile.noise.probe.rank_sigma  # type: ignore[union-attr]
-        expected = evaluation.result.step_s.median if left else evaluation.steady_step_s
+        expected = evaluation.result.step_s.median if left else evaluation.steady_s
         assert step_at_speed(problem, evaluation, SpeedFactor(even)) == pytest.approx(expected, rel=1e-12)
 
 
@@ -102,7 +102,7 @@ def test_ranks_on_one_core_are_slow_together() -> None:
     for profile in (known, known.model_copy(update={"devices": devices})):
         problem = problem_on(2, profile)
         evaluation = evaluate(problem, plan_of(problem, "dp"), samples=0, fold=False)
-        longer.append(evaluation.result.step_s.median / evaluation.steady_step_s)
+        longer.append(evaluation.result.step_s.median / evaluation.steady_s)
     slower_of_two = 1 + 0.2 / math.sqrt(math.pi)
     assert longer == pytest.approx([slower_of_two, 1.0], abs=0.04)
 

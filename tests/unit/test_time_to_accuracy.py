@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from experiments.time_to_accuracy import judge
-from experiments.time_to_accuracy import run as experiment
+from experiments.relaxed import judge
+from experiments.relaxed import time_to_accuracy as experiment
 
 
 def row(rule: str, predicted_s: float | None, executed_s: float | None, rounds: int = 3) -> dict[str, Any]:
@@ -27,13 +27,13 @@ def row(rule: str, predicted_s: float | None, executed_s: float | None, rounds: 
 def test_a_way_that_does_not_reach_the_target_loses_to_those_that_do() -> None:
     document = {"rows": [row("a", 1.0, None), row("b", 2.0, 3.0), row("c", 3.0, 4.0), row("d", 4.0, None)]}
     assert [won for won, _ in judge.pairs(document)] == [False, False, True, True, True]  # (a, d) are not compared
-    assert "not reached" in judge.tables(document)["time_to_accuracy"]
+    assert "not reached" in judge.races_tables(document)["time_to_accuracy"]
 
 
 def test_what_was_not_executed_is_no_pair() -> None:
     document = {"rows": [row("a", 1.0, None, rounds=0), row("b", 2.0, 3.0), row("c", None, None, rounds=0)]}
     assert judge.pairs(document) == []
-    assert {each.verdict for each in judge.claims(document)} == {"not checked"}
+    assert {each.verdict for each in judge.races_claims(document)} == {"not checked"}
 
 
 def test_the_middle_of_rounds_counts_those_that_did_not_reach() -> None:

@@ -20,21 +20,22 @@ from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parsim.app.ask import answer_of
 from parsim.app.config import Question
-from parsim.app.sweep.points import SweepPoint
+from parsim.app.load import cluster_of, model_of, problem_of
+from parsim.app.sections import ClusterSection
+from parsim.app.sweep.points import SweepPoint, code_digest
 from parsim.app.sweep.rows import failed_row, row_of
 from parsim.costs.adjustments import HardwareScale
 from parsim.errors import ConfigError, ExecutionError, MissingDependencyError, ParsimError
 from parsim.files import finite, lock, parse_json, read_json, version_problem, write_atomically, write_json_atomically
+from parsim.hardware.cluster import Cluster
+from parsim.model.model import Model
+from parsim.predict.problem import PlanningProblem
 
 if TYPE_CHECKING:
     import pandas as pd
     from distributed import Client
-
-    from parsim.app.sections import ClusterSection
-    from parsim.hardware.cluster import Cluster
-    from parsim.model.model import Model
-    from parsim.predict.problem import PlanningProblem
 
 
 # One point, answered: in this process or in a worker. Models, profiles and clusters are loaded once per process.
@@ -62,26 +63,18 @@ NOTHING_SHARED = SharedValues()
 
 
 def model_key(config: Question) -> str:
-    """Equal for questions of one Model. Args: config: of a point."""
+    """Equal for questions of one Model."""
     return json.dumps([config.model.model_dump(mode="json"), config.training.precision], sort_keys=True)
 
 
 def evaluate_points(points: Sequence[SweepPoint], shared: SharedValues = NOTHING_SHARED) -> list[tuple[int, dict[str, Any]]]:
-    """Rows of points, each with the point's number.
-
-    Args:
-        points: of one sweep. shared: values that they have in common.
-    """
+    """Rows of points, each with the point's number."""
     sys.path.extend(path for path in shared.folders if path not in sys.path)
     return [(point.number, evaluate_point(point, shared)) for point in points]
 
 
 def evaluate_point(point: SweepPoint, shared: SharedValues = NOTHING_SHARED) -> dict[str, Any]:
-    """The row of a point. An error of the question is a row with the reason, and so is a fault of parsim.
-
-    Args:
-        point: to answer. shared: values that it has in common with others.
-    """
+    """The row of a point. An error of the question is a row with the reason, and so is a fault of parsim."""
     if point.question is None:
         return failed_row(point.problem)
     try:
@@ -103,9 +96,6 @@ def evaluate_point(point: SweepPoint, shared: SharedValues = NOTHING_SHARED) -> 
 
 
 def _answered(point: SweepPoint, shared: SharedValues) -> dict[str, Any]:
-    from parsim.app.ask import answer_of
-    from parsim.app.load import problem_of
-
     question = point.question
     assert question is not None
     source = question.source
@@ -130,7 +120,7 @@ class _LastProblem:
         self._problem: PlanningProblem | None = None
 
     def known(self, problem: PlanningProblem) -> PlanningProblem:
-        """The one before where it is equal, else this one. Args: problem: of a point."""
+        """The one before where it is equal, else this one."""
         if self._problem != problem:
             self._problem = problem
         return self._problem
@@ -145,9 +135,6 @@ _LAST = _LastProblem()
 
 def cluster_at(config: Question) -> Cluster:
     """The cluster of a config; the same object for the same [cluster], so that its look-ups are made once.
-
-    Args:
-        config: of a point.
 
     Raises:
         ProfileError: as `parsim.app.load.cluster_of`.
@@ -172,8 +159,6 @@ class _Uncompared:
 
 @lru_cache(maxsize=32)
 def _cluster(table: str, files: tuple[object, ...], given: _Uncompared) -> Cluster:
-    from parsim.app.load import cluster_of
-
     return cluster_of(given.table)
 
 
@@ -203,13 +188,7 @@ def with_memory(cluster: Cluster, factor: float) -> Cluster:
 
 
 def shared_values(points: Sequence[SweepPoint]) -> SharedValues:
-    """Load the Models of these points here, once, for all workers; a model that cannot be loaded is left to its points.
-
-    Args:
-        points: that workers will answer.
-    """
-    from parsim.app.load import model_of
-
+    """Load the Models of these points here, once, for all workers; a model that cannot be loaded is left to its points."""
     configs = {model_key(point.question): point.question for point in points if point.question is not None}
     models: dict[str, Model] = {}
     cluster = None
@@ -230,7 +209,7 @@ def shared_values(points: Sequence[SweepPoint]) -> SharedValues:
 
 
 def without_values(point: SweepPoint) -> SweepPoint:
-    """The point as it is sent to a worker, which has the values already. Args: point: of a sweep."""
+    """The point as it is sent to a worker, which has the values already."""
     if point.question is None:
         return point
     return replace(point, question=point.question.sourced(model=None, cluster=None))
@@ -260,11 +239,7 @@ DIED = (
 
 
 def here(points: Sequence[SweepPoint]) -> Iterator[Numbered]:
-    """Rows of points, answered in this process, in order.
-
-    Args:
-        points: to answer.
-    """
+    """Rows of points, answered in this process, in order."""
     for point in points:
         yield point.number, evaluate_point(point)
 
@@ -295,11 +270,7 @@ def available_cores() -> int:
 
 
 def in_processes(points: Sequence[SweepPoint], jobs: int) -> Iterator[Numbered]:
-    """Rows of points, as they come, from processes that persist and get the Models once.
-
-    Args:
-        points: to answer. jobs: processes.
-    """
+    """Rows of points, as they come, from processes that persist and get the Models once."""
     from joblib.externals.loky import ProcessPoolExecutor
 
     shared = shared_values(points)
@@ -439,11 +410,7 @@ def _task_name(chunk: Sequence[SweepPoint]) -> str:
 
 
 def connect(address: str) -> Client:
-    """A client of a Dask scheduler. Raises as `on_dask`.
-
-    Args:
-        address: of the scheduler.
-    """
+    """A client of a Dask scheduler. Raises as `on_dask`."""
     try:
         from distributed import Client
     except ImportError as error:
@@ -459,8 +426,6 @@ def connect(address: str) -> Client:
 
 def _check_workers(client: Client, address: str) -> int:
     """How many threads of workers there are, all with this very parsim."""
-    from parsim.app.sweep.points import code_digest
-
     said: dict[str, Any] = client.run(code_digest, on_error="return")
     answers = {worker: digest for worker, digest in said.items() if not isinstance(digest, OSError)}  # the others died just now
     for digest in answers.values():
@@ -569,9 +534,6 @@ class SweepFolder:
 
     def known(self, keys: set[str]) -> dict[str, dict[str, Any]]:
         """The rows that the log has of these keys. A broken last line is cut off; a broken line in the middle is asked again.
-
-        Args:
-            keys: of the points that are wanted.
 
         Raises:
             ConfigError: the file is not a log of this parsim.

@@ -115,22 +115,14 @@ class Goal:
     conditions: tuple[Condition, ...] = ()
 
     def best(self, rows: Sequence[Mapping[str, Any]]) -> int | None:
-        """The number of the row to take, the first of equals; None where no point meets the conditions.
-
-        Args:
-            rows: the table of a sweep.
-        """
+        """The number of the row to take, the first of equals; None where no point meets the conditions."""
         taken = self._taken(rows)
         if not taken:
             return None
         return min(taken)[1] if self.least else max(taken, key=lambda entry: (entry[0], -entry[1]))[1]
 
     def ties(self, rows: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Other rows that meet the conditions and are as good as a measurement can tell (`parsim.search.search`).
-
-        Args:
-            rows: the table of a sweep. Columns that do not follow from the step have no ties.
-        """
+        """Other rows that meet the conditions and are as good as a measurement can tell (`parsim.search.search`)."""
         best = self.best(rows)
         if best is None or not (self.column.endswith("_s") or self.column.startswith(FROM_THE_STEP)):
             return []
@@ -226,11 +218,7 @@ def _value(text: str, column: str, written: str) -> float:
 
 
 def dimension(column: str) -> str:
-    """Of a column's unit, by its name: time, bytes, price, energy, share or count.
-
-    Args:
-        column: of the table.
-    """
+    """Of a column's unit, by its name: time, bytes, price, energy, share or count."""
     if column.endswith("_bytes"):
         return "bytes"
     if "per_s" not in column and column.endswith("_s"):

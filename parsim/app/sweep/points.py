@@ -13,19 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hardware_profiles
 from parsim.app.config import Question
 from parsim.app.config_text import fields_of, parse_value, references, root_of, tables_in
 from parsim.app.load import on_this_machine
 from parsim.app.question import is_run_file, question_of
+from parsim.costs.history import history_path
 from parsim.errors import ConfigError, MissingDependencyError, ParsimError, near_matches
-
-if TYPE_CHECKING:
-    from parsim.hardware.cluster import Cluster
-    from parsim.model.model import Model
-
+from parsim.hardware.cluster import Cluster
+from parsim.model.model import Model
 
 # Fields that a sweep can vary: every key of a run file, and three factors on the hardware.
 
@@ -399,11 +397,7 @@ class SweepPoint:
 
 
 def points_of(base: BaseQuestion, designed: Sequence[SweptSettings]) -> list[SweepPoint]:
-    """Every point with its question; a point that asks for what cannot be says why, and the others are asked.
-
-    Args:
-        base: of all points. designed: what is swept, point by point.
-    """
+    """Every point with its question; a point that asks for what cannot be says why, and the others are asked."""
     value = _value_digest(base)
     points: list[SweepPoint] = []
     for number, settings in enumerate(designed):
@@ -440,9 +434,6 @@ def code_digest() -> str:
 
 def _value_digest(base: BaseQuestion) -> str:
     """Of a model or a cluster that was given as a value and not by name."""
-    from parsim.hardware.cluster import Cluster
-    from parsim.model.model import Model
-
     digest = hashlib.sha256()
     if not isinstance(base.model, str | Path):
         model: Model = base.model
@@ -465,8 +456,6 @@ def _cluster_text(cluster: Cluster) -> str:
 
 def _files(question: Question) -> dict[str, str]:
     """The content of every file that a config names, by path."""
-    from parsim.costs.history import history_path
-
     cluster, plan = question.cluster, question.plan
     named = [question.model.name, cluster.profile, cluster.network, cluster.gpu, cluster.link, plan.strategy]
     paths = [Path(text) for text in named if text is not None and text.endswith((".json", ".toml"))]

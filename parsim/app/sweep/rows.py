@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from parsim.app.answer import Answer
 from parsim.app.large import HOUR_S, running_costs
 from parsim.plans.mesh import Mesh
 from parsim.plans.plan import Plan, plan_in_words
+from parsim.predict.memory import RankMemory
 from parsim.predict.result import Interval
 from parsim.report.sketch import sketch
-
-if TYPE_CHECKING:
-    from parsim.app.answer import Answer
-    from parsim.predict.memory import RankMemory
-
 
 OK, DOES_NOT_FIT, FAILED = "ok", "does_not_fit", "failed"
 MILLION = 1e6

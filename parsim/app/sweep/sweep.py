@@ -13,7 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parsim.app.calibration import Calibration
 from parsim.app.doctor import Say, progress
+from parsim.app.frames import frame
+from parsim.app.functions import AskedCluster, AskedModel
 from parsim.app.sweep.executing import RowLog, SweepFolder, here, here_or_in_processes, in_processes, on_dask
 from parsim.app.sweep.goal import Sensitivity, parse_goal, sensitivity
 from parsim.app.sweep.points import (
@@ -30,14 +33,14 @@ from parsim.app.sweep.points import (
 from parsim.app.sweep.rows import COLUMNS, FAILED, MEMORY_PREFIX, MEMORY_SUFFIX, OK
 from parsim.errors import ConfigError, near_matches
 from parsim.files import value_text
+from parsim.model.model import Model
 from parsim.report.explorer import ExplorerData, write_explorer_page
+from parsim.report.notebook import paragraph_html, table_html
+from parsim.report.tables import NOTHING, Column, ReportTable, to_text
 from parsim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from parsim.app.functions import AskedCluster, AskedModel
-    from parsim.report.tables import ReportTable
 
 
 TIES_SHOWN = 3
@@ -90,8 +93,6 @@ class Sweep:
 
     def table(self) -> pd.DataFrame:
         """A DataFrame, one row per point; the units are in the column names. Unknown values are missing."""
-        from parsim.app.frames import frame
-
         return frame(self.rows, self.columns)
 
     @property
@@ -119,9 +120,6 @@ class Sweep:
 
     def sensitivity(self, column: str = "step_s") -> Sensitivity:
         """Sobol indices of the swept fields for a column. Needs a sweep with `sensitivity=`.
-
-        Args:
-            column: of numbers.
 
         Raises:
             ConfigError: another design, no such column, or too many points failed. MissingDependencyError: without SALib.
@@ -209,13 +207,7 @@ class Sweep:
         return lines
 
     def report(self, most: int = ROWS_SHOWN) -> ReportTable:
-        """The first rows as texts; the picked one is marked.
-
-        Args:
-            most: rows that are shown.
-        """
-        from parsim.report.tables import NOTHING, Column, ReportTable
-
+        """The first rows as texts; the picked one is marked."""
         swept = [axis.key for axis in self.axes]
         priced = any(row.get("usd_per_million_samples") is not None for row in self.rows)
         figures = ["plan", "step", "90% interval", "samples/s", "memory", *(["USD per million samples"] if priced else [])]
@@ -264,16 +256,12 @@ class Sweep:
         }
 
     def __str__(self) -> str:
-        from parsim.report.tables import to_text
-
         return "\n".join([*self.heading(), "", to_text(self.report()), *self.lines()])
 
     def __repr__(self) -> str:
         return f"Sweep({self.sentence()})"
 
     def _repr_html_(self) -> str:
-        from parsim.report.notebook import paragraph_html, table_html
-
         above, below = ("".join(map(paragraph_html, lines)) for lines in (self.heading(), self.lines()))
         return above + table_html(self.report()) + below
 
@@ -505,8 +493,6 @@ def _designed(
 
 def _base(base: BaseQuestion, axes: Sequence[Axis], designed: Sequence[SweptSettings]) -> BaseQuestion:
     """With an nn.Module traced once. Raises ConfigError where the sweep would change what was given as a value."""
-    from parsim.model.model import Model
-
     for name, value in (("cluster", base.cluster), ("model", base.model)):
         swept = [axis.key for axis in axes if axis.key.startswith(f"{name}.")]
         if swept and value is not None and not isinstance(value, str | Path):
@@ -537,8 +523,6 @@ def _place(jobs: int | None, on: str | None) -> Callable[[Sequence[SweepPoint]],
 
 
 def _cluster(cluster: Any) -> Any:
-    from parsim.app.answer import Calibration
-
     return cluster.path if isinstance(cluster, Calibration) else cluster
 
 

@@ -14,6 +14,7 @@ these groups as `concurrent`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
@@ -23,26 +24,27 @@ from parsim.costs.communication.closed_forms import (
     regime_at,
     ring_steps,
 )
-from parsim.costs.communication.contention import RingSet, Way, group_pace, leaf_shares, rings_of, transfer_pace, uplink_rate
+from parsim.costs.communication.contention import (
+    RingSet,
+    Way,
+    group_pace,
+    leaf_shares,
+    rings_of,
+    shares_of_others,
+    transfer_pace,
+    uplink_rate,
+)
 from parsim.costs.communication.internode import choices, chosen_terms, parts_of, point_to_point
 from parsim.costs.communication.intranode import inside_choice, link_model_of
 from parsim.costs.communication.measured import fits_of, measured_fit, measured_transfer
 from parsim.costs.estimate import Estimate, Term, Terms
 from parsim.errors import CostError
-from parsim.hardware.cluster import Cluster, NodeShape
+from parsim.hardware.cluster import Cluster
 from parsim.hardware.profile import CollectiveFit, LinkModel
 from parsim.units import format_bytes
 from parsim.work import COLLECTIVE_KINDS, Collective, SendRecv
 
-# Groups that cost the same: equal shapes on equal nodes, with equal concurrent groups.
-#
-# In a plan of thousands of ranks most groups are such copies. parsim prices one of them.
-
-
 WAYS: tuple[Way, ...] = ("through", "rails", "pairs")
-NodePart = tuple[tuple[int, ...], bool, int]
-"""Numbers of a group's devices on one node, whether it has others elsewhere, how many it has in all."""
-
 GroupsAtOnce = tuple[tuple[int, ...], ...]
 """Groups, or pairs of a transfer, that run at the same time."""
 
@@ -52,7 +54,8 @@ def alike(cluster: Cluster, group: tuple[int, ...], concurrent: Sequence[tuple[i
     """A key that is equal for two groups of a cluster that cost the same.
 
     It holds for every collective but broadcast, whose root depends on the order of ranks. The key contains what prices depend
-    on: per node its shape and the devices of the group and of the concurrent ones, and per leaf the loads of its uplinks.
+    on: per node its shape and the devices of the group and of the concurrent ones, and per leaf the loads of its uplinks. In a
+    plan of thousands of ranks most groups are such copies, of which one is priced.
 
     Args:
         cluster: the machine.
@@ -63,16 +66,12 @@ def alike(cluster: Cluster, group: tuple[int, ...], concurrent: Sequence[tuple[i
         ProfileError: a device that no link joins.
     """
     spread, nodes = cluster.spread(group), cluster.nodes
-    there, is_listed = _by_node(cluster, concurrent), group in _distinct(concurrent)
-    places: dict[tuple[NodeShape, tuple[int, ...], tuple[NodePart, ...], float], int] = {}
+    others = shares_of_others(cluster, group, "through", _distinct(concurrent))
+    places: Counter[Hashable] = Counter()
     for node, members in spread:
-        others = list(there.get(node, ()))
-        own = (members, len(spread) > 1, len(group))
-        if is_listed:  # else the like of it there is another group's
-            others.remove(own)
         leaf = nodes.leaves.get(nodes.leaf[node])
-        place = (nodes.shapes[node], members, tuple(others), 0.0 if leaf is None else leaf.uplink_latency_s)
-        places[place] = places.get(place, 0) + 1
+        latency_s = 0.0 if leaf is None else leaf.uplink_latency_s
+        places[nodes.shapes[node], members, others.get(node, ()), latency_s] += 1
     uplinks = []
     for way in WAYS if len({nodes.leaf[node] for node, _ in spread}) > 1 else ():
         own_shares, total = leaf_shares(cluster, group, way, concurrent)
@@ -81,19 +80,9 @@ def alike(cluster: Cluster, group: tuple[int, ...], concurrent: Sequence[tuple[i
 
 
 @lru_cache(maxsize=256)
-def _by_node(cluster: Cluster, groups: Sequence[tuple[int, ...]]) -> dict[int, tuple[NodePart, ...]]:
-    found: dict[int, list[NodePart]] = {}
-    for group in _distinct(groups):
-        spread = cluster.spread(group)
-        for node, members in spread:
-            found.setdefault(node, []).append((members, len(spread) > 1, len(group)))
-    return {node: tuple(sorted(parts)) for node, parts in found.items()}
-
-
-@lru_cache(maxsize=256)
-def _distinct(groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], None]:
+def _distinct(groups: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """Every group once, its ranks ascending, in first-seen order."""
-    return dict.fromkeys(tuple(sorted(group)) for group in groups)
+    return tuple(dict.fromkeys(tuple(sorted(group)) for group in groups))
 
 
 @lru_cache(maxsize=64)

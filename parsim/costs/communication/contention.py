@@ -8,17 +8,21 @@ step do.
 
 Results depend on the shape of a node and the parts on it, not on its number. So a cluster of thousands of equal nodes
 costs one table look-up per node.
+
+Inside a node the bytes go over rings. NCCL all_reduces along several rings at once, each over its own lanes, so the bandwidth
+of a group is the number of rings (edge-disjoint directed Hamiltonian cycles on the link graph) times the rate of a lane. On an
+eight-GPU cube mesh that gives 1, 4 and 6 rings for GPUs 0-1, 0-3 and 0-7. Every lane carries one ring in each direction.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from random import Random
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,17 +31,11 @@ from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster, NodeShape, Port
 from parsim.hardware.topology import Link, Topology, walk_of
 
-# How many rings a group of devices can run at once: edge-disjoint directed Hamiltonian cycles on the link graph.
-#
-# NCCL all_reduces along several rings at once, each over its own lanes, so the bandwidth of a group is the number of rings
-# times the rate of a lane. On an eight-GPU cube mesh that gives 1, 4 and 6 rings for GPUs 0-1, 0-3 and 0-7. Every lane carries
-# one ring in each direction.
-
-
 MAX_RING_DEVICES = 8
 PEELINGS = 100
 
 Ring = tuple[int, ...]
+Vertex = TypeVar("Vertex")
 
 
 def pack_rings(lanes: Sequence[Sequence[int]]) -> tuple[Ring, ...]:
@@ -63,16 +61,8 @@ def pack_rings(lanes: Sequence[Sequence[int]]) -> tuple[Ring, ...]:
             f"rings are packed for 2 to {MAX_RING_DEVICES} devices on a square lane matrix, got {size} rows; "
             "relay over other links for larger groups"
         )
-    return _pack(matrix)
-
-
-@lru_cache(maxsize=4096)
-def _pack(lanes: tuple[tuple[int, ...], ...]) -> tuple[Ring, ...]:
-    size = len(lanes)
-    most = min(*map(sum, lanes), *(sum(row[b] for row in lanes) for b in range(size)))
-    if most == 0:
-        return ()
-    return _peel(lanes, most) or _optimal(lanes)
+    most = min(*map(sum, matrix), *(sum(row[b] for row in matrix) for b in range(size)))
+    return (_peel(matrix, most) or _optimal(matrix)) if most else ()
 
 
 def _peel(lanes: Sequence[Sequence[int]], target: int) -> tuple[Ring, ...]:
@@ -81,36 +71,13 @@ def _peel(lanes: Sequence[Sequence[int]], target: int) -> tuple[Ring, ...]:
     for _ in range(PEELINGS):
         free = [list(row) for row in lanes]
         rings: list[Ring] = []
-        while len(rings) < target and (ring := _any_ring(free, random)):
-            for a, b in _arcs(ring):
+        while len(rings) < target and (ring := next(_cycles(free, random), ())):
+            for a, b in arcs(ring):
                 free[a][b] -= 1
             rings.append(ring)
         if len(rings) == target:
             return tuple(rings)
     return ()
-
-
-def _any_ring(free: Sequence[Sequence[int]], random: Random) -> Ring:
-    """A Hamiltonian cycle of the free lanes, or ()."""
-    walk = [0]
-    unseen = set(range(1, len(free)))
-
-    def extend() -> bool:
-        here = walk[-1]
-        if not unseen:
-            return free[here][0] > 0
-        options = [vertex for vertex in sorted(unseen) if free[here][vertex] > 0]
-        random.shuffle(options)
-        for vertex in sorted(options, key=lambda vertex: -free[here][vertex]):
-            walk.append(vertex)
-            unseen.remove(vertex)
-            if extend():
-                return True
-            unseen.add(vertex)
-            walk.pop()
-        return False
-
-    return tuple(walk) if extend() else ()
 
 
 def _optimal(lanes: tuple[tuple[int, ...], ...]) -> tuple[Ring, ...]:
@@ -124,7 +91,7 @@ def _optimal(lanes: tuple[tuple[int, ...], ...]) -> tuple[Ring, ...]:
     row = {arc: number for number, arc in enumerate(used)}
     incidence: NDArray[np.float64] = np.zeros((len(used), len(cycles)))
     for column, cycle in enumerate(cycles):
-        for arc in _arcs(cycle):
+        for arc in arcs(cycle):
             incidence[row[arc], column] = 1.0
     capacity = np.array([lanes[a][b] for a, b in used], dtype=float)
     solution = milp(
@@ -145,34 +112,37 @@ def hamiltonian_cycles(lanes: Sequence[Sequence[int]]) -> list[Ring]:
     Args:
         lanes: [n][n], number of lanes from vertex to vertex.
     """
-    size = len(lanes)
-    found: list[Ring] = []
-    walk = [0]
-    unseen = set(range(1, size))
-
-    def extend() -> None:
-        if not unseen:
-            if lanes[walk[-1]][0] > 0:
-                found.append(tuple(walk))
-            return
-        for vertex in sorted(unseen):
-            if lanes[walk[-1]][vertex] > 0:
-                walk.append(vertex)
-                unseen.remove(vertex)
-                extend()
-                unseen.add(vertex)
-                walk.pop()
-
-    extend()
-    return found
+    return list(_cycles(lanes))
 
 
-def _arcs(cycle: Ring) -> list[tuple[int, int]]:
-    return [(a, b) for a, b in zip(cycle, (*cycle[1:], cycle[0]), strict=True)]
+def _cycles(lanes: Sequence[Sequence[int]], random: Random | None = None) -> Iterator[Ring]:
+    """The same, one after the other. With `random` the widest lanes come first, and equal ones in a random order."""
+    walk, unseen = [0], set(range(1, len(lanes)))
+
+    def extend() -> Iterator[Ring]:
+        here = walk[-1]
+        if not unseen and lanes[here][0] > 0:
+            yield tuple(walk)
+        options = [vertex for vertex in sorted(unseen) if lanes[here][vertex] > 0]
+        if random is not None:
+            random.shuffle(options)
+            options.sort(key=lambda vertex: -lanes[here][vertex])
+        for vertex in options:
+            walk.append(vertex)
+            unseen.remove(vertex)
+            yield from extend()
+            unseen.add(vertex)
+            walk.pop()
+
+    return extend()
 
 
-# Quantities that collectives need of a topology: the rings of a group, and the busiest link of a set of transfers.
+def arcs(ring: Sequence[Vertex]) -> list[tuple[Vertex, Vertex]]:
+    """The steps of a walk around a ring, back to its beginning."""
+    return list(zip(ring, (*ring[1:], ring[0]), strict=True))
 
+
+# --- links inside a node ----------------------------------------------------------------------------------------------
 
 LinkStep = tuple[str, str, Link]
 """A link in one direction: from, to, link."""
@@ -226,11 +196,7 @@ def _ring_set(topology: Topology, link_kind: str, devices: tuple[str, ...]) -> R
         lanes = [[topology.lanes(a, b, link_kind) if a != b else 0 for b in devices] for a in devices]
         rings = pack_rings(lanes)
         if rings:
-            flows = [
-                (devices[a], devices[b], 1.0 / len(rings))
-                for ring in rings
-                for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)
-            ]
+            flows = [(devices[a], devices[b], 1.0 / len(rings)) for ring in rings for a, b in arcs(ring)]
             loads = link_loads(topology, link_kind, flows)
             rate = min(link.bandwidth_bytes_per_s for _, _, link in loads)
             return RingSet(
@@ -241,7 +207,7 @@ def _ring_set(topology: Topology, link_kind: str, devices: tuple[str, ...]) -> R
                 kinds=(link_kind,),
                 loads=tuple(loads.items()),
             )
-    loads = link_loads(topology, link_kind, [(a, b, 1.0) for a, b in zip(devices, (*devices[1:], devices[0]), strict=True)])
+    loads = link_loads(topology, link_kind, [(a, b, 1.0) for a, b in arcs(devices)])
     seconds_per_byte = pace(loads, loads)
     kinds = tuple(sorted({link.kind for _, _, link in loads}))
     slowest = min(link.bandwidth_bytes_per_s for _, _, link in loads)
@@ -255,34 +221,17 @@ def _ring_set(topology: Topology, link_kind: str, devices: tuple[str, ...]) -> R
     )
 
 
-def busiest_seconds_per_byte(
-    topology: Topology, link_kind: str, flows: Sequence[LinkLoad], others: Sequence[LinkLoad] = ()
-) -> tuple[float, bool]:
-    """Seconds per byte of the busiest link that `flows` use while all of them and `others` run at once.
+def link_loads(topology: Topology, link_kind: str, flows: Iterable[LinkLoad]) -> dict[LinkStep, float]:
+    """Share of the bytes that passes each link in each direction while all flows run at once.
 
     A flow uses all direct lanes of `link_kind` between its ends, or a path of that kind through switches, or else the
     shortest path over any links. Links are full duplex.
 
     Args:
-        topology: links of one node. link_kind: of the direct lanes.
-        flows, others: (from, to, share of the bytes).
-
-    Returns:
-        Seconds per byte, and whether every flow has direct lanes.
+        topology: links of one node. link_kind: of the direct lanes. flows: (from, to, share of the bytes).
 
     Raises:
         CostError: no path joins two devices.
-    """
-    loads = link_loads(topology, link_kind, flows)
-    total = added([loads, link_loads(topology, link_kind, others)]) if others else loads
-    return pace(loads, total), all(link.kind == link_kind for _, _, link in loads)
-
-
-def link_loads(topology: Topology, link_kind: str, flows: Iterable[LinkLoad]) -> dict[LinkStep, float]:
-    """Share of the bytes that passes each link in each direction while all flows run at once.
-
-    Args:
-        topology, link_kind: as for `busiest_seconds_per_byte`. flows: (from, to, share of the bytes).
     """
     load: dict[LinkStep, float] = {}
     for source, destination, share in flows:
@@ -332,6 +281,8 @@ def _number(device: str) -> tuple[int, str]:
     digits = re.search(r"\d+", device)
     return (int(digits[0]) if digits else 0, device)
 
+
+# --- groups on nodes --------------------------------------------------------------------------------------------------
 
 Way = Literal["inside", "through", "rails", "pairs"]
 """inside: the group (or its phase) stays in the node. through: one ring or tree over all members comes in and goes out at the
@@ -385,7 +336,7 @@ def group_pace(
         CostError: a member's node has no network card.
     """
     spread, nodes = cluster.spread(group), cluster.nodes
-    others = _others(cluster, group, way, concurrent)
+    others = shares_of_others(cluster, group, way, concurrent)
     inside = outside = port_latency = 0.0
     relayed = False
     for node, members in spread:
@@ -395,13 +346,19 @@ def group_pace(
         inside, outside = max(inside, seconds[0]), max(outside, seconds[1])
         relayed = relayed or (len(members) > 1 and _leaves_direct_links(nodes.shapes[node], link_kind, part))
         if len(spread) > 1:
-            port_latency = max(port_latency, max(port.latency_s for port in ports_of(nodes.shapes[node], members)))
-    uplinks, crossing = _uplinks(cluster, group, way, concurrent)
+            port_latency = max(port_latency, max(port_of(nodes.shapes[node], member).latency_s for member in members))
+    own, total = leaf_shares(cluster, group, way, concurrent)
+    crossing = (
+        0.0  # a ring or tree in the order of the nodes leaves every leaf once; pairs with all that is meant for elsewhere
+    )
+    for leaf in own:
+        outside = max(outside, total[leaf] / uplink_rate(cluster, leaf))
+        crossing = max(crossing, 2 * nodes.leaves[leaf].uplink_latency_s)
     return LinkRates(
         inside_s_per_byte=inside,
-        outside_s_per_byte=max(outside, uplinks),
+        outside_s_per_byte=outside,
         relayed=relayed,
-        hop_latency_s=2 * port_latency + crossing,
+        hop_latency_s=2 * port_latency + crossing * len(own) / len(spread),
         members=max(len(members) for _, members in spread),
         nodes=len(spread),
     )
@@ -416,7 +373,7 @@ def inside_pace(
     Args:
         cluster, link_kind, group, concurrent: as for `group_pace`.
     """
-    others = _others(cluster, group, "inside", concurrent)
+    others = shares_of_others(cluster, group, "inside", concurrent)
     found = []
     for node, members in cluster.spread(group):
         shape = cluster.nodes.shapes[node]
@@ -487,8 +444,9 @@ def part_loads(shape: NodeShape, link_kind: str, part: NodeShare) -> tuple[dict[
     cards = dict.fromkeys(port_of(shape, member) for member in part.members)
     inward: list[Mapping[LinkStep, float]] = []
     chain: list[LinkLoad] = []
-    for card in cards:
-        order = _order(shape, part.members, card)
+    for card in cards:  # a chain that ends at the first member near the card, so that it begins at a second one if there is one
+        last = next(place for place, member in enumerate(part.members) if port_of(shape, member) == card)
+        order = part.members[last + 1 :] + part.members[: last + 1]
         inward.append(_out_and_in(shape, order[-1], order[0], 1.0 / len(cards), card))
         chain += [(shape.devices[a], shape.devices[b], 1.0 / len(cards)) for a, b in pairwise(order)]
     if size == 1:
@@ -509,10 +467,6 @@ def port_of(shape: NodeShape, member: int) -> Port:
     return nearest[turn % len(nearest)]
 
 
-def ports_of(shape: NodeShape, members: Sequence[int]) -> tuple[Port, ...]:
-    return tuple(port_of(shape, member) for member in members)
-
-
 @lru_cache(maxsize=65536)
 def way_out(shape: NodeShape, member: int, port: Port | None = None) -> tuple[LinkStep, ...]:
     """The links from a device to its network card and into the network.
@@ -522,7 +476,9 @@ def way_out(shape: NodeShape, member: int, port: Port | None = None) -> tuple[Li
     """
     port = port or port_of(shape, member)
     path = shape.topology.path(shape.devices[member], port.nic)
-    return (*walk_of(path, shape.devices[member]), (port.nic, FABRIC, _port_link(port)))
+    rate, latency_s = port.bandwidth_bytes_per_s, port.latency_s
+    out = Link(a=port.nic, b=FABRIC, kind=FABRIC, lanes=1, bandwidth_bytes_per_s=rate, latency_s=latency_s)
+    return (*walk_of(path, shape.devices[member]), (port.nic, FABRIC, out))
 
 
 def rings_of(shape: NodeShape, link_kind: str, members: tuple[int, ...]) -> RingSet:
@@ -551,26 +507,13 @@ def _nearest(shape: NodeShape, member: int) -> tuple[Port, ...]:
     return tuple(port for length, port in reached if length == least)
 
 
-def _order(shape: NodeShape, members: tuple[int, ...], card: Port) -> tuple[int, ...]:
-    """The members in a chain that ends at the first one near the card, so that it begins at a second one where there is one."""
-    last = next(place for place, member in enumerate(members) if port_of(shape, member) == card)
-    return members[last + 1 :] + members[: last + 1]
-
-
 def _out_and_in(shape: NodeShape, last: int, first: int, share: float, card: Port | None = None) -> dict[LinkStep, float]:
     """`share` leaves the node from the device `last` and as much comes in to `first`."""
     steps = [*way_out(shape, last, card), *map(reverse, way_out(shape, first, card))]
     return added({step: share} for step in steps)
 
 
-@lru_cache(maxsize=4096)
-def _port_link(port: Port) -> Link:
-    return Link(
-        a=port.nic, b=FABRIC, kind=FABRIC, lanes=1, bandwidth_bytes_per_s=port.bandwidth_bytes_per_s, latency_s=port.latency_s
-    )
-
-
-def _others(
+def shares_of_others(
     cluster: Cluster, group: tuple[int, ...], way: Way, concurrent: tuple[tuple[int, ...], ...]
 ) -> Mapping[int, tuple[NodeShare, ...]]:
     """The parts of the other groups on the nodes of this one."""
@@ -597,21 +540,6 @@ def _parts(cluster: Cluster, groups: tuple[tuple[int, ...], ...], way: Way) -> d
         for node, members in spread:
             found.setdefault(node, []).append(NodeShare(members, way if len(spread) > 1 else "inside", len(group)))
     return {node: tuple(sorted(parts, key=lambda part: (part.members, part.way, part.ranks))) for node, parts in found.items()}
-
-
-def _uplinks(
-    cluster: Cluster, group: tuple[int, ...], way: Way, concurrent: tuple[tuple[int, ...], ...]
-) -> tuple[float, float]:
-    """Seconds per byte of the busiest uplink that the group crosses, and the seconds an average hop spends on uplinks.
-
-    A ring or tree in the order of the nodes leaves every leaf once; pairs leave it with all that is meant for elsewhere.
-    """
-    own, total = leaf_shares(cluster, group, way, concurrent)
-    worst = crossing = 0.0
-    for name in own:
-        worst = max(worst, total[name] / uplink_rate(cluster, name))
-        crossing = max(crossing, 2 * cluster.nodes.leaves[name].uplink_latency_s)
-    return worst, crossing * len(own) / len(cluster.spread(group))
 
 
 def leaf_shares(
@@ -653,7 +581,7 @@ def _all_leaf_shares(cluster: Cluster, groups: Sequence[tuple[int, ...]], way: W
     return total
 
 
-# Transfers from rank to rank: the links each takes, and how much those that run at once slow one another.
+# --- transfers from rank to rank --------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=65536)
@@ -678,25 +606,12 @@ def transfer_pace(
         seconds = max([weight / capacity for weight, capacity in own.values()])
     (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
     if source == destination:
-        shape = cluster.nodes.shapes[source]
-        flow = (shape.devices[a], shape.devices[b], 1.0)
-        return seconds, busiest_seconds_per_byte(shape.topology, link_kind, [flow])[1], 0.0
-    return seconds, False, hop_latency_s(cluster, pair)
-
-
-def hop_latency_s(cluster: Cluster, pair: tuple[int, ...]) -> float:
-    """Latency of the links between the nodes of two ranks: both cards, and the uplinks if their leaves differ.
-
-    Args:
-        cluster: the machine. pair: (source, destination).
-    """
-    (source, a), (destination, b) = cluster.places[pair[0]], cluster.places[pair[1]]
-    shapes = cluster.nodes.shapes
-    latency = port_of(shapes[source], a).latency_s + port_of(shapes[destination], b).latency_s
-    leaves = cluster.nodes.leaf[source], cluster.nodes.leaf[destination]
+        return seconds, all(step[2].kind == link_kind for _, step in own), 0.0
+    shapes, leaves = cluster.nodes.shapes, (cluster.nodes.leaf[source], cluster.nodes.leaf[destination])
+    latency_s = port_of(shapes[source], a).latency_s + port_of(shapes[destination], b).latency_s
     if leaves[0] != leaves[1]:
-        latency += sum(cluster.nodes.leaves[leaf].uplink_latency_s for leaf in leaves)
-    return latency
+        latency_s += sum(cluster.nodes.leaves[leaf].uplink_latency_s for leaf in leaves)
+    return seconds, False, latency_s
 
 
 @lru_cache(maxsize=256)

@@ -41,7 +41,6 @@ import numpy as np
 from parsim.costs.communication.closed_forms import hops_text, moving_terms, ring_steps, ring_traffic
 from parsim.costs.communication.contention import (
     LinkRates,
-    Way,
     group_pace,
     port_of,
     reverse,
@@ -68,26 +67,30 @@ class AlgorithmChoice:
     """One way to run a collective.
 
     Attributes:
-        latency_s, seconds_per_byte: of a ring or a tree: seconds = latency_s + seconds_per_byte * size. latency: what the
-            latency consists of.
+        base_s, hops, seconds_per_byte: of a ring or a tree: seconds = base_s + hops + seconds_per_byte * size, with the count
+            and seconds of each kind of hop.
         phases: of the hierarchical form, each with its seconds, one after the other.
     """
 
     algorithm: str
     protocol: str
     size_bytes: float
-    latency_s: float = 0.0
+    base_s: float = 0.0
+    hops: tuple[tuple[int, float], ...] = ()
     seconds_per_byte: float = 0.0
-    latency: tuple[float, tuple[tuple[int, float], ...]] = (0.0, ())
     phases: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def latency_s(self) -> float:
+        seconds = self.base_s
+        for count, hop_s in self.hops:
+            seconds += count * hop_s
+        return seconds
 
     @property
     def seconds(self) -> float:
         if self.phases:
-            total = 0.0
-            for _, seconds in self.phases:
-                total += seconds
-            return total
+            return sum(seconds for _, seconds in self.phases)
         return self.latency_s + self.seconds_per_byte * self.size_bytes
 
 
@@ -107,14 +110,13 @@ def chosen_terms(
         alone = next(choice for choice in own if (choice.algorithm, choice.protocol) == (best.algorithm, best.protocol))
     groups = len({*concurrent, group})
     if not best.phases:
-        base_s, hops = best.latency
         return moving_terms(
             best.size_bytes,
             best.seconds_per_byte,
             best.latency_s,
             alone_seconds_per_byte=alone.seconds_per_byte,
             groups=groups,
-            latency=hops_text(base_s, *hops),
+            latency=hops_text(best.base_s, *best.hops),
         )
     terms: list[Term] = []
     for (name, seconds), (_, alone_s) in zip(best.phases, alone.phases, strict=True):
@@ -172,12 +174,11 @@ def rails_s(operation: str, group: tuple[int, ...], size_bytes: float, cluster: 
         CostError: as `choices`.
     """
     network, model = parts_of(cluster)
-    way: Way = "rails"
-    pace = group_pace(cluster, model.link_kind, group, way, concurrent)
-    found = _rings(operation, pace.nodes, size_bytes, pace, network, model)
+    pace = group_pace(cluster, model.link_kind, group, "rails", concurrent)
+    rails = _rings(operation, pace.nodes, size_bytes, pace, network, model)
     if COLLECTIVE_KINDS[operation].trees and "tree" in network.algorithms:
-        found += _trees(size_bytes, pace, network, model, members=1)
-    return min(choice.seconds for choice in found)
+        rails += _trees(size_bytes, pace, network, model, members=1)
+    return min(choice.seconds for choice in rails)
 
 
 def parts_of(cluster: Cluster) -> tuple[Network, LinkModel]:
@@ -215,56 +216,41 @@ def _rings(
     operation: str, ranks: int, size_bytes: float, pace: LinkRates, network: Network, model: LinkModel
 ) -> list[AlgorithmChoice]:
     steps, crossings = ring_steps(operation, ranks), ring_steps(operation, pace.nodes)
-    found = []
-    for between, inside in _protocols("ring", pace, network, model):
-        latency = inside.base_s + (steps - crossings) * inside.hop_s + crossings * (between.hop_s + pace.hop_latency_s)
-        rate = max(
-            pace.inside_s_per_byte / (inside.efficiency * between.inside_efficiency),
-            pace.outside_s_per_byte / between.efficiency,
+    return [
+        AlgorithmChoice(
+            algorithm="ring",
+            protocol=between.protocol,
+            size_bytes=size_bytes,
+            base_s=inside.base_s,
+            hops=((steps - crossings, inside.hop_s), (crossings, between.hop_s + pace.hop_latency_s)),
+            seconds_per_byte=ring_traffic(operation, ranks)
+            * max(
+                pace.inside_s_per_byte / (inside.efficiency * between.inside_efficiency),
+                pace.outside_s_per_byte / between.efficiency,
+            ),
         )
-        found.append(
-            AlgorithmChoice(
-                algorithm="ring",
-                protocol=between.protocol,
-                size_bytes=size_bytes,
-                latency_s=latency,
-                seconds_per_byte=ring_traffic(operation, ranks) * rate,
-                latency=(
-                    inside.base_s,
-                    ((steps - crossings, inside.hop_s), (crossings, between.hop_s + pace.hop_latency_s)),
-                ),
-            )
-        )
-    return found
+        for between, inside in _protocols("ring", pace, network, model)
+    ]
 
 
 def _trees(
     size_bytes: float, pace: LinkRates, network: Network, model: LinkModel, members: int | None = None
 ) -> list[AlgorithmChoice]:
     chain = (pace.members if members is None else members) - 1
-    levels = math.ceil(math.log2(pace.nodes))
-    share = 1.0 if pace.nodes == 2 else 2.0
-    found = []
-    for between, inside in _protocols("tree", pace, network, model):
-        latency = inside.base_s + 2 * chain * inside.hop_s + 2 * levels * (between.hop_s + pace.hop_latency_s)
-        rate = max(
-            2.0 * pace.inside_s_per_byte / (inside.efficiency * between.inside_efficiency),
-            share * pace.outside_s_per_byte / between.efficiency,
+    return [
+        AlgorithmChoice(
+            algorithm="tree",
+            protocol=between.protocol,
+            size_bytes=size_bytes,
+            base_s=inside.base_s,
+            hops=((2 * chain, inside.hop_s), (2 * _levels(pace), between.hop_s + pace.hop_latency_s)),
+            seconds_per_byte=max(
+                2.0 * pace.inside_s_per_byte / (inside.efficiency * between.inside_efficiency),
+                _tree_share(pace) * pace.outside_s_per_byte / between.efficiency,
+            ),
         )
-        found.append(
-            AlgorithmChoice(
-                algorithm="tree",
-                protocol=between.protocol,
-                size_bytes=size_bytes,
-                latency_s=latency,
-                seconds_per_byte=rate,
-                latency=(
-                    inside.base_s,
-                    ((2 * chain, inside.hop_s), (2 * levels, between.hop_s + pace.hop_latency_s)),
-                ),
-            )
-        )
-    return found
+        for between, inside in _protocols("tree", pace, network, model)
+    ]
 
 
 def _nvls_trees(size_bytes: float, pace: LinkRates, network: Network, model: LinkModel) -> list[AlgorithmChoice]:
@@ -273,24 +259,31 @@ def _nvls_trees(size_bytes: float, pace: LinkRates, network: Network, model: Lin
     between = [entry for entry in network.protocols if entry.algorithm == "tree" and entry.protocol == NVLS_PROTOCOL]
     if not inside or not between or pace.relayed or pace.members < 2:
         return []
-    local, (entry, *_) = max(inside, key=lambda protocol: protocol.efficiency), between
-    levels = math.ceil(math.log2(pace.nodes))
-    hop_s = entry.hop_s + pace.hop_latency_s
+    switch, tree = max(inside, key=lambda protocol: protocol.efficiency), between[0]
     rate = max(
-        nvls_traffic(pace.members) * pace.inside_s_per_byte / local.efficiency,
-        (1.0 if pace.nodes == 2 else 2.0) * pace.outside_s_per_byte / entry.efficiency,
+        nvls_traffic(pace.members) * pace.inside_s_per_byte / switch.efficiency,
+        _tree_share(pace) * pace.outside_s_per_byte / tree.efficiency,
     )
-    base_s = local.base_s + local.hop_s
     return [
         AlgorithmChoice(
             algorithm="nvls tree",
             protocol=NVLS_PROTOCOL,
             size_bytes=size_bytes,
-            latency_s=base_s + 2 * levels * hop_s,
+            base_s=switch.base_s + switch.hop_s,
+            hops=((2 * _levels(pace), tree.hop_s + pace.hop_latency_s),),
             seconds_per_byte=rate,
-            latency=(base_s, ((2 * levels, hop_s),)),
         )
     ]
+
+
+def _levels(pace: LinkRates) -> int:
+    """Of a tree over the nodes."""
+    return math.ceil(math.log2(pace.nodes))
+
+
+def _tree_share(pace: LinkRates) -> float:
+    """Of the bytes that a node sends in a tree: of two nodes each sends the other one half up and one half down."""
+    return 1.0 if pace.nodes == 2 else 2.0
 
 
 def _hierarchical(
@@ -333,7 +326,7 @@ def _protocols(
         )
 
 
-# Many transfers at once: the cost of an exchange of neighbours, where every rank sends to a few others at the same time.
+# --- many transfers at once -------------------------------------------------------------------------------------------
 
 
 def exchange_seconds(pairs: Sequence[tuple[int, int]], size_bytes: float, cluster: Cluster) -> Floats:

@@ -21,13 +21,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from parsim.costs.compute.formula import KernelModel, OperatorModel, drift_of, has_published_peaks
 from parsim.costs.compute.launches import HALVES, ComputeRequest, Launch
 from parsim.costs.compute.measured import measured_component, measured_optimizer
 from parsim.costs.compute.surfaces import LaunchModel, surface_models
-from parsim.costs.estimate import Estimate, Term
+from parsim.costs.estimate import Estimate, Source, Term
 from parsim.errors import CostError
 from parsim.hardware.cluster import Cluster
 from parsim.hardware.devices import Device, DeviceType
@@ -180,18 +180,14 @@ class ComputeCosts:
         }
         total = sum(seconds.values())
         share = (seconds[work.part] / total if total else float(work.part == "rest")) / work.parts
-        spread = ("experts:imbalance", IMBALANCE_SIGMA if seconds[work.part] else 0.0)
-        if work.part == BY_OPERATOR_PART:
-            spread = ("recomputed_operators", REPEATED_SIGMA if share < 1 else 0.0)
-        return Estimate.of(
-            (*whole.terms, Term("part", "times", share, "fitted", f"{work.part}, one of {work.parts}")),
-            source=whole.source,
-            parameters=(*whole.parameters, *((spread,) if work.part in ("experts", BY_OPERATOR_PART) else ())),
-            repeat_sigma=whole.repeat_sigma,
-            detail=f"{share:.0%} of {whole.detail}",
-            extrapolated=whole.extrapolated,
-            issue_s=share * whole.issue_s,
-        )
+        spread: tuple[tuple[str, float], ...] = ()
+        if work.part == "experts":
+            spread = (("experts:imbalance", IMBALANCE_SIGMA if seconds[work.part] else 0.0),)
+        elif work.part == BY_OPERATOR_PART:
+            spread = (("recomputed_operators", REPEATED_SIGMA if share < 1 else 0.0),)
+        term = Term("part", "times", share, "fitted", f"{work.part}, one of {work.parts}")
+        detail = f"{share:.0%} of {whole.detail}"
+        return _with_term(whole, term, *spread, detail=detail, issue_s=share * whole.issue_s)
 
     def optimizer(
         self,
@@ -276,7 +272,7 @@ class ComputeCosts:
         widths: dict[str, set[int]] = {}
         for point in self.profile.compute.components:
             widths.setdefault(point.device_type, set()).add(number_format(point.precision).weight_bytes)
-        return {name: min(found) if len(found) == 1 else FULL_BYTES for name, found in widths.items()}
+        return {name: min(known) if len(known) == 1 else FULL_BYTES for name, known in widths.items()}
 
     def _step_accesses(self, optimizer: str, device: Device, *, master_weights: bool) -> int:
         """Of an element in an optimizer step: measured ones have those of the optimizer, and casts where they had some."""
@@ -288,36 +284,27 @@ class ComputeCosts:
             return accesses + casts
         return accesses + (2 if kind.scales_loss else 0) + casts
 
-    def clip(self, work: ClipGradients, optimizer: str, device: Device, *, master_weights: bool = True) -> Estimate:
-        """Seconds of one part of clipping: one access per element for the norm, two for the scaling.
+    def arithmetic(self, work: ClipGradients | Mix, optimizer: str, device: Device, *, master_weights: bool = True) -> Estimate:
+        """Seconds of clipping, or of mixing whose accesses are known: their share of an optimizer step over the same arrays.
 
-        It is the share of an optimizer step over the same arrays that its accesses have. Nothing measures clipping by itself.
-
-        Raises:
-            ConfigError, CostError: as `optimizer`.
-        """
-        accesses, every = CLIP_ACCESSES[work.part], self._step_accesses(optimizer, device, master_weights=master_weights)
-        detail = f"{accesses} of {every} accesses of a step of {optimizer}"
-        whole = self._step_over(work, optimizer, device, master_weights=master_weights)
-        return _multiple_of(whole, accesses / every, detail, ("operator:clip", CLIP_SIGMA)) if work.elements else whole
-
-    def mix(self, work: Mix, optimizer: str, device: Device, *, master_weights: bool = True) -> Estimate:
-        """Seconds of weight arithmetic whose accesses are known: their share of an optimizer step over the same arrays.
-
-        Both are plain passes over the parameters, tensor by tensor. Nothing measures the arithmetic by itself.
+        All are plain passes over the parameters, tensor by tensor. Nothing measures the arithmetic by itself. Clipping reads
+        every element once for the norm, and twice accesses it for the scaling.
 
         Raises:
             ConfigError, CostError: as `optimizer`.
         """
-        every = self._step_accesses(optimizer, device, master_weights=master_weights)
-        detail = f"{work.accesses} accesses, where a step of {optimizer} has {every}"
-        whole = self._step_over(work, optimizer, device, master_weights=master_weights)
-        return _multiple_of(whole, work.accesses / every, detail, ("operator:mix", CLIP_SIGMA)) if work.elements else whole
-
-    def _step_over(self, work: ClipGradients | Mix, optimizer: str, device: Device, *, master_weights: bool) -> Estimate:
-        """An optimizer step over the same arrays."""
         step = OptimizerStep(elements=work.elements, tensors=work.tensors)
-        return self.optimizer(step, optimizer, device, master_weights=master_weights)
+        whole = self.optimizer(step, optimizer, device, master_weights=master_weights)
+        if not work.elements:
+            return whole
+        every = self._step_accesses(optimizer, device, master_weights=master_weights)
+        if isinstance(work, ClipGradients):
+            accesses, name = CLIP_ACCESSES[work.part], "operator:clip"
+            detail = f"{accesses} of {every} accesses of a step of {optimizer}"
+        else:
+            accesses, name = work.accesses, "operator:mix"
+            detail = f"{accesses} accesses, where a step of {optimizer} has {every}"
+        return _multiple_of(whole, accesses / every, detail, (name, CLIP_SIGMA))
 
     def operator_model(self, device: DeviceType) -> OperatorModel:
         """The model that prices components never measured on this type of device: surfaces if the profile has them."""
@@ -336,11 +323,11 @@ class ComputeCosts:
 
     @cached_property
     def _points(self) -> dict[MeasuredWork, list[ComponentPoint]]:
-        found: dict[MeasuredWork, list[ComponentPoint]] = {}
+        points: dict[MeasuredWork, list[ComponentPoint]] = {}
         for point in self.profile.compute.components:
             key = MeasuredWork(point.fingerprint, point.phase, point.device_type, point.precision)
-            found.setdefault(key, []).append(point)
-        return found
+            points.setdefault(key, []).append(point)
+        return points
 
 
 def operators_by_part(component: Component) -> dict[str, tuple[Operator, ...]]:
@@ -393,25 +380,18 @@ def _shard(
 
 
 def _share_of(measured: Estimate, share: float, what: str, spread: tuple[str, float], issue_s: float) -> Estimate:
-    return Estimate.of(
-        (*measured.terms, Term("share by operators", "times", share, "fitted", f"of {what}")),
-        source="measured",
-        parameters=(*measured.parameters, spread),
-        repeat_sigma=measured.repeat_sigma,
-        detail=f"{share:.0%} of {what}, {measured.detail}",
-        extrapolated=True,
-        issue_s=issue_s,
-    )
+    term = Term("share by operators", "times", share, "fitted", f"of {what}")
+    detail = f"{share:.0%} of {what}, {measured.detail}"
+    return _with_term(measured, term, spread, detail=detail, extrapolated=True, issue_s=issue_s)
 
 
 def _multiple_of(whole: Estimate, share: float, detail: str, spread: tuple[str, float]) -> Estimate:
     """A multiple of an optimizer step, by its accesses."""
-    return Estimate.of(
-        (*whole.terms, Term("share", "times", share, "fitted", detail)),
-        source="fitted" if whole.source == "measured" else whole.source,
-        parameters=(*whole.parameters, spread),
-        repeat_sigma=whole.repeat_sigma,
-        detail=f"{detail}: {whole.detail}",
-        extrapolated=whole.extrapolated,
-        issue_s=whole.issue_s * share,
-    )
+    source: Source = "fitted" if whole.source == "measured" else whole.source
+    term = Term("share", "times", share, "fitted", detail)
+    return _with_term(whole, term, spread, source=source, detail=f"{detail}: {whole.detail}", issue_s=whole.issue_s * share)
+
+
+def _with_term(whole: Estimate, term: Term, *spread: tuple[str, float], **changes: Any) -> Estimate:
+    """An estimate with one more term, and uncertain parameters of its own."""
+    return replace(whole.then(term), parameters=(*whole.parameters, *spread), **changes)

@@ -1,6 +1,6 @@
 """Decentralised training: how mixing graphs rank, what Ada buys, and what a step takes on clusters of V100s.
 
-    python experiments/decentralized/run.py [--quick] [--seed N] [--seeds N] [--parts P,...] [--out DIR] [--json]
+    python -m experiments.relaxed.decentralized [--quick] [--seed N] [--seeds N] [--parts P,...] [--out DIR] [--json]
 
 Parts: figures (the specified accuracies and the spectral gaps); ada (schedules and closed loop); dbench (four models, three
 scales, seven ways of training, every tensor); times (clusters of up to 1,008 GPUs); curves (accuracy over simulated seconds).
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from experiments.common.running import add_parts
-from experiments.decentralized.curves import curve_rows
-from experiments.decentralized.dbench import bench_tables
-from experiments.decentralized.figures import draw
-from experiments.decentralized.learning import ada_rows, figure_rows, gap_rows
-from experiments.decentralized.times import scaling_rows, time_rows
-from experiments.decentralized.whole_epochs import epoch_rows
+from experiments.relaxed.curves import curve_rows
+from experiments.relaxed.dbench_tables import bench_tables
+from experiments.relaxed.figures import draw
+from experiments.relaxed.learning import ada_rows, figure_rows, gap_rows
+from experiments.relaxed.times import scaling_rows, time_rows
+from experiments.relaxed.whole_epochs import epoch_rows
 from parsim.files import write_csv
 
 Row = dict[str, Any]

@@ -1,6 +1,6 @@
 """Decoupled backpropagation with stale gradients: what it learns, what it delays, and what an epoch takes.
 
-    python experiments/stale_gradients/run.py [--quick] [--seeds N] [--out DIR] [--json]
+    python -m experiments.relaxed.stale_gradients [--quick] [--seeds N] [--out DIR] [--json]
 
 Tables go to DIR as CSV, figures as HTML; the finding stands in README.md, the verdicts are `judge.py`'s.
 """
@@ -15,8 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from experiments.decentralized.times import BATCH, IMAGES, Exchange, all_reduce_s, phase_seconds, resnet50, weight_bytes
 from experiments.relaxed.clock import round_seconds
+from experiments.relaxed.times import BATCH, IMAGES, Exchange, all_reduce_s, phase_seconds, resnet50, weight_bytes
 from parsim.hardware.cluster import Cluster, cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.plans.mesh import Mesh

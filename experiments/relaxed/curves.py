@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.decentralized.models import mlp
-from experiments.decentralized.times import Exchange, all_reduce_s
 from experiments.relaxed.clock import random_stragglers
 from experiments.relaxed.gossip import GossipRule, train_on_graph
+from experiments.relaxed.models import mlp
 from experiments.relaxed.sharded import Partition
+from experiments.relaxed.times import Exchange, all_reduce_s
 from parsim.hardware.cluster import cluster_from_profile
 from parsim.hardware.compose import load_profile
 from parsim.plans.mixing import Ada, mixing_graph

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from experiments.decentralized.models import MODELS
 from experiments.relaxed.bench import BenchRun, ranks, relations, run_bench, summary, tensor_rows
 from experiments.relaxed.gossip import GossipRule
+from experiments.relaxed.models import MODELS
 from parsim.plans.mixing import Ada, mixing_graph
 
 Row = dict[str, Any]

@@ -1,6 +1,6 @@
 """Epoch-averaged data parallelism: what averaging rarely costs in accuracy, and what it saves when workers are uneven.
 
-    python experiments/epoch_averaging/run.py [--quick] [--seeds N] [--out DIR] [--json]
+    python -m experiments.relaxed.epoch_averaging [--quick] [--seeds N] [--out DIR] [--json]
 
 Tables go to DIR as CSV, figures as HTML; the finding stands in README.md, the verdicts are `judge.py`'s.
 """
@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch

@@ -1,6 +1,6 @@
 """How often does the predicted winner of two ways of synchronising win when both are executed?
 
-    python experiments/time_to_accuracy/run.py PROFILE [--rounds N] [--quick] [--json] [--out DIR]
+    python -m experiments.relaxed.time_to_accuracy PROFILE [--rounds N] [--quick] [--json] [--out DIR]
 
 PROFILE is one that `parsim calibrate` has measured here for two ranks; `--quick` compares nothing, so any will do. For each
 case `to_target` predicts the seconds of each rule to a test accuracy: simulated seconds per step times steps of virtual
@@ -24,7 +24,7 @@ from typing import Any
 
 import parsim
 from experiments.common.catalogue import ROOT
-from experiments.time_to_accuracy.rank import FOUND, Goal
+from experiments.relaxed.time_to_accuracy_rank import FOUND, Goal
 from parsim.app.answer import Answer
 from parsim.errors import ParsimError
 from parsim.execute.job import Job, RunSpec
@@ -134,7 +134,11 @@ def executed(answer: Answer, case: Case, rows: list[dict[str, Any]], seed: int) 
         Job(output=str(folder), mode="measure", runs=runs, steps=MOST_STEPS).save(folder / "job.json")
         Goal(target=case.target, most_steps=tuple(math.ceil(PATIENCE * row["steps"]) for row in rows)).save(folder)
         launch(
-            folder / "job.json", RANKS, module="experiments.time_to_accuracy.rank", env={"PYTHONPATH": str(ROOT)}, hang_s=120.0
+            folder / "job.json",
+            RANKS,
+            module="experiments.relaxed.time_to_accuracy_rank",
+            env={"PYTHONPATH": str(ROOT)},
+            hang_s=120.0,
         )
         found = read_json(folder / FOUND)
     return [{"rule": row["rule"], **found[run.name]} for row, run in zip(rows, runs, strict=True)]

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.decentralized.models import mlp
 from experiments.relaxed.gossip import GossipRule, GossipRun, train_on_graph
+from experiments.relaxed.models import mlp
 from experiments.relaxed.sharded import Partition
 from parsim.plans.mixing import Ada, MixingGraph, mixing_graph, spectral_gap
 
